@@ -1,0 +1,74 @@
+"""Multiplying finished gradients by the incoming gradient, for nothing where it is 1 (as after `loss.backward()`)."""
+
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> Tensor:
+    """gradient · factor, rounded to gradient's dtype.
+
+    Args:
+        gradient: any shape, as saved by the forward.
+        factor: () the incoming gradient.
+        may_overwrite: whether nobody will read `gradient` again. The product then takes its place, and on CUDA a
+            factor of 1 ends the kernel before it touches memory, without the host knowing the factor.
+    """
+    if not factor.is_cuda and factor == 1 and may_overwrite:
+        return gradient
+    if not may_overwrite:
+        return torch.mul(gradient, factor.to(gradient.device))
+    if gradient.is_cuda and gradient.is_contiguous() and _triton_available():
+        _multiply_unless_one_(gradient, factor)
+        return gradient
+    return gradient.mul_(factor)
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass that is running keeps its graph (`retain_graph`), so that saved tensors are read again.
+
+    True outside a backward pass, where nothing is known.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+@cache
+def _triton_available() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _kernel():
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def multiply_unless_one(gradient, factor, size, BLOCK: tl.constexpr):
+        value = tl.load(factor).to(tl.float32)
+        if value != 1.0:
+            start = tl.program_id(0).to(tl.int64) * BLOCK
+            step = tl.num_programs(0).to(tl.int64) * BLOCK
+            for block in range(start, size, step):
+                offsets = block + tl.arange(0, BLOCK)
+                mask = offsets < size
+                old = tl.load(gradient + offsets, mask=mask)
+                tl.store(gradient + offsets, (old.to(tl.float32) * value).to(old.dtype), mask=mask)
+
+    return multiply_unless_one
+
+
+# A few thousand programs saturate the memory of any device, and cost 3 µs where all of them end at once.
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+_BLOCK = 4096
+
+
+def _multiply_unless_one_(gradient: Tensor, factor: Tensor) -> None:
+    size = gradient.numel()
+    if size == 0:
+        return
+    multiprocessors = torch.cuda.get_device_properties(gradient.device).multi_processor_count
+    programs = min(-(-size // _BLOCK), multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR)
+    with torch.cuda.device(gradient.device):
+        _kernel()[(programs,)](gradient, factor, size, BLOCK=_BLOCK, num_warps=8)

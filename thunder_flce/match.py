@@ -1,0 +1,208 @@
+"""Finding linear + cross-entropy in a trace. Nothing is changed here; `transform` does that.
+
+A cross-entropy is followed upwards from its logits, through operations that keep rows and vocabulary as they are, to
+the linear that made them. Every step either goes on or ends in a reason, which is kept for the user to read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import thunder.torch as ltorch
+from thunder.core import dtypes, prims
+from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+from thunder_flce import symbols
+
+
+class Reason(Enum):
+    """Why a cross-entropy was not fused with its linear."""
+
+    NO_LINEAR = "its logits do not come from a linear layer"
+    LOGITS_USED = "the logits, or something between them and the loss, are also used elsewhere"
+    LOGITS_RETURNED = "the program returns its logits; return the loss only to have them fused"
+    TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss"
+    CLASS_DIMENSION = "the vocabulary is not the last dimension of the logits"
+    CLASS_PROBABILITIES = "the targets are class probabilities"
+    CLASS_WEIGHTS = "it has class weights"
+    LABEL_SMOOTHING = "it has label smoothing"
+    DTYPE = "the linear's operands have different dtypes, or one that is not supported"
+    DYNAMIC_SHAPE = "a shape is not known when the trace is compiled"
+    DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A linear + cross-entropy that can become one region."""
+
+    cross_entropy: BoundSymbol
+    linear: BoundSymbol
+    arguments: dict[str, Any]
+    """Of the cross-entropy, by name: target, ignore_index, reduction."""
+
+
+@dataclass(frozen=True)
+class Declined:
+    """A cross-entropy that stays as it is."""
+
+    cross_entropy: BoundSymbol
+    reason: Reason
+    detail: str = ""
+    """Which operation or value stood in the way."""
+
+
+def find_cross_entropies(trace: TraceCtx) -> list[Match | Declined]:
+    """Each cross-entropy of the trace, in order, and whether it can be fused with its linear."""
+    producers = {out.name: bsym for bsym in trace.bound_symbols for out in bsym.flat_proxy_outs}
+    consumers: dict[str, list[BoundSymbol]] = {}
+    for bsym in trace.bound_symbols:
+        for name in {arg.name for arg in bsym.flat_proxy_args}:
+            consumers.setdefault(name, []).append(bsym)
+    return [
+        _match(bsym, producers, consumers) for bsym in trace.bound_symbols if bsym.sym.id == ltorch.cross_entropy.id
+    ]
+
+
+def _match(
+    cross_entropy: BoundSymbol, producers: dict[str, BoundSymbol], consumers: dict[str, list[BoundSymbol]]
+) -> Match | Declined:
+    arguments = _cross_entropy_arguments(*cross_entropy.args, **cross_entropy.kwargs)
+    logits: TensorProxy = arguments["logits"]
+
+    def declined(reason: Reason, detail: str = "") -> Declined:
+        return Declined(cross_entropy, reason, detail)
+
+    linear = _find_linear(logits, producers)
+    if isinstance(linear, tuple):
+        return declined(*linear)
+
+    if arguments["size_average"] is not None or arguments["reduce"] is not None:
+        return declined(Reason.DEPRECATED_ARGUMENT)
+    if logits.shape == arguments["target"].shape:
+        return declined(Reason.CLASS_PROBABILITIES)
+    if arguments["weight"] is not None:
+        return declined(Reason.CLASS_WEIGHTS)
+    if arguments["label_smoothing"] != 0.0:
+        return declined(Reason.LABEL_SMOOTHING)
+    if logits.ndim > 2:
+        return declined(Reason.CLASS_DIMENSION, f"logits of shape {tuple(logits.shape)}")
+
+    input, weight, bias = _linear_arguments(*linear.args, **linear.kwargs)
+    tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
+    if any(isinstance(size, NumberProxy) for tensor in (*tensors, arguments["target"]) for size in tensor.shape):
+        return declined(Reason.DYNAMIC_SHAPE)
+    tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in tensors}
+    if len(tensor_dtypes) > 1 or not all(dtypes.is_float_dtype(dtype) for dtype in tensor_dtypes):
+        return declined(Reason.DTYPE, ", ".join(sorted(dtype.shortname() for dtype in tensor_dtypes)))
+
+    # From here on the pattern fits; what is left is whether somebody else needs what it would no longer compute.
+    name = logits.name
+    while True:
+        users = consumers[name]
+        if any(user.sym.id == prims.PrimIDs.RETURN for user in users):
+            return declined(Reason.LOGITS_RETURNED)
+        if len(users) > 1:
+            others = [user.sym.name for user in users if user is not cross_entropy and user.output is not logits]
+            return declined(Reason.LOGITS_USED, f"{name} is used by {', '.join(sorted(set(others)))}")
+        producer = producers[name]
+        if producer is linear:
+            break
+        name = producer.flat_proxy_args[0].name
+    return Match(cross_entropy, linear, arguments)
+
+
+def _find_linear(logits: TensorProxy, producers: dict[str, BoundSymbol]) -> BoundSymbol | tuple[Reason, str]:
+    """The linear that made the logits, or why they can't be followed to one."""
+    changed: tuple[Reason, str] | None = None
+    current: Proxy = logits
+    while (producer := producers.get(current.name)) is not None:
+        if producer.sym.id == ltorch.linear.id:
+            return changed or producer
+        inputs = [arg for arg in producer.flat_proxy_args if isinstance(arg, TensorProxy)]
+        if len(inputs) != 1:
+            break
+        if not _keeps_logits(inputs[0], producer):
+            # Still follow it: a loss whose logits come from no linear at all is no missed fusion.
+            changed = changed or (Reason.TRANSFORMED_LOGITS, f"by {producer.sym.name}")
+        current = inputs[0]
+    return Reason.NO_LINEAR, ""
+
+
+# Symbols that only reshape, or only cast: for them, shapes and dtypes say all there is to know.
+_SHAPE_SYMBOLS = {"view", "reshape", "flatten", "unflatten", "contiguous", "squeeze", "unsqueeze", "view_as"}
+_CAST_SYMBOLS = {"to", "float", "double", "type_as", "type", "convert_element_type", "shallow_copy"}
+
+
+def _keeps_logits(before: TensorProxy, bsym: BoundSymbol) -> bool:
+    """Whether an operation keeps every row of logits, their order and the vocabulary as the last dimension.
+
+    In row-major order that holds wherever a reshape keeps the last dimension. A cast may only widen: to narrow would
+    round the logits once more.
+    """
+    after = bsym.output
+    if not isinstance(after, TensorProxy) or after.numel != before.numel or after.device != before.device:
+        return False
+    if bsym.sym.name in _CAST_SYMBOLS:
+        return after.shape == before.shape and _widens(before.dtype, after.dtype)
+    return (
+        bsym.sym.name in _SHAPE_SYMBOLS
+        and after.dtype == before.dtype
+        and before.ndim > 0
+        and after.ndim > 0
+        and after.shape[-1] == before.shape[-1]
+    )
+
+
+def _widens(before: dtypes.dtype, after: dtypes.dtype) -> bool:
+    before, after = dtypes.to_strong_dtype(before), dtypes.to_strong_dtype(after)
+    return before == after or (before.bytes < after.bytes and dtypes.is_float_dtype(after))
+
+
+def _cross_entropy_arguments(
+    logits: TensorProxy,
+    target: TensorProxy,
+    weight: TensorProxy | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> dict[str, Any]:
+    return dict(locals())
+
+
+def _linear_arguments(
+    input: TensorProxy, weight: TensorProxy, bias: TensorProxy | None = None
+) -> tuple[TensorProxy, TensorProxy, TensorProxy | None]:
+    return input, weight, bias
+
+
+def tensors_that_need_grad(trace: TraceCtx) -> set[str]:
+    """The names of all tensors of a trace through which a gradient flows; thunder marks only its inputs.
+
+    A superset at worst: an operation whose derivative is zero still passes it on.
+    """
+    needed = {arg.name for arg in _tensors(trace.args) if arg.requires_grad}
+    for bsym in trace.bound_symbols:
+        if bsym.sym.name in ("detach", "stop_gradient"):
+            continue
+        if any(arg.name in needed for arg in bsym.flat_proxy_args):
+            needed |= {out.name for out in _tensors(bsym.flat_proxy_outs) if _carries_grad(out)}
+    return needed
+
+
+def _tensors(proxies: Sequence[Any]) -> list[TensorProxy]:
+    return [proxy for proxy in proxies if isinstance(proxy, TensorProxy)]
+
+
+def _carries_grad(tensor: TensorProxy) -> bool:
+    is_detached = any(tag.name == "DETACHED_AUTOGRAD_GRAPH" for tag in tensor.tags)
+    return dtypes.is_inexact_dtype(tensor.dtype) and not is_detached
+
+
+def is_region(bsym: BoundSymbol) -> bool:
+    """Whether a bound symbol is a `linear_cross_entropy`, called by the user or put there by the transform."""
+    return bsym.sym.id == symbols.linear_cross_entropy.id

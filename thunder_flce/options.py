@@ -1,0 +1,56 @@
+"""What a user can choose about how the loss is computed; the defaults suit training on one device."""
+
+from dataclasses import dataclass
+
+STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
+ACCUMULATE = ("auto", "parameter", "float32")
+IGNORED_ROWS = ("skip", "compute")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Choices that change time and memory, never the result beyond rounding.
+
+    Raises:
+        ValueError: when a field is out of range; the message names the field and what it accepts.
+    """
+
+    memory_budget: int | float | None = None
+    """Temporary memory of the region on top of its gradients: bytes (int), or a fraction of the device's memory (float
+    in (0, 1)). None: chunks as small as they can be without costing time, and the logits are never saved whole."""
+
+    strategy: str | None = None
+    """One of `STRATEGIES`, or None to let the plan choose."""
+
+    chunk_rows: int | None = None
+    """Tokens in a chunk, or None to let the plan choose."""
+
+    accumulate: str = "auto"
+    """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":
+    the parameter's dtype up to `plan.EXACT_CHUNKS` chunks, float32 beyond."""
+
+    ignored_rows: str = "skip"
+    """"skip": rows whose target is ignore_index leave the region before the first product, at the price of one host
+    synchronisation on CUDA. "compute": no synchronisation and static shapes, as CUDA graphs need; this is also what
+    happens by itself while a CUDA graph is being captured."""
+
+    def __post_init__(self):
+        budget = self.memory_budget
+        if budget is not None:
+            whole_bytes = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
+            fraction = isinstance(budget, float) and 0.0 < budget < 1.0
+            if not (whole_bytes or fraction):
+                raise ValueError(
+                    f"memory_budget must be a positive int (bytes) or a float in (0, 1) (a fraction of the device's "
+                    f"memory), but got {budget!r}"
+                )
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be None or one of {STRATEGIES}, but got {self.strategy!r}")
+        if self.chunk_rows is not None and (
+            isinstance(self.chunk_rows, bool) or not isinstance(self.chunk_rows, int) or self.chunk_rows < 1
+        ):
+            raise ValueError(f"chunk_rows must be None or a positive int, but got {self.chunk_rows!r}")
+        if self.accumulate not in ACCUMULATE:
+            raise ValueError(f"accumulate must be one of {ACCUMULATE}, but got {self.accumulate!r}")
+        if self.ignored_rows not in IGNORED_ROWS:
+            raise ValueError(f"ignored_rows must be one of {IGNORED_ROWS}, but got {self.ignored_rows!r}")

@@ -1,0 +1,235 @@
+"""Choosing a strategy and chunk sizes: integers in, integers out, no tensor touched.
+
+Legend: T tokens, H hidden size, V vocabulary, C tokens in a chunk.
+
+The three products of the region cost 6·T·H·V operations whatever the strategy; what differs is which of them run
+twice, how often the weight's gradient is read and written, and what is alive at the peak.
+
+==========================  =====================================  ===========================================
+strategy                    forward, per chunk of C tokens         backward
+==========================  =====================================  ===========================================
+gradients_in_forward        logits, statistics, dlogits in place,  multiplies dX, dW, db by the incoming
+                            dX, dW, db accumulated                 gradient (nothing where it is 1)
+save_logits                 logits (kept: T × V), statistics       dlogits in place of the logits, dX, dW, db
+recompute_logits            logits, statistics                     per slab of the vocabulary: logits again,
+                                                                   dlogits in place, dX accumulated, dW and db
+                                                                   written once
+loss_only                   logits, statistics                     none: no gradient is needed
+==========================  =====================================  ===========================================
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from thunder_flce.options import Options
+
+# The running sum of dW is rounded to the parameter's dtype once a chunk. Up to four roundings stay within 1.25 × the
+# error of a single product; more need a float32 accumulator.
+EXACT_CHUNKS = 4
+
+# On CUDA, chunks of fewer rows leave the products memory-bound (each reads all of W and reads and writes all of dW);
+# above 2048 rows a chunk gains 1-2% for twice the memory. traces/h200 has the sweep.
+CUDA_CHUNK_ROWS = 2048
+CUDA_SMALLEST_CHUNK = 512
+# On a CPU a chunk's logits should stay in the last-level cache between the passes over them.
+CPU_CHUNK_BYTES = 16 * 2**20
+CPU_SMALLEST_CHUNK = 64
+
+# nvFuser reads a row of the logits as parts of at most this many elements, each held in registers: one read from
+# memory for both the maximum and the sum of exponentials.
+MAX_PART = 16384
+# Rows start on 128-byte lines, and cuBLAS takes its fast path only for rows whose stride is a multiple of 16 bytes.
+PART_MULTIPLE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabLayout:
+    """A row of V logits in memory: `parts` parts of `part_length` elements, the last `padding` of them unused."""
+
+    vocab: int
+    parts: int
+    part_length: int
+
+    @property
+    def row_stride(self) -> int:
+        """Elements from one row of the logits to the next."""
+        return self.parts * self.part_length
+
+    @property
+    def padding(self) -> int:
+        """Elements at the end of each row that belong to no column of the vocabulary."""
+        return self.row_stride - self.vocab
+
+    @classmethod
+    def contiguous(cls, vocab: int) -> "VocabLayout":
+        """V elements, one part, no padding."""
+        return cls(vocab=vocab, parts=1, part_length=vocab)
+
+    @classmethod
+    def in_parts(cls, vocab: int) -> "VocabLayout":
+        """Parts of at most `MAX_PART` elements, aligned; without padding wherever V allows it."""
+        fewest = -(-vocab // MAX_PART)
+        for parts in range(fewest, 2 * fewest + 1):
+            if vocab % (8 * parts) == 0:
+                return cls(vocab=vocab, parts=parts, part_length=vocab // parts)
+        part_length = -(-vocab // (fewest * PART_MULTIPLE)) * PART_MULTIPLE
+        return cls(vocab=vocab, parts=fewest, part_length=part_length)
+
+
+def layout_for(vocab: int, *, dtype: torch.dtype, device_type: str) -> VocabLayout:
+    """The layout that the row kernels for this dtype and device read fastest."""
+    if device_type == "cuda" and dtype is not torch.float64:
+        return VocabLayout.in_parts(vocab)
+    return VocabLayout.contiguous(vocab)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What the plan is made from; everything is known when a trace is compiled."""
+
+    tokens: int
+    hidden: int
+    vocab: int
+    dtype: torch.dtype
+    device_type: str
+    reduction: str
+    input_grad: bool
+    weight_grad: bool
+    bias_grad: bool
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether anything requires a gradient."""
+        return self.input_grad or self.weight_grad or self.bias_grad
+
+    @property
+    def layout(self) -> VocabLayout:
+        """How a row of the logits lies in memory."""
+        return layout_for(self.vocab, dtype=self.dtype, device_type=self.device_type)
+
+    def logits_bytes(self, rows: int) -> int:
+        """Bytes of the logits of `rows` tokens."""
+        return rows * self.layout.row_stride * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One way to run the region, as printed in the trace. Plain values only: a trace carries them as arguments."""
+
+    strategy: str
+    """"gradients_in_forward", "save_logits", "recompute_logits" or "loss_only"."""
+
+    chunk_rows: int
+    """Tokens in a chunk (C)."""
+
+    slab_columns: int = 0
+    """Columns of the vocabulary in a slab of the backward; only "recompute_logits" has them."""
+
+    float32_accumulator: bool = False
+    """Whether dW is summed over chunks in float32 and rounded once, at the end."""
+
+    skip_ignored_rows: bool = True
+    """Whether rows whose target is ignore_index leave the region before the first product."""
+
+
+def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = None) -> Plan:
+    """The plan for `problem`: the fastest one that fits the memory budget.
+
+    Args:
+        problem: shapes, dtype, reduction and which gradients are needed.
+        options: the user's choices; each of them overrides what the plan would choose.
+        device_bytes: the device's total memory in bytes; only needed where the budget is a fraction of it.
+
+    Raises:
+        ValueError: where a chosen strategy cannot give the gradients asked for.
+    """
+    budget = _budget_bytes(options.memory_budget, device_bytes)
+    strategy = options.strategy or _choose_strategy(problem, budget)
+    if not problem.needs_grad:
+        strategy = "loss_only"
+    if strategy == "gradients_in_forward" and problem.reduction == "none":
+        raise ValueError(
+            'strategy "gradients_in_forward" needs reduction "mean" or "sum": with "none" the incoming gradient is a '
+            "vector that has to be applied before anything is summed over tokens"
+        )
+    skip = options.ignored_rows == "skip"
+    if strategy == "gradients_in_forward":
+        rows, float32_accumulator = _accumulation(problem, options, budget)
+        return Plan(
+            strategy=strategy, chunk_rows=rows, float32_accumulator=float32_accumulator, skip_ignored_rows=skip
+        )
+    if strategy == "save_logits":
+        return Plan(strategy=strategy, chunk_rows=max(problem.tokens, 1), skip_ignored_rows=skip)
+    rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))
+    slab_columns = 0
+    if strategy == "recompute_logits":
+        slab_columns = _slab_columns(problem, problem.logits_bytes(rows))
+    return Plan(strategy=strategy, chunk_rows=rows, slab_columns=slab_columns, skip_ignored_rows=skip)
+
+
+def _budget_bytes(budget: int | float | None, device_bytes: int | None) -> int | None:
+    if isinstance(budget, float):
+        if device_bytes is None:
+            raise ValueError("memory_budget is a fraction of the device's memory, but that is not known here")
+        return int(budget * device_bytes)
+    return budget
+
+
+def _choose_strategy(problem: Problem, budget: int | None) -> str:
+    # float16 gradients need the incoming gradient (the loss scale) before they are rounded, or they underflow.
+    if problem.reduction != "none" and problem.dtype is not torch.float16:
+        return "gradients_in_forward"
+    if budget is not None and problem.logits_bytes(problem.tokens) <= budget:
+        return "save_logits"
+    return "recompute_logits"
+
+
+def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -> int:
+    """Rows of the largest chunk that fits the budget, never under the smallest that is worth running."""
+    row_bytes = problem.logits_bytes(1)
+    if problem.device_type == "cpu":
+        default, smallest = CPU_CHUNK_BYTES // row_bytes, CPU_SMALLEST_CHUNK
+    else:
+        default, smallest = CUDA_CHUNK_ROWS, CUDA_SMALLEST_CHUNK
+    rows = default if budget is None else (budget - fixed_bytes) // row_bytes
+    return max(rows, smallest)
+
+
+def _balanced(problem: Problem, largest: int) -> int:
+    """Rows of a chunk so that all chunks are about equal, in whole tiles of the matrix product, and none is larger."""
+    if problem.tokens <= largest:
+        return max(problem.tokens, 1)
+    tile = 128 if problem.device_type == "cuda" else 1
+    chunks = -(-problem.tokens // largest)
+    rows = -(-problem.tokens // (chunks * tile)) * tile
+    return min(rows, largest)
+
+
+def _accumulation(problem: Problem, options: Options, budget: int | None) -> tuple[int, bool]:
+    """Rows of a chunk, and whether dW needs a float32 accumulator: the smaller of the two ways to be exact."""
+    low_precision = problem.dtype.itemsize < 4 and problem.weight_grad
+    accumulator_bytes = 4 * problem.vocab * problem.hidden
+    if options.accumulate == "float32" and low_precision:
+        rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget, accumulator_bytes))
+        return rows, True
+    rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))
+    if options.accumulate == "parameter" or not low_precision or rows * EXACT_CHUNKS >= problem.tokens:
+        return rows, False
+    if options.chunk_rows:
+        return rows, True
+    # More than EXACT_CHUNKS chunks: either larger chunks, or a float32 accumulator beside small ones.
+    few_chunks = _balanced(problem, -(-problem.tokens // EXACT_CHUNKS))
+    small_chunks = _balanced(problem, _largest_chunk(problem, budget, accumulator_bytes))
+    bytes_few = problem.logits_bytes(few_chunks)
+    if bytes_few <= accumulator_bytes + problem.logits_bytes(small_chunks) and (budget is None or bytes_few <= budget):
+        return few_chunks, False
+    return small_chunks, True
+
+
+def _slab_columns(problem: Problem, slab_bytes: int) -> int:
+    """Columns of a vocabulary slab whose logits, for all tokens, take about `slab_bytes`."""
+    columns = slab_bytes // (max(problem.tokens, 1) * problem.dtype.itemsize)
+    columns = max(columns, 1024)
+    slabs = -(-problem.vocab // columns)
+    return min(-(-problem.vocab // (slabs * PART_MULTIPLE)) * PART_MULTIPLE, problem.vocab)

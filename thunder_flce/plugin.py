@@ -1,0 +1,77 @@
+"""The user's doors: `jit`, the plugin "flce" and `explain`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import thunder
+from thunder.core.transform_common import Transform
+from thunder.extend import Executor
+from thunder.plugins import register_plugin
+
+from thunder_flce.executor import executor
+from thunder_flce.options import Options
+from thunder_flce.transform import Compilation, FuseLinearCrossEntropy
+
+
+def jit(
+    fn: Callable,
+    /,
+    *,
+    options: Options | None = None,
+    executors: Sequence[Executor | str] | None = None,
+    transforms: Sequence[Transform] | None = None,
+    **thunder_options: Any,
+) -> Callable:
+    """`thunder.jit` with linear + cross-entropy fused.
+
+    Args:
+        fn: the function or module to compile.
+        options: choices about the time and memory of the fused regions.
+        executors: as in `thunder.jit`; `thunder_flce.executor` goes before them.
+        transforms: as in `thunder.jit`; the fusion goes before them, since it needs to see the program as written.
+        **thunder_options: passed on to `thunder.jit`.
+    """
+    executors = thunder.get_default_executors() if executors is None else executors
+    return thunder.jit(
+        fn,
+        executors=[executor, *executors],
+        transforms=[FuseLinearCrossEntropy(options), *(transforms or ())],
+        **thunder_options,
+    )
+
+
+class FlcePlugin(thunder.Plugin):
+    """Makes `thunder.compile(model, plugins="flce")` work.
+
+    Args:
+        options: choices about the time and memory of the fused regions.
+    """
+
+    def __init__(self, options: Options | None = None):
+        self.options = options
+
+    def setup_executors(self) -> list[Executor]:
+        """The executor, which has to come before thunder's own."""
+        return [executor]
+
+    def setup_transforms(self) -> list[Transform]:
+        """The fusion."""
+        return [FuseLinearCrossEntropy(self.options)]
+
+
+def explain(jitted: Callable) -> list[Compilation]:
+    """What was decided about each cross-entropy, for each trace that a jitted function or module has compiled.
+
+    Args:
+        jitted: what `thunder_flce.jit`, `thunder.jit` with our transform or `thunder.compile` with our plugin returned.
+
+    Raises:
+        ValueError: where it was not compiled with `FuseLinearCrossEntropy`.
+    """
+    for transform in thunder.compile_data(jitted).transforms:
+        if isinstance(transform, FuseLinearCrossEntropy):
+            return transform.compilations
+    raise ValueError("jitted has no FuseLinearCrossEntropy transform; compile it with thunder_flce.jit")
+
+
+register_plugin("flce", FlcePlugin)

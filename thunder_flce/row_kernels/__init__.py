@@ -1,0 +1,82 @@
+"""What is computed row by row on a chunk's logits: statistics and, in place, the gradient.
+
+Two lowerings with one interface: `torch_ops` everywhere, `nvfuser` on CUDA. Legend: C rows, V vocabulary; a chunk's
+logits lie in a `LogitsBuffer`, whose rows may be padded (`plan.VocabLayout`).
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from thunder_flce.plan import VocabLayout
+
+
+class RowStatistics(NamedTuple):
+    """Two numbers a row, kept apart so that the loss keeps its digits when all logits share a large offset."""
+
+    row_max: Tensor
+    """(C,) the largest logit."""
+
+    row_logsumexp: Tensor
+    """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum."""
+
+
+@dataclass(frozen=True)
+class LogitsBuffer:
+    """Memory for the logits of a chunk."""
+
+    padded: Tensor
+    """(C, row_stride), contiguous."""
+
+    layout: VocabLayout
+
+    @classmethod
+    def allocate(cls, rows: int, layout: VocabLayout, *, dtype: torch.dtype, device: torch.device) -> "LogitsBuffer":
+        """Uninitialised memory for `rows` rows."""
+        return cls(torch.empty(rows, layout.row_stride, dtype=dtype, device=device), layout)
+
+    @property
+    def logits(self) -> Tensor:
+        """(C, V), the view without the padding."""
+        return self.padded[:, : self.layout.vocab]
+
+    def rows(self, rows: slice) -> "LogitsBuffer":
+        """Some rows of the buffer, as a view."""
+        return LogitsBuffer(self.padded[rows], self.layout)
+
+
+class RowKernels(Protocol):
+    """Row-wise computations on a `LogitsBuffer`."""
+
+    def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
+        """Statistics of each row, float32 (float64 for float64 logits); the logits are only read."""
+
+    def gradient_(
+        self, buffer: LogitsBuffer, statistics: RowStatistics, scale: Tensor, *, column_sums: bool = False
+    ) -> Tensor | None:
+        """Replaces each logit z by exp(z - row_max - row_logsumexp) · scale; scale is (C,), one factor a row.
+
+        Returns the sums over the rows, (V,) in the statistics' dtype, of what was written before it was rounded; None
+        unless `column_sums`.
+        """
+
+
+@cache
+def nvfuser_available() -> bool:
+    """Whether nvFuser's direct bindings are installed."""
+    return importlib.util.find_spec("nvfuser_direct") is not None
+
+
+def kernels_for(*, dtype: torch.dtype, device_type: str) -> RowKernels:
+    """nvFuser's kernels on CUDA where it is installed, PyTorch's operations everywhere else."""
+    if device_type == "cuda" and dtype is not torch.float64 and nvfuser_available():
+        from thunder_flce.row_kernels import nvfuser
+
+        return nvfuser.KERNELS
+    from thunder_flce.row_kernels import torch_ops
+
+    return torch_ops.KERNELS

@@ -1,0 +1,130 @@
+"""Which rows of the region are computed.
+
+Rows whose target is ignore_index contribute nothing, neither to the loss nor to a gradient, so they can leave before
+the first product. How many stay must then be known on the host: one synchronisation on CUDA, which also brings the
+verdict on the targets.
+
+Legend: T tokens, N rows computed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Chunks are whole tiles of the matrix product, where the plan's are.
+TILE_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that are computed, in order."""
+
+    count: int
+    """N"""
+
+    total: int
+    """T"""
+
+    target: Tensor
+    """(N,) int64, every one in [0, V); 0 in rows that are computed though ignored"""
+
+    valid_count: Tensor
+    """() the number of targets that are not ignore_index"""
+
+    index: Tensor | None
+    """(N,) int64, the tokens that the rows stand for; None where all T are computed"""
+
+    valid: Tensor | None
+    """(N,) bool, False in rows that are computed though ignored; None where there are none"""
+
+    def chunks(self, largest: int):
+        """Slices that cover all rows, about equal in size, none over `largest` rows.
+
+        Equal, because a small last chunk would read all of W and dW for the sake of a few rows.
+        """
+        chunks = -(-self.count // largest)
+        rows = -(-self.count // max(chunks, 1))
+        if largest % TILE_ROWS == 0:
+            rows = -(-rows // TILE_ROWS) * TILE_ROWS
+        for start in range(0, self.count, max(rows, 1)):
+            yield slice(start, min(start + rows, self.count))
+
+    def take(self, tensor: Tensor, chunk: slice) -> Tensor:
+        """The rows of `chunk` from a tensor over all tokens: a view where all are computed, a copy otherwise."""
+        return tensor[chunk] if self.index is None else tensor.index_select(0, self.index[chunk])
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """(T, …) to (N, …)."""
+        return tensor if self.index is None else tensor.index_select(0, self.index)
+
+    def scatter(self, tensor: Tensor) -> Tensor:
+        """(N, …) to (T, …), zeros in rows that were not computed."""
+        if self.index is None:
+            return tensor
+        return tensor.new_zeros(self.total, *tensor.shape[1:]).index_copy_(0, self.index, tensor)
+
+
+def select_rows(target: Tensor, vocab: int, ignore_index: int, *, skip: bool) -> Rows:
+    """Checks the targets and chooses the rows to compute.
+
+    Args:
+        target: (T,) integers.
+        vocab: V.
+        ignore_index: the target that marks a row as ignored; may lie in [0, V).
+        skip: leave ignored rows out, which synchronises with the device; never while a CUDA graph is captured.
+
+    Raises:
+        IndexError: where a target is neither in [0, V) nor ignore_index. Where the host may not wait for the device,
+            a device-side assertion instead, as in PyTorch.
+    """
+    valid = target != ignore_index
+    is_wrong = valid & ((target < 0) | (target >= vocab))
+    valid_count = valid.sum()
+    if not _may_wait(target, skip):
+        torch._assert_async(~is_wrong.any(), f"target is neither in [0, {vocab}) nor ignore_index ({ignore_index})")
+        # The clamp only matters to a kernel that runs before the assertion stops the device.
+        return _all_rows(target.clamp(0, vocab - 1), valid_count, valid)
+
+    count, wrong = torch.stack([valid_count, is_wrong.sum()]).tolist()
+    if wrong:
+        raise IndexError(
+            f"target has {wrong} of {target.shape[0]} values that are neither in [0, {vocab}), the vocabulary of "
+            f"linear_weight, nor ignore_index ({ignore_index}); the first is {target[is_wrong][0].item()}"
+        )
+    return _valid_rows(target, valid_count, valid, count)
+
+
+def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, *, skip: bool) -> Rows:
+    """The rows that `select_rows` chose in the forward, for the backward.
+
+    Args:
+        target: (T,) as in the forward, and checked there.
+        ignore_index: as in the forward.
+        valid_count: () saved by the forward.
+        skip: as in the forward.
+    """
+    valid = target != ignore_index
+    if not _may_wait(target, skip):
+        return _all_rows(target, valid_count, valid)
+    return _valid_rows(target, valid_count, valid, int(valid_count))
+
+
+def _may_wait(target: Tensor, skip: bool) -> bool:
+    return skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
+    total = target.shape[0]
+    target = torch.where(valid, target, 0).long()
+    return Rows(count=total, total=total, target=target, valid_count=valid_count, index=None, valid=valid)
+
+
+def _valid_rows(target: Tensor, valid_count: Tensor, valid: Tensor, count: int) -> Rows:
+    total = target.shape[0]
+    if count == total:
+        return Rows(count=total, total=total, target=target.long(), valid_count=valid_count, index=None, valid=None)
+    # A stable sort puts the valid rows first, in order, without asking the device for their number again.
+    index = torch.argsort(valid, descending=True, stable=True)[:count]
+    target = target.index_select(0, index).long()
+    return Rows(count=count, total=total, target=target, valid_count=valid_count, index=index, valid=None)

@@ -1,0 +1,73 @@
+"""Cross-entropy on logits that are there anyway: what `cross_entropy_fwd` and `cross_entropy_bwd` run in PyTorch.
+
+On CUDA, thunder's nvFuser executor translates the two symbols instead (`nvfuser_translation`), together with the casts
+and reshapes around them. Legend: N rows, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from thunder_flce.plan import VocabLayout
+from thunder_flce.row_kernels import LogitsBuffer, RowStatistics
+from thunder_flce.row_kernels.torch_ops import KERNELS, statistics_dtype
+from thunder_flce.rows import select_rows
+
+
+def forward_impl(
+    logits: Tensor, target: Tensor, *, reduction: str, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss and the rows' statistics.
+
+    Args:
+        logits: (N, V) floating point.
+        target: (N,) integers in [0, V), or ignore_index.
+        reduction: "mean", "sum" or "none".
+        ignore_index: targets of this value contribute nothing.
+
+    Returns:
+        loss, () or (N,), in the logits' dtype; row_max (N,), row_logsumexp (N,), relative to row_max, and valid_count
+        (), in float32 (float64 for float64 logits).
+
+    Raises:
+        IndexError: where a target is neither in [0, V) nor ignore_index.
+    """
+    rows = select_rows(target, logits.shape[1], ignore_index, skip=not logits.is_cuda)
+    statistics = KERNELS.statistics(_as_buffer(logits))
+    row_dtype = statistics_dtype(logits.dtype)
+    valid = target != ignore_index
+    safe_target = torch.where(valid, target, 0).long()
+    target_logit = logits.gather(1, safe_target[:, None]).squeeze(1).to(row_dtype)
+    loss = torch.where(valid, statistics.row_logsumexp - (target_logit - statistics.row_max), 0)
+    valid_count = rows.valid_count.to(row_dtype)
+    if reduction != "none":
+        loss = loss.sum() / valid_count if reduction == "mean" else loss.sum()
+    return loss.to(logits.dtype), *statistics, valid_count
+
+
+def backward_impl(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    row_max: Tensor,
+    row_logsumexp: Tensor,
+    valid_count: Tensor,
+    *,
+    reduction: str,
+    ignore_index: int,
+) -> Tensor:
+    """The logits' gradient, (N, V) in the logits' dtype; grad is () or, for reduction "none", (N,)."""
+    valid = target != ignore_index
+    scale = grad.to(row_max.dtype)
+    if reduction == "mean":
+        scale = scale / valid_count
+    scale = torch.where(valid, scale, 0)
+    safe_target = torch.where(valid, target, 0).long()[:, None]
+    probability = (logits.gather(1, safe_target).squeeze(1).to(row_max.dtype) - row_max - row_logsumexp).exp_()
+    buffer = _as_buffer(logits.clone(memory_format=torch.contiguous_format))
+    KERNELS.gradient_(buffer, RowStatistics(row_max, row_logsumexp), scale)
+    entry = ((probability - 1) * scale).to(logits.dtype)
+    return buffer.logits.scatter_(1, safe_target, entry[:, None])
+
+
+def _as_buffer(logits: Tensor) -> LogitsBuffer:
+    return LogitsBuffer(logits, VocabLayout.contiguous(logits.shape[1]))

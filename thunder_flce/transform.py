@@ -1,0 +1,165 @@
+"""The transform: makes linear + cross-entropy one region, and gives every region its plan."""
+
+import inspect
+import warnings
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import thunder.torch as ltorch
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, TraceProvenance
+from thunder.core.trace_interpreter import TraceSubstitutionProcessor
+from thunder.core.transform_common import Transform, dce
+
+from thunder_flce import symbols
+from thunder_flce.executor import plan_region
+from thunder_flce.match import Declined, Match, Reason, find_cross_entropies, is_region, tensors_that_need_grad
+from thunder_flce.options import Options
+from thunder_flce.plan import Plan
+
+
+class NotFusedWarning(UserWarning):
+    """A cross-entropy whose logits come from a linear was not fused with it."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about one cross-entropy of a trace."""
+
+    source: str
+    """"file:line" of the user's call, as far as it is known."""
+    plan: Plan | None
+    """None where it was not fused."""
+    reason: Reason | None = None
+    """None where it was fused."""
+    detail: str = ""
+
+    @property
+    def fused(self) -> bool:
+        """Whether the linear and the loss are one region."""
+        return self.plan is not None
+
+    def __str__(self) -> str:
+        if self.fused:
+            return f"{self.source}: fused, {self.plan}"
+        return f"{self.source}: not fused, because {self.reason.value}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """The decisions about one trace: a jitted function has one for each set of shapes that it was called with."""
+
+    decisions: list[Decision] = field(default_factory=list)
+
+
+class FuseLinearCrossEntropy(Transform):
+    """Replaces linear → … → cross_entropy by `linear_cross_entropy`, before autograd.
+
+    The region takes the place of the loss, because the labels may be computed between the two:
+
+        # before                                              # after
+        logits = ltorch.linear(h, w, None)                    labels = ltorch.pad(y, (0, 1), 'constant', -100)
+        labels = ltorch.pad(y, (0, 1), 'constant', -100)      …
+        rows = ltorch.view(logits, -1, 32000)                 loss = linear_cross_entropy(h, w, labels, …, plan={…})
+        loss = ltorch.cross_entropy(rows, labels, …)
+
+    What can't be fused stays as it is; `decisions` has the reason, and a `NotFusedWarning` says it once where the
+    logits do come from a linear.
+
+    Args:
+        options: choices about time and memory.
+    """
+
+    def __init__(self, options: Options | None = None):
+        self.options = options or Options()
+        self.compilations: list[Compilation] = []
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        """Called by thunder once per compiled trace."""
+        compilation = Compilation()
+        self.compilations.append(compilation)
+        found = find_cross_entropies(computation_trace)
+        for match in found:
+            if isinstance(match, Declined):
+                compilation.decisions.append(_declined(match))
+        has_regions = any(is_region(bsym) for bsym in computation_trace.bound_symbols)
+        if has_regions or any(isinstance(match, Match) for match in found):
+            matches = {id(match.cross_entropy): match for match in found if isinstance(match, Match)}
+            rewrite = _Rewrite(computation_trace, matches, self.options, compilation)
+            computation_trace, _ = rewrite()
+            computation_trace = dce(computation_trace)
+            computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
+        return prologue_trace, computation_trace, epilogue_trace
+
+
+class _Rewrite(TraceSubstitutionProcessor):
+    def __init__(self, trace: TraceCtx, matches: dict[int, Match], options: Options, compilation: Compilation):
+        super().__init__(trace)
+        self._matches = matches
+        self._options = options
+        self._compilation = compilation
+        self._needed = tensors_that_need_grad(trace)
+
+    def process_bsym(self, bsym: BoundSymbol) -> None:
+        if id(bsym) in self._matches:
+            match = self._matches[id(bsym)]
+            self.add_bsyms_from_function(self._fused, match, tags=bsym.tags)
+        elif is_region(bsym):
+            self.add_bsyms_from_function(self._planned, bsym, tags=bsym.tags)
+        else:
+            self.add_processed_bsyms([bsym.from_bsym()])
+            self.set_result(bsym.output)
+
+    def _fused(self, match: Match) -> TensorProxy:
+        logits, target = match.arguments["logits"], match.arguments["target"]
+        input, weight, *bias = match.linear.args
+        bias = bias[0] if bias else match.linear.kwargs.get("bias")
+        arguments = {
+            "input": ltorch.reshape(input, (-1, input.shape[-1])) if input.ndim != 2 else input,
+            "linear_weight": weight,
+            "target": ltorch.reshape(target, (-1,)) if target.ndim != 1 else target,
+            "linear_bias": bias,
+            "reduction": match.arguments["reduction"],
+            "ignore_index": match.arguments["ignore_index"],
+        }
+        # Reshaped proxies are new; what they need is what their originals need.
+        for name, original in (("input", input),):
+            if original.name in self._needed:
+                self._needed.add(arguments[name].name)
+        loss = self._region(arguments, match.cross_entropy)
+        if logits.ndim == 1:
+            loss = ltorch.reshape(loss, ())
+        return ltorch.to(loss, logits.dtype)
+
+    def _planned(self, bsym: BoundSymbol) -> TensorProxy:
+        bound = inspect.signature(symbols.linear_cross_entropy.meta).bind(*bsym.args, **bsym.kwargs)
+        return self._region(dict(bound.arguments), bsym)
+
+    def _region(self, arguments: dict[str, Any], source: BoundSymbol) -> TensorProxy:
+        needs_grad = tuple(
+            name
+            for name in ("input", "linear_weight", "linear_bias")
+            if arguments.get(name) is not None and arguments[name].name in self._needed
+        )
+        plan = plan_region(arguments, needs_grad, self._options)
+        self._compilation.decisions.append(Decision(_source(source), plan))
+        tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
+        arguments.update(needs_grad=needs_grad, plan=asdict(plan))
+        return symbols.linear_cross_entropy(*tensors, **arguments)
+
+
+def _declined(declined: Declined) -> Decision:
+    decision = Decision(_source(declined.cross_entropy), None, declined.reason, declined.detail)
+    if declined.reason is not Reason.NO_LINEAR:
+        warnings.warn(f"thunder_flce: the cross-entropy at {decision}", NotFusedWarning, stacklevel=2)
+    return decision
+
+
+def _source(bsym: BoundSymbol) -> str:
+    if bsym.source_filename is None:
+        return "unknown source"
+    line = getattr(bsym.source_positions, "lineno", None)
+    return f"{bsym.source_filename}:{line}" if line else bsym.source_filename
