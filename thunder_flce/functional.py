@@ -123,8 +123,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return result.loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Under create_graph, once_differentiable would return gradients that silently lack their own.
+        if torch.is_grad_enabled():
+            raise RuntimeError("linear_cross_entropy has no second derivative; call backward without create_graph=True")
         if ctx.plan.strategy == "gradients_in_forward":
             gradients = engine.scale_gradients(grad, *ctx.saved_tensors)
         else:

@@ -20,7 +20,8 @@ def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> 
         return gradient
     if not may_overwrite:
         return torch.mul(gradient, factor.to(gradient.device))
-    if gradient.is_cuda and gradient.is_contiguous() and _triton_available():
+    is_small_float = gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if gradient.is_cuda and is_small_float and gradient.is_contiguous() and _triton_available():
         _multiply_unless_one_(gradient, factor)
         return gradient
     return gradient.mul_(factor)

@@ -11,7 +11,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
-from thunder.core.proxies import NumberProxy, Proxy, TensorProxy
+from thunder.core.proxies import NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
@@ -199,8 +199,7 @@ def _tensors(proxies: Sequence[Any]) -> list[TensorProxy]:
 
 
 def _carries_grad(tensor: TensorProxy) -> bool:
-    is_detached = any(tag.name == "DETACHED_AUTOGRAD_GRAPH" for tag in tensor.tags)
-    return dtypes.is_inexact_dtype(tensor.dtype) and not is_detached
+    return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
 
 
 def is_region(bsym: BoundSymbol) -> bool:

@@ -24,9 +24,10 @@ import torch
 
 from thunder_flce.options import Options
 
-# The running sum of dW is rounded to the parameter's dtype once a chunk. Up to four roundings stay within 1.25 × the
-# error of a single product; more need a float32 accumulator.
+# A running sum of dW in 16 bits is rounded twice a chunk. The error stays within 1.25 × that of a single product for up
+# to four chunks, as long as most columns are the target of at most one token; otherwise dW is summed in float32.
 EXACT_CHUNKS = 4
+EXACT_TOKENS_PER_COLUMN = 1 / 8
 
 # On CUDA, chunks of fewer rows leave the products memory-bound (each reads all of W and reads and writes all of dW);
 # above 2048 rows a chunk gains 1-2% for twice the memory. traces/h200 has the sweep.
@@ -214,17 +215,19 @@ def _accumulation(problem: Problem, options: Options, budget: int | None) -> tup
         rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget, accumulator_bytes))
         return rows, True
     rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))
-    if options.accumulate == "parameter" or not low_precision or rows * EXACT_CHUNKS >= problem.tokens:
+    if options.accumulate == "parameter" or not low_precision or rows >= problem.tokens:
+        return rows, False
+    few_targets = problem.tokens <= problem.vocab * EXACT_TOKENS_PER_COLUMN
+    if few_targets and rows * EXACT_CHUNKS >= problem.tokens:
         return rows, False
     if options.chunk_rows:
         return rows, True
-    # More than EXACT_CHUNKS chunks: either larger chunks, or a float32 accumulator beside small ones.
-    few_chunks = _balanced(problem, -(-problem.tokens // EXACT_CHUNKS))
-    small_chunks = _balanced(problem, _largest_chunk(problem, budget, accumulator_bytes))
-    bytes_few = problem.logits_bytes(few_chunks)
-    if bytes_few <= accumulator_bytes + problem.logits_bytes(small_chunks) and (budget is None or bytes_few <= budget):
-        return few_chunks, False
-    return small_chunks, True
+    # Either larger chunks, few enough, or small ones beside a float32 accumulator: whichever takes less memory.
+    larger = _balanced(problem, -(-problem.tokens // (EXACT_CHUNKS if few_targets else 1)))
+    smaller = _balanced(problem, _largest_chunk(problem, budget, accumulator_bytes))
+    if problem.logits_bytes(larger) <= accumulator_bytes + problem.logits_bytes(smaller):
+        return larger, False
+    return smaller, True
 
 
 def _slab_columns(problem: Problem, slab_bytes: int) -> int:

@@ -1,0 +1,50 @@
+"""What every test gets: a seed, devices, poisoned memory and an unchanged registry."""
+
+import pytest
+import thunder
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(1234)
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ]
+)
+def device(request):
+    """Each device that a test runs on."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """Fills uninitialised floating-point memory with NaN, so that what is never written shows in the result."""
+
+    def poisoned(allocate):
+        def wrapper(*args, **kwargs):
+            tensor = allocate(*args, **kwargs)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() and not tensor.is_meta else tensor
+
+        return wrapper
+
+    monkeypatch.setattr("thunder_flce.engine.torch.empty", poisoned(torch.empty))
+    monkeypatch.setattr("thunder_flce.engine.torch.empty_like", poisoned(torch.empty_like))
+
+
+@pytest.fixture(autouse=True)
+def unchanged_registry():
+    """Fails where a test leaves an executor behind in thunder's list of defaults."""
+    before = thunder.get_default_executors()
+    yield
+    assert thunder.get_default_executors() == before

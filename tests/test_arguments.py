@@ -1,0 +1,87 @@
+"""Bad input gets an error that names the argument: eagerly and when a program is traced."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import thunder_flce
+from thunder_flce import linear_cross_entropy
+
+X = torch.zeros(6, 4)
+W = torch.zeros(9, 4)
+Y = torch.zeros(6, dtype=torch.long)
+
+BAD = [
+    ({"input": [1, 2]}, TypeError, "input must be a tensor, but got list"),
+    ({"input": X.long()}, TypeError, "input must have one of the dtypes float16.*got int64"),
+    ({"target": X[:, 0]}, TypeError, "target must have one of the dtypes int8.*got float32"),
+    ({"target": Y.bool()}, TypeError, "target must have one of the dtypes int8.*got bool"),
+    ({"input": torch.zeros(())}, ValueError, "input must have at least one dimension"),
+    ({"linear_weight": W[0]}, ValueError, r"linear_weight must be two-dimensional, \(V, H\), but got \(4,\)"),
+    ({"linear_weight": W[:0]}, ValueError, "linear_weight must have at least one row"),
+    ({"input": torch.zeros(6, 5)}, ValueError, r"input's last dimension must be H = 4.*input is \(6, 5\)"),
+    ({"target": Y[:5]}, ValueError, r"target must have input's shape without its last dimension, \(6,\)"),
+    ({"target": Y[:, None]}, ValueError, "target must have input's shape"),
+    ({"linear_weight": W.double()}, TypeError, "linear_weight must have input's dtype, float32, but got float64"),
+    ({"linear_bias": torch.zeros(8)}, ValueError, r"linear_bias must be \(V,\) = \(9,\), but got \(8,\)"),
+    ({"linear_bias": torch.zeros(9).half()}, TypeError, "linear_bias must have input's dtype"),
+    ({"reduction": "avg"}, ValueError, "reduction must be one of .*, but got 'avg'"),
+    ({"ignore_index": 1.5}, TypeError, "ignore_index must be an int, but got float"),
+    ({"weight": torch.zeros(9)}, NotImplementedError, "weight is not supported yet"),
+    ({"label_smoothing": 0.1}, NotImplementedError, "label_smoothing is not supported yet"),
+    ({"softcap": 30.0}, NotImplementedError, "softcap is not supported yet"),
+    ({"logit_scale": 2.0}, NotImplementedError, "logit_scale is not supported yet"),
+    ({"z_loss": 1e-4}, NotImplementedError, "z_loss is not supported yet"),
+]
+IDS = [f"{next(iter(change))}-{number}" for number, (change, _, _) in enumerate(BAD)]
+
+
+def _call(change):
+    arguments = {"input": X, "linear_weight": W, "target": Y, **change}
+    return arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"), arguments
+
+
+@pytest.mark.parametrize(("change", "exception", "message"), BAD, ids=IDS)
+def test_eager(change, exception, message):
+    *tensors, settings = _call(change)
+    with pytest.raises(exception, match=message):
+        linear_cross_entropy(*tensors, **settings)
+
+
+@pytest.mark.parametrize(("change", "exception", "message"), BAD, ids=IDS)
+def test_traced(change, exception, message):
+    *tensors, settings = _call(change)
+    jitted = thunder_flce.jit(lambda *tensors: linear_cross_entropy(*tensors, **settings))
+    with pytest.raises(exception, match=message):
+        jitted(*tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_mixed_devices():
+    with pytest.raises(ValueError, match="target must be on input's device, cuda:0, but got cpu"):
+        linear_cross_entropy(X.cuda(), W.cuda(), Y)
+
+
+def test_target_out_of_range_when_jitted():
+    jitted = thunder_flce.jit(linear_cross_entropy)
+    with pytest.raises(IndexError, match=r"target has 1 of 6 values .*\[0, 9\)"):
+        jitted(X, W, torch.tensor([0, 1, 2, 3, 9, 4]))
+
+
+def test_import_needs_neither_nvfuser_nor_triton():
+    program = (
+        "import sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name.split('.')[0] in ('nvfuser_direct', 'nvfuser', 'litgpt', 'transformers'):\n"
+        "            raise ImportError(name)\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "import torch, thunder_flce\n"
+        "x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)\n"
+        "thunder_flce.linear_cross_entropy(x, w, torch.tensor([0, 1, 2])).backward()\n"
+        "assert x.grad.isfinite().all()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)

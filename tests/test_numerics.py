@@ -1,0 +1,316 @@
+"""Values and gradients against float64, for every strategy, reduction and kind of input."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from reference import Case, assert_as_exact_as_eager, error, make_case, ours, truth
+from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.options import STRATEGIES
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def _strategies(reduction):
+    return [None, *(s for s in STRATEGIES if not (s == "gradients_in_forward" and reduction == "none"))]
+
+
+STRATEGY_OF_REDUCTION = [(strategy, reduction) for reduction in REDUCTIONS for strategy in _strategies(reduction)]
+
+
+def _random_grad(case, reduction):
+    shape = case.target.shape if reduction == "none" else ()
+    return torch.randn(shape, device=case.x.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("strategy", "reduction"), STRATEGY_OF_REDUCTION)
+def test_every_strategy(strategy, reduction, bias, dtype, device):
+    case = make_case(tokens=150, vocab=1009, hidden=64, dtype=dtype, device=device, bias=bias)
+    grad = _random_grad(case, reduction).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    if strategy in (None, "gradients_in_forward") and reduction != "none":
+        # The finished gradients are rounded once more unless the incoming gradient is a power of two.
+        grad = torch.full_like(grad, 0.25)
+    if strategy == "gradients_in_forward" and dtype == torch.float16:
+        pytest.skip("float16 is for strategies that know the loss scale")
+    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 40)
+    assert_as_exact_as_eager(case, grad, options=options, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_incoming_gradient_that_is_no_power_of_two(reduction, device):
+    """One more rounding of the finished gradients: at most √2 times the error of one."""
+    case = make_case(tokens=150, vocab=1009, hidden=64, dtype=torch.bfloat16, device=device, bias=True)
+    grad = torch.tensor(0.7, device=device)
+    assert_as_exact_as_eager(case, grad, factor=1.5, reduction=reduction)
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 16, 64, 256])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_error_does_not_grow_with_the_number_of_chunks(chunks, bias, device):
+    case = make_case(tokens=1024, vocab=512, hidden=64, dtype=torch.bfloat16, device=device, bias=bias, ignored=0.0)
+    assert_as_exact_as_eager(case, options=Options(chunk_rows=1024 // chunks))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", ["skip", "compute"])
+@pytest.mark.parametrize("ignore_index", [-100, -1, 7, 2**40])
+@pytest.mark.parametrize("which", ["none", "some", "first", "last", "all but one"])
+def test_ignored_rows(which, ignore_index, rows, strategy, device):
+    case = make_case(device=device, bias=True, ignored=0.0)
+    case.target[case.target == ignore_index] = 8
+    pattern = {"none": [], "some": slice(None, None, 3), "first": 0, "last": -1, "all but one": slice(1, None)}[which]
+    case.target[pattern] = ignore_index
+    grad = torch.tensor(0.5, device=device)
+    options = Options(strategy=strategy, ignored_rows=rows, chunk_rows=None if strategy == "save_logits" else 10)
+    assert_as_exact_as_eager(case, grad, options=options, ignore_index=ignore_index)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", ["skip", "compute"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_no_valid_row(tokens, reduction, rows, strategy, device):
+    """An empty batch, and a batch of ignored rows only, as torch.nn.functional.cross_entropy has them."""
+    if strategy == "gradients_in_forward" and reduction == "none":
+        pytest.skip("no such strategy")
+    case = make_case(tokens=tokens, device=device, bias=True)
+    case.target.fill_(-100)
+    result = ours(case, options=Options(strategy=strategy, ignored_rows=rows), reduction=reduction)
+    if reduction == "mean":
+        assert result.loss.isnan()
+    else:
+        assert result.loss.shape == (case.target.shape if reduction == "none" else ()) and (result.loss == 0).all()
+    for tensor, gradient in zip(case.operands(), result.gradients, strict=True):
+        assert gradient.shape == tensor.shape and (gradient == 0).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5])
+def test_offset_shared_by_all_logits(offset, strategy, device):
+    """log(sum) − (z_t − max) keeps its digits; lse − z_t would lose four at 1e3 and six at 1e5."""
+    case = make_case(device=device, bias=True)
+    case.bias = torch.full_like(case.bias, offset).requires_grad_()
+    # The offset rounds the logits themselves; what is left must not lose anything on top of that.
+    logits = F.linear(case.x, case.weight, case.bias).detach().double().requires_grad_()
+    exact = F.cross_entropy(logits, case.target)
+    result = ours(case, options=Options(strategy=strategy))
+    assert error(result.loss, exact) < 2e-7 * (1 if offset < 1e5 else 3e2)
+    assert error(result.loss, exact) <= 2 * error(F.cross_entropy(logits.float(), case.target), exact) + 5e-7
+
+
+def test_confident_rows(device):
+    """p near 1: p − 1 must come from float32, not from p rounded to bfloat16, and no loss may be negative."""
+    case = make_case(tokens=16, hidden=64, vocab=64, dtype=torch.bfloat16, device=device, ignored=0.0)
+    case.target = torch.arange(16, device=device)
+    with torch.no_grad():
+        case.weight.copy_(torch.eye(64) * 3)
+        case.x.copy_(torch.eye(16, 64) * 3 + torch.randn(16, 64) * 0.1)
+    for strategy in STRATEGIES:
+        result = ours(case, options=Options(strategy=strategy), reduction="sum")
+        assert result.loss > 0
+        assert_as_exact_as_eager(case, options=Options(strategy=strategy), reduction="sum")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+def test_logits_that_are_not_finite(value, strategy, device):
+    """Masked vocabulary entries, overflow and NaN, as PyTorch: a bias carries them into the logits."""
+    case = make_case(device=device, bias=True, ignored=0.0)
+    with torch.no_grad():
+        case.bias[3] = value
+        case.target[case.target == 3] = 4
+    result, exact = ours(case, options=Options(strategy=strategy)), truth(case)
+    torch.testing.assert_close(result.loss.double(), exact.loss, equal_nan=True)
+    for got, right in zip(result.gradients[1:], exact.gradients[1:], strict=True):
+        torch.testing.assert_close(got.double(), right, equal_nan=True, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("needs", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
+def test_only_what_needs_a_gradient_gets_one(needs, reduction, strategy, device):
+    if strategy == "gradients_in_forward" and reduction == "none":
+        pytest.skip("no such strategy")
+    case = make_case(device=device, bias=True)
+    for tensor, needed in zip(case.operands(), needs, strict=True):
+        tensor.requires_grad_(bool(needed))
+    loss = linear_cross_entropy(
+        case.x, case.weight, case.target, linear_bias=case.bias, reduction=reduction, options=Options(strategy=strategy)
+    )
+    assert loss.requires_grad == any(needs)
+    if any(needs):
+        grad = torch.ones_like(loss)
+        loss.backward(grad)
+        exact = iter(truth(case, grad, reduction=reduction).gradients)
+        for tensor, needed in zip(case.operands(), needs, strict=True):
+            if needed:
+                torch.testing.assert_close(tensor.grad.double(), next(exact), rtol=1e-4, atol=1e-6)
+            else:
+                assert tensor.grad is None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("first", [1.0, 0.0, 0.7])
+def test_second_backward(first, strategy, device):
+    """Two incoming gradients through one retained graph, and nothing that anybody holds is changed."""
+    case = make_case(device=device, bias=True)
+    before = [t.detach().clone() for t in case.operands()]
+    loss = linear_cross_entropy(
+        case.x, case.weight, case.target, linear_bias=case.bias, options=Options(strategy=strategy, chunk_rows=10)
+    )
+    grads = [torch.tensor(value, device=device) for value in (first, 3.0, 1.0)]
+    results = [
+        torch.autograd.grad(loss, case.operands(), grad, retain_graph=retain)
+        for grad, retain in zip(grads, (True, True, False), strict=True)
+    ]
+    copies = [[g.clone() for g in gradients] for gradients in results]
+    for grad, gradients in zip(grads, results, strict=True):
+        for got, right in zip(gradients, truth(case, grad).gradients, strict=True):
+            torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
+    for tensor, old in zip(case.operands(), before, strict=True):
+        assert torch.equal(tensor, old)
+    for gradients, copy in zip(results, copies, strict=True):
+        assert all(map(torch.equal, gradients, copy))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_accumulate_into_parameters(strategy, device):
+    """.grad of the first step must survive the second, which adds to it."""
+    case = make_case(device=device, bias=True)
+    for _ in range(2):
+        loss = linear_cross_entropy(
+            case.x, case.weight, case.target, linear_bias=case.bias, options=Options(strategy=strategy)
+        )
+        (loss * 0.5).backward()
+    for tensor, right in zip(case.operands(), truth(case).gradients, strict=True):
+        torch.testing.assert_close(tensor.grad.double(), right, rtol=1e-4, atol=1e-6)
+
+
+def test_second_derivatives_are_refused(device):
+    case = make_case(device=device)
+    loss = linear_cross_entropy(case.x, case.weight, case.target)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+        torch.autograd.grad(loss, case.x, create_graph=True)
+
+
+@pytest.mark.parametrize("strategy", ["save_logits", "recompute_logits"])
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "zero first"])
+def test_layout_of_the_incoming_gradient(kind, strategy, device):
+    case = make_case(tokens=24, device=device)
+    x = case.x.detach().view(4, 6, -1).requires_grad_()
+    target = case.target.view(4, 6)
+    grad = {
+        "expanded": torch.tensor(0.7, device=device).expand(4, 6),
+        "transposed": torch.randn(6, 4, device=device).t(),
+        "zero first": torch.randn(4, 6, device=device).index_fill_(0, torch.tensor([0], device=device), 0.0),
+    }[kind]
+    loss = linear_cross_entropy(x, case.weight, target, reduction="none", options=Options(strategy=strategy))
+    assert loss.shape == (4, 6)
+    got = torch.autograd.grad(loss, (x, case.weight), grad)
+    exact = truth(case, grad.reshape(-1), reduction="none").gradients
+    torch.testing.assert_close(got[0].double().view(24, -1), exact[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got[1].double(), exact[1], rtol=1e-4, atol=1e-6)
+
+
+def _view(tensor, kind):
+    """The same values in another memory layout."""
+    if kind == "transposed":
+        return tensor.t().contiguous().t() if tensor.ndim == 2 else tensor
+    if kind == "sliced":
+        wide = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] * 2)
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if kind == "offset":
+        flat = tensor.new_empty(tensor.numel() + 3)
+        flat[3:] = tensor.reshape(-1)
+        return flat[3:].view(tensor.shape)
+    raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "offset"])
+def test_layout_of_the_inputs(kind, dtype, strategy, device):
+    case = make_case(tokens=40, vocab=96, hidden=32, dtype=dtype, device=device, bias=True)
+    viewed = Case(*(_view(t.detach(), kind) for t in (case.x, case.weight, case.bias, case.target)))
+    for tensor in viewed.operands():
+        tensor.requires_grad_()
+    assert_as_exact_as_eager(viewed, options=Options(strategy=strategy, chunk_rows=16))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
+def test_dtypes_of_the_target(dtype, device):
+    case = make_case(vocab=101, device=device, ignored=0.3, ignore_index=100)
+    case.target = case.target.to(dtype)
+    assert_as_exact_as_eager(case, ignore_index=100)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 1000, 1009, 16383, 16385, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sizes_of_the_vocabulary(vocab, dtype, strategy, device):
+    case = make_case(tokens=13, hidden=16, vocab=vocab, dtype=dtype, device=device, bias=vocab in (7, 1009, 16383))
+    assert_as_exact_as_eager(case, options=Options(strategy=strategy, chunk_rows=5))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("tokens", [1, 2, 3, 129])
+def test_numbers_of_tokens(tokens, strategy, device):
+    case = make_case(tokens=tokens, device=device, bias=True, ignored=0.0)
+    assert_as_exact_as_eager(case, options=Options(strategy=strategy, chunk_rows=64))
+
+
+def test_a_million_tokens(device):
+    """The sum of a million row losses keeps its digits."""
+    case = make_case(tokens=2**20, hidden=2, vocab=5, device=device)
+    exact = truth(case, reduction="sum").loss
+    assert error(ours(case, reduction="sum").loss, exact) < 2e-7
+
+
+def test_target_out_of_range(device):
+    for wrong in (-1, 101, 2**40):
+        case = make_case(device=device, ignored=0.0)
+        case.target[5] = wrong
+        with pytest.raises(IndexError, match=rf"target has 1 of 37 values .*\[0, 101\).*first is {wrong}"):
+            linear_cross_entropy(case.x, case.weight, case.target)
+
+
+def test_target_out_of_range_without_synchronisation():
+    case = make_case(ignored=0.0)
+    case.target[5] = 101
+    with pytest.raises(RuntimeError, match="target is neither in"):
+        linear_cross_entropy(case.x, case.weight, case.target, options=Options(ignored_rows="compute"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_target_out_of_range_asserts_on_the_device():
+    """In a process of its own: a device-side assertion ends the CUDA context."""
+    program = (
+        "import torch, thunder_flce as f; x = torch.randn(4, 8, device='cuda'); w = torch.randn(16, 8, device='cuda');"
+        "f.linear_cross_entropy(x, w, torch.tensor([1, 2, 16, 3], device='cuda'),"
+        " options=f.Options(ignored_rows='compute')); torch.cuda.synchronize()"
+    )
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert process.returncode != 0 and "device-side assert" in process.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_than_two_to_the_31_logits(strategy):
+    """Element offsets need 64 bits: 17408 × 128256 logits, all of them in one buffer where they are saved."""
+    case = make_case(tokens=17408, hidden=64, vocab=128256, dtype=torch.bfloat16, device="cuda", ignored=0.0)
+    assert case.x.shape[0] * case.weight.shape[0] > 2**31
+    chunk_rows = 17408 if strategy != "recompute_logits" else None
+    result = ours(case, options=Options(strategy=strategy, chunk_rows=chunk_rows))
+    small = ours(case, options=Options(strategy="gradients_in_forward", chunk_rows=1024, accumulate="float32"))
+    assert error(result.loss, small.loss) < 1e-6
+    for got, right in zip(result.gradients, small.gradients, strict=True):
+        assert error(got, right) < 4e-3

@@ -1,0 +1,125 @@
+"""Plans are integers: strategies, chunks and accumulators for the shapes that matter."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from thunder_flce import Options
+from thunder_flce.plan import EXACT_CHUNKS, Problem, VocabLayout, make_plan
+from thunder_flce.rows import select_rows
+
+S1 = Problem(
+    tokens=8192,
+    hidden=4096,
+    vocab=128256,
+    dtype=torch.bfloat16,
+    device_type="cuda",
+    reduction="mean",
+    input_grad=True,
+    weight_grad=True,
+    bias_grad=False,
+)
+
+
+def _problem(**changes):
+    return dataclasses.replace(S1, **changes)
+
+
+def test_scalar_reductions_compute_their_gradients_in_the_forward():
+    for reduction in ("mean", "sum"):
+        assert make_plan(_problem(reduction=reduction), Options()).strategy == "gradients_in_forward"
+
+
+def test_a_vector_gradient_has_to_wait_for_the_backward():
+    assert make_plan(_problem(reduction="none"), Options()).strategy == "recompute_logits"
+    with pytest.raises(ValueError, match='strategy "gradients_in_forward" needs reduction "mean" or "sum"'):
+        make_plan(_problem(reduction="none"), Options(strategy="gradients_in_forward"))
+
+
+def test_float16_has_to_wait_for_the_loss_scale():
+    assert make_plan(_problem(dtype=torch.float16), Options()).strategy == "recompute_logits"
+
+
+def test_whole_logits_are_saved_only_within_a_budget_that_the_user_gave():
+    problem = _problem(reduction="none")
+    whole = problem.logits_bytes(problem.tokens)
+    assert make_plan(problem, Options(memory_budget=whole)).strategy == "save_logits"
+    assert make_plan(problem, Options(memory_budget=whole - 1)).strategy == "recompute_logits"
+
+
+def test_budget_as_a_fraction_of_the_device():
+    by_fraction = make_plan(S1, Options(memory_budget=0.01), device_bytes=140 * 10**9)
+    assert by_fraction == make_plan(S1, Options(memory_budget=1_400_000_000))
+    with pytest.raises(ValueError, match="memory_budget is a fraction"):
+        make_plan(S1, Options(memory_budget=0.01))
+
+
+@pytest.mark.parametrize("megabytes", [140, 280, 530, 1100, 2200])
+def test_a_chunk_stays_within_the_budget(megabytes):
+    plan = make_plan(S1, Options(memory_budget=megabytes * 10**6, accumulate="parameter"))
+    assert S1.logits_bytes(plan.chunk_rows) <= megabytes * 10**6
+    assert S1.logits_bytes(plan.chunk_rows) > megabytes * 10**6 // 2
+
+
+def test_no_gradient_no_plan_for_one():
+    problem = _problem(input_grad=False, weight_grad=False)
+    assert make_plan(problem, Options()).strategy == "loss_only"
+    assert make_plan(problem, Options(strategy="save_logits")).strategy == "loss_only"
+
+
+def test_accumulator():
+    """float32 wherever 16 bits would add more than a quarter to the error of dW."""
+    assert not make_plan(S1, Options()).float32_accumulator
+    assert -(-S1.tokens // make_plan(S1, Options()).chunk_rows) <= EXACT_CHUNKS
+    assert make_plan(S1, Options(chunk_rows=512)).float32_accumulator
+    assert make_plan(_problem(tokens=32768, hidden=768), Options()).float32_accumulator
+    assert make_plan(_problem(vocab=32000), Options(chunk_rows=2048)).float32_accumulator
+    # Here all tokens in one chunk take less memory than the accumulator.
+    assert make_plan(_problem(vocab=32000), Options()).chunk_rows == 8192
+    assert not make_plan(_problem(vocab=32000, tokens=1024), Options()).float32_accumulator
+    assert not make_plan(S1, Options(chunk_rows=512, accumulate="parameter")).float32_accumulator
+    assert make_plan(S1, Options(accumulate="float32")).float32_accumulator
+    assert not make_plan(_problem(dtype=torch.float32), Options(accumulate="float32")).float32_accumulator
+    assert not make_plan(_problem(weight_grad=False), Options(chunk_rows=512)).float32_accumulator
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 8, 1009, 32000, 50257, 128256, 128257, 152064, 256000, 299993])
+def test_layout_of_a_row(vocab):
+    layout = VocabLayout.in_parts(vocab)
+    assert layout.row_stride >= vocab and layout.part_length <= 16384
+    assert layout.padding <= max(64 * layout.parts, 8)
+    assert layout.part_length % 8 == 0
+    if vocab in (32000, 128256, 152064, 256000):
+        assert layout.padding == 0
+
+
+@pytest.mark.parametrize(("count", "largest"), [(0, 5), (1, 5), (5, 5), (6, 5), (4100, 2048), (4096, 2048)])
+def test_chunks_cover_all_rows_and_are_about_equal(count, largest):
+    rows = select_rows(torch.zeros(count, dtype=torch.long), 3, -100, skip=True)
+    chunks = list(rows.chunks(largest))
+    assert [i for chunk in chunks for i in range(chunk.start, chunk.stop)] == list(range(count))
+    sizes = [chunk.stop - chunk.start for chunk in chunks]
+    assert all(size <= largest for size in sizes)
+    if sizes:
+        assert max(sizes) - min(sizes) <= 128 * len(sizes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("memory_budget", 0),
+        ("memory_budget", -1),
+        ("memory_budget", 1.5),
+        ("memory_budget", "1GB"),
+        ("memory_budget", True),
+        ("strategy", "fast"),
+        ("chunk_rows", 0),
+        ("chunk_rows", 1.0),
+        ("accumulate", "float64"),
+        ("ignored_rows", "drop"),
+    ],
+)
+def test_options_name_the_field_that_is_wrong(field, value):
+    with pytest.raises(ValueError, match=f"^{field} must be"):
+        Options(**{field: value})

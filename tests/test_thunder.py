@@ -1,0 +1,347 @@
+"""Through thunder: what is recognised, what is declined and why, and that results agree with eager PyTorch."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from thunder.recipes import BaseRecipe
+from torch import nn
+
+import thunder_flce
+from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options
+from thunder_flce.match import Reason
+from thunder_flce.options import STRATEGIES
+
+V, H = 97, 16
+CROSS_ENTROPY = nn.CrossEntropyLoss()
+
+
+class Head(nn.Module):
+    """An embedding, a hidden layer and a head, with `loss(logits, labels)` on top."""
+
+    def __init__(self, loss, *, bias=False, dtype=torch.float32):
+        super().__init__()
+        self.embedding = nn.Embedding(V, H, dtype=dtype)
+        self.hidden = nn.Linear(H, H, dtype=dtype)
+        self.lm_head = nn.Linear(H, V, bias=bias, dtype=dtype)
+        self.loss = loss
+
+    def forward(self, tokens, labels):
+        hidden = torch.tanh(self.hidden(self.embedding(tokens)))
+        return self.loss(self.lm_head(hidden), labels)
+
+
+def litgpt_loss(logits, labels):
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+
+def flattened_loss(logits, labels):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-1)
+
+
+def shifted_loss(logits, labels):
+    """As transformers 4.52 has it: float32 logits, labels padded and shifted."""
+    logits = logits.float()
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=-100, reduction="mean")
+
+
+def late_labels_loss(logits, labels):
+    """The labels are computed after the logits."""
+    rows = logits.reshape(-1, V)
+    labels = torch.where(labels > 5, labels, -100).reshape(-1)
+    return CROSS_ENTROPY(rows, labels)
+
+
+def per_token_loss(logits, labels):
+    loss = F.cross_entropy(logits.view(-1, V), labels.view(-1), reduction="none")
+    return (loss * torch.arange(loss.shape[0], device=loss.device)).mean() / 16
+
+
+FUSED = [litgpt_loss, flattened_loss, shifted_loss, late_labels_loss, per_token_loss]
+
+
+def _batch(device="cpu"):
+    tokens = torch.randint(0, V, (3, 11), device=device)
+    return tokens, torch.randint(0, V, (3, 11), device=device)
+
+
+def _assert_agrees(model, jitted, batch, **tolerances):
+    """Loss and every gradient of a jitted model against its eager self."""
+    model.zero_grad()
+    expected = model(*batch)
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    loss = jitted(*batch)
+    assert loss.dtype == expected.dtype and loss.shape == expected.shape
+    torch.testing.assert_close(loss, expected, **tolerances)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, gradients[name], **tolerances, msg=lambda m, n=name: f"{n}: {m}")
+        else:
+            assert parameter.grad is None
+
+
+def _symbols(trace):
+    return [bsym.sym.name for bsym in trace.bound_symbols]
+
+
+@pytest.mark.parametrize("options", [None, *(Options(strategy=s) for s in STRATEGIES)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("loss", FUSED)
+def test_fused(loss, bias, options, device):
+    if loss is per_token_loss and options == Options(strategy="gradients_in_forward"):
+        pytest.skip("no such strategy")
+    model = Head(loss, bias=bias).to(device)
+    jitted = thunder_flce.jit(model, options=options)
+    _assert_agrees(model, jitted, _batch(device), rtol=1e-4, atol=1e-5)
+    (compilation,) = thunder_flce.explain(jitted)
+    (decision,) = compilation.decisions
+    source = "loss.py:" if loss is late_labels_loss else "test_thunder.py:"
+    assert decision.fused and source in decision.source
+    assert _symbols(thunder.last_traces(jitted)[-1]).count("linear_cross_entropy_fwd") == 1
+    assert "linear_cross_entropy_fwd" not in _symbols(thunder.last_backward_traces(jitted)[-1])
+
+
+@pytest.mark.parametrize("loss", FUSED)
+def test_low_precision_keeps_the_dtype_of_the_loss(loss, device):
+    model = Head(loss, dtype=torch.bfloat16).to(device)
+    _assert_agrees(model, thunder_flce.jit(model), _batch(device), rtol=3e-2, atol=3e-2)
+
+
+def transformed_loss(logits, labels):
+    return F.cross_entropy((logits * 2.0).view(-1, V), labels.view(-1))
+
+
+def narrowed_loss(logits, labels):
+    return F.cross_entropy(logits.to(torch.bfloat16).float().view(-1, V), labels.view(-1))
+
+
+def transposed_loss(logits, labels):
+    return F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def smoothed_loss(logits, labels):
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), label_smoothing=0.1)
+
+
+def weighted_loss(logits, labels):
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weight=torch.ones(V))
+
+
+def probabilities_loss(logits, labels):
+    logits = logits.view(-1, V)
+    return F.cross_entropy(logits, torch.full_like(logits, 1 / V))
+
+
+def two_losses(logits, labels):
+    return litgpt_loss(logits, labels) + logits.mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (transformed_loss, Reason.TRANSFORMED_LOGITS),
+        (narrowed_loss, Reason.TRANSFORMED_LOGITS),
+        (smoothed_loss, Reason.LABEL_SMOOTHING),
+        (weighted_loss, Reason.CLASS_WEIGHTS),
+        (probabilities_loss, Reason.CLASS_PROBABILITIES),
+        (two_losses, Reason.LOGITS_USED),
+    ],
+)
+def test_declined(loss, reason):
+    model = Head(loss)
+    jitted = thunder_flce.jit(model)
+    with pytest.warns(NotFusedWarning, match="not fused, because"):
+        _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
+    ((decision,),) = (compilation.decisions for compilation in thunder_flce.explain(jitted))
+    assert not decision.fused and decision.reason is reason and reason.value in str(decision)
+    assert "linear_cross_entropy_fwd" not in _symbols(thunder.last_traces(jitted)[-1])
+
+
+def test_transposed_logits_are_declined():
+    """Forward only: thunder 0.2.6 itself fails in the backward of three-dimensional logits."""
+    model = Head(transposed_loss)
+    jitted = thunder_flce.jit(model)
+    with torch.no_grad(), pytest.warns(NotFusedWarning, match="by transpose"):
+        torch.testing.assert_close(jitted(*(batch := _batch())), model(*batch))
+
+
+def test_returned_logits_are_declined():
+    model = Head(lambda logits, labels: (litgpt_loss(logits, labels), logits))
+    jitted = thunder_flce.jit(model)
+    batch = _batch()
+    with pytest.warns(NotFusedWarning, match="the program returns its logits"):
+        loss, logits = jitted(*batch)
+    expected_loss, expected_logits = model(*batch)
+    torch.testing.assert_close((loss, logits), (expected_loss, expected_logits))
+    # The loss alone still takes our symbols, and saves statistics instead of log-probabilities.
+    assert "cross_entropy_fwd" in _symbols(thunder.last_traces(jitted)[-1])
+    (loss + logits.sum()).backward()
+    got = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    (expected_loss + expected_logits.sum()).backward()
+    torch.testing.assert_close(got, model.lm_head.weight.grad)
+
+
+def test_cross_entropy_without_a_linear_is_no_missed_fusion(recwarn):
+    jitted = thunder_flce.jit(lambda logits, labels: F.cross_entropy(logits, labels))
+    logits, labels = torch.randn(5, V, requires_grad=True), torch.randint(0, V, (5,))
+    torch.testing.assert_close(jitted(logits, labels), F.cross_entropy(logits, labels))
+    assert not [w for w in recwarn if issubclass(w.category, NotFusedWarning)]
+    assert thunder_flce.explain(jitted)[0].decisions[0].reason is Reason.NO_LINEAR
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ignore_index", [-100, 7])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy_alone(reduction, ignore_index, dtype, device):
+    """Against float64, with eager's own error beside it, and a random incoming gradient."""
+    logits = torch.randn(53, V, dtype=dtype, device=device, requires_grad=True)
+    labels = torch.randint(0, V, (53,), device=device)
+    labels[::4] = ignore_index
+    settings = {"reduction": reduction, "ignore_index": ignore_index}
+    grad = torch.randn(53 if reduction == "none" else (), device=device).to(dtype)
+
+    def differentiate(fn, logits):
+        loss = fn(logits, labels, **settings)
+        return loss, *torch.autograd.grad(loss, logits, grad.to(loss.dtype))
+
+    got = differentiate(thunder_flce.jit(F.cross_entropy), logits)
+    peer = differentiate(F.cross_entropy, logits)
+    exact = differentiate(F.cross_entropy, logits.detach().double().requires_grad_())
+    for ours, theirs, right in zip(got, peer, exact, strict=True):
+        assert ours.dtype == theirs.dtype
+        error = (ours.double() - right).norm()
+        assert error <= 1.25 * (theirs.double() - right).norm() + 1e-6 * right.norm()
+
+
+def test_cross_entropy_alone_saves_statistics():
+    jitted = thunder_flce.jit(F.cross_entropy)
+    logits = torch.randn(53, V, requires_grad=True)
+    jitted(logits, torch.randint(0, V, (53,)))
+    backward = thunder.last_backward_traces(jitted)[-1]
+    (bsym,) = [bsym for bsym in backward.bound_symbols if bsym.sym.name == "cross_entropy_bwd"]
+    _, _, _, row_max, row_logsumexp, valid_count = bsym.args
+    assert row_max.shape == row_logsumexp.shape == (53,) and valid_count.shape == ()
+
+
+def test_two_losses_on_one_head():
+    class TwoLosses(Head):
+        def forward(self, tokens, labels):
+            hidden = self.embedding(tokens)
+            first = litgpt_loss(self.lm_head(hidden), labels)
+            return first + 0.5 * shifted_loss(self.lm_head(torch.tanh(self.hidden(hidden))), labels)
+
+    model = TwoLosses(None)
+    jitted = thunder_flce.jit(model)
+    _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
+    assert [d.fused for d in thunder_flce.explain(jitted)[0].decisions] == [True, True]
+
+
+@pytest.mark.parametrize("frozen", ["lm_head", "embedding and hidden", "all"])
+def test_frozen_parameters_get_no_gradient_and_no_computation(frozen):
+    model = Head(litgpt_loss, bias=True)
+    if frozen in ("lm_head", "all"):
+        model.lm_head.requires_grad_(False)
+    if frozen in ("embedding and hidden", "all"):
+        model.embedding.requires_grad_(False)
+        model.hidden.requires_grad_(False)
+    jitted = thunder_flce.jit(model)
+    batch = _batch()
+    if frozen == "all":
+        torch.testing.assert_close(jitted(*batch), model(*batch))
+    else:
+        _assert_agrees(model, jitted, batch, rtol=1e-4, atol=1e-5)
+    (bsym,) = [b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
+    expected = {
+        "lm_head": ("input",),
+        "embedding and hidden": ("linear_weight", "linear_bias"),
+        "all": (),
+    }[frozen]
+    assert bsym.kwargs["needs_grad"] == expected
+
+
+def test_no_grad_computes_the_loss_only():
+    model = Head(litgpt_loss)
+    jitted = thunder_flce.jit(model)
+    batch = _batch()
+    with torch.no_grad():
+        loss = jitted(*batch)
+    torch.testing.assert_close(loss, model(*batch).detach())
+    assert not loss.requires_grad
+    assert thunder_flce.explain(jitted)[0].decisions[0].plan.strategy == "loss_only"
+    _assert_agrees(model, jitted, batch, rtol=1e-4, atol=1e-5)
+
+
+def test_new_shapes_get_new_plans():
+    model = Head(litgpt_loss)
+    jitted = thunder_flce.jit(model)
+    for tokens in (8, 16, 8):
+        batch = (torch.randint(0, V, (2, tokens)), torch.randint(0, V, (2, tokens)))
+        _assert_agrees(model, jitted, batch, rtol=1e-4, atol=1e-5)
+    assert [c.decisions[0].plan.chunk_rows for c in thunder_flce.explain(jitted)] == [16, 32]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_second_backward_over_a_retained_graph(strategy):
+    model = Head(litgpt_loss)
+    jitted = thunder_flce.jit(model, options=Options(strategy=strategy))
+    batch = _batch()
+    weight = model.lm_head.weight
+    loss, expected = jitted(*batch), model(*batch)
+    for factor, retain in ((0.7, True), (3.0, True), (1.0, False)):
+        grad = torch.tensor(factor)
+        (got,) = torch.autograd.grad(loss, weight, grad, retain_graph=retain)
+        (right,) = torch.autograd.grad(expected, weight, grad, retain_graph=True)
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+
+
+def test_every_way_to_turn_it_on():
+    model = Head(shifted_loss)
+    batch = _batch()
+    expected = model(*batch)
+    by_hand = thunder.jit(
+        model,
+        executors=[thunder_flce.executor, *thunder.get_default_executors()],
+        transforms=[FuseLinearCrossEntropy()],
+    )
+    # thunder's default recipe insists on nvFuser, which needs a GPU.
+    recipe = BaseRecipe(fuser="nvfuser" if torch.cuda.is_available() else "torch.compile")
+    by_plugin = thunder.compile(model, recipe=recipe, plugins="flce")
+    for jitted in (by_hand, by_plugin):
+        torch.testing.assert_close(jitted(*batch), expected)
+        assert thunder_flce.explain(jitted)[0].decisions[0].fused
+
+
+def test_functional_form_in_a_trace():
+    x, w = torch.randn(2, 7, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    labels = torch.randint(0, V, (2, 7))
+
+    def program(x, w, labels):
+        return thunder_flce.linear_cross_entropy(x * 2, w, labels, reduction="none").sum() * 3
+
+    expected = program(x, w, labels)
+    right = torch.autograd.grad(expected, (x, w))
+    for jitted in (
+        thunder_flce.jit(program),
+        thunder.jit(program, executors=[thunder_flce.executor, *thunder.get_default_executors()]),
+        thunder.jit(program),
+    ):
+        loss = jitted(x, w, labels)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(torch.autograd.grad(loss, (x, w)), right)
+
+
+def test_explain_wants_our_transform():
+    with pytest.raises(ValueError, match="has no FuseLinearCrossEntropy"):
+        thunder_flce.explain(thunder.jit(lambda x: x))
+
+
+def test_executor_without_the_transform_declines_the_region_but_takes_cross_entropy():
+    model = Head(litgpt_loss)
+    jitted = thunder.jit(model, executors=[thunder_flce.executor, *thunder.get_default_executors()])
+    _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
+    assert "cross_entropy_fwd" in _symbols(thunder.last_traces(jitted)[-1])
