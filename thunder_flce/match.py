@@ -190,7 +190,7 @@ def tensors_that_need_grad(trace: TraceCtx) -> set[str]:
         if bsym.sym.name in ("detach", "stop_gradient"):
             continue
         if any(arg.name in needed for arg in bsym.flat_proxy_args):
-            needed |= {out.name for out in _tensors(bsym.flat_proxy_outs) if _carries_grad(out)}
+            needed |= {out.name for out in _tensors(bsym.flat_proxy_outs) if carries_grad(out)}
     return needed
 
 
@@ -198,7 +198,8 @@ def _tensors(proxies: Sequence[Any]) -> list[TensorProxy]:
     return [proxy for proxy in proxies if isinstance(proxy, TensorProxy)]
 
 
-def _carries_grad(tensor: TensorProxy) -> bool:
+def carries_grad(tensor: TensorProxy) -> bool:
+    """Whether a gradient can flow through a tensor: not if it was computed under `torch.no_grad`."""
     return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
 
 

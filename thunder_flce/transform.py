@@ -14,7 +14,15 @@ from thunder.core.transform_common import Transform, dce
 
 from thunder_flce import symbols
 from thunder_flce.executor import plan_region
-from thunder_flce.match import Declined, Match, Reason, find_cross_entropies, is_region, tensors_that_need_grad
+from thunder_flce.match import (
+    Declined,
+    Match,
+    Reason,
+    carries_grad,
+    find_cross_entropies,
+    is_region,
+    tensors_that_need_grad,
+)
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan
 
@@ -125,25 +133,25 @@ class _Rewrite(TraceSubstitutionProcessor):
             "reduction": match.arguments["reduction"],
             "ignore_index": match.arguments["ignore_index"],
         }
-        # Reshaped proxies are new; what they need is what their originals need.
-        for name, original in (("input", input),):
-            if original.name in self._needed:
-                self._needed.add(arguments[name].name)
+        if input.name in self._needed:
+            self._needed.add(arguments["input"].name)
         loss = self._region(arguments, match.cross_entropy)
         if logits.ndim == 1:
             loss = ltorch.reshape(loss, ())
-        return ltorch.to(loss, logits.dtype)
+        return loss if loss.dtype == logits.dtype else ltorch.to(loss, logits.dtype)
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
         bound = inspect.signature(symbols.linear_cross_entropy.meta).bind(*bsym.args, **bsym.kwargs)
         return self._region(dict(bound.arguments), bsym)
 
     def _region(self, arguments: dict[str, Any], source: BoundSymbol) -> TensorProxy:
-        needs_grad = tuple(
-            name
-            for name in ("input", "linear_weight", "linear_bias")
-            if arguments.get(name) is not None and arguments[name].name in self._needed
-        )
+        needs_grad = ()
+        if carries_grad(source.output):
+            needs_grad = tuple(
+                name
+                for name in ("input", "linear_weight", "linear_bias")
+                if arguments.get(name) is not None and arguments[name].name in self._needed
+            )
         plan = plan_region(arguments, needs_grad, self._options)
         self._compilation.decisions.append(Decision(_source(source), plan))
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
