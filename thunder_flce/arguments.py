@@ -1,7 +1,7 @@
 """Checks of the arguments of `linear_cross_entropy`, for tensors and for thunder's proxies alike.
 
 What can be known from shapes, dtypes and devices is checked here, when a program is traced or called; the values of the
-targets are checked when the region runs (`rows.select_rows`).
+targets are checked when the region runs (`rows.RowSelection`).
 """
 
 from numbers import Integral, Number

@@ -25,7 +25,7 @@ from thunder_flce.gradient_scaling import graph_is_kept, scale_gradient
 from thunder_flce.plan import Plan, layout_for
 from thunder_flce.row_kernels import LogitsBuffer, RowKernels, RowStatistics, kernels_for
 from thunder_flce.row_kernels.torch_ops import statistics_dtype
-from thunder_flce.rows import Rows, reselect_rows, select_rows
+from thunder_flce.rows import Rows, RowSelection, reselect_rows
 
 
 @dataclass(frozen=True)
@@ -107,19 +107,28 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
             device-side assertion instead).
     """
-    rows = select_rows(operands.target, operands.vocab, operands.ignore_index, skip=plan.skip_ignored_rows)
+    selection = RowSelection(operands.target, operands.vocab, operands.ignore_index, skip=plan.skip_ignored_rows)
+    buffer = operands.buffer(min(plan.chunk_rows, operands.target.shape[0]))
+    # The first product keeps the device busy while the host waits for the number of rows.
+    first_rows = selection.first_rows(operands.x, plan.chunk_rows)
+    computed = 0
+    if first_rows is not None:
+        computed = first_rows.shape[0]
+        products.logits_(buffer.rows(slice(0, computed)).logits, first_rows, operands.weight, operands.bias)
+    rows = selection.rows()
+
     row_loss = operands.x.new_zeros(rows.count, dtype=operands.row_dtype)
     row_max, row_logsumexp = torch.zeros_like(row_loss), torch.zeros_like(row_loss)
     in_forward = plan.strategy == "gradients_in_forward"
     scale = _row_scale(rows, operands, None) if in_forward else None
     gradients = GradientSums(operands, rows, plan) if in_forward else None
-    saved_logits = None
-
-    buffer = operands.buffer(min(plan.chunk_rows, rows.count))
     for chunk in rows.chunks(plan.chunk_rows):
         x, target = rows.take(operands.x, chunk), rows.target[chunk]
         logits = buffer.rows(slice(0, x.shape[0]))
-        products.logits_(logits.logits, x, operands.weight, operands.bias)
+        if computed < x.shape[0]:
+            missing = slice(computed, x.shape[0])
+            products.logits_(logits.rows(missing).logits, x[missing], operands.weight, operands.bias)
+        computed = 0
         statistics = operands.kernels.statistics(logits)
         target_logit = _target_logits(logits, target)
         row_max[chunk], row_logsumexp[chunk] = statistics
@@ -127,9 +136,6 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         if in_forward:
             bias_grad = _logits_to_gradients_(operands, logits, statistics, target, target_logit, scale[chunk])
             gradients.add(logits.logits, bias_grad, x, chunk)
-    if plan.strategy == "save_logits":
-        saved_logits = buffer.padded
-
     if rows.valid is not None:
         row_loss = torch.where(rows.valid, row_loss, 0)
     return ForwardResult(
@@ -137,7 +143,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         statistics=SavedStatistics(
             rows.scatter(row_max), rows.scatter(row_logsumexp), rows.valid_count.to(operands.row_dtype)
         ),
-        logits=saved_logits,
+        logits=buffer.padded[: rows.count] if plan.strategy == "save_logits" else None,
         gradients=gradients.finish() if in_forward else Gradients(None, None, None),
     )
 

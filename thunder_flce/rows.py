@@ -1,10 +1,10 @@
 """Which rows of the region are computed.
 
 Rows whose target is ignore_index contribute nothing, neither to the loss nor to a gradient, so they can leave before
-the first product. How many stay must then be known on the host: one synchronisation on CUDA, which also brings the
-verdict on the targets.
+the first product. How many stay must then be known on the host, which on CUDA means waiting for the device once. The
+wait is hidden: valid rows are packed first on the device, and the first product is launched before asking.
 
-Legend: T tokens, N rows computed.
+Legend: T tokens, N rows computed, C rows in a chunk, H hidden size, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -39,15 +39,20 @@ class Rows:
     """(N,) bool, False in rows that are computed though ignored; None where there are none"""
 
     def chunks(self, largest: int):
-        """Slices that cover all rows, about equal in size, none over `largest` rows.
+        """Slices that cover all rows: the first as large as may be, the others about equal.
 
         Equal, because a small last chunk would read all of W and dW for the sake of a few rows.
         """
-        chunks = -(-self.count // largest)
-        rows = -(-self.count // max(chunks, 1))
+        start = min(largest, self.count)
+        if start:
+            yield slice(0, start)
+        rest = self.count - start
+        if not rest:
+            return
+        rows = -(-rest // -(-rest // largest))
         if largest % TILE_ROWS == 0:
             rows = -(-rows // TILE_ROWS) * TILE_ROWS
-        for start in range(0, self.count, max(rows, 1)):
+        for start in range(start, self.count, rows):
             yield slice(start, min(start + rows, self.count))
 
     def take(self, tensor: Tensor, chunk: slice) -> Tensor:
@@ -65,38 +70,70 @@ class Rows:
         return tensor.new_zeros(self.total, *tensor.shape[1:]).index_copy_(0, self.index, tensor)
 
 
-def select_rows(target: Tensor, vocab: int, ignore_index: int, *, skip: bool) -> Rows:
+class RowSelection:
     """Checks the targets and chooses the rows to compute.
 
     Args:
         target: (T,) integers.
         vocab: V.
         ignore_index: the target that marks a row as ignored; may lie in [0, V).
-        skip: leave ignored rows out, which synchronises with the device; never while a CUDA graph is captured.
-
-    Raises:
-        IndexError: where a target is neither in [0, V) nor ignore_index. Where the host may not wait for the device,
-            a device-side assertion instead, as in PyTorch.
+        skip: leave ignored rows out, which waits for the device; never while a CUDA graph is captured.
     """
-    valid = target != ignore_index
-    is_wrong = valid & ((target < 0) | (target >= vocab))
-    valid_count = valid.sum()
-    if not _may_wait(target, skip):
-        torch._assert_async(~is_wrong.any(), f"target is neither in [0, {vocab}) nor ignore_index ({ignore_index})")
-        # The clamp only matters to a kernel that runs before the assertion stops the device.
-        return _all_rows(target.clamp(0, vocab - 1), valid_count, valid)
 
-    count, wrong = torch.stack([valid_count, is_wrong.sum()]).tolist()
-    if wrong:
-        raise IndexError(
-            f"target has {wrong} of {target.shape[0]} values that are neither in [0, {vocab}), the vocabulary of "
-            f"linear_weight, nor ignore_index ({ignore_index}); the first is {target[is_wrong][0].item()}"
-        )
-    return _valid_rows(target, valid_count, valid, count)
+    def __init__(self, target: Tensor, vocab: int, ignore_index: int, *, skip: bool):
+        self._target = target
+        self._vocab = vocab
+        self._ignore_index = ignore_index
+        self._valid = target != ignore_index
+        self._is_wrong = self._valid & ((target < 0) | (target >= vocab))
+        self._valid_count = self._valid.sum()
+        self._waits = _may_wait(target, skip)
+        self._packed = None
+        if self._waits and target.is_cuda:
+            # A stable sort puts the valid rows first, in order, without knowing their number.
+            self._packed = _valid_first(self._valid)
+            self._counts = torch.stack([self._valid_count, self._is_wrong.sum()]).to("cpu", non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def first_rows(self, x: Tensor, largest: int) -> Tensor | None:
+        """Up to `largest` rows of x (T, H) that a product can start with before `rows` is called, packed.
+
+        A quarter of all rows at most: more would often be ignored ones. None where there is nothing to wait for.
+        """
+        if self._packed is None:
+            return None
+        quarter = -(-self._target.shape[0] // (4 * TILE_ROWS)) * TILE_ROWS
+        return x.index_select(0, self._packed[: min(largest, quarter)])
+
+    def rows(self) -> Rows:
+        """The rows to compute.
+
+        Raises:
+            IndexError: where a target is neither in [0, V) nor ignore_index. Where the host may not wait for the
+                device, a device-side assertion instead, as in PyTorch.
+        """
+        target, vocab, ignore_index = self._target, self._vocab, self._ignore_index
+        if not self._waits:
+            message = f"target is neither in [0, {vocab}) nor ignore_index ({ignore_index})"
+            torch._assert_async(~self._is_wrong.any(), message)
+            # The clamp only matters to a kernel that runs before the assertion stops the device.
+            return _all_rows(target.clamp(0, vocab - 1), self._valid_count, self._valid)
+        if self._packed is None:
+            count, wrong = int(self._valid_count), int(self._is_wrong.sum())
+        else:
+            self._arrived.synchronize()
+            count, wrong = self._counts.tolist()
+        if wrong:
+            raise IndexError(
+                f"target has {wrong} of {target.shape[0]} values that are neither in [0, {vocab}), the vocabulary of "
+                f"linear_weight, nor ignore_index ({ignore_index}); the first is {target[self._is_wrong][0].item()}"
+            )
+        return _valid_rows(target, self._valid_count, self._valid, count, self._packed)
 
 
 def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, *, skip: bool) -> Rows:
-    """The rows that `select_rows` chose in the forward, for the backward.
+    """The rows that a `RowSelection` chose in the forward, for the backward.
 
     Args:
         target: (T,) as in the forward, and checked there.
@@ -107,11 +144,15 @@ def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, *, ski
     valid = target != ignore_index
     if not _may_wait(target, skip):
         return _all_rows(target, valid_count, valid)
-    return _valid_rows(target, valid_count, valid, int(valid_count))
+    return _valid_rows(target, valid_count, valid, int(valid_count), None)
 
 
 def _may_wait(target: Tensor, skip: bool) -> bool:
     return skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _valid_first(valid: Tensor) -> Tensor:
+    return torch.argsort(valid, descending=True, stable=True)
 
 
 def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
@@ -120,11 +161,10 @@ def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
     return Rows(count=total, total=total, target=target, valid_count=valid_count, index=None, valid=valid)
 
 
-def _valid_rows(target: Tensor, valid_count: Tensor, valid: Tensor, count: int) -> Rows:
+def _valid_rows(target: Tensor, valid_count: Tensor, valid: Tensor, count: int, packed: Tensor | None) -> Rows:
     total = target.shape[0]
     if count == total:
         return Rows(count=total, total=total, target=target.long(), valid_count=valid_count, index=None, valid=None)
-    # A stable sort puts the valid rows first, in order, without asking the device for their number again.
-    index = torch.argsort(valid, descending=True, stable=True)[:count]
+    index = (_valid_first(valid) if packed is None else packed)[:count]
     target = target.index_select(0, index).long()
     return Rows(count=count, total=total, target=target, valid_count=valid_count, index=index, valid=None)

@@ -10,7 +10,7 @@ from torch import Tensor
 from thunder_flce.plan import VocabLayout
 from thunder_flce.row_kernels import LogitsBuffer, RowStatistics
 from thunder_flce.row_kernels.torch_ops import KERNELS, statistics_dtype
-from thunder_flce.rows import select_rows
+from thunder_flce.rows import RowSelection
 
 
 def forward_impl(
@@ -31,7 +31,7 @@ def forward_impl(
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
     """
-    rows = select_rows(target, logits.shape[1], ignore_index, skip=not logits.is_cuda)
+    rows = RowSelection(target, logits.shape[1], ignore_index, skip=not logits.is_cuda).rows()
     statistics = KERNELS.statistics(_as_buffer(logits))
     row_dtype = statistics_dtype(logits.dtype)
     valid = target != ignore_index
