@@ -115,6 +115,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
     if first_rows is not None:
         computed = first_rows.shape[0]
         products.logits_(buffer.rows(slice(0, computed)).logits, first_rows, operands.weight, operands.bias)
+        del first_rows
     rows = selection.rows()
 
     row_loss = operands.x.new_zeros(rows.count, dtype=operands.row_dtype)
@@ -257,18 +258,17 @@ class GradientSums:
         )
 
     def add(self, dlogits: Tensor, bias_grad: Tensor | None, x: Tensor, chunk: slice) -> None:
-        """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H)."""
-        if self._input is not None:
-            if self._rows.index is None:
-                products.input_gradient_(self._input[chunk], dlogits, self._operands.weight)
-            else:
-                input_grad = torch.empty_like(x)
-                products.input_gradient_(input_grad, dlogits, self._operands.weight)
-                self._input.index_copy_(0, self._rows.index[chunk], input_grad)
+        """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x = `Rows.take` (C, H)."""
         if self._weight is not None:
             products.weight_gradient_(self._weight, dlogits, x, accumulate=not self._is_first)
         if self._bias is not None:
             self._bias.add_(bias_grad)
+        if self._input is not None and self._rows.index is None:
+            products.input_gradient_(self._input[chunk], dlogits, self._operands.weight)
+        elif self._input is not None:
+            # Where rows are skipped, x is a copy that nobody needs any more: its memory takes dX.
+            products.input_gradient_(x, dlogits, self._operands.weight)
+            self._input.index_copy_(0, self._rows.index[chunk], x)
         self._is_first = False
 
     def finish(self) -> Gradients:

@@ -3,7 +3,6 @@
 Checkers and rules mirror the signatures of the symbols they serve, because thunder calls them with those arguments.
 """
 
-from dataclasses import asdict
 from typing import Any
 
 import thunder.torch as ltorch
@@ -61,7 +60,8 @@ def _forward(
         **plan,
     }
     tensors = (region["input"], region["linear_weight"], region["target"], region.get("linear_bias"))
-    return symbols.linear_cross_entropy_fwd(*tensors, **shared), shared
+    dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
+    return symbols.linear_cross_entropy_fwd(*tensors, **dtype, **shared), shared
 
 
 def _linear_cross_entropy_transform(
@@ -69,7 +69,7 @@ def _linear_cross_entropy_transform(
 ) -> TensorProxy:
     """Without gradients: the forward symbol, for the loss alone."""
     region = {"input": input, "linear_weight": linear_weight, "target": target, **settings}
-    plan = settings.get("plan") or asdict(plan_region(region, (), Options()))
+    plan = settings.get("plan") or plan_region(region, (), Options()).chosen()
     outputs, _ = _forward(region, (), {**plan, "strategy": "loss_only"})
     return outputs[0]
 
@@ -83,7 +83,7 @@ def _linear_cross_entropy_grad(
     if needs_grad is None:
         # Without the transform, nobody has looked at the whole trace: every floating-point operand may need one.
         needs_grad = ("input", "linear_weight", *(("linear_bias",) if settings.get("linear_bias") is not None else ()))
-    plan = settings.get("plan") or asdict(plan_region(region, needs_grad, Options()))
+    plan = settings.get("plan") or plan_region(region, needs_grad, Options()).chosen()
     (loss, *statistics_and_saved), shared = _forward(region, needs_grad, plan)
     statistics, saved = statistics_and_saved[:3], statistics_and_saved[3:]
     if needs_grad:

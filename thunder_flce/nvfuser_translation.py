@@ -7,7 +7,6 @@ A target that is neither in [0, V) nor ignore_index makes the loss and its row's
 Legend: N rows, V vocabulary.
 """
 
-import importlib.util
 import sys
 from typing import Any
 
@@ -114,7 +113,9 @@ def register() -> None:
     from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
 
     # thunder 0.2.6 imports compute_tensor_descriptor from `nvfuser`, which nvFuser 0.2.36 offers as `nvfuser_direct`.
-    if importlib.util.find_spec("nvfuser") is None:
+    try:
+        from nvfuser import compute_tensor_descriptor  # noqa: F401
+    except ImportError:
         sys.modules["nvfuser"] = nvfuser_direct
 
     def checker(*tensors: Any, **settings: Any) -> bool:

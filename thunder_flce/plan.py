@@ -18,7 +18,8 @@ loss_only                   logits, statistics                     none: no grad
 ==========================  =====================================  ===========================================
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -29,12 +30,15 @@ from thunder_flce.options import Options
 EXACT_CHUNKS = 4
 EXACT_TOKENS_PER_COLUMN = 1 / 8
 
-# On CUDA, chunks of fewer rows leave the products memory-bound (each reads all of W and reads and writes all of dW);
-# above 2048 rows a chunk gains 1-2% for twice the memory. traces/h200 has the sweep.
+# On CUDA, chunks of fewer rows leave the products memory-bound: each reads all of W, and reads and writes all of dW.
+# Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its products (about 0.1 ms)
+# asks for more rows: enough for this many operations, as long as the logits stay within a gigabyte.
 CUDA_CHUNK_ROWS = 2048
+CUDA_CHUNK_OPERATIONS = 2.5e12
+CUDA_CHUNK_BYTES = 2**30
 CUDA_SMALLEST_CHUNK = 512
-# On a CPU a chunk's logits should stay in the last-level cache between the passes over them.
-CPU_CHUNK_BYTES = 16 * 2**20
+# On a CPU, larger chunks only take more memory.
+CPU_CHUNK_BYTES = 32 * 2**20
 CPU_SMALLEST_CHUNK = 64
 
 # nvFuser reads a row of the logits as parts of at most this many elements, each held in registers: one read from
@@ -133,6 +137,21 @@ class Plan:
     skip_ignored_rows: bool = True
     """Whether rows whose target is ignore_index leave the region before the first product."""
 
+    def chosen(self) -> dict[str, Any]:
+        """The fields that differ from their defaults: what a trace carries."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    def describe(self) -> str:
+        """The plan in words."""
+        words = [self.strategy.replace("_", " "), f"chunks of {self.chunk_rows} tokens"]
+        if self.slab_columns:
+            words.append(f"slabs of {self.slab_columns} columns")
+        if self.float32_accumulator:
+            words.append("dW summed in float32")
+        if not self.skip_ignored_rows:
+            words.append("ignored rows computed")
+        return ", ".join(words)
+
 
 def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = None) -> Plan:
     """The plan for `problem`: the fastest one that fits the memory budget.
@@ -192,7 +211,9 @@ def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -
     if problem.device_type == "cpu":
         default, smallest = CPU_CHUNK_BYTES // row_bytes, CPU_SMALLEST_CHUNK
     else:
-        default, smallest = CUDA_CHUNK_ROWS, CUDA_SMALLEST_CHUNK
+        enough = int(CUDA_CHUNK_OPERATIONS / (6 * problem.hidden * problem.vocab))
+        default = max(CUDA_CHUNK_ROWS, min(enough, CUDA_CHUNK_BYTES // row_bytes))
+        smallest = CUDA_SMALLEST_CHUNK
     rows = default if budget is None else (budget - fixed_bytes) // row_bytes
     return max(rows, smallest)
 

@@ -52,13 +52,14 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
     options: None = None,
+    dtype: dtypes.dtype | None = None,
     needs_grad: tuple[str, ...] | None = None,
     plan: dict[str, Any] | None = None,
 ) -> TensorProxy:
     """`functional.linear_cross_entropy` in a trace. What it calls is what runs where the executor is not used.
 
-    `FuseLinearCrossEntropy` sets the last two: the names of the tensors that need a gradient, and the fields of a
-    `Plan`. Neither changes what is computed.
+    `FuseLinearCrossEntropy` sets the last three: the loss's dtype (None: as in `functional.linear_cross_entropy`), the
+    names of the tensors that need a gradient, and the fields of a `Plan`.
     """
     check_linear_cross_entropy(
         input,
@@ -76,10 +77,15 @@ def linear_cross_entropy(
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
     logits = ltorch.linear(input, linear_weight, linear_bias)
-    logits = ltorch.to(logits, loss_dtype(input))
+    if dtypes.to_strong_dtype(input.dtype) is not loss_dtype(input):
+        logits = ltorch.to(logits, loss_dtype(input))
     logits = ltorch.reshape(logits, (-1, linear_weight.shape[0]))
-    flat_target = ltorch.reshape(ltorch.to(target, dtypes.int64), (-1,))
+    flat_target = ltorch.reshape(target, (-1,))
+    if dtypes.to_strong_dtype(target.dtype) is not dtypes.int64:
+        flat_target = ltorch.to(flat_target, dtypes.int64)
     loss = ltorch.cross_entropy(logits, flat_target, ignore_index=ignore_index, reduction=reduction)
+    if dtype is not None and dtype != loss.dtype:
+        loss = ltorch.to(loss, dtype)
     return ltorch.reshape(loss, target.shape) if reduction == "none" else loss
 
 
@@ -109,11 +115,13 @@ def _linear_cross_entropy_fwd_meta(
     reduction: str,
     ignore_index: int,
     needs_grad: tuple[str, ...],
+    dtype: dtypes.dtype | None = None,
     **plan: Any,
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `_linear_cross_entropy_fwd_impl`."""
     tokens = target.numel
-    loss = _rows_like(input, tuple(target.shape) if reduction == "none" else ())
+    shape = tuple(target.shape) if reduction == "none" else ()
+    loss = TensorProxy(shape=shape, device=input.device, dtype=dtype or loss_dtype(input), requires_grad=False)
     outputs = [loss, *_statistics_like(input, tokens)]
     if plan["strategy"] == "gradients_in_forward":
         tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
@@ -157,6 +165,7 @@ def _linear_cross_entropy_fwd_impl(
     reduction: str,
     ignore_index: int,
     needs_grad: tuple[str, ...],
+    dtype: dtypes.dtype | None = None,
     **plan: Any,
 ) -> tuple[Tensor, ...]:
     """See `engine.forward`. Returns the loss, the statistics, and the logits or the needed gradients, if planned."""
@@ -171,7 +180,7 @@ def _linear_cross_entropy_fwd_impl(
     )
     result = engine.forward(operands, Plan(**plan))
     loss = result.loss.reshape(target.shape) if reduction == "none" else result.loss
-    outputs = [loss, *result.statistics]
+    outputs = [loss if dtype is None else loss.to(dtypes.to_torch_dtype(dtype)), *result.statistics]
     if result.logits is not None:
         outputs.append(result.logits)
     return *outputs, *_present(result.gradients, input.shape)

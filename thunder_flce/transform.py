@@ -2,11 +2,12 @@
 
 import inspect
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import thunder.torch as ltorch
-from thunder.core.proxies import TensorProxy
+from thunder.core import dtypes
+from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance
 from thunder.core.trace_interpreter import TraceSubstitutionProcessor
@@ -50,7 +51,7 @@ class Decision:
 
     def __str__(self) -> str:
         if self.fused:
-            return f"{self.source}: fused, {self.plan}"
+            return f"{self.source}: fused, {self.plan.describe()}"
         return f"{self.source}: not fused, because {self.reason.value}" + (f" ({self.detail})" if self.detail else "")
 
 
@@ -89,6 +90,7 @@ class FuseLinearCrossEntropy(Transform):
         """Called by thunder once per compiled trace."""
         compilation = Compilation()
         self.compilations.append(compilation)
+        _keep_forwards_out_of_backward(computation_trace)
         found = find_cross_entropies(computation_trace)
         for match in found:
             if isinstance(match, Declined):
@@ -125,20 +127,22 @@ class _Rewrite(TraceSubstitutionProcessor):
         logits, target = match.arguments["logits"], match.arguments["target"]
         input, weight, *bias = match.linear.args
         bias = bias[0] if bias else match.linear.kwargs.get("bias")
+        # Whatever stands between linear and loss keeps the rows in order, so the labels can take the hidden states' shape.
+        rows = input.shape[:-1]
         arguments = {
-            "input": ltorch.reshape(input, (-1, input.shape[-1])) if input.ndim != 2 else input,
+            "input": input,
             "linear_weight": weight,
-            "target": ltorch.reshape(target, (-1,)) if target.ndim != 1 else target,
+            "target": target if target.shape == rows else ltorch.reshape(target, rows),
             "linear_bias": bias,
             "reduction": match.arguments["reduction"],
             "ignore_index": match.arguments["ignore_index"],
         }
-        if input.name in self._needed:
-            self._needed.add(arguments["input"].name)
+        if logits.dtype != symbols.loss_dtype(input):
+            arguments["dtype"] = dtypes.to_strong_dtype(logits.dtype)
         loss = self._region(arguments, match.cross_entropy)
-        if logits.ndim == 1:
-            loss = ltorch.reshape(loss, ())
-        return loss if loss.dtype == logits.dtype else ltorch.to(loss, logits.dtype)
+        if loss.ndim > 0 and loss.shape != target.shape:
+            loss = ltorch.reshape(loss, target.shape)
+        return loss
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
         bound = inspect.signature(symbols.linear_cross_entropy.meta).bind(*bsym.args, **bsym.kwargs)
@@ -155,8 +159,19 @@ class _Rewrite(TraceSubstitutionProcessor):
         plan = plan_region(arguments, needs_grad, self._options)
         self._compilation.decisions.append(Decision(_source(source), plan))
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
-        arguments.update(needs_grad=needs_grad, plan=asdict(plan))
+        arguments.update(needs_grad=needs_grad, plan=plan.chosen())
         return symbols.linear_cross_entropy(*tensors, **arguments)
+
+
+def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
+    """Exempts losses from activation checkpointing: thunder would run a checkpointed forward twice, tags or no tags.
+
+    Nothing is gained by running a loss again: its saved tensors are small, or finished gradients.
+    """
+    for bsym in trace.bound_symbols:
+        if is_region(bsym) or bsym.sym.id == ltorch.cross_entropy.id:
+            for out in bsym.flat_proxy_outs:
+                out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
 
 
 def _declined(declined: Declined) -> Decision:

@@ -1,0 +1,278 @@
+"""Traces: the printed ones are current, and what is saved, computed and fused is what it should be."""
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import thunder
+import torch
+from thunder.core import dtypes
+from torch.utils.checkpoint import checkpoint
+
+import thunder_flce
+from thunder_flce import NotFusedWarning, Options
+from thunder_flce.options import STRATEGIES
+
+TRACES = Path(__file__).parent.parent / "traces"
+sys.path.insert(0, str(TRACES))
+
+import programs  # noqa: E402
+import regenerate  # noqa: E402
+
+SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
+STANDALONE = programs.logits_returned
+FUSED = [program for program in programs.PROGRAMS if program is not STANDALONE]
+CASES = [
+    (program, strategy)
+    for program in FUSED
+    for strategy in STRATEGIES
+    if not (program is programs.reduction_none and strategy == "gradients_in_forward")
+]
+each_case = pytest.mark.parametrize(("program", "strategy"), CASES, ids=lambda x: getattr(x, "__name__", x))
+needs_nvfuser = pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
+
+FORWARD = {"linear_cross_entropy_fwd", "cross_entropy_fwd"}
+BACKWARD = {"linear_cross_entropy_bwd", "cross_entropy_bwd", "scale_gradients"}
+UNFUSED = {"linear", "cross_entropy", "log_softmax", "logsumexp", "nll_loss"}
+
+
+def _assert_current(files: dict[str, str], versions: str) -> None:
+    """That the files of the same folders in traces/ are these, unless they were printed with other versions."""
+    folders = {Path(path).parent for path in files}
+    committed = {
+        path.relative_to(TRACES).as_posix(): path.read_text(encoding="utf-8")
+        for folder in folders
+        for path in (TRACES / folder).glob("*.py")
+    }
+    others = sorted(path for path, text in committed.items() if versions not in text)
+    if others:
+        pytest.skip(f"traces/{others[0]} was printed with other versions than {versions}")
+    changed = sorted(path for path in files | committed if files.get(path) != committed.get(path))
+    assert not changed, f"not current: {', '.join(changed)}; run `python traces/regenerate.py` and read the diff"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, thunder has other default executors")
+def test_cpu_traces_are_current():
+    _assert_current(regenerate.build_traces("cpu"), regenerate.versions())
+
+
+@needs_nvfuser
+def test_nvfuser_definitions_are_current():
+    _assert_current(regenerate.build_fusions(), regenerate.nvfuser_versions())
+
+
+def _compile(program, *, options=None, jit=thunder_flce.jit, **settings):
+    """The final forward and backward trace of a program, and the jitted program."""
+    jitted = jit(program, **settings) if options is None else jit(program, options=options, **settings)
+    jitted(*programs.arguments(program, SIZES, device="cpu", dtype=torch.float32))
+    return thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1], jitted
+
+
+def _count(trace) -> Counter:
+    """How often each of the symbols of a loss stands in a trace, on its own or inside of others."""
+    found = Counter()
+    waiting = list(trace.bound_symbols)
+    while waiting:
+        bsym = waiting.pop()
+        if bsym.sym.name in FORWARD | BACKWARD | UNFUSED:
+            found[bsym.sym.name] += 1
+        else:
+            waiting += bsym.subsymbols
+    return found
+
+
+def _find(trace, name):
+    return next(bsym for bsym in trace.bound_symbols if bsym.sym.name == name)
+
+
+def _saved_logits(forward) -> list[tuple[int, ...]]:
+    """Shapes of what is saved with tokens times vocabulary elements or more, however it is shaped or padded."""
+    saved = regenerate.saved_for_backward(forward)
+    return [tuple(tensor.shape) for tensor in saved if tensor.numel >= SIZES.tokens * SIZES.vocab]
+
+
+def _assert_statistics_saved(forward, backward, name) -> None:
+    statistics = _find(forward, f"{name}_fwd").output[1:4]
+    assert [(tuple(t.shape), t.dtype) for t in statistics] == [
+        ((SIZES.tokens,), dtypes.float32),
+        ((SIZES.tokens,), dtypes.float32),
+        ((), dtypes.float32),
+    ]
+    names = [tensor.name for tensor in statistics]
+    assert set(names) <= {tensor.name for tensor in regenerate.saved_for_backward(forward)}
+    used = [tensor.name for tensor in _find(backward, f"{name}_bwd").flat_proxy_args]
+    assert [name for name in used if name in names] == names
+
+
+@each_case
+def test_one_forward_and_one_backward(program, strategy):
+    forward, backward, _ = _compile(program, options=Options(strategy=strategy))
+    assert _count(forward) == {"linear_cross_entropy_fwd": 1}
+    in_forward = strategy == "gradients_in_forward"
+    assert _count(backward) == {"scale_gradients" if in_forward else "linear_cross_entropy_bwd": 1}
+
+
+@each_case
+def test_saves_logits_only_where_told_to(program, strategy):
+    forward, _, _ = _compile(program, options=Options(strategy=strategy))
+    logits = [(SIZES.tokens, SIZES.vocab)] if strategy == "save_logits" else []
+    assert _saved_logits(forward) == logits
+
+
+@each_case
+def test_saves_row_statistics(program, strategy):
+    forward, backward, _ = _compile(program, options=Options(strategy=strategy))
+    if strategy == "gradients_in_forward":
+        # They have done their work: the gradients are all that the backward needs.
+        gradients = _find(forward, "linear_cross_entropy_fwd").output[4:]
+        saved = regenerate.saved_for_backward(forward)
+        assert {tensor.name for tensor in saved} == {tensor.name for tensor in gradients}
+    else:
+        _assert_statistics_saved(forward, backward, "linear_cross_entropy")
+
+
+@each_case
+def test_recompute_option_brings_no_forward_back(program, strategy):
+    forward, backward, _ = _compile(program, options=Options(strategy=strategy), auto_recompute_intermediates=True)
+    assert _count(forward) == {"linear_cross_entropy_fwd": 1}
+    assert not _count(backward).keys() & (FORWARD | UNFUSED)
+    if strategy != "gradients_in_forward":
+        _assert_statistics_saved(forward, backward, "linear_cross_entropy")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_checkpoint_brings_no_forward_back(strategy):
+    def loss(hidden, weight, labels):
+        # What checkpoint marks is what is not returned; the product makes the loss such a tensor.
+        return programs.litgpt(hidden, weight, labels) * 2
+
+    def program(hidden, weight, labels):
+        return checkpoint(loss, hidden, weight, labels, use_reentrant=False)
+
+    forward, backward, _ = _compile(program, options=Options(strategy=strategy))
+    assert _count(forward) == {"linear_cross_entropy_fwd": 1}
+    assert not _count(backward).keys() & (FORWARD | UNFUSED)
+
+
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+@pytest.mark.parametrize("settings", [{}, {"auto_recompute_intermediates": True}], ids=["", "recompute"])
+def test_standalone_cross_entropy(settings):
+    forward, backward, _ = _compile(STANDALONE, **settings)
+    assert _count(forward) == {"linear": 1, "cross_entropy_fwd": 1}
+    assert _count(backward) == {"cross_entropy_bwd": 1}
+    assert len(_saved_logits(forward)) == 1
+    _assert_statistics_saved(forward, backward, "cross_entropy")
+
+
+def test_standalone_cross_entropy_is_reported():
+    with pytest.warns(NotFusedWarning, match="the program returns its logits"):
+        _, _, jitted = _compile(STANDALONE)
+    (decision,) = thunder_flce.explain(jitted)[-1].decisions
+    assert not decision.fused and decision.source.startswith(programs.__file__)
+
+
+def test_region_stands_where_the_loss_stood():
+    _, _, jitted = _compile(programs.transformers_llama)
+    traces = thunder.last_traces(jitted)
+    before, after = traces[0], next(trace for trace in traces if "Fuse linear" in str(trace.get_provenance()))
+    before, after = ([bsym.sym.name for bsym in trace.bound_symbols] for trace in (before, after))
+    assert before.index("linear") < before.index("pad")
+    assert "linear" not in after
+    assert after.index("pad") < after.index("getitem") < after.index("linear_cross_entropy")
+
+
+def test_executor_without_the_transform():
+    executors = [thunder_flce.executor, *thunder.get_default_executors()]
+    forward, backward, _ = _compile(programs.functional, jit=thunder.jit, executors=executors)
+    assert _count(forward) == {"linear_cross_entropy_fwd": 1}
+    assert _count(backward) == {"scale_gradients": 1}
+
+
+# Traces for CUDA, which need no GPU. They are read as text, because they come from another process.
+
+CUDA_SIZES = programs.Sizes()
+
+
+@pytest.fixture(scope="module")
+def cuda_traces(tmp_path_factory) -> dict[str, str]:
+    """Compiled in a process of its own: thunder decides when it is imported whether it has nvFuser."""
+    folder = tmp_path_factory.mktemp("traces")
+    command = [sys.executable, str(TRACES / "regenerate.py"), "--device", "cuda", "--output", str(folder)]
+    search_path = os.pathsep.join([str(TRACES.parent), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(command, check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search_path})
+    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in folder.glob("cuda/*.py")}
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The forward and the backward of a printed file, without its header."""
+    _, forward, backward = text.split("# Constructed by ")
+    return forward, backward
+
+
+def _fusion_around(symbol: str, trace: str) -> tuple[list[str], list[str], list[str]]:
+    """Outputs and inputs, as names, and the lines of the nvFuser fusion that a symbol stands in."""
+    for outputs, inputs, lines in re.findall(r"^  \[(.*)\] = nvFusion\d+\((.*)\)\n((?:    # .*\n)+)", trace, re.M):
+        if f"{symbol}(" in lines:
+            return outputs.split(", "), inputs.split(", "), lines.splitlines()
+    raise AssertionError(f"{symbol} is in no nvFuser fusion of\n{trace}")
+
+
+def _types(trace: str) -> dict[str, str]:
+    """What thunder prints as the type of each proxy."""
+    return dict(re.findall(r"# (\w+): \"cuda:0 (.*)\"$", trace, re.M))
+
+
+@needs_nvfuser
+def test_cuda_traces_are_current(cuda_traces):
+    _assert_current(cuda_traces, regenerate.versions())
+
+
+@needs_nvfuser
+def test_traces_of_a_gpu_are_current(cuda_traces):
+    """What was compiled and run on a GPU is what is compiled without one."""
+    printed = [path for path in TRACES.glob("*/*.py") if path.parent.name not in ("cpu", "cuda", "fusions")]
+    same = [path for path in printed if regenerate.versions() in path.read_text(encoding="utf-8")]
+    if not same:
+        pytest.skip(f"no traces of a GPU were printed with {regenerate.versions()}")
+    changed = [
+        path for path in same if _split(path.read_text(encoding="utf-8")) != _split(cuda_traces[f"cuda/{path.name}"])
+    ]
+    assert not changed, f"not current: {changed}; run `python traces/regenerate.py --device cuda` on that GPU"
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("program", FUSED, ids=lambda program: program.__name__)
+def test_cuda_region_has_no_logits(cuda_traces, program):
+    forward, backward = _split(cuda_traces[f"cuda/{program.__name__}_flce.py"])
+    assert forward.count("linear_cross_entropy_fwd(") == 1
+    assert backward.count("linear_cross_entropy_bwd(") + backward.count("scale_gradients(") == 1
+    shapes = re.findall(r"\[([\d, ]+)\]\"", forward + backward)
+    sizes = [torch.Size(map(int, shape.split(", "))).numel() for shape in shapes]
+    assert sizes and max(sizes) < CUDA_SIZES.tokens * CUDA_SIZES.vocab
+
+
+@needs_nvfuser
+def test_cuda_standalone_is_fused_by_nvfuser(cuda_traces):
+    forward, backward = _split(cuda_traces["cuda/logits_returned_flce.py"])
+    types = _types(forward + backward)
+    logits = f"bf16[{CUDA_SIZES.batch}, {CUDA_SIZES.sequence}, {CUDA_SIZES.vocab}]"
+
+    outputs, inputs, lines = _fusion_around("cross_entropy_fwd", forward)
+    assert [types[name] for name in inputs] == [logits, types["labels"]]
+    assert any("convert_element_type" in line for line in lines)
+
+    # The outputs are the loss and the statistics; those are saved and read by the backward's fusion.
+    statistics = outputs[1:]
+    assert [types[name] for name in statistics] == [f"f32[{CUDA_SIZES.tokens}]"] * 2 + ["f32[]"]
+    outputs, inputs, lines = _fusion_around("cross_entropy_bwd", backward)
+    assert set(statistics) <= set(inputs)
+    assert logits in [types[name] for name in inputs]
+    assert {types[name].partition("[")[0] for name in (*inputs, *outputs)} <= {"bf16", "i64", "f32"}
+    large = [types[name] for name in (*inputs, *outputs) if str(CUDA_SIZES.vocab) in types[name]]
+    assert large and all(type_.startswith("bf16") for type_ in large)
+    assert "cross_entropy_fwd(" not in backward and "exp(" not in backward

@@ -1,0 +1,64 @@
+# Printed by: python traces/regenerate.py --device cpu
+# thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cpu, float32.
+#
+#     def bias_and_sum(hidden, weight, bias, labels):
+#         """A linear with bias, and the sum over tokens."""
+#         logits = F.linear(hidden, weight, bias)
+#         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="sum")
+#
+# fused, gradients in forward, chunks of 65 tokens
+# Saved for backward, beside the arguments and views of them:
+#     t6: f32[2, 4096, 4096], 134,217,728 bytes
+#     t7: f32[128256, 4096], 2,101,346,304 bytes
+#     t8: f32[128256], 513,024 bytes
+
+# Constructed by Delete Last Used
+from torch import Tensor
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def computation(hidden, weight, bias, labels):
+  # hidden: "cpu f32[2, 4096, 4096]"
+  # weight: "cpu f32[128256, 4096]"
+  # bias: "cpu f32[128256]"
+  # labels: "cpu i64[2, 4096]"
+
+  # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="sum")
+  t0 = Tensor.view(labels, -1)  # t0: "cpu i64[8192]"
+  t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
+  del t0
+  (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, bias, reduction='sum', ignore_index=-100, needs_grad=("input", "linear_weight", "linear_bias"), dtype=None, strategy='gradients_in_forward', chunk_rows=65)
+  del t3, t4, t5, t1
+  return {'output': (t2,), 'flat_args': [hidden, weight, bias, labels], 'flat_output': (t2,)}, ((t6, t7, t8), ())
+
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t9, = cotangents
+  # t9: "cpu f32[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  t6, t7, t8, = C0
+  # t6: "cpu f32[2, 4096, 4096]"
+  # t7: "cpu f32[128256, 4096]"
+  # t8: "cpu f32[128256]"
+  clear_mutable_collection(C0)
+  del C0
+  (t10, t11, t12) = scale_gradients(t9, t6, t7, t8)
+  del t9, t6, t7, t8
+  return (t10, t11, t12, None)

@@ -1,0 +1,253 @@
+"""Prints the traces of `programs`, with and without the executor, into this folder.
+
+    python traces/regenerate.py                   all of it
+    python traces/regenerate.py --device cpu      cpu/ (float32) and fusions/
+    python traces/regenerate.py --device cuda     cuda/ (bfloat16) or, on a machine with a GPU, a folder of its name
+
+thunder compiles the programs, but nothing runs, since it is given fake tensors, which have a shape and a device but no
+memory. So traces for CUDA can be printed without a GPU. Only where there is one, the CUDA programs run as well, forward
+and backward.
+
+What changes from one run to the next is left out or renumbered: timings, file names, and the numbers in names.
+"""
+
+import argparse
+import inspect
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# thunder is imported where it is used, because `_offer_nvfuser` has to come first.
+
+FOLDER = Path(__file__).parent
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+VARIANTS = {"plain": "thunder.jit with its default executors", "flce": "thunder_flce.jit"}
+
+
+def versions() -> str:
+    """What the printed traces depend on."""
+    return f"thunder {version('lightning-thunder')}, torch {'.'.join(torch.__version__.split('.')[:2])}"
+
+
+def nvfuser_versions() -> str:
+    """What the printed fusion definitions depend on."""
+    import nvfuser_direct
+
+    return f"nvFuser {nvfuser_direct.version().split('+')[0]}"
+
+
+def build(device: str = "cpu") -> dict[str, str]:
+    """The text of each file made on a device ("cpu" or "cuda"), by its path relative to this folder.
+
+    The nvFuser definitions come with "cpu", where nvFuser is installed.
+    """
+    files = build_traces(device)
+    if device == "cpu" and find_spec("nvfuser_direct"):
+        files |= build_fusions()
+    return files
+
+
+def build_traces(device: str) -> dict[str, str]:
+    """The printed traces of all programs, plain and flce."""
+    from programs import PROGRAMS
+
+    has_gpu = device == "cuda" and torch.cuda.is_available()
+    folder = torch.cuda.get_device_name().removeprefix("NVIDIA ").replace(" ", "-").lower() if has_gpu else device
+    return {
+        f"{folder}/{program.__name__}_{variant}.py": _print_program(program, variant, device, run=has_gpu)
+        for program in PROGRAMS
+        for variant in VARIANTS
+    }
+
+
+def _print_program(program: Callable, variant: str, device: str, *, run: bool) -> str:
+    import thunder
+    from programs import Sizes, arguments
+
+    import thunder_flce
+
+    jitted = {"plain": thunder.jit, "flce": thunder_flce.jit}[variant](program)
+    with nullcontext() if run else FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", thunder_flce.NotFusedWarning)
+        tensors = arguments(program, Sizes(), device=device, dtype=DTYPES[device])
+        if run:
+            outputs = jitted(*tensors)
+            loss = outputs[0] if isinstance(outputs, tuple) else outputs
+            loss.backward(torch.ones_like(loss))
+            where = f"Compiled and run on {torch.cuda.get_device_name()}"
+        else:
+            thunder.compile_data(jitted).get_computation_and_inputs(*tensors)
+            where = f"Compiled for {device}"
+    forward, backward = thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
+
+    header = [
+        f"Printed by: {_command(device)}",
+        f"{VARIANTS[variant]}, {versions()}. {where}, {str(DTYPES[device]).removeprefix('torch.')}.",
+        "",
+        textwrap.indent(inspect.getsource(program), "    "),
+    ]
+    if variant == "flce":
+        for decision in thunder_flce.explain(jitted)[-1].decisions:
+            header.append(str(decision).removeprefix(f"{decision.source}: "))
+    header.append("Saved for backward, beside the arguments and views of them:")
+    header += [
+        f"    {saved.name}: {saved.dtype.shortname()}{list(saved.shape)}, {saved.numel * saved.dtype.bytes:,} bytes"
+        for saved in saved_for_backward(forward)
+        if not _is_argument_or_view(saved, forward)
+    ] or ["    nothing"]
+    body = "\n\n\n".join(_printed(trace) for trace in (forward, backward))
+    return _renumbered(_commented("\n".join(header)), body)
+
+
+def saved_for_backward(forward: Any) -> list[Any]:
+    """The tensor proxies that a final forward trace saves for its backward."""
+    _, (tensors, _) = forward.output
+    return list(tensors)
+
+
+def _is_argument_or_view(tensor: Any, trace: Any) -> bool:
+    producers = {out.name: bsym for bsym in trace.bound_symbols for out in bsym.flat_proxy_outs}
+    arguments = {argument.name for argument in trace.args}
+    name = tensor.name
+    while name not in arguments:
+        producer = producers[name]
+        if producer.sym.name not in ("view", "reshape", "torch_prims_reshape_impl"):
+            return False
+        name = producer.flat_proxy_args[0].name
+    return True
+
+
+def _command(device: str) -> str:
+    return f"python traces/regenerate.py --device {device}"
+
+
+def _commented(text: str) -> str:
+    return textwrap.indent(text, "# ", lambda line: True).replace("# \n", "#\n")
+
+
+def _printed(trace: Any) -> str:
+    """A trace as thunder prints it, without timings and file names, and with the contents of fusions only."""
+    lines = []
+    is_fusion, source = False, None
+    for line in trace.python(print_depth=2).splitlines():
+        if line.startswith("    #"):
+            if not is_fusion:
+                continue
+        else:
+            is_fusion = re.search(r"= (nvFusion|TorchCompile)\d+\(", line) is not None
+        line = re.sub(r" \(took \d+ milliseconds\)", "", line).rstrip()
+        if found := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
+            if found[1] == source:
+                # thunder names the source again after each operation that has none; that and the blank line go.
+                lines.pop()
+                continue
+            source = found[1]
+            line = f"  # {source}"
+        lines.append(line)
+    return re.sub(r"_torch_memory_format_\d+", "_torch_memory_format", "\n".join(lines))
+
+
+def _renumbered(header: str, body: str) -> str:
+    """Numbers the proxies from 0, in the order in which the traces name them, forward and backward alike."""
+    pattern = re.compile(r"\b([tC])(\d+)\b")
+    numbers: dict[str, dict[str, int]] = {"t": {}, "C": {}}
+    for prefix, number in pattern.findall(body):
+        numbers[prefix].setdefault(number, len(numbers[prefix]))
+    text = pattern.sub(lambda found: f"{found[1]}{numbers[found[1]][found[2]]}", f"{header}\n\n{body}")
+    return text.rstrip() + "\n"
+
+
+def build_fusions() -> dict[str, str]:
+    """The printed nvFuser definitions for bfloat16 logits over a vocabulary of 128256."""
+    from nvfuser_direct import DataType, FusionDefinition
+    from programs import Sizes
+
+    from thunder_flce import nvfuser_translation
+    from thunder_flce.plan import VocabLayout
+    from thunder_flce.row_kernels import nvfuser
+
+    rows, vocab = Sizes().tokens, Sizes().vocab
+    layout = VocabLayout.in_parts(vocab)
+    settings = {"rows": rows, "vocab": vocab, "dtype": DataType.BFloat16, "reduction": "mean", "ignore_index": -100}
+
+    def standalone(translation: Callable, *tensors: tuple[tuple[int, ...], DataType]) -> FusionDefinition:
+        with FusionDefinition() as fd:
+            inputs = [
+                fd.define_tensor(shape=list(shape), contiguity=[True] * len(shape), dtype=dtype)
+                for shape, dtype in tensors
+            ]
+            outputs = translation(fd, *inputs, **settings)
+            for output in outputs if isinstance(outputs, tuple) else (outputs,):
+                fd.add_output(output)
+        return fd
+
+    logits, target = ((rows, vocab), DataType.BFloat16), ((rows,), DataType.Int)
+    row_vector, scalar = ((rows,), DataType.Float), ((), DataType.Float)
+    grad = ((), DataType.BFloat16)
+    fusions = {
+        "part_statistics": nvfuser.part_statistics_fusion(layout.part_length, torch.bfloat16),
+        "merge_parts": nvfuser.merge_parts_fusion(layout.parts),
+        "gradient": nvfuser.gradient_fusion(layout.row_stride, torch.bfloat16, column_sums=False),
+        "gradient_with_column_sums": nvfuser.gradient_fusion(layout.row_stride, torch.bfloat16, column_sums=True),
+        "cross_entropy_fwd": standalone(nvfuser_translation.forward_fusion, logits, target),
+        "cross_entropy_bwd": standalone(
+            nvfuser_translation.backward_fusion, grad, logits, target, row_vector, row_vector, scalar
+        ),
+    }
+    header = _commented(f"Printed by: {_command('cpu')}\n{nvfuser_versions()}, bfloat16 logits, vocabulary {vocab}.")
+    return {f"fusions/{name}.py": f"{header}\n\n{str(fusion).strip()}\n" for name, fusion in fusions.items()}
+
+
+def _offer_nvfuser() -> None:
+    """Makes thunder offer its nvFuser executor without a GPU: it compiles there, which is all that is asked of it."""
+    is_available = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        import thunder  # noqa: F401
+
+        import thunder_flce  # noqa: F401
+    finally:
+        torch.cuda.is_available = is_available
+
+
+def write(files: dict[str, str], folder: Path) -> None:
+    """Writes the files, and removes what else lies in the folders that they belong to."""
+    for name in {Path(path).parent for path in files}:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for old in (folder / name).glob("*.py"):
+            old.unlink()
+    for path, text in files.items():
+        (folder / path).write_text(text, encoding="utf-8")
+    print(f"wrote {len(files)} files to {folder}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=list(DTYPES), help="all of them by default")
+    parser.add_argument("--output", type=Path, default=FOLDER, help="where the folders go; traces/ by default")
+    settings = parser.parse_args()
+    if settings.device is None:
+        # A process each, since thunder decides when it is imported which executors it has.
+        for device in DTYPES:
+            subprocess.run([sys.executable, __file__, "--device", device, "--output", settings.output], check=True)
+        sys.exit()
+    if settings.device == "cpu":
+        # Where there is a GPU, thunder's default executors are others, also for tensors on the CPU.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not find_spec("nvfuser_direct"):
+        sys.exit("the traces for CUDA need nvFuser's Python package: pip install thunder-flce[nvfuser]")
+    elif not torch.cuda.is_available():
+        _offer_nvfuser()
+    write(build(settings.device), settings.output)
