@@ -91,14 +91,16 @@ class FuseLinearCrossEntropy(Transform):
         compilation = Compilation()
         self.compilations.append(compilation)
         _keep_forwards_out_of_backward(computation_trace)
-        found = find_cross_entropies(computation_trace)
+        # Reading logits.shape leaves a symbol that uses the logits, though nothing uses what it returned.
+        live_trace = dce(computation_trace)
+        found = find_cross_entropies(live_trace)
         for match in found:
             if isinstance(match, Declined):
                 compilation.decisions.append(_declined(match))
-        has_regions = any(is_region(bsym) for bsym in computation_trace.bound_symbols)
+        has_regions = any(is_region(bsym) for bsym in live_trace.bound_symbols)
         if has_regions or any(isinstance(match, Match) for match in found):
             matches = {id(match.cross_entropy): match for match in found if isinstance(match, Match)}
-            rewrite = _Rewrite(computation_trace, matches, self.options, compilation)
+            rewrite = _Rewrite(live_trace, matches, self.options, compilation)
             computation_trace, _ = rewrite()
             computation_trace = dce(computation_trace)
             computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))

@@ -1,0 +1,96 @@
+"""Real models, tiny and random: loss and all parameter gradients as eager PyTorch has them, and fused."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import thunder_flce
+
+litgpt = pytest.importorskip("litgpt", reason="needs the extra 'examples'")
+transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
+
+
+class LitGPTLoss(nn.Module):
+    """litgpt's model with the loss of its training loop."""
+
+    def __init__(self, **config):
+        super().__init__()
+        defaults = {"block_size": 32, "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 101, "padded_vocab_size": 101}
+        self.gpt = litgpt.GPT(litgpt.Config(**{**defaults, **config}))
+
+    def forward(self, tokens, labels):
+        logits = self.gpt(tokens)
+        return F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
+
+
+class LlamaLoss(nn.Module):
+    """transformers' Llama; its own loss, from its own `labels=` path."""
+
+    def __init__(self, **config):
+        super().__init__()
+        defaults = {
+            "vocab_size": 101,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "attn_implementation": "sdpa",
+        }
+        self.llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**defaults, **config}))
+
+    def forward(self, tokens, labels):
+        return self.llama(input_ids=tokens, labels=labels, use_cache=False).loss
+
+
+MODELS = {
+    "litgpt": LitGPTLoss,
+    "litgpt, lm_head bias": lambda: LitGPTLoss(lm_head_bias=True),
+    "litgpt, padded vocabulary": lambda: LitGPTLoss(padded_vocab_size=128),
+    "transformers Llama": LlamaLoss,
+    "transformers Llama, tied": lambda: LlamaLoss(tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_eager(name, device):
+    model = MODELS[name]().to(device)
+    tokens = torch.randint(0, 101, (2, 24), device=device)
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    expected = model(tokens, labels)
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+
+    jitted = thunder_flce.jit(model)
+    loss = jitted(tokens, labels)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-4)
+
+    (decision,) = thunder_flce.explain(jitted)[0].decisions
+    assert decision.fused
+    names = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
+    assert names.count("linear_cross_entropy_fwd") == 1
+
+
+def test_a_few_steps_of_training_agree(device):
+    losses = []
+    for compile_model in (lambda model: model, thunder_flce.jit):
+        torch.manual_seed(0)
+        model = LitGPTLoss().to(device)
+        step = compile_model(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(5):
+            tokens = torch.randint(0, 101, (4, 16), device=device)
+            loss = step(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
