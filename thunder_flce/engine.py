@@ -137,6 +137,9 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         if in_forward:
             bias_grad = _logits_to_gradients_(operands, logits, statistics, target, target_logit, scale[chunk])
             gradients.add(logits.logits, bias_grad, x, chunk)
+    saved_logits = buffer.padded[: rows.count] if plan.strategy == "save_logits" else None
+    # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
+    buffer = logits = None
     if rows.valid is not None:
         row_loss = torch.where(rows.valid, row_loss, 0)
     return ForwardResult(
@@ -144,7 +147,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         statistics=SavedStatistics(
             rows.scatter(row_max), rows.scatter(row_logsumexp), rows.valid_count.to(operands.row_dtype)
         ),
-        logits=buffer.padded[: rows.count] if plan.strategy == "save_logits" else None,
+        logits=saved_logits,
         gradients=gradients.finish() if in_forward else Gradients(None, None, None),
     )
 

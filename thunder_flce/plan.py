@@ -117,6 +117,22 @@ class Problem:
         """Bytes of the logits of `rows` tokens."""
         return rows * self.layout.row_stride * self.dtype.itemsize
 
+    @property
+    def has_tail(self) -> bool:
+        """Whether the products come in two parts, because cuBLAS is slow for this V; see `products`."""
+        return self.device_type == "cuda" and self.dtype.itemsize == 2 and self.vocab % 8 != 0
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """What a float32 accumulator for dW takes more than dW, which is only there once the accumulator is full."""
+        return (4 - self.dtype.itemsize) * self.vocab * self.hidden
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are needed: what every method has to write."""
+        elements = self.input_grad * self.tokens * self.hidden + self.weight_grad * self.vocab * self.hidden
+        return (elements + self.bias_grad * self.vocab) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -188,6 +204,27 @@ def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = 
     return Plan(strategy=strategy, chunk_rows=rows, slab_columns=slab_columns, skip_ignored_rows=skip)
 
 
+def temporary_bytes(problem: Problem, plan: Plan) -> int:
+    """The region's predicted peak of memory above its inputs and the gradients that it returns.
+
+    Leaves out vectors of one number a token and what ignored rows add (a copy of a chunk's rows of x).
+    """
+    chunk = problem.logits_bytes(min(plan.chunk_rows, problem.tokens))
+    if plan.strategy == "recompute_logits":
+        slab_layout = layout_for(plan.slab_columns, dtype=problem.dtype, device_type=problem.device_type)
+        slab = problem.tokens * slab_layout.row_stride * problem.dtype.itemsize
+        # dX is summed in float32 and rounded at the end, when the slab is gone.
+        input_sum = problem.input_grad * problem.tokens * problem.hidden * max(problem.dtype.itemsize, 4)
+        rounded = problem.input_grad * problem.tokens * problem.hidden * problem.dtype.itemsize
+        return max(chunk - problem.gradient_bytes, slab + input_sum - rounded, input_sum)
+    if problem.input_grad and problem.has_tail:
+        # dX of a chunk is summed in float32 from the main part and the tail.
+        chunk += 4 * min(plan.chunk_rows, problem.tokens) * problem.hidden
+    if plan.float32_accumulator:
+        return max(chunk + problem.accumulator_bytes, 4 * problem.vocab * problem.hidden)
+    return chunk
+
+
 def _budget_bytes(budget: int | float | None, device_bytes: int | None) -> int | None:
     if isinstance(budget, float):
         if device_bytes is None:
@@ -231,10 +268,8 @@ def _balanced(problem: Problem, largest: int) -> int:
 def _accumulation(problem: Problem, options: Options, budget: int | None) -> tuple[int, bool]:
     """Rows of a chunk, and whether dW needs a float32 accumulator: the smaller of the two ways to be exact."""
     low_precision = problem.dtype.itemsize < 4 and problem.weight_grad
-    accumulator_bytes = 4 * problem.vocab * problem.hidden
     if options.accumulate == "float32" and low_precision:
-        rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget, accumulator_bytes))
-        return rows, True
+        return options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget, problem.accumulator_bytes)), True
     rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))
     if options.accumulate == "parameter" or not low_precision or rows >= problem.tokens:
         return rows, False
@@ -245,8 +280,15 @@ def _accumulation(problem: Problem, options: Options, budget: int | None) -> tup
         return rows, True
     # Either larger chunks, few enough, or small ones beside a float32 accumulator: whichever takes less memory.
     larger = _balanced(problem, -(-problem.tokens // (EXACT_CHUNKS if few_targets else 1)))
-    smaller = _balanced(problem, _largest_chunk(problem, budget, accumulator_bytes))
-    if problem.logits_bytes(larger) <= accumulator_bytes + problem.logits_bytes(smaller):
+    smaller = _balanced(problem, _largest_chunk(problem, budget, problem.accumulator_bytes))
+
+    def plan_bytes(rows: int, float32_accumulator: bool) -> int:
+        plan = Plan(
+            strategy="gradients_in_forward", chunk_rows=rows, float32_accumulator=float32_accumulator
+        )
+        return temporary_bytes(problem, plan)
+
+    if plan_bytes(larger, False) <= plan_bytes(smaller, True):
         return larger, False
     return smaller, True
 

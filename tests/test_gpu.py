@@ -1,0 +1,173 @@
+"""What only a GPU can show: memory, CUDA graphs, and that a factor of 1 costs nothing."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import thunder_flce
+from reference import assert_as_exact_as_eager, error, make_case, ours, truth
+from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.bench.shapes import Inputs, Shape
+from thunder_flce.engine import Operands
+from thunder_flce.functional import plan_for
+from thunder_flce.gradient_scaling import scale_gradient
+from thunder_flce.plan import Problem, temporary_bytes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_poison(monkeypatch, poisoned_memory):
+    """Filling memory with NaN would take memory of its own."""
+    monkeypatch.undo()
+
+
+def _peak_bytes(run):
+    """Peak above what is allocated before, of the second of two runs."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+SHAPES = [
+    Shape(name="large H", tokens=4096, vocab=64000, hidden=2048),
+    Shape(name="small H", tokens=8192, vocab=64000, hidden=512, bias=True),
+    Shape(name="odd V", tokens=4096, vocab=50257, hidden=1600),
+]
+OPTIONS = [
+    Options(),
+    Options(chunk_rows=512, accumulate="parameter"),
+    Options(chunk_rows=512, accumulate="float32"),
+    Options(strategy="save_logits"),
+    Options(strategy="recompute_logits"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: f"{o.strategy or 'default'}, {o.chunk_rows}, {o.accumulate}")
+@pytest.mark.parametrize("needs", ["all", "input", "weight"])
+def test_peak_memory_is_what_the_plan_predicts(needs, options, shape):
+    inputs = Inputs.random(shape, "cuda")
+    for name, tensor in (("input", inputs.x), ("weight", inputs.weight), ("bias", inputs.bias)):
+        if tensor is not None and needs not in ("all", name):
+            tensor.requires_grad_(False)
+
+    def run():
+        loss = linear_cross_entropy(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options)
+        loss.backward()
+        for tensor in inputs.operands():
+            tensor.grad = None
+
+    problem = Problem(
+        tokens=shape.tokens,
+        hidden=shape.hidden,
+        vocab=shape.vocab,
+        dtype=shape.dtype,
+        device_type="cuda",
+        reduction="mean",
+        input_grad=inputs.x.requires_grad,
+        weight_grad=inputs.weight.requires_grad,
+        bias_grad=shape.bias and inputs.bias.requires_grad,
+    )
+    operands = Operands(
+        inputs.x, inputs.weight, inputs.bias, inputs.target, -100, "mean",
+        problem.input_grad, problem.weight_grad, problem.bias_grad,
+    )  # fmt: skip
+    predicted = problem.gradient_bytes + temporary_bytes(problem, plan_for(operands, options))
+    assert _peak_bytes(run) == pytest.approx(predicted, rel=0.05)
+
+
+def test_peak_memory_through_thunder():
+    """Nothing is copied on the way through thunder and autograd into .grad."""
+    shape = Shape(name="", tokens=4096, vocab=64000, hidden=2048)
+    inputs = Inputs.random(shape, "cuda")
+
+    def program(x, weight, target):
+        return torch.nn.functional.cross_entropy(torch.nn.functional.linear(x, weight), target)
+
+    jitted = thunder_flce.jit(program)
+
+    def run():
+        jitted(inputs.x, inputs.weight, inputs.target).backward()
+        inputs.x.grad = inputs.weight.grad = None
+
+    run()
+    plan = thunder_flce.explain(jitted)[0].decisions[0].plan
+    predicted = shape.output_bytes + plan.chunk_rows * shape.vocab * 2
+    assert _peak_bytes(run) == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits", "recompute_logits"])
+def test_cuda_graph(strategy, reduction):
+    """Captured once, replayed with other values and other ignored rows."""
+    if strategy == "gradients_in_forward" and reduction == "none":
+        pytest.skip("no such strategy")
+    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 100)
+    cases = [make_case(tokens=300, hidden=64, vocab=1009, device="cuda", bias=True, ignored=i) for i in (0.1, 0.8)]
+    held = cases[0]
+    grad = torch.tensor(0.5, device="cuda").expand(300 if reduction == "none" else ()).contiguous()
+
+    def step():
+        return ours(held, grad, options=options, reduction=reduction)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ours(held, grad, options=dataclasses.replace(options, ignored_rows="compute"), reduction=reduction)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for case in (cases[1], cases[0]):
+        case = dataclasses.replace(
+            case, x=case.x.detach().clone().requires_grad_(), target=case.target.clone(),
+            weight=case.weight.detach().clone().requires_grad_(), bias=case.bias.detach().clone().requires_grad_(),
+        )  # fmt: skip
+        with torch.no_grad():
+            for target, source in zip((*held.operands(), held.target), (*case.operands(), case.target), strict=True):
+                target.copy_(source)
+        graph.replay()
+        exact = truth(case, grad, reduction=reduction)
+        assert error(captured.loss, exact.loss) < 1e-5
+        for got, right in zip(captured.gradients, exact.gradients, strict=True):
+            assert error(got, right) < 1e-5
+
+
+def test_no_synchronisation_when_asked_for_none():
+    case = make_case(tokens=300, hidden=64, vocab=1009, device="cuda", bias=True)
+    options = Options(ignored_rows="compute", chunk_rows=100)
+    ours(case, options=options)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours(case, options=options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.0, 0.3, float("nan")])
+def test_scaling_in_place(factor, dtype):
+    gradient = torch.randn(1003, 77, device="cuda", dtype=dtype)
+    factor = torch.tensor(factor, device="cuda")
+    expected = gradient * factor
+    scaled = scale_gradient(gradient, factor, may_overwrite=True)
+    assert scaled.data_ptr() == gradient.data_ptr()
+    torch.testing.assert_close(scaled, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("vocab", [32003, 128257])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("strategy", ["gradients_in_forward", "recompute_logits"])
+def test_odd_vocabulary_rounds_no_more_than_eager(strategy, bias, vocab):
+    """Main part and tail, bias and all: each number is rounded once."""
+    case = make_case(tokens=256, hidden=256, vocab=vocab, dtype=torch.bfloat16, device="cuda", bias=bias)
+    assert_as_exact_as_eager(case, factor=1.1, options=Options(strategy=strategy))

@@ -1,0 +1,56 @@
+# Printed by: python traces/regenerate.py --device cuda
+# thunder_flce.jit, thunder 0.2.6, torch 2.11. Compiled and run on NVIDIA H200, bfloat16.
+#
+#     def functional(hidden, weight, labels):
+#         """The operation called by name; without the executor its decomposition runs."""
+#         return thunder_flce.linear_cross_entropy(hidden, weight, labels)
+#
+# fused, gradients in forward, chunks of 2048 tokens
+# Saved for backward, beside the arguments and views of them:
+#     t4: bf16[2, 4096, 4096], 67,108,864 bytes
+#     t5: bf16[128256, 4096], 1,050,673,152 bytes
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def computation(hidden, weight, labels):
+  # hidden: "cuda:0 bf16[2, 4096, 4096]"
+  # weight: "cuda:0 bf16[128256, 4096]"
+  # labels: "cuda:0 i64[2, 4096]"
+
+  # return thunder_flce.linear_cross_entropy(hidden, weight, labels)
+  (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=2048)
+  del t1, t2, t3
+  return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t4, t5), ())
+
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t6, = cotangents
+  # t6: "cuda:0 f32[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  t4, t5, = C0
+  # t4: "cuda:0 bf16[2, 4096, 4096]"
+  # t5: "cuda:0 bf16[128256, 4096]"
+  clear_mutable_collection(C0)
+  del C0
+  (t7, t8) = scale_gradients(t6, t4, t5)
+  del t6, t4, t5
+  return (t7, t8, None)

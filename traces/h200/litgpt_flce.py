@@ -1,0 +1,62 @@
+# Printed by: python traces/regenerate.py --device cuda
+# thunder_flce.jit, thunder 0.2.6, torch 2.11. Compiled and run on NVIDIA H200, bfloat16.
+#
+#     def litgpt(hidden, weight, labels):
+#         """The usual training loop around litgpt's models: the logits keep the model's dtype."""
+#         logits = F.linear(hidden, weight)
+#         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+#
+# fused, gradients in forward, chunks of 2048 tokens
+# Saved for backward, beside the arguments and views of them:
+#     t6: bf16[2, 4096, 4096], 67,108,864 bytes
+#     t7: bf16[128256, 4096], 1,050,673,152 bytes
+
+# Constructed by Delete Last Used
+import thunder.core.dtypes as dtypes
+from torch import Tensor
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def computation(hidden, weight, labels):
+  # hidden: "cuda:0 bf16[2, 4096, 4096]"
+  # weight: "cuda:0 bf16[128256, 4096]"
+  # labels: "cuda:0 i64[2, 4096]"
+
+  # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+  t0 = Tensor.view(labels, -1)  # t0: "cuda:0 i64[8192]"
+  t1 = torch.reshape(t0, (2, 4096))  # t1: "cuda:0 i64[2, 4096]"
+  del t0
+  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, strategy='gradients_in_forward', chunk_rows=2048)
+  del t3, t4, t5, t1
+  return {'output': (t2,), 'flat_args': [hidden, weight, labels], 'flat_output': (t2,)}, ((t6, t7), ())
+
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t8, = cotangents
+  # t8: "cuda:0 bf16[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  t6, t7, = C0
+  # t6: "cuda:0 bf16[2, 4096, 4096]"
+  # t7: "cuda:0 bf16[128256, 4096]"
+  clear_mutable_collection(C0)
+  del C0
+  (t9, t10) = scale_gradients(t8, t6, t7)
+  del t8, t6, t7
+  return (t9, t10, None)

@@ -1,0 +1,70 @@
+# Printed by: python traces/regenerate.py --device cuda
+# thunder_flce.jit, thunder 0.2.6, torch 2.11. Compiled and run on NVIDIA H200, bfloat16.
+#
+#     def reduction_none(hidden, weight, labels):
+#         """One loss a token: the incoming gradient is a vector, so the gradients have to wait for the backward."""
+#         logits = F.linear(hidden, weight)
+#         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
+#
+# fused, recompute logits, chunks of 2048 tokens, slabs of 32064 columns
+# Saved for backward, beside the arguments and views of them:
+#     t3: f32[8192], 32,768 bytes
+#     t4: f32[8192], 32,768 bytes
+#     t5: f32[], 4 bytes
+
+# Constructed by Delete Last Used
+import thunder.core.dtypes as dtypes
+from torch import Tensor
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def computation(hidden, weight, labels):
+  # hidden: "cuda:0 bf16[2, 4096, 4096]"
+  # weight: "cuda:0 bf16[128256, 4096]"
+  # labels: "cuda:0 i64[2, 4096]"
+
+  # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
+  t0 = Tensor.view(labels, -1)  # t0: "cuda:0 i64[8192]"
+  t1 = torch.reshape(t0, (2, 4096))  # t1: "cuda:0 i64[2, 4096]"
+  del t0
+  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, reduction='none', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, strategy='recompute_logits', chunk_rows=2048, slab_columns=32064)
+  t6 = torch_prims_reshape_impl(t2, (8192,))  # t6: "cuda:0 bf16[8192]"
+  del t2
+  return {'output': (t6,), 'flat_args': [hidden, weight, labels], 'flat_output': (t6,)}, ((hidden, weight, t1, t3, t4, t5), ())
+
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t7, = cotangents
+  # t7: "cuda:0 bf16[8192]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  hidden, weight, t1, t3, t4, t5, = C0
+  # hidden: "cuda:0 bf16[2, 4096, 4096]"
+  # weight: "cuda:0 bf16[128256, 4096]"
+  # t1: "cuda:0 i64[2, 4096]"
+  # t3: "cuda:0 f32[8192]"
+  # t4: "cuda:0 f32[8192]"
+  # t5: "cuda:0 f32[]"
+  clear_mutable_collection(C0)
+  del C0
+  t8 = torch_prims_reshape_impl(t7, (2, 4096))  # t8: "cuda:0 bf16[2, 4096]"
+  del t7
+  (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, reduction='none', ignore_index=-100, needs_grad=("input", "linear_weight"), strategy='recompute_logits', chunk_rows=2048, slab_columns=32064)
+  del t8, hidden, weight, t1, t3, t4, t5
+  return (t9, t10, None)

@@ -1,0 +1,65 @@
+# Printed by: python traces/regenerate.py --device cuda
+# thunder_flce.jit, thunder 0.2.6, torch 2.11. Compiled and run on NVIDIA H200, bfloat16.
+#
+#     def transformers_llama(hidden, weight, labels):
+#         """The loss of transformers' causal language models, with the labels shifted after the linear."""
+#         logits = F.linear(hidden, weight).float()
+#         labels = F.pad(labels, (0, 1), value=-100)
+#         labels = labels[..., 1:].contiguous()
+#         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100)
+#
+# fused, gradients in forward, chunks of 2048 tokens
+# Saved for backward, beside the arguments and views of them:
+#     t9: bf16[2, 4096, 4096], 67,108,864 bytes
+#     t10: bf16[128256, 4096], 1,050,673,152 bytes
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def computation(hidden, weight, labels):
+  # hidden: "cuda:0 bf16[2, 4096, 4096]"
+  # weight: "cuda:0 bf16[128256, 4096]"
+  # labels: "cuda:0 i64[2, 4096]"
+  [t0] = nvFusion0(labels)
+    # t1 = prims.pad(labels, -100, [(0, 0, 0), (0, 1, 0)])  # t1: "cuda:0 i64[2, 4097]"
+    # t2 = prims.slice_prim(t1, [0, 1], [2, 4097], [1, 1])  # t2: "cuda:0 i64[2, 4096]"
+    # t3 = prims.stride_order(t2, (1, 0))  # t3: "cuda:0 i64[2, 4096]"
+    # t4 = prims.reshape(t3, (8192,))  # t4: "cuda:0 i64[8192]"
+    # t0 = prims.reshape(t4, (2, 4096))  # t0: "cuda:0 i64[2, 4096]"
+
+  # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100)
+  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, weight, t0, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=2048)
+  del t6, t7, t8, t0
+  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t9, t10), ())
+
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t11, = cotangents
+  # t11: "cuda:0 f32[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  t9, t10, = C0
+  # t9: "cuda:0 bf16[2, 4096, 4096]"
+  # t10: "cuda:0 bf16[128256, 4096]"
+  clear_mutable_collection(C0)
+  del C0
+  (t12, t13) = scale_gradients(t11, t9, t10)
+  del t11, t9, t10
+  return (t12, t13, None)
