@@ -17,8 +17,9 @@ class LitGPTLoss(nn.Module):
 
     def __init__(self, **config):
         super().__init__()
-        defaults = {"block_size": 32, "n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 101, "padded_vocab_size": 101}
-        self.gpt = litgpt.GPT(litgpt.Config(**{**defaults, **config}))
+        sizes = {"block_size": 32, "n_layer": 2, "n_embd": 32, "n_head": 4}
+        vocabulary = {"vocab_size": 101, "padded_vocab_size": 101}
+        self.gpt = litgpt.GPT(litgpt.Config(**{**sizes, **vocabulary, **config}))
 
     def forward(self, tokens, labels):
         logits = self.gpt(tokens)

@@ -228,6 +228,21 @@ def test_cross_entropy_alone_saves_statistics():
     assert row_max.shape == row_logsumexp.shape == (53,) and valid_count.shape == ()
 
 
+def test_target_out_of_range_in_cross_entropy_alone(device):
+    """An error where the host sees it; in an nvFuser fusion, which can't raise, no number at all."""
+    jitted = thunder_flce.jit(F.cross_entropy)
+    logits = torch.randn(53, V, device=device, requires_grad=True)
+    labels = torch.randint(0, V, (53,), device=device)
+    labels[3] = V
+    if device == "cpu":
+        with pytest.raises(IndexError, match=r"target has 1 of 53 values that are neither in \[0, 97\)"):
+            jitted(logits, labels)
+    else:
+        loss = jitted(logits, labels)
+        loss.backward()
+        assert loss.isnan() and logits.grad[3].isnan().all() and logits.grad[:3].isfinite().all()
+
+
 def test_two_losses_on_one_head():
     class TwoLosses(Head):
         def forward(self, tokens, labels):

@@ -49,6 +49,7 @@ class Operands:
 
     @property
     def vocab(self) -> int:
+        """V."""
         return self.weight.shape[0]
 
     @property
@@ -58,6 +59,7 @@ class Operands:
 
     @property
     def kernels(self) -> RowKernels:
+        """The row kernels for this dtype and device."""
         return kernels_for(dtype=self.x.dtype, device_type=self.x.device.type)
 
     def buffer(self, rows: int, columns: int | None = None) -> LogitsBuffer:
@@ -152,9 +154,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
     )
 
 
-def backward(
-    operands: Operands, plan: Plan, saved: SavedStatistics, logits: Tensor | None, grad: Tensor
-) -> Gradients:
+def backward(operands: Operands, plan: Plan, saved: SavedStatistics, logits: Tensor | None, grad: Tensor) -> Gradients:
     """The gradients, for the strategies that compute them in the backward.
 
     Args:
@@ -261,7 +261,7 @@ class GradientSums:
         )
 
     def add(self, dlogits: Tensor, bias_grad: Tensor | None, x: Tensor, chunk: slice) -> None:
-        """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x = `Rows.take` (C, H)."""
+        """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H) as taken."""
         if self._weight is not None:
             products.weight_gradient_(self._weight, dlogits, x, accumulate=not self._is_first)
         if self._bias is not None:

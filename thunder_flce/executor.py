@@ -167,9 +167,7 @@ executor.register_implementation(
 )
 # torchsymbol alone is not enough here: thunder copies its table of functions when it is imported.
 register_general_jit_lookaside(functional.linear_cross_entropy)(
-    ensure_recursive_proxies(
-        interpreter_needs_wrap(record_source_loc_in_symbol_header(symbols.linear_cross_entropy))
-    )
+    ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(symbols.linear_cross_entropy)))
 )
 if nvfuser_available():
     from thunder_flce import nvfuser_translation

@@ -68,7 +68,10 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         z_loss=z_loss,
     )
-    needs_grad = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (input, linear_weight, linear_bias)]
+    needs_grad = [
+        tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+        for tensor in (input, linear_weight, linear_bias)
+    ]
     operands = Operands(
         input.reshape(-1, input.shape[-1]),
         linear_weight,

@@ -30,6 +30,7 @@ class Reason(Enum):
     CLASS_WEIGHTS = "it has class weights"
     LABEL_SMOOTHING = "it has label smoothing"
     DTYPE = "the linear's operands have different dtypes, or one that is not supported"
+    DISTRIBUTED = "an operand is a distributed tensor"
     DYNAMIC_SHAPE = "a shape is not known when the trace is compiled"
     DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
 
@@ -92,6 +93,8 @@ def _match(
 
     input, weight, bias = _linear_arguments(*linear.args, **linear.kwargs)
     tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
+    if any(type(tensor) is not TensorProxy for tensor in (*tensors, arguments["target"])):
+        return declined(Reason.DISTRIBUTED)
     if any(isinstance(size, NumberProxy) for tensor in (*tensors, arguments["target"]) for size in tensor.shape):
         return declined(Reason.DYNAMIC_SHAPE)
     tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in tensors}

@@ -192,9 +192,7 @@ def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = 
     skip = options.ignored_rows == "skip"
     if strategy == "gradients_in_forward":
         rows, float32_accumulator = _accumulation(problem, options, budget)
-        return Plan(
-            strategy=strategy, chunk_rows=rows, float32_accumulator=float32_accumulator, skip_ignored_rows=skip
-        )
+        return Plan(strategy=strategy, chunk_rows=rows, float32_accumulator=float32_accumulator, skip_ignored_rows=skip)
     if strategy == "save_logits":
         return Plan(strategy=strategy, chunk_rows=max(problem.tokens, 1), skip_ignored_rows=skip)
     rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))
@@ -269,7 +267,8 @@ def _accumulation(problem: Problem, options: Options, budget: int | None) -> tup
     """Rows of a chunk, and whether dW needs a float32 accumulator: the smaller of the two ways to be exact."""
     low_precision = problem.dtype.itemsize < 4 and problem.weight_grad
     if options.accumulate == "float32" and low_precision:
-        return options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget, problem.accumulator_bytes)), True
+        largest = _largest_chunk(problem, budget, problem.accumulator_bytes)
+        return options.chunk_rows or _balanced(problem, largest), True
     rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))
     if options.accumulate == "parameter" or not low_precision or rows >= problem.tokens:
         return rows, False
@@ -283,9 +282,7 @@ def _accumulation(problem: Problem, options: Options, budget: int | None) -> tup
     smaller = _balanced(problem, _largest_chunk(problem, budget, problem.accumulator_bytes))
 
     def plan_bytes(rows: int, float32_accumulator: bool) -> int:
-        plan = Plan(
-            strategy="gradients_in_forward", chunk_rows=rows, float32_accumulator=float32_accumulator
-        )
+        plan = Plan(strategy="gradients_in_forward", chunk_rows=rows, float32_accumulator=float32_accumulator)
         return temporary_bytes(problem, plan)
 
     if plan_bytes(larger, False) <= plan_bytes(smaller, True):

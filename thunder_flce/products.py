@@ -44,8 +44,8 @@ def _biased_logits_in_float32_(out: Tensor, x: Tensor, weight: Tensor, bias: Ten
     # again, which makes the logits' error 1.4 times as large.
     vocab = weight.shape[0]
     main = _main_columns(out, vocab)
-    bounds = [*range(0, main, _FLOAT32_COLUMNS), main, vocab]
-    for start, end in zip(bounds, bounds[1:]):
+    for start in (*range(0, main, _FLOAT32_COLUMNS), main):
+        end = min(start + _FLOAT32_COLUMNS, main) if start < main else vocab
         if start < end:
             columns = torch.mm(x, weight[start:end].t(), out_dtype=torch.float32)
             torch.add(columns, bias[start:end], out=out[:, start:end])

@@ -43,16 +43,16 @@ class Rows:
 
         Equal, because a small last chunk would read all of W and dW for the sake of a few rows.
         """
-        start = min(largest, self.count)
-        if start:
-            yield slice(0, start)
-        rest = self.count - start
+        first = min(largest, self.count)
+        if first:
+            yield slice(0, first)
+        rest = self.count - first
         if not rest:
             return
         rows = -(-rest // -(-rest // largest))
         if largest % TILE_ROWS == 0:
             rows = -(-rows // TILE_ROWS) * TILE_ROWS
-        for start in range(start, self.count, rows):
+        for start in range(first, self.count, rows):
             yield slice(start, min(start + rows, self.count))
 
     def take(self, tensor: Tensor, chunk: slice) -> Tensor:

@@ -283,9 +283,7 @@ linear_cross_entropy_fwd = executor.register_operator(
 linear_cross_entropy_bwd = executor.register_operator(
     "linear_cross_entropy_bwd", meta=_linear_cross_entropy_bwd_meta, fn=_linear_cross_entropy_bwd_impl
 )
-scale_gradients = executor.register_operator(
-    "scale_gradients", meta=_scale_gradients_meta, fn=engine.scale_gradients
-)
+scale_gradients = executor.register_operator("scale_gradients", meta=_scale_gradients_meta, fn=engine.scale_gradients)
 cross_entropy_fwd = executor.register_operator(
     "cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=forward_impl, tags=FORWARD_TAGS
 )

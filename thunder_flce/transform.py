@@ -129,7 +129,7 @@ class _Rewrite(TraceSubstitutionProcessor):
         logits, target = match.arguments["logits"], match.arguments["target"]
         input, weight, *bias = match.linear.args
         bias = bias[0] if bias else match.linear.kwargs.get("bias")
-        # Whatever stands between linear and loss keeps the rows in order, so the labels can take the hidden states' shape.
+        # Whatever stands between linear and loss keeps the rows in order: the labels can take the hidden states' shape.
         rows = input.shape[:-1]
         arguments = {
             "input": input,

@@ -57,7 +57,9 @@ def versions() -> dict[str, str]:
     return {"device": machine, "cuda": torch.version.cuda or "", "python": platform.python_version(), **found}
 
 
-def measure(shape: Shape, methods: list[str], *, device: str, rounds: int, progress: Callable[[str], None]) -> list[Row]:
+def measure(
+    shape: Shape, methods: list[str], *, device: str, rounds: int, progress: Callable[[str], None]
+) -> list[Row]:
     """Measures methods on one shape.
 
     Args:
@@ -81,7 +83,7 @@ def measure(shape: Shape, methods: list[str], *, device: str, rounds: int, progr
             _synchronize(device)
             rows[name]["first_call_s"] = time.perf_counter() - start
             errors = [_error(got, right) for got, right in zip(gradients, reference, strict=True)]
-            rows[name].update(zip(("dx_error", "dw_error", "dbias_error"), errors))
+            rows[name].update(zip(("dx_error", "dw_error", "dbias_error"), errors, strict=False))
             del gradients
             rows[name].update(_memory(method, inputs, shape, device))
             ready[name] = method

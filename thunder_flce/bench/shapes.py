@@ -96,5 +96,3 @@ class Inputs:
     def operands(self) -> list[Tensor]:
         """What gets a gradient."""
         return [tensor for tensor in (self.x, self.weight, self.bias) if tensor is not None]
-
-

@@ -16,7 +16,6 @@ import torch
 from nvfuser_direct import DataType, FusionDefinition
 from torch import Tensor
 
-from thunder_flce.plan import VocabLayout
 from thunder_flce.row_kernels import LogitsBuffer, RowStatistics, torch_ops
 
 _NVFUSER_DTYPES = {
@@ -97,6 +96,7 @@ class NvFuserRowKernels:
     """See `RowKernels`."""
 
     def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
+        """See `RowKernels.statistics`."""
         layout, padded = buffer.layout, buffer.padded
         rows = padded.shape[0]
         if _is_too_small(buffer):
@@ -116,6 +116,7 @@ class NvFuserRowKernels:
     def gradient_(
         self, buffer: LogitsBuffer, statistics: RowStatistics, scale: Tensor, *, column_sums: bool = False
     ) -> Tensor | None:
+        """See `RowKernels.gradient_`."""
         if _is_too_small(buffer):
             return torch_ops.KERNELS.gradient_(buffer, statistics, scale, column_sums=column_sums)
         padded = buffer.padded

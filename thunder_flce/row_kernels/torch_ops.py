@@ -26,6 +26,7 @@ class TorchRowKernels:
     """See `RowKernels`."""
 
     def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
+        """See `RowKernels.statistics`."""
         logits = buffer.logits
         row_max = torch.empty(logits.shape[0], dtype=statistics_dtype(logits.dtype), device=logits.device)
         row_sum = torch.empty_like(row_max)
@@ -40,6 +41,7 @@ class TorchRowKernels:
     def gradient_(
         self, buffer: LogitsBuffer, statistics: RowStatistics, scale: Tensor, *, column_sums: bool = False
     ) -> Tensor | None:
+        """See `RowKernels.gradient_`."""
         logits = buffer.logits
         sums = logits.new_zeros(logits.shape[1], dtype=scale.dtype) if column_sums else None
         for rows in _row_blocks(logits):
