@@ -120,8 +120,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         del first_rows
     rows = selection.rows()
 
-    row_loss = operands.x.new_zeros(rows.count, dtype=operands.row_dtype)
-    row_max, row_logsumexp = torch.zeros_like(row_loss), torch.zeros_like(row_loss)
+    per_row: list[tuple[Tensor, Tensor, Tensor]] = []
     in_forward = plan.strategy == "gradients_in_forward"
     scale = _row_scale(rows, operands, None) if in_forward else None
     gradients = GradientSums(operands, rows, plan) if in_forward else None
@@ -132,16 +131,18 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
             missing = slice(computed, x.shape[0])
             products.logits_(logits.rows(missing).logits, x[missing], operands.weight, operands.bias)
         computed = 0
-        statistics = operands.kernels.statistics(logits)
         target_logit = _target_logits(logits, target)
-        row_max[chunk], row_logsumexp[chunk] = statistics
-        row_loss[chunk] = statistics.row_logsumexp - (target_logit - statistics.row_max)
+        statistics, row_loss = operands.kernels.statistics(logits, target_logit)
+        per_row.append((*statistics, row_loss))
         if in_forward:
             bias_grad = _logits_to_gradients_(operands, logits, statistics, target, target_logit, scale[chunk])
             gradients.add(logits.logits, bias_grad, x, chunk)
     saved_logits = buffer.padded[: rows.count] if plan.strategy == "save_logits" else None
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     buffer = logits = None
+    if not per_row:
+        per_row.append((operands.x.new_empty(0, dtype=operands.row_dtype),) * 3)
+    row_max, row_logsumexp, row_loss = (torch.cat(vectors) for vectors in zip(*per_row, strict=True))
     if rows.valid is not None:
         row_loss = torch.where(rows.valid, row_loss, 0)
     return ForwardResult(
@@ -287,9 +288,8 @@ class GradientSums:
 
 
 def _target_logits(buffer: LogitsBuffer, target: Tensor) -> Tensor:
-    """(C,) the logit of each row's target, in the statistics' dtype."""
-    logits = buffer.logits
-    return logits.gather(1, target[:, None]).squeeze(1).to(statistics_dtype(logits.dtype))
+    """(C,) the logit of each row's target, from the same product as the statistics."""
+    return buffer.logits.gather(1, target[:, None]).squeeze(1)
 
 
 def _logits_to_gradients_(
@@ -313,13 +313,13 @@ def _logits_to_gradients_(
         scale: (C,) each row's share of the incoming gradient.
         is_target: (C,) False in rows whose target lies in another slab; `target` is then any column.
     """
-    column_sums = operands.kernels.gradient_(buffer, statistics, scale, column_sums=operands.bias_grad)
-    probability = (target_logit - statistics.row_max - statistics.row_logsumexp).exp_()
-    one_hot = scale if is_target is None else torch.where(is_target, scale, 0)
-    entry = torch.addcmul(-one_hot, probability, scale)
-    buffer.logits.scatter_(1, target[:, None], entry.to(buffer.logits.dtype)[:, None])
+    kernels = operands.kernels
+    column_sums = kernels.gradient_(buffer, statistics, scale, column_sums=operands.bias_grad)
+    one_hot_scale = scale if is_target is None else torch.where(is_target, scale, 0)
+    at_target = kernels.target_gradient(target_logit, statistics, scale, one_hot_scale)
+    buffer.logits.scatter_(1, target[:, None], at_target[:, None])
     if column_sums is not None:
-        column_sums.index_add_(0, target, one_hot, alpha=-1)
+        column_sums.index_add_(0, target, one_hot_scale, alpha=-1)
     return column_sums
 
 

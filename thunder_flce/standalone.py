@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thunder_flce.plan import VocabLayout
 from thunder_flce.row_kernels import LogitsBuffer, RowStatistics
-from thunder_flce.row_kernels.torch_ops import KERNELS, statistics_dtype
+from thunder_flce.row_kernels.torch_ops import KERNELS
 from thunder_flce.rows import RowSelection
 
 
@@ -32,13 +32,11 @@ def forward_impl(
         IndexError: where a target is neither in [0, V) nor ignore_index.
     """
     rows = RowSelection(target, logits.shape[1], ignore_index, skip=not logits.is_cuda).rows()
-    statistics = KERNELS.statistics(_as_buffer(logits))
-    row_dtype = statistics_dtype(logits.dtype)
     valid = target != ignore_index
-    safe_target = torch.where(valid, target, 0).long()
-    target_logit = logits.gather(1, safe_target[:, None]).squeeze(1).to(row_dtype)
-    loss = torch.where(valid, statistics.row_logsumexp - (target_logit - statistics.row_max), 0)
-    valid_count = rows.valid_count.to(row_dtype)
+    safe_target = torch.where(valid, target, 0).long()[:, None]
+    statistics, row_loss = KERNELS.statistics(_as_buffer(logits), logits.gather(1, safe_target).squeeze(1))
+    loss = torch.where(valid, row_loss, 0)
+    valid_count = rows.valid_count.to(loss.dtype)
     if reduction != "none":
         loss = loss.sum() / valid_count if reduction == "mean" else loss.sum()
     return loss.to(logits.dtype), *statistics, valid_count
@@ -62,11 +60,11 @@ def backward_impl(
         scale = scale / valid_count
     scale = torch.where(valid, scale, 0)
     safe_target = torch.where(valid, target, 0).long()[:, None]
-    probability = (logits.gather(1, safe_target).squeeze(1).to(row_max.dtype) - row_max - row_logsumexp).exp_()
+    statistics = RowStatistics(row_max, row_logsumexp)
+    at_target = KERNELS.target_gradient(logits.gather(1, safe_target).squeeze(1), statistics, scale, scale)
     buffer = _as_buffer(logits.clone(memory_format=torch.contiguous_format))
-    KERNELS.gradient_(buffer, RowStatistics(row_max, row_logsumexp), scale)
-    entry = ((probability - 1) * scale).to(logits.dtype)
-    return buffer.logits.scatter_(1, safe_target, entry[:, None])
+    KERNELS.gradient_(buffer, statistics, scale)
+    return buffer.logits.scatter_(1, safe_target, at_target[:, None])
 
 
 def _as_buffer(logits: Tensor) -> LogitsBuffer:

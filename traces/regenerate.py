@@ -198,9 +198,10 @@ def build_fusions() -> dict[str, str]:
     grad = ((), DataType.BFloat16)
     fusions = {
         "part_statistics": nvfuser.part_statistics_fusion(layout.part_length, torch.bfloat16),
-        "merge_parts": nvfuser.merge_parts_fusion(layout.parts),
+        "merge_parts": nvfuser.merge_parts_fusion(layout.parts, torch.bfloat16),
         "gradient": nvfuser.gradient_fusion(layout.row_stride, torch.bfloat16, column_sums=False),
         "gradient_with_column_sums": nvfuser.gradient_fusion(layout.row_stride, torch.bfloat16, column_sums=True),
+        "target_gradient": nvfuser.target_gradient_fusion(torch.bfloat16),
         "cross_entropy_fwd": standalone(nvfuser_translation.forward_fusion, logits, target),
         "cross_entropy_bwd": standalone(
             nvfuser_translation.backward_fusion, grad, logits, target, row_vector, row_vector, scalar

@@ -52,8 +52,13 @@ class LogitsBuffer:
 class RowKernels(Protocol):
     """Row-wise computations on a `LogitsBuffer`."""
 
-    def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
-        """Statistics of each row, float32 (float64 for float64 logits); the logits are only read."""
+    def statistics(self, buffer: LogitsBuffer, target_logit: Tensor) -> tuple[RowStatistics, Tensor]:
+        """Statistics and loss of each row, three (C,) in float32 (float64 for float64 logits); logits are only read.
+
+        Args:
+            buffer: the logits.
+            target_logit: (C,) each row's logit at its target, in the logits' dtype.
+        """
 
     def gradient_(
         self, buffer: LogitsBuffer, statistics: RowStatistics, scale: Tensor, *, column_sums: bool = False
@@ -62,6 +67,15 @@ class RowKernels(Protocol):
 
         Returns the sums over the rows, (V,) in the statistics' dtype, of what was written before it was rounded; None
         unless `column_sums`.
+        """
+
+    def target_gradient(
+        self, target_logit: Tensor, statistics: RowStatistics, scale: Tensor, one_hot_scale: Tensor
+    ) -> Tensor:
+        """exp(target_logit - row_max - row_logsumexp) · scale - one_hot_scale, (C,) in the logits' dtype.
+
+        What belongs in the target's column in place of what `gradient_` wrote there; one_hot_scale is scale, or 0
+        where the target lies in another slab.
         """
 
 

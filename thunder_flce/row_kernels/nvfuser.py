@@ -44,19 +44,36 @@ def part_statistics_fusion(part_length: int, dtype: torch.dtype) -> FusionDefini
     return fd
 
 
-def merge_parts_fusion(parts: int) -> FusionDefinition:
-    """Statistics of (C, S) parts to those of whole rows: row_max and row_logsumexp, two float32 (C,).
+def merge_parts_fusion(parts: int, dtype: torch.dtype) -> FusionDefinition:
+    """Statistics of (C, S) parts and the target's logit (C,) to row_max, row_logsumexp and loss, three float32 (C,).
 
     A row of only -inf gives NaN, as log_softmax does.
     """
     with FusionDefinition() as fd:
         part_max = fd.define_tensor(shape=[-1, parts], contiguity=[True, True], dtype=DataType.Float)
         part_sum = fd.define_tensor(shape=[-1, parts], contiguity=[True, True], dtype=DataType.Float)
+        target_logit = fd.define_tensor(shape=[-1], contiguity=[True], dtype=_NVFUSER_DTYPES[dtype])
         row_max = fd.ops.max(part_max, [1])
         shifted = fd.ops.sub(part_max, fd.ops.broadcast(row_max, [False, True]))
         row_sum = fd.ops.sum(fd.ops.mul(part_sum, fd.ops.exp(shifted)), [1])
+        row_logsumexp = fd.ops.log(row_sum)
+        target_logit = fd.ops.cast(target_logit, DataType.Float)
         fd.add_output(row_max)
-        fd.add_output(fd.ops.log(row_sum))
+        fd.add_output(row_logsumexp)
+        fd.add_output(fd.ops.sub(row_logsumexp, fd.ops.sub(target_logit, row_max)))
+    return fd
+
+
+def target_gradient_fusion(dtype: torch.dtype) -> FusionDefinition:
+    """exp(target_logit - row_max - row_logsumexp) · scale - one_hot_scale, all (C,), in the logits' dtype."""
+    with FusionDefinition() as fd:
+        target_logit = fd.define_tensor(shape=[-1], contiguity=[True], dtype=_NVFUSER_DTYPES[dtype])
+        row_max, row_logsumexp, scale, one_hot_scale = (
+            fd.define_tensor(shape=[-1], contiguity=[True], dtype=DataType.Float) for _ in range(4)
+        )
+        shifted = fd.ops.sub(fd.ops.sub(fd.ops.cast(target_logit, DataType.Float), row_max), row_logsumexp)
+        gradient = fd.ops.sub(fd.ops.mul(fd.ops.exp(shifted), scale), one_hot_scale)
+        fd.add_output(fd.ops.cast(gradient, _NVFUSER_DTYPES[dtype]))
     return fd
 
 
@@ -82,6 +99,7 @@ def gradient_fusion(row_stride: int, dtype: torch.dtype, *, column_sums: bool) -
 _part_statistics = cache(part_statistics_fusion)
 _merge_parts = cache(merge_parts_fusion)
 _gradient = cache(gradient_fusion)
+_target_gradient = cache(target_gradient_fusion)
 
 # Autograd runs backward on threads of its own, one a device, and a definition compiles at its first execution.
 _lock = threading.Lock()
@@ -95,12 +113,12 @@ def _execute(fusion: FusionDefinition, inputs: list[Tensor], *, fast_math: bool 
 class NvFuserRowKernels:
     """See `RowKernels`."""
 
-    def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
+    def statistics(self, buffer: LogitsBuffer, target_logit: Tensor) -> tuple[RowStatistics, Tensor]:
         """See `RowKernels.statistics`."""
         layout, padded = buffer.layout, buffer.padded
         rows = padded.shape[0]
         if _is_too_small(buffer):
-            return torch_ops.KERNELS.statistics(buffer)
+            return torch_ops.KERNELS.statistics(buffer, target_logit)
         if layout.padding:
             padded[:, layout.vocab :] = _NEGATIVE_INFINITY
         part_max, part_sum = _execute(
@@ -109,9 +127,12 @@ class NvFuserRowKernels:
             fast_math=padded.element_size() == 2,
         )
         if layout.parts == 1:
-            return RowStatistics(part_max, part_sum.log_())
+            row_logsumexp = part_sum.log_()
+            return RowStatistics(part_max, row_logsumexp), row_logsumexp - (target_logit.float() - part_max)
         shape = (rows, layout.parts)
-        return RowStatistics(*_execute(_merge_parts(layout.parts), [part_max.view(shape), part_sum.view(shape)]))
+        inputs = [part_max.view(shape), part_sum.view(shape), target_logit]
+        row_max, row_logsumexp, row_loss = _execute(_merge_parts(layout.parts, padded.dtype), inputs)
+        return RowStatistics(row_max, row_logsumexp), row_loss
 
     def gradient_(
         self, buffer: LogitsBuffer, statistics: RowStatistics, scale: Tensor, *, column_sums: bool = False
@@ -124,6 +145,15 @@ class NvFuserRowKernels:
         fusion = _gradient(padded.shape[1], padded.dtype, column_sums=column_sums)
         outputs = _execute(fusion, [padded, *row_vectors], fast_math=padded.element_size() == 2)
         return outputs[0][: buffer.layout.vocab] if column_sums else None
+
+    def target_gradient(
+        self, target_logit: Tensor, statistics: RowStatistics, scale: Tensor, one_hot_scale: Tensor
+    ) -> Tensor:
+        """See `RowKernels.target_gradient`."""
+        if target_logit.shape[0] < 2:
+            return torch_ops.KERNELS.target_gradient(target_logit, statistics, scale, one_hot_scale)
+        inputs = [tensor.contiguous() for tensor in (target_logit, *statistics, scale, one_hot_scale)]
+        return _execute(_target_gradient(target_logit.dtype), inputs)[0]
 
 
 def _is_too_small(buffer: LogitsBuffer) -> bool:

@@ -25,7 +25,7 @@ def _row_blocks(logits: Tensor):
 class TorchRowKernels:
     """See `RowKernels`."""
 
-    def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
+    def statistics(self, buffer: LogitsBuffer, target_logit: Tensor) -> tuple[RowStatistics, Tensor]:
         """See `RowKernels.statistics`."""
         logits = buffer.logits
         row_max = torch.empty(logits.shape[0], dtype=statistics_dtype(logits.dtype), device=logits.device)
@@ -36,7 +36,10 @@ class TorchRowKernels:
             shifted = block - block_max if block.dtype == row_max.dtype else block.to(row_max.dtype).sub_(block_max)
             row_max[rows] = block_max.squeeze(1)
             torch.sum(shifted.exp_(), 1, out=row_sum[rows])
-        return RowStatistics(row_max, row_sum.log_())
+        row_logsumexp = row_sum.log_()
+        # In this order the loss keeps its digits when all logits share a large offset.
+        row_loss = row_logsumexp - (target_logit.to(row_max.dtype) - row_max)
+        return RowStatistics(row_max, row_logsumexp), row_loss
 
     def gradient_(
         self, buffer: LogitsBuffer, statistics: RowStatistics, scale: Tensor, *, column_sums: bool = False
@@ -54,6 +57,13 @@ class TorchRowKernels:
             if gradient is not block:
                 block.copy_(gradient)
         return sums
+
+    def target_gradient(
+        self, target_logit: Tensor, statistics: RowStatistics, scale: Tensor, one_hot_scale: Tensor
+    ) -> Tensor:
+        """See `RowKernels.target_gradient`."""
+        probability = (target_logit.to(scale.dtype) - statistics.row_max - statistics.row_logsumexp).exp_()
+        return torch.addcmul(-one_hot_scale, probability, scale).to(target_logit.dtype)
 
 
 KERNELS = TorchRowKernels()
