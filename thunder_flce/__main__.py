@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     bench = commands.add_parser("bench", help="time, memory and error of loss regions, against every installed peer")
     bench.add_argument("--shapes", nargs="+", default=None, help="names, or tokens=…,vocab=…,hidden=…")
     bench.add_argument("--methods", nargs="+", default=None, help="names; default: all")
-    bench.add_argument("--rounds", type=int, default=10, help="timings of each method")
+    bench.add_argument("--rounds", type=int, default=4, help="turns of each method, of five timings each")
     bench.add_argument("--json", type=Path, default=None, help="append the results to this file, a line each")
     bench.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     bench.set_defaults(run=_bench)

@@ -257,6 +257,9 @@ class GradientSums:
         self._input = allocate(x.shape, dtype=x.dtype, device=x.device) if operands.input_grad else None
         accumulator = torch.float32 if plan.float32_accumulator else weight.dtype
         self._weight = torch.empty(weight.shape, dtype=accumulator, device=x.device) if operands.weight_grad else None
+        self._hot = None
+        if self._weight is not None and plan.float32_rows:
+            self._hot = HotRows(rows.target, operands, plan.float32_rows)
         self._bias = (
             torch.zeros(operands.vocab, dtype=operands.row_dtype, device=x.device) if operands.bias_grad else None
         )
@@ -265,6 +268,8 @@ class GradientSums:
         """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H) as taken."""
         if self._weight is not None:
             products.weight_gradient_(self._weight, dlogits, x, accumulate=not self._is_first)
+        if self._hot is not None:
+            self._hot.add(dlogits, x)
         if self._bias is not None:
             self._bias.add_(bias_grad)
         if self._input is not None and self._rows.index is None:
@@ -279,12 +284,38 @@ class GradientSums:
         """The gradients in the dtypes of what they belong to; zeros where no chunk was added."""
         if self._weight is not None and self._is_first:
             self._weight.zero_()
+        elif self._hot is not None:
+            self._hot.write(self._weight)
         weight, bias = self._operands.weight, self._operands.bias
         return Gradients(
             self._input,
             None if self._weight is None else self._weight.to(weight.dtype),
             None if self._bias is None else self._bias.to(bias.dtype),
         )
+
+
+class HotRows:
+    """The rows of dW with the most targets, summed in float32 beside a dW that is summed in 16 bits.
+
+    Words are not spread evenly: a few columns of the vocabulary are the target of many tokens, get a large share from
+    every chunk, and hold most of what dW loses by rounding. With Zipf-distributed targets, 8192 × 128256 × 4096 and
+    four chunks, dW errs by 2.4e-3 without them, against 1.5e-3 of a single product.
+    """
+
+    def __init__(self, target: Tensor, operands: Operands, count: int):
+        occurrences = torch.zeros(operands.vocab, dtype=torch.float32, device=target.device)
+        occurrences.scatter_add_(0, target, torch.ones_like(target, dtype=torch.float32))
+        self._columns = occurrences.topk(min(count, operands.vocab), sorted=False).indices
+        hidden = operands.weight.shape[1]
+        self._sum = torch.zeros(self._columns.shape[0], hidden, dtype=torch.float32, device=target.device)
+
+    def add(self, dlogits: Tensor, x: Tensor) -> None:
+        """Adds what a chunk contributes: dlogits (C, V), x (C, H)."""
+        products.weight_gradient_(self._sum, dlogits.index_select(1, self._columns), x, accumulate=True)
+
+    def write(self, weight_grad: Tensor) -> None:
+        """Puts the sums into dW (V, H), rounded once."""
+        weight_grad.index_copy_(0, self._columns, self._sum.to(weight_grad.dtype))
 
 
 def _target_logits(buffer: LogitsBuffer, target: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from thunder_flce.options import Options
 # A running sum of dW in 16 bits is rounded twice a chunk. The error stays within 1.25 × that of a single product for up
 # to four chunks, as long as most columns are the target of at most one token; otherwise dW is summed in float32.
 EXACT_CHUNKS = 4
+HOT_ROWS = 1024
 EXACT_TOKENS_PER_COLUMN = 1 / 8
 
 # On CUDA, chunks of fewer rows leave the products memory-bound: each reads all of W, and reads and writes all of dW.
@@ -150,6 +151,9 @@ class Plan:
     float32_accumulator: bool = False
     """Whether dW is summed over chunks in float32 and rounded once, at the end."""
 
+    float32_rows: int = 0
+    """Rows of dW, those with the most targets, that are summed in float32 although the others are not."""
+
     skip_ignored_rows: bool = True
     """Whether rows whose target is ignore_index leave the region before the first product."""
 
@@ -164,6 +168,8 @@ class Plan:
             words.append(f"slabs of {self.slab_columns} columns")
         if self.float32_accumulator:
             words.append("dW summed in float32")
+        if self.float32_rows:
+            words.append(f"{self.float32_rows} rows of dW summed in float32")
         if not self.skip_ignored_rows:
             words.append("ignored rows computed")
         return ", ".join(words)
@@ -192,7 +198,14 @@ def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = 
     skip = options.ignored_rows == "skip"
     if strategy == "gradients_in_forward":
         rows, float32_accumulator = _accumulation(problem, options, budget)
-        return Plan(strategy=strategy, chunk_rows=rows, float32_accumulator=float32_accumulator, skip_ignored_rows=skip)
+        in_16_bits = problem.weight_grad and problem.dtype.itemsize < 4 and not float32_accumulator
+        return Plan(
+            strategy=strategy,
+            chunk_rows=rows,
+            float32_accumulator=float32_accumulator,
+            float32_rows=HOT_ROWS if in_16_bits and rows < problem.tokens else 0,
+            skip_ignored_rows=skip,
+        )
     if strategy == "save_logits":
         return Plan(strategy=strategy, chunk_rows=max(problem.tokens, 1), skip_ignored_rows=skip)
     rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))

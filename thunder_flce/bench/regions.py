@@ -1,7 +1,7 @@
 """Time, memory and error of whole loss regions, forward and backward, all methods in one run.
 
-The chip is power-limited: methods take turns, so that each runs as warm as the others, and only numbers of one run
-compare.
+The chip is power-limited, so a method is the faster the cooler its predecessor left the chip. Each is therefore run for
+`SETTLE_MS` before it is timed, methods take turns, and only numbers of one run compare.
 """
 
 import platform
@@ -16,6 +16,10 @@ from torch import Tensor
 
 from thunder_flce.bench.methods import METHODS, Method, Unavailable, reference_gradients, three_products
 from thunder_flce.bench.shapes import Inputs, Shape
+
+
+SETTLE_MS = {"cuda": 250, "cpu": 0}
+CALLS_A_ROUND = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +70,7 @@ def measure(
         shape: what to measure.
         methods: names from `METHODS`.
         device: "cuda" or "cpu".
-        rounds: how often each method is timed.
+        rounds: how often each method has its turn, for `CALLS_A_ROUND` timings.
         progress: called with a word before each step.
     """
     inputs = Inputs.random(shape, device)
@@ -99,10 +103,13 @@ def measure(
     calls.update({name: (lambda method=method: _run(method, inputs)) for name, method in ready.items()})
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
-        progress(f"round {turn + 1} of {rounds}")
         for name, call in calls.items():
-            call()
-            times[name].append(_time_ms(call, device))
+            progress(f"round {turn + 1} of {rounds}: {name}")
+            settled = time.perf_counter() + SETTLE_MS[device] / 1e3
+            while time.perf_counter() < settled:
+                call()
+                _synchronize(device)
+            times[name] += [_time_ms(call, device) for _ in range(CALLS_A_ROUND)]
     floor_ms = statistics.median(times["three products"])
     result = [Row(shape=str(shape), method="three products", **_spread(times["three products"]), ratio=1.0)]
     for name in methods:
