@@ -28,7 +28,7 @@ from thunder_flce.options import Options
 # A running sum of dW in 16 bits is rounded twice a chunk. The error stays within 1.25 × that of a single product for up
 # to four chunks, as long as most columns are the target of at most one token; otherwise dW is summed in float32.
 EXACT_CHUNKS = 4
-HOT_ROWS = 1024
+HOT_ROWS = 256
 EXACT_TOKENS_PER_COLUMN = 1 / 8
 
 # On CUDA, chunks of fewer rows leave the products memory-bound: each reads all of W, and reads and writes all of dW.

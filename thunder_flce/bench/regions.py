@@ -17,7 +17,6 @@ from torch import Tensor
 from thunder_flce.bench.methods import METHODS, Method, Unavailable, reference_gradients, three_products
 from thunder_flce.bench.shapes import Inputs, Shape
 
-
 SETTLE_MS = {"cuda": 250, "cpu": 0}
 CALLS_A_ROUND = 5
 

@@ -1,0 +1,46 @@
+# make demo     trains a small GPT with and without the executor and shows what changes
+# make test     all tests; those that need a GPU skip without one
+# make traces   prints the traces in traces/ anew
+#
+# Each of them first makes the environment in .venv, and installs again when pyproject.toml has changed.
+#
+#   make demo ARGS="--steps 50 --text FILE"
+#   make test ARGS="-k ignore_index"
+#   make test VENV=.venv311 PYTHON=python3.11
+
+SHELL := /bin/bash
+
+# The newest torch that nvFuser has a wheel for.
+TORCH := torch==2.10.0
+
+# nvFuser has wheels for 3.12 and 3.10. A name on PATH may be a shim that does not run, so each is tried.
+CANDIDATES := python3.12 $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python) python3 python3.13 python3.11 python3.10
+USABLE := import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info < (3, 14))
+PYTHON ?= $(shell for p in $(CANDIDATES); do "$$p" -c '$(USABLE)' 2>/dev/null && { echo "$$p"; break; }; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+# By default, threads of one process spin so long for each other that two processes on the same cores take 30 times as
+# long as one. Waiting less costs nothing alone.
+GOMP_SPINCOUNT ?= 10000
+export GOMP_SPINCOUNT
+
+.PHONY: demo test traces
+
+demo: $(STAMP)
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+traces: $(STAMP)
+	$(BIN)/python traces/regenerate.py $(ARGS)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "found no Python from 3.10 to 3.13 with venv; name one: make PYTHON=…" >&2; exit 1; }
+	@echo "Installing into $(VENV) with $(PYTHON): some minutes, the first time"
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[nvfuser,examples,test]'
+	@touch $@

@@ -1,0 +1,120 @@
+"""Two backward traces side by side, cut down to what the loss does in them."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import thunder
+from rich import box
+from rich.console import Console, Group
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+import thunder_flce
+
+
+@dataclass(frozen=True)
+class LossRegion:
+    """What a backward trace computes for the loss and for the linear that makes its logits."""
+
+    lines: list[str]
+    saved: list[TensorProxy]
+    """What it reads of all that the forward saved, parameters not counted."""
+    others: list[TensorProxy]
+    """What the rest of the trace reads, parameters not counted."""
+
+
+def loss_region(trace: TraceCtx, *, logits_numel: int, parameters: Iterable[str]) -> LossRegion:
+    """Picks the loss region out of a backward trace.
+
+    It is what reads or makes a tensor of the logits' size, what belongs to thunder_flce, and what these need.
+
+    Args:
+        trace: the last backward trace of a jitted module.
+        logits_numel: tokens × vocabulary.
+        parameters: the names of the module's parameters.
+    """
+    parameters = {"t_" + name.replace(".", "_") for name in parameters}
+    is_helper = {PrimIDs.UNPACK_SEQUENCE, PrimIDs.UNPACK_TRIVIAL, PrimIDs.DEL, PrimIDs.RETURN}
+    wanted: set[str] = set()
+    region: list[BoundSymbol] = []
+    for bsym in reversed(trace.bound_symbols):
+        if bsym.sym.id in is_helper:
+            continue
+        tensors = _tensors([*bsym.flat_proxy_args, *bsym.flat_proxy_outs])
+        if (
+            any(tensor.numel == logits_numel for tensor in tensors)
+            or any(out.name in wanted for out in bsym.flat_proxy_outs)
+            or bsym.sym.executor is thunder_flce.executor
+        ):
+            region.append(bsym)
+            wanted |= {arg.name for arg in bsym.flat_proxy_args}
+
+    unpacked = next(
+        bsym.flat_proxy_outs
+        for bsym in trace.bound_symbols
+        if bsym.sym.id is PrimIDs.UNPACK_SEQUENCE and bsym.args[0].name == "C0"
+    )
+    saved = [tensor for tensor in _tensors(unpacked) if tensor.name not in parameters]
+    # Each line ends in the type of its result, which the list of saved tensors has more readably.
+    lines = [line.split("  # ")[0] for bsym in reversed(region) for line in bsym.python(0, print_depth=1)]
+    return LossRegion(
+        lines=lines,
+        saved=[tensor for tensor in saved if tensor.name in wanted],
+        others=[tensor for tensor in saved if tensor.name not in wanted],
+    )
+
+
+def print_side_by_side(console: Console, regions: dict[str, LossRegion], *, logits_numel: int) -> None:
+    """Prints the loss regions under their names; saved tensors of the logits' size are marked."""
+    table = Table(box=box.ROUNDED, expand=True, show_lines=True)
+    for name in regions:
+        table.add_column(name, ratio=1)
+    table.add_row(*(_saved(region, logits_numel) for region in regions.values()))
+    table.add_row(*(_lines(region) for region in regions.values()))
+    console.print(table)
+
+
+def _saved(region: LossRegion, logits_numel: int) -> Group:
+    tensors = Table.grid(padding=(0, 2))
+    for justify in ("left", "left", "right", "left"):
+        tensors.add_column(justify=justify)
+    for tensor in region.saved:
+        is_logits = tensor.numel == logits_numel
+        style = "red" if is_logits else ""
+        tensors.add_row(
+            tensor.name, _type(tensor), format_bytes(_bytes(tensor)), "◀ T × V" if is_logits else "", style=style
+        )
+    tensors.add_row("together", "", format_bytes(sum(map(_bytes, region.saved))), style="bold")
+    others = f"and {len(region.others)} for the layers below, {format_bytes(sum(map(_bytes, region.others)))}"
+    return Group(Text("saved by the forward for the loss", style="dim"), tensors, Text(others, style="dim"))
+
+
+def _lines(region: LossRegion) -> Group:
+    code = Syntax("\n".join(region.lines), "python", theme="ansi_dark", background_color="default", word_wrap=True)
+    return Group(Text("the loss in the last backward trace", style="dim"), code)
+
+
+def format_bytes(size: float) -> str:
+    """1536 as "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def _tensors(proxies: Iterable[Proxy]) -> list[TensorProxy]:
+    return [proxy for proxy in proxies if isinstance(proxy, TensorProxy)]
+
+
+def _type(tensor: TensorProxy) -> str:
+    return f"{thunder.core.dtypes.to_strong_dtype(tensor.dtype).shortname()} [{', '.join(map(str, tensor.shape))}]"
+
+
+def _bytes(tensor: TensorProxy) -> int:
+    return tensor.numel * tensor.dtype.bytes
