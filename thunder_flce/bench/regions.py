@@ -108,7 +108,8 @@ def measure(
             while time.perf_counter() < settled:
                 call()
                 _synchronize(device)
-            times[name] += [_time_ms(call, device) for _ in range(CALLS_A_ROUND)]
+            call()
+            times[name] += _times_ms(call, device)
     floor_ms = statistics.median(times["three products"])
     result = [Row(shape=str(shape), method="three products", **_spread(times["three products"]), ratio=1.0)]
     for name in methods:
@@ -140,17 +141,22 @@ def _memory(method: Method, inputs: Inputs, shape: Shape, device: str) -> dict[s
     return {"memory_gb": peak / 1e9, "above_outputs_gb": (peak - shape.output_bytes) / 1e9}
 
 
-def _time_ms(call: Callable[[], object], device: str) -> float:
+def _times_ms(call: Callable[[], object], device: str) -> list[float]:
+    """`CALLS_A_ROUND` timings, one call after the other without waiting in between, as in training."""
     if device != "cuda":
-        start = time.perf_counter()
+        times = []
+        for _ in range(CALLS_A_ROUND):
+            start = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_ROUND + 1)]
+    events[0].record()
+    for event in events[1:]:
         call()
-        return (time.perf_counter() - start) * 1e3
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+        event.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in zip(events, events[1:], strict=False)]
 
 
 def _spread(times: list[float]) -> dict[str, float]:
