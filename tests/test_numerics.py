@@ -57,6 +57,15 @@ def test_error_does_not_grow_with_the_number_of_chunks(chunks, bias, device):
     assert_as_exact_as_eager(case, options=Options(chunk_rows=1024 // chunks))
 
 
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+def test_error_with_targets_as_frequent_as_words(chunks, device):
+    """Zipf-distributed: some columns are the target of many tokens, and dW is summed in 16 bits."""
+    case = make_case(tokens=512, vocab=8192, hidden=64, dtype=torch.bfloat16, device=device, ignored=0.0)
+    frequency = 1 / torch.arange(1, 8193, dtype=torch.float64)
+    case.target = torch.multinomial(frequency, 512, replacement=True).to(device)
+    assert_as_exact_as_eager(case, options=Options(chunk_rows=512 // chunks))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rows", ["skip", "compute"])
 @pytest.mark.parametrize("ignore_index", [-100, -1, 7, 2**40])

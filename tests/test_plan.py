@@ -72,7 +72,8 @@ def test_accumulator():
     """float32 wherever 16 bits would add more than a quarter to the error of dW."""
     assert not make_plan(S1, Options()).float32_accumulator
     assert -(-S1.tokens // make_plan(S1, Options()).chunk_rows) <= EXACT_CHUNKS
-    assert make_plan(S1, Options(chunk_rows=512)).float32_accumulator
+    assert not make_plan(S1, Options(chunk_rows=512)).float32_accumulator
+    assert make_plan(S1, Options(chunk_rows=256)).float32_accumulator
     assert make_plan(_problem(tokens=32768, hidden=768), Options()).float32_accumulator
     assert make_plan(_problem(vocab=32000), Options(chunk_rows=2048)).float32_accumulator
     # Here all tokens in one chunk take less memory than the accumulator.
@@ -81,7 +82,8 @@ def test_accumulator():
     assert not make_plan(S1, Options(chunk_rows=512, accumulate="parameter")).float32_accumulator
     assert make_plan(S1, Options(accumulate="float32")).float32_accumulator
     assert not make_plan(_problem(dtype=torch.float32), Options(accumulate="float32")).float32_accumulator
-    assert not make_plan(_problem(weight_grad=False), Options(chunk_rows=512)).float32_accumulator
+    assert not make_plan(_problem(weight_grad=False), Options(chunk_rows=256)).float32_accumulator
+    assert make_plan(S1, Options()).float32_rows and not make_plan(S1, Options(chunk_rows=8192)).float32_rows
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1009, 32000, 50257, 128256, 128257, 152064, 256000, 299993])
