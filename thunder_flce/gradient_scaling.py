@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> Tensor:
-    """gradient · factor, rounded to gradient's dtype.
+    """gradient · factor, computed in float32 or float64 and rounded to gradient's dtype.
 
     Args:
         gradient: any shape, as saved by the forward.
@@ -18,13 +18,28 @@ def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> 
     """
     if not factor.is_cuda and factor == 1 and may_overwrite:
         return gradient
-    if not may_overwrite:
-        return torch.mul(gradient, factor.to(gradient.device))
+    result = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
     is_small_float = gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if gradient.is_cuda and is_small_float and gradient.is_contiguous() and _triton_available():
+    if may_overwrite and gradient.is_cuda and is_small_float and gradient.is_contiguous() and _triton_available():
         _multiply_unless_one_(gradient, factor)
-        return gradient
-    return gradient.mul_(factor)
+    else:
+        _multiply(gradient, factor.to(gradient.device), result)
+    return result
+
+
+# Elements converted at a time: temporary memory of 64 MiB.
+_FLOAT32_BLOCK = 2**24
+
+
+def _multiply(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
+    """out = gradient · factor, in float32 at least: torch.mul would round the factor to 16 bits first."""
+    if gradient.dtype.itemsize >= 4:
+        torch.mul(gradient, factor.to(gradient.dtype), out=out)
+        return
+    for source, target in zip(
+        gradient.reshape(-1).split(_FLOAT32_BLOCK), out.view(-1).split(_FLOAT32_BLOCK), strict=True
+    ):
+        target.copy_(source.float().mul_(factor))
 
 
 def graph_is_kept() -> bool:

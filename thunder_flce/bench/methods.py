@@ -43,12 +43,9 @@ def _ours(**options) -> Method:
 
 def _liger(**settings) -> Method:
     try:
-        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
     except ImportError as error:
         raise Unavailable(str(error)) from None
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    del LigerFusedLinearCrossEntropyFunction
     return lambda inputs: liger_fused_linear_cross_entropy(
         inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings
     )
@@ -77,7 +74,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "liger, chunk 8, float32": partial(_liger, chunk_mem_const=8, accum_dtype=torch.float32),
     "cut-cross-entropy": _cut_cross_entropy,
     "flce": _ours,
-    "flce, 512 rows": partial(_ours, chunk_rows=512, accumulate="parameter"),
+    "flce, 512 rows": partial(_ours, chunk_rows=512),
     "flce, 4096 rows": partial(_ours, chunk_rows=4096),
     "flce, save_logits": partial(_ours, strategy="save_logits"),
     "flce, recompute_logits": partial(_ours, strategy="recompute_logits"),

@@ -5,7 +5,7 @@
 #         """The operation called by name; without the executor its decomposition runs."""
 #         return thunder_flce.linear_cross_entropy(hidden, weight, labels)
 #
-# fused, gradients in forward, chunks of 2048 tokens
+# fused, gradients in forward, chunks of 2048 tokens, 256 rows of dW summed in float32
 # Saved for backward, beside the arguments and views of them:
 #     t4: bf16[2, 4096, 4096], 67,108,864 bytes
 #     t5: bf16[128256, 4096], 1,050,673,152 bytes
@@ -22,7 +22,7 @@ def computation(hidden, weight, labels):
   # labels: "cuda:0 i64[2, 4096]"
 
   # return thunder_flce.linear_cross_entropy(hidden, weight, labels)
-  (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=2048)
+  (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256)
   del t1, t2, t3
   return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t4, t5), ())
 
