@@ -34,7 +34,10 @@ def poisoned_memory(monkeypatch):
     def poisoned(allocate):
         def wrapper(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
-            return tensor.fill_(float("nan")) if tensor.is_floating_point() and not tensor.is_meta else tensor
+            if tensor.is_floating_point() and not tensor.is_meta:
+                with torch.no_grad():
+                    tensor.fill_(float("nan"))
+            return tensor
 
         return wrapper
 

@@ -29,6 +29,7 @@ BAD = [
     ({"linear_bias": torch.zeros(9).half()}, TypeError, "linear_bias must have input's dtype"),
     ({"reduction": "avg"}, ValueError, "reduction must be one of .*, but got 'avg'"),
     ({"ignore_index": 1.5}, TypeError, "ignore_index must be an int, but got float"),
+    ({"ignore_index": 2**64}, ValueError, "ignore_index must fit 64 bits"),
     ({"weight": torch.zeros(9)}, NotImplementedError, "weight is not supported yet"),
     ({"label_smoothing": 0.1}, NotImplementedError, "label_smoothing is not supported yet"),
     ({"softcap": 30.0}, NotImplementedError, "softcap is not supported yet"),

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from reference import Case, assert_as_exact_as_eager, error, make_case, ours, truth
-from thunder_flce import Options, linear_cross_entropy
+from reference import Case, assert_as_exact_as_eager, eager, error, make_case, ours, truth
+from thunder_flce import Options, Plan, engine, linear_cross_entropy
+from thunder_flce.engine import Operands
 from thunder_flce.gradient_scaling import scale_gradient
 from thunder_flce.options import STRATEGIES
 
@@ -269,11 +270,82 @@ def test_layout_of_the_inputs(kind, dtype, strategy, device):
     assert_as_exact_as_eager(viewed, options=Options(strategy=strategy, chunk_rows=16))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ignore_index", [-100, 100, 2**32 + 3])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
-def test_dtypes_of_the_target(dtype, device):
-    case = make_case(vocab=101, device=device, ignored=0.3, ignore_index=100)
+def test_dtypes_of_the_target(dtype, ignore_index, strategy, device):
+    """V and ignore_index need not fit the target's dtype: 156 is -100 in eight bits."""
+    case = make_case(vocab=70000, hidden=8, device=device, ignored=0.0)
+    case.target = torch.randint(0, torch.iinfo(dtype).max if dtype.itemsize < 4 else 70000, (37,), device=device)
+    case.target[:3] = 3
+    if dtype == torch.uint8:
+        case.target[5] = 156
+    if torch.iinfo(dtype).min <= ignore_index <= torch.iinfo(dtype).max:
+        case.target[::4] = ignore_index
     case.target = case.target.to(dtype)
-    assert_as_exact_as_eager(case, ignore_index=100)
+    assert_as_exact_as_eager(case, ignore_index=ignore_index, options=Options(strategy=strategy))
+
+
+@pytest.mark.parametrize("position", [0, 4095, 4096, 8191, 8192, 9999])
+def test_targets_at_the_edges_of_slabs(position, device):
+    case = make_case(tokens=2, hidden=8, vocab=10000, device=device, ignored=0.0)
+    case.target.fill_(position)
+    plan = Plan(strategy="recompute_logits", chunk_rows=2, slab_columns=4096)
+    operands = Operands(case.x, case.weight, None, case.target, -100, "mean", True, True, False)
+    with torch.no_grad():
+        forward = engine.forward(operands, plan)
+        grad = torch.ones((), device=device)
+        gradients = engine.backward(operands, plan, forward.statistics, None, grad)
+    for got, right in zip(gradients[:2], truth(case).gradients, strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
+
+
+def test_many_slabs_round_dx_once(device):
+    """bfloat16, a hundred slabs: dX is summed in float32."""
+    case = make_case(tokens=64, hidden=32, vocab=6400, dtype=torch.bfloat16, device=device, ignored=0.0)
+    plan = Plan(strategy="recompute_logits", chunk_rows=64, slab_columns=64)
+    operands = Operands(case.x, case.weight, None, case.target, -100, "mean", True, True, False)
+    with torch.no_grad():
+        forward = engine.forward(operands, plan)
+        gradients = engine.backward(operands, plan, forward.statistics, None, torch.ones((), device=device))
+    peer, exact = eager(case), truth(case)
+    for got, theirs, right in zip(gradients[:2], peer.gradients, exact.gradients, strict=True):
+        assert error(got, right) <= 1.1 * error(theirs, right)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradient_of_nothing_is_zero_whatever_comes_in(strategy, device):
+    """The mean over no row is NaN; so is what a function of it sends back. PyTorch's gradients are zeros."""
+    case = make_case(tokens=4, device=device, bias=True)
+    case.target.fill_(-100)
+    loss = linear_cross_entropy(
+        case.x, case.weight, case.target, linear_bias=case.bias, options=Options(strategy=strategy)
+    )
+    (loss**2).backward()
+    for tensor in case.operands():
+        assert (tensor.grad == 0).all()
+
+
+def test_no_hidden_size(device):
+    x = torch.zeros(4, 0, device=device, requires_grad=True)
+    weight = torch.zeros(9, 0, device=device, requires_grad=True)
+    target = torch.arange(4, device=device)
+    loss = linear_cross_entropy(x, weight, target)
+    loss.backward()
+    torch.testing.assert_close(loss, F.cross_entropy(F.linear(x, weight), target))
+    assert x.grad.shape == (4, 0) and weight.grad.shape == (9, 0)
+
+
+def test_more_tokens_than_float32_counts():
+    """2²⁴ + 1 valid rows: the count is saved as an integer."""
+    tokens = 2**24 + 1
+    x = torch.randn(tokens, 1, requires_grad=True)
+    weight = torch.randn(2, 1)
+    loss = linear_cross_entropy(x, weight, torch.zeros(tokens, dtype=torch.long), reduction="none")
+    (gradient,) = torch.autograd.grad(loss.sum(), x)
+    logits = x.detach()[-1:] @ weight.t()
+    expected = (logits.softmax(1) - torch.tensor([[1.0, 0.0]])) @ weight
+    torch.testing.assert_close(gradient[-1:], expected)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -161,6 +161,113 @@ def test_declined(loss, reason):
     assert "linear_cross_entropy_fwd" not in _symbols(thunder.last_traces(jitted)[-1])
 
 
+def _program_agrees(program, *, decision=None, **jit_settings):
+    """Loss and gradients of a program of (h, w, y), jitted and eager; returns the jitted function."""
+    h, w = torch.randn(10, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    y = torch.randint(0, V, (10,))
+
+    def run(fn):
+        loss = fn(h * 1.0, w * 1.0, y.clone())
+        gradients = torch.autograd.grad(loss, (h, w), allow_unused=True)
+        return loss, [torch.zeros_like(t) if g is None else g for t, g in zip((h, w), gradients, strict=True)]
+
+    jitted = thunder_flce.jit(program, **jit_settings)
+    torch.testing.assert_close(run(jitted), run(program), rtol=1e-4, atol=1e-5)
+    return jitted
+
+
+def operand_changed(h, w, y):
+    x = torch.tanh(h) + 1
+    logits = F.linear(x, w.detach())
+    x.mul_(0.5)
+    return F.cross_entropy(logits, y) + x.sum()
+
+
+def operand_set(h, w, y):
+    x = torch.tanh(h) + 1
+    logits = F.linear(x, w.detach())
+    x[0] = 0.0
+    return F.cross_entropy(logits, y) + x.sum()
+
+
+@pytest.mark.parametrize("program", [operand_changed, operand_set])
+def test_operands_changed_in_place_are_declined(program):
+    """The region would read them where the loss stands, after the change."""
+    with pytest.warns(NotFusedWarning, match="changed in place between the linear and the loss"):
+        jitted = _program_agrees(program)
+    assert thunder_flce.explain(jitted)[0].decisions[0].reason is Reason.OPERAND_MODIFIED
+
+
+def test_labels_changed_in_place_are_fused():
+    def program(h, w, y):
+        logits = F.linear(h, w)
+        y[3] = -100
+        return F.cross_entropy(logits, y)
+
+    jitted = _program_agrees(program)
+    assert thunder_flce.explain(jitted)[0].decisions[0].fused
+
+
+def test_linear_under_no_grad_gets_no_gradient():
+    def program(h, w, y):
+        with torch.no_grad():
+            logits = F.linear(h, w)
+        return F.cross_entropy(logits, y) + h.sum() * w.sum()
+
+    jitted = _program_agrees(program)
+    assert thunder_flce.explain(jitted)[0].decisions[0].plan.strategy == "loss_only"
+
+
+@pytest.mark.parametrize("which", ["hidden", "weight"])
+def test_detached_operands_get_no_gradient(which):
+    def program(h, w, y):
+        loss = F.cross_entropy(
+            F.linear(h.detach() if which == "hidden" else h, w.detach() if which == "weight" else w), y
+        )
+        return loss + h.sum() * w.sum()
+
+    _program_agrees(program)
+
+
+def test_vocabulary_has_to_stay_the_last_dimension():
+    def program(h, w, y):
+        logits = F.linear(h, w).view(V, 10).view(10, V)
+        return F.cross_entropy(F.linear(h, w).view(V, 10), y.repeat(V // 10 + 1)[:V].clamp(max=9)) + logits.sum() * 0
+
+    with pytest.warns(NotFusedWarning, match="by view"):
+        _program_agrees(program)
+
+
+def test_float64_logits_of_float32_operands_are_declined():
+    with pytest.warns(NotFusedWarning, match="by double|by to"):
+        jitted = _program_agrees(lambda h, w, y: F.cross_entropy(F.linear(h, w).double(), y))
+    assert not thunder_flce.explain(jitted)[0].decisions[0].fused
+
+
+def test_logits_multiplied_by_a_tensor_are_a_missed_fusion():
+    with pytest.warns(NotFusedWarning, match="by mul"):
+        _program_agrees(lambda h, w, y: F.cross_entropy(F.linear(h, w) * torch.tensor(2.0), y))
+
+
+def test_symbolic_values_are_declined():
+    """thunder's cache with symbolic values knows no shapes to plan with."""
+    _program_agrees(lambda h, w, y: F.cross_entropy(F.linear(h, w), y), cache="symbolic values")
+    _program_agrees(lambda h, w, y: thunder_flce.linear_cross_entropy(h, w, y), cache="symbolic values")
+
+
+def test_autocast():
+    """Under autocast, thunder makes the linear a primitive on bfloat16 copies of its operands."""
+    model = Head(litgpt_loss)
+    jitted = thunder_flce.jit(model)
+    batch = _batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, expected = jitted(*batch), model(*batch)
+    torch.testing.assert_close(loss.float(), expected.float(), rtol=2e-2, atol=2e-2)
+    loss.backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    assert thunder_flce.explain(jitted)[0].decisions[0].fused
+
+
 def test_transposed_logits_are_declined():
     """Forward only: thunder 0.2.6 itself fails in the backward of three-dimensional logits."""
     model = Head(transposed_loss)

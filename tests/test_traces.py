@@ -101,7 +101,7 @@ def _assert_statistics_saved(forward, backward, name) -> None:
     assert [(tuple(t.shape), t.dtype) for t in statistics] == [
         ((SIZES.tokens,), dtypes.float32),
         ((SIZES.tokens,), dtypes.float32),
-        ((), dtypes.float32),
+        ((), dtypes.int64 if name == "linear_cross_entropy" else dtypes.float32),
     ]
     names = [tensor.name for tensor in statistics]
     assert set(names) <= {tensor.name for tensor in regenerate.saved_for_backward(forward)}
@@ -128,10 +128,10 @@ def test_saves_logits_only_where_told_to(program, strategy):
 def test_saves_row_statistics(program, strategy):
     forward, backward, _ = _compile(program, options=Options(strategy=strategy))
     if strategy == "gradients_in_forward":
-        # They have done their work: the gradients are all that the backward needs.
-        gradients = _find(forward, "linear_cross_entropy_fwd").output[4:]
+        # Row maxima and sums have done their work: the backward needs the gradients and the number of valid targets.
+        valid_count_and_gradients = _find(forward, "linear_cross_entropy_fwd").output[3:]
         saved = regenerate.saved_for_backward(forward)
-        assert {tensor.name for tensor in saved} == {tensor.name for tensor in gradients}
+        assert {tensor.name for tensor in saved} == {tensor.name for tensor in valid_count_and_gradients}
     else:
         _assert_statistics_saved(forward, backward, "linear_cross_entropy")
 

@@ -78,6 +78,8 @@ def check_linear_cross_entropy(
         raise ValueError(f"reduction must be one of {REDUCTIONS}, but got {reduction!r}")
     if isinstance(ignore_index, bool) or not (isinstance(ignore_index, Integral) or _is_number_proxy(ignore_index)):
         raise TypeError(f"ignore_index must be an int, but got {type(ignore_index).__name__}")
+    if isinstance(ignore_index, Integral) and not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must fit 64 bits, but got {ignore_index}")
     unsupported = {
         "weight": (weight, None),
         "label_smoothing": (label_smoothing, 0.0),

@@ -87,7 +87,7 @@ class SavedStatistics(NamedTuple):
     row_logsumexp: Tensor
     """(T,) relative to row_max; 0 in ignored rows"""
     valid_count: Tensor
-    """() the number of targets that are not ignore_index, in the statistics' dtype"""
+    """() int64, the number of targets that are not ignore_index"""
 
 
 class ForwardResult(NamedTuple):
@@ -97,7 +97,7 @@ class ForwardResult(NamedTuple):
     """() or, for reduction "none", (T,)"""
     statistics: SavedStatistics
     logits: Tensor | None
-    """(N, row stride): only strategy "save_logits" keeps them"""
+    """(T, row stride), the first N rows of them written: only strategy "save_logits" keeps them"""
     gradients: Gradients
     """For an incoming gradient of 1; only strategy "gradients_in_forward" has them"""
 
@@ -137,7 +137,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         if in_forward:
             bias_grad = _logits_to_gradients_(operands, logits, statistics, target, target_logit, scale[chunk])
             gradients.add(logits.logits, bias_grad, x, chunk)
-    saved_logits = buffer.padded[: rows.count] if plan.strategy == "save_logits" else None
+    saved_logits = buffer.padded if plan.strategy == "save_logits" else None
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     buffer = logits = None
     if not per_row:
@@ -147,9 +147,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         row_loss = torch.where(rows.valid, row_loss, 0)
     return ForwardResult(
         loss=_reduce(row_loss, rows, operands),
-        statistics=SavedStatistics(
-            rows.scatter(row_max), rows.scatter(row_logsumexp), rows.valid_count.to(operands.row_dtype)
-        ),
+        statistics=SavedStatistics(rows.scatter(row_max), rows.scatter(row_logsumexp), rows.valid_count),
         logits=saved_logits,
         gradients=gradients.finish() if in_forward else Gradients(None, None, None),
     )
@@ -170,11 +168,13 @@ def backward(operands: Operands, plan: Plan, saved: SavedStatistics, logits: Ten
     return _backward_by_slabs(operands, plan, saved, grad)
 
 
-def scale_gradients(grad: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+def scale_gradients(grad: Tensor, valid_count: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     """Backward of "gradients_in_forward": the gradients times the incoming gradient, grad ().
 
-    What autograd will read again, because the graph is kept, is left as it is.
+    What autograd will read again, because the graph is kept, is left as it is. Without a valid row the gradients are
+    zeros even for an incoming gradient of NaN, which a function of the NaN that is the mean of nothing may have.
     """
+    grad = torch.where(valid_count == 0, 0, grad)
     may_overwrite = not graph_is_kept()
     return tuple(None if g is None else scale_gradient(g, grad, may_overwrite=may_overwrite) for g in gradients)
 

@@ -13,7 +13,7 @@ from thunder.core.jit_ext import (
     record_source_loc_in_symbol_header,
     register_general_jit_lookaside,
 )
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.transforms import get_grad, put_grad
 from thunder.executors.nvfuserex import nvfuser_available
 from thunder.extend import register_executor
@@ -89,7 +89,7 @@ def _linear_cross_entropy_grad(
     if needs_grad:
         grad = get_grad(loss)
         if plan["strategy"] == "gradients_in_forward":
-            gradients = symbols.scale_gradients(grad, *saved)
+            gradients = symbols.scale_gradients(grad, statistics[2], *saved)
         else:
             logits = saved[0] if saved else None
             gradients = symbols.linear_cross_entropy_bwd(
@@ -98,6 +98,19 @@ def _linear_cross_entropy_grad(
         for name, gradient in zip(needs_grad, gradients, strict=True):
             put_grad(region[name], gradient)
     return loss
+
+
+def is_static(*values: Any) -> bool:
+    """Whether all shapes and numbers are known when a trace is compiled; not so with thunder's symbolic values.
+
+    Reads `_shape`, since to read `shape` would add a symbol to the trace.
+    """
+    sizes = [size for value in values if isinstance(value, TensorProxy) for size in value._shape]
+    return not any(isinstance(value, NumberProxy) for value in (*values, *sizes))
+
+
+def _linear_cross_entropy_checker(*tensors: Any, **settings: Any) -> bool:
+    return is_static(*tensors, *settings.values())
 
 
 def _cross_entropy_checker(
@@ -112,6 +125,8 @@ def _cross_entropy_checker(
     label_smoothing: float = 0.0,
 ) -> bool:
     """Class indices for (N, V) logits, without class weights or label smoothing."""
+    if not is_static(a, target, ignore_index, label_smoothing):
+        return False
     if a.ndim != 2 or target.ndim != 1 or a.numel == 0:
         return False
     if dtypes.is_float_dtype(target.dtype):
@@ -156,6 +171,7 @@ def _cross_entropy_grad(
 register_executor(executor)
 executor.register_implementation(
     symbols.linear_cross_entropy,
+    checker=_linear_cross_entropy_checker,
     execution_transform=_linear_cross_entropy_transform,
     grad_transform=_linear_cross_entropy_grad,
 )

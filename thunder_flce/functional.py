@@ -73,7 +73,7 @@ def linear_cross_entropy(
         for tensor in (input, linear_weight, linear_bias)
     ]
     operands = Operands(
-        input.reshape(-1, input.shape[-1]),
+        input.reshape(target.numel(), input.shape[-1]),
         linear_weight,
         linear_bias,
         target.reshape(-1),
@@ -120,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for name in ("ignore_index", "reduction", "input_grad", "weight_grad", "bias_grad")
         }
         if plan.strategy == "gradients_in_forward":
-            ctx.save_for_backward(*result.gradients)
+            ctx.save_for_backward(result.statistics.valid_count, *result.gradients)
         elif plan.strategy != "loss_only":
             ctx.save_for_backward(x, weight, bias, operands.target, *result.statistics, result.logits)
         return result.loss

@@ -11,11 +11,12 @@ from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
-from thunder.core.proxies import NumberProxy, Proxy, ProxyTag, TensorProxy
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_flce import symbols
+from thunder_flce.executor import is_static
 
 
 class Reason(Enum):
@@ -31,7 +32,8 @@ class Reason(Enum):
     LABEL_SMOOTHING = "it has label smoothing"
     DTYPE = "the linear's operands have different dtypes, or one that is not supported"
     DISTRIBUTED = "an operand is a distributed tensor"
-    DYNAMIC_SHAPE = "a shape is not known when the trace is compiled"
+    OPERAND_MODIFIED = "a floating-point tensor is changed in place between the linear and the loss"
+    DYNAMIC = "a shape or a setting is not known when the trace is compiled"
     DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
 
 
@@ -42,7 +44,11 @@ class Match:
     cross_entropy: BoundSymbol
     linear: BoundSymbol
     arguments: dict[str, Any]
-    """Of the cross-entropy, by name: target, ignore_index, reduction."""
+    """Of the cross-entropy, by name: logits, target, ignore_index, reduction."""
+    operands: tuple[TensorProxy, TensorProxy, TensorProxy | None]
+    """Of the linear: input, weight, bias."""
+    carries_grad: bool
+    """Whether gradients flow from the loss to the linear: not through anything computed under `torch.no_grad`."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,14 @@ def find_cross_entropies(trace: TraceCtx) -> list[Match | Declined]:
     for bsym in trace.bound_symbols:
         for name in {arg.name for arg in bsym.flat_proxy_args}:
             consumers.setdefault(name, []).append(bsym)
-    return [
-        _match(bsym, producers, consumers) for bsym in trace.bound_symbols if bsym.sym.id == ltorch.cross_entropy.id
-    ]
+    found = []
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id == ltorch.cross_entropy.id:
+            match = _match(bsym, producers, consumers)
+            if isinstance(match, Match) and (writer := _writer_between(match, trace)):
+                match = Declined(bsym, Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
+            found.append(match)
+    return found
 
 
 def _match(
@@ -76,6 +87,8 @@ def _match(
     def declined(reason: Reason, detail: str = "") -> Declined:
         return Declined(cross_entropy, reason, detail)
 
+    if not is_static(*arguments.values()):
+        return declined(Reason.DYNAMIC)
     linear = _find_linear(logits, producers)
     if isinstance(linear, tuple):
         return declined(*linear)
@@ -95,15 +108,17 @@ def _match(
     tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
     if any(type(tensor) is not TensorProxy for tensor in (*tensors, arguments["target"])):
         return declined(Reason.DISTRIBUTED)
-    if any(isinstance(size, NumberProxy) for tensor in (*tensors, arguments["target"]) for size in tensor.shape):
-        return declined(Reason.DYNAMIC_SHAPE)
+    if not is_static(*tensors):
+        return declined(Reason.DYNAMIC)
     tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in tensors}
     if len(tensor_dtypes) > 1 or not all(dtypes.is_float_dtype(dtype) for dtype in tensor_dtypes):
         return declined(Reason.DTYPE, ", ".join(sorted(dtype.shortname() for dtype in tensor_dtypes)))
 
     # From here on the pattern fits; what is left is whether somebody else needs what it would no longer compute.
     name = logits.name
+    flows = carries_grad(cross_entropy.output)
     while True:
+        flows = flows and carries_grad(producers[name].output)
         users = consumers[name]
         if any(user.sym.id == prims.PrimIDs.RETURN for user in users):
             return declined(Reason.LOGITS_RETURNED)
@@ -114,7 +129,32 @@ def _match(
         if producer is linear:
             break
         name = producer.flat_proxy_args[0].name
-    return Match(cross_entropy, linear, arguments)
+    return Match(cross_entropy, linear, arguments, (input, weight, bias), flows)
+
+
+def _writer_between(match: Match, trace: TraceCtx) -> BoundSymbol | None:
+    """Who changes a floating-point tensor in place between the linear and the loss, where the region will stand.
+
+    It may be an operand of the linear, or share its memory. Labels are integers and may be changed.
+    """
+    bsyms = trace.bound_symbols
+    first = next(i for i, bsym in enumerate(bsyms) if bsym is match.linear)
+    last = next(i for i, bsym in enumerate(bsyms) if bsym is match.cross_entropy)
+    return next((bsym for bsym in bsyms[first:last] if any(map(_is_float, _written(bsym)))), None)
+
+
+def _written(bsym: BoundSymbol) -> list[TensorProxy]:
+    """The tensors that an operation, or one that it consists of, changes in place."""
+    written = [tensor for inner in bsym.subsymbols for tensor in _written(inner)]
+    if bsym.sym.id == prims.PrimIDs.COPY_:
+        written.append(bsym.args[1])
+    elif bsym.sym.name.endswith("_") or "setitem" in bsym.sym.name:
+        written.append(bsym.args[0])
+    return [tensor for tensor in written if isinstance(tensor, TensorProxy)]
+
+
+def _is_float(tensor: TensorProxy) -> bool:
+    return dtypes.is_float_dtype(tensor.dtype)
 
 
 def _find_linear(logits: TensorProxy, producers: dict[str, BoundSymbol]) -> BoundSymbol | tuple[Reason, str]:
@@ -122,28 +162,32 @@ def _find_linear(logits: TensorProxy, producers: dict[str, BoundSymbol]) -> Boun
     changed: tuple[Reason, str] | None = None
     current: Proxy = logits
     while (producer := producers.get(current.name)) is not None:
-        if producer.sym.id == ltorch.linear.id:
+        if producer.sym.id in LINEAR_IDS:
             return changed or producer
         inputs = [arg for arg in producer.flat_proxy_args if isinstance(arg, TensorProxy)]
-        if len(inputs) != 1:
+        if not inputs:
             break
-        if not _keeps_logits(inputs[0], producer):
+        # A tensor that has been changed is the first argument of what changed it, or has at least its size.
+        size = current.numel
+        current = next((arg for arg in inputs if arg.numel == size), inputs[0])
+        if len(inputs) > 1 or not _keeps_logits(current, producer):
             # Still follow it: a loss whose logits come from no linear at all is no missed fusion.
             changed = changed or (Reason.TRANSFORMED_LOGITS, f"by {producer.sym.name}")
-        current = inputs[0]
     return Reason.NO_LINEAR, ""
 
 
 # Symbols that only reshape, or only cast: for them, shapes and dtypes say all there is to know.
-_SHAPE_SYMBOLS = {"view", "reshape", "flatten", "unflatten", "contiguous", "squeeze", "unsqueeze", "view_as"}
-_CAST_SYMBOLS = {"to", "float", "double", "type_as", "type", "convert_element_type", "shallow_copy"}
+_SHAPE_SYMBOLS = {"view", "reshape", "flatten", "unflatten", "contiguous", "squeeze", "unsqueeze"}
+_CAST_SYMBOLS = {"to", "float", "type", "convert_element_type", "shallow_copy"}
+# Under autocast, thunder puts the primitive in place of torch's linear.
+LINEAR_IDS = (ltorch.linear.id, prims.PrimIDs.LINEAR)
 
 
 def _keeps_logits(before: TensorProxy, bsym: BoundSymbol) -> bool:
     """Whether an operation keeps every row of logits, their order and the vocabulary as the last dimension.
 
-    In row-major order that holds wherever a reshape keeps the last dimension. A cast may only widen: to narrow would
-    round the logits once more.
+    In row-major order that holds wherever a reshape keeps the last dimension. A cast may only widen 16 bits to float32:
+    to narrow would round the logits once more, and float64 is more than the loss of float32 operands is computed in.
     """
     after = bsym.output
     if not isinstance(after, TensorProxy) or after.numel != before.numel or after.device != before.device:
@@ -161,7 +205,7 @@ def _keeps_logits(before: TensorProxy, bsym: BoundSymbol) -> bool:
 
 def _widens(before: dtypes.dtype, after: dtypes.dtype) -> bool:
     before, after = dtypes.to_strong_dtype(before), dtypes.to_strong_dtype(after)
-    return before == after or (before.bytes < after.bytes and dtypes.is_float_dtype(after))
+    return before == after or (before.bytes < 4 and after is dtypes.float32)
 
 
 def _cross_entropy_arguments(

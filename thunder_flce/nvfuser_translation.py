@@ -33,6 +33,7 @@ def forward_fusion(
 ) -> tuple[Any, Any, Any, Any]:
     """Adds the forward to a definition; mirrors `standalone.forward_impl`."""
     ops = fd.ops
+    target = ops.cast(target, DataType.Int)
     valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
     zero = fd.define_scalar(0.0, DataType.Float)
 
@@ -73,6 +74,7 @@ def backward_fusion(
 ) -> Any:
     """Adds the backward to a definition; mirrors `standalone.backward_impl`."""
     ops = fd.ops
+    target = ops.cast(target, DataType.Int)
     valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
     scale = ops.cast(grad, DataType.Float)
     if reduction == "mean":

@@ -30,7 +30,7 @@ class Rows:
     """(N,) int64, every one in [0, V); 0 in rows that are computed though ignored"""
 
     valid_count: Tensor
-    """() the number of targets that are not ignore_index"""
+    """() int64, the number of targets that are not ignore_index"""
 
     index: Tensor | None
     """(N,) int64, the tokens that the rows stand for; None where all T are computed"""
@@ -81,6 +81,8 @@ class RowSelection:
     """
 
     def __init__(self, target: Tensor, vocab: int, ignore_index: int, *, skip: bool):
+        # In a narrow dtype, V and ignore_index would wrap around before they are compared with.
+        target = target.long()
         self._target = target
         self._vocab = vocab
         self._ignore_index = ignore_index
@@ -141,6 +143,7 @@ def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, *, ski
         valid_count: () saved by the forward.
         skip: as in the forward.
     """
+    target = target.long()
     valid = target != ignore_index
     if not _may_wait(target, skip):
         return _all_rows(target, valid_count, valid)
@@ -157,14 +160,14 @@ def _valid_first(valid: Tensor) -> Tensor:
 
 def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
     total = target.shape[0]
-    target = torch.where(valid, target, 0).long()
+    target = torch.where(valid, target, 0)
     return Rows(count=total, total=total, target=target, valid_count=valid_count, index=None, valid=valid)
 
 
 def _valid_rows(target: Tensor, valid_count: Tensor, valid: Tensor, count: int, packed: Tensor | None) -> Rows:
     total = target.shape[0]
     if count == total:
-        return Rows(count=total, total=total, target=target.long(), valid_count=valid_count, index=None, valid=None)
+        return Rows(count=total, total=total, target=target, valid_count=valid_count, index=None, valid=None)
     index = (_valid_first(valid) if packed is None else packed)[:count]
-    target = target.index_select(0, index).long()
+    target = target.index_select(0, index)
     return Rows(count=count, total=total, target=target, valid_count=valid_count, index=index, valid=None)

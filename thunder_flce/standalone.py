@@ -32,8 +32,9 @@ def forward_impl(
         IndexError: where a target is neither in [0, V) nor ignore_index.
     """
     rows = RowSelection(target, logits.shape[1], ignore_index, skip=not logits.is_cuda).rows()
+    target = target.long()
     valid = target != ignore_index
-    safe_target = torch.where(valid, target, 0).long()[:, None]
+    safe_target = torch.where(valid, target, 0)[:, None]
     statistics, row_loss = KERNELS.statistics(_as_buffer(logits), logits.gather(1, safe_target).squeeze(1))
     loss = torch.where(valid, row_loss, 0)
     valid_count = rows.valid_count.to(loss.dtype)
@@ -54,12 +55,14 @@ def backward_impl(
     ignore_index: int,
 ) -> Tensor:
     """The logits' gradient, (N, V) in the logits' dtype; grad is () or, for reduction "none", (N,)."""
+    target = target.long()
     valid = target != ignore_index
     scale = grad.to(row_max.dtype)
     if reduction == "mean":
         scale = scale / valid_count
+    # Without a valid row the division gave inf, which no row takes.
     scale = torch.where(valid, scale, 0)
-    safe_target = torch.where(valid, target, 0).long()[:, None]
+    safe_target = torch.where(valid, target, 0)[:, None]
     statistics = RowStatistics(row_max, row_logsumexp)
     at_target = KERNELS.target_gradient(logits.gather(1, safe_target).squeeze(1), statistics, scale, scale)
     buffer = _as_buffer(logits.clone(memory_format=torch.contiguous_format))

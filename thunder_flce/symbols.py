@@ -98,8 +98,8 @@ def _rows_like(tensor: TensorProxy, shape: tuple[int, ...]) -> TensorProxy:
     return TensorProxy(shape=shape, device=tensor.device, dtype=loss_dtype(tensor), requires_grad=False)
 
 
-def _statistics_like(tensor: TensorProxy, rows: int) -> tuple[TensorProxy, ...]:
-    return _rows_like(tensor, (rows,)), _rows_like(tensor, (rows,)), _rows_like(tensor, ())
+def _statistics_like(tensor: TensorProxy, rows: int) -> tuple[TensorProxy, TensorProxy]:
+    return _rows_like(tensor, (rows,)), _rows_like(tensor, (rows,))
 
 
 # The arguments after the tensors are a Plan's fields and what `Operands` asks for, spelled out, since a trace prints
@@ -122,7 +122,8 @@ def _linear_cross_entropy_fwd_meta(
     tokens = target.numel
     shape = tuple(target.shape) if reduction == "none" else ()
     loss = TensorProxy(shape=shape, device=input.device, dtype=dtype or loss_dtype(input), requires_grad=False)
-    outputs = [loss, *_statistics_like(input, tokens)]
+    valid_count = TensorProxy(shape=(), device=input.device, dtype=dtypes.int64, requires_grad=False)
+    outputs = [loss, *_statistics_like(input, tokens), valid_count]
     if plan["strategy"] == "gradients_in_forward":
         tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
         outputs += [TensorProxy(like=tensors[name], requires_grad=False) for name in needs_grad]
@@ -144,7 +145,7 @@ def _operands(
     needs_grad: tuple[str, ...],
 ) -> Operands:
     return Operands(
-        input.reshape(-1, input.shape[-1]),
+        input.reshape(target.numel(), input.shape[-1]),
         linear_weight,
         linear_bias,
         target.reshape(-1),
@@ -245,7 +246,9 @@ def _linear_cross_entropy_bwd_impl(
     return tuple(_present(gradients, input.shape))
 
 
-def _scale_gradients_meta(grad: TensorProxy, *gradients: TensorProxy) -> tuple[TensorProxy, ...]:
+def _scale_gradients_meta(
+    grad: TensorProxy, valid_count: TensorProxy, *gradients: TensorProxy
+) -> tuple[TensorProxy, ...]:
     """Mirrors `engine.scale_gradients`."""
     return tuple(TensorProxy(like=gradient) for gradient in gradients)
 
@@ -256,7 +259,7 @@ def _cross_entropy_fwd_meta(
     """Mirrors `standalone.forward_impl`."""
     shape = tuple(target.shape) if reduction == "none" else ()
     loss = TensorProxy(like=logits, shape=shape, requires_grad=False)
-    return loss, *_statistics_like(logits, target.numel)
+    return loss, *_statistics_like(logits, target.shape[0]), _rows_like(logits, ())
 
 
 def _cross_entropy_bwd_meta(

@@ -14,7 +14,7 @@ from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 from thunder.core.transform_common import Transform, dce
 
 from thunder_flce import symbols
-from thunder_flce.executor import plan_region
+from thunder_flce.executor import is_static, plan_region
 from thunder_flce.match import (
     Declined,
     Match,
@@ -119,7 +119,7 @@ class _Rewrite(TraceSubstitutionProcessor):
         if id(bsym) in self._matches:
             match = self._matches[id(bsym)]
             self.add_bsyms_from_function(self._fused, match, tags=bsym.tags)
-        elif is_region(bsym):
+        elif is_region(bsym) and is_static(*bsym.flat_args):
             self.add_bsyms_from_function(self._planned, bsym, tags=bsym.tags)
         else:
             self.add_processed_bsyms([bsym.from_bsym()])
@@ -127,8 +127,7 @@ class _Rewrite(TraceSubstitutionProcessor):
 
     def _fused(self, match: Match) -> TensorProxy:
         logits, target = match.arguments["logits"], match.arguments["target"]
-        input, weight, *bias = match.linear.args
-        bias = bias[0] if bias else match.linear.kwargs.get("bias")
+        input, weight, bias = match.operands
         # Whatever stands between linear and loss keeps the rows in order: the labels can take the hidden states' shape.
         rows = input.shape[:-1]
         arguments = {
@@ -141,18 +140,18 @@ class _Rewrite(TraceSubstitutionProcessor):
         }
         if logits.dtype != symbols.loss_dtype(input):
             arguments["dtype"] = dtypes.to_strong_dtype(logits.dtype)
-        loss = self._region(arguments, match.cross_entropy)
+        loss = self._region(arguments, match.cross_entropy, carries_grad=match.carries_grad)
         if loss.ndim > 0 and loss.shape != target.shape:
             loss = ltorch.reshape(loss, target.shape)
         return loss
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
         bound = inspect.signature(symbols.linear_cross_entropy.meta).bind(*bsym.args, **bsym.kwargs)
-        return self._region(dict(bound.arguments), bsym)
+        return self._region(dict(bound.arguments), bsym, carries_grad=carries_grad(bsym.output))
 
-    def _region(self, arguments: dict[str, Any], source: BoundSymbol) -> TensorProxy:
+    def _region(self, arguments: dict[str, Any], source: BoundSymbol, *, carries_grad: bool) -> TensorProxy:
         needs_grad = ()
-        if carries_grad(source.output):
+        if carries_grad:
             needs_grad = tuple(
                 name
                 for name in ("input", "linear_weight", "linear_bias")

@@ -8,6 +8,7 @@
 #
 # fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
+#     t5: i64[], 8 bytes
 #     t6: f32[2, 4096, 4096], 134,217,728 bytes
 #     t7: f32[128256, 4096], 2,101,346,304 bytes
 #     t8: f32[128256], 513,024 bytes
@@ -30,8 +31,8 @@ def computation(hidden, weight, bias, labels):
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
   (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, bias, reduction='sum', ignore_index=-100, needs_grad=("input", "linear_weight", "linear_bias"), dtype=None, strategy='gradients_in_forward', chunk_rows=65)
-  del t3, t4, t5, t1
-  return {'output': (t2,), 'flat_args': [hidden, weight, bias, labels], 'flat_output': (t2,)}, ((t6, t7, t8), ())
+  del t3, t4, t1
+  return {'output': (t2,), 'flat_args': [hidden, weight, bias, labels], 'flat_output': (t2,)}, ((t5, t6, t7, t8), ())
 
 
 # Constructed by Delete Last Used
@@ -53,12 +54,13 @@ def backward_fn(saved_for_backward, cotangents):
   # t9: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t6, t7, t8, = C0
+  t5, t6, t7, t8, = C0
+  # t5: "cpu i64[]"
   # t6: "cpu f32[2, 4096, 4096]"
   # t7: "cpu f32[128256, 4096]"
   # t8: "cpu f32[128256]"
   clear_mutable_collection(C0)
   del C0
-  (t10, t11, t12) = scale_gradients(t9, t6, t7, t8)
-  del t9, t6, t7, t8
+  (t10, t11, t12) = scale_gradients(t9, t5, t6, t7, t8)
+  del t9, t5, t6, t7, t8
   return (t10, t11, t12, None)

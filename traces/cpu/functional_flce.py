@@ -7,6 +7,7 @@
 #
 # fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
+#     t3: i64[], 8 bytes
 #     t4: f32[2, 4096, 4096], 134,217,728 bytes
 #     t5: f32[128256, 4096], 2,101,346,304 bytes
 
@@ -23,8 +24,8 @@ def computation(hidden, weight, labels):
 
   # return thunder_flce.linear_cross_entropy(hidden, weight, labels)
   (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=65)
-  del t1, t2, t3
-  return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t4, t5), ())
+  del t1, t2
+  return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t3, t4, t5), ())
 
 
 # Constructed by Delete Last Used
@@ -46,11 +47,12 @@ def backward_fn(saved_for_backward, cotangents):
   # t6: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t4, t5, = C0
+  t3, t4, t5, = C0
+  # t3: "cpu i64[]"
   # t4: "cpu f32[2, 4096, 4096]"
   # t5: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t7, t8) = scale_gradients(t6, t4, t5)
-  del t6, t4, t5
+  (t7, t8) = scale_gradients(t6, t3, t4, t5)
+  del t6, t3, t4, t5
   return (t7, t8, None)

@@ -10,7 +10,7 @@
 # Saved for backward, beside the arguments and views of them:
 #     t3: f32[8192], 32,768 bytes
 #     t4: f32[8192], 32,768 bytes
-#     t5: f32[], 4 bytes
+#     t5: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 from torch import Tensor
@@ -59,7 +59,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t1: "cpu i64[2, 4096]"
   # t3: "cpu f32[8192]"
   # t4: "cpu f32[8192]"
-  # t5: "cpu f32[]"
+  # t5: "cpu i64[]"
   clear_mutable_collection(C0)
   del C0
   t8 = torch_prims_reshape_impl(t7, (2, 4096))  # t8: "cpu f32[2, 4096]"

@@ -10,6 +10,7 @@
 #
 # fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
+#     t8: i64[], 8 bytes
 #     t9: f32[2, 4096, 4096], 134,217,728 bytes
 #     t10: f32[128256, 4096], 2,101,346,304 bytes
 
@@ -41,8 +42,8 @@ def computation(hidden, weight, labels):
   t4 = torch.reshape(t3, (2, 4096))  # t4: "cpu i64[2, 4096]"
   del t3
   (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, weight, t4, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=65)
-  del t6, t7, t8, t4
-  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t9, t10), ())
+  del t6, t7, t4
+  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t8, t9, t10), ())
 
 
 # Constructed by Delete Last Used
@@ -64,11 +65,12 @@ def backward_fn(saved_for_backward, cotangents):
   # t11: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t9, t10, = C0
+  t8, t9, t10, = C0
+  # t8: "cpu i64[]"
   # t9: "cpu f32[2, 4096, 4096]"
   # t10: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t12, t13) = scale_gradients(t11, t9, t10)
-  del t11, t9, t10
+  (t12, t13) = scale_gradients(t11, t8, t9, t10)
+  del t11, t8, t9, t10
   return (t12, t13, None)
