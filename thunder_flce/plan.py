@@ -261,7 +261,7 @@ def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -
     if problem.device_type == "cpu":
         default, smallest = CPU_CHUNK_BYTES // row_bytes, CPU_SMALLEST_CHUNK
     else:
-        enough = int(CUDA_CHUNK_OPERATIONS / (6 * problem.hidden * problem.vocab))
+        enough = int(CUDA_CHUNK_OPERATIONS / (6 * max(problem.hidden, 1) * problem.vocab))
         default = max(CUDA_CHUNK_ROWS, min(enough, CUDA_CHUNK_BYTES // row_bytes))
         smallest = CUDA_SMALLEST_CHUNK
     rows = default if budget is None else (budget - fixed_bytes) // row_bytes

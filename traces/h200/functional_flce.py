@@ -7,6 +7,7 @@
 #
 # fused, gradients in forward, chunks of 2048 tokens, 256 rows of dW summed in float32
 # Saved for backward, beside the arguments and views of them:
+#     t3: i64[], 8 bytes
 #     t4: bf16[2, 4096, 4096], 67,108,864 bytes
 #     t5: bf16[128256, 4096], 1,050,673,152 bytes
 
@@ -23,8 +24,8 @@ def computation(hidden, weight, labels):
 
   # return thunder_flce.linear_cross_entropy(hidden, weight, labels)
   (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256)
-  del t1, t2, t3
-  return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t4, t5), ())
+  del t1, t2
+  return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t3, t4, t5), ())
 
 
 # Constructed by Delete Last Used
@@ -46,11 +47,12 @@ def backward_fn(saved_for_backward, cotangents):
   # t6: "cuda:0 f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t4, t5, = C0
+  t3, t4, t5, = C0
+  # t3: "cuda:0 i64[]"
   # t4: "cuda:0 bf16[2, 4096, 4096]"
   # t5: "cuda:0 bf16[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t7, t8) = scale_gradients(t6, t4, t5)
-  del t6, t4, t5
+  (t7, t8) = scale_gradients(t6, t3, t4, t5)
+  del t6, t3, t4, t5
   return (t7, t8, None)

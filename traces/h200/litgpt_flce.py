@@ -8,6 +8,7 @@
 #
 # fused, gradients in forward, chunks of 2048 tokens, 256 rows of dW summed in float32
 # Saved for backward, beside the arguments and views of them:
+#     t5: i64[], 8 bytes
 #     t6: bf16[2, 4096, 4096], 67,108,864 bytes
 #     t7: bf16[128256, 4096], 1,050,673,152 bytes
 
@@ -29,8 +30,8 @@ def computation(hidden, weight, labels):
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cuda:0 i64[2, 4096]"
   del t0
   (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256)
-  del t3, t4, t5, t1
-  return {'output': (t2,), 'flat_args': [hidden, weight, labels], 'flat_output': (t2,)}, ((t6, t7), ())
+  del t3, t4, t1
+  return {'output': (t2,), 'flat_args': [hidden, weight, labels], 'flat_output': (t2,)}, ((t5, t6, t7), ())
 
 
 # Constructed by Delete Last Used
@@ -52,11 +53,12 @@ def backward_fn(saved_for_backward, cotangents):
   # t8: "cuda:0 bf16[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t6, t7, = C0
+  t5, t6, t7, = C0
+  # t5: "cuda:0 i64[]"
   # t6: "cuda:0 bf16[2, 4096, 4096]"
   # t7: "cuda:0 bf16[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t9, t10) = scale_gradients(t8, t6, t7)
-  del t8, t6, t7
+  (t9, t10) = scale_gradients(t8, t5, t6, t7)
+  del t8, t5, t6, t7
   return (t9, t10, None)

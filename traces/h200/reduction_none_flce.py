@@ -10,7 +10,7 @@
 # Saved for backward, beside the arguments and views of them:
 #     t3: f32[8192], 32,768 bytes
 #     t4: f32[8192], 32,768 bytes
-#     t5: f32[], 4 bytes
+#     t5: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import thunder.core.dtypes as dtypes
@@ -60,7 +60,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t1: "cuda:0 i64[2, 4096]"
   # t3: "cuda:0 f32[8192]"
   # t4: "cuda:0 f32[8192]"
-  # t5: "cuda:0 f32[]"
+  # t5: "cuda:0 i64[]"
   clear_mutable_collection(C0)
   del C0
   t8 = torch_prims_reshape_impl(t7, (2, 4096))  # t8: "cuda:0 bf16[2, 4096]"

@@ -10,6 +10,7 @@
 #
 # fused, gradients in forward, chunks of 2048 tokens, 256 rows of dW summed in float32
 # Saved for backward, beside the arguments and views of them:
+#     t8: i64[], 8 bytes
 #     t9: bf16[2, 4096, 4096], 67,108,864 bytes
 #     t10: bf16[128256, 4096], 1,050,673,152 bytes
 
@@ -32,8 +33,8 @@ def computation(hidden, weight, labels):
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100)
   (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, weight, t0, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256)
-  del t6, t7, t8, t0
-  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t9, t10), ())
+  del t6, t7, t0
+  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t8, t9, t10), ())
 
 
 # Constructed by Delete Last Used
@@ -55,11 +56,12 @@ def backward_fn(saved_for_backward, cotangents):
   # t11: "cuda:0 f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t9, t10, = C0
+  t8, t9, t10, = C0
+  # t8: "cuda:0 i64[]"
   # t9: "cuda:0 bf16[2, 4096, 4096]"
   # t10: "cuda:0 bf16[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t12, t13) = scale_gradients(t11, t9, t10)
-  del t11, t9, t10
+  (t12, t13) = scale_gradients(t11, t8, t9, t10)
+  del t11, t8, t9, t10
   return (t12, t13, None)
