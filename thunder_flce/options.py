@@ -27,7 +27,7 @@ class Options:
 
     accumulate: str = "auto"
     """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":
-    the parameter's dtype up to `plan.EXACT_CHUNKS` chunks, float32 beyond."""
+    the parameter's dtype while that is as good (`plan.EXACT_CHUNKS`, `plan.EXACT_TOKENS_PER_COLUMN`), else float32."""
 
     ignored_rows: str = "skip"
     """"skip": rows whose target is ignore_index leave the region before the first product, at the price of one host
