@@ -27,8 +27,8 @@ from thunder_flce.options import Options
 
 # A running sum of dW in 16 bits is rounded twice a chunk. Its error stays within 1.25 × that of a single product while
 # hardly any column is the target of more than one token; the few that are, in any real text, get their rows of dW
-# summed in float32. On an H200, error over that of a single product, uniform targets: 1.13 for 4 and 1.15 for 16 chunks
-# of 8192 × 128256 (Zipf-distributed: 1.03), but 1.30 for 4 chunks of 8192 × 98304.
+# summed in float32. Error over that of a single product, uniform targets: 1.14 for 4 and 1.18 for 16 chunks of
+# 8192 × 128256 (traces/h200/regions.jsonl), but 1.30 for 4 chunks of 8192 × 98304.
 EXACT_CHUNKS = 16
 EXACT_TOKENS_PER_COLUMN = 1 / 15
 HOT_ROWS = 256
