@@ -357,6 +357,13 @@ def test_sizes_of_the_vocabulary(vocab, dtype, strategy, device):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_more_logits_than_one_block_of_rows(strategy, device):
+    """PyTorch's row kernels take some rows at a time; the bias's gradient is their sum."""
+    case = make_case(tokens=40, hidden=8, vocab=40000, device=device, bias=True)
+    assert_as_exact_as_eager(case, torch.tensor(0.5, device=device), options=Options(strategy=strategy))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 129])
 def test_numbers_of_tokens(tokens, strategy, device):
     case = make_case(tokens=tokens, device=device, bias=True, ignored=0.0)

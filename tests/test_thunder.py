@@ -218,15 +218,15 @@ def test_linear_under_no_grad_gets_no_gradient():
     assert thunder_flce.explain(jitted)[0].decisions[0].plan.strategy == "loss_only"
 
 
-@pytest.mark.parametrize("which", ["hidden", "weight"])
-def test_detached_operands_get_no_gradient(which):
+@pytest.mark.parametrize(("which", "needs_grad"), [("hidden", ("linear_weight",)), ("weight", ("input",))])
+def test_detached_operands_get_no_gradient(which, needs_grad):
     def program(h, w, y):
-        loss = F.cross_entropy(
-            F.linear(h.detach() if which == "hidden" else h, w.detach() if which == "weight" else w), y
-        )
-        return loss + h.sum() * w.sum()
+        hidden, weight = (h.detach(), w) if which == "hidden" else (h, w.detach())
+        return F.cross_entropy(F.linear(hidden, weight), y) + h.sum() * w.sum()
 
-    _program_agrees(program)
+    jitted = _program_agrees(program)
+    (bsym,) = [b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
+    assert bsym.kwargs["needs_grad"] == needs_grad
 
 
 def test_vocabulary_has_to_stay_the_last_dimension():
@@ -238,9 +238,10 @@ def test_vocabulary_has_to_stay_the_last_dimension():
         _program_agrees(program)
 
 
-def test_float64_logits_of_float32_operands_are_declined():
+@pytest.mark.parametrize("cast", [lambda logits: logits.double(), lambda logits: logits.to(torch.float64)])
+def test_float64_logits_of_float32_operands_are_declined(cast):
     with pytest.warns(NotFusedWarning, match="by double|by to"):
-        jitted = _program_agrees(lambda h, w, y: F.cross_entropy(F.linear(h, w).double(), y))
+        jitted = _program_agrees(lambda h, w, y: F.cross_entropy(cast(F.linear(h, w)), y))
     assert not thunder_flce.explain(jitted)[0].decisions[0].fused
 
 
