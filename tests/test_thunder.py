@@ -1,5 +1,10 @@
 """Through thunder: what is recognised, what is declined and why, and that results agree with eager PyTorch."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+
 import pytest
 import thunder
 import torch
@@ -437,6 +442,38 @@ def test_every_way_to_turn_it_on():
     for jitted in (by_hand, by_plugin):
         torch.testing.assert_close(jitted(*batch), expected)
         assert thunder_flce.explain(jitted)[0].decisions[0].fused
+
+
+COMPILE_FOR_CUDA = """
+import torch
+is_available = torch.cuda.is_available
+torch.cuda.is_available = lambda: True
+import thunder, thunder.recipes, thunder_flce
+import thunder.executors.nvfuserex_impl as nvfuserex_impl
+torch.cuda.is_available = is_available
+version = thunder.get_executor("nvfuser").version
+from looseversion import LooseVersion
+nvfuserex_impl.nvfuser_version = lambda: LooseVersion(str(version))
+from torch._subclasses.fake_tensor import FakeTensorMode
+from test_thunder import Head, V, shifted_loss
+
+with FakeTensorMode(), torch.device("cuda"):
+    model = Head(shifted_loss, dtype=torch.bfloat16)
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    step = thunder.compile(model, plugins="flce")
+    thunder.compile_data(step).get_computation_and_inputs(tokens, tokens)
+assert thunder_flce.explain(step)[0].decisions[0].fused
+names = [bsym.sym.name for bsym in thunder.last_traces(step)[-1].bound_symbols]
+assert names.count("linear_cross_entropy_fwd") == 1 and "nvFusion0" in names, names
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nvfuser_direct") is None, reason="needs nvFuser's Python package")
+def test_plugin_by_name_with_the_default_recipe():
+    """thunder.compile(model, plugins="flce"), compiled for CUDA on fake tensors, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.run([sys.executable, "-c", COMPILE_FOR_CUDA], capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr
 
 
 def test_functional_form_in_a_trace():
