@@ -23,7 +23,7 @@ class Options:
     """One of `STRATEGIES`, or None to let the plan choose."""
 
     chunk_rows: int | None = None
-    """Tokens in a chunk, or None to let the plan choose."""
+    """Tokens in a chunk, or None to let the plan choose. Strategy "save_logits" has one chunk, of all tokens."""
 
     accumulate: str = "auto"
     """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":
