@@ -210,3 +210,42 @@ def test_eager(device):
         )
 
     run_examples(run, device, EXAMPLES)
+
+
+def through_executor(program: Callable, options: Options) -> Callable:
+    """Without the transform, whose options these are not."""
+    return thunder.jit(program, executors=[thunder_flce.executor, *thunder.get_default_executors()])
+
+
+def through_transform(program: Callable, options: Options) -> Callable:
+    """As users have it."""
+    return thunder_flce.jit(program, options=options)
+
+
+def through_decomposition(program: Callable, options: Options) -> Callable:
+    """By thunder's own executors."""
+    return thunder.jit(program)
+
+
+@pytest.mark.parametrize("compiled", [through_executor, through_transform, through_decomposition])
+def test_traced(compiled, device):
+    def run(problem: Problem) -> None:
+        case, grad = problem.case(device), problem.incoming(device)
+        arguments = problem.settings(device)
+        names = arguments["outputs"]
+
+        def program(x, weight, target, bias, class_weight, num_items):
+            return linear_cross_entropy(
+                x, weight, target, linear_bias=bias, weight=class_weight, **{**arguments, "num_items": num_items}
+            )
+
+        jitted = compiled(program, problem.options)
+        operands = (case.x, case.weight, case.target, case.bias, case.class_weight)
+        results = jitted(*operands, arguments["num_items"])
+        result: Result = differentiate(results, case, grad, names)
+        assert_close_to_truth(result, case, grad, factor=2.0, tiny=True, **arguments)
+        fused = compiled is not through_decomposition
+        symbols = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
+        assert symbols.count("linear_cross_entropy_fwd") == fused
+
+    run_examples(run, device, TRACED_EXAMPLES)
