@@ -1,8 +1,8 @@
 """`python -m thunder_flce bench`: which subset is measured, who takes part, and where results go."""
 
 import argparse
+import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench import kernels, methods, models, records, regions, sweep
+from thunder_flce.bench import columns, kernels, methods, models, records, regions, sweep
+from thunder_flce.bench.columns import Column
 from thunder_flce.bench.measuring import DeviceLost, Progress, Schedule
 from thunder_flce.bench.shapes import DTYPES, SHAPES, Shape, parse_shape
 
@@ -40,8 +41,7 @@ class Run:
 
     cases: list[Case]
     methods: list[str]
-    columns: str
-    """The name of a list of columns in `terminal`."""
+    columns: Sequence[Column]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,8 +69,9 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
     from thunder_flce.bench import terminal
 
     context = records.context(shlex.join([*PROGRAM.split(), *arguments]), device=parsed.device, commit=parsed.commit)
+    lost, finished = None, 0
     with terminal.progress_bar(len(run.cases)) as bar:
-        for index, case in enumerate(run.cases):
+        for case in run.cases:
             bar.case(case.title)
             rows = []
             try:
@@ -78,28 +79,31 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
                     rows.append(row)
                     if parsed.json:
                         records.append(parsed.json, {**records.as_record(run.subset, row), **context})
-            except DeviceLost as lost:
-                terminal.print_table(case.title, getattr(terminal, run.columns), rows)
-                rest = [case.text for case in run.cases[index:]]
-                return _go_on_without(lost.method, run, rest, arguments)
+            except DeviceLost as error:
+                lost = error.method
             rows.sort(key=lambda row: run.methods.index(row.method) if row.method in run.methods else -1)
-            terminal.print_table(case.title, getattr(terminal, run.columns), rows)
+            terminal.print_table(case.title, run.columns, rows)
+            if lost is not None:
+                break
+            finished += 1
             bar.done()
-    return 0
+    return 0 if lost is None else _go_on_without(lost, run, run.cases[finished:], arguments)
 
 
-def _go_on_without(method: str, run: Run, cases: list[str], arguments: list[str]) -> int:
-    """Measures what is left in a new process: in this one, the device does not answer any more."""
+def _go_on_without(method: str, run: Run, cases: list[Case], arguments: list[str]) -> int:
+    """Measures what is left, this case too, in a new process: in this one, the device does not answer any more."""
     rest = [name for name in run.methods if name != method]
     if not rest or method not in run.methods:
         print(f"{method} has left the device unusable", file=sys.stderr)
         return 1
     print(f"{method} has left the device unusable; going on without it in a new process", file=sys.stderr)
     # Of an option given twice, the last one counts.
-    options = [f"--{run.case_option}", *cases, "--methods", *rest]
+    options = [f"--{run.case_option}", *(case.text for case in cases), "--methods", *rest]
     if run.subset == "regions":
         options.append("--memory-budgets")
-    return subprocess.call([sys.executable, "-m", "thunder_flce", "bench", *arguments, *options])
+    sys.stdout.flush()
+    # In place of this process, which would keep its memory on the device.
+    os.execv(sys.executable, [sys.executable, "-m", "thunder_flce", "bench", *arguments, *options])
 
 
 def _figures(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -208,7 +212,7 @@ def _regions(parsed: argparse.Namespace) -> Run:
         case_option="shapes",
         cases=[_region_case(text, shape, settings) for text, shape in zip(texts, shapes, strict=True)],
         methods=_known([*chosen, *budgets]),
-        columns="REGION_COLUMNS",
+        columns=columns.REGIONS,
     )
 
 
@@ -225,7 +229,7 @@ def _sweep(parsed: argparse.Namespace) -> Run:
         case_option="points",
         cases=cases,
         methods=_known(parsed.methods or sweep.METHODS),
-        columns="REGION_COLUMNS",
+        columns=columns.REGIONS,
     )
 
 
@@ -252,7 +256,7 @@ def _models(parsed: argparse.Namespace) -> Run:
         case_option="models",
         cases=[case(name) for name in names],
         methods=parsed.methods,
-        columns="MODEL_COLUMNS",
+        columns=columns.MODELS,
     )
 
 
@@ -272,7 +276,7 @@ def _kernels(parsed: argparse.Namespace) -> Run:
         case_option="vocabs",
         cases=[case(vocab) for vocab in parsed.vocabs or kernels.VOCABS[parsed.device]],
         methods=parsed.methods,
-        columns="KERNEL_COLUMNS",
+        columns=columns.KERNELS,
     )
 
 

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import FuncFormatter, NullLocator  # noqa: E402
 
+from thunder_flce.bench.methods import METHODS  # noqa: E402
 from thunder_flce.bench.profiling import slug  # noqa: E402
 from thunder_flce.bench.regions import FLOOR  # noqa: E402
 
@@ -52,17 +53,21 @@ def _grouped(records: Iterable[Record], key: Callable[[Record], str]) -> dict[st
 
 
 def _style(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """A colour and a marker for each method; this project in black, and larger."""
+    """A colour and a marker for each method, the same in all figures; this project in black, and larger."""
     colours = plt.get_cmap("tab20").colors
+    known = [*METHODS, *(method for method in methods if method not in METHODS)]
     styles = {}
-    for index, method in enumerate(methods):
-        ours = method == OURS
+    for method in methods:
+        index = known.index(method)
         styles[method] = {
-            "color": "black" if ours else colours[index % len(colours)],
-            "marker": "*" if ours else _MARKERS[index % len(_MARKERS)],
-            "markersize": 13 if ours else 6,
-            "zorder": 3 if ours else 2,
+            "color": colours[index % len(colours)],
+            "marker": _MARKERS[index % len(_MARKERS)],
+            "markersize": 6,
         }
+    if OURS in styles:
+        styles[OURS] = {"color": "black", "marker": "*", "markersize": 13, "zorder": 3}
+    if FLOOR in styles:
+        styles[FLOOR] = {"color": "grey", "linestyle": "--"}
     return styles
 
 
@@ -71,7 +76,7 @@ def _time_against_memory(title: str, records: list[Record]) -> Figure:
     latest = {record["method"]: record for record in records}
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     if FLOOR in latest:
-        axes.axhline(latest.pop(FLOOR)["time_ms"], color="grey", linestyle="--", label="the three products alone")
+        axes.axhline(latest.pop(FLOOR)["time_ms"], color="grey", linestyle="--", label=FLOOR)
     for (method, record), style in zip(latest.items(), _style(list(latest)).values(), strict=True):
         if "above_outputs_gb" in record:
             axes.plot(record["above_outputs_gb"], record["time_ms"], linestyle="none", label=method, **style)
@@ -81,7 +86,7 @@ def _time_against_memory(title: str, records: list[Record]) -> Figure:
     axes.set_yscale("log")
     _plain_numbers(axes)
     axes.set_ylabel("forward + backward, ms")
-    return _finish(figure, axes, f"{title}\n{records[0]['device']}")
+    return _finish(figure, axes, f"{title}; {records[0]['device']}")
 
 
 def _sweep(axis: str, records: list[Record]) -> Figure:
@@ -103,7 +108,7 @@ def _sweep(axis: str, records: list[Record]) -> Figure:
         axes.set_yscale("log")
         _plain_numbers(axes)
         axes.set_ylabel(title)
-        axes.grid(alpha=0.3)
+        axes.grid(which="both", alpha=0.2)
     first = records[0]
     fixed = {"tokens": "tokens", "vocab": "vocabulary", "hidden": "hidden size"}
     sizes_of_base = ", ".join(f"{name} {first[key]}" for key, name in fixed.items() if key != field)
@@ -111,19 +116,22 @@ def _sweep(axis: str, records: list[Record]) -> Figure:
 
 
 def _kernels(title: str, records: list[Record]) -> Figure:
-    """Bandwidth over the vocabulary, each kernel beside the copy that it is compared with."""
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    """Bandwidth over the vocabulary, and the share of a copy's that it is; the dotted lines are the copies."""
+    figure, (bandwidth, share) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
     groups = _grouped(records, lambda record: record["method"])
     for (method, group), style in zip(groups.items(), _style(list(groups)).values(), strict=True):
         latest = dict(sorted({record["vocab"]: record for record in group}.items()))
-        axes.plot(list(latest), [record["gb_per_s"] for record in latest.values()], label=method, **style)
+        bandwidth.plot(list(latest), [record["gb_per_s"] for record in latest.values()], label=method, **style)
         copies = [record["copy_gb_per_s"] for record in latest.values()]
-        axes.plot(list(latest), copies, color=style["color"], linestyle=":", label=f"copy of as many bytes: {method}")
-    axes.set_xscale("log")
-    axes.set_xlabel("vocabulary")
-    axes.set_ylabel("GB/s")
-    axes.set_ylim(bottom=0)
-    return _finish(figure, axes, f"row kernels, {title}; {records[0]['device']}")
+        bandwidth.plot(list(latest), copies, color=style["color"], linestyle=":")
+        share.plot(list(latest), [100 * record["ratio"] for record in latest.values()], **style)
+    for axes, label in ((bandwidth, "GB/s"), (share, "% of a copy of as many bytes")):
+        axes.set_xscale("log")
+        axes.set_xlabel("vocabulary")
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.2)
+    return _finish(figure, bandwidth, f"row kernels, {title}; {records[0]['device']}")
 
 
 def _models(title: str, records: list[Record]) -> Figure:
@@ -154,7 +162,7 @@ def _plain_numbers(axes: Axes) -> None:
 
 def _finish(figure: Figure, axes: Axes, title: str) -> Figure:
     figure.suptitle(title)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     return figure
 
 

@@ -4,7 +4,7 @@
 writes the other half, so the copy that statistics are compared with is of half the logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ import torch
 from thunder_flce.bench.measuring import DeviceLost, Mark, Progress, Schedule, Step, attempt, release, take_turns
 from thunder_flce.bench.shapes import dtype_name
 from thunder_flce.plan import layout_for
-from thunder_flce.row_kernels import LogitsBuffer, kernels_for
+from thunder_flce.row_kernels import LogitsBuffer, RowKernels, kernels_for
 
 VOCABS = {
     "cuda": [1000, 4099, 16384, 32000, 50257, 65537, 100352, 128256, 128257, 151936, 200064, 256000, 300007],
@@ -89,26 +89,14 @@ def measure(
     )
     buffer = LogitsBuffer.allocate(rows, layout, dtype=dtype, device=torch.device(device))
     buffer.padded.normal_()
-    target_logit = buffer.logits[:, 0].contiguous()
-    statistics, _ = kernels.statistics(buffer, target_logit)
-    scale = torch.full_like(statistics.row_max, 1 / rows)
-
-    def copy(elements: int) -> Step:
-        source, destination = (torch.zeros(elements, dtype=dtype, device=device) for _ in range(2))
-        return _timed(lambda: destination.copy_(source))
-
-    everything: dict[str, Step] = {
-        "statistics": _timed(lambda: kernels.statistics(buffer, target_logit)),
-        "dlogits": _timed(lambda: kernels.gradient_(buffer, statistics, scale)),
-        "dlogits, column sums": _timed(lambda: kernels.gradient_(buffer, statistics, scale, column_sums=True)),
-    }
-    steps = {"copy": copy(rows * vocab), "copy of half": copy(rows * vocab // 2)}
+    available = _kernel_steps(kernels, buffer)
+    steps = {"copy": _copy_step(buffer, 1), "copy of half": _copy_step(buffer, 2)}
     try:
         for name in methods:
             progress(f"{name}: first call")
             with attempt(name, device) as tried:
-                everything[name](lambda phase: None)
-                steps[name] = everything[name]
+                available[name](lambda phase: None)
+                steps[name] = available[name]
             if tried.failed is not None:
                 yield row(method=name, failed=tried.failed)
         outcomes = take_turns(steps, schedule, device=device, progress=progress)
@@ -134,7 +122,23 @@ def measure(
         )
 
 
-def _timed(call) -> Step:
+def _kernel_steps(kernels: RowKernels, buffer: LogitsBuffer) -> dict[str, Step]:
+    target_logit = buffer.logits[:, 0].contiguous()
+    statistics, _ = kernels.statistics(buffer, target_logit)
+    scale = torch.full_like(statistics.row_max, 1 / target_logit.shape[0])
+    return {
+        "statistics": _timed(lambda: kernels.statistics(buffer, target_logit)),
+        "dlogits": _timed(lambda: kernels.gradient_(buffer, statistics, scale)),
+        "dlogits, column sums": _timed(lambda: kernels.gradient_(buffer, statistics, scale, column_sums=True)),
+    }
+
+
+def _copy_step(buffer: LogitsBuffer, share: int) -> Step:
+    source, destination = (buffer.padded.new_zeros(buffer.logits.numel() // share) for _ in range(2))
+    return _timed(lambda: destination.copy_(source))
+
+
+def _timed(call: Callable[[], object]) -> Step:
     def step(mark: Mark) -> None:
         call()
         mark(_PHASE)

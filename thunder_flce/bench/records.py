@@ -53,16 +53,18 @@ def context(command: str, *, device: str, commit: str | None = None) -> dict[str
 
 
 def _commit() -> str | None:
-    try:
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--match="],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-        )
-    except FileNotFoundError:
-        return None
-    return described.stdout.strip() or None
+    """The commit that is checked out, with "-dirty" where the package differs from it."""
+    package = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str | None:
+        try:
+            result = subprocess.run(["git", *arguments], cwd=package, capture_output=True, text=True)
+        except FileNotFoundError:
+            return None
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    return f"{head}-dirty" if head and git("status", "--porcelain", "--", ".") else head
 
 
 def as_record(subset: str, row: Any) -> dict[str, Any]:

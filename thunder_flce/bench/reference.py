@@ -24,7 +24,7 @@ def reference_gradients(inputs: Inputs, *, rows: int = 512) -> list[Tensor]:
         dlogits = F.linear(x[chunk], weight, bias).softmax(1)
         targets = inputs.target[chunk].clamp(min=0)[:, None]
         dlogits.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=dlogits.dtype))
-        dlogits.mul_(valid[chunk, None] / valid.sum())
+        dlogits.mul_(valid[chunk, None] / valid.sum().to(dtype))
         dx[chunk] = dlogits @ weight
         dweight.addmm_(dlogits.t(), x[chunk])
         dbias.add_(dlogits.sum(0))

@@ -10,7 +10,7 @@ AXES = {"context": "tokens", "vocabulary": "vocab"}
 POINTS = {
     "cuda": {
         "context": [1024, 2048, 4096, 8192, 16384, 32768, 65536],
-        "vocabulary": [32000, 50304, 65536, 98304, 128256, 151936, 200064, 256000],
+        "vocabulary": [32000, 64000, 96000, 128256, 192000, 256000],
     },
     "cpu": {"context": [64, 128, 256, 512], "vocabulary": [1000, 2000, 4000, 8000]},
 }
@@ -20,7 +20,6 @@ METHODS = [
     "torch.compile",
     "thunder",
     "flce",
-    "auto chunker",
     "liger",
     "liger, chunk 8",
     "cut-cross-entropy",

@@ -1,78 +1,41 @@
 """What a terminal shows: a progress bar while it runs, then a table for each case."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-
-class Column(NamedTuple):
-    """A column of numbers."""
-
-    field: str
-    """The field of the row."""
-    title: str
-    form: str
-    """As in str.format, with a trailing percentile where there is a `FIELD_p20` and a `FIELD_p80`."""
-
-
-_TIME = "{:.2f}"
-_GB = "{:.3f}"
-_ERROR = "{:.1e}"
-
-REGION_COLUMNS = [
-    Column("time_ms", "both, ms", _TIME),
-    Column("forward_ms", "forward", _TIME),
-    Column("backward_ms", "backward", _TIME),
-    Column("ratio", "× products", "{:.3f}"),
-    Column("tflops", "TFLOP/s", "{:.4g}"),
-    Column("memory_gb", "peak, GB", _GB),
-    Column("above_outputs_gb", "− gradients", _GB),
-    Column("dx_error", "dX error", _ERROR),
-    Column("dw_error", "dW error", _ERROR),
-    Column("dbias_error", "db error", _ERROR),
-    Column("first_call_s", "first call, s", "{:.1f}"),
-]
-MODEL_COLUMNS = [
-    Column("time_ms", "step, ms", _TIME),
-    Column("forward_ms", "forward", _TIME),
-    Column("backward_ms", "backward", _TIME),
-    Column("optimizer_ms", "optimizer", _TIME),
-    Column("memory_gb", "peak, GB", _GB),
-    Column("first_call_s", "first step, s", "{:.1f}"),
-    Column("loss_error", "loss error", _ERROR),
-]
-KERNEL_COLUMNS = [
-    Column("time_ms", "time, ms", "{:.3f}"),
-    Column("gb_per_s", "GB/s", "{:.0f}"),
-    Column("copy_gb_per_s", "copy, GB/s", "{:.0f}"),
-    Column("ratio", "of the copy", "{:.1%}"),
-]
+from thunder_flce.bench.columns import Column
 
 
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
-    """One row for each method; a failure is told in words. Columns in which no row has a number are left out."""
-    columns = [column for column in columns if any(getattr(row, column.field) is not None for row in rows)]
-    failures = any(row.failed for row in rows)
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    """A line for each method, with medians and half of what lies between the 20th and the 80th percentile.
+
+    Columns in which no row has a number are left out; what failed is told below, in words.
+    """
+    measured = [row for row in rows if row.failed is None]
+    columns = [column for column in columns if any(getattr(row, column.field) is not None for row in measured)]
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("method", no_wrap=True)
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
-    if failures:
-        table.add_column("", overflow="fold")
-    for row in rows:
-        table.add_row(
-            row.method, *(_cell(row, column) for column in columns), *([row.failed or ""] if failures else [])
-        )
+    for row in measured:
+        table.add_row(row.method, *(_cell(row, column) for column in columns))
     # A file, or a log, gets whole lines: what is cut off there cannot be widened.
-    width = None if sys.stdout.isatty() else 200
-    Console(width=width, highlight=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    if measured:
+        console.print(table)
+    else:
+        console.print(Text(title, style="bold"))
+    for row in rows:
+        if row.failed is not None:
+            console.print(Text(f"  {row.method}: {row.failed}", style="dim"))
 
 
 def _cell(row: Any, column: Column) -> Text:
@@ -87,8 +50,8 @@ def _cell(row: Any, column: Column) -> Text:
 
 
 @contextmanager
-def progress_bar(cases: int):
-    """Gives two functions: one to say what is next, one to say that a case is done."""
+def progress_bar(cases: int) -> Iterator["ProgressBar"]:
+    """A bar of so many cases, on stderr; nothing where that is no terminal."""
     columns = (TextColumn("{task.fields[case]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(
@@ -100,7 +63,7 @@ def progress_bar(cases: int):
 class ProgressBar:
     """The bar, which moves by cases and tells of steps."""
 
-    def __init__(self, bar: Progress, task: Any):
+    def __init__(self, bar: Progress, task: TaskID):
         self._bar = bar
         self._task = task
 
