@@ -9,9 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("rich", reason="needs the extra 'bench'")
-image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'")
-
 from thunder_flce.__main__ import main
 from thunder_flce.bench import chunked_loop, cli, measuring, methods, records
 from thunder_flce.bench.measuring import TOTAL, Outcome, Schedule, Unavailable, attempt, peak_bytes, take_turns
@@ -19,6 +16,9 @@ from thunder_flce.bench.methods import METHODS, SLOW_TO_START, build
 from thunder_flce.bench.profiling import slug
 from thunder_flce.bench.reference import reference_gradients, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
+
+pytest.importorskip("rich", reason="needs the extra 'bench'")
+image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'")
 
 SHAPE = "tokens=40,vocab=70,hidden=16,bias=1,ignored=0.5,dtype=float32"
 H200 = Path(__file__).parents[1] / "traces" / "h200" / "regions.jsonl"
@@ -105,19 +105,24 @@ def test_a_lost_device_costs_only_the_method_that_lost_it(tmp_path, monkeypatch,
     def breaking():
         raise RuntimeError("illegal memory access")
 
-    started = []
+    def no_answer(device):
+        raise RuntimeError("unspecified launch failure")
+
+    def execv(program, arguments):
+        raise SystemExit(arguments)
+
     monkeypatch.setitem(METHODS, "breaking", breaking)
-    # The attempt after the failure to release memory is the one of "breaking".
-    release = measuring.release
-    monkeypatch.setattr(measuring, "release", lambda device: (_ for _ in ()).throw(RuntimeError("lost")))
-    monkeypatch.setattr("thunder_flce.bench.regions.release", release)
-    monkeypatch.setattr(cli.os, "execv", lambda program, arguments: started.append(arguments) or 0)
+    monkeypatch.setattr(measuring, "release", no_answer)
+    monkeypatch.setattr(cli.os, "execv", execv)
+    path = tmp_path / "results.jsonl"
     options = ["--shapes", "tiny", SHAPE, "--methods", "eager", "breaking", "flce", "--memory-budgets", "1e6"]
-    rows = bench(tmp_path / "results.jsonl", "regions", *options)
+    with pytest.raises(SystemExit) as started:
+        bench(path, "regions", *options)
+    rows = records.read([path])
     assert [(row["method"], row["failed"]) for row in rows] == [("breaking", "RuntimeError: illegal memory access")]
-    assert started[0][:4] == [sys.executable, "-m", "thunder_flce", "bench"]
-    parsed = cli._parser().parse_args(started[0][4:])
-    assert parsed.shapes == ["tiny", SHAPE] and parsed.json == tmp_path / "results.jsonl"
+    assert started.value.code[:4] == [sys.executable, "-m", "thunder_flce", "bench"]
+    parsed = cli._parser().parse_args(started.value.code[4:])
+    assert parsed.shapes == ["tiny", SHAPE] and parsed.json == path
     assert cli._regions(parsed).methods == ["eager", "flce", "flce, budget 1000000"]
     assert "going on without it" in capfd.readouterr().err
 

@@ -172,7 +172,7 @@ def _subset(subsets: Any, name: str, help: str) -> argparse.ArgumentParser:
 
 
 def _region_options(subset: argparse.ArgumentParser) -> None:
-    subset.add_argument("--methods", nargs="+", metavar="METHOD", help=", ".join(methods.METHODS))
+    subset.add_argument("--methods", nargs="+", metavar="METHOD", help="; ".join(methods.METHODS))
     subset.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces and memory snapshots there")
 
 
@@ -195,7 +195,7 @@ def _schedule(parsed: argparse.Namespace) -> Schedule:
 
 def _known(names: list[str]) -> list[str]:
     if unknown := [name for name in names if not methods.is_method(name)]:
-        raise ValueError(f"unknown methods {unknown}; there are {', '.join(methods.METHODS)}")
+        raise ValueError(f"unknown methods {unknown}; there are {'; '.join(methods.METHODS)}")
     return names
 
 
