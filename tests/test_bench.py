@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from thunder_flce.__main__ import main
-from thunder_flce.bench import chunked_loop, cli, measuring, methods, records
+from thunder_flce.bench import chunked_loop, cli, measuring, methods, records, regions
 from thunder_flce.bench.measuring import TOTAL, Outcome, Schedule, Unavailable, attempt, peak_bytes, take_turns
 from thunder_flce.bench.methods import METHODS, SLOW_TO_START, build
 from thunder_flce.bench.profiling import slug
-from thunder_flce.bench.reference import reference_gradients, relative_error
+from thunder_flce.bench.reference import make_reference, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
+from thunder_flce.row_kernels.torch_ops import TorchRowKernels
 
 pytest.importorskip("rich", reason="needs the extra 'bench'")
 image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'")
@@ -73,7 +74,7 @@ def test_regions(tmp_path, capsys, broken_methods):
         assert row["time_ms"] > max(row["forward_ms"], row["backward_ms"])
         assert row["ratio"] == pytest.approx(row["time_ms"] / rows["three products"]["time_ms"])
         assert row["tflops"] == pytest.approx(6 * 20 * 70 * 16 / row["time_ms"] / 1e9)
-        assert max(row["dx_error"], row["dw_error"], row["dbias_error"]) < 1e-5
+        assert max(row[f"{name}_error"] for name in ("loss", "dx", "dw", "dbias")) < 1e-5
         assert row["memory_gb"] == max(row["forward_memory_gb"], row["backward_memory_gb"])
         assert row["memory_gb"] - row["above_outputs_gb"] == pytest.approx(4 * (40 * 16 + 70 * 16 + 70) / 1e9)
         assert row["above_outputs_gb"] >= 0
@@ -201,10 +202,13 @@ def assert_figures(folder, names):
 def test_reference_is_that_of_autograd(dtype):
     inputs = Inputs.random(Shape(name="", tokens=50, vocab=33, hidden=8, bias=True, ignored=0.3, dtype=dtype), "cpu")
     operands = [tensor.detach().double().requires_grad_() for tensor in inputs.operands()]
-    F.cross_entropy(F.linear(*operands), inputs.target).backward()
-    for got, operand in zip(reference_gradients(inputs, rows=7), operands, strict=True):
+    loss = F.cross_entropy(F.linear(*operands), inputs.target)
+    loss.backward()
+    reference = make_reference(inputs, rows=7)
+    right = [loss.detach(), *(operand.grad for operand in operands)]
+    for got, expected in zip([reference.loss, *reference.gradients], right, strict=True):
         assert got.dtype is (torch.float64 if dtype is torch.float32 else torch.float32)
-        assert relative_error(got, operand.grad) < (1e-14 if dtype is torch.float32 else 1e-6)
+        assert relative_error(got, expected) < (1e-14 if dtype is torch.float32 else 1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -216,7 +220,7 @@ def test_loop_of_chunks_with_any_incoming_gradient(monkeypatch, bias):
     (3 * loss).backward()
     expected = F.cross_entropy(F.linear(*(t.detach() for t in inputs.operands())), inputs.target)
     torch.testing.assert_close(loss.detach(), expected)
-    for operand, right in zip(inputs.operands(), reference_gradients(inputs), strict=True):
+    for operand, right in zip(inputs.operands(), make_reference(inputs).gradients, strict=True):
         assert relative_error(operand.grad, 3 * right) < 1e-6
 
 
@@ -329,3 +333,38 @@ def test_names_of_shapes():
     assert parse_shape("U1") is SHAPES["U1"]
     assert str(SHAPES["S1i"]) == "S1i 8192 × 128256 × 4096, 60% ignored"
     assert str(SHAPES["tiny"]) == "tiny 64 × 500 × 32, float32"
+
+
+def test_a_reference_or_inputs_that_do_not_fit(tmp_path, monkeypatch):
+    def out_of_memory(*arguments):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(regions, "make_reference", out_of_memory)
+    monkeypatch.setattr(regions, "three_products", out_of_memory)
+    rows = bench(tmp_path / "1.jsonl", "regions", "--shapes", "tiny", "--methods", "eager")
+    assert [(row["method"], row.get("failed")) for row in rows] == [
+        ("reference", "out of memory"),
+        ("three products", "out of memory"),
+        ("eager", None),
+    ]
+    assert rows[-1]["time_ms"] > 0 and not {"ratio", "dx_error"} & set(rows[-1])
+    monkeypatch.setattr(regions.Inputs, "random", out_of_memory)
+    rows = bench(tmp_path / "2.jsonl", "regions", "--shapes", "tiny", SHAPE, "--methods", "eager")
+    assert [(row["name"], row["method"], row["failed"]) for row in rows] == [
+        ("tiny", "inputs", "out of memory"),
+        ("custom", "inputs", "out of memory"),
+    ]
+
+
+def test_a_kernel_that_fails_leaves_the_others(tmp_path, monkeypatch):
+    def broken(self, buffer, statistics, scale, *, column_sums=False):
+        if column_sums:
+            raise NotImplementedError("no sums")
+
+    monkeypatch.setattr(TorchRowKernels, "gradient_", broken)
+    rows = bench(tmp_path / "results.jsonl", "kernels", "--vocabs", "1000")
+    assert {row["method"]: row.get("failed") for row in rows} == {
+        "statistics": None,
+        "dlogits": None,
+        "dlogits, column sums": "NotImplementedError: no sums",
+    }

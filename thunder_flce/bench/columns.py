@@ -25,6 +25,7 @@ REGIONS = [
     Column("tflops", "TFLOP/s", "{:.4g}"),
     Column("memory_gb", "peak, GB", _GB),
     Column("above_outputs_gb", "− gradients", _GB),
+    Column("loss_error", "loss error", _ERROR),
     Column("dx_error", "dX error", _ERROR),
     Column("dw_error", "dW error", _ERROR),
     Column("dbias_error", "db error", _ERROR),

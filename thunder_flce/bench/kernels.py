@@ -87,11 +87,16 @@ def measure(
         dtype=dtype_name(dtype),
         lowering=type(kernels).__module__.rpartition(".")[2],
     )
-    buffer = LogitsBuffer.allocate(rows, layout, dtype=dtype, device=torch.device(device))
-    buffer.padded.normal_()
-    available = _kernel_steps(kernels, buffer)
-    steps = {"copy": _copy_step(buffer, 1), "copy of half": _copy_step(buffer, 2)}
+    steps: dict[str, Step] = {}
     try:
+        with attempt("logits", device) as tried:
+            buffer = LogitsBuffer.allocate(rows, layout, dtype=dtype, device=torch.device(device))
+            buffer.padded.normal_()
+            available = _kernel_steps(kernels, buffer)
+            copies = {"copy": _copy_step(buffer, 1), "copy of half": _copy_step(buffer, 2)}
+        if tried.failed is not None:
+            yield row(method="logits", failed=tried.failed)
+            return
         for name in methods:
             progress(f"{name}: first call")
             with attempt(name, device) as tried:
@@ -99,14 +104,12 @@ def measure(
                 steps[name] = available[name]
             if tried.failed is not None:
                 yield row(method=name, failed=tried.failed)
-        outcomes = take_turns(steps, schedule, device=device, progress=progress)
+        outcomes = take_turns({**copies, **steps}, schedule, device=device, progress=progress)
     except DeviceLost as lost:
         yield row(method=lost.method, failed=lost.reason)
         raise
-    for name in methods:
-        outcome, copied = outcomes.get(name), outcomes[_COPIES[name]]
-        if outcome is None:
-            continue
+    for name in steps:
+        outcome, copied = outcomes[name], outcomes[_COPIES[name]]
         if outcome.failed is not None:
             yield row(method=name, failed=outcome.failed)
             continue

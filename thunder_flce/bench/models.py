@@ -154,19 +154,15 @@ def measure(
     row = partial(row, vocab=training.vocab, parameters=training.parameters)
     steps: dict[str, Step] = {}
     numbers: dict[str, dict[str, object]] = {}
-    eager_loss = training.eager_loss()
     try:
         for method in methods:
             progress(f"{method}: first step")
             with attempt(method, device) as tried:
                 program = METHODS[method](training.module)
                 numbers[method] = training.first_steps(program)
-                numbers[method]["loss_error"] = abs(numbers[method]["loss"] - eager_loss) / eager_loss
                 if method == "flce":
-                    compiled = thunder_flce.explain(program)
-                    numbers[method]["fused"] = all(d.fused for c in compiled for d in c.decisions)
+                    numbers[method]["fused"] = _is_fused(program)
                 steps[method] = partial(training.step, program)
-            program = None
             if tried.failed is not None:
                 yield row(method=method, failed=tried.failed)
         outcomes = take_turns(steps, schedule, device=device, progress=progress)
@@ -181,6 +177,10 @@ def measure(
         for phase in ("forward", "backward", "optimizer"):
             spreads |= outcome.spread(phase, f"{phase}_ms")
         yield row(method=method, **spreads, **numbers[method])
+
+
+def _is_fused(program: Callable[..., Tensor]) -> bool:
+    return all(decision.fused for compilation in thunder_flce.explain(program) for decision in compilation.decisions)
 
 
 class _Training:
@@ -203,20 +203,21 @@ class _Training:
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._update()
-
-    @torch.no_grad()
-    def eager_loss(self) -> float:
-        return self.module(self._tokens, self._labels).item()
+        with torch.no_grad():
+            self._eager_loss = self.module(self._tokens, self._labels).item()
 
     def first_steps(self, program: Callable[..., Tensor]) -> dict[str, object]:
         start = time.perf_counter()
         loss = self.step(program, lambda phase: None)
         synchronize(self._device)
         first_call_s = time.perf_counter() - start
-        if any(parameter.grad is not None for parameter in self.module.parameters()):
-            raise RuntimeError("gradients were left over")
         peaks = peak_bytes(partial(self.step, program), self._device)
-        return {"first_call_s": first_call_s, "memory_gb": peaks[TOTAL] / 1e9, "loss": loss.item()}
+        return {
+            "first_call_s": first_call_s,
+            "memory_gb": peaks[TOTAL] / 1e9,
+            "loss": loss.item(),
+            "loss_error": abs(loss.item() - self._eager_loss) / self._eager_loss,
+        }
 
     def step(self, program: Callable[..., Tensor], mark: Mark) -> Tensor:
         try:

@@ -1,5 +1,7 @@
 """What a loss region is compared with: the right gradients, and the time of its three products alone."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -8,9 +10,20 @@ from thunder_flce.bench.measuring import Mark, Step
 from thunder_flce.bench.shapes import Inputs
 
 
+@dataclass(frozen=True)
+class Reference:
+    """The right results for some inputs."""
+
+    loss: Tensor
+    """() the mean loss"""
+
+    gradients: list[Tensor]
+    """dX, dW and, where there is a bias, db"""
+
+
 @torch.no_grad()
-def reference_gradients(inputs: Inputs, *, rows: int = 512) -> list[Tensor]:
-    """dX, dW and db of the mean loss from the inputs as they are, by the definition, a few rows at a time.
+def make_reference(inputs: Inputs, *, rows: int = 512) -> Reference:
+    """Mean loss and gradients from the inputs as they are, by the definition, a few rows at a time.
 
     In float32 for 16-bit inputs, and in float64 otherwise.
     """
@@ -18,17 +31,20 @@ def reference_gradients(inputs: Inputs, *, rows: int = 512) -> list[Tensor]:
     x, weight = inputs.x.to(dtype), inputs.weight.to(dtype)
     bias = None if inputs.bias is None else inputs.bias.to(dtype)
     dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight), x.new_zeros(weight.shape[0])
+    loss = x.new_zeros(())
     valid = inputs.target != -100
     for start in range(0, x.shape[0], rows):
         chunk = slice(start, start + rows)
-        dlogits = F.linear(x[chunk], weight, bias).softmax(1)
+        logits = F.linear(x[chunk], weight, bias)
+        loss += F.cross_entropy(logits, inputs.target[chunk], reduction="sum")
+        dlogits = logits.softmax(1)
         targets = inputs.target[chunk].clamp(min=0)[:, None]
         dlogits.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=dlogits.dtype))
         dlogits.mul_(valid[chunk, None] / valid.sum().to(dtype))
         dx[chunk] = dlogits @ weight
         dweight.addmm_(dlogits.t(), x[chunk])
         dbias.add_(dlogits.sum(0))
-    return [dx, dweight, *([] if inputs.bias is None else [dbias])]
+    return Reference(loss / valid.sum(), [dx, dweight, *([] if inputs.bias is None else [dbias])])
 
 
 def relative_error(result: Tensor, reference: Tensor) -> float:

@@ -13,6 +13,7 @@ from thunder_flce.bench.measuring import (
     TOTAL,
     DeviceLost,
     Mark,
+    Outcome,
     Progress,
     Schedule,
     Step,
@@ -24,7 +25,7 @@ from thunder_flce.bench.measuring import (
 )
 from thunder_flce.bench.methods import Method, build
 from thunder_flce.bench.profiling import write_profile
-from thunder_flce.bench.reference import reference_gradients, relative_error, three_products
+from thunder_flce.bench.reference import Reference, make_reference, relative_error, three_products
 from thunder_flce.bench.shapes import Inputs, Shape, dtype_name
 
 FLOOR = "three products"
@@ -66,6 +67,8 @@ class Row:
     forward_memory_gb: float | None = None
     """As memory_gb, of the forward alone."""
     backward_memory_gb: float | None = None
+    loss_error: float | None = None
+    """|loss − reference| / |reference|"""
     dx_error: float | None = None
     """‖dX − reference‖ / ‖reference‖, the reference being float32 (float64 for float32 and float64 inputs)."""
     dw_error: float | None = None
@@ -103,12 +106,33 @@ def measure(shape: Shape, methods: list[str], settings: Settings, progress: Prog
     Raises:
         DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
     """
-    region = _Region(shape, settings)
+    row = partial(_row, shape, settings)
     try:
+        with attempt("inputs", settings.device) as tried:
+            region = _Region(shape, settings)
+        if tried.failed is not None:
+            yield row("inputs", failed=tried.failed)
+            return
         yield from region.rows(methods, progress)
     except DeviceLost as lost:
-        yield region.row(lost.method, failed=lost.reason)
+        yield row(lost.method, failed=lost.reason)
         raise
+
+
+def _row(shape: Shape, settings: Settings, method: str, **numbers: object) -> Row:
+    return Row(
+        shape=str(shape),
+        name=shape.name,
+        tokens=shape.tokens,
+        vocab=shape.vocab,
+        hidden=shape.hidden,
+        bias=shape.bias,
+        ignored=shape.ignored,
+        dtype=dtype_name(shape.dtype),
+        axis=settings.axis,
+        method=method,
+        **numbers,
+    )
 
 
 class _Region:
@@ -117,62 +141,76 @@ class _Region:
     def __init__(self, shape: Shape, settings: Settings):
         self._shape = shape
         self._settings = settings
+        self._row = partial(_row, shape, settings)
         # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
         torch.compiler.reset()
         release(settings.device)
         self._inputs = Inputs.random(shape, settings.device)
 
     def rows(self, methods: list[str], progress: Progress) -> Iterator[Row]:
-        settings, shape = self._settings, self._shape
-        progress("reference")
-        reference = reference_gradients(self._inputs) if settings.errors else None
+        device = self._settings.device
+        reference = None
+        if self._settings.errors:
+            progress("reference")
+            with attempt("reference", device) as tried:
+                reference = make_reference(self._inputs)
+            if tried.failed is not None:
+                yield self._row("reference", failed=tried.failed)
         steps: dict[str, Step] = {}
         numbers: dict[str, dict[str, float]] = {FLOOR: {}}
         for name in methods:
             progress(f"{name}: first call")
-            with attempt(name, settings.device) as tried:
-                method = build(name)
-                numbers[name] = self._first_calls(method, reference)
-                steps[name] = partial(self._step, method)
-            method = None
+            with attempt(name, device) as tried:
+                step = partial(self._step, build(name))
+                numbers[name] = self._first_calls(step, reference)
+                steps[name] = step
             if tried.failed is not None:
-                yield self.row(name, failed=tried.failed)
+                yield self._row(name, failed=tried.failed)
         del reference
+        with attempt(FLOOR, device) as tried:
+            steps = {FLOOR: three_products(self._inputs), **steps}
+        if tried.failed is not None:
+            yield self._row(FLOOR, failed=tried.failed)
 
-        steps = {FLOOR: three_products(self._inputs), **steps}
-        outcomes = take_turns(steps, settings.schedule, device=settings.device, progress=progress)
-        floor_ms = outcomes[FLOOR].median(TOTAL)
+        outcomes = take_turns(steps, self._settings.schedule, device=device, progress=progress)
+        floor_ms = outcomes[FLOOR].median(TOTAL) if FLOOR in outcomes else None
         for name, outcome in outcomes.items():
-            if outcome.failed is not None:
-                yield self.row(name, failed=outcome.failed)
-                continue
-            time_ms = outcome.median(TOTAL)
-            yield self.row(
-                name,
-                **outcome.spread(TOTAL, "time_ms"),
-                **outcome.spread("forward", "forward_ms"),
-                **outcome.spread("backward", "backward_ms"),
-                ratio=floor_ms and time_ms / floor_ms,
-                tflops=shape.operations / time_ms / 1e9,
-                **numbers[name],
-            )
-        if settings.profile is not None:
-            for name, step in steps.items():
-                progress(f"{name}: profile")
-                write_profile(step, settings.profile, f"{shape} {name}", device=settings.device)
+            if outcome.failed is None:
+                yield self._timed_row(name, outcome, floor_ms, numbers[name])
+            else:
+                yield self._row(name, failed=outcome.failed)
+        if self._settings.profile is not None:
+            for name, outcome in outcomes.items():
+                if outcome.failed is None:
+                    progress(f"{name}: profile")
+                    write_profile(steps[name], self._settings.profile, f"{self._shape} {name}", device=device)
 
-    def _first_calls(self, method: Method, reference: list[Tensor] | None) -> dict[str, float]:
+    def _timed_row(self, name: str, outcome: Outcome, floor_ms: float | None, numbers: dict[str, float]) -> Row:
+        time_ms = outcome.median(TOTAL)
+        return self._row(
+            name,
+            **outcome.spread(TOTAL, "time_ms"),
+            **outcome.spread("forward", "forward_ms"),
+            **outcome.spread("backward", "backward_ms"),
+            ratio=floor_ms and time_ms / floor_ms,
+            tflops=self._shape.operations / time_ms / 1e9,
+            **numbers,
+        )
+
+    def _first_calls(self, step: Step, reference: Reference | None) -> dict[str, float]:
         """Compiles; then errors, once, and memory, once."""
         device = self._settings.device
         start = time.perf_counter()
-        gradients = self._step(method, lambda phase: None)
+        loss, gradients = step(lambda phase: None)
         synchronize(device)
         numbers = {"first_call_s": time.perf_counter() - start}
         if reference is not None:
-            for name, got, right in zip(("dx_error", "dw_error", "dbias_error"), gradients, reference, strict=False):
-                numbers[name] = relative_error(got, right)
-        del gradients
-        peaks = peak_bytes(partial(self._step, method), device)
+            numbers["loss_error"] = relative_error(loss, reference.loss)
+            names = ("dx_error", "dw_error", "dbias_error")
+            for name, gradient, right in zip(names, gradients, reference.gradients, strict=False):
+                numbers[name] = relative_error(gradient, right)
+        del loss, gradients
+        peaks = peak_bytes(step, device)
         return {
             **numbers,
             "memory_gb": peaks[TOTAL] / 1e9,
@@ -181,8 +219,8 @@ class _Region:
             "backward_memory_gb": peaks["backward"] / 1e9,
         }
 
-    def _step(self, method: Method, mark: Mark) -> list[Tensor]:
-        """Forward and backward; returns the gradients, which it takes away from the inputs."""
+    def _step(self, method: Method, mark: Mark) -> tuple[Tensor, list[Tensor]]:
+        """Forward and backward; returns the loss and the gradients, which it takes away from the inputs."""
         operands = self._inputs.operands()
         try:
             loss = method(self._inputs)
@@ -195,20 +233,4 @@ class _Region:
                 tensor.grad = None
         if any(gradient is None for gradient in gradients):
             raise RuntimeError("not all of x, weight and bias got a gradient")
-        return gradients
-
-    def row(self, method: str, **numbers: object) -> Row:
-        shape = self._shape
-        return Row(
-            shape=str(shape),
-            name=shape.name,
-            tokens=shape.tokens,
-            vocab=shape.vocab,
-            hidden=shape.hidden,
-            bias=shape.bias,
-            ignored=shape.ignored,
-            dtype=dtype_name(shape.dtype),
-            axis=self._settings.axis,
-            method=method,
-            **numbers,
-        )
+        return loss.detach(), gradients
