@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,27 @@ def test_slow_methods_are_timed_less_often():
     steps = {"slow": lambda mark: (time.sleep(4e-3), mark("phase"))}
     outcome = take_turns(steps, schedule, device="cpu", progress=lambda words: None)["slow"]
     assert len(outcome.laps_ms) == 2
+
+
+def test_what_failed_has_let_go_of_its_memory_when_it_is_released(monkeypatch):
+    held = []
+
+    def inner():
+        tensor = torch.ones(10)
+        held.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError
+
+    def method():
+        try:
+            inner()
+        except torch.OutOfMemoryError:
+            raise RuntimeError("in the end") from None
+
+    released = []
+    monkeypatch.setattr(measuring, "release", lambda device: released.append([ref() for ref in held]))
+    with attempt("method", "cpu") as tried:
+        method()
+    assert tried.failed == "RuntimeError: in the end" and released == [[None]]
 
 
 def test_interrupts_are_not_taken_for_failures():

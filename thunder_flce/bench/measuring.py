@@ -7,6 +7,7 @@ A GPU is power-limited: a method is the faster the cooler its predecessor left t
 import gc
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,16 +55,12 @@ class Schedule:
     """For how long a method runs before it is timed, at least once."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Attempt:
     """What became of something that may fail."""
 
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def failed(self) -> str | None:
-        """Why it failed, in a line; None where it did not."""
-        return self.failures[0] if self.failures else None
+    failed: str | None = None
+    """Why it failed, in a line; None where it did not."""
 
 
 @contextmanager
@@ -78,7 +75,8 @@ def attempt(method: str, device: str) -> Iterator[Attempt]:
         yield result
     # A peer may fail in any way; its row says so and the others go on.
     except Exception as error:
-        result.failures.append(_reason(error))
+        result.failed = _reason(error)
+        _forget_frames(error)
     if result.failed is not None:
         try:
             release(device)
@@ -93,6 +91,13 @@ def _reason(error: Exception) -> str:
         return "out of memory"
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Lets go of what the functions that failed had in their variables, which the traceback holds on to."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def synchronize(device: str) -> None:

@@ -31,14 +31,11 @@ def _compiled(compile_program: Callable) -> Method:
 
 
 def _thunder() -> Method:
-    import thunder
-
-    return _compiled(thunder.jit)
+    return _compiled(import_module("thunder").jit)
 
 
 def _ours(**options) -> Method:
-    import thunder_flce
-
+    thunder_flce = import_module("thunder_flce")
     return _compiled(partial(thunder_flce.jit, options=thunder_flce.Options(**options)))
 
 

@@ -8,13 +8,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 
-import thunder
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import thunder_flce
 from thunder_flce.bench.measuring import (
     TOTAL,
     DeviceLost,
@@ -75,8 +74,8 @@ MODELS = {
 METHODS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "eager": lambda module: module,
     "torch.compile": partial(torch.compile, dynamic=False),
-    "thunder": thunder.jit,
-    "flce": thunder_flce.jit,
+    "thunder": lambda module: import_module("thunder").jit(module),
+    "flce": lambda module: import_module("thunder_flce").jit(module),
 }
 
 
@@ -180,7 +179,8 @@ def measure(
 
 
 def _is_fused(program: Callable[..., Tensor]) -> bool:
-    return all(decision.fused for compilation in thunder_flce.explain(program) for decision in compilation.decisions)
+    compilations = import_module("thunder_flce").explain(program)
+    return all(decision.fused for compilation in compilations for decision in compilation.decisions)
 
 
 class _Training:
