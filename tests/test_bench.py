@@ -329,6 +329,7 @@ def test_shapes_that_make_no_sense(text):
         (["--memory-budgets", "-1"], "a memory budget must be a positive number"),
         (["--ignored", "2"], "must be between 0 and 1"),
         (["--rounds", "0"], "must be a positive integer"),
+        (["kernels", "--json", "nowhere/results.jsonl"], "--json: there is no folder nowhere"),
         (["sweep", "--points", "depth=3"], "a point must be one of context, vocabulary"),
         (["sweep", "--points", "context=x"], "a point must be one of context, vocabulary"),
     ],

@@ -61,6 +61,8 @@ def main(arguments: Sequence[str]) -> int:
         run = _RUNS[parsed.subset](parsed)
     except ValueError as error:
         parser.error(str(error))
+    if parsed.json and not parsed.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {parsed.json.parent}")
     _need("rich", parser)
     return _measure(run, parsed, arguments)
 
