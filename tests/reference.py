@@ -222,6 +222,8 @@ def assert_close_to_truth(
     def check(what: str, got: Tensor, theirs: Tensor, right: Tensor, size: float) -> None:
         assert got.shape == theirs.shape, f"{what}: {tuple(got.shape)}, not {tuple(theirs.shape)}"
         assert torch.equal(got.isnan(), right.isnan()), f"{what}: NaN elsewhere than in PyTorch"
+        infinities = [torch.where(tensor.isinf(), tensor, 0).sign().double() for tensor in (got, right)]
+        assert torch.equal(*infinities), f"{what}: infinity elsewhere than in PyTorch"
         got, theirs, right = (tensor.double().nan_to_num(0, 0, 0) for tensor in (got, theirs, right))
         # A sum of V terms, one by one, as a BLAS takes it for a single row.
         units = 64 + 2 * math.sqrt(case.weight.shape[0]) if tiny else 8
@@ -263,7 +265,7 @@ class Magnitudes:
         z_loss, names, reduction = settings.get("z_loss", 0.0), settings.get("outputs", ()), settings.get("reduction")
         products = F.linear(*(None if t is None else t.detach().double() for t in (case.x, case.weight, case.bias)))
         transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
-        logits = map_logits(products, logit_scale=settings.get("logit_scale", 1.0), **transforms)
+        logits = map_logits(products, logit_scale=settings.get("logit_scale", 1.0), **transforms).nan_to_num(0, 0, 0)
         logit = float(logits.abs().max()) + math.log(logits.shape[-1]) if logits.numel() else 0.0
         class_weight = 1.0 if case.class_weight is None else max(1.0, float(case.class_weight.max()))
         terms = {"mean": 1.0, "sum": rows, "none": rows}[reduction or "mean"]
@@ -276,7 +278,8 @@ class Magnitudes:
         return cls(
             loss=terms * (class_weight * logit + z_loss * logit**2),
             output=rows * logit,
-            row_gradients=incoming * abs(settings.get("logit_scale", 1.0)),
+            # A probability errs by as many units as its logit is large.
+            row_gradients=incoming * abs(settings.get("logit_scale", 1.0)) * max(1.0, logit / 32),
         )
 
     def gradients(self, case: Case) -> list[float]:
@@ -287,7 +290,8 @@ class Magnitudes:
             other = others.get(id(operand))
             if other is None:
                 return self.row_gradients
-            return self.row_gradients * float(other.detach().double().norm(dim=-1).max()) if other.numel() else 0.0
+            norms = other.detach().double().nan_to_num(0).norm(dim=-1)
+            return self.row_gradients * float(norms.max()) if other.numel() else 0.0
 
         return [size(operand) for operand in case.needing_grad()]
 
@@ -297,21 +301,27 @@ def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
     ignore_index = settings.get("ignore_index", -100)
     target = case.target.reshape(-1).long()
     valid = target != ignore_index
+    transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
+    logit_scale = settings.get("logit_scale", 1.0)
     products = F.linear(*(None if t is None else t.detach().double() for t in (case.x, case.weight, case.bias)))
-    products = products.reshape(target.numel(), products.shape[-1])[valid][:, : settings.get("vocab_size")]
-    products = products * settings.get("logit_scale", 1.0)
-    largest = products.max(1).values if products.numel() else products.new_zeros(0)
-    # A product is rounded once, after a sum in float32.
-    rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * products.abs().max() if products.numel() else 0
+    products = products.reshape(target.numel(), products.shape[-1])[valid]
+    logits = map_logits(products, logit_scale=logit_scale, **transforms)
+    # A product is rounded once, after a sum in float32; a softcap only brings logits together.
+    largest, rounding = logits.new_zeros(0), 0.0
+    if products.numel():
+        largest = logits.max(1).values
+        largest_product = products.nan_to_num(0, 0, 0).abs().max()
+        rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * abs(logit_scale) * largest_product
+    has_nan = logits.isnan().any(1)
     if name == "argmax":
         got = got.reshape(-1)
         assert (got[~valid] == -1).all()
-        chosen = products.gather(1, got[valid][:, None]).squeeze(1)
-        assert (chosen >= largest - 2 * rounding).all(), "argmax is not the largest logit"
+        chosen = logits.gather(1, got[valid][:, None]).squeeze(1)
+        assert ((chosen >= largest - 2 * rounding) | has_nan).all(), "argmax is not the largest logit"
     else:
-        at_target = products.gather(1, target[valid][:, None])
-        others = products.scatter(1, target[valid][:, None], float("-inf")).max(1).values
-        possible = at_target.squeeze(1) >= largest - 2 * rounding
+        at_target = logits.gather(1, target[valid][:, None])
+        others = logits.scatter(1, target[valid][:, None], float("-inf")).max(1).values
+        possible = (at_target.squeeze(1) >= largest - 2 * rounding) | has_nan
         certain = at_target.squeeze(1) > others + 2 * rounding
         count = valid.sum()
         if count == 0:
