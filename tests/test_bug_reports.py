@@ -1,0 +1,409 @@
+"""What users of other fused losses have reported: one test each, which that bug would have failed."""
+
+import copy
+import itertools
+import math
+import warnings
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import thunder_flce
+from reference import Case, assert_as_exact_as_eager, error, make_case, ours, truth
+from thunder_flce import NotFusedWarning, Options, linear_cross_entropy
+from thunder_flce.options import STRATEGIES
+
+IN_BACKWARD = ("save_logits", "recompute_logits")
+TILE = 128
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Records the elements of the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = "empty" in func.__name__ or "zeros" in func.__name__ or func.__name__.startswith(("mm", "addmm", "_to"))
+        if made and isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def _largest_tensor(case: Case, **settings) -> int:
+    with _LargestTensor() as largest:
+        ours(case, **settings)
+    return largest.elements
+
+
+@pytest.mark.parametrize("strategy", IN_BACKWARD)
+@pytest.mark.parametrize("kind", ["random", "zero first", "ones"])
+def test_vector_of_incoming_gradients(kind, strategy, device):
+    """linkedin/Liger-Kernel#968: reduction "none" gives wrong gradients, as only the first element is read."""
+    case = make_case(device=device, bias=True)
+    grad = torch.ones(37, device=device) if kind == "ones" else torch.randn(37, device=device)
+    if kind == "zero first":
+        grad[0] = 0
+    assert_as_exact_as_eager(case, grad, reduction="none", options=Options(strategy=strategy, chunk_rows=None))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_second_backward(strategy, device):
+    """Dao-AILab/quack#209: a second backward fails, or finds its gradients scaled by the first one."""
+    case = make_case(device=device, bias=True)
+    before = [tensor.detach().clone() for tensor in case.operands()]
+    loss = linear_cross_entropy(
+        case.x, case.weight, case.target, linear_bias=case.bias, options=Options(strategy=strategy)
+    )
+    for value, retain in ((3.0, True), (0.7, False)):
+        grad = torch.tensor(value, device=device)
+        gradients = torch.autograd.grad(loss, case.operands(), grad, retain_graph=retain)
+        for got, right in zip(gradients, truth(case, grad).gradients, strict=True):
+            assert error(got, right) < 1e-5
+    assert all(map(torch.equal, before, case.operands()))
+
+
+@pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=3)), ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_frozen_operands(reduction, needs, device):
+    """PrimeIntellect-ai/prime-rl#3011: a frozen head still pays for its gradient; head-only training gets none."""
+    case = make_case(tokens=16, hidden=64, vocab=300, device=device, bias=True)
+    for tensor, needed in zip(case.operands(), needs, strict=True):
+        tensor.requires_grad_(needed)
+    assert_as_exact_as_eager(case, reduction=reduction, factor=1.5, tiny=True)
+    if not needs[1] and device == "cpu":
+        assert _largest_tensor(case, reduction=reduction) < case.weight.numel()
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.5, 1.0])
+def test_compiled_with_ignored_rows(ignored, device):
+    """linkedin/Liger-Kernel#1338: compiled, the loss is wrong as soon as one label is ignored."""
+    case = make_case(device=device, ignored=ignored)
+    jitted = thunder_flce.jit(lambda x, w, y: F.cross_entropy(F.linear(x, w), y, reduction="sum"))
+    loss = jitted(case.x, case.weight, case.target)
+    gradients = torch.autograd.grad(loss, case.operands())
+    exact = truth(case, reduction="sum")
+    for got, right in zip((loss, *gradients), (exact.loss, *exact.gradients), strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 16, 64, 256])
+def test_weight_gradient_of_many_chunks(chunks, device):
+    """linkedin/Liger-Kernel#512: training drifts, as dW is rounded to bfloat16 after every chunk."""
+    case = make_case(tokens=512, vocab=256, hidden=32, dtype=torch.bfloat16, device=device, ignored=0.0)
+    assert_as_exact_as_eager(case, options=Options(strategy="gradients_in_forward", chunk_rows=512 // chunks))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("vocab", [TILE - 1, TILE, TILE + 1, 1009, 129920])
+def test_log_probabilities_of_low_logits(vocab, strategy, device):
+    """verl-project/verl#2656: log-probabilities above 0, as zeros that pad the vocabulary add exp(0)."""
+    case = make_case(tokens=5, hidden=4, vocab=vocab, device=device, bias=True, ignored=0.0)
+    with torch.no_grad():
+        case.bias.fill_(-60.0)
+    result = ours(case, options=Options(strategy=strategy), reduction="sum")
+    assert error(result.loss, truth(case, reduction="sum").loss) < 1e-6
+    log_prob = ours(case, outputs=("log_prob",)).outputs[0]
+    assert (log_prob <= 0).all() and error(log_prob, truth(case, outputs=("log_prob",)).outputs[0]) < 1e-6
+
+
+@pytest.mark.parametrize("softcap", [1.0, 30.0])
+@pytest.mark.parametrize("vocab", [TILE - 1, TILE, TILE + 1, 1009])
+def test_padding_under_a_softcap(vocab, softcap, device):
+    """unslothai/unsloth#10616: padding of -inf becomes -softcap, which has a probability."""
+    case = make_case(tokens=5, hidden=4, vocab=vocab, device=device, bias=True, ignored=0.0)
+    with torch.no_grad():
+        case.bias.fill_(-100.0)
+    for strategy in STRATEGIES:
+        assert_as_exact_as_eager(case, softcap=softcap, options=Options(strategy=strategy), tiny=True)
+    case.target.clamp_(max=vocab - 3)
+    assert_as_exact_as_eager(case, softcap=softcap, vocab_size=vocab - 2, tiny=True)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bias_is_added_once(strategy, device):
+    """apple/ml-cross-entropy#52: the loss is too low, as the bias is added several times to the target's logit."""
+    case = make_case(device=device, bias=True, ignored=0.0)
+    with torch.no_grad():
+        case.bias.mul_(5)
+        case.x.zero_()
+    result = ours(case, options=Options(strategy=strategy))
+    bias = case.bias.detach().double()
+    closed_form = torch.logsumexp(bias, 0) - bias[case.target].mean()
+    assert error(result.loss, closed_form) < 1e-6
+    frequency = torch.bincount(case.target, minlength=101) / 37
+    assert error(result.gradients[2], bias.softmax(0) - frequency) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("logits_dtype", ["input", "float32"])
+def test_confident_rows_have_no_negative_loss(logits_dtype, strategy, device):
+    """apple/ml-cross-entropy#55: the target's logit, rounded in another kernel, lies above the log-sum-exp."""
+    case = make_case(tokens=64, hidden=64, vocab=512, dtype=torch.bfloat16, device=device, ignored=0.0)
+    case.target = torch.arange(64, device=device)
+    with torch.no_grad():
+        case.x.copy_(case.weight[:64] * 17)
+    options = Options(strategy=strategy, logits_dtype=logits_dtype, chunk_rows=None if strategy in IN_BACKWARD else 7)
+    assert ours(case, options=options, reduction="sum").loss >= 0
+    loss = linear_cross_entropy(case.x, case.weight, case.target, reduction="none")
+    assert (loss >= 0).all() and (ours(case, outputs=("log_prob",)).outputs[0] <= 0).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("offset", [0.0, 1e3, 1e5])
+def test_large_offset_of_all_logits(offset, strategy, device):
+    """pytorch/pytorch#195829: lse - logit loses the digits that log(sum) - (logit - max) keeps."""
+    # Integers and an offset that float32 holds exactly: only the loss itself can lose digits.
+    case = make_case(hidden=4, device=device, bias=True, ignored=0.0)
+    with torch.no_grad():
+        for tensor in (case.x, case.weight):
+            tensor.copy_(tensor.round())
+        case.bias.fill_(offset)
+    result, exact = ours(case, options=Options(strategy=strategy)), truth(case)
+    assert error(result.loss, exact.loss) < 1e-6
+    assert error(result.gradients[0], exact.gradients[0]) < 1e-5
+
+
+def test_mean_is_over_the_tokens_that_are_not_ignored(device):
+    """NVIDIA/TransformerEngine#2476: the loss is divided by all tokens, and a test compared it with itself."""
+    case = make_case(tokens=8, device=device, ignored=0.0)
+    case.target[:6] = -100
+    kept = Case(case.x[6:].detach(), case.weight.detach(), None, case.target[6:])
+    torch.testing.assert_close(ours(case).loss, ours(kept).loss)
+    torch.testing.assert_close(ours(case).loss * 2, ours(case, reduction="sum").loss)
+
+
+@pytest.mark.parametrize("strategy", IN_BACKWARD)
+def test_incoming_gradient_of_a_sum(strategy, device):
+    """NVIDIA/TransformerEngine#2402: after loss.sum(), a kernel reads past a gradient with strides of 0."""
+    case = make_case(tokens=12, device=device)
+    shapes = {"expanded": torch.ones((), device=device).expand(12), "sliced": torch.randn(24, device=device)[::2]}
+    for grad in shapes.values():
+        assert_as_exact_as_eager(case, grad, reduction="none", options=Options(strategy=strategy), factor=1.5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("which", ["x", "weight", "target"])
+def test_transposed_inputs(which, strategy, device):
+    """NVIDIA/TransformerEngine#2734: a transposed input gives a wrong loss, without an error."""
+    case = make_case(tokens=12, device=device)
+    if which == "target":
+        case.x = case.x.detach().view(3, 4, -1).requires_grad_()
+        case.target = case.target.view(4, 3).t()
+    else:
+        setattr(case, which, getattr(case, which).detach().t().contiguous().t().requires_grad_())
+    assert_as_exact_as_eager(case, options=Options(strategy=strategy), factor=1.5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_bfloat16(strategy, device):
+    """NVIDIA/Megatron-LM#1627: training diverges, as a float32 gradient is stored in the bfloat16 logits."""
+    case = make_case(tokens=64, hidden=64, dtype=torch.bfloat16, device=device, bias=True)
+    wide = Case(*(tensor.detach().float().requires_grad_() for tensor in case.operands()), case.target)
+    before = [tensor.detach().clone() for tensor in case.operands()]
+    low, high = (ours(each, options=Options(strategy=strategy)) for each in (case, wide))
+    for got, right in zip(low.gradients, high.gradients, strict=True):
+        assert error(got, right) < 1e-2
+    assert all(map(torch.equal, before, case.operands()))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("class_weight", [False, True])
+def test_fully_masked_micro_batch(class_weight, strategy, device):
+    """unslothai/unsloth#10892: one micro-batch without a target makes every gradient NaN."""
+    case = make_case(device=device, bias=True, ignored=1.0, class_weight=class_weight)
+    options = Options(strategy=strategy)
+    result = ours(case, torch.tensor(float("nan"), device=device), options=options)
+    assert result.loss.isnan() and all((gradient == 0).all() for gradient in result.gradients)
+    for settings in ({"reduction": "sum"}, {"num_items": 0}, {"num_items": torch.tensor(0, device=device)}):
+        result = ours(case, options=options, **settings)
+        assert result.loss == 0 and all((gradient == 0).all() for gradient in result.gradients)
+
+
+def test_ranks_with_different_numbers_of_targets(device):
+    """huggingface/trl#6696: ranks hang, as what a rank executes depends on how many targets it has."""
+    weight = torch.randn(101, 24, device=device, requires_grad=True)
+    jitted = thunder_flce.jit(lambda x, w, y: F.cross_entropy(F.linear(x, w), y))
+    for valid in (64, 320, 0):
+        case = make_case(tokens=320, device=device, ignored=0.0)
+        case.target[valid:] = -100
+        jitted(case.x, weight, case.target).backward()
+        assert weight.grad is not None and weight.grad.isfinite().all()
+    assert thunder.cache_misses(jitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.zeros(0, 24), "linear_weight must have at least one row"),
+        (torch.zeros(101 * 24), r"linear_weight must be two-dimensional, \(V, H\), but got \(2424,\)"),
+        (torch.zeros(0), r"linear_weight must be two-dimensional, \(V, H\), but got \(0,\)"),
+    ],
+)
+def test_weight_that_was_not_gathered(weight, message):
+    """linkedin/Liger-Kernel#332: the shard that FSDP or ZeRO-3 left of a weight fails far from its cause."""
+    case = make_case()
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(case.x, weight, case.target)
+
+
+class _Model(nn.Module):
+    def __init__(self, *, tied: bool):
+        super().__init__()
+        self.embedding = nn.Embedding(101, 16)
+        self.lm_head = nn.Linear(16, 101, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens, labels):
+        return F.cross_entropy(self.lm_head(torch.tanh(self.embedding(tokens))), labels)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tied_and_untied_heads(tied):
+    """NVIDIA/Megatron-LM#2739: of an untied head, the fusion took the matrix of the embedding."""
+    model = _Model(tied=tied)
+    other = copy.deepcopy(model)
+    tokens, labels = torch.randint(0, 101, (9,)), torch.randint(0, 101, (9,))
+    jitted = thunder_flce.jit(model)
+    jitted(tokens, labels).backward()
+    other(tokens, labels).backward()
+    assert thunder_flce.explain(jitted)[0].decisions[0].fused
+    for (name, parameter), right in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, right.grad, msg=lambda message, name=name: f"{name}: {message}")
+    assert set(jitted.state_dict()) == {name for name, _ in other.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_first_step_of_several_ranks(ranks, device):
+    """pytorch/torchtitan#3412: a parallel loss lies above that of one GPU, as sums of parts count as wholes."""
+    case = make_case(tokens=64, device=device, bias=True, ignored=0.4)
+    num_items = (case.target != -100).sum()
+    whole = truth(case)
+    parts = []
+    for x, target in zip(case.x.detach().chunk(ranks), case.target.chunk(ranks), strict=True):
+        part = Case(x.requires_grad_(), case.weight, case.bias, target)
+        parts.append(ours(part, num_items=num_items))
+    assert error(sum(part.loss for part in parts), whole.loss) < 1e-6
+    assert error(torch.cat([part.gradients[0] for part in parts]), whole.gradients[0]) < 1e-5
+    for index in (1, 2):
+        assert error(sum(part.gradients[index] for part in parts), whole.gradients[index]) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("vocab_size", [97, 100, 128])
+def test_targets_at_the_end_of_a_padded_vocabulary(vocab_size, label_smoothing, strategy, device):
+    """apple/ml-cross-entropy#59: a target beside padded columns has an infinite loss; smoothing counts the padding."""
+    case = make_case(vocab=128, device=device, bias=True)
+    case.target = torch.where(case.target == -100, -100, vocab_size - 1)
+    with torch.no_grad():
+        case.weight[vocab_size:] = 1e4
+    settings = {"vocab_size": vocab_size, "label_smoothing": label_smoothing}
+    assert_as_exact_as_eager(case, options=Options(strategy=strategy), factor=1.5, tiny=True, **settings)
+    assert (ours(case, **settings).gradients[1][vocab_size:] == 0).all()
+
+
+def test_packed_sequences(device):
+    """verl-project/verl#3723: packed into one sequence, (1, T, H), the same tokens have other log-probabilities."""
+    case = make_case(tokens=24, device=device)
+    results = []
+    for shape in ((24,), (1, 24), (4, 6)):
+        x, target = case.x.view(*shape, -1), case.target.view(shape)
+        results.append(linear_cross_entropy(x, case.weight, target, reduction="none", outputs=("log_prob",)))
+    for loss, log_prob in results[1:]:
+        assert torch.equal(loss.flatten(), results[0][0]) and torch.equal(log_prob.flatten(), results[0][1])
+    exact = truth(case, reduction="none", outputs=("log_prob",))
+    assert error(results[0][0], exact.loss) < 1e-6 and error(results[0][1], exact.outputs[0]) < 1e-6
+
+
+def test_a_loss_that_is_not_fused_says_so():
+    """NVIDIA-NeMo/Automodel#2681: the fused path is not taken, and nothing says so."""
+    case = make_case(ignored=0.0)
+    fused = thunder_flce.jit(lambda x, w, y: F.cross_entropy(F.linear(x, w), y))
+    fused(case.x, case.weight, case.target)
+    assert "linear_cross_entropy_fwd" in [bsym.sym.name for bsym in thunder.last_traces(fused)[-1].bound_symbols]
+    not_fused = thunder_flce.jit(lambda x, w, y: F.cross_entropy((logits := F.linear(x, w)), y) + logits.sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotFusedWarning)
+        with pytest.raises(NotFusedWarning, match="not fused, because"):
+            not_fused(case.x, case.weight, case.target)
+
+
+EXTRAS = {
+    "softcap": 2.0,
+    "logit_scale": 0.25,
+    "z_loss": 0.1,
+    "label_smoothing": 0.1,
+    "vocab_size": 90,
+    "num_items": 5,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_every_extra_changes_the_objective(extra, strategy, device):
+    """unslothai/unsloth#11277: another objective is trained, as the logit scale is dropped on the way."""
+    case = make_case(device=device, bias=True)
+    case.target = torch.where(case.target >= 90, -100, case.target)
+    options = Options(strategy=strategy)
+    assert_as_exact_as_eager(case, options=options, factor=1.5, tiny=True, **{extra: EXTRAS[extra]})
+    without, with_it = ours(case, options=options), ours(case, options=options, **{extra: EXTRAS[extra]})
+    for plain, changed in zip((without.loss, *without.gradients), (with_it.loss, *with_it.gradients), strict=True):
+        assert error(changed, plain) > 1e-4
+
+
+def test_outputs_have_a_gradient_or_say_that_they_have_none(device):
+    """linkedin/Liger-Kernel: a returned z-loss has a grad_fn, but its gradient is dropped."""
+    case = make_case(device=device)
+    names = ("log_prob", "entropy", "argmax", "accuracy")
+    results = linear_cross_entropy(case.x, case.weight, case.target, outputs=names)
+    assert [result.requires_grad for result in results] == [True, True, True, False, False]
+    for name, result in zip(names[:2], results[1:3], strict=True):
+        (gradient,) = torch.autograd.grad(result.sum(), case.x, retain_graph=True)
+        log_probs = F.log_softmax(F.linear(case.x.double(), case.weight.double()), 1)[case.target != -100]
+        target = case.target[case.target != -100]
+        right = {
+            "log_prob": lambda lp=log_probs, y=target: lp.gather(1, y[:, None]),
+            "entropy": lambda lp=log_probs: -lp.exp() * lp,
+        }[name]()
+        assert error(gradient, torch.autograd.grad(right.sum(), case.x)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("ignore_index", [-100, -1, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(dtype, frozen, reduction, ignore_index, device):
+    """linkedin/Liger-Kernel#305, Lightning-AI/lightning-thunder#1744: dtypes differ under autocast; the backward of a
+    sum fails; a label of -100 is out of range."""
+    case = make_case(device=device, dtype=dtype, ignore_index=ignore_index)
+    case.weight.requires_grad_(not frozen)
+    jitted = thunder_flce.jit(
+        lambda x, w, y: F.cross_entropy(F.linear(x, w), y, reduction=reduction, ignore_index=ignore_index)
+    )
+    with torch.autocast(device, torch.bfloat16):
+        loss = jitted(case.x, case.weight, case.target)
+    gradients = torch.autograd.grad(loss.sum(), case.needing_grad())
+    exact = truth(case, reduction=reduction, ignore_index=ignore_index)
+    assert thunder_flce.explain(jitted)[0].decisions[0].fused
+    for got, right in zip((loss, *gradients), (exact.loss, *exact.gradients), strict=True):
+        assert error(got, right) < 2e-2
+    assert [gradient.dtype for gradient in gradients] == [dtype] * (2 - frozen)
+
+
+@pytest.mark.parametrize("strategy", ["gradients_in_forward", "recompute_logits"])
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_no_tensor_is_as_large_as_the_logits(tokens, strategy):
+    """unslothai/unsloth#3827: out of memory although chunked, as chunks or what is saved grow with the tokens."""
+    case = make_case(tokens=tokens, hidden=16, vocab=2048)
+    largest = _largest_tensor(case, options=Options(strategy=strategy, chunk_rows=64))
+    slab = tokens * 1024 if strategy == "recompute_logits" else 0
+    assert largest <= max(64 * 2048, case.weight.numel(), case.x.numel(), slab)
+    assert largest <= math.prod((tokens, 2048)) // 2
