@@ -9,7 +9,7 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import thunder_flce
@@ -250,6 +250,27 @@ def test_weight_that_was_not_gathered(weight, message):
     """linkedin/Liger-Kernel#332: the shard that FSDP or ZeRO-3 left of a weight fails far from its cause."""
     case = make_case()
     with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(case.x, weight, case.target)
+
+
+@pytest.fixture
+def device_mesh():
+    """Of two ranks, of which the other one does not exist."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    from torch.distributed.tensor import init_device_mesh
+
+    distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    distributed.destroy_process_group()
+
+
+def test_sharded_vocabulary_is_refused(device_mesh):
+    """apple/ml-cross-entropy#31: a DTensor fails somewhere inside, or gives the loss of one shard."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    case = make_case()
+    weight = distribute_tensor(case.weight.detach(), device_mesh, [Shard(0)])
+    with pytest.raises(TypeError, match="linear_weight must be a tensor on one device, but got DTensor"):
         linear_cross_entropy(case.x, weight, case.target)
 
 

@@ -44,6 +44,11 @@ def check_linear_cross_entropy(
     for name, tensor in tensors.items():
         if not _is_tensor(tensor):
             raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")
+        if hasattr(tensor, "device_mesh"):
+            raise TypeError(
+                f"{name} must be a tensor on one device, but got {type(tensor).__name__}; pass what to_local() or "
+                f"full_tensor() returns"
+            )
         expected = INTEGERS if name == "target" else FLOATS
         if dtype_name(tensor) not in expected:
             raise TypeError(f"{name} must have one of the dtypes {', '.join(expected)}, but got {dtype_name(tensor)}")
