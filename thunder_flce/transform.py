@@ -15,17 +15,18 @@ from thunder.core.transform_common import Transform, dce
 
 from thunder_flce import symbols
 from thunder_flce.executor import is_static, plan_region
+from thunder_flce.logits_path import LogitsPath, carries_grad
 from thunder_flce.match import (
     Declined,
     Match,
-    Reason,
-    carries_grad,
     find_cross_entropies,
+    is_loss,
     is_region,
     tensors_that_need_grad,
 )
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan
+from thunder_flce.reason import Reason
 
 
 class NotFusedWarning(UserWarning):
@@ -126,42 +127,72 @@ class _Rewrite(TraceSubstitutionProcessor):
             self.set_result(bsym.output)
 
     def _fused(self, match: Match) -> TensorProxy:
-        logits, target = match.arguments["logits"], match.arguments["target"]
-        input, weight, bias = match.operands
-        # Whatever stands between linear and loss keeps the rows in order: the labels can take the hidden states' shape.
+        target = match.arguments["target"]
+        input, weight, bias = _operands(match.path)
+        # After the rows have been selected, they keep their order: the labels can take the hidden states' shape.
         rows = input.shape[:-1]
         arguments = {
+            **match.arguments,
             "input": input,
             "linear_weight": weight,
             "target": target if target.shape == rows else ltorch.reshape(target, rows),
             "linear_bias": bias,
-            "reduction": match.arguments["reduction"],
-            "ignore_index": match.arguments["ignore_index"],
         }
-        if logits.dtype != symbols.loss_dtype(input):
-            arguments["dtype"] = dtypes.to_strong_dtype(logits.dtype)
-        loss = self._region(arguments, match.cross_entropy, carries_grad=match.carries_grad)
-        if loss.ndim > 0 and loss.shape != target.shape:
-            loss = ltorch.reshape(loss, target.shape)
-        return loss
+        unfused = match.cross_entropy.output
+        if unfused.dtype != symbols.loss_dtype(input):
+            arguments["dtype"] = dtypes.to_strong_dtype(unfused.dtype)
+        loss = self._region(arguments, match.cross_entropy, self._operands_that_need_grad(match.path))
+        return loss if loss.shape == unfused.shape else ltorch.reshape(loss, unfused.shape)
+
+    def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
+        if not path.carries_grad:
+            return ()
+        products = [product for product in path.products if product.carries_grad]
+        sources = {
+            "input": [product.input for product in products],
+            "linear_weight": [product.weight for product in products],
+            "linear_bias": [path.bias] if path.bias is not None else [],
+        }
+        return tuple(
+            name for name, tensors in sources.items() if any(tensor.name in self._needed for tensor in tensors)
+        )
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
-        bound = inspect.signature(symbols.linear_cross_entropy.meta).bind(*bsym.args, **bsym.kwargs)
-        return self._region(dict(bound.arguments), bsym, carries_grad=carries_grad(bsym.output))
-
-    def _region(self, arguments: dict[str, Any], source: BoundSymbol, *, carries_grad: bool) -> TensorProxy:
+        arguments = dict(inspect.signature(symbols.linear_cross_entropy.meta).bind(*bsym.args, **bsym.kwargs).arguments)
         needs_grad = ()
-        if carries_grad:
+        if carries_grad(bsym.output):
             needs_grad = tuple(
                 name
                 for name in ("input", "linear_weight", "linear_bias")
                 if arguments.get(name) is not None and arguments[name].name in self._needed
             )
+        return self._region(arguments, bsym, needs_grad)
+
+    def _region(self, arguments: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> TensorProxy:
         plan = plan_region(arguments, needs_grad, self._options)
         self._compilation.decisions.append(Decision(_source(source), plan))
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
         arguments.update(needs_grad=needs_grad, plan=plan.chosen())
         return symbols.linear_cross_entropy(*tensors, **arguments)
+
+
+def _operands(path: LogitsPath) -> tuple[TensorProxy, TensorProxy, TensorProxy | None]:
+    """Input, weight and bias of the one linear that a path amounts to; may add operations to the trace.
+
+    A sum of products is the product of their operands, side by side along the hidden dimension.
+    """
+    inputs, weights = [], []
+    for product in path.products:
+        input, weight = product.input, product.weight
+        if path.carries_grad and not product.carries_grad:
+            input, weight = ltorch.detach(input), ltorch.detach(weight)
+        for step in path.selection:
+            input = step(input)
+        inputs.append(input if product.factor == 1 else ltorch.mul(input, float(product.factor)))
+        weights.append(ltorch.transpose(weight, 0, 1) if product.transposed else weight)
+    if len(path.products) == 1:
+        return inputs[0], weights[0], path.bias
+    return ltorch.cat(inputs, -1), ltorch.cat(weights, 1), path.bias
 
 
 def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
@@ -170,7 +201,7 @@ def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
     Nothing is gained by running a loss again: its saved tensors are small, or finished gradients.
     """
     for bsym in trace.bound_symbols:
-        if is_region(bsym) or bsym.sym.id == ltorch.cross_entropy.id:
+        if is_region(bsym) or is_loss(bsym):
             for out in bsym.flat_proxy_outs:
                 out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
 
