@@ -16,11 +16,11 @@ from typing import Any
 import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
 from thunder_flce.executor import is_static
+from thunder_flce.program import Program, carries_grad
 from thunder_flce.reason import NotFusable, Reason
 
 
@@ -58,9 +58,9 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class LogitsPath:
-    """A tensor of the program as logits: softcap * tanh(scale * (sum of products + bias)), some rows of it.
+    """A tensor of the program as logits: softcap * tanh(scale * z), or scale * z without a softcap; some rows of it.
 
-    Without a softcap: scale * (sum of products + bias). The scale is a fraction, so that z / 30 * 30 is z.
+    z is the sum of the products and the bias. Factors are fractions, so that z / 49 * 49 is z.
     """
 
     tensor: TensorProxy
@@ -97,6 +97,15 @@ class LogitsPath:
         last = max((i for i, step in enumerate(self.rows, start=1) if step.kind != "reshape"), default=0)
         return self.rows[:last]
 
+    @property
+    def logit_map(self) -> dict[str, float | int]:
+        """How the logits follow from the linear's output, as arguments of `linear_cross_entropy`; no defaults."""
+        scale = self.scale if self.softcap is None else self.scale * self.softcap
+        arguments = {"softcap": self.softcap and float(self.softcap), "vocab_size": self.vocab_size}
+        if scale != 1:
+            arguments["logit_scale"] = float(scale)
+        return {name: value for name, value in arguments.items() if value is not None}
+
     def then(self, bsym: BoundSymbol, **changes: Any) -> "LogitsPath":
         """The description of what `bsym` makes of the tensor."""
         return replace(
@@ -112,64 +121,45 @@ class LogitsPath:
         return self.then(bsym, class_dimension=class_dimension, rows=(*self.rows, *steps), **changes)
 
 
-class Program:
-    """A trace with what is needed to follow tensors up and down: who produces and who uses each."""
+def paths_to(logits: TensorProxy, program: Program) -> list[LogitsPath]:
+    """The descriptions of all tensors on the way from a linear to the logits; the last is that of the logits.
 
-    def __init__(self, trace: TraceCtx):
-        self.bsyms = list(trace.bound_symbols)
-        self.producers: dict[str, BoundSymbol] = {}
-        self.consumers: dict[str, list[BoundSymbol]] = {}
-        self.positions = {id(bsym): position for position, bsym in enumerate(self.bsyms)}
-        for bsym in self.bsyms:
-            arguments = {arg.name for arg in bsym.flat_proxy_args}
-            outputs = {out.name for out in bsym.flat_proxy_outs}
-            if outputs and outputs <= arguments:
-                continue  # Hands its argument on, such as a reshape to the same shape.
-            for name in outputs:
-                self.producers.setdefault(name, bsym)
-            for name in arguments:
-                self.consumers.setdefault(name, []).append(bsym)
-
-    def paths_to(self, logits: TensorProxy) -> list[LogitsPath]:
-        """The descriptions of all tensors on the way from the linear to the logits; the last is that of the logits.
-
-        Raises:
-            NotFusable: where the logits come from no linear, or in another way than the rules have it.
-        """
-        way: list[BoundSymbol] = []
-        current: Proxy = logits
-        while (producer := self.producers.get(current.name)) is not None and producer.sym.id not in LINEARS:
-            inputs = [arg for arg in producer.flat_proxy_args if isinstance(arg, TensorProxy)]
-            if not inputs:
-                producer = None
-                break
-            if not is_static(current, *inputs):
-                raise NotFusable(Reason.DYNAMIC)
-            way.append(producer)
-            # A tensor that has been changed is the first argument of what changed it, or has at least its size.
-            same_size = [arg for arg in inputs if arg.numel == current.numel]
-            current = next((arg for arg in same_size if arg.name in self.producers), (same_size or inputs)[0])
-        # A loss whose logits come from no linear at all is no missed fusion, whatever else was done to them.
-        if producer is None:
+    Raises:
+        NotFusable: where the logits come from no linear, or in another way than the rules have it.
+    """
+    way: list[BoundSymbol] = []
+    current: Proxy = logits
+    while (producer := program.producers.get(current.name)) is not None and producer.sym.id not in LINEARS:
+        inputs = [arg for arg in producer.flat_proxy_args if isinstance(arg, TensorProxy)]
+        if not inputs:
             raise NotFusable(Reason.NO_LINEAR)
-        if not is_static(*producer.flat_proxy_args, *producer.flat_proxy_outs):
+        if not is_static(current, *inputs):
             raise NotFusable(Reason.DYNAMIC)
-        paths = [LINEARS[producer.sym.id](self, producer, *producer.args, **producer.kwargs)]
-        for bsym in reversed(way):
-            paths.append(self.step(paths[-1], bsym))
-        return paths
+        way.append(producer)
+        # A tensor that has been changed is the first argument of what changed it, or has at least its size.
+        same_size = [arg for arg in inputs if arg.numel == current.numel]
+        current = next((arg for arg in same_size if arg.name in program.producers), (same_size or inputs)[0])
+    # A loss whose logits come from no linear at all is no missed fusion, whatever else was done to them.
+    if producer is None:
+        raise NotFusable(Reason.NO_LINEAR)
+    if not is_static(*producer.flat_proxy_args, *producer.flat_proxy_outs):
+        raise NotFusable(Reason.DYNAMIC)
+    paths = [LINEARS[producer.sym.id](program, producer, *producer.args, **producer.kwargs)]
+    for bsym in reversed(way):
+        paths.append(step(paths[-1], bsym, program))
+    return paths
 
-    def step(self, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-        """The description of what one more operation makes of logits; raises `NotFusable` where no rule has it."""
-        rule = RULES.get(bsym.sym.id)
-        if rule is None or not isinstance(bsym.output, TensorProxy) or bsym.output.device != path.tensor.device:
-            raise _changed(bsym)
-        return rule(self, path, bsym)
 
+def step(path: LogitsPath, bsym: BoundSymbol, program: Program) -> LogitsPath:
+    """The description of what one more operation makes of logits.
 
-def carries_grad(tensor: TensorProxy) -> bool:
-    """Whether a gradient can flow through a tensor: not if it was computed under `torch.no_grad`."""
-    return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
+    Raises:
+        NotFusable: where no rule has it.
+    """
+    rule = RULES.get(bsym.sym.id)
+    if rule is None or not isinstance(bsym.output, TensorProxy) or bsym.output.device != path.tensor.device:
+        raise _changed(bsym)
+    return rule(program, path, bsym)
 
 
 def _changed(bsym: BoundSymbol, how: str = "") -> NotFusable:
@@ -280,7 +270,7 @@ def _getitem(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPat
 
 
 def _narrow(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    _, dimension, start, length = bsym.args
+    dimension, start, length = (lambda input, dim, start, length: (dim, start, length))(*bsym.args, **bsym.kwargs)
     if not (_is_integer(start) and _is_integer(length)):
         raise _changed(bsym)
     start %= path.tensor.shape[dimension]
@@ -390,11 +380,11 @@ def _add(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
 def _sum_of_linears(program: Program, path: LogitsPath, bsym: BoundSymbol, other: TensorProxy) -> LogitsPath:
     """x @ W.T + y @ B.T, as low-rank adapters have it, is one product of [x, y] and [W, B]."""
     try:
-        paths = program.paths_to(other)
+        paths = paths_to(other, program)
     except NotFusable:
         raise _changed(bsym) from None
     summand = paths[-1]
-    if any(len(program.consumers[tensor.tensor.name]) > 1 for tensor in paths):
+    if any(len(program.users(each.tensor)) > 1 for each in paths):
         raise NotFusable(Reason.LOGITS_USED, f"one of the summands of {bsym.sym.name}")
     plain = (
         tuple(other.shape) == tuple(path.tensor.shape)
@@ -443,7 +433,7 @@ LINEARS: dict[Any, Callable[..., LogitsPath]] = {
     "torch.addmm": _addmm,
 }
 
-_COPIES = {
+COPIES = {
     ltorch.to.id,
     "Tensor.float",
     "torch.Tensor.type",
@@ -456,7 +446,7 @@ _COPIES = {
 
 _PERMUTATIONS = {ltorch.permute.id, ltorch.transpose.id, ltorch.movedim.id, ltorch.t.id, PrimIDs.TRANSPOSE}
 
-_RESHAPES = {
+RESHAPES = {
     ltorch.view.id,
     ltorch.view_as.id,
     ltorch.reshape.id,
@@ -470,9 +460,9 @@ _RESHAPES = {
 }
 
 RULES: dict[Any, Callable[[Program, LogitsPath, BoundSymbol], LogitsPath]] = {
-    **dict.fromkeys(_COPIES, _same_values),
+    **dict.fromkeys(COPIES, _same_values),
     **dict.fromkeys(_PERMUTATIONS, _permute),
-    **dict.fromkeys(_RESHAPES, _reshape),
+    **dict.fromkeys(RESHAPES, _reshape),
     ltorch.detach.id: _detach,
     ltorch.getitem.id: _getitem,
     "torch.narrow": _narrow,

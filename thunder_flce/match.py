@@ -5,19 +5,30 @@ of the way, or a reason why there is none, which is kept for the user to read.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
 from thunder_flce import symbols
 from thunder_flce.executor import is_static
-from thunder_flce.logits_path import LogitsPath, Program, carries_grad
+from thunder_flce.logits_path import COPIES, RESHAPES, LogitsPath, paths_to, step
+from thunder_flce.program import Program, tensors_written
 from thunder_flce.reason import NotFusable, Reason
+
+
+@dataclass(frozen=True, eq=False)
+class Argmax:
+    """The position of each row's largest logit, as accuracy needs it."""
+
+    bsym: BoundSymbol
+    indices: TensorProxy
+    """What it returns, without the vocabulary or with one element in its place."""
+    path: LogitsPath
+    """From the linear to what it is the argmax of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +41,10 @@ class Match:
     """From the linear to the loss."""
     arguments: dict[str, Any]
     """Of the cross-entropy, by name: target, ignore_index, reduction and so on."""
+    argmaxes: tuple[Argmax, ...] = ()
+    """What the region computes beside the loss."""
+    late: tuple[BoundSymbol, ...] = ()
+    """Operations before the loss that need an argmax, so that they have to come after it."""
     shares_logits_with: tuple[BoundSymbol, ...] = ()
     """Other losses on the same logits: this one can be fused only if they are."""
 
@@ -44,9 +59,8 @@ class Declined:
     """Which operation or value stood in the way."""
 
 
-def find_cross_entropies(trace: TraceCtx) -> list[Match | Declined]:
-    """Each cross-entropy of the trace, in order, and whether it can be fused with its linear."""
-    program = Program(trace)
+def find_cross_entropies(program: Program) -> list[Match | Declined]:
+    """Each cross-entropy of the program, in order, and whether it can be fused with its linear."""
     found: dict[int, Match | Declined] = {}
     for bsym in program.bsyms:
         if bsym.sym.id in _ARGUMENTS:
@@ -72,32 +86,35 @@ def _match(loss: BoundSymbol, program: Program) -> Match:
     logits, target = arguments.pop("logits"), arguments["target"]
     if not is_static(logits, *arguments.values()):
         raise NotFusable(Reason.DYNAMIC)
-    paths = program.paths_to(logits)
+    paths = paths_to(logits, program)
     path = paths[-1]
 
     if arguments.pop("size_average") is not None or arguments.pop("reduce") is not None:
         raise NotFusable(Reason.DEPRECATED_ARGUMENT)
     if logits.shape == target.shape:
         raise NotFusable(Reason.CLASS_PROBABILITIES)
-    if arguments.pop("weight") is not None:
-        raise NotFusable(Reason.CLASS_WEIGHTS)
-    if arguments.pop("label_smoothing") != 0.0:
-        raise NotFusable(Reason.LABEL_SMOOTHING)
     if path.class_dimension != min(1, logits.ndim - 1):
         raise NotFusable(Reason.CLASS_DIMENSION, f"logits of shape {tuple(logits.shape)}")
     if loss.sym.id == ltorch.nll_loss.id and not path.is_log_softmax:
         raise NotFusable(Reason.NOT_LOG_PROBABILITIES)
-    if path.scale != 1 or path.softcap is not None:
-        raise NotFusable(Reason.TRANSFORMED_LOGITS, "by a factor or a softcap")
-    if path.vocab_size is not None:
-        raise NotFusable(Reason.TRANSFORMED_LOGITS, "by getitem along the vocabulary")
-
     _check_operands(path, target)
+    _check_class_weights(path, arguments["weight"], program)
     # From here on the pattern fits; what is left is whether somebody else needs what it would no longer compute.
-    shares_logits_with = _other_users(paths, loss, program)
+    users = _other_users(paths, loss, program)
+    if users.losses and users.argmaxes:
+        raise NotFusable(Reason.LOGITS_USED, "by other losses and an argmax")
+    for argmax in users.argmaxes:
+        _check_argmax(argmax, path, arguments, program)
     if writer := _writer_between(path, loss, program):
         raise NotFusable(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
-    return Match(loss, path, arguments, tuple(shares_logits_with))
+    return Match(
+        loss,
+        path,
+        arguments,
+        argmaxes=tuple(users.argmaxes),
+        late=tuple(_dependants(users.argmaxes, loss, program)),
+        shares_logits_with=tuple(users.losses),
+    )
 
 
 def _check_operands(path: LogitsPath, target: TensorProxy) -> None:
@@ -113,30 +130,128 @@ def _check_operands(path: LogitsPath, target: TensorProxy) -> None:
         raise NotFusable(Reason.DTYPE, ", ".join(sorted(dtype.shortname() for dtype in tensor_dtypes)))
 
 
-def _other_users(paths: Sequence[LogitsPath], loss: BoundSymbol, program: Program) -> list[BoundSymbol]:
-    """Who else uses what stands between the linear and the loss: other losses, or else the logits have to stay."""
+def _check_class_weights(path: LogitsPath, weight: TensorProxy | None, program: Program) -> None:
+    if weight is None:
+        return
+    if weight.name in program.need_grad:
+        raise NotFusable(Reason.CLASS_WEIGHTS, "they require a gradient")
+    if path.vocab_size is not None:
+        raise NotFusable(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
+    input_dtype, dtype = (dtypes.to_strong_dtype(tensor.dtype) for tensor in (path.products[0].input, weight))
+    if dtype != input_dtype and (dtype is not dtypes.float32 or input_dtype is dtypes.float64):
+        raise NotFusable(Reason.CLASS_WEIGHTS, dtype.shortname())
+
+
+@dataclass(frozen=True, eq=False)
+class _Users:
+    """Who uses what stands between a linear and a loss, beside the loss, and can do without it."""
+
+    losses: list[BoundSymbol] = field(default_factory=list)
+    argmaxes: list[Argmax] = field(default_factory=list)
+
+    def add(self, path: LogitsPath, user: BoundSymbol, program: Program) -> None:
+        """Follows a user of logits down to losses and argmaxes; raises `NotFusable` where it leads to anything else."""
+        if user.sym.id == prims.PrimIDs.RETURN:
+            raise NotFusable(Reason.LOGITS_RETURNED)
+        if is_loss(user) and user.args[0] is path.tensor:
+            self.losses.append(user)
+        elif (indices := _indices_of_maximum(path, user, program)) is not None:
+            self.argmaxes.append(Argmax(user, indices, path))
+        else:
+            try:
+                branch = step(path, user, program)
+            except NotFusable:
+                raise NotFusable(Reason.LOGITS_USED, f"{path.tensor.name} is used by {user.sym.name}") from None
+            for next_user in program.users(branch.tensor):
+                self.add(branch, next_user, program)
+
+
+def _indices_of_maximum(path: LogitsPath, user: BoundSymbol, program: Program) -> TensorProxy | None:
+    """What `argmax`, or `max` without use of its values, returns for each row; None where `user` is neither."""
+    if user.sym.id not in (ltorch.argmax.id, ltorch.torch_max.id) or len(user.args) < 2:
+        return None
+    indices = user.output
+    if user.sym.id == ltorch.torch_max.id:
+        if not isinstance(user.output, tuple) or program.users(user.output[0]):
+            return None
+        indices = user.output[1]
+    dimension = user.args[1]
+    is_over_vocab = isinstance(dimension, int) and dimension % path.tensor.ndim == path.class_dimension
+    return indices if is_over_vocab else None
+
+
+def _other_users(paths: Sequence[LogitsPath], loss: BoundSymbol, program: Program) -> _Users:
     on_the_way = {id(bsym) for bsym in (*paths[-1].bsyms, loss)}
-    others: list[BoundSymbol] = []
+    users = _Users()
     for path in paths:
-        for user in program.consumers[path.tensor.name]:
+        for user in program.users(path.tensor):
             if id(user) not in on_the_way:
-                others += _losses_below(path, user, program)
-    return others
+                users.add(path, user, program)
+    return users
 
 
-def _losses_below(path: LogitsPath, user: BoundSymbol, program: Program) -> list[BoundSymbol]:
-    """The losses that a user of logits leads to; raises `NotFusable` where it leads to anything else."""
-    if user.sym.id == prims.PrimIDs.RETURN:
-        raise NotFusable(Reason.LOGITS_RETURNED)
-    if user.sym.id in _ARGUMENTS and user.args[0] is path.tensor:
-        return [user]
-    try:
-        branch = program.step(path, user)
-    except NotFusable:
-        raise NotFusable(Reason.LOGITS_USED, f"{path.tensor.name} is used by {user.sym.name}") from None
-    return [
-        loss for next in program.consumers.get(branch.tensor.name, ()) for loss in _losses_below(branch, next, program)
-    ]
+def _check_argmax(argmax: Argmax, path: LogitsPath, arguments: dict[str, Any], program: Program) -> None:
+    """That the region's argmax, which is -1 in ignored rows, serves as well: where it is compared with the labels."""
+    at = argmax.path
+    same_rows = at.selection == path.selection
+    # Any increasing function of the logits has the same maximum.
+    same_maximum = (
+        len(at.products) == len(path.products)
+        and at.bias is path.bias
+        and at.vocab_size == path.vocab_size
+        and (at.scale > 0) == (path.scale > 0)
+    )
+    ignore_index = arguments["ignore_index"]
+    if not same_rows or not same_maximum or -1 <= ignore_index < path.vocab:
+        raise NotFusable(Reason.LOGITS_USED, f"{at.tensor.name} is used by {argmax.bsym.sym.name}")
+    waiting = [argmax.indices]
+    while waiting:
+        indices = waiting.pop()
+        for user in program.users(indices):
+            if user.sym.id in RESHAPES:
+                waiting.append(user.output)
+                continue
+            others = [arg for arg in user.args if arg is not indices]
+            is_comparison = user.sym.id in (ltorch.eq.id, ltorch.ne.id) and len(others) == 1
+            if not is_comparison or not _are_labels(others[0], indices, arguments["target"], program):
+                raise NotFusable(Reason.LOGITS_USED, f"{at.tensor.name} is used by {argmax.bsym.sym.name}")
+
+
+def _are_labels(tensor: Any, indices: TensorProxy, target: TensorProxy, program: Program) -> bool:
+    """Whether a tensor has the loss's labels, in the same rows."""
+
+    def flat(tensor: TensorProxy) -> TensorProxy:
+        while (producer := program.producers.get(tensor.name)) is not None and producer.sym.id in RESHAPES | COPIES:
+            tensor = producer.args[0]
+        return tensor
+
+    return (
+        isinstance(tensor, TensorProxy)
+        and tensor.shape == indices.shape
+        and program.same_values(flat(tensor), flat(target))
+    )
+
+
+def _dependants(argmaxes: Sequence[Argmax], loss: BoundSymbol, program: Program) -> list[BoundSymbol]:
+    """What stands before the loss but needs an argmax, which will come with the loss.
+
+    Raises:
+        NotFusable: where the loss needs it, or a tensor is changed in place on the way, so that order matters.
+    """
+    if not argmaxes:
+        return []
+    between = program.between([argmax.bsym for argmax in argmaxes], loss)
+    late = {argmax.indices.name for argmax in argmaxes}
+    found = []
+    for bsym in (*between, loss):
+        if any(arg.name in late for arg in bsym.flat_proxy_args):
+            late |= {out.name for out in bsym.flat_proxy_outs}
+            found.append(bsym)
+    if loss in found:
+        raise NotFusable(Reason.LOGITS_USED, "the loss depends on their argmax")
+    if found and (writer := next((bsym for bsym in between if tensors_written(bsym)), None)):
+        raise NotFusable(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
+    return found
 
 
 def _writer_between(path: LogitsPath, loss: BoundSymbol, program: Program) -> BoundSymbol | None:
@@ -144,23 +259,10 @@ def _writer_between(path: LogitsPath, loss: BoundSymbol, program: Program) -> Bo
 
     It may be an operand of the linear, or share its memory. Labels are integers and may be changed.
     """
-    first = min(program.positions[id(bsym)] for bsym in path.bsyms)
-    between = program.bsyms[first : program.positions[id(loss)]]
-    return next((bsym for bsym in between if any(map(_is_float, _written(bsym)))), None)
-
-
-def _written(bsym: BoundSymbol) -> list[TensorProxy]:
-    """The tensors that an operation, or one that it consists of, changes in place."""
-    written = [tensor for inner in bsym.subsymbols for tensor in _written(inner)]
-    if bsym.sym.id == prims.PrimIDs.COPY_:
-        written.append(bsym.args[1])
-    elif bsym.sym.name.endswith("_") or "setitem" in bsym.sym.name:
-        written.append(bsym.args[0])
-    return [tensor for tensor in written if isinstance(tensor, TensorProxy)]
-
-
-def _is_float(tensor: TensorProxy) -> bool:
-    return dtypes.is_float_dtype(tensor.dtype)
+    for bsym in program.between(path.bsyms, loss):
+        if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(bsym)):
+            return bsym
+    return None
 
 
 def _cross_entropy_arguments(
@@ -194,24 +296,6 @@ _ARGUMENTS = {ltorch.cross_entropy.id: _cross_entropy_arguments, ltorch.nll_loss
 def is_loss(bsym: BoundSymbol) -> bool:
     """Whether a bound symbol is a cross-entropy or an nll_loss."""
     return bsym.sym.id in _ARGUMENTS
-
-
-def tensors_that_need_grad(trace: TraceCtx) -> set[str]:
-    """The names of all tensors of a trace through which a gradient flows; thunder marks only its inputs.
-
-    A superset at worst: an operation whose derivative is zero still passes it on.
-    """
-    needed = {arg.name for arg in _tensors(trace.args) if arg.requires_grad}
-    for bsym in trace.bound_symbols:
-        if bsym.sym.name in ("detach", "stop_gradient"):
-            continue
-        if any(arg.name in needed for arg in bsym.flat_proxy_args):
-            needed |= {out.name for out in _tensors(bsym.flat_proxy_outs) if carries_grad(out)}
-    return needed
-
-
-def _tensors(proxies: Sequence[Any]) -> list[TensorProxy]:
-    return [proxy for proxy in proxies if isinstance(proxy, TensorProxy)]
 
 
 def is_region(bsym: BoundSymbol) -> bool:

@@ -15,17 +15,11 @@ from thunder.core.transform_common import Transform, dce
 
 from thunder_flce import symbols
 from thunder_flce.executor import is_static, plan_region
-from thunder_flce.logits_path import LogitsPath, carries_grad
-from thunder_flce.match import (
-    Declined,
-    Match,
-    find_cross_entropies,
-    is_loss,
-    is_region,
-    tensors_that_need_grad,
-)
+from thunder_flce.logits_path import LogitsPath
+from thunder_flce.match import Declined, Match, find_cross_entropies, is_loss, is_region
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan
+from thunder_flce.program import Program, carries_grad
 from thunder_flce.reason import Reason
 
 
@@ -94,14 +88,15 @@ class FuseLinearCrossEntropy(Transform):
         _keep_forwards_out_of_backward(computation_trace)
         # Reading logits.shape leaves a symbol that uses the logits, though nothing uses what it returned.
         live_trace = dce(computation_trace)
-        found = find_cross_entropies(live_trace)
+        program = Program(live_trace)
+        found = find_cross_entropies(program)
         for match in found:
             if isinstance(match, Declined):
                 compilation.decisions.append(_declined(match))
         has_regions = any(is_region(bsym) for bsym in live_trace.bound_symbols)
         if has_regions or any(isinstance(match, Match) for match in found):
-            matches = {id(match.cross_entropy): match for match in found if isinstance(match, Match)}
-            rewrite = _Rewrite(live_trace, matches, self.options, compilation)
+            matches = [match for match in found if isinstance(match, Match)]
+            rewrite = _Rewrite(live_trace, matches, program.need_grad, self.options, compilation)
             computation_trace, _ = rewrite()
             computation_trace = dce(computation_trace)
             computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
@@ -109,40 +104,76 @@ class FuseLinearCrossEntropy(Transform):
 
 
 class _Rewrite(TraceSubstitutionProcessor):
-    def __init__(self, trace: TraceCtx, matches: dict[int, Match], options: Options, compilation: Compilation):
+    def __init__(
+        self,
+        trace: TraceCtx,
+        matches: list[Match],
+        need_grad: set[str],
+        options: Options,
+        compilation: Compilation,
+    ):
         super().__init__(trace)
-        self._matches = matches
+        self._matches = {id(match.cross_entropy): match for match in matches}
+        self._need_grad = need_grad
         self._options = options
         self._compilation = compilation
-        self._needed = tensors_that_need_grad(trace)
+        self._argmaxes = {id(argmax.bsym) for match in matches for argmax in match.argmaxes}
+        self._waits_for: dict[int, set[int]] = {}
+        """Of each operation that is late, the losses that have to come before it."""
+        for match in matches:
+            for bsym in match.late:
+                self._waits_for.setdefault(id(bsym), set()).add(id(match.cross_entropy))
+        self._waiting: list[BoundSymbol] = []
 
     def process_bsym(self, bsym: BoundSymbol) -> None:
-        if id(bsym) in self._matches:
-            match = self._matches[id(bsym)]
-            self.add_bsyms_from_function(self._fused, match, tags=bsym.tags)
+        if self._waits_for.get(id(bsym)):
+            self._waiting.append(bsym)
+        elif id(bsym) in self._matches:
+            self._fuse(self._matches[id(bsym)])
         elif is_region(bsym) and is_static(*bsym.flat_args):
             self.add_bsyms_from_function(self._planned, bsym, tags=bsym.tags)
-        else:
+        elif id(bsym) not in self._argmaxes:
             self.add_processed_bsyms([bsym.from_bsym()])
             self.set_result(bsym.output)
 
-    def _fused(self, match: Match) -> TensorProxy:
+    def _fuse(self, match: Match) -> None:
+        """Puts the region in place of the loss, and what waits for one of its outputs behind it."""
+        loss, *indices = self.add_bsyms_from_function(self._fused, match, tags=match.cross_entropy.tags)
+        self.set_result(loss)
+        for argmax, result in zip(match.argmaxes, indices, strict=True):
+            self.add_to_swap_map(argmax.indices, result)
+        for losses in self._waits_for.values():
+            losses.discard(id(match.cross_entropy))
+        self.add_unprocessed_bsyms([bsym for bsym in self._waiting if not self._waits_for[id(bsym)]])
+        self._waiting = [bsym for bsym in self._waiting if self._waits_for[id(bsym)]]
+
+    def _fused(self, match: Match) -> tuple[TensorProxy, ...]:
+        """The loss, and what takes the place of each argmax."""
         target = match.arguments["target"]
         input, weight, bias = _operands(match.path)
         # After the rows have been selected, they keep their order: the labels can take the hidden states' shape.
         rows = input.shape[:-1]
         arguments = {
             **match.arguments,
+            **match.path.logit_map,
             "input": input,
             "linear_weight": weight,
             "target": target if target.shape == rows else ltorch.reshape(target, rows),
             "linear_bias": bias,
         }
+        if match.argmaxes:
+            arguments["outputs"] = ("argmax",)
         unfused = match.cross_entropy.output
         if unfused.dtype != symbols.loss_dtype(input):
             arguments["dtype"] = dtypes.to_strong_dtype(unfused.dtype)
-        loss = self._region(arguments, match.cross_entropy, self._operands_that_need_grad(match.path))
-        return loss if loss.shape == unfused.shape else ltorch.reshape(loss, unfused.shape)
+        result = self._region(arguments, match.cross_entropy, self._operands_that_need_grad(match.path))
+        loss, *argmax = result if match.argmaxes else (result,)
+        shapes = [unfused.shape, *(argmax.indices.shape for argmax in match.argmaxes)]
+        results = [loss, *(argmax * len(match.argmaxes))]
+        return tuple(
+            result if result.shape == shape else ltorch.reshape(result, shape)
+            for result, shape in zip(results, shapes, strict=True)
+        )
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
         if not path.carries_grad:
@@ -154,7 +185,7 @@ class _Rewrite(TraceSubstitutionProcessor):
             "linear_bias": [path.bias] if path.bias is not None else [],
         }
         return tuple(
-            name for name, tensors in sources.items() if any(tensor.name in self._needed for tensor in tensors)
+            name for name, tensors in sources.items() if any(tensor.name in self._need_grad for tensor in tensors)
         )
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
@@ -164,11 +195,11 @@ class _Rewrite(TraceSubstitutionProcessor):
             needs_grad = tuple(
                 name
                 for name in ("input", "linear_weight", "linear_bias")
-                if arguments.get(name) is not None and arguments[name].name in self._needed
+                if arguments.get(name) is not None and arguments[name].name in self._need_grad
             )
         return self._region(arguments, bsym, needs_grad)
 
-    def _region(self, arguments: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> TensorProxy:
+    def _region(self, arguments: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
         plan = plan_region(arguments, needs_grad, self._options)
         self._compilation.decisions.append(Decision(_source(source), plan))
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
