@@ -20,7 +20,8 @@ from thunder.extend import register_executor
 
 from thunder_flce import functional, symbols
 from thunder_flce.options import Options
-from thunder_flce.plan import Plan, Problem, make_plan
+from thunder_flce.plan import Plan, make_plan
+from thunder_flce.proxies import region_problem
 from thunder_flce.symbols import executor
 
 
@@ -32,20 +33,9 @@ def plan_region(region: dict[str, Any], needs_grad: tuple[str, ...], options: Op
         needs_grad: the names of those that need a gradient.
         options: the user's choices.
     """
-    weight = region["linear_weight"]
-    device = devices.to_torch_device(weight.device)
-    problem = Problem(
-        tokens=int(region["target"].numel),
-        hidden=int(weight.shape[1]),
-        vocab=int(weight.shape[0]),
-        dtype=dtypes.to_torch_dtype(weight.dtype),
-        device_type=device.type,
-        reduction=region.get("reduction", "mean"),
-        input_grad="input" in needs_grad,
-        weight_grad="linear_weight" in needs_grad,
-        bias_grad="linear_bias" in needs_grad,
-    )
+    device = devices.to_torch_device(region["linear_weight"].device)
     is_fraction = isinstance(options.memory_budget, float)
+    problem = region_problem(region, needs_grad)
     return make_plan(problem, options, device_bytes=functional.device_bytes(device) if is_fraction else None)
 
 

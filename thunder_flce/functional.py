@@ -101,6 +101,7 @@ def plan_for(operands: Operands, options: Options) -> Plan:
         input_grad=operands.input_grad,
         weight_grad=operands.weight_grad,
         bias_grad=operands.bias_grad,
+        has_bias=operands.bias is not None,
     )
     return make_plan(problem, options, device_bytes=device_bytes(x.device))
 

@@ -105,6 +105,8 @@ class Problem:
     input_grad: bool
     weight_grad: bool
     bias_grad: bool
+    has_bias: bool = False
+    """Whether a bias is added to the logits. No plan depends on it; what is printed of one does."""
 
     @property
     def needs_grad(self) -> bool:

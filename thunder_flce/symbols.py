@@ -25,7 +25,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 from torch import Tensor
 
-from thunder_flce import engine, functional
+from thunder_flce import engine, functional, printer
 from thunder_flce.arguments import check_linear_cross_entropy
 from thunder_flce.engine import Gradients, Operands, SavedStatistics
 from thunder_flce.plan import Plan, layout_for
@@ -282,9 +282,13 @@ linear_cross_entropy_fwd = executor.register_operator(
     meta=_linear_cross_entropy_fwd_meta,
     fn=_linear_cross_entropy_fwd_impl,
     tags=FORWARD_TAGS,
+    python_printer=printer.print_forward,
 )
 linear_cross_entropy_bwd = executor.register_operator(
-    "linear_cross_entropy_bwd", meta=_linear_cross_entropy_bwd_meta, fn=_linear_cross_entropy_bwd_impl
+    "linear_cross_entropy_bwd",
+    meta=_linear_cross_entropy_bwd_meta,
+    fn=_linear_cross_entropy_bwd_impl,
+    python_printer=printer.print_backward,
 )
 scale_gradients = executor.register_operator("scale_gradients", meta=_scale_gradients_meta, fn=engine.scale_gradients)
 cross_entropy_fwd = executor.register_operator(

@@ -1,0 +1,98 @@
+"""How traces print a region: its line and, beneath it as comments, what one chunk of it runs.
+
+    (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, …, chunk_rows=2048)
+      # x = hidden, W = weight, y = t1
+      # loss = t2: bf16[], row_max = t3: f32[8192], …, dX = t6: bf16[2, 4096, 4096], dW = t7: bf16[128256, 4096]
+      # for each chunk of 2048 tokens, 4 in all:
+      #   logits bf16[2048, 128256] = x @ W.t()                      cuBLAS
+      #   …
+
+thunder prints the contents of a fusion in this way, from its subsymbols. A region has none: it is opaque to every pass,
+so its symbols print their comments themselves, at every print depth.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol, default_python_printer
+
+from thunder_flce.plan import Plan
+from thunder_flce.proxies import region_problem
+from thunder_flce.steps import Stage, backward_stages, forward_stages
+
+_OPERANDS = ("input", "linear_weight", "target", "linear_bias")
+_STATISTICS = ("row_max", "row_logsumexp", "valid_count")
+# The engine's names of what the symbols call by PyTorch's.
+_LETTERS = {"input": "x", "linear_weight": "W", "target": "y", "linear_bias": "b"}
+_GRADIENTS = {"input": "dX", "linear_weight": "dW", "linear_bias": "db"}
+_PLAN_FIELDS = {field.name for field in fields(Plan)}
+
+
+def output_names(settings: Mapping[str, Any]) -> list[str]:
+    """What `linear_cross_entropy_fwd` returns, in order, by its keyword arguments."""
+    names = ["loss", *_STATISTICS]
+    if settings["strategy"] == "gradients_in_forward":
+        names += [_GRADIENTS[name] for name in settings["needs_grad"]]
+    elif settings["strategy"] == "save_logits":
+        names.append("logits")
+    return names
+
+
+def plan_of(settings: Mapping[str, Any]) -> Plan:
+    """The plan that stands on a region's line, among its keyword arguments."""
+    return Plan(**{name: value for name, value in settings.items() if name in _PLAN_FIELDS})
+
+
+def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
+    """The python_printer of `linear_cross_entropy_fwd`."""
+    yield default_python_printer(bsym, *printables)
+    region = {**dict(zip(_OPERANDS, bsym.args, strict=True)), **bsym.kwargs}
+    problem = region_problem(region, bsym.kwargs["needs_grad"])
+    named = zip(output_names(bsym.kwargs), bsym.output, strict=True)
+    outputs = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in named]
+    yield from _commented(
+        [_named_operands(region), ", ".join(outputs), *stage_lines(forward_stages(problem, plan_of(bsym.kwargs)))]
+    )
+
+
+def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
+    """The python_printer of `linear_cross_entropy_bwd`."""
+    yield default_python_printer(bsym, *printables)
+    region = {**dict(zip(("grad", *_OPERANDS), bsym.args[:5], strict=True)), **bsym.kwargs}
+    needs_grad = bsym.kwargs["needs_grad"]
+    problem = region_problem(region, needs_grad)
+    named = zip(needs_grad, bsym.output, strict=True)
+    outputs = [f"{_GRADIENTS[name]} = {proxy.name}: {type_of(proxy)}" for name, proxy in named]
+    yield from _commented(
+        [_named_operands(region), ", ".join(outputs), *stage_lines(backward_stages(problem, plan_of(bsym.kwargs)))]
+    )
+
+
+def stage_lines(stages: Sequence[Stage]) -> list[str]:
+    """Stages as lines: a title where they repeat, and a step a line, with what runs it in a column of its own."""
+    indent = "  "
+    rows = [(indent if stage.title else "") + str(step) for stage in stages for step in stage.steps]
+    width = max(map(len, rows), default=0)
+    lines = []
+    texts = iter(rows)
+    for stage in stages:
+        if stage.title:
+            lines.append(f"{stage.title}:")
+        lines += [f"{next(texts):{width}}  {step.runner}" for step in stage.steps]
+    return lines
+
+
+def type_of(proxy: TensorProxy) -> str:
+    """A tensor's dtype and shape, such as "bf16[2, 4096]"."""
+    return f"{dtypes.to_strong_dtype(proxy.dtype).shortname()}[{', '.join(map(str, proxy.shape))}]"
+
+
+def _named_operands(region: Mapping[str, Any]) -> str:
+    return ", ".join(f"{_LETTERS[name]} = {region[name].name}" for name in _OPERANDS if region[name] is not None)
+
+
+def _commented(lines: Sequence[str]) -> Iterator[str]:
+    return (f"  # {line}" for line in lines)
