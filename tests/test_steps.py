@@ -150,4 +150,5 @@ def test_a_backward_trace_prints_its_slabs():
     jitted = thunder_flce.jit(loss, options=Options(strategy="recompute_logits"))
     jitted(torch.randn(T, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(0, V, (T,)))
     text = thunder.last_backward_traces(jitted)[-1].python()
-    assert f"    # for the only slab, of {V} columns of the vocabulary:\n    #   logits f32[{T}, {V}] = x @ W[slab].t()" in text
+    title = f"    # for the only slab, of {V} columns of the vocabulary:\n"
+    assert f"{title}    #   logits f32[{T}, {V}] = x @ W[slab].t()" in text

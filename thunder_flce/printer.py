@@ -24,7 +24,7 @@ from thunder_flce.proxies import region_problem
 from thunder_flce.steps import Stage, backward_stages, forward_stages
 
 _OPERANDS = ("input", "linear_weight", "target", "linear_bias")
-_STATISTICS = ("row_max", "row_logsumexp", "valid_count")
+STATISTICS = ("row_max", "row_logsumexp", "valid_count")
 # The engine's names of what the symbols call by PyTorch's.
 _LETTERS = {"input": "x", "linear_weight": "W", "target": "y", "linear_bias": "b"}
 _GRADIENTS = {"input": "dX", "linear_weight": "dW", "linear_bias": "db"}
@@ -33,7 +33,7 @@ _PLAN_FIELDS = {field.name for field in fields(Plan)}
 
 def output_names(settings: Mapping[str, Any]) -> list[str]:
     """What `linear_cross_entropy_fwd` returns, in order, by its keyword arguments."""
-    names = ["loss", *_STATISTICS]
+    names = ["loss", *STATISTICS]
     if settings["strategy"] == "gradients_in_forward":
         names += [_GRADIENTS[name] for name in settings["needs_grad"]]
     elif settings["strategy"] == "save_logits":
@@ -71,18 +71,28 @@ def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     )
 
 
-def stage_lines(stages: Sequence[Stage]) -> list[str]:
-    """Stages as lines: a title where they repeat, and a step a line, with what runs it in a column of its own."""
-    indent = "  "
-    rows = [(indent if stage.title else "") + str(step) for stage in stages for step in stage.steps]
-    width = max(map(len, rows), default=0)
-    lines = []
-    texts = iter(rows)
+def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
+    """The python_printer of `scale_gradients`."""
+    yield default_python_printer(bsym, *printables)
+    grad, _, *gradients = (proxy.name for proxy in bsym.flat_proxy_args)
+    yield from _commented([f"{', '.join(gradients)} from the forward, *= {grad} where that is not 1"])
+
+
+def stage_rows(stages: Sequence[Stage]) -> list[tuple[str, str]]:
+    """Stages as rows of two cells: a title, or a step and what runs it. Steps that repeat are indented."""
+    rows = []
     for stage in stages:
         if stage.title:
-            lines.append(f"{stage.title}:")
-        lines += [f"{next(texts):{width}}  {step.runner}" for step in stage.steps]
-    return lines
+            rows.append((f"{stage.title}:", ""))
+        rows += [("  " * bool(stage.title) + str(step), step.runner) for step in stage.steps]
+    return rows
+
+
+def stage_lines(stages: Sequence[Stage]) -> list[str]:
+    """The same as lines, with what runs a step in a column of its own."""
+    rows = stage_rows(stages)
+    width = max((len(text) for text, runner in rows if runner), default=0)
+    return [f"{text:{width}}  {runner}" if runner else text for text, runner in rows]
 
 
 def type_of(proxy: TensorProxy) -> str:

@@ -260,8 +260,8 @@ class _Run:
         problem = self._problem
         needed = {"dX": problem.input_grad, "dW": problem.weight_grad, "db": problem.bias_grad}
         names = ", ".join(name for name, is_needed in needed.items() if is_needed)
-        runner = "Triton" if problem.device_type == "cuda" else "PyTorch"
-        expression = "the incoming gradient, which ends before it touches memory where that is 1"
+        runner = "Triton" if problem.device_type == "cuda" and problem.dtype is not torch.float64 else "PyTorch"
+        expression = "the incoming gradient, where that is not 1"
         return (Step(result=names, assignment="*=", expression=expression, runs_in=runner),)
 
     def _product(self, result: str, expression: str, *, call: str, adds: bool = False, bytes: int = 0) -> Step:

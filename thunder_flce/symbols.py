@@ -290,7 +290,12 @@ linear_cross_entropy_bwd = executor.register_operator(
     fn=_linear_cross_entropy_bwd_impl,
     python_printer=printer.print_backward,
 )
-scale_gradients = executor.register_operator("scale_gradients", meta=_scale_gradients_meta, fn=engine.scale_gradients)
+scale_gradients = executor.register_operator(
+    "scale_gradients",
+    meta=_scale_gradients_meta,
+    fn=engine.scale_gradients,
+    python_printer=printer.print_scaling,
+)
 cross_entropy_fwd = executor.register_operator(
     "cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=forward_impl, tags=FORWARD_TAGS
 )

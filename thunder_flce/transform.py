@@ -1,6 +1,7 @@
 """The transform: makes linear + cross-entropy one region, and gives every region its plan."""
 
 import inspect
+import time
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,8 @@ from thunder_flce.match import (
     tensors_that_need_grad,
 )
 from thunder_flce.options import Options
-from thunder_flce.plan import Plan
+from thunder_flce.plan import Plan, Problem
+from thunder_flce.proxies import region_problem
 
 
 class NotFusedWarning(UserWarning):
@@ -40,6 +42,8 @@ class Decision:
     """"file:line" of the user's call, as far as it is known."""
     plan: Plan | None
     """None where it was not fused."""
+    problem: Problem | None = None
+    """What the plan was made from; None where it was not fused."""
     reason: Reason | None = None
     """None where it was fused."""
     detail: str = ""
@@ -55,11 +59,17 @@ class Decision:
         return f"{self.source}: not fused, because {self.reason.value}" + (f" ({self.detail})" if self.detail else "")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compilation:
     """The decisions about one trace: a jitted function has one for each set of shapes that it was called with."""
 
+    trace: TraceCtx = field(repr=False)
+    """The trace that was transformed, as it was before."""
+
     decisions: list[Decision] = field(default_factory=list)
+
+    seconds: float = 0.0
+    """Time that the transform took."""
 
 
 class FuseLinearCrossEntropy(Transform):
@@ -88,7 +98,8 @@ class FuseLinearCrossEntropy(Transform):
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Called by thunder once per compiled trace."""
-        compilation = Compilation()
+        start = time.perf_counter()
+        compilation = Compilation(computation_trace)
         self.compilations.append(compilation)
         _keep_forwards_out_of_backward(computation_trace)
         # Reading logits.shape leaves a symbol that uses the logits, though nothing uses what it returned.
@@ -104,6 +115,7 @@ class FuseLinearCrossEntropy(Transform):
             computation_trace, _ = rewrite()
             computation_trace = dce(computation_trace)
             computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
+        compilation.seconds = time.perf_counter() - start
         return prologue_trace, computation_trace, epilogue_trace
 
 
@@ -158,7 +170,7 @@ class _Rewrite(TraceSubstitutionProcessor):
                 if arguments.get(name) is not None and arguments[name].name in self._needed
             )
         plan = plan_region(arguments, needs_grad, self._options)
-        self._compilation.decisions.append(Decision(_source(source), plan))
+        self._compilation.decisions.append(Decision(_source(source), plan, region_problem(arguments, needs_grad)))
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
         arguments.update(needs_grad=needs_grad, plan=plan.chosen())
         return symbols.linear_cross_entropy(*tensors, **arguments)
@@ -176,7 +188,7 @@ def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
 
 
 def _declined(declined: Declined) -> Decision:
-    decision = Decision(_source(declined.cross_entropy), None, declined.reason, declined.detail)
+    decision = Decision(_source(declined.cross_entropy), None, reason=declined.reason, detail=declined.detail)
     if declined.reason is not Reason.NO_LINEAR:
         warnings.warn(f"thunder_flce: the cross-entropy at {decision}", NotFusedWarning, stacklevel=2)
     return decision

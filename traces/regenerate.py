@@ -1,4 +1,4 @@
-"""Prints the traces of `programs`, with and without the executor, into this folder.
+"""Prints the traces of `thunder_flce.inspection.programs`, with and without the executor, into this folder.
 
     python traces/regenerate.py                   all of it
     python traces/regenerate.py --device cpu      cpu/ (float32) and fusions/
@@ -61,7 +61,7 @@ def build(device: str = "cpu") -> dict[str, str]:
 
 def build_traces(device: str) -> dict[str, str]:
     """The printed traces of all programs, plain and flce."""
-    from programs import PROGRAMS
+    from thunder_flce.inspection.programs import PROGRAMS
 
     has_gpu = device == "cuda" and torch.cuda.is_available()
     folder = torch.cuda.get_device_name().removeprefix("NVIDIA ").replace(" ", "-").lower() if has_gpu else device
@@ -74,9 +74,10 @@ def build_traces(device: str) -> dict[str, str]:
 
 def _print_program(program: Callable, variant: str, device: str, *, run: bool) -> str:
     import thunder
-    from programs import Sizes, arguments
 
     import thunder_flce
+    from thunder_flce.inspection.programs import Sizes, arguments
+    from thunder_flce.inspection.saved import saved_tensors
 
     jitted = {"plain": thunder.jit, "flce": thunder_flce.jit}[variant](program)
     with nullcontext() if run else FakeTensorMode(), warnings.catch_warnings():
@@ -103,30 +104,12 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
             header.append(str(decision).removeprefix(f"{decision.source}: "))
     header.append("Saved for backward, beside the arguments and views of them:")
     header += [
-        f"    {saved.name}: {saved.dtype.shortname()}{list(saved.shape)}, {saved.numel * saved.dtype.bytes:,} bytes"
-        for saved in saved_for_backward(forward)
-        if not _is_argument_or_view(saved, forward)
+        f"    {saved.name}: {saved.type}, {saved.bytes:,} bytes"
+        for saved in saved_tensors(forward)
+        if not saved.is_argument
     ] or ["    nothing"]
     body = "\n\n\n".join(_printed(trace) for trace in (forward, backward))
     return _renumbered(_commented("\n".join(header)), body)
-
-
-def saved_for_backward(forward: Any) -> list[Any]:
-    """The tensor proxies that a final forward trace saves for its backward."""
-    _, (tensors, _) = forward.output
-    return list(tensors)
-
-
-def _is_argument_or_view(tensor: Any, trace: Any) -> bool:
-    producers = {out.name: bsym for bsym in trace.bound_symbols for out in bsym.flat_proxy_outs}
-    arguments = {argument.name for argument in trace.args}
-    name = tensor.name
-    while name not in arguments:
-        producer = producers[name]
-        if producer.sym.name not in ("view", "reshape", "torch_prims_reshape_impl"):
-            return False
-        name = producer.flat_proxy_args[0].name
-    return True
 
 
 def _command(device: str) -> str:
@@ -138,15 +121,15 @@ def _commented(text: str) -> str:
 
 
 def _printed(trace: Any) -> str:
-    """A trace as thunder prints it, without timings and file names, and with the contents of fusions only."""
+    """A trace as thunder prints it, without timings and file names; contents of fusions and regions only."""
     lines = []
-    is_fusion, source = False, None
+    is_fusion, source = None, None
     for line in trace.python(print_depth=2).splitlines():
         if line.startswith("    #"):
             if not is_fusion:
                 continue
         else:
-            is_fusion = re.search(r"= (nvFusion|TorchCompile)\d+\(", line) is not None
+            is_fusion = re.search(r"= (nvFusion\d+|TorchCompile\d+|linear_cross_entropy_\w+|scale_gradients)\(", line)
         line = re.sub(r" \(took \d+ milliseconds\)", "", line).rstrip()
         if found := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
             if found[1] == source:
@@ -172,9 +155,9 @@ def _renumbered(header: str, body: str) -> str:
 def build_fusions() -> dict[str, str]:
     """The printed nvFuser definitions for bfloat16 logits over a vocabulary of 128256."""
     from nvfuser_direct import DataType, FusionDefinition
-    from programs import Sizes
 
     from thunder_flce import nvfuser_translation
+    from thunder_flce.inspection.programs import Sizes
     from thunder_flce.plan import VocabLayout
     from thunder_flce.row_kernels import nvfuser
 

@@ -1,4 +1,4 @@
-"""The small programs whose traces are printed in this folder."""
+"""Small programs to print the traces of, and their arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
