@@ -285,7 +285,8 @@ def test_thunderfx_in_several_graphs():
     assert [[decision.fused for decision in graph.decisions] for graph in report.graphs] == [[], [True]]
 
 
-def test_thunderfx_where_thunder_leaves_the_loss_to_inductor(monkeypatch):
+@pytest.mark.parametrize("compiled_by", ["Inductor", "eager PyTorch"])
+def test_thunderfx_where_thunder_leaves_the_loss_to_others(compiled_by, monkeypatch):
     is_supported = splitter.is_node_supported_by_thunder
 
     def all_but_the_loss(node, options):
@@ -294,11 +295,14 @@ def test_thunderfx_where_thunder_leaves_the_loss_to_inductor(monkeypatch):
         return is_supported(node, options)
 
     monkeypatch.setattr(splitter, "is_node_supported_by_thunder", all_but_the_loss)
+    if compiled_by == "eager PyTorch":
+        monkeypatch.setattr(splitter, "make_fake_arguments", lambda graph: None)
     report = _explained_fx()
-    assert [graph.compiled_by for graph in report.graphs] == ["thunder", "Inductor"]
+    assert [graph.compiled_by for graph in report.graphs] == ["thunder", compiled_by]
     (decision,) = report.decisions
     assert decision.reason is Reason.NOT_THUNDER and decision.source.startswith(__file__)
-    assert "not fused, because thunder does not compile its part of the graph (Inductor does; not today)" in str(report)
+    sentence = f"not fused, because thunder does not compile its part of the graph ({compiled_by} does; not today)"
+    assert f"{decision.source}: {sentence}" in str(report)
     (entry,) = report.to_dict()["graphs"][1]["cross_entropies_not_compiled_by_thunder"]
     assert entry["reason"] == "NOT_THUNDER" and "F.cross_entropy" in entry["line"]
 

@@ -1,4 +1,4 @@
-"""`python -m thunder_flce bench`."""
+"""`python -m thunder_flce bench` and `python -m thunder_flce trace`."""
 
 import argparse
 import json
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import torch
+
+from thunder_flce.inspection import trace_command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     bench.add_argument("--json", type=Path, default=None, help="append the results to this file, a line each")
     bench.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     bench.set_defaults(run=_bench)
+    trace_command.add_parser(commands)
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed, bench, sys.argv[1:] if arguments is None else arguments)
 

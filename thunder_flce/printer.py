@@ -75,7 +75,7 @@ def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `scale_gradients`."""
     yield default_python_printer(bsym, *printables)
     grad, _, *gradients = (proxy.name for proxy in bsym.flat_proxy_args)
-    yield from _commented([f"{', '.join(gradients)} from the forward, *= {grad} where that is not 1"])
+    yield from _commented([f"{', '.join(gradients)} of the forward *= {grad}, where that is not 1"])
 
 
 def stage_rows(stages: Sequence[Stage]) -> list[tuple[str, str]]:

@@ -172,8 +172,7 @@ class _Run:
             self._row_pass(
                 f"dlogits {self._type(tiles.rows, tiles.columns)}"
                 + (f", db {self._type(tiles.columns, dtype=self._row_dtype)}" if problem.bias_grad else ""),
-                "exp(logits - row_max - row_logsumexp) * s, in place"
-                + (", and its sums over the rows" if problem.bias_grad else ""),
+                "exp(logits - row_max - row_logsumexp) * s, in place" + ("; sum(0)" if problem.bias_grad else ""),
                 call="kernels.gradient_",
                 fusions=("gradient_with_column_sums" if problem.bias_grad else "gradient",),
                 passes=2,

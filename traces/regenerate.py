@@ -14,7 +14,6 @@ What changes from one run to the next is left out or renumbered: timings, file n
 import argparse
 import inspect
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -24,7 +23,6 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -78,6 +76,7 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
     import thunder_flce
     from thunder_flce.inspection.programs import Sizes, arguments
     from thunder_flce.inspection.saved import saved_tensors
+    from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
 
     jitted = {"plain": thunder.jit, "flce": thunder_flce.jit}[variant](program)
     with nullcontext() if run else FakeTensorMode(), warnings.catch_warnings():
@@ -89,7 +88,7 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
             loss.backward(torch.ones_like(loss))
             where = f"Compiled and run on {torch.cuda.get_device_name()}"
         else:
-            thunder.compile_data(jitted).get_computation_and_inputs(*tensors)
+            compile_only(jitted, tensors)
             where = f"Compiled for {device}"
     forward, backward = thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
 
@@ -108,48 +107,12 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
         for saved in saved_tensors(forward)
         if not saved.is_argument
     ] or ["    nothing"]
-    body = "\n\n\n".join(_printed(trace) for trace in (forward, backward))
-    return _renumbered(_commented("\n".join(header)), body)
+    body = "\n\n\n".join(readable(trace) for trace in (forward, backward))
+    return renumbered(commented("\n".join(header)), body)
 
 
 def _command(device: str) -> str:
     return f"python traces/regenerate.py --device {device}"
-
-
-def _commented(text: str) -> str:
-    return textwrap.indent(text, "# ", lambda line: True).replace("# \n", "#\n")
-
-
-def _printed(trace: Any) -> str:
-    """A trace as thunder prints it, without timings and file names; contents of fusions and regions only."""
-    lines = []
-    is_fusion, source = None, None
-    for line in trace.python(print_depth=2).splitlines():
-        if line.startswith("    #"):
-            if not is_fusion:
-                continue
-        else:
-            is_fusion = re.search(r"= (nvFusion\d+|TorchCompile\d+|linear_cross_entropy_\w+|scale_gradients)\(", line)
-        line = re.sub(r" \(took \d+ milliseconds\)", "", line).rstrip()
-        if found := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
-            if found[1] == source:
-                # thunder names the source again after each operation that has none; that and the blank line go.
-                lines.pop()
-                continue
-            source = found[1]
-            line = f"  # {source}"
-        lines.append(line)
-    return re.sub(r"_torch_memory_format_\d+", "_torch_memory_format", "\n".join(lines))
-
-
-def _renumbered(header: str, body: str) -> str:
-    """Numbers the proxies from 0, in the order in which the traces name them, forward and backward alike."""
-    pattern = re.compile(r"\b([tC])(\d+)\b")
-    numbers: dict[str, dict[str, int]] = {"t": {}, "C": {}}
-    for prefix, number in pattern.findall(body):
-        numbers[prefix].setdefault(number, len(numbers[prefix]))
-    text = pattern.sub(lambda found: f"{found[1]}{numbers[found[1]][found[2]]}", f"{header}\n\n{body}")
-    return text.rstrip() + "\n"
 
 
 def build_fusions() -> dict[str, str]:
@@ -158,6 +121,7 @@ def build_fusions() -> dict[str, str]:
 
     from thunder_flce import nvfuser_translation
     from thunder_flce.inspection.programs import Sizes
+    from thunder_flce.inspection.trace_text import commented
     from thunder_flce.plan import VocabLayout
     from thunder_flce.row_kernels import nvfuser
 
@@ -190,7 +154,7 @@ def build_fusions() -> dict[str, str]:
             nvfuser_translation.backward_fusion, grad, logits, target, row_vector, row_vector, scalar
         ),
     }
-    header = _commented(f"Printed by: {_command('cpu')}\n{nvfuser_versions()}, bfloat16 logits, vocabulary {vocab}.")
+    header = commented(f"Printed by: {_command('cpu')}\n{nvfuser_versions()}, bfloat16 logits, vocabulary {vocab}.")
     return {f"fusions/{name}.py": f"{header}\n\n{str(fusion).strip()}\n" for name, fusion in fusions.items()}
 
 

@@ -42,9 +42,14 @@ def plain(blocks: Iterable[Block]) -> str:
     return "\n".join(_plain(block) for block in blocks)
 
 
+def rich_terminal() -> bool:
+    """Whether standard output is a terminal, and rich installed to print to it."""
+    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+
+
 def print_blocks(blocks: Iterable[Block]) -> None:
     """Prints with rich to a terminal, if it is installed, and plain text otherwise."""
-    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+    if rich_terminal():
         from rich.console import Console
 
         Console(highlight=False).print(rich_group(blocks))

@@ -1,5 +1,6 @@
 """Small programs to print the traces of, and their arguments."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,17 +73,19 @@ class Sizes:
         return self.batch * self.sequence
 
 
+ARGUMENTS = frozenset({"hidden", "weight", "bias", "labels"})
+
+
 def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors for a program, by the names of its arguments. All but the labels need a gradient."""
+    """Tensors for a program, by the names of its arguments, out of `ARGUMENTS`. All but the labels need a gradient."""
     shapes = {
         "hidden": (sizes.batch, sizes.sequence, sizes.hidden),
         "weight": (sizes.vocab, sizes.hidden),
         "bias": (sizes.vocab,),
     }
-    names = program.__code__.co_varnames[: program.__code__.co_argcount]
     return [
         torch.randint(sizes.vocab, (sizes.batch, sizes.sequence), device=device)
         if name == "labels"
         else torch.randn(shapes[name], device=device, dtype=dtype, requires_grad=True)
-        for name in names
+        for name in inspect.signature(program).parameters
     ]
