@@ -114,6 +114,44 @@ def test_products_are_cublas_and_row_passes_are_nvfuser():
     assert str(chunks.steps[0]) == "logits bf16[2048, 128256] = x @ W.t()"
 
 
+@pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
+@pytest.mark.parametrize("bias_grad", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("vocab", [1000, 128256, 50257])
+def test_fusions_are_those_that_the_kernels_execute(vocab, bias_grad, monkeypatch):
+    from thunder_flce.row_kernels import LogitsBuffer, nvfuser
+
+    executed = []
+
+    def execute(fusion, inputs, fast_math=False):
+        executed.append(fusion)
+        vectors = {"part_statistics": 2, "merge_parts": 3, "target_gradient": 1}.get(fusion, 0)
+        rows = inputs[0].shape[0]
+        return [torch.zeros(rows) for _ in range(vectors)] or [torch.zeros(inputs[0].shape[1])]
+
+    for name in ("part_statistics", "merge_parts", "target_gradient"):
+        monkeypatch.setattr(nvfuser, f"_{name}", lambda *sizes, name=name: name)
+    with_sums = {True: "gradient_with_column_sums", False: "gradient"}
+    monkeypatch.setattr(nvfuser, "_gradient", lambda *sizes, column_sums: with_sums[column_sums])
+    monkeypatch.setattr(nvfuser, "_execute", execute)
+
+    problem = _problem(tokens=4, vocab=vocab, bias_grad=bias_grad)
+    buffer = LogitsBuffer.allocate(4, problem.layout, dtype=torch.bfloat16, device=torch.device("cpu"))
+    row = torch.zeros(4)
+    statistics, _ = nvfuser.KERNELS.statistics(buffer, row)
+    nvfuser.KERNELS.gradient_(buffer, statistics, row, column_sums=bias_grad)
+    nvfuser.KERNELS.target_gradient(row, statistics, row, row)
+    stages = forward_stages(problem, make_plan(problem, Options()))
+    assert executed == [name for stage in stages for step in stage.steps if step.call for name in step.fusions]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_tokens(strategy):
+    problem = _problem(tokens=0)
+    plan = make_plan(problem, Options(strategy=strategy))
+    steps = [s for stage in (*forward_stages(problem, plan), *backward_stages(problem, plan)) for s in stage.steps]
+    assert steps and all(step.bytes >= 0 and step.operations == 0 for step in steps)
+
+
 @pytest.mark.parametrize("changes", [{"device_type": "cpu"}, {"dtype": torch.float64}], ids=str)
 def test_without_nvfuser_row_passes_are_pytorch(changes):
     problem = _problem(**changes)

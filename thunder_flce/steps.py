@@ -106,6 +106,11 @@ class _Tiles:
     by_columns: bool
 
     @property
+    def again(self) -> int:
+        """How many add to what another has written."""
+        return max(self.count - 1, 0)
+
+    @property
     def title(self) -> str:
         size, unit = (self.columns, "columns of the vocabulary") if self.by_columns else (self.rows, "tokens")
         kind = "slab" if self.by_columns else "chunk"
@@ -206,7 +211,7 @@ class _Run:
                 call="products.weight_gradient_",
                 adds=tiles.count > 1,
                 # Read and written once more by each chunk but the first.
-                bytes=(tiles.count - 1) * 2 * size * dtype.itemsize,
+                bytes=tiles.again * 2 * size * dtype.itemsize,
             )
         ]
         if plan.float32_rows:
@@ -232,7 +237,7 @@ class _Run:
             "dlogits @ W[slab]",
             call="products.input_gradient_",
             adds=tiles.count > 1,
-            bytes=(tiles.count - 1) * 2 * tiles.rows * problem.hidden * self._row_dtype.itemsize,
+            bytes=tiles.again * 2 * tiles.rows * problem.hidden * self._row_dtype.itemsize,
         )
 
     def loss(self) -> Step:

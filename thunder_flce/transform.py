@@ -42,11 +42,11 @@ class Decision:
     """"file:line" of the user's call, as far as it is known."""
     plan: Plan | None
     """None where it was not fused."""
-    problem: Problem | None = None
-    """What the plan was made from; None where it was not fused."""
     reason: Reason | None = None
     """None where it was fused."""
     detail: str = ""
+    problem: Problem | None = None
+    """What the plan was made from; None where it was not fused."""
 
     @property
     def fused(self) -> bool:
@@ -170,7 +170,9 @@ class _Rewrite(TraceSubstitutionProcessor):
                 if arguments.get(name) is not None and arguments[name].name in self._needed
             )
         plan = plan_region(arguments, needs_grad, self._options)
-        self._compilation.decisions.append(Decision(_source(source), plan, region_problem(arguments, needs_grad)))
+        self._compilation.decisions.append(
+            Decision(_source(source), plan, problem=region_problem(arguments, needs_grad))
+        )
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
         arguments.update(needs_grad=needs_grad, plan=plan.chosen())
         return symbols.linear_cross_entropy(*tensors, **arguments)
@@ -188,7 +190,7 @@ def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
 
 
 def _declined(declined: Declined) -> Decision:
-    decision = Decision(_source(declined.cross_entropy), None, reason=declined.reason, detail=declined.detail)
+    decision = Decision(_source(declined.cross_entropy), None, declined.reason, declined.detail)
     if declined.reason is not Reason.NO_LINEAR:
         warnings.warn(f"thunder_flce: the cross-entropy at {decision}", NotFusedWarning, stacklevel=2)
     return decision
