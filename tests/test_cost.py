@@ -8,7 +8,9 @@ import torch
 
 from thunder_flce import Options, cost
 from thunder_flce.bench.shapes import SHAPES
+from thunder_flce.loss import Loss
 from thunder_flce.plan import Problem, make_plan
+from thunder_flce.steps import PlannedRegion
 
 pytest.importorskip("nvfuser_direct", reason="the model is of nvFuser's kernels")
 
@@ -23,20 +25,21 @@ OPTIONS = {
 }
 
 
-def _problem(shape, **changes):
+def _region(shape, options=None, *, loss=None, **changes):
     fields = {
         "tokens": shape.tokens,
         "hidden": shape.hidden,
         "vocab": shape.vocab,
         "dtype": shape.dtype,
         "device_type": "cuda",
-        "reduction": "mean",
-        "has_bias": shape.bias,
+        "row_gradients": (loss or Loss()).has_row_gradients,
         "input_grad": True,
         "weight_grad": True,
         "bias_grad": shape.bias,
     }
-    return Problem(**{**fields, **changes})
+    problem = Problem(**{**fields, **changes})
+    plan = make_plan(problem, options or Options())
+    return PlannedRegion(problem=problem, plan=plan, loss=loss or Loss(), has_bias=shape.bias)
 
 
 def _measurements():
@@ -50,9 +53,7 @@ def _measurements():
 
 @pytest.mark.parametrize(("shape", "record"), _measurements())
 def test_predictions_are_near_the_measurements(shape, record):
-    problem = _problem(shape)
-    plan = make_plan(problem, OPTIONS[record["method"]])
-    predicted_ms = cost.predicted_seconds(problem, plan, H200) * 1e3
+    predicted_ms = cost.predicted_seconds(_region(shape, OPTIONS[record["method"]]), H200) * 1e3
     assert predicted_ms == pytest.approx(record["time_ms"], rel=0.08)
 
 
@@ -62,14 +63,12 @@ def test_predictions_are_near_the_measurements(shape, record):
     ids=str,
 )
 def test_unknown_devices_have_no_prediction(changes, device):
-    problem = _problem(SHAPES["S1"], **changes)
-    assert cost.predicted_seconds(problem, make_plan(problem, Options()), device) is None
+    assert cost.predicted_seconds(_region(SHAPES["S1"], **changes), device) is None
 
 
 def test_alternatives_are_other_plans_that_can_run():
-    problem = _problem(SHAPES["S1"])
-    plan = make_plan(problem, Options())
-    others = cost.alternatives(problem, plan)
+    region = _region(SHAPES["S1"])
+    plan, others = region.plan, [other.plan for other in cost.alternatives(region)]
     assert plan not in others and len(set(others)) == len(others)
     assert {other.strategy for other in others} == {"gradients_in_forward", "save_logits", "recompute_logits"}
     in_forward = {other.chunk_rows for other in others if other.strategy == "gradients_in_forward"}
@@ -77,14 +76,12 @@ def test_alternatives_are_other_plans_that_can_run():
 
 
 def test_one_loss_a_token_has_no_gradients_in_forward():
-    problem = _problem(SHAPES["S1"], reduction="none")
-    others = cost.alternatives(problem, make_plan(problem, Options()))
-    assert {other.strategy for other in others} == {"save_logits", "recompute_logits"}
+    others = cost.alternatives(_region(SHAPES["S1"], loss=Loss(reduction="none")))
+    assert {other.plan.strategy for other in others} == {"save_logits", "recompute_logits"}
 
 
 def test_without_gradients_only_the_chunk_can_differ():
-    problem = _problem(SHAPES["S1"], input_grad=False, weight_grad=False)
-    plan = make_plan(problem, Options(ignored_rows="compute"))
-    others = cost.alternatives(problem, plan)
+    region = _region(SHAPES["S1"], Options(ignored_rows="compute"), input_grad=False, weight_grad=False)
+    others = [other.plan for other in cost.alternatives(region)]
     assert {other.strategy for other in others} == {"loss_only"}
     assert not any(other.skip_ignored_rows for other in others)

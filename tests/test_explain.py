@@ -153,7 +153,7 @@ def test_each_set_of_shapes_is_a_compilation():
         sizes = programs.Sizes(batch=2, sequence=sequence, hidden=H, vocab=V)
         jitted(*programs.arguments(programs.litgpt, sizes, device="cpu", dtype=torch.float32))
     report = thunder_flce.explain(jitted)
-    assert [c.decisions[0].problem.tokens for c in report] == [16, 48]
+    assert [c.decisions[0].region.problem.tokens for c in report] == [16, 48]
     assert [sum(t.bytes for t in c.saved if t.role == "dX") for c in report] == [16 * H * 4, 48 * H * 4]
     assert "tracing" not in report[0].compile_seconds and "tracing" in report[1].compile_seconds
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from thunder_flce.options import Options
-from thunder_flce.plan import Plan, Problem, make_plan
+from thunder_flce.plan import Problem, make_plan
 from thunder_flce.row_kernels import runs_nvfuser
-from thunder_flce.steps import backward_stages, forward_stages
+from thunder_flce.steps import PlannedRegion, backward_stages, forward_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +39,22 @@ DEVICE_RATES = {
 }
 
 
-def predicted_seconds(problem: Problem, plan: Plan, device_name: str | None) -> float | None:
+def predicted_seconds(region: PlannedRegion, device_name: str | None) -> float | None:
     """Time of forward and backward of the region, in seconds.
 
     None, "unknown", where there are no rates: on a CPU, for other devices than those of `DEVICE_RATES`, where nvFuser
     is missing, and for float32 and float64.
 
     Args:
-        problem: the region.
-        plan: how it runs.
+        region: the region and how it runs.
         device_name: as `torch.cuda.get_device_name` has it; None for none.
     """
     rates = DEVICE_RATES.get(device_name)
+    problem = region.problem
     is_known = problem.dtype.itemsize == 2 and runs_nvfuser(dtype=problem.dtype, device_type=problem.device_type)
     if rates is None or not is_known:
         return None
-    stages = (*forward_stages(problem, plan), *backward_stages(problem, plan))
+    stages = (*forward_stages(region), *backward_stages(region))
     steps = [step for stage in stages for step in stage.steps]
     products = sum(step.operations for step in steps) / rates.product_rate
     passes = sum(step.bytes for step in steps) / rates.bandwidth
@@ -66,11 +66,12 @@ def device_name(device_type: str) -> str | None:
     return torch.cuda.get_device_name() if device_type == "cuda" and torch.cuda.is_available() else None
 
 
-def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
-    """Other ways to run the region: half and twice the chunk, and the other strategies, each with its own chunks.
+def alternatives(region: PlannedRegion) -> list[PlannedRegion]:
+    """Other ways to run a region: half and twice the chunk, and the other strategies, each with its own chunks.
 
-    They keep what `plan` does with ignored rows, and heed no memory budget.
+    They keep what its plan does with ignored rows, and heed no memory budget.
     """
+    problem, plan = region.problem, region.plan
     chosen = Options(ignored_rows="skip" if plan.skip_ignored_rows else "compute")
     others = [Options(ignored_rows=chosen.ignored_rows, strategy=strategy) for strategy in _strategies(problem)]
     keeps_strategy = chosen if plan.strategy == "loss_only" else replace(chosen, strategy=plan.strategy)
@@ -78,12 +79,12 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
         sizes = {plan.chunk_rows // 2, min(plan.chunk_rows * 2, problem.tokens)}
         others = [replace(keeps_strategy, chunk_rows=rows) for rows in sorted(sizes) if rows] + others
     plans = [make_plan(problem, options) for options in others]
-    return [other for at, other in enumerate(plans) if other != plan and other not in plans[:at]]
+    return [replace(region, plan=other) for at, other in enumerate(plans) if other not in (plan, *plans[:at])]
 
 
 def _strategies(problem: Problem) -> list[str]:
     """The strategies that can give the gradients that are needed."""
     if not problem.needs_grad:
         return []
-    in_forward = ["gradients_in_forward"] if problem.reduction != "none" else []
+    in_forward = ["gradients_in_forward"] if not problem.row_gradients else []
     return [*in_forward, "save_logits", "recompute_logits"]

@@ -11,8 +11,7 @@ thunder prints the contents of a fusion in this way, from its subsymbols. A regi
 so its symbols print their comments themselves, at every print depth.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from thunder.core import dtypes
@@ -20,20 +19,26 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol, default_python_printer
 
 from thunder_flce.plan import Plan
-from thunder_flce.proxies import region_problem
-from thunder_flce.steps import Stage, backward_stages, forward_stages
+from thunder_flce.proxies import from_settings, planned_region
+from thunder_flce.steps import PlannedRegion, Stage, backward_stages, forward_stages
 
 _OPERANDS = ("input", "linear_weight", "target", "linear_bias")
 STATISTICS = ("row_max", "row_logsumexp", "valid_count")
 # The engine's names of what the symbols call by PyTorch's.
-_LETTERS = {"input": "x", "linear_weight": "W", "target": "y", "linear_bias": "b"}
+_LETTERS = {
+    "input": "x",
+    "linear_weight": "W",
+    "target": "y",
+    "linear_bias": "b",
+    "weight": "w",
+    "num_items": "num_items",
+}
 _GRADIENTS = {"input": "dX", "linear_weight": "dW", "linear_bias": "db"}
-_PLAN_FIELDS = {field.name for field in fields(Plan)}
 
 
 def output_names(settings: Mapping[str, Any]) -> list[str]:
     """What `linear_cross_entropy_fwd` returns, in order, by its keyword arguments."""
-    names = ["loss", *STATISTICS]
+    names = ["loss", *settings.get("outputs", ()), *STATISTICS]
     if settings["strategy"] == "gradients_in_forward":
         names += [_GRADIENTS[name] for name in settings["needs_grad"]]
     elif settings["strategy"] == "save_logits":
@@ -41,34 +46,18 @@ def output_names(settings: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def plan_of(settings: Mapping[str, Any]) -> Plan:
-    """The plan that stands on a region's line, among its keyword arguments."""
-    return Plan(**{name: value for name, value in settings.items() if name in _PLAN_FIELDS})
-
-
 def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `linear_cross_entropy_fwd`."""
     yield default_python_printer(bsym, *printables)
     region = {**dict(zip(_OPERANDS, bsym.args, strict=True)), **bsym.kwargs}
-    problem = region_problem(region, bsym.kwargs["needs_grad"])
-    named = zip(output_names(bsym.kwargs), bsym.output, strict=True)
-    outputs = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in named]
-    yield from _commented(
-        [_named_operands(region), ", ".join(outputs), *stage_lines(forward_stages(problem, plan_of(bsym.kwargs)))]
-    )
+    yield from _region_comments(bsym, region, output_names(bsym.kwargs), forward_stages)
 
 
 def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `linear_cross_entropy_bwd`."""
     yield default_python_printer(bsym, *printables)
     region = {**dict(zip(("grad", *_OPERANDS), bsym.args[:5], strict=True)), **bsym.kwargs}
-    needs_grad = bsym.kwargs["needs_grad"]
-    problem = region_problem(region, needs_grad)
-    named = zip(needs_grad, bsym.output, strict=True)
-    outputs = [f"{_GRADIENTS[name]} = {proxy.name}: {type_of(proxy)}" for name, proxy in named]
-    yield from _commented(
-        [_named_operands(region), ", ".join(outputs), *stage_lines(backward_stages(problem, plan_of(bsym.kwargs)))]
-    )
+    yield from _region_comments(bsym, region, [_GRADIENTS[name] for name in region["needs_grad"]], backward_stages)
 
 
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
@@ -100,8 +89,17 @@ def type_of(proxy: TensorProxy) -> str:
     return f"{dtypes.to_strong_dtype(proxy.dtype).shortname()}[{', '.join(map(str, proxy.shape))}]"
 
 
-def _named_operands(region: Mapping[str, Any]) -> str:
-    return ", ".join(f"{_LETTERS[name]} = {region[name].name}" for name in _OPERANDS if region[name] is not None)
+def _region_comments(
+    bsym: BoundSymbol,
+    region: Mapping[str, Any],
+    outputs: Sequence[str],
+    stages: Callable[[PlannedRegion], Sequence[Stage]],
+) -> Iterator[str]:
+    given = {letter: region[name] for name, letter in _LETTERS.items() if region.get(name) is not None}
+    operands = [f"{letter} = {getattr(value, 'name', value)}" for letter, value in given.items()]
+    named = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in zip(outputs, bsym.output, strict=True)]
+    planned = planned_region(region, region["needs_grad"], from_settings(Plan, region))
+    yield from _commented([", ".join(operands), ", ".join(named), *stage_lines(stages(planned))])
 
 
 def _commented(lines: Sequence[str]) -> Iterator[str]:

@@ -1,18 +1,48 @@
 """What a plan runs, step by step: the one description that traces, `explain` and the cost model read.
 
-`engine` runs these steps; tests/test_steps.py compares the two call by call. Names are those of `engine`: x (N, H),
-W (V, H), b (V,) and y (N,), s the row's share of the incoming gradient; rows whose target is ignore_index are counted
-as if there were none, since their number is not known when a plan is made.
+`engine` runs these steps; tests/test_steps.py compares the two call by call. Names are those of `engine` and `loss`:
+x (N, H), W (V, H), b (V,), y (N,), class weights w (V,), and s, A, B, C and g_e for a row's shares of the incoming
+gradients. Rows whose target is ignore_index are counted as if there were none, since their number is not known when a
+plan is made.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from thunder_flce.plan import Plan, Problem
+from thunder_flce.loss import Loss
+from thunder_flce.plan import Plan, Problem, VocabLayout, layout_for
 from thunder_flce.row_kernels import runs_nvfuser
 
-_SHORT_NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+_SHORT_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRegion:
+    """A loss region and how it will run: everything that is known when its trace is compiled."""
+
+    problem: Problem
+    plan: Plan
+    loss: Loss
+    has_bias: bool = False
+    has_class_weight: bool = False
+    has_num_items: bool = False
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The dtype of the products of x and W."""
+        return torch.float32 if self.plan.float32_logits else self.problem.dtype
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the loss needs more of a row than its statistics: see `row_kernels.RowMoments`."""
+        return self.loss.needs_entropy or self.loss.label_smoothing != 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,43 +87,45 @@ class Stage:
     """Steps that follow each other, once or for each chunk."""
 
     title: str
-    """Such as "for each of 4 chunks of 2048 tokens"; "" for what runs once."""
+    """Such as "for each chunk of 2048 tokens, 4 in all"; "" for what runs once."""
 
     steps: tuple[Step, ...]
     repeats: int = 1
 
 
-def forward_stages(problem: Problem, plan: Plan) -> tuple[Stage, ...]:
+def forward_stages(region: PlannedRegion) -> tuple[Stage, ...]:
     """What the forward of the region runs."""
-    run = _Run(problem, plan)
-    chunks = run.chunks()
-    in_forward = plan.strategy == "gradients_in_forward"
-    stages = [Stage(title="", steps=run.select_rows())] if plan.skip_ignored_rows else []
-    steps = [run.logits(chunks), *run.statistics(chunks)]
+    steps = _Steps(region)
+    chunks = steps.chunks()
+    in_forward = region.plan.strategy == "gradients_in_forward"
+    of_chunk = [steps.logits(chunks), *steps.statistics(chunks)]
     if in_forward:
-        steps += run.gradients(chunks)
-    stages.append(Stage(title=chunks.title, steps=tuple(steps), repeats=chunks.count))
-    stages.append(Stage(title="", steps=(run.loss(), *(run.finish() if in_forward else ()))))
-    return tuple(stages)
+        of_chunk += steps.gradients(chunks)
+    return _stages(steps.select(), chunks, of_chunk, [*steps.outputs(), *(steps.finish() if in_forward else [])])
 
 
-def backward_stages(problem: Problem, plan: Plan) -> tuple[Stage, ...]:
+def backward_stages(region: PlannedRegion) -> tuple[Stage, ...]:
     """What the backward of the region runs; nothing where no gradient is needed."""
-    run = _Run(problem, plan)
-    if plan.strategy == "loss_only":
+    steps = _Steps(region)
+    if region.plan.strategy == "loss_only":
         return ()
-    if plan.strategy == "gradients_in_forward":
-        return (Stage(title="", steps=run.scale_gradients()),)
-    select = [Stage(title="", steps=run.select_rows())] if plan.skip_ignored_rows else []
-    if plan.strategy == "save_logits":
-        tiles, steps = run.chunks(), []
+    if region.plan.strategy == "gradients_in_forward":
+        return (Stage(title="", steps=(steps.scale_gradients(),)),)
+    if region.plan.strategy == "save_logits":
+        tiles, of_tile = steps.chunks(), []
     else:
-        tiles = run.slabs()
-        steps = [run.logits(tiles)]
-    steps += run.gradients(tiles)
-    finish = run.finish()
-    last = [Stage(title="", steps=finish)] if finish else []
-    return (*select, Stage(title=tiles.title, steps=tuple(steps), repeats=tiles.count), *last)
+        tiles = steps.slabs()
+        of_tile = [steps.logits(tiles)]
+    return _stages(steps.select(), tiles, [*of_tile, *steps.gradients(tiles)], steps.finish())
+
+
+def _stages(first: list[Step], tiles: "_Tiles", of_tile: list[Step], last: list[Step]) -> tuple[Stage, ...]:
+    stages = (
+        Stage(title="", steps=tuple(first)),
+        Stage(title=tiles.title, steps=tuple(of_tile), repeats=tiles.count),
+        Stage(title="", steps=tuple(last)),
+    )
+    return tuple(stage for stage in stages if stage.steps)
 
 
 @dataclass(frozen=True)
@@ -119,16 +151,20 @@ class _Tiles:
         return f"for each {kind} of {size} {unit}, {self.count} in all"
 
 
-class _Run:
+class _Steps:
     """The steps that strategies share."""
 
-    def __init__(self, problem: Problem, plan: Plan):
-        self._problem = problem
-        self._plan = plan
-        on_cuda = problem.device_type == "cuda"
-        self._products = "cuBLAS" if on_cuda else "PyTorch"
-        self._fused = runs_nvfuser(dtype=problem.dtype, device_type=problem.device_type)
+    def __init__(self, region: PlannedRegion):
+        self._region = region
+        self._problem = problem = region.problem
+        self._plan = region.plan
+        self._loss = region.loss
+        self._products = "cuBLAS" if problem.device_type == "cuda" else "PyTorch"
+        self._fused = runs_nvfuser(dtype=region.logits_dtype, device_type=problem.device_type)
         self._row_dtype = torch.float64 if problem.dtype is torch.float64 else torch.float32
+        # The engine's names: u are the logits where they are another function of x than the products z.
+        is_mapped = self._loss.logit_scale != 1 or self._loss.softcap is not None
+        self._z, self._u = ("z", "u") if is_mapped else ("logits", "logits")
 
     def chunks(self) -> _Tiles:
         rows = max(min(self._plan.chunk_rows, self._problem.tokens), 1)
@@ -138,56 +174,78 @@ class _Run:
         columns = min(self._plan.slab_columns, self._problem.vocab)
         return _Tiles(self._problem.tokens, columns, -(-self._problem.vocab // columns), by_columns=True)
 
-    def select_rows(self) -> tuple[Step, ...]:
-        return (Step(result="x, y", expression="the rows whose target is not ignore_index", runs_in="PyTorch"),)
+    def select(self) -> list[Step]:
+        """What part of the operands takes part."""
+        steps = []
+        if self._plan.skip_ignored_rows:
+            steps.append(self._torch("x, y", "the rows whose target is not ignore_index"))
+        if self._loss.vocab_size is not None:
+            steps.append(self._torch("W", f"W[:{self._loss.vocab_size}], and whatever else has its rows"))
+        return steps
 
     def logits(self, tiles: _Tiles) -> Step:
-        weight = "W[slab].t()" if tiles.by_columns else "W.t()"
-        bias = ("b[slab]" if tiles.by_columns else "b") if self._problem.has_bias else ""
+        slab = "[slab]" if tiles.by_columns else ""
         return self._product(
-            f"logits {self._type(tiles.rows, tiles.columns)}",
-            f"x @ {weight}" + (f" + {bias}" if bias else ""),
+            f"{self._z} {self._type(tiles.rows, tiles.columns, dtype=self._region.logits_dtype)}",
+            f"x @ W{slab}.t()" + (f" + b{slab}" if self._region.has_bias else ""),
             call="products.logits_",
         )
 
     def statistics(self, tiles: _Tiles) -> list[Step]:
-        """Both come from the same call; where a row is one part, its loss needs no fusion."""
-        has_parts = self._problem.layout.parts > 1
+        """What the loss needs of each row."""
+        u, loss = self._u, self._loss
         shape = self._type(tiles.rows, dtype=self._row_dtype)
-        statistics = self._row_pass(
-            f"row_max, row_logsumexp {shape}",
-            "max(logits), log(sum(exp(logits - row_max)))",
-            call="kernels.statistics",
-            fusions=("part_statistics", "merge_parts") if has_parts else ("part_statistics",),
-            passes=1,
-        )
-        is_fused = self._fused and has_parts
-        row_loss = Step(
-            result=f"row_loss {shape}",
-            expression="row_logsumexp - (logits[y] - row_max)",
-            runs_in="nvFuser" if is_fused else "PyTorch",
-            fusions=("merge_parts",) if is_fused else (),
-        )
-        return [statistics, row_loss]
+        mapped = f", u = {_logit_map(loss)}" if u == "u" else ""
+        has_parts = self._layout(self._problem.vocab).parts > 1
+        steps = [
+            self._row_pass(
+                f"row_max, row_logsumexp {shape}",
+                f"max({u}), log(sum(exp({u} - row_max))){mapped}",
+                call="kernels.statistics",
+                fusions=("part_statistics", "merge_parts") if has_parts else ("part_statistics",),
+                bytes=self._logits_bytes,
+            )
+        ]
+        if self._region.has_moments:
+            weight = "w * " if self._region.has_class_weight else ""
+            sums = {
+                "expected": f"sum(p * ({u} - row_max))" if loss.needs_entropy else "",
+                "weighted_sum": f"sum({weight}({u} - row_max))" if loss.label_smoothing else "",
+            }
+            needed = {name: expression for name, expression in sums.items() if expression}
+            steps.append(
+                self._row_pass(
+                    f"{', '.join(needed)} {shape}",
+                    ", ".join(needed.values()),
+                    call="kernels.moments",
+                    fusions=("moments",),
+                    bytes=self._logits_bytes,
+                )
+            )
+        if loss.needs_argmax:
+            result = f"argmax {self._type(tiles.rows, dtype=torch.int64)}"
+            steps.append(self._torch(result, f"argmax({u}, 1)", bytes=self._logits_bytes))
+        return steps
 
     def gradients(self, tiles: _Tiles) -> list[Step]:
         """From logits to dX, dW and db, in the engine's order."""
         problem = self._problem
+        place = "in new memory" if self._plan.float32_logits else "in place"
         steps = [
             self._row_pass(
                 f"dlogits {self._type(tiles.rows, tiles.columns)}"
                 + (f", db {self._type(tiles.columns, dtype=self._row_dtype)}" if problem.bias_grad else ""),
-                "exp(logits - row_max - row_logsumexp) * s, in place" + ("; sum(0)" if problem.bias_grad else ""),
-                call="kernels.gradient_",
+                f"{self._gradient_expression()}, {place}" + ("; sum(0)" if problem.bias_grad else ""),
+                call="kernels.gradient",
                 fusions=("gradient_with_column_sums" if problem.bias_grad else "gradient",),
-                passes=2,
+                bytes=self._logits_bytes + self._dlogits_bytes,
             ),
             self._row_pass(
                 f"dlogits[y] {self._type(tiles.rows)}",
-                "exp(logits[y] - row_max - row_logsumexp) * s - s",
+                self._gradient_expression(at_target=True),
                 call="kernels.target_gradient",
                 fusions=("target_gradient",),
-                passes=0,
+                bytes=0,
             ),
         ]
         products = [self._input_gradient(tiles)] if problem.input_grad else []
@@ -196,6 +254,26 @@ class _Run:
             at = len(products) if tiles.by_columns else 0
             products[at:at] = self._weight_gradient(tiles)
         return steps + products
+
+    def _gradient_expression(self, *, at_target: bool = False) -> str:
+        """The gradient of the products as `loss` has it, with its one-hot term only at the target."""
+        loss = self._loss
+        u = f"{self._u}[y]" if at_target else self._u
+        probability = f"exp({u} - row_max - row_logsumexp)"
+        is_plain = not (loss.label_smoothing or loss.z_loss or loss.outputs or self._region.has_class_weight)
+        if is_plain and self._z == "logits":
+            return f"{probability} * s" + (" - s" if at_target else "")
+        terms = f"{probability} * A"
+        if loss.needs_entropy:
+            terms = f"{probability} * (A - g_e * ({u} - row_max))"
+        if loss.label_smoothing:
+            weight = "w[y]" if at_target else "w"
+            terms += f" - C * {weight}" if self._region.has_class_weight else " - C"
+        if at_target:
+            terms += " - B"
+        scale = f" * {loss.logit_scale:g}" if loss.logit_scale != 1 else ""
+        slope = f" * (1 - ({u} / {loss.softcap:g})**2)" if loss.softcap is not None else ""
+        return f"({terms}){scale}{slope}" if scale or slope else terms
 
     def _weight_gradient(self, tiles: _Tiles) -> list[Step]:
         problem, plan = self._problem, self._plan
@@ -240,33 +318,56 @@ class _Run:
             bytes=tiles.again * 2 * tiles.rows * problem.hidden * self._row_dtype.itemsize,
         )
 
-    def loss(self) -> Step:
-        expressions = {"mean": "sum(row_loss) / valid_count", "sum": "sum(row_loss)", "none": "row_loss"}
-        return Step(result="loss", expression=expressions[self._problem.reduction], runs_in="PyTorch")
+    def outputs(self) -> list[Step]:
+        """The loss and its further outputs, from what is known of all rows."""
+        loss, u = self._loss, self._u
+        shape = self._type(self._problem.tokens, dtype=self._row_dtype)
+        weight = "w[y] * " if self._region.has_class_weight else ""
+        terms = {"cross_entropy": f"{weight}(row_logsumexp - ({u}[y] - row_max))"}
+        if loss.label_smoothing:
+            total = "sum(w)" if self._region.has_class_weight else str(self._problem.vocab)
+            smooth = f"{loss.label_smoothing / self._problem.vocab:.3g} * (row_logsumexp * {total} - weighted_sum)"
+            terms["cross_entropy"] = f"{1 - loss.label_smoothing:g} * {terms['cross_entropy']} + {smooth}"
+        if loss.z_loss:
+            terms["z_term"] = f"{loss.z_loss:g} * (row_max + row_logsumexp)**2"
+        steps = [self._torch(f"{name} {shape}", expression) for name, expression in terms.items()]
+        divisors = {"cross_entropy": "sum(w[y])" if weight else "valid_count", "z_term": "valid_count"}
+        if self._region.has_num_items:
+            divisors = dict.fromkeys(divisors, "num_items")
+        forms = {"mean": "sum({0}) / {1}", "sum": "sum({0})", "none": "{0}"}
+        form = forms[loss.reduction]
+        steps.append(self._torch("loss", " + ".join(form.format(name, divisors[name]) for name in terms)))
+        further = {
+            "log_prob": f"{u}[y] - row_max - row_logsumexp",
+            "entropy": "row_logsumexp - expected",
+            "argmax": "argmax of the rows, -1 where they are ignored",
+            "accuracy": "sum(argmax == y) / valid_count",
+        }
+        return steps + [self._torch(name, further[name]) for name in loss.outputs]
 
-    def finish(self) -> tuple[Step, ...]:
+    def finish(self) -> list[Step]:
         """What gives the gradients their dtypes."""
         problem, plan = self._problem, self._plan
         size = problem.vocab * problem.hidden
         steps = []
         if plan.float32_rows:
-            steps.append(Step(result="dW[hot]", expression="the rows summed in float32", runs_in="PyTorch"))
+            steps.append(self._torch("dW[hot]", "the rows summed in float32"))
         if plan.float32_accumulator:
             result, moved = f"dW {self._type(problem.vocab, problem.hidden)}", (4 + problem.dtype.itemsize) * size
-            steps.append(Step(result=result, expression="dW, rounded once", runs_in="PyTorch", bytes=moved))
+            steps.append(self._torch(result, "dW, rounded once", bytes=moved))
         if plan.strategy == "recompute_logits" and problem.input_grad and problem.dtype.itemsize < 4:
             result = f"dX {self._type(problem.tokens, problem.hidden)}"
             moved = (4 + problem.dtype.itemsize) * problem.tokens * problem.hidden
-            steps.append(Step(result=result, expression="dX, rounded once", runs_in="PyTorch", bytes=moved))
-        return tuple(steps)
+            steps.append(self._torch(result, "dX, rounded once", bytes=moved))
+        return steps
 
-    def scale_gradients(self) -> tuple[Step, ...]:
+    def scale_gradients(self) -> Step:
         problem = self._problem
         needed = {"dX": problem.input_grad, "dW": problem.weight_grad, "db": problem.bias_grad}
         names = ", ".join(name for name, is_needed in needed.items() if is_needed)
         runner = "Triton" if problem.device_type == "cuda" and problem.dtype is not torch.float64 else "PyTorch"
         expression = "the incoming gradient, where that is not 1"
-        return (Step(result=names, assignment="*=", expression=expression, runs_in=runner),)
+        return Step(result=names, assignment="*=", expression=expression, runs_in=runner)
 
     def _product(self, result: str, expression: str, *, call: str, adds: bool = False, bytes: int = 0) -> Step:
         problem = self._problem
@@ -281,15 +382,36 @@ class _Run:
             bytes=bytes,
         )
 
-    def _row_pass(self, result: str, expression: str, *, call: str, fusions: tuple[str, ...], passes: int) -> Step:
+    def _row_pass(self, result: str, expression: str, *, call: str, fusions: tuple[str, ...], bytes: int) -> Step:
         return Step(
             result=result,
             expression=expression,
             runs_in="nvFuser" if self._fused else "PyTorch",
             call=call,
             fusions=fusions if self._fused else (),
-            bytes=passes * self._problem.logits_bytes(self._problem.tokens),
+            bytes=bytes,
         )
+
+    def _torch(self, result: str, expression: str, *, bytes: int = 0) -> Step:
+        return Step(result=result, expression=expression, runs_in="PyTorch", bytes=bytes)
+
+    def _layout(self, columns: int) -> VocabLayout:
+        return layout_for(columns, dtype=self._region.logits_dtype, device_type=self._problem.device_type)
+
+    @property
+    def _logits_bytes(self) -> int:
+        stride = self._layout(self._problem.vocab).row_stride
+        return self._problem.tokens * stride * self._region.logits_dtype.itemsize
+
+    @property
+    def _dlogits_bytes(self) -> int:
+        return self._problem.tokens * self._layout(self._problem.vocab).row_stride * self._problem.dtype.itemsize
 
     def _type(self, *shape: int, dtype: torch.dtype | None = None) -> str:
         return f"{_SHORT_NAMES[dtype or self._problem.dtype]}[{', '.join(map(str, shape))}]"
+
+
+def _logit_map(loss: Loss) -> str:
+    """u, in words of z."""
+    scaled = "z" if loss.logit_scale == 1 else f"{loss.logit_scale:g} * z"
+    return scaled if loss.softcap is None else f"{loss.softcap:g} * tanh({scaled} / {loss.softcap:g})"

@@ -26,8 +26,9 @@ from thunder_flce.match import (
     tensors_that_need_grad,
 )
 from thunder_flce.options import Options
-from thunder_flce.plan import Plan, Problem
-from thunder_flce.proxies import region_problem
+from thunder_flce.plan import Plan
+from thunder_flce.proxies import planned_region
+from thunder_flce.steps import PlannedRegion
 
 
 class NotFusedWarning(UserWarning):
@@ -45,8 +46,8 @@ class Decision:
     reason: Reason | None = None
     """None where it was fused."""
     detail: str = ""
-    problem: Problem | None = None
-    """What the plan was made from; None where it was not fused."""
+    region: PlannedRegion | None = None
+    """What the plan was made for; None where it was not fused."""
 
     @property
     def fused(self) -> bool:
@@ -170,9 +171,8 @@ class _Rewrite(TraceSubstitutionProcessor):
                 if arguments.get(name) is not None and arguments[name].name in self._needed
             )
         plan = plan_region(arguments, needs_grad, self._options)
-        self._compilation.decisions.append(
-            Decision(_source(source), plan, problem=region_problem(arguments, needs_grad))
-        )
+        region = planned_region(arguments, needs_grad, plan)
+        self._compilation.decisions.append(Decision(_source(source), plan, region=region))
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
         arguments.update(needs_grad=needs_grad, plan=plan.chosen())
         return symbols.linear_cross_entropy(*tensors, **arguments)

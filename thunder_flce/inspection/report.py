@@ -58,16 +58,16 @@ class CompilationReport:
 
     def plans(self, decision: Decision) -> list[PredictedPlan]:
         """The plan of a fused cross-entropy, and its alternatives."""
-        problem = decision.problem
-        name = cost.device_name(problem.device_type)
+        region = decision.region
+        name = cost.device_name(region.problem.device_type)
         return [
             PredictedPlan(
-                plan=plan,
-                chosen=plan == decision.plan,
-                temporary_bytes=temporary_bytes(problem, plan),
-                seconds=cost.predicted_seconds(problem, plan, name),
+                plan=planned.plan,
+                chosen=planned is region,
+                temporary_bytes=temporary_bytes(planned.problem, planned.plan),
+                seconds=cost.predicted_seconds(planned, name),
             )
-            for plan in (decision.plan, *cost.alternatives(problem, decision.plan))
+            for planned in (region, *cost.alternatives(region))
         ]
 
     @property
@@ -216,7 +216,7 @@ class Report(Sequence):
         for decision in self.decisions:
             if not decision.fused:
                 continue
-            for name, definition in fusion_definitions(decision.problem, decision.plan).items():
+            for name, definition in fusion_definitions(decision.region).items():
                 if definition not in found.values():
                     number = sum(other.partition(" ")[0] == name for other in found)
                     found[f"{name} {number + 1}" if number else name] = definition
@@ -353,8 +353,7 @@ def _source_line(decision: Decision) -> str:
 
 def _stages(decision: Decision) -> dict[str, tuple[Stage, ...]]:
     """What the plan runs, by direction; no backward where no gradient is needed."""
-    problem, plan = decision.problem, decision.plan
-    directions = {"forward": forward_stages(problem, plan), "backward": backward_stages(problem, plan)}
+    directions = {"forward": forward_stages(decision.region), "backward": backward_stages(decision.region)}
     return {name: stages for name, stages in directions.items() if stages}
 
 

@@ -99,6 +99,8 @@ def _roles(bsyms: list[BoundSymbol]) -> Iterator[tuple[str, str]]:
             names = output_names(bsym.kwargs)
         elif bsym.sym.id == symbols.cross_entropy_fwd.id:
             names = ["loss", *STATISTICS]
+        elif bsym.sym.id == symbols.cross_entropy_probabilities_fwd.id:
+            names = ["loss", *STATISTICS[:2]]
         else:
             yield from _roles(bsym.subsymbols)
             continue
