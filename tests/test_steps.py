@@ -190,7 +190,34 @@ def test_a_loss_with_everything_shows_its_terms():
     assert "weighted_sum f32[2048] = sum(w * (u - row_max))" in text
     assert "(exp(u - row_max - row_logsumexp) * A - C * w) * 0.5 * (1 - (u / 30)**2), in place" in text
     assert "- C * w[y] - B) * 0.5 * (1 - (u[y] / 30)**2)" in text
+    assert "cross_entropy f32[8192] = 0.9 * w[y] * (row_logsumexp - (u[y] - row_max)) + " in text
     assert "loss = sum(cross_entropy) / sum(w[y]) + sum(z_term) / valid_count" in text
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("has_class_weight", [False, True])
+def test_the_printed_loss_is_the_loss(has_class_weight, smoothing):
+    """Evaluated, the steps give what torch.nn.functional.cross_entropy gives."""
+    z, y, w = torch.randn(7, V, dtype=torch.float64), torch.randint(0, V, (7,)), torch.rand(V, dtype=torch.float64)
+    if not has_class_weight:
+        w = torch.ones_like(w)
+    expected = F.cross_entropy(z, y, w, label_smoothing=smoothing)
+    region = _region(loss=Loss(label_smoothing=smoothing), vocab=V, has_class_weight=has_class_weight)
+    steps = {step.result.split(" ")[0]: step for stage in forward_stages(region) for step in stage.steps}
+    row_max = z.amax(1)
+    row_logsumexp = (z - row_max[:, None]).exp().sum(1).log()
+    names = {
+        "sum": torch.sum,
+        "row_max": row_max,
+        "row_logsumexp": row_logsumexp,
+        "target_logit": z[torch.arange(7), y],
+        "weighted_sum": (w * (z - row_max[:, None])).sum(1),
+        "w": w,
+        "y": y,
+        "valid_count": 7,
+    }
+    names["cross_entropy"] = eval(steps["cross_entropy"].expression.replace("logits[y]", "target_logit"), names)
+    torch.testing.assert_close(eval(steps["loss"].expression, names), expected)
 
 
 def test_further_outputs_are_steps():

@@ -322,16 +322,18 @@ class _Steps:
         """The loss and its further outputs, from what is known of all rows."""
         loss, u = self._loss, self._u
         shape = self._type(self._problem.tokens, dtype=self._row_dtype)
-        weight = "w[y] * " if self._region.has_class_weight else ""
-        terms = {"cross_entropy": f"{weight}(row_logsumexp - ({u}[y] - row_max))"}
+        has_class_weight = self._region.has_class_weight
+        cross_entropy = f"row_logsumexp - ({u}[y] - row_max)"
+        terms = {"cross_entropy": f"w[y] * ({cross_entropy})" if has_class_weight else cross_entropy}
         if loss.label_smoothing:
-            total = "sum(w)" if self._region.has_class_weight else str(self._problem.vocab)
+            hard = terms["cross_entropy"] if has_class_weight else f"({cross_entropy})"
+            total = "sum(w)" if has_class_weight else str(self._problem.vocab)
             smooth = f"{loss.label_smoothing / self._problem.vocab:.3g} * (row_logsumexp * {total} - weighted_sum)"
-            terms["cross_entropy"] = f"{1 - loss.label_smoothing:g} * {terms['cross_entropy']} + {smooth}"
+            terms["cross_entropy"] = f"{1 - loss.label_smoothing:g} * {hard} + {smooth}"
         if loss.z_loss:
             terms["z_term"] = f"{loss.z_loss:g} * (row_max + row_logsumexp)**2"
         steps = [self._torch(f"{name} {shape}", expression) for name, expression in terms.items()]
-        divisors = {"cross_entropy": "sum(w[y])" if weight else "valid_count", "z_term": "valid_count"}
+        divisors = {"cross_entropy": "sum(w[y])" if has_class_weight else "valid_count", "z_term": "valid_count"}
         if self._region.has_num_items:
             divisors = dict.fromkeys(divisors, "num_items")
         forms = {"mean": "sum({0}) / {1}", "sum": "sum({0})", "none": "{0}"}

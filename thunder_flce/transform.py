@@ -46,7 +46,7 @@ class Decision:
     reason: Reason | None = None
     """None where it was fused."""
     detail: str = ""
-    region: PlannedRegion | None = None
+    region: PlannedRegion | None = field(default=None, repr=False)
     """What the plan was made for; None where it was not fused."""
 
     @property
