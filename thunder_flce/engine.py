@@ -464,6 +464,10 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
     for gradient in (weight_grad, bias_grad):
         if gradient is not None:
             gradient[vocab:] = 0
+    input_grad = None
+    if saved is not None and operands.input_grad:
+        input_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        products.input_gradient_(input_grad[saved.rows], saved.dlogits, region.weight)
     for start in range(0, vocab, width):
         slab = slice(start, min(start + width, vocab))
         weight = region.weight[slab]
@@ -484,14 +488,11 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
         if bias_grad is not None:
             bias_grad[slab] = column_sums if saved is None else column_sums + saved.bias_grad[slab]
         del logits, dlogits
-    input_grad = None
-    if input_sum is not None and saved is None:
-        input_grad = rows.scatter(input_sum.to(operands.x.dtype))
-    elif input_sum is not None:
-        input_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        products.input_gradient_(input_grad[saved.rows], saved.dlogits, region.weight)
+    if input_grad is not None:
         input_grad[others] = input_sum
         input_grad = rows.scatter(input_grad)
+    elif input_sum is not None:
+        input_grad = rows.scatter(input_sum.to(x.dtype))
     return Gradients(input_grad, weight_grad, None if bias_grad is None else bias_grad.to(operands.bias.dtype))
 
 
