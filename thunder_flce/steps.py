@@ -196,7 +196,7 @@ class _Steps:
     def select(self) -> list[Step]:
         """What part of the operands takes part."""
         steps = []
-        if self._plan.skip_ignored_rows:
+        if self._plan.skip_ignored_rows and not self._loss.needs_every_row:
             steps.append(self._torch("x, y", "the rows whose target is not ignore_index"))
         if self._loss.vocab_size is not None:
             steps.append(self._torch("W", f"W[:{self._loss.vocab_size}], and whatever else has its rows"))
@@ -373,7 +373,8 @@ class _Steps:
         further = {
             "log_prob": f"{u}[y] - row_max - row_logsumexp",
             "entropy": "row_logsumexp - expected",
-            "argmax": "argmax of the rows, -1 where they are ignored",
+            "argmax": "argmax of the rows",
+            "valid_argmax": "argmax of the rows, -1 where they are ignored",
             "accuracy": "sum(argmax == y) / valid_count",
         }
         return steps + [self._torch(name, further[name]) for name in loss.outputs]

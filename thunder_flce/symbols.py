@@ -29,7 +29,7 @@ from torch import Tensor
 from thunder_flce import decomposition, engine, functional, printer
 from thunder_flce.arguments import check_linear_cross_entropy
 from thunder_flce.engine import Gradients, Operands, SavedStatistics
-from thunder_flce.loss import IncomingGradients, Loss
+from thunder_flce.loss import INDEX_OUTPUTS, IncomingGradients, Loss
 from thunder_flce.plan import Plan, layout_for
 from thunder_flce.proxies import from_settings
 from thunder_flce.standalone import (
@@ -149,7 +149,7 @@ def _linear_cross_entropy_fwd_meta(
 def _output_like(name: str, input: TensorProxy, target: TensorProxy) -> TensorProxy:
     """One of the loss's further outputs."""
     shape = () if name == "accuracy" else tuple(target.shape)
-    dtype = dtypes.int64 if name == "argmax" else loss_dtype(input)
+    dtype = dtypes.int64 if name in INDEX_OUTPUTS else loss_dtype(input)
     return TensorProxy(shape=shape, device=input.device, dtype=dtype, requires_grad=False)
 
 

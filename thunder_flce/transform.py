@@ -193,7 +193,7 @@ class _Rewrite(TraceSubstitutionProcessor):
             "linear_bias": bias,
         }
         if match.argmaxes:
-            arguments["outputs"] = ("argmax",)
+            arguments["outputs"] = (match.argmax_output,)
         unfused = match.cross_entropy.output
         if unfused.dtype != symbols.loss_dtype(input):
             arguments["dtype"] = dtypes.to_strong_dtype(unfused.dtype)
@@ -222,7 +222,7 @@ class _Rewrite(TraceSubstitutionProcessor):
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
         arguments = dict(inspect.signature(symbols.linear_cross_entropy.meta).bind(*bsym.args, **bsym.kwargs).arguments)
         needs_grad = ()
-        if carries_grad(bsym.output):
+        if carries_grad(bsym.flat_proxy_outs[0]):
             needs_grad = tuple(
                 name
                 for name in ("input", "linear_weight", "linear_bias")
