@@ -8,7 +8,7 @@ from thunder_flce.executor import executor
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan
-from thunder_flce.plugin import FlcePlugin, explain, jit
+from thunder_flce.plugin import FlcePlugin, explain, jit, thunderfx
 from thunder_flce.transform import FuseLinearCrossEntropy, NotFusedWarning
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "explain",
     "jit",
     "linear_cross_entropy",
+    "thunderfx",
 ]
