@@ -13,6 +13,7 @@ from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.engine import Operands
 from thunder_flce.functional import plan_for
+from thunder_flce.loss import Loss
 from thunder_flce.plan import Problem, temporary_bytes
 
 pytestmark = [
@@ -73,15 +74,20 @@ def test_peak_memory_is_what_the_plan_predicts(needs, options, shape):
         vocab=shape.vocab,
         dtype=shape.dtype,
         device_type="cuda",
-        reduction="mean",
         input_grad=inputs.x.requires_grad,
         weight_grad=inputs.weight.requires_grad,
         bias_grad=shape.bias and inputs.bias.requires_grad,
     )
     operands = Operands(
-        inputs.x, inputs.weight, inputs.bias, inputs.target, -100, "mean",
-        problem.input_grad, problem.weight_grad, problem.bias_grad,
-    )  # fmt: skip
+        x=inputs.x,
+        weight=inputs.weight,
+        bias=inputs.bias,
+        target=inputs.target,
+        loss=Loss(),
+        input_grad=problem.input_grad,
+        weight_grad=problem.weight_grad,
+        bias_grad=problem.bias_grad,
+    )
     predicted = problem.gradient_bytes + temporary_bytes(problem, plan_for(operands, options))
     assert _peak_bytes(run) == pytest.approx(predicted, rel=0.05)
 

@@ -11,6 +11,7 @@ from reference import Case, assert_as_exact_as_eager, eager, error, make_case, o
 from thunder_flce import Options, Plan, engine, linear_cross_entropy
 from thunder_flce.engine import Operands
 from thunder_flce.gradient_scaling import scale_gradient
+from thunder_flce.loss import IncomingGradients, Loss
 from thunder_flce.options import STRATEGIES
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -286,16 +287,25 @@ def test_dtypes_of_the_target(dtype, ignore_index, strategy, device):
     assert_as_exact_as_eager(case, ignore_index=ignore_index, options=Options(strategy=strategy))
 
 
+def _operands(case):
+    return Operands(
+        x=case.x, weight=case.weight, bias=None, target=case.target, loss=Loss(), input_grad=True, weight_grad=True
+    )
+
+
+def _one(device):
+    return IncomingGradients(torch.ones((), device=device))
+
+
 @pytest.mark.parametrize("position", [0, 4095, 4096, 8191, 8192, 9999])
 def test_targets_at_the_edges_of_slabs(position, device):
     case = make_case(tokens=2, hidden=8, vocab=10000, device=device, ignored=0.0)
     case.target.fill_(position)
     plan = Plan(strategy="recompute_logits", chunk_rows=2, slab_columns=4096)
-    operands = Operands(case.x, case.weight, None, case.target, -100, "mean", True, True, False)
+    operands = _operands(case)
     with torch.no_grad():
         forward = engine.forward(operands, plan)
-        grad = torch.ones((), device=device)
-        gradients = engine.backward(operands, plan, forward.statistics, None, grad)
+        gradients = engine.backward(operands, plan, forward.statistics, None, _one(device))
     for got, right in zip(gradients[:2], truth(case).gradients, strict=True):
         torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
 
@@ -304,10 +314,10 @@ def test_many_slabs_round_dx_once(device):
     """bfloat16, a hundred slabs: dX is summed in float32."""
     case = make_case(tokens=64, hidden=32, vocab=6400, dtype=torch.bfloat16, device=device, ignored=0.0)
     plan = Plan(strategy="recompute_logits", chunk_rows=64, slab_columns=64)
-    operands = Operands(case.x, case.weight, None, case.target, -100, "mean", True, True, False)
+    operands = _operands(case)
     with torch.no_grad():
         forward = engine.forward(operands, plan)
-        gradients = engine.backward(operands, plan, forward.statistics, None, torch.ones((), device=device))
+        gradients = engine.backward(operands, plan, forward.statistics, None, _one(device))
     peer, exact = eager(case), truth(case)
     for got, theirs, right in zip(gradients[:2], peer.gradients, exact.gradients, strict=True):
         assert error(got, right) <= 1.1 * error(theirs, right)

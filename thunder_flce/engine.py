@@ -1,17 +1,15 @@
 """The region itself: linear and cross-entropy, forward and backward, over chunks of tokens as a `Plan` says.
 
-Definition, for input x (T, H), weight W (V, H), bias b (V,) and target y (T,):
+For input x (T, H), weight W (V, H), bias b (V,) and target y (T,):
 
-    z = x Wᵀ + b                                          the logits, rounded to x's dtype as an unfused model does
-    row_max = max_v z_v,  row_logsumexp = log Σ_v exp(z_v − row_max)
-    loss_t = row_logsumexp − (z_y − row_max)              0 where y is ignore_index
-    dz_v = (exp(z_v − row_max − row_logsumexp) − [v = y]) · s        s: the row's share of the incoming gradient
+    z = x Wᵀ + b                 the products, rounded to x's dtype as an unfused model does, or float32 if so planned
+    loss, dz = …                 row by row, from statistics of z's rows: see `loss`
     dX = dz W,  dW = dzᵀ x,  db = Σ_t dz
 
 Legend: T tokens, N of them not ignored, C tokens in a chunk, H hidden size, V vocabulary.
 
-One buffer holds the logits of one chunk, which become dz in place. The target's entry is written afterwards, from the
-logit gathered before: (p − 1) in float32 keeps the digits that p, rounded to bf16, has lost near 1.
+One buffer holds the products of one chunk, which become dz in place. The target's entry is written afterwards, from the
+product gathered before: (p − 1) in float32 keeps the digits that p, rounded to bf16, has lost near 1.
 """
 
 from dataclasses import dataclass
@@ -22,50 +20,58 @@ from torch import Tensor
 
 from thunder_flce import products
 from thunder_flce.gradient_scaling import graph_is_kept, scale_gradient
-from thunder_flce.plan import Plan, layout_for
-from thunder_flce.row_kernels import LogitsBuffer, RowKernels, RowStatistics, kernels_for
+from thunder_flce.loss import (
+    ClassWeights,
+    Divisors,
+    IncomingGradients,
+    Loss,
+    RowGradients,
+    reduce_terms,
+    row_terms,
+)
+from thunder_flce.plan import Plan, VocabLayout, layout_for
+from thunder_flce.row_kernels import (
+    LogitsBuffer,
+    RowCoefficients,
+    RowKernels,
+    RowMoments,
+    RowStatistics,
+    kernels_for,
+)
 from thunder_flce.row_kernels.torch_ops import statistics_dtype
 from thunder_flce.rows import Rows, RowSelection, reselect_rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Operands:
     """The region's inputs and which of them need a gradient."""
 
     x: Tensor
     """(T, H)"""
     weight: Tensor
-    """(V, H), x's dtype"""
+    """(V, H), x's dtype; of its rows, only the first `Loss.vocab_size` take part"""
     bias: Tensor | None
     """(V,), x's dtype"""
     target: Tensor
     """(T,) integers in [0, V), or ignore_index"""
-    ignore_index: int
-    reduction: str
-    """"mean", "sum" or "none"."""
+    loss: Loss
+    class_weight: Tensor | None = None
+    """(V,) floating point"""
+    num_items: Tensor | None = None
+    """() what "mean" divides by, in place of the number of valid targets"""
     input_grad: bool = False
     weight_grad: bool = False
     bias_grad: bool = False
 
     @property
     def vocab(self) -> int:
-        """V."""
-        return self.weight.shape[0]
+        """K, the columns of the vocabulary that take part: V, or `Loss.vocab_size`."""
+        return self.loss.vocab_size or self.weight.shape[0]
 
     @property
     def row_dtype(self) -> torch.dtype:
         """The dtype of the loss and of everything that is one number a row."""
         return statistics_dtype(self.x.dtype)
-
-    @property
-    def kernels(self) -> RowKernels:
-        """The row kernels for this dtype and device."""
-        return kernels_for(dtype=self.x.dtype, device_type=self.x.device.type)
-
-    def buffer(self, rows: int, columns: int | None = None) -> LogitsBuffer:
-        """Memory for the logits of `rows` rows, over the vocabulary or `columns` columns of it."""
-        layout = layout_for(columns or self.vocab, dtype=self.x.dtype, device_type=self.x.device.type)
-        return LogitsBuffer.allocate(rows, layout, dtype=self.x.dtype, device=self.x.device)
 
 
 class Gradients(NamedTuple):
@@ -88,6 +94,8 @@ class SavedStatistics(NamedTuple):
     """(T,) relative to row_max; 0 in ignored rows"""
     valid_count: Tensor
     """() int64, the number of targets that are not ignore_index"""
+    entropy: Tensor | None = None
+    """(T,) 0 in ignored rows; only where it is one of the loss's outputs"""
 
 
 class ForwardResult(NamedTuple):
@@ -95,9 +103,11 @@ class ForwardResult(NamedTuple):
 
     loss: Tensor
     """() or, for reduction "none", (T,)"""
+    outputs: tuple[Tensor, ...]
+    """What `Loss.outputs` names, in its order: (T,), or () for the accuracy"""
     statistics: SavedStatistics
     logits: Tensor | None
-    """(T, row stride), the first N rows of them written: only strategy "save_logits" keeps them"""
+    """(T, row stride) products, the first N rows of them written: only strategy "save_logits" keeps them"""
     gradients: Gradients
     """For an incoming gradient of 1; only strategy "gradients_in_forward" has them"""
 
@@ -109,51 +119,55 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
             device-side assertion instead).
     """
-    selection = RowSelection(operands.target, operands.vocab, operands.ignore_index, skip=plan.skip_ignored_rows)
-    buffer = operands.buffer(min(plan.chunk_rows, operands.target.shape[0]))
+    selection = RowSelection(operands.target, operands.vocab, operands.loss.ignore_index, skip=plan.skip_ignored_rows)
+    region = _Region(operands, plan)
+    buffer = region.buffer(min(plan.chunk_rows, operands.target.shape[0]))
     # The first product keeps the device busy while the host waits for the number of rows.
     first_rows = selection.first_rows(operands.x, plan.chunk_rows)
     computed = 0
     if first_rows is not None:
         computed = first_rows.shape[0]
-        products.logits_(buffer.rows(slice(0, computed)).logits, first_rows, operands.weight, operands.bias)
+        region.products_(buffer.rows(slice(0, computed)), first_rows)
         del first_rows
     rows = selection.rows()
 
-    per_row: list[tuple[Tensor, Tensor, Tensor]] = []
+    scales = _Scales(region, rows)
+    results = _RowResults(region, rows)
     in_forward = plan.strategy == "gradients_in_forward"
-    scale = _row_scale(rows, operands, None) if in_forward else None
-    gradients = GradientSums(operands, rows, plan) if in_forward else None
+    if in_forward:
+        row_gradients = scales.row_gradients(IncomingGradients(buffer.padded.new_ones((), dtype=operands.row_dtype)))
+        gradients = GradientSums(region, rows)
     for chunk in rows.chunks(plan.chunk_rows):
         x, target = rows.take(operands.x, chunk), rows.target[chunk]
         logits = buffer.rows(slice(0, x.shape[0]))
         if computed < x.shape[0]:
             missing = slice(computed, x.shape[0])
-            products.logits_(logits.rows(missing).logits, x[missing], operands.weight, operands.bias)
+            region.products_(logits.rows(missing), x[missing])
         computed = 0
-        target_logit = _target_logits(logits, target)
-        statistics, row_loss = operands.kernels.statistics(logits, target_logit)
-        per_row.append((*statistics, row_loss))
+        target_logit = _at_target(logits, target)
+        statistics = results.add(logits, target_logit, scales.class_weights)
         if in_forward:
-            bias_grad = _logits_to_gradients_(operands, logits, statistics, target, target_logit, scale[chunk])
-            gradients.add(logits.logits, bias_grad, x, chunk)
+            coefficients = row_gradients.coefficients(chunk, statistics, None)
+            at = _Targets(target, target_logit)
+            dlogits, bias_grad = region.dlogits(logits, statistics, coefficients, at, scales.class_weights)
+            gradients.add(dlogits.logits, bias_grad, x, chunk)
+            del dlogits
     saved_logits = buffer.padded if plan.strategy == "save_logits" else None
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     buffer = logits = None
-    if not per_row:
-        per_row.append((operands.x.new_empty(0, dtype=operands.row_dtype),) * 3)
-    row_max, row_logsumexp, row_loss = (torch.cat(vectors) for vectors in zip(*per_row, strict=True))
-    if rows.valid is not None:
-        row_loss = torch.where(rows.valid, row_loss, 0)
+    loss, outputs, row_statistics = results.finish(scales)
     return ForwardResult(
-        loss=_reduce(row_loss, rows, operands),
-        statistics=SavedStatistics(rows.scatter(row_max), rows.scatter(row_logsumexp), rows.valid_count),
+        loss=loss,
+        outputs=outputs,
+        statistics=row_statistics,
         logits=saved_logits,
         gradients=gradients.finish() if in_forward else Gradients(None, None, None),
     )
 
 
-def backward(operands: Operands, plan: Plan, saved: SavedStatistics, logits: Tensor | None, grad: Tensor) -> Gradients:
+def backward(
+    operands: Operands, plan: Plan, saved: SavedStatistics, logits: Tensor | None, incoming: IncomingGradients
+) -> Gradients:
     """The gradients, for the strategies that compute them in the backward.
 
     Args:
@@ -161,11 +175,18 @@ def backward(operands: Operands, plan: Plan, saved: SavedStatistics, logits: Ten
         plan: as in the forward.
         saved: as returned by the forward.
         logits: as returned by the forward; used up, unless the graph is kept.
-        grad: () or, for reduction "none", (T,): the incoming gradient.
+        incoming: the gradients that arrive at the loss and its outputs.
     """
+    region = _Region(operands, plan)
+    rows = reselect_rows(operands.target, operands.loss.ignore_index, saved.valid_count, skip=plan.skip_ignored_rows)
+    scales = _Scales(region, rows)
+    row_gradients = scales.row_gradients(incoming)
+    statistics = RowStatistics(rows.gather(saved.row_max), rows.gather(saved.row_logsumexp))
+    entropy = None if saved.entropy is None else rows.gather(saved.entropy)
+    gathered = _GatheredRows(rows, scales, row_gradients, statistics, entropy)
     if logits is not None:
-        return _backward_from_logits(operands, plan, saved, logits, grad)
-    return _backward_by_slabs(operands, plan, saved, grad)
+        return _backward_from_logits(region, gathered, logits)
+    return _backward_by_slabs(region, gathered)
 
 
 def scale_gradients(grad: Tensor, valid_count: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -179,64 +200,266 @@ def scale_gradients(grad: Tensor, valid_count: Tensor, *gradients: Tensor | None
     return tuple(None if g is None else scale_gradient(g, grad, may_overwrite=may_overwrite) for g in gradients)
 
 
-def _backward_from_logits(
-    operands: Operands, plan: Plan, saved: SavedStatistics, logits: Tensor, grad: Tensor
-) -> Gradients:
+class _Targets(NamedTuple):
+    """Where the targets of a chunk's rows are in its buffer."""
+
+    column: Tensor
+    """(C,) columns of the buffer"""
+    product: Tensor
+    """(C,) the products there"""
+    is_here: Tensor | None = None
+    """(C,) False in rows whose target lies in another slab of the vocabulary; `column` is then any column"""
+
+
+class _Region:
+    """Operands and a plan, and what follows from them for every chunk."""
+
+    def __init__(self, operands: Operands, plan: Plan):
+        self.operands = operands
+        self.plan = plan
+        self.loss = operands.loss
+        self.logits_dtype = torch.float32 if plan.float32_logits else operands.x.dtype
+        device_type = operands.x.device.type
+        self.kernels: RowKernels = kernels_for(
+            dtype=self.logits_dtype, device_type=device_type, logit_map=self.loss.logit_map
+        )
+        vocab = operands.vocab
+        self.weight = operands.weight[:vocab]
+        self.bias = None if operands.bias is None else operands.bias[:vocab]
+
+    def layout(self, columns: int | None = None) -> VocabLayout:
+        """How rows of products lie in memory, over the vocabulary or `columns` columns of it."""
+        device_type = self.operands.x.device.type
+        return layout_for(columns or self.operands.vocab, dtype=self.logits_dtype, device_type=device_type)
+
+    def buffer(self, rows: int, columns: int | None = None) -> LogitsBuffer:
+        """Memory for the products of `rows` rows, over the vocabulary or `columns` columns of it."""
+        return LogitsBuffer.allocate(rows, self.layout(columns), dtype=self.logits_dtype, device=self.operands.x.device)
+
+    def products_(self, buffer: LogitsBuffer, x: Tensor, slab: slice = slice(None)) -> None:
+        """Fills the buffer with z = x Wᵀ + b, over the vocabulary or a slab of it."""
+        bias = None if self.bias is None else self.bias[slab]
+        products.logits_(buffer.logits, x, self.weight[slab], bias)
+
+    def dlogits(
+        self,
+        buffer: LogitsBuffer,
+        statistics: RowStatistics,
+        coefficients: RowCoefficients,
+        targets: _Targets,
+        class_weights: ClassWeights | None,
+        slab: slice = slice(None),
+    ) -> tuple[LogitsBuffer, Tensor | None]:
+        """dz of a chunk (C, V), in x's dtype, and its sum over the rows, (V,), if the bias needs a gradient.
+
+        The products are overwritten, unless their dtype is another than x's.
+        """
+        dtype = self.operands.x.dtype
+        class_weight = None
+        if class_weights is not None and coefficients.uniform is not None:
+            class_weight = class_weights.columns[slab]
+        dlogits, column_sums = self.kernels.gradient(
+            buffer,
+            statistics,
+            coefficients,
+            class_weight,
+            dtype=dtype,
+            column_sums=self.operands.bias_grad,
+        )
+        column, product, is_here = targets
+        one_hot = coefficients.one_hot if is_here is None else torch.where(is_here, coefficients.one_hot, 0)
+        at_target = self.kernels.target_gradient(
+            product,
+            statistics,
+            coefficients._replace(one_hot=one_hot),
+            None if class_weight is None else class_weight[column],
+            dtype=dtype,
+        )
+        dlogits.logits.scatter_(1, column[:, None], at_target[:, None])
+        if column_sums is not None:
+            slope = self.loss.logit_map.slope(self.loss.logit_map(product.to(one_hot.dtype)))
+            column_sums.index_add_(0, column, one_hot if slope is None else one_hot * slope, alpha=-1)
+        return dlogits, column_sums
+
+
+class _Scales:
+    """What depends on all rows at once: class weights and divisors."""
+
+    def __init__(self, region: _Region, rows: Rows):
+        operands, loss = region.operands, region.loss
+        self._operands = operands
+        self._rows = rows
+        class_weight = operands.class_weight
+        if class_weight is not None:
+            class_weight = class_weight[: operands.vocab]
+        self.class_weights = ClassWeights.of(class_weight, rows.target, operands.row_dtype)
+        self.divisors = Divisors.of(loss, rows, self.class_weights, operands.num_items)
+
+    def row_gradients(self, incoming: IncomingGradients) -> RowGradients:
+        """The rows' shares of the incoming gradients."""
+        operands = self._operands
+        return RowGradients(
+            operands.loss, self._rows, incoming, self.divisors, self.class_weights, operands.vocab, operands.row_dtype
+        )
+
+
+class _RowVectors(NamedTuple):
+    """What the forward finds out about rows; (C,) or (N,) each, None where the loss does not need it."""
+
+    row_max: Tensor
+    row_logsumexp: Tensor
+    target_product: Tensor
+    expected: Tensor | None
+    weighted_sum: Tensor | None
+    argmax: Tensor | None
+
+
+class _RowResults:
+    """Gathers what the chunks' rows give, and makes of it the loss, its outputs and the saved statistics."""
+
+    def __init__(self, region: _Region, rows: Rows):
+        self._region = region
+        self._rows = rows
+        self._chunks: list[_RowVectors] = []
+
+    def add(self, buffer: LogitsBuffer, target_product: Tensor, class_weights: ClassWeights | None) -> RowStatistics:
+        """The statistics of a chunk's rows; whatever else the loss needs of them is kept."""
+        loss, kernels = self._region.loss, self._region.kernels
+        statistics = kernels.statistics(buffer)
+        moments = RowMoments(None, None)
+        if loss.needs_entropy or loss.label_smoothing:
+            class_weight = None if class_weights is None else class_weights.columns
+            moments = kernels.moments(
+                buffer,
+                statistics,
+                class_weight,
+                expected=loss.needs_entropy,
+                weighted_sum=loss.label_smoothing != 0,
+            )
+        argmax = None
+        if loss.needs_argmax:
+            # Of the products: their map keeps the order, or turns it round.
+            argmax = (torch.argmax if loss.logit_scale > 0 else torch.argmin)(buffer.logits, 1)
+        self._chunks.append(_RowVectors(*statistics, target_product, *moments, argmax))
+        return statistics
+
+    def finish(self, scales: _Scales) -> tuple[Tensor, tuple[Tensor, ...], SavedStatistics]:
+        """The loss, its further outputs and the saved statistics."""
+        region, rows, loss = self._region, self._rows, self._region.loss
+        vectors = self._concatenated()
+        statistics = RowStatistics(vectors.row_max, vectors.row_logsumexp)
+        target_logit = loss.logit_map(vectors.target_product.to(vectors.row_max.dtype))
+        terms = row_terms(
+            loss, rows, statistics, target_logit, vectors.weighted_sum, scales.class_weights, region.operands.vocab
+        )
+        value = reduce_terms(loss, terms, scales.divisors)
+        entropy = None
+        if loss.needs_entropy:
+            entropy = rows.scatter(rows.only_valid(vectors.row_logsumexp - vectors.expected))
+        saved = SavedStatistics(*(rows.scatter(vector) for vector in statistics), rows.valid_count, entropy)
+
+        def output(name: str) -> Tensor:
+            if name == "entropy":
+                return entropy
+            if name == "log_prob":
+                return rows.scatter(rows.only_valid(target_logit - vectors.row_max - vectors.row_logsumexp))
+            argmax = rows.only_valid(vectors.argmax, fill=-1)
+            if name == "argmax":
+                return rows.scatter(argmax, fill=-1)
+            return (argmax == rows.target).sum().to(value.dtype) / rows.valid_count
+
+        outputs = tuple(output(name) for name in loss.outputs)
+        return rows.scatter(value) if loss.reduction == "none" else value, outputs, saved
+
+    def _concatenated(self) -> _RowVectors:
+        if self._chunks:
+            columns = zip(*self._chunks, strict=True)
+            return _RowVectors(*(None if parts[0] is None else torch.cat(parts) for parts in columns))
+        operands, loss = self._region.operands, self._region.loss
+        nothing = operands.x.new_empty(0, dtype=operands.row_dtype)
+        expected = nothing if loss.needs_entropy else None
+        weighted_sum = nothing if loss.label_smoothing else None
+        argmax = nothing.long() if loss.needs_argmax else None
+        return _RowVectors(nothing, nothing, nothing, expected, weighted_sum, argmax)
+
+
+class _GatheredRows(NamedTuple):
+    """The rows of a backward, and what the forward has found out about them."""
+
+    rows: Rows
+    scales: _Scales
+    row_gradients: RowGradients
+    statistics: RowStatistics
+    """Two (N,)"""
+    entropy: Tensor | None
+    """(N,)"""
+
+    def coefficients(self, chunk: slice) -> RowCoefficients:
+        """Those of the rows of `chunk`."""
+        entropy = None if self.entropy is None else self.entropy[chunk]
+        return self.row_gradients.coefficients(chunk, self.chunk_statistics(chunk), entropy)
+
+    def chunk_statistics(self, chunk: slice) -> RowStatistics:
+        """Those of the rows of `chunk`."""
+        return RowStatistics(*(vector[chunk] for vector in self.statistics))
+
+
+def _backward_from_logits(region: _Region, gathered: _GatheredRows, logits: Tensor) -> Gradients:
     """Backward of "save_logits": dlogits take the place of the logits."""
-    rows = reselect_rows(operands.target, operands.ignore_index, saved.valid_count, skip=plan.skip_ignored_rows)
-    scale = _row_scale(rows, operands, grad)
-    row_max, row_logsumexp = rows.gather(saved.row_max), rows.gather(saved.row_logsumexp)
-    buffer = LogitsBuffer(
-        logits.clone() if graph_is_kept() else logits,
-        layout_for(operands.vocab, dtype=operands.x.dtype, device_type=operands.x.device.type),
-    )
-    gradients = GradientSums(operands, rows, plan)
-    for chunk in rows.chunks(plan.chunk_rows):
+    rows, class_weights = gathered.rows, gathered.scales.class_weights
+    is_overwritten = region.logits_dtype == region.operands.x.dtype
+    buffer = LogitsBuffer(logits.clone() if is_overwritten and graph_is_kept() else logits, region.layout())
+    gradients = GradientSums(region, rows)
+    for chunk in rows.chunks(region.plan.chunk_rows):
         chunk_logits, target = buffer.rows(chunk), rows.target[chunk]
-        statistics = RowStatistics(row_max[chunk], row_logsumexp[chunk])
-        target_logit = _target_logits(chunk_logits, target)
-        bias_grad = _logits_to_gradients_(operands, chunk_logits, statistics, target, target_logit, scale[chunk])
-        gradients.add(chunk_logits.logits, bias_grad, rows.take(operands.x, chunk), chunk)
+        statistics, coefficients = gathered.chunk_statistics(chunk), gathered.coefficients(chunk)
+        at = _Targets(target, _at_target(chunk_logits, target))
+        dlogits, bias_grad = region.dlogits(chunk_logits, statistics, coefficients, at, class_weights)
+        gradients.add(dlogits.logits, bias_grad, rows.take(region.operands.x, chunk), chunk)
     return gradients.finish()
 
 
-def _backward_by_slabs(operands: Operands, plan: Plan, saved: SavedStatistics, grad: Tensor) -> Gradients:
+def _backward_by_slabs(region: _Region, gathered: _GatheredRows) -> Gradients:
     """Backward of "recompute_logits": the logits again, a slab of the vocabulary at a time, for all tokens.
 
     Each row of dW belongs to one slab, so it is written once and needs no accumulator. dX is summed over slabs in
     float32. The statistics make each slab independent of the others.
     """
-    rows = reselect_rows(operands.target, operands.ignore_index, saved.valid_count, skip=plan.skip_ignored_rows)
-    scale = _row_scale(rows, operands, grad)
-    statistics = RowStatistics(rows.gather(saved.row_max), rows.gather(saved.row_logsumexp))
+    rows, operands = gathered.rows, region.operands
     x = rows.take(operands.x, slice(None))
-    width = min(plan.slab_columns, operands.vocab)
+    everything = slice(0, rows.count)
+    coefficients = gathered.coefficients(everything)
+    vocab = operands.vocab
+    width = min(region.plan.slab_columns, vocab)
 
     def empty(needed: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device=x.device) if needed else None
 
     input_sum = empty(operands.input_grad, x.shape, operands.row_dtype)
     weight_grad = empty(operands.weight_grad, operands.weight.shape, operands.weight.dtype)
-    bias_grad = empty(operands.bias_grad, (operands.vocab,), operands.row_dtype)
-    for start in range(0, operands.vocab, width):
-        slab = slice(start, min(start + width, operands.vocab))
-        weight = operands.weight[slab]
-        logits = operands.buffer(rows.count, weight.shape[0])
-        products.logits_(logits.logits, x, weight, None if operands.bias is None else operands.bias[slab])
+    bias_grad = empty(operands.bias_grad, operands.weight.shape[:1], operands.row_dtype)
+    for gradient in (weight_grad, bias_grad):
+        if gradient is not None:
+            gradient[vocab:] = 0
+    for start in range(0, vocab, width):
+        slab = slice(start, min(start + width, vocab))
+        weight = region.weight[slab]
+        logits = region.buffer(rows.count, weight.shape[0])
+        region.products_(logits, x, slab)
         target = rows.target - slab.start
         in_slab = (target >= 0) & (target < weight.shape[0])
         target = target.clamp(0, weight.shape[0] - 1)
-        target_logit = _target_logits(logits, target)
-        column_sums = _logits_to_gradients_(
-            operands, logits, statistics, target, target_logit, scale, is_target=in_slab
+        at = _Targets(target, _at_target(logits, target), in_slab)
+        dlogits, column_sums = region.dlogits(
+            logits, gathered.statistics, coefficients, at, gathered.scales.class_weights, slab
         )
         if input_sum is not None:
-            products.input_gradient_(input_sum, logits.logits, weight, accumulate=start > 0)
+            products.input_gradient_(input_sum, dlogits.logits, weight, accumulate=start > 0)
         if weight_grad is not None:
-            products.weight_gradient_(weight_grad[slab], logits.logits, x, accumulate=False)
+            products.weight_gradient_(weight_grad[slab], dlogits.logits, x, accumulate=False)
         if bias_grad is not None:
             bias_grad[slab] = column_sums
-        del logits
+        del logits, dlogits
     return Gradients(
         None if input_sum is None else rows.scatter(input_sum.to(operands.x.dtype)),
         weight_grad,
@@ -247,8 +470,9 @@ def _backward_by_slabs(operands: Operands, plan: Plan, saved: SavedStatistics, g
 class GradientSums:
     """dX, dW and db while chunks of tokens add to them; no memory for those that are not needed."""
 
-    def __init__(self, operands: Operands, rows: Rows, plan: Plan):
-        self._operands = operands
+    def __init__(self, region: _Region, rows: Rows):
+        operands, plan = region.operands, region.plan
+        self._region = region
         self._rows = rows
         self._is_first = True
         x, weight = operands.x, operands.weight
@@ -256,27 +480,30 @@ class GradientSums:
         allocate = torch.empty if rows.index is None else torch.zeros
         self._input = allocate(x.shape, dtype=x.dtype, device=x.device) if operands.input_grad else None
         accumulator = torch.float32 if plan.float32_accumulator else weight.dtype
-        self._weight = torch.empty(weight.shape, dtype=accumulator, device=x.device) if operands.weight_grad else None
-        self._hot = None
-        if self._weight is not None and plan.float32_rows:
-            self._hot = HotRows(rows.target, operands, plan.float32_rows)
+        self._weight = self._hot = None
+        if operands.weight_grad:
+            self._weight = torch.empty(weight.shape, dtype=accumulator, device=x.device)
+            self._weight[operands.vocab :] = 0
+            if plan.float32_rows:
+                self._hot = HotRows(rows.target, region.weight, plan.float32_rows)
         self._bias = (
-            torch.zeros(operands.vocab, dtype=operands.row_dtype, device=x.device) if operands.bias_grad else None
+            torch.zeros(weight.shape[0], dtype=operands.row_dtype, device=x.device) if operands.bias_grad else None
         )
 
     def add(self, dlogits: Tensor, bias_grad: Tensor | None, x: Tensor, chunk: slice) -> None:
         """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H) as taken."""
+        vocab = dlogits.shape[1]
         if self._weight is not None:
-            products.weight_gradient_(self._weight, dlogits, x, accumulate=not self._is_first)
+            products.weight_gradient_(self._weight[:vocab], dlogits, x, accumulate=not self._is_first)
         if self._hot is not None:
             self._hot.add(dlogits, x)
         if self._bias is not None:
-            self._bias.add_(bias_grad)
+            self._bias[:vocab].add_(bias_grad)
         if self._input is not None and self._rows.index is None:
-            products.input_gradient_(self._input[chunk], dlogits, self._operands.weight)
+            products.input_gradient_(self._input[chunk], dlogits, self._region.weight)
         elif self._input is not None:
             # Where rows are skipped, x is a copy that nobody needs any more: its memory takes dX.
-            products.input_gradient_(x, dlogits, self._operands.weight)
+            products.input_gradient_(x, dlogits, self._region.weight)
             self._input.index_copy_(0, self._rows.index[chunk], x)
         self._is_first = False
 
@@ -286,7 +513,7 @@ class GradientSums:
             self._weight.zero_()
         elif self._hot is not None:
             self._hot.write(self._weight)
-        weight, bias = self._operands.weight, self._operands.bias
+        weight, bias = self._region.operands.weight, self._region.operands.bias
         return Gradients(
             self._input,
             None if self._weight is None else self._weight.to(weight.dtype),
@@ -302,11 +529,11 @@ class HotRows:
     four chunks, dW errs by 2.4e-3 without them, against 1.5e-3 of a single product.
     """
 
-    def __init__(self, target: Tensor, operands: Operands, count: int):
-        occurrences = torch.zeros(operands.vocab, dtype=torch.float32, device=target.device)
+    def __init__(self, target: Tensor, weight: Tensor, count: int):
+        vocab, hidden = weight.shape
+        occurrences = torch.zeros(vocab, dtype=torch.float32, device=target.device)
         occurrences.scatter_add_(0, target, torch.ones_like(target, dtype=torch.float32))
-        self._columns = occurrences.topk(min(count, operands.vocab), sorted=False).indices
-        hidden = operands.weight.shape[1]
+        self._columns = occurrences.topk(min(count, vocab), sorted=False).indices
         self._sum = torch.zeros(self._columns.shape[0], hidden, dtype=torch.float32, device=target.device)
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
@@ -320,60 +547,6 @@ class HotRows:
         weight_grad.index_copy_(0, self._columns, self._sum.to(weight_grad.dtype))
 
 
-def _target_logits(buffer: LogitsBuffer, target: Tensor) -> Tensor:
-    """(C,) the logit of each row's target, from the same product as the statistics."""
+def _at_target(buffer: LogitsBuffer, target: Tensor) -> Tensor:
+    """(C,) the product at each row's target, the same one that the statistics see."""
     return buffer.logits.gather(1, target[:, None]).squeeze(1)
-
-
-def _logits_to_gradients_(
-    operands: Operands,
-    buffer: LogitsBuffer,
-    statistics: RowStatistics,
-    target: Tensor,
-    target_logit: Tensor,
-    scale: Tensor,
-    *,
-    is_target: Tensor | None = None,
-) -> Tensor | None:
-    """Turns a chunk's logits into dz, in place; returns dz summed over the rows, (V,), if the bias needs a gradient.
-
-    Args:
-        operands: the region's inputs.
-        buffer: logits of (C, V), or of a slab of the vocabulary.
-        statistics: two (C,).
-        target: (C,) columns of the buffer.
-        target_logit: (C,) the logits at `target`.
-        scale: (C,) each row's share of the incoming gradient.
-        is_target: (C,) False in rows whose target lies in another slab; `target` is then any column.
-    """
-    kernels = operands.kernels
-    column_sums = kernels.gradient_(buffer, statistics, scale, column_sums=operands.bias_grad)
-    one_hot_scale = scale if is_target is None else torch.where(is_target, scale, 0)
-    at_target = kernels.target_gradient(target_logit, statistics, scale, one_hot_scale)
-    buffer.logits.scatter_(1, target[:, None], at_target[:, None])
-    if column_sums is not None:
-        column_sums.index_add_(0, target, one_hot_scale, alpha=-1)
-    return column_sums
-
-
-def _row_scale(rows: Rows, operands: Operands, grad: Tensor | None) -> Tensor:
-    """(N,) what each row's gradient is multiplied by: grad (1 if None), over the number of valid rows for "mean"."""
-    dtype = operands.row_dtype
-    if operands.reduction == "none":
-        scale = rows.gather(grad.reshape(-1).to(dtype))
-    else:
-        scale = torch.ones((), dtype=dtype, device=operands.x.device) if grad is None else grad.to(dtype)
-        if operands.reduction == "mean":
-            scale = scale / rows.valid_count
-        scale = scale.expand(rows.count)
-    if rows.valid is not None:
-        scale = torch.where(rows.valid, scale, 0)
-    return scale.contiguous()
-
-
-def _reduce(row_loss: Tensor, rows: Rows, operands: Operands) -> Tensor:
-    """The loss; the mean over no row is NaN, as torch.nn.functional.cross_entropy has it."""
-    if operands.reduction == "none":
-        return rows.scatter(row_loss)
-    total = row_loss.sum()
-    return total / rows.valid_count if operands.reduction == "mean" else total

@@ -1,5 +1,6 @@
 """`linear_cross_entropy` for eager PyTorch, with autograd."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,8 +9,10 @@ from torch import Tensor
 from thunder_flce import engine
 from thunder_flce.arguments import check_linear_cross_entropy
 from thunder_flce.engine import Operands, SavedStatistics
+from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, IncomingGradients, Loss
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan, Problem, make_plan
+from thunder_flce.row_kernels.torch_ops import statistics_dtype
 
 
 def linear_cross_entropy(
@@ -25,67 +28,96 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
+    vocab_size: int | None = None,
+    num_items: Tensor | float | None = None,
+    outputs: tuple[str, ...] = (),
     options: Options | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, ...]:
     """Cross-entropy of a linear layer's output, without ever holding all of that output.
 
-    Computes ``cross_entropy(linear(input, linear_weight, linear_bias).float(), target, ...)`` a chunk of tokens at a
-    time. Works eagerly, with autograd, and inside `thunder.jit`.
+    Computes ``cross_entropy(logits, target, ...)`` a chunk of tokens at a time, for ``logits = softcap * tanh(
+    logit_scale * linear(input, linear_weight, linear_bias).float() / softcap)``. Works eagerly, with autograd, and
+    inside `thunder.jit`. The formulas are in `loss`.
 
     Args:
         input: (..., H) float16, bfloat16, float32 or float64: the hidden states.
         linear_weight: (V, H), input's dtype and device.
         target: (...) integers in [0, V), or ignore_index.
         linear_bias: (V,), input's dtype and device.
-        weight: (V,) class weights. Not supported yet.
-        reduction: "mean" over the targets that are not ignored, "sum" or "none".
+        weight: (V,) class weights, of input's dtype or float32; they get no gradient.
+        reduction: "mean" over the targets that are not ignored (over their class weights, where there are any), "sum"
+            or "none".
         ignore_index: targets of this value contribute neither to the loss nor to a gradient; may lie in [0, V).
-        label_smoothing: Not supported yet.
-        softcap: Not supported yet.
-        logit_scale: Not supported yet.
-        z_loss: Not supported yet.
+        label_smoothing: as in `torch.nn.functional.cross_entropy`, between 0 and 1.
+        softcap: positive; None for none.
+        logit_scale: what the logits are multiplied by before the softcap; not 0.
+        z_loss: adds z_loss · lse² for each valid token, lse being the log-sum-exp of its logits; not weighted by class
+            weights, and averaged over the valid tokens for "mean".
+        vocab_size: only the first vocab_size rows of linear_weight are columns of the logits (1 to V); the others, such
+            as padding, get gradients of zero. None: all V.
+        num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
+            micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
+            waits for. Where it is 0, so are the loss and the gradients.
+        outputs: names of what is to be returned beside the loss, from the same pass: "log_prob", the target's
+            log-probability, and "entropy", both (...) in the loss's dtype, differentiable, 0 for ignored tokens;
+            "argmax", (...) int64, the column of the largest logit, -1 for ignored tokens; "accuracy", (), how many of
+            the valid tokens have the target as their argmax. The last two have no gradient.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 
     Returns:
-        float32 (float64 for float64 input): () or, for reduction "none", (...). With "mean" and no valid target, NaN,
-        with gradients of zeros, as `torch.nn.functional.cross_entropy`.
+        The loss, float32 (float64 for float64 input): () or, for reduction "none", (...). With "mean" and no valid
+        target, NaN, with gradients of zeros, as `torch.nn.functional.cross_entropy`. With outputs, a tuple of the loss
+        and of these, in their order.
 
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
-        TypeError, ValueError, NotImplementedError: see `arguments.check_linear_cross_entropy`.
+        TypeError, ValueError: see `arguments.check_linear_cross_entropy`.
     """
-    check_linear_cross_entropy(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        weight=weight,
+    loss = Loss(
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        softcap=softcap,
         logit_scale=logit_scale,
+        softcap=softcap,
         z_loss=z_loss,
+        vocab_size=vocab_size,
+        outputs=outputs,
+    )
+    check_linear_cross_entropy(
+        input, linear_weight, target, linear_bias=linear_bias, weight=weight, num_items=num_items, loss=loss
     )
     needs_grad = [
         tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
         for tensor in (input, linear_weight, linear_bias)
     ]
     operands = Operands(
-        input.reshape(target.numel(), input.shape[-1]),
-        linear_weight,
-        linear_bias,
-        target.reshape(-1),
-        ignore_index=int(ignore_index),
-        reduction=reduction,
+        x=input.reshape(target.numel(), input.shape[-1]),
+        weight=linear_weight,
+        bias=linear_bias,
+        target=target.reshape(-1),
+        loss=loss,
+        class_weight=weight,
+        num_items=as_row_scalar(num_items, input),
         input_grad=needs_grad[0],
         weight_grad=needs_grad[1],
         bias_grad=needs_grad[2],
     )
     plan = plan_for(operands, options or Options())
-    loss = _LinearCrossEntropy.apply(operands.x, operands.weight, operands.bias, operands, plan)
-    return loss.reshape(target.shape) if reduction == "none" else loss
+    value, *others = _LinearCrossEntropy.apply(operands.x, operands.weight, operands.bias, operands, plan)
+    results = [value.reshape(target.shape) if reduction == "none" else value]
+    results += [other.reshape(target.shape) if other.ndim else other for other in others]
+    return tuple(results) if outputs else results[0]
+
+
+def as_row_scalar(number: Tensor | float | None, like: Tensor) -> Tensor | None:
+    """num_items as a tensor of the dtype that rows of `like` are computed in, on its device."""
+    if number is None:
+        return None
+    dtype = statistics_dtype(like.dtype)
+    if isinstance(number, Tensor):
+        return number.to(dtype)
+    return torch.full((), number, dtype=dtype, device=like.device)
 
 
 def plan_for(operands: Operands, options: Options) -> Plan:
@@ -97,10 +129,11 @@ def plan_for(operands: Operands, options: Options) -> Plan:
         vocab=operands.vocab,
         dtype=x.dtype,
         device_type=x.device.type,
-        reduction=operands.reduction,
+        row_gradients=operands.loss.has_row_gradients,
         input_grad=operands.input_grad,
         weight_grad=operands.weight_grad,
         bias_grad=operands.bias_grad,
+        float32_logits=options.has_float32_logits(x.dtype),
     )
     return make_plan(problem, options, device_bytes=device_bytes(x.device))
 
@@ -112,28 +145,39 @@ def device_bytes(device: torch.device) -> int | None:
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands, plan: Plan) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands, plan: Plan
+    ) -> tuple[Tensor, ...]:
         result = engine.forward(operands, plan)
         ctx.plan = plan
-        ctx.settings = {
-            name: getattr(operands, name)
-            for name in ("ignore_index", "reduction", "input_grad", "weight_grad", "bias_grad")
-        }
+        # Tensors are kept by autograd alone.
+        ctx.operands = replace(operands, **dict.fromkeys(_TENSORS))
+        ctx.set_materialize_grads(False)
+        outputs = dict(zip(operands.loss.outputs, result.outputs, strict=True))
+        ctx.mark_non_differentiable(*(out for name, out in outputs.items() if name not in DIFFERENTIABLE_OUTPUTS))
         if plan.strategy == "gradients_in_forward":
             ctx.save_for_backward(result.statistics.valid_count, *result.gradients)
         elif plan.strategy != "loss_only":
-            ctx.save_for_backward(x, weight, bias, operands.target, *result.statistics, result.logits)
-        return result.loss
+            tensors = (x, weight, bias, *(getattr(operands, name) for name in _TENSORS[3:]))
+            ctx.save_for_backward(*tensors, *result.statistics, result.logits)
+        return result.loss, *result.outputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Under create_graph, once_differentiable would return gradients that silently lack their own.
         if torch.is_grad_enabled():
             raise RuntimeError("linear_cross_entropy has no second derivative; call backward without create_graph=True")
         if ctx.plan.strategy == "gradients_in_forward":
             gradients = engine.scale_gradients(grad, *ctx.saved_tensors)
         else:
-            x, weight, bias, target, *statistics, logits = ctx.saved_tensors
-            operands = Operands(x, weight, bias, target, **ctx.settings)
-            gradients = engine.backward(operands, ctx.plan, SavedStatistics(*statistics), logits, grad)
+            saved = ctx.saved_tensors
+            tensors, (*statistics, logits) = saved[: len(_TENSORS)], saved[len(_TENSORS) :]
+            operands = replace(ctx.operands, **dict(zip(_TENSORS, tensors, strict=True)))
+            grads = dict(zip(operands.loss.outputs, output_grads, strict=True))
+            incoming = IncomingGradients(grad, grads.get("log_prob"), grads.get("entropy"))
+            gradients = engine.backward(operands, ctx.plan, SavedStatistics(*statistics), logits, incoming)
         return *gradients, None, None
+
+
+_TENSORS = ("x", "weight", "bias", "target", "class_weight", "num_items")
+"""The fields of `Operands` that are tensors; those that autograd differentiates come first."""

@@ -121,6 +121,8 @@ def register() -> None:
         sys.modules["nvfuser"] = nvfuser_direct
 
     def checker(*tensors: Any, **settings: Any) -> bool:
+        if settings.get("weight") is not None or settings.get("label_smoothing"):
+            return False
         logits = next(tensor for tensor in tensors if isinstance(tensor, TensorProxy) and tensor.ndim == 2)
         return logits.device.type == "cuda" and dtypes.to_strong_dtype(logits.dtype) in _FUSED_DTYPES
 

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
+
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 ACCUMULATE = ("auto", "parameter", "float32")
 IGNORED_ROWS = ("skip", "compute")
+LOGITS_DTYPES = ("input", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,10 @@ class Options:
     synchronisation on CUDA. "compute": no synchronisation and static shapes, as CUDA graphs need; this is also what
     happens by itself while a CUDA graph is being captured."""
 
+    logits_dtype: str = "input"
+    """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,
+    as an unfused model does, or "float32", as the product has summed them, for three times the memory a chunk."""
+
     def __post_init__(self):
         budget = self.memory_budget
         if budget is not None:
@@ -54,3 +61,9 @@ class Options:
             raise ValueError(f"accumulate must be one of {ACCUMULATE}, but got {self.accumulate!r}")
         if self.ignored_rows not in IGNORED_ROWS:
             raise ValueError(f"ignored_rows must be one of {IGNORED_ROWS}, but got {self.ignored_rows!r}")
+        if self.logits_dtype not in LOGITS_DTYPES:
+            raise ValueError(f"logits_dtype must be one of {LOGITS_DTYPES}, but got {self.logits_dtype!r}")
+
+    def has_float32_logits(self, dtype: torch.dtype) -> bool:
+        """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""
+        return self.logits_dtype == "float32" and dtype.itemsize < 4

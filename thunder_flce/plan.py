@@ -101,10 +101,13 @@ class Problem:
     vocab: int
     dtype: torch.dtype
     device_type: str
-    reduction: str
+    row_gradients: bool = False
+    """Whether incoming gradients are one number a row: `loss.Loss.has_row_gradients`."""
     input_grad: bool
     weight_grad: bool
     bias_grad: bool
+    float32_logits: bool = False
+    """Whether logits of 16-bit operands stay in float32."""
 
     @property
     def needs_grad(self) -> bool:
@@ -112,13 +115,18 @@ class Problem:
         return self.input_grad or self.weight_grad or self.bias_grad
 
     @property
-    def layout(self) -> VocabLayout:
-        """How a row of the logits lies in memory."""
-        return layout_for(self.vocab, dtype=self.dtype, device_type=self.device_type)
+    def logits_itemsize(self) -> int:
+        """Bytes of a logit and, where the two do not share their memory, of its gradient."""
+        return 4 + self.dtype.itemsize * self.needs_grad if self.float32_logits else self.dtype.itemsize
+
+    def row_stride(self, columns: int) -> int:
+        """Elements from one row of logits to the next, over `columns` columns."""
+        dtype = torch.float32 if self.float32_logits else self.dtype
+        return layout_for(columns, dtype=dtype, device_type=self.device_type).row_stride
 
     def logits_bytes(self, rows: int) -> int:
-        """Bytes of the logits of `rows` tokens."""
-        return rows * self.layout.row_stride * self.dtype.itemsize
+        """Bytes of the logits of `rows` tokens, and of their gradients where they do not share memory."""
+        return rows * self.row_stride(self.vocab) * self.logits_itemsize
 
     @property
     def has_tail(self) -> bool:
@@ -156,6 +164,9 @@ class Plan:
     float32_rows: int = 0
     """Rows of dW, those with the most targets, that are summed in float32 although the others are not."""
 
+    float32_logits: bool = False
+    """Whether the logits of 16-bit operands stay in float32."""
+
     skip_ignored_rows: bool = True
     """Whether rows whose target is ignore_index leave the region before the first product."""
 
@@ -172,6 +183,8 @@ class Plan:
             words.append("dW summed in float32")
         if self.float32_rows:
             words.append(f"{self.float32_rows} rows of dW summed in float32")
+        if self.float32_logits:
+            words.append("float32 logits")
         if not self.skip_ignored_rows:
             words.append("ignored rows computed")
         return ", ".join(words)
@@ -181,7 +194,7 @@ def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = 
     """The plan for `problem`: the fastest one that fits the memory budget.
 
     Args:
-        problem: shapes, dtype, reduction and which gradients are needed.
+        problem: shapes, dtypes, what kind of gradient arrives and which are needed.
         options: the user's choices; each of them overrides what the plan would choose.
         device_bytes: the device's total memory in bytes; only needed where the budget is a fraction of it.
 
@@ -192,12 +205,12 @@ def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = 
     strategy = options.strategy or _choose_strategy(problem, budget)
     if not problem.needs_grad:
         strategy = "loss_only"
-    if strategy == "gradients_in_forward" and problem.reduction == "none":
+    if strategy == "gradients_in_forward" and problem.row_gradients:
         raise ValueError(
-            'strategy "gradients_in_forward" needs reduction "mean" or "sum": with "none" the incoming gradient is a '
-            "vector that has to be applied before anything is summed over tokens"
+            'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
+            "the incoming gradient is a vector that has to be applied before anything is summed over tokens"
         )
-    skip = options.ignored_rows == "skip"
+    common = {"skip_ignored_rows": options.ignored_rows == "skip", "float32_logits": problem.float32_logits}
     if strategy == "gradients_in_forward":
         rows, float32_accumulator = _accumulation(problem, options, budget)
         in_16_bits = problem.weight_grad and problem.dtype.itemsize < 4 and not float32_accumulator
@@ -206,15 +219,15 @@ def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = 
             chunk_rows=rows,
             float32_accumulator=float32_accumulator,
             float32_rows=HOT_ROWS if in_16_bits and rows < problem.tokens else 0,
-            skip_ignored_rows=skip,
+            **common,
         )
     if strategy == "save_logits":
-        return Plan(strategy=strategy, chunk_rows=max(problem.tokens, 1), skip_ignored_rows=skip)
+        return Plan(strategy=strategy, chunk_rows=max(problem.tokens, 1), **common)
     rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))
     slab_columns = 0
     if strategy == "recompute_logits":
         slab_columns = _slab_columns(problem, problem.logits_bytes(rows))
-    return Plan(strategy=strategy, chunk_rows=rows, slab_columns=slab_columns, skip_ignored_rows=skip)
+    return Plan(strategy=strategy, chunk_rows=rows, slab_columns=slab_columns, **common)
 
 
 def temporary_bytes(problem: Problem, plan: Plan) -> int:
@@ -224,8 +237,7 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
     """
     chunk = problem.logits_bytes(min(plan.chunk_rows, problem.tokens))
     if plan.strategy == "recompute_logits":
-        slab_layout = layout_for(plan.slab_columns, dtype=problem.dtype, device_type=problem.device_type)
-        slab = problem.tokens * slab_layout.row_stride * problem.dtype.itemsize
+        slab = problem.tokens * problem.row_stride(plan.slab_columns) * problem.logits_itemsize
         # dX is summed in float32 and rounded at the end, when the slab is gone.
         input_sum = problem.input_grad * problem.tokens * problem.hidden * max(problem.dtype.itemsize, 4)
         rounded = problem.input_grad * problem.tokens * problem.hidden * problem.dtype.itemsize
@@ -248,7 +260,7 @@ def _budget_bytes(budget: int | float | None, device_bytes: int | None) -> int |
 
 def _choose_strategy(problem: Problem, budget: int | None) -> str:
     # float16 gradients need the incoming gradient (the loss scale) before they are rounded, or they underflow.
-    if problem.reduction != "none" and problem.dtype is not torch.float16:
+    if not problem.row_gradients and problem.dtype is not torch.float16:
         return "gradients_in_forward"
     if budget is not None and problem.logits_bytes(problem.tokens) <= budget:
         return "save_logits"
@@ -307,7 +319,7 @@ def _accumulation(problem: Problem, options: Options, budget: int | None) -> tup
 
 def _slab_columns(problem: Problem, slab_bytes: int) -> int:
     """Columns of a vocabulary slab whose logits, for all tokens, take about `slab_bytes`."""
-    columns = slab_bytes // (max(problem.tokens, 1) * problem.dtype.itemsize)
+    columns = slab_bytes // (max(problem.tokens, 1) * problem.logits_itemsize)
     columns = max(columns, 1024)
     slabs = -(-problem.vocab // columns)
     return min(-(-problem.vocab // (slabs * PART_MULTIPLE)) * PART_MULTIPLE, problem.vocab)

@@ -25,18 +25,32 @@ def _main_columns(tensor: Tensor, vocab: int) -> int:
 
 
 def logits_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once, to out's dtype."""
+    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once, to out's dtype; out may be float32."""
     vocab = weight.shape[0]
-    main = _main_columns(out, vocab)
+    main = _main_columns(x, vocab)
+    if out.dtype != x.dtype:
+        # On a CPU, operands are converted for such a product: a part of the weight at a time.
+        step = main if x.is_cuda else _FLOAT32_COLUMNS
+        for start, end in _column_blocks(main, vocab, step):
+            _product_(out[:, start:end], x, weight[start:end].t(), accumulate=False)
+        if bias is not None:
+            out.add_(bias)
+        return
     if bias is not None and (main < vocab or not out.is_contiguous()) and out.is_cuda and out.element_size() == 2:
         _biased_logits_in_float32_(out, x, weight, bias)
         return
     if bias is not None:
         torch.addmm(bias, x, weight.t(), out=out)
         return
-    torch.mm(x, weight[:main].t(), out=out[:, :main])
+    for start, end in _column_blocks(main, vocab, main):
+        torch.mm(x, weight[start:end].t(), out=out[:, start:end])
+
+
+def _column_blocks(main: int, vocab: int, step: int):
+    """(start, end) of at most `step` columns each: first those up to `main`, then the tail up to `vocab`."""
+    yield from ((start, min(start + step, main)) for start in range(0, main, step))
     if main < vocab:
-        torch.mm(x, weight[main:].t(), out=out[:, main:])
+        yield main, vocab
 
 
 def _biased_logits_in_float32_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
@@ -44,11 +58,9 @@ def _biased_logits_in_float32_(out: Tensor, x: Tensor, weight: Tensor, bias: Ten
     # again, which makes the logits' error 1.4 times as large.
     vocab = weight.shape[0]
     main = _main_columns(out, vocab)
-    for start in (*range(0, main, _FLOAT32_COLUMNS), main):
-        end = min(start + _FLOAT32_COLUMNS, main) if start < main else vocab
-        if start < end:
-            columns = torch.mm(x, weight[start:end].t(), out_dtype=torch.float32)
-            torch.add(columns, bias[start:end], out=out[:, start:end])
+    for start, end in _column_blocks(main, vocab, _FLOAT32_COLUMNS):
+        columns = torch.mm(x, weight[start:end].t(), out_dtype=torch.float32)
+        torch.add(columns, bias[start:end], out=out[:, start:end])
 
 
 def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor, *, accumulate: bool = False) -> None:
@@ -71,9 +83,8 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
     """
     vocab = out.shape[0]
     main = _main_columns(dlogits, vocab)
-    for start, end in ((0, main), (main, vocab)):
-        if start != end:
-            _product_(out[start:end], dlogits[:, start:end].t(), x, accumulate=accumulate)
+    for start, end in _column_blocks(main, vocab, main):
+        _product_(out[start:end], dlogits[:, start:end].t(), x, accumulate=accumulate)
 
 
 def _product_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:

@@ -63,11 +63,15 @@ class Rows:
         """(T, …) to (N, …)."""
         return tensor if self.index is None else tensor.index_select(0, self.index)
 
-    def scatter(self, tensor: Tensor) -> Tensor:
-        """(N, …) to (T, …), zeros in rows that were not computed."""
+    def scatter(self, tensor: Tensor, fill: float = 0) -> Tensor:
+        """(N, …) to (T, …), `fill` in rows that were not computed."""
         if self.index is None:
             return tensor
-        return tensor.new_zeros(self.total, *tensor.shape[1:]).index_copy_(0, self.index, tensor)
+        return tensor.new_full((self.total, *tensor.shape[1:]), fill).index_copy_(0, self.index, tensor)
+
+    def only_valid(self, vector: Tensor, fill: float = 0) -> Tensor:
+        """(N,) with `fill` in rows that are computed though ignored."""
+        return vector if self.valid is None else torch.where(self.valid, vector, fill)
 
 
 class RowSelection:

@@ -8,6 +8,7 @@ linear_cross_entropy_fwd    its forward: the loss, the rows' statistics, and wha
 linear_cross_entropy_bwd    its backward, for plans that compute the gradients there
 scale_gradients             its backward, for plans that computed the gradients in the forward
 cross_entropy_fwd, _bwd     cross-entropy on logits that somebody else needs, too
+cross_entropy_probabilities_fwd, _bwd               the same for targets that are class probabilities
 ==========================  ======================================================================================
 
 All but the first belong to the executor `flce` and are primitives: opaque to every pass, and tagged so that no pass
@@ -16,6 +17,7 @@ computes a forward again in the backward.
 The forwards return the loss, row_max, row_logsumexp (relative to row_max) and valid_count; see `engine`.
 """
 
+from dataclasses import fields
 from typing import Any
 
 import thunder.torch as ltorch
@@ -25,11 +27,17 @@ from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 from torch import Tensor
 
-from thunder_flce import engine, functional
+from thunder_flce import decomposition, engine, functional
 from thunder_flce.arguments import check_linear_cross_entropy
 from thunder_flce.engine import Gradients, Operands, SavedStatistics
+from thunder_flce.loss import IncomingGradients, Loss
 from thunder_flce.plan import Plan, layout_for
-from thunder_flce.standalone import backward_impl, forward_impl
+from thunder_flce.standalone import (
+    backward_impl,
+    forward_impl,
+    probabilities_backward_impl,
+    probabilities_forward_impl,
+)
 
 executor = OperatorExecutor("flce", version="0.1")
 
@@ -51,42 +59,44 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
+    vocab_size: int | None = None,
+    num_items: TensorProxy | float | None = None,
+    outputs: tuple[str, ...] = (),
     options: None = None,
     dtype: dtypes.dtype | None = None,
     needs_grad: tuple[str, ...] | None = None,
     plan: dict[str, Any] | None = None,
-) -> TensorProxy:
+) -> TensorProxy | tuple[TensorProxy, ...]:
     """`functional.linear_cross_entropy` in a trace. What it calls is what runs where the executor is not used.
 
     `FuseLinearCrossEntropy` sets the last three: the loss's dtype (None: as in `functional.linear_cross_entropy`), the
     names of the tensors that need a gradient, and the fields of a `Plan`.
     """
-    check_linear_cross_entropy(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        weight=weight,
+    loss = Loss(
         reduction=reduction,
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
-        softcap=softcap,
         logit_scale=logit_scale,
+        softcap=softcap,
         z_loss=z_loss,
+        vocab_size=vocab_size,
+        outputs=outputs,
+    )
+    check_linear_cross_entropy(
+        input, linear_weight, target, linear_bias=linear_bias, weight=weight, num_items=num_items, loss=loss
     )
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
-    logits = ltorch.linear(input, linear_weight, linear_bias)
-    if dtypes.to_strong_dtype(input.dtype) is not loss_dtype(input):
-        logits = ltorch.to(logits, loss_dtype(input))
-    logits = ltorch.reshape(logits, (-1, linear_weight.shape[0]))
+    logits = decomposition.logits(input, linear_weight, linear_bias, loss, loss_dtype(input))
     flat_target = ltorch.reshape(target, (-1,))
     if dtypes.to_strong_dtype(target.dtype) is not dtypes.int64:
         flat_target = ltorch.to(flat_target, dtypes.int64)
-    loss = ltorch.cross_entropy(logits, flat_target, ignore_index=ignore_index, reduction=reduction)
-    if dtype is not None and dtype != loss.dtype:
-        loss = ltorch.to(loss, dtype)
-    return ltorch.reshape(loss, target.shape) if reduction == "none" else loss
+    value, *others = decomposition.loss_and_outputs(logits, flat_target, weight, num_items, loss)
+    if dtype is not None and dtype != value.dtype:
+        value = ltorch.to(value, dtype)
+    results = [ltorch.reshape(value, target.shape) if reduction == "none" else value]
+    results += [ltorch.reshape(other, target.shape) if other.ndim else other for other in others]
+    return tuple(results) if outputs else results[0]
 
 
 def loss_dtype(tensor: TensorProxy) -> dtypes.dtype:
@@ -102,8 +112,8 @@ def _statistics_like(tensor: TensorProxy, rows: int) -> tuple[TensorProxy, Tenso
     return _rows_like(tensor, (rows,)), _rows_like(tensor, (rows,))
 
 
-# The arguments after the tensors are a Plan's fields and what `Operands` asks for, spelled out, since a trace prints
-# and hashes plain values only.
+# The arguments after the tensors are the fields of a `Loss` and of a `Plan`, spelled out, since a trace prints and
+# hashes plain values only. Class weights and num_items come by name, since they are hardly ever there.
 
 
 def _linear_cross_entropy_fwd_meta(
@@ -112,26 +122,44 @@ def _linear_cross_entropy_fwd_meta(
     target: TensorProxy,
     linear_bias: TensorProxy | None,
     *,
-    reduction: str,
-    ignore_index: int,
     needs_grad: tuple[str, ...],
-    dtype: dtypes.dtype | None = None,
-    **plan: Any,
+    **settings: Any,
 ) -> tuple[TensorProxy, ...]:
-    """Mirrors `_linear_cross_entropy_fwd_impl`."""
+    """Mirrors `_linear_cross_entropy_fwd_impl`; a trace prints optional arguments only where they are not declared."""
+    loss, plan = _loss_and_plan(settings)
+    dtype = settings.get("dtype")
     tokens = target.numel
-    shape = tuple(target.shape) if reduction == "none" else ()
-    loss = TensorProxy(shape=shape, device=input.device, dtype=dtype or loss_dtype(input), requires_grad=False)
+    shape = tuple(target.shape) if loss.reduction == "none" else ()
+    value = TensorProxy(shape=shape, device=input.device, dtype=dtype or loss_dtype(input), requires_grad=False)
     valid_count = TensorProxy(shape=(), device=input.device, dtype=dtypes.int64, requires_grad=False)
-    outputs = [loss, *_statistics_like(input, tokens), valid_count]
-    if plan["strategy"] == "gradients_in_forward":
+    outputs = [value, *(_output_like(name, input, target) for name in loss.outputs)]
+    outputs += [*_statistics_like(input, tokens), valid_count]
+    if plan.strategy == "gradients_in_forward":
         tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
         outputs += [TensorProxy(like=tensors[name], requires_grad=False) for name in needs_grad]
-    elif plan["strategy"] == "save_logits":
-        torch_dtype = dtypes.to_torch_dtype(input.dtype)
-        layout = layout_for(linear_weight.shape[0], dtype=torch_dtype, device_type=input.device.type)
-        outputs.append(TensorProxy(like=input, shape=(tokens, layout.row_stride), requires_grad=False))
+    elif plan.strategy == "save_logits":
+        torch_dtype = torch.float32 if plan.float32_logits else dtypes.to_torch_dtype(input.dtype)
+        layout = layout_for(loss.vocab_size or linear_weight.shape[0], dtype=torch_dtype, device_type=input.device.type)
+        logits_dtype = dtypes.to_dtype(torch_dtype)
+        shape = (tokens, layout.row_stride)
+        outputs.append(TensorProxy(shape=shape, device=input.device, dtype=logits_dtype, requires_grad=False))
     return tuple(outputs)
+
+
+def _output_like(name: str, input: TensorProxy, target: TensorProxy) -> TensorProxy:
+    """One of the loss's further outputs."""
+    shape = () if name == "accuracy" else tuple(target.shape)
+    dtype = dtypes.int64 if name == "argmax" else loss_dtype(input)
+    return TensorProxy(shape=shape, device=input.device, dtype=dtype, requires_grad=False)
+
+
+def _loss_and_plan(settings: dict[str, Any]) -> tuple[Loss, Plan]:
+    """The plain values among a symbol's arguments, put together again."""
+
+    def made(cls: type) -> Any:
+        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+
+    return made(Loss), made(Plan)
 
 
 def _operands(
@@ -139,18 +167,19 @@ def _operands(
     linear_weight: Tensor,
     target: Tensor,
     linear_bias: Tensor | None,
-    *,
-    reduction: str,
-    ignore_index: int,
+    weight: Tensor | None,
+    num_items: Tensor | float | None,
     needs_grad: tuple[str, ...],
+    loss: Loss,
 ) -> Operands:
     return Operands(
-        input.reshape(target.numel(), input.shape[-1]),
-        linear_weight,
-        linear_bias,
-        target.reshape(-1),
-        ignore_index=ignore_index,
-        reduction=reduction,
+        x=input.reshape(target.numel(), input.shape[-1]),
+        weight=linear_weight,
+        bias=linear_bias,
+        target=target.reshape(-1),
+        loss=loss,
+        class_weight=weight,
+        num_items=functional.as_row_scalar(num_items, input),
         input_grad="input" in needs_grad,
         weight_grad="linear_weight" in needs_grad,
         bias_grad="linear_bias" in needs_grad,
@@ -163,25 +192,20 @@ def _linear_cross_entropy_fwd_impl(
     target: Tensor,
     linear_bias: Tensor | None,
     *,
-    reduction: str,
-    ignore_index: int,
+    weight: Tensor | None = None,
+    num_items: Tensor | float | None = None,
     needs_grad: tuple[str, ...],
     dtype: dtypes.dtype | None = None,
-    **plan: Any,
+    **settings: Any,
 ) -> tuple[Tensor, ...]:
-    """See `engine.forward`. Returns the loss, the statistics, and the logits or the needed gradients, if planned."""
-    operands = _operands(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        needs_grad=needs_grad,
-    )
-    result = engine.forward(operands, Plan(**plan))
-    loss = result.loss.reshape(target.shape) if reduction == "none" else result.loss
-    outputs = [loss if dtype is None else loss.to(dtypes.to_torch_dtype(dtype)), *result.statistics]
+    """See `engine.forward`: the loss, its further outputs, the statistics, and the logits or the needed gradients."""
+    loss, plan = _loss_and_plan(settings)
+    operands = _operands(input, linear_weight, target, linear_bias, weight, num_items, needs_grad, loss)
+    result = engine.forward(operands, plan)
+    value = result.loss.reshape(target.shape) if loss.reduction == "none" else result.loss
+    outputs = [value if dtype is None else value.to(dtypes.to_torch_dtype(dtype))]
+    outputs += [output.reshape(target.shape) if output.ndim else output for output in result.outputs]
+    outputs += result.statistics[:3]
     if result.logits is not None:
         outputs.append(result.logits)
     return *outputs, *_present(result.gradients, input.shape)
@@ -205,10 +229,8 @@ def _linear_cross_entropy_bwd_meta(
     valid_count: TensorProxy,
     logits: TensorProxy | None,
     *,
-    reduction: str,
-    ignore_index: int,
     needs_grad: tuple[str, ...],
-    **plan: Any,
+    **settings: Any,
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `_linear_cross_entropy_bwd_impl`."""
     tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
@@ -226,23 +248,24 @@ def _linear_cross_entropy_bwd_impl(
     valid_count: Tensor,
     logits: Tensor | None,
     *,
-    reduction: str,
-    ignore_index: int,
+    weight: Tensor | None = None,
+    num_items: Tensor | float | None = None,
+    log_prob_grad: Tensor | None = None,
+    entropy_grad: Tensor | None = None,
+    entropy: Tensor | None = None,
     needs_grad: tuple[str, ...],
-    **plan: Any,
+    **settings: Any,
 ) -> tuple[Tensor, ...]:
     """See `engine.backward`. Returns the needed gradients."""
-    operands = _operands(
-        input,
-        linear_weight,
-        target,
-        linear_bias,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        needs_grad=needs_grad,
-    )
-    statistics = SavedStatistics(row_max, row_logsumexp, valid_count)
-    gradients = engine.backward(operands, Plan(**plan), statistics, logits, grad.reshape(-1) if grad.ndim else grad)
+    loss, plan = _loss_and_plan(settings)
+    operands = _operands(input, linear_weight, target, linear_bias, weight, num_items, needs_grad, loss)
+
+    def flat(tensor: Tensor | None) -> Tensor | None:
+        return tensor if tensor is None or tensor.ndim == 0 else tensor.reshape(-1)
+
+    statistics = SavedStatistics(row_max, row_logsumexp, valid_count, flat(entropy))
+    incoming = IncomingGradients(flat(grad), flat(log_prob_grad), flat(entropy_grad))
+    gradients = engine.backward(operands, plan, statistics, logits, incoming)
     return tuple(_present(gradients, input.shape))
 
 
@@ -254,11 +277,10 @@ def _scale_gradients_meta(
 
 
 def _cross_entropy_fwd_meta(
-    logits: TensorProxy, target: TensorProxy, *, reduction: str, ignore_index: int
+    logits: TensorProxy, target: TensorProxy, *, reduction: str, **settings: Any
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `standalone.forward_impl`."""
-    shape = tuple(target.shape) if reduction == "none" else ()
-    loss = TensorProxy(like=logits, shape=shape, requires_grad=False)
+    loss = TensorProxy(like=logits, shape=(logits.shape[0],) if reduction == "none" else (), requires_grad=False)
     return loss, *_statistics_like(logits, target.shape[0]), _rows_like(logits, ())
 
 
@@ -269,12 +291,30 @@ def _cross_entropy_bwd_meta(
     row_max: TensorProxy,
     row_logsumexp: TensorProxy,
     valid_count: TensorProxy,
-    *,
-    reduction: str,
-    ignore_index: int,
+    **settings: Any,
 ) -> TensorProxy:
     """Mirrors `standalone.backward_impl`."""
     return TensorProxy(like=logits, requires_grad=False)
+
+
+def _probabilities_fwd_meta(
+    logits: TensorProxy, target: TensorProxy, *, reduction: str, **settings: Any
+) -> tuple[TensorProxy, ...]:
+    """Mirrors `standalone.probabilities_forward_impl`."""
+    loss = TensorProxy(like=logits, shape=(logits.shape[0],) if reduction == "none" else (), requires_grad=False)
+    return loss, *_statistics_like(logits, logits.shape[0])
+
+
+def _probabilities_bwd_meta(
+    grad: TensorProxy,
+    logits: TensorProxy,
+    target: TensorProxy,
+    row_max: TensorProxy,
+    row_logsumexp: TensorProxy,
+    **settings: Any,
+) -> tuple[TensorProxy, TensorProxy]:
+    """Mirrors `standalone.probabilities_backward_impl`."""
+    return TensorProxy(like=logits, requires_grad=False), TensorProxy(like=target, requires_grad=False)
 
 
 linear_cross_entropy_fwd = executor.register_operator(
@@ -291,3 +331,9 @@ cross_entropy_fwd = executor.register_operator(
     "cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=forward_impl, tags=FORWARD_TAGS
 )
 cross_entropy_bwd = executor.register_operator("cross_entropy_bwd", meta=_cross_entropy_bwd_meta, fn=backward_impl)
+cross_entropy_probabilities_fwd = executor.register_operator(
+    "cross_entropy_probabilities_fwd", meta=_probabilities_fwd_meta, fn=probabilities_forward_impl, tags=FORWARD_TAGS
+)
+cross_entropy_probabilities_bwd = executor.register_operator(
+    "cross_entropy_probabilities_bwd", meta=_probabilities_bwd_meta, fn=probabilities_backward_impl
+)

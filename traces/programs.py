@@ -1,5 +1,6 @@
 """The small programs whose traces are printed in this folder."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -73,16 +74,26 @@ class Sizes:
 
 
 def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors for a program, by the names of its arguments. All but the labels need a gradient."""
-    shapes = {
-        "hidden": (sizes.batch, sizes.sequence, sizes.hidden),
-        "weight": (sizes.vocab, sizes.hidden),
-        "bias": (sizes.vocab,),
+    """Tensors for a program, by the names of its arguments. All with a floating-point dtype need a gradient."""
+
+    def integers(*shape: int) -> Tensor:
+        return torch.randint(sizes.vocab, shape, device=device)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+    rank = 4
+    tensors = {
+        "hidden": lambda: floats(sizes.batch, sizes.sequence, sizes.hidden),
+        "weight": lambda: floats(sizes.vocab, sizes.hidden),
+        "second_weight": lambda: floats(sizes.vocab, sizes.hidden),
+        "matrix": lambda: floats(sizes.hidden, sizes.vocab),
+        "bias": lambda: floats(sizes.vocab),
+        "adapter_down": lambda: floats(rank, sizes.hidden),
+        "adapter_up": lambda: floats(sizes.vocab, rank),
+        "temperature": lambda: torch.tensor(0.7, device=device, dtype=dtype),
+        "tokens": lambda: integers(sizes.batch, sizes.sequence),
+        "labels": lambda: integers(sizes.batch, sizes.sequence),
+        "num_items": lambda: torch.tensor(sizes.tokens, device=device),
     }
-    names = program.__code__.co_varnames[: program.__code__.co_argcount]
-    return [
-        torch.randint(sizes.vocab, (sizes.batch, sizes.sequence), device=device)
-        if name == "labels"
-        else torch.randn(shapes[name], device=device, dtype=dtype, requires_grad=True)
-        for name in names
-    ]
+    return [tensors[name]() for name in inspect.signature(program).parameters]

@@ -176,7 +176,7 @@ def build_fusions() -> dict[str, str]:
 
     from thunder_flce import nvfuser_translation
     from thunder_flce.plan import VocabLayout
-    from thunder_flce.row_kernels import nvfuser
+    from thunder_flce.row_kernels import LogitMap, nvfuser
 
     rows, vocab = Sizes().tokens, Sizes().vocab
     layout = VocabLayout.in_parts(vocab)
@@ -196,12 +196,25 @@ def build_fusions() -> dict[str, str]:
     logits, target = ((rows, vocab), DataType.BFloat16), ((rows,), DataType.Int)
     row_vector, scalar = ((rows,), DataType.Float), ((), DataType.Float)
     grad = ((), DataType.BFloat16)
+    dtype, identity = torch.bfloat16, LogitMap()
+    plain = nvfuser.GradientVectors(True, True, True, uniform=None, entropy=None, class_weight=None)
+    everything = nvfuser.GradientVectors(True, True, True, uniform=True, entropy=True, class_weight=True)
+    capped, padded = LogitMap(scale=0.5, softcap=30.0), VocabLayout.in_parts(vocab + 1)
     fusions = {
-        "part_statistics": nvfuser.part_statistics_fusion(layout.part_length, torch.bfloat16),
-        "merge_parts": nvfuser.merge_parts_fusion(layout.parts, torch.bfloat16),
-        "gradient": nvfuser.gradient_fusion(layout.row_stride, torch.bfloat16, column_sums=False),
-        "gradient_with_column_sums": nvfuser.gradient_fusion(layout.row_stride, torch.bfloat16, column_sums=True),
-        "target_gradient": nvfuser.target_gradient_fusion(torch.bfloat16),
+        "part_statistics": nvfuser.part_statistics_fusion(layout, dtype, identity),
+        "part_statistics_softcap_odd_vocabulary": nvfuser.part_statistics_fusion(padded, dtype, capped),
+        "merge_parts": nvfuser.merge_parts_fusion(layout.parts),
+        "moments": nvfuser.moments_fusion(
+            layout, dtype, identity, expected=True, weighted_sum=True, has_class_weight=True
+        ),
+        "gradient": nvfuser.gradient_fusion(layout.row_stride, dtype, dtype, identity, plain, column_sums=False),
+        "gradient_with_column_sums": nvfuser.gradient_fusion(
+            layout.row_stride, dtype, dtype, identity, plain, column_sums=True
+        ),
+        "gradient_of_everything": nvfuser.gradient_fusion(
+            layout.row_stride, dtype, dtype, capped, everything, column_sums=True
+        ),
+        "target_gradient": nvfuser.target_gradient_fusion(dtype, dtype, identity, plain._replace(one_hot=True)),
         "cross_entropy_fwd": standalone(nvfuser_translation.forward_fusion, logits, target),
         "cross_entropy_bwd": standalone(
             nvfuser_translation.backward_fusion, grad, logits, target, row_vector, row_vector, scalar

@@ -1,7 +1,8 @@
 """What is computed row by row on a chunk's logits: statistics and, in place, the gradient.
 
-Two lowerings with one interface: `torch_ops` everywhere, `nvfuser` on CUDA. Legend: C rows, V vocabulary; a chunk's
-logits lie in a `LogitsBuffer`, whose rows may be padded (`plan.VocabLayout`).
+Two lowerings with one interface: `torch_ops` everywhere, `nvfuser` on CUDA. The formulas are those of `loss`. Legend: C
+rows, V vocabulary; a chunk's products z lie in a `LogitsBuffer`, whose rows may be padded (`plan.VocabLayout`), and are
+mapped to logits u (`LogitMap`) wherever they are read, in float32 (float64 for float64).
 """
 
 import importlib.util
@@ -15,14 +16,56 @@ from torch import Tensor
 from thunder_flce.plan import VocabLayout
 
 
+@dataclass(frozen=True)
+class LogitMap:
+    """From the products z of the linear to the logits u = softcap · tanh(scale · z / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """None: u = scale · z"""
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """u, of z's shape and dtype; z itself where nothing changes it."""
+        if self.softcap is not None:
+            return torch.tanh(z * (self.scale / self.softcap)).mul_(self.softcap)
+        return z if self.scale == 1 else z * self.scale
+
+    def slope(self, u: Tensor) -> Tensor | None:
+        """1 - (u / softcap)², what a softcap makes of a gradient; None without one. `loss` takes care of the scale."""
+        return None if self.softcap is None else 1 - (u / self.softcap).square_()
+
+
 class RowStatistics(NamedTuple):
     """Two numbers a row, kept apart so that the loss keeps its digits when all logits share a large offset."""
 
     row_max: Tensor
-    """(C,) the largest logit."""
+    """(C,) the largest logit"""
 
     row_logsumexp: Tensor
-    """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum."""
+    """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum"""
+
+
+class RowMoments(NamedTuple):
+    """What only some losses need of a row, relative to its maximum."""
+
+    expected: Tensor | None
+    """(C,) Σ_v p_v (u_v - row_max): for the entropy"""
+
+    weighted_sum: Tensor | None
+    """(C,) Σ_v w_v (u_v - row_max), with w_v = 1 where there are no class weights: for label smoothing"""
+
+
+class RowCoefficients(NamedTuple):
+    """The gradient of a row: (p_v (probability - entropy (u_v - row_max)) - uniform w_v - one_hot [v = y]) · slope."""
+
+    probability: Tensor
+    """(C,)"""
+    one_hot: Tensor
+    """(C,)"""
+    uniform: Tensor | None = None
+    """(C,); None without label smoothing"""
+    entropy: Tensor | None = None
+    """(C,); None where no gradient arrives at the entropy"""
 
 
 @dataclass(frozen=True)
@@ -50,32 +93,58 @@ class LogitsBuffer:
 
 
 class RowKernels(Protocol):
-    """Row-wise computations on a `LogitsBuffer`."""
+    """Row-wise computations on a `LogitsBuffer`. Row vectors are (C,), in float32 (float64 for float64 logits)."""
 
-    def statistics(self, buffer: LogitsBuffer, target_logit: Tensor) -> tuple[RowStatistics, Tensor]:
-        """Statistics and loss of each row, three (C,) in float32 (float64 for float64 logits); logits are only read.
+    logit_map: LogitMap
 
-        Args:
-            buffer: the logits.
-            target_logit: (C,) each row's logit at its target, in the logits' dtype.
-        """
+    def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
+        """The maximum and the log-sum-exp of each row."""
 
-    def gradient_(
-        self, buffer: LogitsBuffer, statistics: RowStatistics, scale: Tensor, *, column_sums: bool = False
-    ) -> Tensor | None:
-        """Replaces each logit z by exp(z - row_max - row_logsumexp) · scale; scale is (C,), one factor a row.
+    def moments(
+        self,
+        buffer: LogitsBuffer,
+        statistics: RowStatistics,
+        class_weight: Tensor | None,
+        *,
+        expected: bool,
+        weighted_sum: bool,
+    ) -> RowMoments:
+        """Those of `RowMoments` that are asked for; class_weight: (V,) in the row vectors' dtype, None for ones."""
 
-        Returns the sums over the rows, (V,) in the statistics' dtype, of what was written before it was rounded; None
-        unless `column_sums`.
+    def gradient(
+        self,
+        buffer: LogitsBuffer,
+        statistics: RowStatistics,
+        coefficients: RowCoefficients,
+        class_weight: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        column_sums: bool = False,
+    ) -> tuple[LogitsBuffer, Tensor | None]:
+        """The gradient of `RowCoefficients` without its one_hot term, and its sums over the rows.
+
+        Returns:
+            The gradient in `dtype`, in place of the logits where that is their dtype and in new memory where it is not;
+            the sums, (V,), of what was written before it was rounded, or None unless `column_sums`.
         """
 
     def target_gradient(
-        self, target_logit: Tensor, statistics: RowStatistics, scale: Tensor, one_hot_scale: Tensor
+        self,
+        target_logit: Tensor,
+        statistics: RowStatistics,
+        coefficients: RowCoefficients,
+        class_weight: Tensor | None,
+        *,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """exp(target_logit - row_max - row_logsumexp) · scale - one_hot_scale, (C,) in the logits' dtype.
+        """(C,) the gradient with its one_hot term, in `dtype`: what belongs in the target's column.
 
-        What belongs in the target's column in place of what `gradient_` wrote there; one_hot_scale is scale, or 0
-        where the target lies in another slab.
+        Args:
+            target_logit: (C,) the product z at each row's target.
+            statistics: two (C,).
+            coefficients: of (C,).
+            class_weight: (C,) at each row's target, or None.
+            dtype: of the gradient.
         """
 
 
@@ -85,12 +154,12 @@ def nvfuser_available() -> bool:
     return importlib.util.find_spec("nvfuser_direct") is not None
 
 
-def kernels_for(*, dtype: torch.dtype, device_type: str) -> RowKernels:
+def kernels_for(*, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
     """nvFuser's kernels on CUDA where it is installed, PyTorch's operations everywhere else."""
     if device_type == "cuda" and dtype is not torch.float64 and nvfuser_available():
-        from thunder_flce.row_kernels import nvfuser
+        from thunder_flce.row_kernels.nvfuser import NvFuserRowKernels
 
-        return nvfuser.KERNELS
-    from thunder_flce.row_kernels import torch_ops
+        return NvFuserRowKernels(logit_map)
+    from thunder_flce.row_kernels.torch_ops import TorchRowKernels
 
-    return torch_ops.KERNELS
+    return TorchRowKernels(logit_map)

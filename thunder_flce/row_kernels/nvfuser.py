@@ -1,22 +1,27 @@
-"""Row kernels as nvFuser fusions, compiled once per dtype and vocabulary and cached for the process.
+"""Row kernels as nvFuser fusions, compiled once per definition and cached for the process.
 
-Legend: C rows of logits, S parts of L elements in a row (`VocabLayout`), so that a row is S · L elements long; the
-padding behind the vocabulary holds -inf, which neither the maximum nor the sum sees.
+Legend: C rows of logits, S parts of L elements in a row (`VocabLayout`), so that a row is S · L elements long. What the
+padding behind the vocabulary holds is never looked at: where there is some, a mask leaves it out of every reduction.
 
-Statistics take two fusions. The first reads the logits as (C · S, L), once, since a part fits in registers; the second
-merges the S parts of each row. The gradient is one pointwise fusion that writes where it reads. Its row vectors come in
-with shape (C, 1), because a broadcast inside the fusion would make nvFuser add a copy of the whole chunk before writing
-in place.
+Statistics take two fusions. The first reads the logits as parts, once, since a part fits in registers; the second
+merges the S parts of each row. The gradient is one pointwise fusion that writes where it reads. Its vectors come in as
+(C, 1) and (1, S · L), because a broadcast inside the fusion would make nvFuser add a copy of the whole chunk before
+writing in place.
 """
 
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from nvfuser_direct import DataType, FusionDefinition
 from torch import Tensor
 
-from thunder_flce.row_kernels import LogitsBuffer, RowStatistics, torch_ops
+from thunder_flce.plan import VocabLayout
+from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowMoments, RowStatistics
+from thunder_flce.row_kernels.torch_ops import TorchRowKernels
 
 _NVFUSER_DTYPES = {
     torch.float32: DataType.Float,
@@ -24,80 +29,223 @@ _NVFUSER_DTYPES = {
     torch.bfloat16: DataType.BFloat16,
 }
 
-# Fast exponentials err by about 2e-7 relative, which float32 logits would notice and 16-bit logits do not.
-_FAST_MATH = ["fast_math"]
 _NEGATIVE_INFINITY = float("-inf")
 
 
-def part_statistics_fusion(part_length: int, dtype: torch.dtype) -> FusionDefinition:
-    """(C · S, L) logits to the maximum and the sum of exp(logit - maximum) of each part, two float32 (C · S,)."""
+class _Builder:
+    """A fusion being defined; the helpers that the definitions below share."""
+
+    def __init__(self, fd: FusionDefinition, logit_map: LogitMap):
+        self.fd = fd
+        self.ops = fd.ops
+        self.logit_map = logit_map
+
+    def number(self, value: float) -> Any:
+        return self.fd.define_scalar(value, DataType.Float)
+
+    def index(self, value: int) -> Any:
+        return self.fd.define_scalar(value, DataType.Int)
+
+    def row_vector(self) -> Any:
+        """(C, 1) float32: it needs no broadcast."""
+        return self.fd.define_tensor(shape=[-1, 1], contiguity=[True, None], dtype=DataType.Float)
+
+    def column_vector(self, length: int) -> Any:
+        """(1, length) float32: it needs no broadcast."""
+        return self.fd.define_tensor(shape=[1, length], contiguity=[None, True], dtype=DataType.Float)
+
+    def products(self, shape: list[int], dtype: torch.dtype) -> Any:
+        return self.fd.define_tensor(shape=shape, contiguity=[True] * len(shape), dtype=_NVFUSER_DTYPES[dtype])
+
+    def logits(self, products: Any) -> tuple[Any, Any]:
+        """Of z: u, and tanh(scale · z / softcap), which is None without a softcap."""
+        values = self.ops.cast(products, DataType.Float)
+        scale, softcap = self.logit_map.scale, self.logit_map.softcap
+        if softcap is not None:
+            tanh = self.ops.tanh(self.ops.mul(values, self.number(scale / softcap)))
+            return self.ops.mul(tanh, self.number(softcap)), tanh
+        return (values if scale == 1 else self.ops.mul(values, self.number(scale))), None
+
+    def is_column(self, layout: VocabLayout, *, in_parts: bool) -> Any:
+        """(1, S, L) or (1, S · L): whether an element is one of the vocabulary's columns."""
+        if not in_parts:
+            columns = self.ops.broadcast(self._iota(layout.row_stride), [True, False])
+            return self.ops.lt(columns, self.index(layout.vocab))
+        starts = self.ops.mul(self._iota(layout.parts), self.index(layout.part_length))
+        within = self.ops.broadcast(self._iota(layout.part_length), [True, True, False])
+        columns = self.ops.add(self.ops.broadcast(starts, [True, False, True]), within)
+        return self.ops.lt(columns, self.index(layout.vocab))
+
+    def _iota(self, size: int) -> Any:
+        return self.ops.iota(self.index(size), self.index(0), self.index(1), dtype=DataType.Int)
+
+    def times_finite(self, probability: Any, shifted: Any) -> Any:
+        """probability · shifted, 0 where the probability is 0 though the logit be -inf."""
+        zero = self.number(0.0)
+        return self.ops.where(self.ops.eq(probability, zero), zero, self.ops.mul(probability, shifted))
+
+    def gradient(self, products: Any, vectors: "GradientVectors") -> Any:
+        """The gradient of `RowCoefficients`, float32; with one_hot, at the target."""
+        ops = self.ops
+        logits, tanh = self.logits(products)
+        shifted = ops.sub(logits, vectors.row_max)
+        probability = ops.exp(ops.sub(shifted, vectors.row_logsumexp))
+        gradient = ops.mul(probability, vectors.probability)
+        if vectors.entropy is not None:
+            gradient = ops.sub(gradient, ops.mul(self.times_finite(probability, shifted), vectors.entropy))
+        if vectors.uniform is not None:
+            weight = vectors.class_weight
+            gradient = ops.sub(gradient, vectors.uniform if weight is None else ops.mul(vectors.uniform, weight))
+        if vectors.one_hot is not None:
+            gradient = ops.sub(gradient, vectors.one_hot)
+        if tanh is None:
+            return gradient
+        return ops.mul(gradient, ops.sub(self.number(1.0), ops.mul(tanh, tanh)))
+
+
+class GradientVectors(NamedTuple):
+    """What the gradient takes beside the products: tensors, or what stands for them in a definition."""
+
+    row_max: Any
+    row_logsumexp: Any
+    probability: Any
+    uniform: Any | None
+    entropy: Any | None
+    class_weight: Any | None
+    one_hot: Any | None = None
+
+    def given(self) -> "GradientVectors":
+        """True in place of each vector that is there: what distinguishes one definition from another."""
+        return self.map(lambda name, vector: True)
+
+    def map(self, of: Callable[[str, Any], Any]) -> "GradientVectors":
+        """`of(name, vector)` in place of each vector that is there."""
+        return GradientVectors(
+            *(of(name, vector) if vector is not None else None for name, vector in self._asdict().items())
+        )
+
+    def tensors(self) -> list[Any]:
+        """Those that are there, in order."""
+        return [vector for vector in self if vector is not None]
+
+
+def part_statistics_fusion(layout: VocabLayout, dtype: torch.dtype, logit_map: LogitMap) -> FusionDefinition:
+    """Products to the maximum and the sum of exp(logit - maximum) of each part, two float32.
+
+    Without padding the products come in as (C · S, L) and the results are (C · S,); with padding they are (C, S, L) and
+    (C, S), since the mask depends on the part.
+    """
     with FusionDefinition() as fd:
-        logits = fd.define_tensor(shape=[-1, part_length], contiguity=[True, True], dtype=_NVFUSER_DTYPES[dtype])
-        logits = fd.ops.cast(logits, DataType.Float)
-        part_max = fd.ops.max(logits, [1])
+        build, ops = _Builder(fd, logit_map), fd.ops
+        in_parts = layout.padding > 0 and layout.parts > 1
+        shape = [-1, layout.parts, layout.part_length] if in_parts else [-1, layout.part_length]
+        logits, _ = build.logits(build.products(shape, dtype))
+        if layout.padding:
+            is_column = build.is_column(layout, in_parts=in_parts)
+            logits = ops.where(is_column, logits, build.number(_NEGATIVE_INFINITY))
+        last = len(shape) - 1
+        part_max = ops.max(logits, [last])
         # A part of only -inf must give the sum 0, not exp(-inf - -inf).
-        is_empty = fd.ops.eq(part_max, fd.define_scalar(_NEGATIVE_INFINITY, DataType.Float))
-        shift = fd.ops.where(is_empty, fd.define_scalar(0.0, DataType.Float), part_max)
-        shifted = fd.ops.sub(logits, fd.ops.broadcast(shift, [False, True]))
+        is_empty = ops.eq(part_max, build.number(_NEGATIVE_INFINITY))
+        shift = ops.where(is_empty, build.number(0.0), part_max)
+        shifted = ops.sub(logits, ops.broadcast(shift, [False] * last + [True]))
         fd.add_output(part_max)
-        fd.add_output(fd.ops.sum(fd.ops.exp(shifted), [1]))
+        fd.add_output(ops.sum(ops.exp(shifted), [last]))
     return fd
 
 
-def merge_parts_fusion(parts: int, dtype: torch.dtype) -> FusionDefinition:
-    """Statistics of (C, S) parts and the target's logit (C,) to row_max, row_logsumexp and loss, three float32 (C,).
+def merge_parts_fusion(parts: int) -> FusionDefinition:
+    """Statistics of (C, S) parts to row_max and row_logsumexp, two float32 (C,).
 
     A row of only -inf gives NaN, as log_softmax does.
     """
     with FusionDefinition() as fd:
         part_max = fd.define_tensor(shape=[-1, parts], contiguity=[True, True], dtype=DataType.Float)
         part_sum = fd.define_tensor(shape=[-1, parts], contiguity=[True, True], dtype=DataType.Float)
-        target_logit = fd.define_tensor(shape=[-1], contiguity=[True], dtype=_NVFUSER_DTYPES[dtype])
         row_max = fd.ops.max(part_max, [1])
         shifted = fd.ops.sub(part_max, fd.ops.broadcast(row_max, [False, True]))
         row_sum = fd.ops.sum(fd.ops.mul(part_sum, fd.ops.exp(shifted)), [1])
-        row_logsumexp = fd.ops.log(row_sum)
-        target_logit = fd.ops.cast(target_logit, DataType.Float)
         fd.add_output(row_max)
-        fd.add_output(row_logsumexp)
-        fd.add_output(fd.ops.sub(row_logsumexp, fd.ops.sub(target_logit, row_max)))
+        fd.add_output(fd.ops.log(row_sum))
     return fd
 
 
-def target_gradient_fusion(dtype: torch.dtype) -> FusionDefinition:
-    """exp(target_logit - row_max - row_logsumexp) · scale - one_hot_scale, all (C,), in the logits' dtype."""
+def moments_fusion(
+    layout: VocabLayout,
+    dtype: torch.dtype,
+    logit_map: LogitMap,
+    *,
+    expected: bool,
+    weighted_sum: bool,
+    has_class_weight: bool,
+) -> FusionDefinition:
+    """(C, S · L) products, row_max, row_logsumexp and class weights to those of `RowMoments` that are asked for."""
     with FusionDefinition() as fd:
-        target_logit = fd.define_tensor(shape=[-1], contiguity=[True], dtype=_NVFUSER_DTYPES[dtype])
-        row_max, row_logsumexp, scale, one_hot_scale = (
-            fd.define_tensor(shape=[-1], contiguity=[True], dtype=DataType.Float) for _ in range(4)
-        )
-        shifted = fd.ops.sub(fd.ops.sub(fd.ops.cast(target_logit, DataType.Float), row_max), row_logsumexp)
-        gradient = fd.ops.sub(fd.ops.mul(fd.ops.exp(shifted), scale), one_hot_scale)
-        fd.add_output(fd.ops.cast(gradient, _NVFUSER_DTYPES[dtype]))
+        build, ops = _Builder(fd, logit_map), fd.ops
+        products = build.products([-1, layout.row_stride], dtype)
+        row_max, row_logsumexp = build.row_vector(), build.row_vector()
+        class_weight = build.column_vector(layout.row_stride) if has_class_weight else None
+        shifted = ops.sub(build.logits(products)[0], row_max)
+        is_column = build.is_column(layout, in_parts=False) if layout.padding else None
+
+        def add_sum(values: Any) -> None:
+            if is_column is not None:
+                values = ops.where(is_column, values, build.number(0.0))
+            fd.add_output(ops.sum(values, [1]))
+
+        if expected:
+            add_sum(build.times_finite(ops.exp(ops.sub(shifted, row_logsumexp)), shifted))
+        if weighted_sum:
+            add_sum(shifted if class_weight is None else ops.mul(shifted, class_weight))
     return fd
 
 
-def gradient_fusion(row_stride: int, dtype: torch.dtype, *, column_sums: bool) -> FusionDefinition:
-    """(C, row_stride) logits z to exp(z - row_max - row_logsumexp) · scale, in place; row vectors are (C, 1).
+def gradient_fusion(
+    row_stride: int,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    logit_map: LogitMap,
+    given: GradientVectors,
+    *,
+    column_sums: bool,
+) -> FusionDefinition:
+    """(C, row_stride) products to the gradient of `RowCoefficients`, in their place if the dtype stays.
 
     With `column_sums`, also its sums over the rows, float32 (row_stride,), in the same pass: 0.31 ms for 2048 × 128256
     against 0.26 ms without, where a pass of its own takes 0.13 ms.
     """
     with FusionDefinition() as fd:
-        logits = fd.define_tensor(shape=[-1, row_stride], contiguity=[True, True], dtype=_NVFUSER_DTYPES[dtype])
-        row_max, row_logsumexp, scale = (
-            fd.define_tensor(shape=[-1, 1], contiguity=[True, None], dtype=DataType.Float) for _ in range(3)
+        build = _Builder(fd, logit_map)
+        products = build.products([-1, row_stride], dtype)
+        vectors = given.map(
+            lambda name, _: build.column_vector(row_stride) if name == "class_weight" else build.row_vector()
         )
-        shifted = fd.ops.sub(fd.ops.sub(fd.ops.cast(logits, DataType.Float), row_max), row_logsumexp)
-        gradient = fd.ops.mul(fd.ops.exp(shifted), scale)
+        gradient = build.gradient(products, vectors)
         if column_sums:
             fd.add_output(fd.ops.sum(gradient, [0]))
-        fd.add_output(fd.ops.cast(gradient, _NVFUSER_DTYPES[dtype]), logits)
+        gradient = fd.ops.cast(gradient, _NVFUSER_DTYPES[out_dtype])
+        if out_dtype == dtype:
+            fd.add_output(gradient, products)
+        else:
+            fd.add_output(gradient)
+    return fd
+
+
+def target_gradient_fusion(
+    dtype: torch.dtype, out_dtype: torch.dtype, logit_map: LogitMap, given: GradientVectors
+) -> FusionDefinition:
+    """The products at the targets to the gradient there, all (C,)."""
+    with FusionDefinition() as fd:
+        build = _Builder(fd, logit_map)
+        products = build.products([-1], dtype)
+        vectors = given.map(lambda name, _: build.products([-1], torch.float32))
+        fd.add_output(fd.ops.cast(build.gradient(products, vectors), _NVFUSER_DTYPES[out_dtype]))
     return fd
 
 
 _part_statistics = cache(part_statistics_fusion)
 _merge_parts = cache(merge_parts_fusion)
+_moments = cache(moments_fusion)
 _gradient = cache(gradient_fusion)
 _target_gradient = cache(target_gradient_fusion)
 
@@ -107,58 +255,134 @@ _lock = threading.Lock()
 
 def _execute(fusion: FusionDefinition, inputs: list[Tensor], *, fast_math: bool = False) -> list[Tensor]:
     with _lock:
-        return fusion.execute(inputs, _enable_options=_FAST_MATH if fast_math else [])
+        return fusion.execute(inputs, _enable_options=["fast_math"] if fast_math else [])
 
 
+@dataclass(frozen=True)
 class NvFuserRowKernels:
     """See `RowKernels`."""
 
-    def statistics(self, buffer: LogitsBuffer, target_logit: Tensor) -> tuple[RowStatistics, Tensor]:
+    logit_map: LogitMap = LogitMap()
+
+    def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
         """See `RowKernels.statistics`."""
         layout, padded = buffer.layout, buffer.padded
-        rows = padded.shape[0]
         if _is_too_small(buffer):
-            return torch_ops.KERNELS.statistics(buffer, target_logit)
-        if layout.padding:
-            padded[:, layout.vocab :] = _NEGATIVE_INFINITY
+            return self._torch.statistics(buffer)
+        rows = padded.shape[0]
+        shape = (rows, layout.parts) if layout.padding and layout.parts > 1 else (rows * layout.parts,)
         part_max, part_sum = _execute(
-            _part_statistics(layout.part_length, padded.dtype),
-            [padded.view(rows * layout.parts, layout.part_length)],
-            fast_math=padded.element_size() == 2,
+            _part_statistics(layout, padded.dtype, self.logit_map),
+            [padded.view(*shape, layout.part_length)],
+            fast_math=self._fast_math(padded),
         )
         if layout.parts == 1:
-            row_logsumexp = part_sum.log_()
-            return RowStatistics(part_max, row_logsumexp), row_logsumexp - (target_logit.float() - part_max)
-        shape = (rows, layout.parts)
-        inputs = [part_max.view(shape), part_sum.view(shape), target_logit]
-        row_max, row_logsumexp, row_loss = _execute(_merge_parts(layout.parts, padded.dtype), inputs)
-        return RowStatistics(row_max, row_logsumexp), row_loss
+            return RowStatistics(part_max.view(rows), part_sum.view(rows).log_())
+        parts = [part_max.view(rows, layout.parts), part_sum.view(rows, layout.parts)]
+        return RowStatistics(*_execute(_merge_parts(layout.parts), parts))
 
-    def gradient_(
-        self, buffer: LogitsBuffer, statistics: RowStatistics, scale: Tensor, *, column_sums: bool = False
-    ) -> Tensor | None:
-        """See `RowKernels.gradient_`."""
+    def moments(
+        self,
+        buffer: LogitsBuffer,
+        statistics: RowStatistics,
+        class_weight: Tensor | None,
+        *,
+        expected: bool,
+        weighted_sum: bool,
+    ) -> RowMoments:
+        """See `RowKernels.moments`."""
         if _is_too_small(buffer):
-            return torch_ops.KERNELS.gradient_(buffer, statistics, scale, column_sums=column_sums)
-        padded = buffer.padded
-        row_vectors = [vector.contiguous()[:, None] for vector in (*statistics, scale)]
-        fusion = _gradient(padded.shape[1], padded.dtype, column_sums=column_sums)
-        outputs = _execute(fusion, [padded, *row_vectors], fast_math=padded.element_size() == 2)
-        return outputs[0][: buffer.layout.vocab] if column_sums else None
+            return self._torch.moments(buffer, statistics, class_weight, expected=expected, weighted_sum=weighted_sum)
+        has_class_weight = weighted_sum and class_weight is not None
+        fusion = _moments(
+            buffer.layout,
+            buffer.padded.dtype,
+            self.logit_map,
+            expected=expected,
+            weighted_sum=weighted_sum,
+            has_class_weight=has_class_weight,
+        )
+        inputs = [buffer.padded, *(vector.contiguous()[:, None] for vector in statistics)]
+        if has_class_weight:
+            inputs.append(_as_row(class_weight, buffer.layout))
+        outputs = iter(_execute(fusion, inputs, fast_math=self._fast_math(buffer.padded)))
+        return RowMoments(next(outputs) if expected else None, next(outputs) if weighted_sum else None)
+
+    def gradient(
+        self,
+        buffer: LogitsBuffer,
+        statistics: RowStatistics,
+        coefficients: RowCoefficients,
+        class_weight: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        column_sums: bool = False,
+    ) -> tuple[LogitsBuffer, Tensor | None]:
+        """See `RowKernels.gradient`."""
+        if _is_too_small(buffer):
+            return self._torch.gradient(
+                buffer, statistics, coefficients, class_weight, dtype=dtype, column_sums=column_sums
+            )
+        padded, layout = buffer.padded, buffer.layout
+        vectors = _vectors(statistics, coefficients, class_weight, one_hot=False)
+        fusion = _gradient(
+            layout.row_stride, padded.dtype, dtype, self.logit_map, vectors.given(), column_sums=column_sums
+        )
+        inputs = vectors.map(
+            lambda name, vector: _as_row(vector, layout) if name == "class_weight" else vector.contiguous()[:, None]
+        )
+        outputs = _execute(fusion, [padded, *inputs.tensors()], fast_math=self._fast_math(padded))
+        out = buffer if dtype == padded.dtype else LogitsBuffer(outputs[-1], layout)
+        return out, outputs[0][: layout.vocab] if column_sums else None
 
     def target_gradient(
-        self, target_logit: Tensor, statistics: RowStatistics, scale: Tensor, one_hot_scale: Tensor
+        self,
+        target_logit: Tensor,
+        statistics: RowStatistics,
+        coefficients: RowCoefficients,
+        class_weight: Tensor | None,
+        *,
+        dtype: torch.dtype,
     ) -> Tensor:
         """See `RowKernels.target_gradient`."""
         if target_logit.shape[0] < 2:
-            return torch_ops.KERNELS.target_gradient(target_logit, statistics, scale, one_hot_scale)
-        inputs = [tensor.contiguous() for tensor in (target_logit, *statistics, scale, one_hot_scale)]
-        return _execute(_target_gradient(target_logit.dtype), inputs)[0]
+            return self._torch.target_gradient(target_logit, statistics, coefficients, class_weight, dtype=dtype)
+        vectors = _vectors(statistics, coefficients, class_weight, one_hot=True)
+        fusion = _target_gradient(target_logit.dtype, dtype, self.logit_map, vectors.given())
+        return _execute(fusion, [target_logit, *(vector.contiguous() for vector in vectors.tensors())])[0]
+
+    @property
+    def _torch(self) -> TorchRowKernels:
+        """For sizes that a definition is not made for."""
+        return TorchRowKernels(self.logit_map)
+
+    def _fast_math(self, logits: Tensor) -> bool:
+        """Fast exponentials err by about 2e-7 relative, which float32 logits would notice and 16-bit logits do not.
+
+        A fast tanh errs by 5e-4 relative, which everybody would.
+        """
+        return logits.element_size() == 2 and self.logit_map.softcap is None
+
+
+def _vectors(
+    statistics: RowStatistics, coefficients: RowCoefficients, class_weight: Tensor | None, *, one_hot: bool
+) -> GradientVectors:
+    return GradientVectors(
+        *statistics,
+        probability=coefficients.probability,
+        uniform=coefficients.uniform,
+        entropy=coefficients.entropy,
+        class_weight=None if coefficients.uniform is None else class_weight,
+        one_hot=coefficients.one_hot if one_hot else None,
+    )
+
+
+def _as_row(class_weight: Tensor, layout: VocabLayout) -> Tensor:
+    """(V,) to (1, row_stride): the padding's values are looked at by nobody."""
+    padded = torch.nn.functional.pad(class_weight, (0, layout.padding)) if layout.padding else class_weight
+    return padded.contiguous()[None, :]
 
 
 def _is_too_small(buffer: LogitsBuffer) -> bool:
     """nvFuser's definitions are for sizes above 1: a dimension of size 1 has no contiguity."""
     return buffer.padded.shape[0] < 2 or buffer.layout.part_length < 2
-
-
-KERNELS = NvFuserRowKernels()

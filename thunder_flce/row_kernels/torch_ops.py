@@ -1,9 +1,11 @@
 """Row kernels as PyTorch operations: for a CPU, float64, and CUDA without nvFuser."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from thunder_flce.row_kernels import LogitsBuffer, RowStatistics
+from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowMoments, RowStatistics
 
 # Rows are taken a block at a time, so that the temporaries stay in a CPU's cache and small beside the chunk on CUDA.
 BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}
@@ -22,48 +24,130 @@ def _row_blocks(logits: Tensor):
         yield slice(start, start + rows)
 
 
+@dataclass(frozen=True)
 class TorchRowKernels:
     """See `RowKernels`."""
 
-    def statistics(self, buffer: LogitsBuffer, target_logit: Tensor) -> tuple[RowStatistics, Tensor]:
-        """See `RowKernels.statistics`."""
-        logits = buffer.logits
-        row_max = torch.empty(logits.shape[0], dtype=statistics_dtype(logits.dtype), device=logits.device)
-        row_sum = torch.empty_like(row_max)
-        for rows in _row_blocks(logits):
-            block = logits[rows]
-            block_max = torch.amax(block, 1, keepdim=True).to(row_max.dtype)
-            shifted = block - block_max if block.dtype == row_max.dtype else block.to(row_max.dtype).sub_(block_max)
-            row_max[rows] = block_max.squeeze(1)
-            torch.sum(shifted.exp_(), 1, out=row_sum[rows])
-        row_logsumexp = row_sum.log_()
-        # In this order the loss keeps its digits when all logits share a large offset.
-        row_loss = row_logsumexp - (target_logit.to(row_max.dtype) - row_max)
-        return RowStatistics(row_max, row_logsumexp), row_loss
+    logit_map: LogitMap = LogitMap()
 
-    def gradient_(
-        self, buffer: LogitsBuffer, statistics: RowStatistics, scale: Tensor, *, column_sums: bool = False
-    ) -> Tensor | None:
-        """See `RowKernels.gradient_`."""
-        logits = buffer.logits
-        sums = logits.new_zeros(logits.shape[1], dtype=scale.dtype) if column_sums else None
-        for rows in _row_blocks(logits):
-            block = logits[rows]
-            gradient = block.to(scale.dtype)
-            gradient.sub_(statistics.row_max[rows, None]).sub_(statistics.row_logsumexp[rows, None])
-            gradient.exp_().mul_(scale[rows, None])
+    def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
+        """See `RowKernels.statistics`."""
+        products = buffer.logits
+        row_max = torch.empty(products.shape[0], dtype=statistics_dtype(products.dtype), device=products.device)
+        row_sum = torch.empty_like(row_max)
+        for rows in _row_blocks(products):
+            logits = self._logits(products[rows])
+            torch.amax(logits, 1, out=row_max[rows])
+            shifted = torch.sub(logits, row_max[rows, None], out=self._may_overwrite(logits, products[rows]))
+            torch.sum(shifted.exp_(), 1, out=row_sum[rows])
+        return RowStatistics(row_max, row_sum.log_())
+
+    def moments(
+        self,
+        buffer: LogitsBuffer,
+        statistics: RowStatistics,
+        class_weight: Tensor | None,
+        *,
+        expected: bool,
+        weighted_sum: bool,
+    ) -> RowMoments:
+        """See `RowKernels.moments`."""
+        products = buffer.logits
+        row_max, row_logsumexp = statistics
+        moments = RowMoments(
+            torch.empty_like(row_max) if expected else None, torch.empty_like(row_max) if weighted_sum else None
+        )
+        for rows in _row_blocks(products):
+            shifted = self._logits(products[rows]) - row_max[rows, None]
+            if weighted_sum:
+                torch.sum(
+                    shifted if class_weight is None else shifted * class_weight, 1, out=moments.weighted_sum[rows]
+                )
+            if expected:
+                probability = (shifted - row_logsumexp[rows, None]).exp_()
+                torch.sum(_times_finite(probability, shifted), 1, out=moments.expected[rows])
+        return moments
+
+    def gradient(
+        self,
+        buffer: LogitsBuffer,
+        statistics: RowStatistics,
+        coefficients: RowCoefficients,
+        class_weight: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        column_sums: bool = False,
+    ) -> tuple[LogitsBuffer, Tensor | None]:
+        """See `RowKernels.gradient`."""
+        products = buffer.logits
+        out = buffer
+        if dtype != products.dtype:
+            out = LogitsBuffer.allocate(products.shape[0], buffer.layout, dtype=dtype, device=products.device)
+        row_dtype = statistics.row_max.dtype
+        sums = products.new_zeros(products.shape[1], dtype=row_dtype) if column_sums else None
+        for rows in _row_blocks(products):
+            logits, written = self._logits(products[rows]), out.logits[rows]
+            memory = written if written.dtype == row_dtype else self._may_overwrite(logits, products[rows])
+            gradient = self._gradient(
+                logits,
+                RowStatistics(*(vector[rows, None] for vector in statistics)),
+                RowCoefficients(*(None if vector is None else vector[rows, None] for vector in coefficients)),
+                class_weight,
+                memory,
+            )
             if sums is not None:
                 sums.add_(gradient.sum(0))
-            if gradient is not block:
-                block.copy_(gradient)
-        return sums
+            if gradient is not written:
+                written.copy_(gradient)
+        return out, sums
 
     def target_gradient(
-        self, target_logit: Tensor, statistics: RowStatistics, scale: Tensor, one_hot_scale: Tensor
+        self,
+        target_logit: Tensor,
+        statistics: RowStatistics,
+        coefficients: RowCoefficients,
+        class_weight: Tensor | None,
+        *,
+        dtype: torch.dtype,
     ) -> Tensor:
         """See `RowKernels.target_gradient`."""
-        probability = (target_logit.to(scale.dtype) - statistics.row_max - statistics.row_logsumexp).exp_()
-        return torch.addcmul(-one_hot_scale, probability, scale).to(target_logit.dtype)
+        logits = self._logits(target_logit)
+        gradient = self._gradient(logits, statistics, coefficients, class_weight, None)
+        slope = self.logit_map.slope(logits)
+        one_hot = coefficients.one_hot
+        return gradient.sub_(one_hot if slope is None else one_hot * slope).to(dtype)
+
+    def _logits(self, products: Tensor) -> Tensor:
+        return self.logit_map(products.to(statistics_dtype(products.dtype)))
+
+    def _may_overwrite(self, logits: Tensor, products: Tensor) -> Tensor | None:
+        """The memory of mapped or converted logits, where that is not the products' own and a slope won't need it."""
+        is_temporary = logits.data_ptr() != products.data_ptr()
+        return logits if is_temporary and self.logit_map.softcap is None else None
+
+    def _gradient(
+        self,
+        logits: Tensor,
+        statistics: RowStatistics,
+        coefficients: RowCoefficients,
+        class_weight: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        """The formula, without its one_hot term; whatever broadcasts. In `out`, which may be logits, if it is given."""
+        shifted = torch.sub(logits, statistics.row_max, out=out)
+        if coefficients.entropy is None:
+            gradient = shifted.sub_(statistics.row_logsumexp).exp_().mul_(coefficients.probability)
+        else:
+            probability = (shifted - statistics.row_logsumexp).exp_()
+            gradient = probability * coefficients.probability
+            gradient = torch.sub(gradient, _times_finite(probability, shifted).mul_(coefficients.entropy), out=out)
+        if coefficients.uniform is not None:
+            uniform = coefficients.uniform
+            gradient.sub_(uniform if class_weight is None else uniform * class_weight)
+        slope = self.logit_map.slope(logits)
+        return gradient if slope is None else gradient.mul_(slope)
 
 
-KERNELS = TorchRowKernels()
+def _times_finite(probability: Tensor, shifted: Tensor) -> Tensor:
+    """probability · shifted, in place of shifted, and 0 where the probability is 0 though the logit be -inf."""
+    return shifted.masked_fill_(probability == 0, 0).mul_(probability)

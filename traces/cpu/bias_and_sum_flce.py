@@ -30,7 +30,7 @@ def computation(hidden, weight, bias, labels):
   t0 = Tensor.view(labels, -1)  # t0: "cpu i64[8192]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, bias, reduction='sum', ignore_index=-100, needs_grad=("input", "linear_weight", "linear_bias"), dtype=None, strategy='gradients_in_forward', chunk_rows=65)
+  (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, bias, needs_grad=("input", "linear_weight", "linear_bias"), reduction='sum', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
   del t3, t4, t1
   return {'output': (t2,), 'flat_args': [hidden, weight, bias, labels], 'flat_output': (t2,)}, ((t5, t6, t7, t8), ())
 

@@ -28,7 +28,7 @@ def computation(hidden, weight, labels):
   t0 = Tensor.view(labels, -1)  # t0: "cpu i64[8192]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, reduction='none', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='recompute_logits', chunk_rows=65, slab_columns=1024)
+  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, slab_columns=1024)
   t6 = torch_prims_reshape_impl(t2, (8192,))  # t6: "cpu f32[8192]"
   del t2
   return {'output': (t6,), 'flat_args': [hidden, weight, labels], 'flat_output': (t6,)}, ((hidden, weight, t1, t3, t4, t5), ())
@@ -64,6 +64,6 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t8 = torch_prims_reshape_impl(t7, (2, 4096))  # t8: "cpu f32[2, 4096]"
   del t7
-  (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, reduction='none', ignore_index=-100, needs_grad=("input", "linear_weight"), strategy='recompute_logits', chunk_rows=65, slab_columns=1024)
+  (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, slab_columns=1024)
   del t8, hidden, weight, t1, t3, t4, t5
   return (t9, t10, None)

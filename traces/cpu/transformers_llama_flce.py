@@ -41,7 +41,7 @@ def computation(hidden, weight, labels):
   del t2
   t4 = torch.reshape(t3, (2, 4096))  # t4: "cpu i64[2, 4096]"
   del t3
-  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, weight, t4, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=65)
+  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, weight, t4, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
   del t6, t7, t4
   return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t8, t9, t10), ())
 

@@ -23,7 +23,7 @@ def computation(hidden, weight, labels):
   # labels: "cuda:0 i64[2, 4096]"
 
   # return thunder_flce.linear_cross_entropy(hidden, weight, labels)
-  (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256)
+  (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256)
   del t1, t2
   return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t3, t4, t5), ())
 

@@ -32,7 +32,7 @@ def computation(hidden, weight, labels):
     # t0 = prims.reshape(t4, (2, 4096))  # t0: "cuda:0 i64[2, 4096]"
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100)
-  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, weight, t0, None, reduction='mean', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=None, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256)
+  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, weight, t0, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256)
   del t6, t7, t0
   return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t8, t9, t10), ())
 

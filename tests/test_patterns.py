@@ -1,0 +1,85 @@
+"""The ways to write a loss (traces/patterns.py): fused or not as it says there, with the results of eager PyTorch."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import thunder
+import torch
+from thunder.core.proxies import TensorProxy
+
+import thunder_flce
+from thunder_flce import NotFusedWarning
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "traces"))
+
+import patterns  # noqa: E402
+import programs  # noqa: E402
+
+SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
+
+
+def _arguments(program, dtype=torch.float32):
+    tensors = programs.arguments(program, SIZES, device="cpu", dtype=dtype)
+    for name, tensor in zip(program.__code__.co_varnames, tensors, strict=False):
+        if name == "labels":
+            tensor[0, :5] = -100
+        if name == "weight":
+            tensor.data.mul_(0.3)
+    return tensors
+
+
+def _run(fn, tensors):
+    """Outputs, and the gradients of the first of them."""
+    outputs = fn(*tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    needing_grad = [tensor for tensor in tensors if tensor.requires_grad]
+    if not outputs[0].requires_grad:
+        return outputs, ()
+    return outputs, torch.autograd.grad(outputs[0], needing_grad, allow_unused=True, materialize_grads=True)
+
+
+def _largest_with_vocabulary(jitted):
+    """Elements of the largest tensor in the final traces that has the vocabulary as one of its dimensions."""
+    largest = 0
+    for traces in (thunder.last_traces(jitted), thunder.last_backward_traces(jitted)):
+        waiting = list(traces[-1].bound_symbols) if traces else []
+        while waiting:
+            bsym = waiting.pop()
+            waiting += bsym.subsymbols
+            for proxy in bsym.flat_proxy_outs:
+                if isinstance(proxy, TensorProxy) and SIZES.vocab in proxy.shape:
+                    largest = max(largest, proxy.numel)
+    return largest
+
+
+@pytest.mark.parametrize("program", patterns.FUSED, ids=lambda program: program.__name__)
+def test_fused(program):
+    tensors = _arguments(program)
+    jitted = thunder_flce.jit(program)
+    torch.testing.assert_close(_run(jitted, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
+    decisions = thunder_flce.explain(jitted)[-1].decisions
+    assert decisions and all(decision.fused for decision in decisions), decisions
+    # Weights and their gradients are smaller than half of the logits.
+    assert _largest_with_vocabulary(jitted) < SIZES.tokens // 2 * SIZES.vocab
+
+
+@pytest.mark.parametrize("program", patterns.FUSED, ids=lambda program: program.__name__)
+def test_fused_in_bfloat16(program):
+    tensors = _arguments(program, dtype=torch.bfloat16)
+    (loss,), _ = _run(thunder_flce.jit(program), tensors)
+    (expected,), _ = _run(program, tensors)
+    assert loss.dtype == expected.dtype
+    torch.testing.assert_close(loss, expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("program", patterns.DECLINED, ids=lambda program: program.__name__)
+def test_declined(program):
+    tensors = _arguments(program)
+    jitted = thunder_flce.jit(program)
+    with pytest.warns(NotFusedWarning, match="not fused, because"):
+        results = _run(jitted, [tensor.clone() if tensor.is_floating_point() else tensor for tensor in tensors])
+    outputs, _ = results
+    torch.testing.assert_close(outputs, _run(program, tensors)[0], rtol=1e-4, atol=1e-5)
+    decision = thunder_flce.explain(jitted)[-1].decisions[0]
+    assert decision.reason is patterns.DECLINED[program], decision
