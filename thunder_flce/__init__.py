@@ -1,14 +1,15 @@
 """Fused linear + cross-entropy for lightning-thunder.
 
 Reading order: `functional` (the operation), `plan` (how it is run), `engine` (running it), `row_kernels` and `products`
-(what it is made of); then, for thunder, `symbols`, `match`, `transform`, `executor` and `plugin`.
+(what it is made of); then, for thunder, `symbols`, `match`, `transform`, `executor`, `plugin` and `fx`.
 """
 
 from thunder_flce.executor import executor
 from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.fx import thunderfx
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan
-from thunder_flce.plugin import FlcePlugin, explain, jit, thunderfx
+from thunder_flce.plugin import FlcePlugin, explain, jit
 from thunder_flce.transform import FuseLinearCrossEntropy, NotFusedWarning
 
 __all__ = [

@@ -1,10 +1,9 @@
-"""The user's doors: `jit`, `thunderfx`, the plugin "flce" and `explain`."""
+"""The user's doors: `jit`, the plugin "flce" and `explain`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import thunder
-import thunder.dynamo
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor
 from thunder.plugins import register_plugin
@@ -32,44 +31,17 @@ def jit(
         transforms: as in `thunder.jit`; the fusion goes before them, since it needs to see the program as written.
         **thunder_options: passed on to `thunder.jit`.
     """
-    return thunder.jit(fn, **_with_fusion(options, executors, transforms), **thunder_options)
+    return thunder.jit(fn, **with_fusion(FuseLinearCrossEntropy(options), executors, transforms), **thunder_options)
 
 
-def thunderfx(
-    fn: Callable,
-    /,
-    *,
-    options: Options | None = None,
-    executors: Sequence[Executor | str] | None = None,
-    transforms: Sequence[Transform] | None = None,
-    **compile_options: Any,
-) -> thunder.dynamo.compiler.ThunderFXCompiledObject:
-    """`thunder.dynamo.thunderfx`, thunder behind `torch.compile`, with linear + cross-entropy fused.
-
-    The linear and the loss have to be in one graph: a graph break before the linear does no harm, one between the two
-    keeps them apart. A function that calls the model and uses its loss only is fused even where the model returns its
-    logits, too, since Dynamo leaves out what nobody uses.
-
-    Args:
-        fn: the function or module to compile.
-        options: choices about the time and memory of the fused regions; not the `options` of `torch.compile`, which
-            are for other backends.
-        executors: as in `thunder.jit`; `thunder_flce.executor` goes before them.
-        transforms: as in `thunder.jit`; the fusion goes before them, since it needs to see the program as written.
-        **compile_options: passed on to `torch.compile` or `thunder.jit`, whichever knows them.
-    """
-    return thunder.dynamo.thunderfx(fn, **_with_fusion(options, executors, transforms), **compile_options)
-
-
-def _with_fusion(
-    options: Options | None, executors: Sequence[Executor | str] | None, transforms: Sequence[Transform] | None
+def with_fusion(
+    fusion: FuseLinearCrossEntropy,
+    executors: Sequence[Executor | str] | None,
+    transforms: Sequence[Transform] | None,
 ) -> dict[str, Any]:
-    """The executors and transforms to give to thunder."""
+    """The executors and transforms to give to thunder, by argument; None stands for its defaults."""
     executors = thunder.get_default_executors() if executors is None else executors
-    return {
-        "executors": [executor, *executors],
-        "transforms": [FuseLinearCrossEntropy(options), *(transforms or ())],
-    }
+    return {"executors": [executor, *executors], "transforms": [fusion, *(transforms or ())]}
 
 
 class FlcePlugin(thunder.Plugin):

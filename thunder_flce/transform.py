@@ -9,7 +9,7 @@ import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 from thunder.core.transform_common import Transform, dce
 
@@ -85,6 +85,7 @@ class FuseLinearCrossEntropy(Transform):
         """Called by thunder once per compiled trace."""
         compilation = Compilation()
         self.compilations.append(compilation)
+        computation_trace = _open_checkpoints(computation_trace)
         _keep_forwards_out_of_backward(computation_trace)
         # Reading logits.shape leaves a symbol that uses the logits, though nothing uses what it returned.
         live_trace = dce(computation_trace)
@@ -224,6 +225,33 @@ def _operands(path: LogitsPath) -> tuple[TensorProxy, TensorProxy, TensorProxy |
     if len(path.products) == 1:
         return inputs[0], weights[0], path.bias
     return ltorch.cat(inputs, -1), ltorch.cat(weights, 1), path.bias
+
+
+def _open_checkpoints(trace: TraceCtx) -> TraceCtx:
+    """A checkpointed function as the operations it consists of, each tagged, as `thunder.jit` has it.
+
+    `thunderfx` hands it over as one symbol, which thunder opens in the same way, but only when it differentiates:
+
+        # before                                              # after
+        loss = ltorch.checkpoint(_, h, w, labels)             logits = ltorch.linear(h, w, None)
+          # logits = ltorch.linear(h, w, None)                loss = ltorch.cross_entropy(logits, labels, …)
+          # loss = ltorch.cross_entropy(logits, labels, …)
+    """
+    if not any(bsym.sym.id == ltorch.checkpoint.id for bsym in trace.bound_symbols):
+        return trace
+    opened = from_trace(trace)
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id != ltorch.checkpoint.id:
+            opened.bound_symbols.append(bsym)
+            continue
+        kept = {proxy.name for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
+        for inner in bsym.subsymbols:
+            for out in inner.flat_proxy_outs:
+                if out.name not in kept:
+                    out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+            opened.bound_symbols.append(inner)
+    opened.set_provenance(TraceProvenance("Open checkpoints"))
+    return opened
 
 
 def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
