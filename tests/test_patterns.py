@@ -9,7 +9,7 @@ import torch
 from thunder.core.proxies import TensorProxy
 
 import thunder_flce
-from thunder_flce import NotFusedWarning
+from thunder_flce import NotFusedError, NotFusedWarning
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "traces"))
 
@@ -67,8 +67,8 @@ def test_fused(program):
 @pytest.mark.parametrize("program", patterns.FUSED, ids=lambda program: program.__name__)
 def test_fused_in_bfloat16(program):
     tensors = _arguments(program, dtype=torch.bfloat16)
-    (loss,), _ = _run(thunder_flce.jit(program), tensors)
-    (expected,), _ = _run(program, tensors)
+    (loss, *_), _ = _run(thunder_flce.jit(program), tensors)
+    (expected, *_), _ = _run(program, tensors)
     assert loss.dtype == expected.dtype
     torch.testing.assert_close(loss, expected, rtol=3e-2, atol=3e-2)
 
@@ -83,3 +83,29 @@ def test_declined(program):
     torch.testing.assert_close(outputs, _run(program, tensors)[0], rtol=1e-4, atol=1e-5)
     decision = thunder_flce.explain(jitted)[-1].decisions[0]
     assert decision.reason is patterns.DECLINED[program], decision
+
+
+def test_strict_raises_what_would_be_a_warning():
+    """With source and reason; and again at the next call, since nothing was compiled."""
+    program = patterns.logits_used_by_another_loss
+    jitted = thunder_flce.jit(program, strict=True)
+    for _ in range(2):
+        with pytest.raises(NotFusedError, match=r"patterns.py:\d+: not fused, because .* is used by logsumexp"):
+            jitted(*_arguments(program))
+
+
+def test_strict_lets_pass_what_is_fused_or_has_no_linear():
+    fused = patterns.shift_by_slices
+    thunder_flce.jit(fused, strict=True)(*_arguments(fused))
+    logits, labels = torch.randn(5, 7, requires_grad=True), torch.randint(7, (5,))
+    jitted = thunder_flce.jit(torch.nn.functional.cross_entropy, strict=True)
+    torch.testing.assert_close(jitted(logits, labels), torch.nn.functional.cross_entropy(logits, labels))
+
+
+def test_strict_by_plugin():
+    program = patterns.activation
+    plugin = thunder_flce.FlcePlugin(strict=True)
+    (transform,) = plugin.setup_transforms()
+    executors = [*plugin.setup_executors(), *thunder.get_default_executors()]
+    with pytest.raises(NotFusedError, match="by relu"):
+        thunder.jit(program, executors=executors, transforms=[transform])(*_arguments(program))

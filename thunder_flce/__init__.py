@@ -1,7 +1,8 @@
 """Fused linear + cross-entropy for lightning-thunder.
 
 Reading order: `functional` (the operation), `plan` (how it is run), `engine` (running it), `row_kernels` and `products`
-(what it is made of); then, for thunder, `symbols`, `match`, `transform`, `executor`, `plugin` and `fx`.
+(what it is made of); then, for thunder, `symbols`, `program`, `logits_path`, `match`, `transform`, `executor`, `plugin`
+and `fx`.
 """
 
 from thunder_flce.executor import executor
@@ -10,11 +11,12 @@ from thunder_flce.fx import thunderfx
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan
 from thunder_flce.plugin import FlcePlugin, explain, jit
-from thunder_flce.transform import FuseLinearCrossEntropy, NotFusedWarning
+from thunder_flce.transform import FuseLinearCrossEntropy, NotFusedError, NotFusedWarning
 
 __all__ = [
     "FlcePlugin",
     "FuseLinearCrossEntropy",
+    "NotFusedError",
     "NotFusedWarning",
     "Options",
     "Plan",

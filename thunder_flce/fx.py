@@ -20,6 +20,7 @@ def thunderfx(
     /,
     *,
     options: Options | None = None,
+    strict: bool = False,
     executors: Sequence[Executor | str] | None = None,
     transforms: Sequence[Transform] | None = None,
     **compile_options: Any,
@@ -34,13 +35,15 @@ def thunderfx(
         fn: the function or module to compile.
         options: choices about the time and memory of the fused regions; not the `options` of `torch.compile`, which
             are for other backends.
+        strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
         executors: as in `thunder.jit`; `thunder_flce.executor` goes before them.
         transforms: as in `thunder.jit`; the fusion goes before them, since it needs to see the program as written.
         **compile_options: passed on to `torch.compile` or `thunder.jit`, whichever knows them.
     """
     torch_options = get_torch_compile_kwargs(**compile_options)
     thunder_options = {name: value for name, value in compile_options.items() if name not in torch_options}
-    backend = _Compiler(**with_fusion(FuseLinearCrossEntropy(options), executors, transforms), **thunder_options)
+    fusion = FuseLinearCrossEntropy(options, strict=strict)
+    backend = _Compiler(**with_fusion(fusion, executors, transforms), **thunder_options)
     return ThunderFXCompiledObject(backend, torch.compile(fn, backend=backend, **torch_options))
 
 

@@ -236,7 +236,7 @@ def _dependants(argmaxes: Sequence[Argmax], loss: BoundSymbol, program: Program)
     """What stands before the loss but needs an argmax, which will come with the loss.
 
     Raises:
-        NotFusable: where the loss needs it, or a tensor is changed in place on the way, so that order matters.
+        NotFusable: where the loss needs it, or the program changes a tensor in place, so that order matters.
     """
     if not argmaxes:
         return []
@@ -249,7 +249,7 @@ def _dependants(argmaxes: Sequence[Argmax], loss: BoundSymbol, program: Program)
             found.append(bsym)
     if loss in found:
         raise NotFusable(Reason.LOGITS_USED, "the loss depends on their argmax")
-    if found and (writer := next((bsym for bsym in between if tensors_written(bsym)), None)):
+    if writer := next((bsym for bsym in program.bsyms if tensors_written(bsym)), None):
         raise NotFusable(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
     return found
 

@@ -18,6 +18,7 @@ def jit(
     /,
     *,
     options: Options | None = None,
+    strict: bool = False,
     executors: Sequence[Executor | str] | None = None,
     transforms: Sequence[Transform] | None = None,
     **thunder_options: Any,
@@ -27,11 +28,13 @@ def jit(
     Args:
         fn: the function or module to compile.
         options: choices about the time and memory of the fused regions.
+        strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
         executors: as in `thunder.jit`; `thunder_flce.executor` goes before them.
         transforms: as in `thunder.jit`; the fusion goes before them, since it needs to see the program as written.
         **thunder_options: passed on to `thunder.jit`.
     """
-    return thunder.jit(fn, **with_fusion(FuseLinearCrossEntropy(options), executors, transforms), **thunder_options)
+    fusion = FuseLinearCrossEntropy(options, strict=strict)
+    return thunder.jit(fn, **with_fusion(fusion, executors, transforms), **thunder_options)
 
 
 def with_fusion(
@@ -49,10 +52,12 @@ class FlcePlugin(thunder.Plugin):
 
     Args:
         options: choices about the time and memory of the fused regions.
+        strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
     """
 
-    def __init__(self, options: Options | None = None):
+    def __init__(self, options: Options | None = None, *, strict: bool = False):
         self.options = options
+        self.strict = strict
 
     def setup_executors(self) -> list[Executor]:
         """The executor, which has to come before thunder's own."""
@@ -60,7 +65,7 @@ class FlcePlugin(thunder.Plugin):
 
     def setup_transforms(self) -> list[Transform]:
         """The fusion."""
-        return [FuseLinearCrossEntropy(self.options)]
+        return [FuseLinearCrossEntropy(self.options, strict=self.strict)]
 
 
 def explain(jitted: Callable) -> list[Compilation]:

@@ -38,7 +38,7 @@ class Program:
         return self.bsyms[start : self._positions[id(last)]]
 
     def same_values(self, a: Any, b: Any) -> bool:
-        """Whether two arguments are the same, or were computed in the same way from the same."""
+        """Whether two arguments are the same or computed in the same way from the same; blind to changes in place."""
         if not isinstance(a, TensorProxy) or not isinstance(b, TensorProxy):
             if isinstance(a, list | tuple) and isinstance(b, list | tuple):
                 return len(a) == len(b) and all(map(self.same_values, a, b))
@@ -46,11 +46,12 @@ class Program:
         if a.name == b.name:
             return True
         producers = self.producers.get(a.name), self.producers.get(b.name)
-        if None in producers or any(prims.OpTags.RANDOM_OP in bsym.sym.tags for bsym in producers):
+        if None in producers:
             return False
         first, second = producers
         return (
-            first.sym.id == second.sym.id
+            not _is_random(first)
+            and first.sym.id == second.sym.id
             and a.shape == b.shape
             and len(first.flat_proxy_outs) == len(second.flat_proxy_outs) == 1
             and self.same_values(first.args, second.args)
@@ -80,6 +81,10 @@ def _tensors(proxies: Sequence[Any]) -> list[TensorProxy]:
 def carries_grad(tensor: TensorProxy) -> bool:
     """Whether a gradient can flow through a tensor: not if it was computed under `torch.no_grad`."""
     return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
+
+
+def _is_random(bsym: BoundSymbol) -> bool:
+    return prims.OpTags.RANDOM_OP in (bsym.sym.tags or ()) or any(map(_is_random, bsym.subsymbols))
 
 
 def tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:

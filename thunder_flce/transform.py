@@ -27,6 +27,10 @@ class NotFusedWarning(UserWarning):
     """A cross-entropy whose logits come from a linear was not fused with it."""
 
 
+class NotFusedError(RuntimeError):
+    """With `strict=True`: a cross-entropy whose logits come from a linear was not fused with it."""
+
+
 @dataclass(frozen=True)
 class Decision:
     """What was decided about one cross-entropy of a trace."""
@@ -73,16 +77,22 @@ class FuseLinearCrossEntropy(Transform):
 
     Args:
         options: choices about time and memory.
+        strict: raise a `NotFusedError` in place of the warning. It comes when the program is compiled, from the call.
     """
 
-    def __init__(self, options: Options | None = None):
+    def __init__(self, options: Options | None = None, *, strict: bool = False):
         self.options = options or Options()
+        self.strict = strict
         self.compilations: list[Compilation] = []
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Called by thunder once per compiled trace."""
+        """Called by thunder once per compiled trace.
+
+        Raises:
+            NotFusedError: where `strict`, with the source and the reason of each cross-entropy that is not fused.
+        """
         compilation = Compilation()
         self.compilations.append(compilation)
         computation_trace = _open_checkpoints(computation_trace)
@@ -91,9 +101,9 @@ class FuseLinearCrossEntropy(Transform):
         live_trace = dce(computation_trace)
         program = Program(live_trace)
         found = find_cross_entropies(program)
-        for match in found:
-            if isinstance(match, Declined):
-                compilation.decisions.append(_declined(match))
+        declined = [_decision(match) for match in found if isinstance(match, Declined)]
+        compilation.decisions.extend(declined)
+        self._report([decision for decision in declined if decision.reason is not Reason.NO_LINEAR])
         has_regions = any(is_region(bsym) for bsym in live_trace.bound_symbols)
         if has_regions or any(isinstance(match, Match) for match in found):
             matches = [match for match in found if isinstance(match, Match)]
@@ -102,6 +112,14 @@ class FuseLinearCrossEntropy(Transform):
             computation_trace = dce(computation_trace)
             computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         return prologue_trace, computation_trace, epilogue_trace
+
+    def _report(self, missed: list[Decision]) -> None:
+        """Says what was not fused though its logits come from a linear."""
+        messages = [f"thunder_flce: the cross-entropy at {decision}" for decision in missed]
+        if self.strict and messages:
+            raise NotFusedError("\n".join(messages))
+        for message in messages:
+            warnings.warn(message, NotFusedWarning, stacklevel=3)
 
 
 class _Rewrite(TraceSubstitutionProcessor):
@@ -265,11 +283,8 @@ def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
                 out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
 
 
-def _declined(declined: Declined) -> Decision:
-    decision = Decision(_source(declined.cross_entropy), None, declined.reason, declined.detail)
-    if declined.reason is not Reason.NO_LINEAR:
-        warnings.warn(f"thunder_flce: the cross-entropy at {decision}", NotFusedWarning, stacklevel=2)
-    return decision
+def _decision(declined: Declined) -> Decision:
+    return Decision(_source(declined.cross_entropy), None, declined.reason, declined.detail)
 
 
 def _source(bsym: BoundSymbol) -> str:

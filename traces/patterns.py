@@ -112,6 +112,42 @@ def first_columns_of_the_vocabulary(hidden, weight, labels):
     return _loss(F.linear(hidden, weight)[..., :91], labels.clamp(max=90))
 
 
+# Factors and softcaps.
+
+
+def divided(hidden, weight, labels):
+    """As granite has it."""
+    return _loss(F.linear(hidden, weight) / 8.0, labels)
+
+
+def multiplied(hidden, weight, labels):
+    """As cohere has it."""
+    return _loss(0.0625 * F.linear(hidden, weight).float(), labels)
+
+
+def negated_and_shifted(hidden, weight, labels):
+    return _loss((F.linear(hidden, weight) * -0.3)[:, :-1], labels[:, 1:])
+
+
+def softcapped(hidden, weight, labels):
+    """As gemma2 has it."""
+    logits = F.linear(hidden, weight)
+    logits = logits / 3.0
+    logits = torch.tanh(logits)
+    logits = logits * 3.0
+    return _loss(logits.float(), labels)
+
+
+def softcapped_in_one_line(hidden, weight, labels):
+    """As litgpt has it, and a factor before and after."""
+    return _loss(2 * (torch.tanh(F.linear(hidden, weight) * 1.5 / 4.9) * 4.9), labels)
+
+
+def softcapped_and_shifted(hidden, weight, bias, labels):
+    logits = 3 * (F.linear(hidden, weight, bias).float() / 3).tanh()
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum")
+
+
 # The linear.
 
 
@@ -167,6 +203,23 @@ def tied_embeddings(tokens, weight, labels):
 # The loss.
 
 
+def label_smoothing(hidden, weight, labels):
+    return _loss(F.linear(hidden, weight), labels, label_smoothing=0.1)
+
+
+def class_weights(hidden, weight, class_weight, labels):
+    return _loss(F.linear(hidden, weight), labels, weight=class_weight, reduction="sum")
+
+
+def class_weights_and_label_smoothing(hidden, weight, class_weight, labels):
+    return _loss(F.linear(hidden, weight), labels, weight=class_weight, label_smoothing=0.2)
+
+
+def class_weights_of_nll_loss(hidden, weight, class_weight, labels):
+    log_probs = F.log_softmax(F.linear(hidden, weight), dim=-1).view(-1, weight.shape[0])
+    return F.nll_loss(log_probs, labels.view(-1), weight=class_weight, ignore_index=-100)
+
+
 def log_softmax_and_nll_loss(hidden, weight, labels):
     log_probs = F.log_softmax(F.linear(hidden, weight).float(), dim=-1)
     return F.nll_loss(log_probs.view(-1, weight.shape[0]), labels.view(-1))
@@ -208,6 +261,29 @@ def heads_for_later_tokens(hidden, weight, second_weight, labels):
     return first + 0.3 * _loss(F.linear(hidden, second_weight)[:, :-2], labels[:, 2:])
 
 
+def accuracy(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    correct = (logits.detach().argmax(-1) == labels).float()
+    return _loss(logits, labels), correct.mean()
+
+
+def accuracy_of_shifted_logits(hidden, weight, labels):
+    logits = F.linear(hidden, weight).float() / 1.3
+    with torch.no_grad():
+        predictions = logits[..., :-1, :].argmax(dim=-1)
+        valid = labels[..., 1:] != -100
+        right = ((predictions == labels[..., 1:]) & valid).sum() / valid.sum()
+    loss = _loss(logits[..., :-1, :], labels[..., 1:])
+    return loss, right
+
+
+def accuracy_by_max(hidden, weight, labels):
+    logits = F.linear(hidden, weight).view(-1, weight.shape[0])
+    loss = F.cross_entropy(logits, labels.view(-1))
+    _, predictions = torch.max(logits, 1)
+    return loss, (predictions == labels.view(-1)).sum()
+
+
 def head_checkpointed(hidden, weight, labels):
     logits = checkpoint(lambda hidden: F.linear(hidden, weight), hidden, use_reentrant=False)
     return _loss(logits.float(), labels)
@@ -234,6 +310,13 @@ FUSED: tuple[Callable, ...] = (
     sliced_rows_of_flat_logits,
     last_position,
     sliced_hidden_states,
+    first_columns_of_the_vocabulary,
+    divided,
+    multiplied,
+    negated_and_shifted,
+    softcapped,
+    softcapped_in_one_line,
+    softcapped_and_shifted,
     matmul_operator,
     torch_matmul,
     matmul_with_a_matrix,
@@ -245,6 +328,10 @@ FUSED: tuple[Callable, ...] = (
     low_rank_adapter,
     low_rank_adapter_by_matmul,
     tied_embeddings,
+    label_smoothing,
+    class_weights,
+    class_weights_and_label_smoothing,
+    class_weights_of_nll_loss,
     log_softmax_and_nll_loss,
     log_softmax_and_transposed_nll_loss,
     num_items_in_batch,
@@ -253,12 +340,44 @@ FUSED: tuple[Callable, ...] = (
     losses_on_one_head,
     losses_on_the_same_logits,
     heads_for_later_tokens,
+    accuracy,
+    accuracy_of_shifted_logits,
+    accuracy_by_max,
     head_checkpointed,
     head_and_loss_checkpointed,
 )
 
 
 # What is not fused.
+
+
+def predictions_returned(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return _loss(logits, labels), logits.argmax(-1)
+
+
+def accuracy_of_other_rows(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    right = (logits.argmax(-1)[:, :-1] == labels[:, 1:]).sum()
+    return _loss(logits[:, :-1], labels[:, 1:]), right
+
+
+def accuracy_for_other_labels(hidden, weight, labels, tokens):
+    logits = F.linear(hidden, weight)
+    return _loss(logits, labels), (logits.argmax(-1) == tokens).sum()
+
+
+def accuracy_where_minus_one_is_ignored(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    labels = torch.where(labels == -100, -1, labels)
+    return _loss(logits, labels, ignore_index=-1), (logits.argmax(-1) == labels).sum()
+
+
+def labels_from_predictions(hidden, weight, labels):
+    """The region would need what it computes."""
+    logits = F.linear(hidden, weight)
+    is_wrong = logits.argmax(-1) != labels
+    return _loss(logits, torch.where(is_wrong, labels, -100))
 
 
 def logits_returned(hidden, weight, labels):
@@ -322,6 +441,11 @@ def rows_picked_by_a_tensor(hidden, weight, labels):
 
 
 DECLINED: dict[Callable, Reason] = {
+    predictions_returned: Reason.LOGITS_USED,
+    accuracy_of_other_rows: Reason.LOGITS_USED,
+    accuracy_for_other_labels: Reason.LOGITS_USED,
+    accuracy_where_minus_one_is_ignored: Reason.LOGITS_USED,
+    labels_from_predictions: Reason.LOGITS_USED,
     logits_returned: Reason.LOGITS_RETURNED,
     logits_used_by_another_loss: Reason.LOGITS_USED,
     another_loss_on_the_same_logits_is_not_fused: Reason.LOGITS_USED,

@@ -91,6 +91,7 @@ def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtyp
         "bias": lambda: floats(sizes.vocab),
         "adapter_down": lambda: floats(rank, sizes.hidden),
         "adapter_up": lambda: floats(sizes.vocab, rank),
+        "class_weight": lambda: torch.rand(sizes.vocab, device=device, dtype=dtype),
         "temperature": lambda: torch.tensor(0.7, device=device, dtype=dtype),
         "tokens": lambda: integers(sizes.batch, sizes.sequence),
         "labels": lambda: integers(sizes.batch, sizes.sequence),
