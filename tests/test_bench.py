@@ -1,48 +1,317 @@
-"""The benchmark command end to end, on shapes that a CPU runs in a second."""
+"""The benchmark command end to end, every subset on sizes that a CPU runs in a second."""
 
 import json
+import sys
+import time
+import weakref
+from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from thunder_flce.__main__ import main
-from thunder_flce.bench.methods import METHODS, Unavailable
-from thunder_flce.bench.shapes import SHAPES, parse_shape
+from thunder_flce.bench import chunked_loop, cli, measuring, methods, records, regions
+from thunder_flce.bench.measuring import TOTAL, Outcome, Schedule, Unavailable, attempt, peak_bytes, take_turns
+from thunder_flce.bench.methods import METHODS, SLOW_TO_START, build
+from thunder_flce.bench.profiling import slug
+from thunder_flce.bench.reference import make_reference, relative_error
+from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
+from thunder_flce.row_kernels.torch_ops import TorchRowKernels
+
+pytest.importorskip("rich", reason="needs the extra 'bench'")
+image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'")
+
+SHAPE = "tokens=40,vocab=70,hidden=16,bias=1,ignored=0.5,dtype=float32"
+H200 = Path(__file__).parents[1] / "traces" / "h200" / "regions.jsonl"
 
 
-def test_results_can_be_read_back(tmp_path, capsys, monkeypatch):
+def bench(path, subset, *options):
+    """Runs the command on a CPU, for as short as can be, and returns the records it wrote."""
+    common = ["--device", "cpu", "--rounds", "1", "--calls", "2", "--json", str(path)]
+    assert main(["bench", subset, *common, *options]) == 0
+    return records.read([path])
+
+
+@pytest.fixture
+def broken_methods(monkeypatch):
     def unavailable():
         raise Unavailable("not here")
 
     def failing():
-        raise RuntimeError("broken")
+        raise RuntimeError("broken\nand more")
 
-    monkeypatch.setitem(METHODS, "unavailable", unavailable)
-    monkeypatch.setitem(METHODS, "failing", failing)
-    path = tmp_path / "results.jsonl"
-    shape = "tokens=40,vocab=70,hidden=16,bias=1,ignored=0.5,dtype=float32"
-    methods = ["eager", "flce", "flce, recompute_logits", "unavailable", "failing"]
-    command = [
-        "bench",
-        "--device",
-        "cpu",
-        "--shapes",
-        shape,
-        "--rounds",
-        "1",
-        "--json",
-        str(path),
-        "--methods",
-        *methods,
+    def out_of_memory():
+        def method(inputs):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate …")
+
+        return method
+
+    def without_gradient():
+        return lambda inputs: F.cross_entropy(F.linear(inputs.x, inputs.weight.detach()), inputs.target)
+
+    broken = {
+        "unavailable": unavailable,
+        "failing": failing,
+        "out of memory": out_of_memory,
+        "without gradient": without_gradient,
+    }
+    for name, make in broken.items():
+        monkeypatch.setitem(METHODS, name, make)
+    return list(broken)
+
+
+def test_regions(tmp_path, capsys, broken_methods):
+    good = ["eager", "flce", "flce, recompute_logits", "grad_and_value loop"]
+    options = ["--shapes", SHAPE, "--memory-budgets", "1e6", "--methods", *broken_methods, *good]
+    rows = {row["method"]: row for row in bench(tmp_path / "results.jsonl", "regions", *options)}
+    assert set(rows) == {"three products", "flce, budget 1000000", *good, *broken_methods}
+    for name in (*good, "flce, budget 1000000"):
+        row = rows[name]
+        assert row["subset"] == "regions" and (row["tokens"], row["vocab"], row["hidden"]) == (40, 70, 16)
+        assert (row["bias"], row["ignored"], row["dtype"]) == (True, 0.5, "float32")
+        for phase in ("time_ms", "forward_ms", "backward_ms"):
+            assert 0 < row[f"{phase}_p20"] <= row[phase] <= row[f"{phase}_p80"]
+        assert row["time_ms"] > max(row["forward_ms"], row["backward_ms"])
+        assert row["ratio"] == pytest.approx(row["time_ms"] / rows["three products"]["time_ms"])
+        assert row["tflops"] == pytest.approx(6 * 20 * 70 * 16 / row["time_ms"] / 1e9)
+        assert max(row[f"{name}_error"] for name in ("loss", "dx", "dw", "dbias")) < 1e-5
+        assert row["memory_gb"] == max(row["forward_memory_gb"], row["backward_memory_gb"])
+        assert row["memory_gb"] - row["above_outputs_gb"] == pytest.approx(4 * (40 * 16 + 70 * 16 + 70) / 1e9)
+        assert row["above_outputs_gb"] >= 0
+    assert [rows[name]["failed"] for name in broken_methods] == [
+        "not here",
+        "RuntimeError: broken",
+        "out of memory",
+        "RuntimeError: not all of x, weight and bias got a gradient",
     ]
-    assert main(command) == 0
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["method"] for row in rows] == ["three products", *methods]
-    for row in rows[1:4]:
-        assert row["time_ms_p20"] <= row["time_ms"] <= row["time_ms_p80"]
-        assert max(row["dx_error"], row["dw_error"], row["dbias_error"]) < 1e-5
-    assert rows[4]["failed"] == "not here" and rows[5]["failed"] == "RuntimeError: broken"
-    assert all(row["torch"] and row["command"].startswith("python -m thunder_flce bench") for row in rows)
-    assert "three products" in capsys.readouterr().out
+    assert all(row["torch"] == torch.__version__.partition("+")[0] and row["date"] for row in rows.values())
+    assert all(row["command"].startswith("python -m thunder_flce bench regions") for row in rows.values())
+    printed = capsys.readouterr().out
+    assert "three products" in printed and "out of memory: out of memory" in printed
+
+
+def test_without_a_subset_it_measures_regions_and_profiles(tmp_path):
+    path, folder = tmp_path / "results.jsonl", tmp_path / "profiles"
+    options = ["--device", "cpu", "--rounds", "1", "--json", str(path), "--commit", "abc", "--profile", str(folder)]
+    assert main(["bench", *options, "--shapes", "tiny", "--dtype", "bfloat16", "--bias", "--methods", "eager"]) == 0
+    eager = records.read([path])[-1]
+    assert (eager["method"], eager["dtype"], eager["bias"], eager["commit"]) == ("eager", "bfloat16", True, "abc")
+    assert 1e-4 < eager["dw_error"] < 1e-2
+    events = json.loads((folder / "tiny-64-500-32-bias-eager.trace.json").read_text())["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"end of forward", "end of backward", "aten::addmm"} <= names
+
+
+def test_a_lost_device_costs_only_the_method_that_lost_it(tmp_path, monkeypatch, capfd):
+    def breaking():
+        raise RuntimeError("illegal memory access")
+
+    def no_answer(device):
+        raise RuntimeError("unspecified launch failure")
+
+    def execv(program, arguments):
+        raise SystemExit(arguments)
+
+    monkeypatch.setitem(METHODS, "breaking", breaking)
+    monkeypatch.setattr(measuring, "release", no_answer)
+    monkeypatch.setattr(cli.os, "execv", execv)
+    path = tmp_path / "results.jsonl"
+    options = ["--shapes", "tiny", SHAPE, "--methods", "eager", "breaking", "flce", "--memory-budgets", "1e6"]
+    with pytest.raises(SystemExit) as started:
+        bench(path, "regions", *options)
+    rows = records.read([path])
+    assert [(row["method"], row["failed"]) for row in rows] == [("breaking", "RuntimeError: illegal memory access")]
+    assert started.value.code[:4] == [sys.executable, "-m", "thunder_flce", "bench"]
+    parsed = cli._parser().parse_args(started.value.code[4:])
+    assert parsed.shapes == ["tiny", SHAPE] and parsed.json == path
+    assert cli._regions(parsed).methods == ["eager", "flce", "flce, budget 1000000"]
+    assert "going on without it" in capfd.readouterr().err
+
+
+def test_sweep_and_its_figures(tmp_path):
+    path, folder = tmp_path / "results.jsonl", tmp_path / "figures"
+    points = ["context=64", "context=128", "vocabulary=300", "vocabulary=601"]
+    rows = bench(path, "sweep", "--base", "tiny", "--points", *points, "--methods", "eager", "flce", "liger")
+    assert {(row["axis"], row["tokens"], row["vocab"]) for row in rows} == {
+        ("context", 64, 500),
+        ("context", 128, 500),
+        ("vocabulary", 64, 300),
+        ("vocabulary", 64, 601),
+    }
+    assert all("dx_error" not in row for row in rows)
+    peaks = {row["tokens"]: row["memory_gb"] for row in rows if row["axis"] == "context" and row["method"] == "eager"}
+    assert peaks[128] > peaks[64]
+    assert main(["bench", "figures", str(path), "--output", str(folder)]) == 0
+    assert_figures(folder, ["sweep-context", "sweep-vocabulary"])
+
+
+def test_models_and_their_figures(tmp_path):
+    pytest.importorskip("litgpt", reason="needs the extra 'examples'")
+    path, folder = tmp_path / "results.jsonl", tmp_path / "figures"
+    options = ["--models", "litgpt-tiny", "--layers", "1", "--methods", "eager", "flce"]
+    eager, flce = bench(path, "models", *options)
+    for row in (eager, flce):
+        parts = [row[f"{phase}_ms"] for phase in ("forward", "backward", "optimizer")]
+        assert min(parts) > 0 and row["time_ms"] > max(parts)
+        assert row["loss_error"] < 1e-5 and row["memory_gb"] > 0 and row["parameters"] > 128_000
+    assert "fused" not in eager and flce["fused"] is True
+    assert flce["first_call_s"] > eager["first_call_s"]
+    assert main(["bench", "figures", str(path), "--output", str(folder)]) == 0
+    assert_figures(folder, ["models-litgpt-tiny"])
+
+
+def test_models_that_are_not_installed_say_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    rows = bench(tmp_path / "results.jsonl", "models", "--models", "transformers-tiny", "--methods", "eager", "flce")
+    assert [row["method"] for row in rows] == ["eager", "flce"]
+    assert all("the extra 'examples'" in row["failed"] for row in rows)
+
+
+def test_kernels_and_their_figures(tmp_path):
+    path, folder = tmp_path / "results.jsonl", tmp_path / "figures"
+    rows = bench(path, "kernels", "--vocabs", "1000", "4099", "--dtype", "bfloat16")
+    names = ["statistics", "dlogits", "dlogits, column sums"]
+    assert [(row["vocab"], row["method"]) for row in rows] == [(v, name) for v in (1000, 4099) for name in names]
+    for row in rows:
+        moved = row["rows"] * row["vocab"] * 2 * (1 if row["method"] == "statistics" else 2)
+        assert row["gb_per_s"] == pytest.approx(moved / row["time_ms"] / 1e6)
+        assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"])
+        assert row["lowering"] == "torch_ops"
+    assert main(["bench", "figures", str(path), "--output", str(folder)]) == 0
+    assert_figures(folder, ["kernels-bfloat16-torch_ops"])
+
+
+def test_figures_of_committed_measurements(tmp_path):
+    rows = records.read([H200])
+    assert all(row["subset"] == "regions" for row in rows)
+    s2 = next(row for row in rows if row["shape"].startswith("S2"))
+    assert (s2["name"], s2["tokens"], s2["vocab"], s2["hidden"], s2["bias"]) == ("S2", 32768, 128256, 768, True)
+    assert {row["ignored"] for row in rows} == {0.0, 0.6}
+    assert main(["bench", "figures", str(H200), "--output", str(tmp_path)]) == 0
+    assert_figures(tmp_path, [f"regions-{slug(shape)}" for shape in {row["shape"] for row in rows}])
+
+
+def assert_figures(folder, names):
+    assert {path.stem for path in folder.iterdir()} == set(names)
+    for path in folder.iterdir():
+        pixels = image.imread(path)
+        assert min(pixels.shape[:2]) > 300 and pixels.std() > 0.01, path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_is_that_of_autograd(dtype):
+    inputs = Inputs.random(Shape(name="", tokens=50, vocab=33, hidden=8, bias=True, ignored=0.3, dtype=dtype), "cpu")
+    operands = [tensor.detach().double().requires_grad_() for tensor in inputs.operands()]
+    loss = F.cross_entropy(F.linear(*operands), inputs.target)
+    loss.backward()
+    reference = make_reference(inputs, rows=7)
+    right = [loss.detach(), *(operand.grad for operand in operands)]
+    for got, expected in zip([reference.loss, *reference.gradients], right, strict=True):
+        assert got.dtype is (torch.float64 if dtype is torch.float32 else torch.float32)
+        assert relative_error(got, expected) < (1e-14 if dtype is torch.float32 else 1e-6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_loop_of_chunks_with_any_incoming_gradient(monkeypatch, bias):
+    monkeypatch.setattr(chunked_loop, "CHUNK_ROWS", 16)
+    shape = Shape(name="", tokens=40, vocab=33, hidden=8, bias=bias, ignored=0.3, dtype=torch.float32)
+    inputs = Inputs.random(shape, "cpu")
+    loss = build("grad_and_value loop")(inputs)
+    (3 * loss).backward()
+    expected = F.cross_entropy(F.linear(*(t.detach() for t in inputs.operands())), inputs.target)
+    torch.testing.assert_close(loss.detach(), expected)
+    for operand, right in zip(inputs.operands(), make_reference(inputs).gradients, strict=True):
+        assert relative_error(operand.grad, 3 * right) < 1e-6
+
+
+def test_peers_that_are_not_installed_say_so(monkeypatch):
+    for module in ("liger_kernel", "cut_cross_entropy", "quack"):
+        monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
+    monkeypatch.setattr(methods, "find_spec", lambda name: None)
+    peers = [name for name in METHODS if name.startswith(("liger", "cut", "quack", "torch linear", "auto"))]
+    assert len(peers) == 9
+    for name in peers:
+        with pytest.raises(Unavailable, match=r"liger_kernel|cut_cross_entropy|quack|torch .* has no"):
+            build(name)
+
+
+def test_slow_peers_only_when_named():
+    parsed = cli._parser().parse_args(["regions", "--device", "cpu"])
+    assert set(METHODS) - set(cli._regions(parsed).methods) == SLOW_TO_START
+
+
+def test_turns_leave_out_what_fails():
+    calls = []
+
+    def good(mark):
+        calls.append("good")
+        time.sleep(1e-3)
+        mark("first")
+        mark("second")
+
+    def bad(mark):
+        calls.append("bad")
+        if calls.count("bad") > 8:
+            raise MemoryError
+        mark("first")
+
+    schedule = Schedule(rounds=3, calls=3, settle_ms=0)
+    outcomes = take_turns({"good": good, "bad": bad}, schedule, device="cpu", progress=lambda words: None)
+    assert outcomes["bad"] == Outcome(failed="MemoryError: ")
+    laps = outcomes["good"].laps_ms
+    # One call to settle, one that is not timed and three that are, in each of three rounds.
+    assert len(laps) == 9 and calls.count("good") == 15 and calls[:10] == ["good"] * 5 + ["bad"] * 5
+    assert all(lap[TOTAL] >= lap["first"] >= 1 and lap["second"] < 1 for lap in laps)
+    spread = Outcome([{"a": float(value)} for value in (5, 1, 2, 3, 4, 6)]).spread("a", "x")
+    assert spread == {"x": 3.5, "x_p20": 2.0, "x_p80": 5.0}
+
+
+def test_slow_methods_are_timed_less_often():
+    schedule = Schedule(rounds=1, calls=50, turn_ms=10, settle_ms=0)
+    steps = {"slow": lambda mark: (time.sleep(4e-3), mark("phase"))}
+    outcome = take_turns(steps, schedule, device="cpu", progress=lambda words: None)["slow"]
+    assert len(outcome.laps_ms) == 2
+
+
+def test_what_failed_has_let_go_of_its_memory_when_it_is_released(monkeypatch):
+    held = []
+
+    def inner():
+        tensor = torch.ones(10)
+        held.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError
+
+    def method():
+        try:
+            inner()
+        except torch.OutOfMemoryError:
+            raise RuntimeError("in the end") from None
+
+    released = []
+    monkeypatch.setattr(measuring, "release", lambda device: released.append([ref() for ref in held]))
+    with attempt("method", "cpu") as tried:
+        method()
+    assert tried.failed == "RuntimeError: in the end" and released == [[None]]
+
+
+def test_interrupts_are_not_taken_for_failures():
+    with pytest.raises(KeyboardInterrupt), attempt("method", "cpu"):
+        raise KeyboardInterrupt
+
+
+def test_peaks_of_phases():
+    def step(mark):
+        kept = torch.ones(1000)
+        mark("one")
+        torch.ones(5000)
+        mark("two")
+        del kept
+        torch.ones(100)
+        mark("three")
+
+    assert peak_bytes(step, "cpu") == {"one": 4000, "two": 24000, "three": 4000, TOTAL: 24000}
 
 
 @pytest.mark.parametrize("text", ["S9", "tokens=3", "tokens=3,vocab=x,hidden=4", "tokens=1,vocab=1,hidden=1,odd=1"])
@@ -53,6 +322,72 @@ def test_shapes_that_make_no_sense(text):
         main(["bench", "--shapes", text])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--methods", "none"], "unknown methods"),
+        (["--memory-budgets", "-1"], "a memory budget must be a positive number"),
+        (["--ignored", "2"], "must be between 0 and 1"),
+        (["--rounds", "0"], "must be a positive integer"),
+        (["kernels", "--json", "nowhere/results.jsonl"], "--json: there is no folder nowhere"),
+        (["sweep", "--points", "depth=3"], "a point must be one of context, vocabulary"),
+        (["sweep", "--points", "context=x"], "a point must be one of context, vocabulary"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", *arguments])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("package", "arguments"),
+    [("rich", ["kernels"]), ("matplotlib", ["figures", str(H200)])],
+    ids=["rich", "matplotlib"],
+)
+def test_missing_packages_name_their_extra(package, arguments, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["bench", *arguments])
+    assert f"bench needs {package}: pip install 'thunder-flce[bench]'" in capsys.readouterr().err
+
+
 def test_names_of_shapes():
     assert parse_shape("U1") is SHAPES["U1"]
     assert str(SHAPES["S1i"]) == "S1i 8192 × 128256 × 4096, 60% ignored"
+    assert str(SHAPES["tiny"]) == "tiny 64 × 500 × 32, float32"
+
+
+def test_a_reference_or_inputs_that_do_not_fit(tmp_path, monkeypatch):
+    def out_of_memory(*arguments):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(regions, "make_reference", out_of_memory)
+    monkeypatch.setattr(regions, "three_products", out_of_memory)
+    rows = bench(tmp_path / "1.jsonl", "regions", "--shapes", "tiny", "--methods", "eager")
+    assert [(row["method"], row.get("failed")) for row in rows] == [
+        ("reference", "out of memory"),
+        ("three products", "out of memory"),
+        ("eager", None),
+    ]
+    assert rows[-1]["time_ms"] > 0 and not {"ratio", "dx_error"} & set(rows[-1])
+    monkeypatch.setattr(regions.Inputs, "random", out_of_memory)
+    rows = bench(tmp_path / "2.jsonl", "regions", "--shapes", "tiny", SHAPE, "--methods", "eager")
+    assert [(row["name"], row["method"], row["failed"]) for row in rows] == [
+        ("tiny", "inputs", "out of memory"),
+        ("custom", "inputs", "out of memory"),
+    ]
+
+
+def test_a_kernel_that_fails_leaves_the_others(tmp_path, monkeypatch):
+    def broken(self, buffer, statistics, scale, *, column_sums=False):
+        if column_sums:
+            raise NotImplementedError("no sums")
+
+    monkeypatch.setattr(TorchRowKernels, "gradient_", broken)
+    rows = bench(tmp_path / "results.jsonl", "kernels", "--vocabs", "1000")
+    assert {row["method"]: row.get("failed") for row in rows} == {
+        "statistics": None,
+        "dlogits": None,
+        "dlogits, column sums": "NotImplementedError: no sums",
+    }

@@ -1,5 +1,6 @@
 """Values and gradients against float64, for every strategy, reduction and kind of input."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from reference import Case, assert_as_exact_as_eager, eager, error, make_case, ours, truth
 from thunder_flce import Options, Plan, engine, linear_cross_entropy
 from thunder_flce.engine import Operands
+from thunder_flce.functional import plan_for
 from thunder_flce.gradient_scaling import scale_gradient
 from thunder_flce.loss import IncomingGradients, Loss
 from thunder_flce.options import STRATEGIES
+from thunder_flce.plan import layout_for
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -308,6 +311,25 @@ def test_targets_at_the_edges_of_slabs(position, device):
         gradients = engine.backward(operands, plan, forward.statistics, None, _one(device))
     for got, right in zip(gradients[:2], truth(case).gradients, strict=True):
         torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9], ids="{:.0%} ignored".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_saved_of_some_tokens(dtype, ignored, device):
+    """256 of 700 tokens; with 90% ignored, more than are left."""
+    case = make_case(tokens=700, dtype=dtype, device=device, bias=True, ignored=ignored)
+    row_bytes = layout_for(101, dtype=dtype, device_type=device).row_stride * dtype.itemsize
+    options = Options(memory_budget=430 * row_bytes, chunk_rows=100)
+    plan = plan_for(dataclasses.replace(_operands(case), loss=Loss(reduction="none"), bias_grad=True), options)
+    assert plan.strategy == "save_logits" and plan.saved_rows == 256 and plan.slab_columns
+    assert_as_exact_as_eager(case, torch.randn(700, device=device), reduction="none", options=options)
+    loss = linear_cross_entropy(
+        case.x, case.weight, case.target, linear_bias=case.bias, reduction="none", options=options
+    )
+    for grad in (torch.randn_like(loss), torch.ones_like(loss)):
+        got = torch.autograd.grad(loss, case.operands(), grad, retain_graph=True)
+        for gradient, right in zip(got, ours(case, grad, reduction="none").gradients, strict=True):
+            assert error(gradient, right) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
 def test_many_slabs_round_dx_once(device):

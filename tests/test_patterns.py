@@ -85,6 +85,39 @@ def test_declined(program):
     assert decision.reason is patterns.DECLINED[program], decision
 
 
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (patterns.float32_logits, {}),
+        (patterns.divided, {"logit_scale": 0.125}),
+        (patterns.softcapped, {"softcap": 3.0}),
+        (patterns.softcapped_in_one_line, {"softcap": 9.8, "logit_scale": 3.0}),
+        (patterns.first_columns_of_the_vocabulary, {"vocab_size": 91}),
+        (patterns.label_smoothing, {"label_smoothing": 0.1}),
+        (patterns.accuracy, {"outputs": ("argmax",)}),
+        (patterns.class_weights_and_label_smoothing, {"label_smoothing": 0.2}),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_arguments_of_the_region(program, expected):
+    """The last two factors of a softcap multiply exactly, so that none is left over."""
+    jitted = thunder_flce.jit(program)
+    jitted(*_arguments(program))
+    (bsym,) = [b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
+    optional = ("logit_scale", "softcap", "vocab_size", "label_smoothing", "outputs")
+    assert {name: value for name, value in bsym.kwargs.items() if name in optional} == expected
+
+
+@pytest.mark.parametrize("program", [patterns.shift_by_slices, patterns.softcapped, patterns.accuracy])
+def test_symbolic_values_stay_right(program):
+    """thunder's cache with symbolic values knows no shapes to plan with, so nothing is fused."""
+    tensors = _arguments(program)
+    jitted = thunder_flce.jit(program, cache="symbolic values")
+    with pytest.warns(NotFusedWarning, match="not known when the trace is compiled"):
+        results = _run(jitted, tensors)
+    torch.testing.assert_close(results, _run(program, tensors), rtol=1e-4, atol=1e-5)
+
+
 def test_strict_raises_what_would_be_a_warning():
     """With source and reason; and again at the next call, since nothing was compiled."""
     program = patterns.logits_used_by_another_loss

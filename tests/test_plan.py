@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thunder_flce import Options
-from thunder_flce.plan import EXACT_CHUNKS, Problem, VocabLayout, make_plan
+from thunder_flce.plan import EXACT_CHUNKS, DeviceMemory, Problem, VocabLayout, make_plan
 from thunder_flce.rows import RowSelection
 
 S1 = Problem(
@@ -40,15 +40,41 @@ def test_float16_has_to_wait_for_the_loss_scale():
     assert make_plan(_problem(dtype=torch.float16), Options()).strategy == "recompute_logits"
 
 
-def test_whole_logits_are_saved_only_within_a_budget_that_the_user_gave():
+def test_as_many_logits_are_saved_as_the_budget_allows():
     problem = _problem(row_gradients=True)
     whole = problem.logits_bytes(problem.tokens)
-    assert make_plan(problem, Options(memory_budget=whole)).strategy == "save_logits"
-    assert make_plan(problem, Options(memory_budget=whole - 1)).strategy == "recompute_logits"
+
+    def saved(budget):
+        plan = make_plan(problem, Options(memory_budget=budget))
+        assert (plan.strategy == "save_logits") == (plan.saved_rows > 0)
+        assert (plan.slab_columns > 0) == (plan.saved_rows < problem.tokens)
+        assert problem.logits_bytes(plan.saved_rows + (plan.chunk_rows if plan.slab_columns else 0)) <= budget
+        return plan.saved_rows
+
+    assert saved(whole) == 8192
+    assert 4096 < saved(whole - 1) < 8192
+    assert 2048 < saved(whole // 2) < 4096
+    assert saved(whole // 8) == 0
+
+
+def test_without_a_budget_the_device_decides_how_many_logits_are_saved():
+    problem = _problem(row_gradients=True)
+    gigabyte = 10**9
+    assert make_plan(problem, Options()).strategy == "recompute_logits"
+    for total, free, rows in ((140, 100, 8192), (24, 20, 8192), (16, 14, 5500), (140, 3, 4000), (140, 0.2, 0)):
+        memory = DeviceMemory(total * gigabyte, int(free * gigabyte))
+        assert make_plan(problem, Options(), memory=memory).saved_rows == pytest.approx(rows, rel=0.12)
+
+
+def test_one_chunk_where_it_takes_no_more_than_the_gradients():
+    """S4 of the benchmarks, whose logits are 1.1 times as large as its gradients; U2's are 4 times as large."""
+    assert make_plan(_problem(tokens=4096, vocab=152064, hidden=3584), Options()).chunk_rows == 4096
+    assert make_plan(_problem(vocab=50257, hidden=1600), Options()).chunk_rows == 2816
+    assert make_plan(S1, Options()).chunk_rows == 2048
 
 
 def test_budget_as_a_fraction_of_the_device():
-    by_fraction = make_plan(S1, Options(memory_budget=0.01), device_bytes=140 * 10**9)
+    by_fraction = make_plan(S1, Options(memory_budget=0.01), memory=DeviceMemory(140 * 10**9, 10**9))
     assert by_fraction == make_plan(S1, Options(memory_budget=1_400_000_000))
     with pytest.raises(ValueError, match="memory_budget is a fraction"):
         make_plan(S1, Options(memory_budget=0.01))
@@ -98,7 +124,7 @@ def test_layout_of_a_row(vocab):
 @pytest.mark.parametrize(("count", "largest"), [(0, 5), (1, 5), (5, 5), (6, 5), (4100, 2048), (4096, 2048)])
 def test_chunks_cover_all_rows_and_are_about_equal(count, largest):
     rows = RowSelection(torch.zeros(count, dtype=torch.long), 3, -100, skip=True).rows()
-    chunks = list(rows.chunks(largest))
+    chunks = list(rows.chunks(largest, largest))
     assert [i for chunk in chunks for i in range(chunk.start, chunk.stop)] == list(range(count))
     sizes = [chunk.stop - chunk.start for chunk in chunks]
     assert all(size <= largest for size in sizes)

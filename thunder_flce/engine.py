@@ -107,7 +107,7 @@ class ForwardResult(NamedTuple):
     """What `Loss.outputs` names, in its order: (T,), or () for the accuracy"""
     statistics: SavedStatistics
     logits: Tensor | None
-    """(T, row stride) products, the first N rows of them written: only strategy "save_logits" keeps them"""
+    """(S, row stride) products of the first S rows, as the plan says: only strategy "save_logits" keeps them"""
     gradients: Gradients
     """For an incoming gradient of 1; only strategy "gradients_in_forward" has them"""
 
@@ -121,9 +121,12 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
     """
     selection = RowSelection(operands.target, operands.vocab, operands.loss.ignore_index, skip=plan.skip_ignored_rows)
     region = _Region(operands, plan)
-    buffer = region.buffer(min(plan.chunk_rows, operands.target.shape[0]))
+    # The first chunk is the largest, so its memory serves the others, unless it is kept.
+    first = min(plan.saved_rows or plan.chunk_rows, operands.target.shape[0])
+    buffer = region.buffer(first)
+    saved_logits = buffer.padded if plan.saved_rows else None
     # The first product keeps the device busy while the host waits for the number of rows.
-    first_rows = selection.first_rows(operands.x, plan.chunk_rows)
+    first_rows = selection.first_rows(operands.x, first)
     computed = 0
     if first_rows is not None:
         computed = first_rows.shape[0]
@@ -137,8 +140,10 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
     if in_forward:
         row_gradients = scales.row_gradients(IncomingGradients(buffer.padded.new_ones((), dtype=operands.row_dtype)))
         gradients = GradientSums(region, rows)
-    for chunk in rows.chunks(plan.chunk_rows):
+    for chunk in rows.chunks(first, plan.chunk_rows):
         x, target = rows.take(operands.x, chunk), rows.target[chunk]
+        if saved_logits is buffer.padded and chunk.start:
+            buffer = region.buffer(min(plan.chunk_rows, rows.count - chunk.start))
         logits = buffer.rows(slice(0, x.shape[0]))
         if computed < x.shape[0]:
             missing = slice(computed, x.shape[0])
@@ -152,7 +157,6 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
             dlogits, bias_grad = region.dlogits(logits, statistics, coefficients, at, scales.class_weights)
             gradients.add(dlogits.logits, bias_grad, x, chunk)
             del dlogits
-    saved_logits = buffer.padded if plan.strategy == "save_logits" else None
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     buffer = logits = None
     loss, outputs, row_statistics = results.finish(scales)
@@ -184,9 +188,20 @@ def backward(
     statistics = RowStatistics(rows.gather(saved.row_max), rows.gather(saved.row_logsumexp))
     entropy = None if saved.entropy is None else rows.gather(saved.entropy)
     gathered = _GatheredRows(rows, scales, row_gradients, statistics, entropy)
-    if logits is not None:
-        return _backward_from_logits(region, gathered, logits)
-    return _backward_by_slabs(region, gathered)
+    if logits is None:
+        return _backward_by_slabs(region, gathered, None)
+    if rows.count == 0:
+        return GradientSums(region, rows).finish()
+    saved_rows = slice(0, min(plan.saved_rows, rows.count))
+    # Where the products are overwritten but the graph is kept, autograd will read them again.
+    is_overwritten = region.logits_dtype == operands.x.dtype
+    buffer = LogitsBuffer(logits.clone() if is_overwritten and graph_is_kept() else logits, region.layout())
+    dlogits, bias_grad = gathered.dlogits(region, buffer.rows(saved_rows), saved_rows)
+    if saved_rows.stop < rows.count:
+        return _backward_by_slabs(region, gathered, _SavedPart(saved_rows, dlogits.logits, bias_grad))
+    gradients = GradientSums(region, rows)
+    gradients.add(dlogits.logits, bias_grad, rows.take(operands.x, saved_rows), saved_rows)
+    return gradients.finish()
 
 
 def scale_gradients(grad: Tensor, valid_count: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -403,39 +418,47 @@ class _GatheredRows(NamedTuple):
         """Those of the rows of `chunk`."""
         return RowStatistics(*(vector[chunk] for vector in self.statistics))
 
-
-def _backward_from_logits(region: _Region, gathered: _GatheredRows, logits: Tensor) -> Gradients:
-    """Backward of "save_logits": dlogits take the place of the logits."""
-    rows, class_weights = gathered.rows, gathered.scales.class_weights
-    is_overwritten = region.logits_dtype == region.operands.x.dtype
-    buffer = LogitsBuffer(logits.clone() if is_overwritten and graph_is_kept() else logits, region.layout())
-    gradients = GradientSums(region, rows)
-    for chunk in rows.chunks(region.plan.chunk_rows):
-        chunk_logits, target = buffer.rows(chunk), rows.target[chunk]
-        statistics, coefficients = gathered.chunk_statistics(chunk), gathered.coefficients(chunk)
-        at = _Targets(target, _at_target(chunk_logits, target))
-        dlogits, bias_grad = region.dlogits(chunk_logits, statistics, coefficients, at, class_weights)
-        gradients.add(dlogits.logits, bias_grad, rows.take(region.operands.x, chunk), chunk)
-    return gradients.finish()
+    def dlogits(self, region: _Region, buffer: LogitsBuffer, chunk: slice) -> tuple[LogitsBuffer, Tensor | None]:
+        """See `_Region.dlogits`: of the rows of `chunk`, from their products over the whole vocabulary."""
+        target = self.rows.target[chunk]
+        return region.dlogits(
+            buffer,
+            self.chunk_statistics(chunk),
+            self.coefficients(chunk),
+            _Targets(target, _at_target(buffer, target)),
+            self.scales.class_weights,
+        )
 
 
-def _backward_by_slabs(region: _Region, gathered: _GatheredRows) -> Gradients:
-    """Backward of "recompute_logits": the logits again, a slab of the vocabulary at a time, for all tokens.
+class _SavedPart(NamedTuple):
+    """What the backward has made of the logits that were saved."""
+
+    rows: slice
+    """The first rows"""
+    dlogits: Tensor
+    """(S, V)"""
+    bias_grad: Tensor | None
+    """(V,) their sum over the rows"""
+
+
+def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPart | None) -> Gradients:
+    """Backward where logits were not saved: these again, a slab of the vocabulary at a time, for all such tokens.
 
     Each row of dW belongs to one slab, so it is written once and needs no accumulator. dX is summed over slabs in
     float32. The statistics make each slab independent of the others.
     """
     rows, operands = gathered.rows, region.operands
     x = rows.take(operands.x, slice(None))
-    everything = slice(0, rows.count)
-    coefficients = gathered.coefficients(everything)
+    others = slice(0 if saved is None else saved.rows.stop, rows.count)
+    x_others, target_others = x[others], rows.target[others]
+    statistics, coefficients = gathered.chunk_statistics(others), gathered.coefficients(others)
     vocab = operands.vocab
     width = min(region.plan.slab_columns, vocab)
 
     def empty(needed: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device=x.device) if needed else None
 
-    input_sum = empty(operands.input_grad, x.shape, operands.row_dtype)
+    input_sum = empty(operands.input_grad, x_others.shape, operands.row_dtype)
     weight_grad = empty(operands.weight_grad, operands.weight.shape, operands.weight.dtype)
     bias_grad = empty(operands.bias_grad, operands.weight.shape[:1], operands.row_dtype)
     for gradient in (weight_grad, bias_grad):
@@ -444,27 +467,32 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows) -> Gradients:
     for start in range(0, vocab, width):
         slab = slice(start, min(start + width, vocab))
         weight = region.weight[slab]
-        logits = region.buffer(rows.count, weight.shape[0])
-        region.products_(logits, x, slab)
-        target = rows.target - slab.start
+        logits = region.buffer(x_others.shape[0], weight.shape[0])
+        region.products_(logits, x_others, slab)
+        target = target_others - slab.start
         in_slab = (target >= 0) & (target < weight.shape[0])
         target = target.clamp(0, weight.shape[0] - 1)
         at = _Targets(target, _at_target(logits, target), in_slab)
-        dlogits, column_sums = region.dlogits(
-            logits, gathered.statistics, coefficients, at, gathered.scales.class_weights, slab
-        )
+        dlogits, column_sums = region.dlogits(logits, statistics, coefficients, at, gathered.scales.class_weights, slab)
         if input_sum is not None:
             products.input_gradient_(input_sum, dlogits.logits, weight, accumulate=start > 0)
         if weight_grad is not None:
-            products.weight_gradient_(weight_grad[slab], dlogits.logits, x, accumulate=False)
+            parts = [(dlogits.logits, x_others)]
+            if saved is not None:
+                parts.append((saved.dlogits[:, slab], x[saved.rows]))
+            products.weight_gradient_of_parts_(weight_grad[slab], parts)
         if bias_grad is not None:
-            bias_grad[slab] = column_sums
+            bias_grad[slab] = column_sums if saved is None else column_sums + saved.bias_grad[slab]
         del logits, dlogits
-    return Gradients(
-        None if input_sum is None else rows.scatter(input_sum.to(operands.x.dtype)),
-        weight_grad,
-        None if bias_grad is None else bias_grad.to(operands.bias.dtype),
-    )
+    input_grad = None
+    if input_sum is not None and saved is None:
+        input_grad = rows.scatter(input_sum.to(operands.x.dtype))
+    elif input_sum is not None:
+        input_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        products.input_gradient_(input_grad[saved.rows], saved.dlogits, region.weight)
+        input_grad[others] = input_sum
+        input_grad = rows.scatter(input_grad)
+    return Gradients(input_grad, weight_grad, None if bias_grad is None else bias_grad.to(operands.bias.dtype))
 
 
 class GradientSums:

@@ -22,7 +22,7 @@ from thunder.extend import register_executor
 from thunder_flce import functional, symbols
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.options import Options
-from thunder_flce.plan import Plan, Problem, make_plan
+from thunder_flce.plan import Plan, Problem
 from thunder_flce.symbols import executor
 
 
@@ -49,8 +49,7 @@ def plan_region(region: dict[str, Any], needs_grad: tuple[str, ...], options: Op
         bias_grad="linear_bias" in needs_grad,
         float32_logits=options.has_float32_logits(dtype),
     )
-    is_fraction = isinstance(options.memory_budget, float)
-    return make_plan(problem, options, device_bytes=functional.device_bytes(device) if is_fraction else None)
+    return functional.cached_plan(problem, options, device)
 
 
 def _loss(region: dict[str, Any]) -> Loss:

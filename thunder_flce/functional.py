@@ -1,6 +1,7 @@
 """`linear_cross_entropy` for eager PyTorch, with autograd."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from thunder_flce.arguments import check_linear_cross_entropy
 from thunder_flce.engine import Operands, SavedStatistics
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, IncomingGradients, Loss
 from thunder_flce.options import Options
-from thunder_flce.plan import Plan, Problem, make_plan
+from thunder_flce.plan import DeviceMemory, Plan, Problem, make_plan
 from thunder_flce.row_kernels.torch_ops import statistics_dtype
 
 
@@ -135,12 +136,22 @@ def plan_for(operands: Operands, options: Options) -> Plan:
         bias_grad=operands.bias_grad,
         float32_logits=options.has_float32_logits(x.dtype),
     )
-    return make_plan(problem, options, device_bytes=device_bytes(x.device))
+    return cached_plan(problem, options, x.device)
 
 
-def device_bytes(device: torch.device) -> int | None:
-    """Total memory of a CUDA device, in bytes; None for any other device."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+@cache
+def cached_plan(problem: Problem, options: Options, device: torch.device) -> Plan:
+    """`make_plan` with the memory that the device has when a problem is first met: afterwards its plan stays."""
+    return make_plan(problem, options, memory=device_memory(device))
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """The memory of a CUDA device; None for any other device, and without a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return DeviceMemory(total, free + cached)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -156,6 +156,8 @@ def step(path: LogitsPath, bsym: BoundSymbol, program: Program) -> LogitsPath:
     Raises:
         NotFusable: where no rule has it.
     """
+    if bsym.sym.id is PrimIDs.UPDATE_ALIASES:
+        raise NotFusable(Reason.OPERAND_MODIFIED, "the logits, or what shares their memory")
     rule = RULES.get(bsym.sym.id)
     if rule is None or not isinstance(bsym.output, TensorProxy) or bsym.output.device != path.tensor.device:
         raise _changed(bsym)
@@ -184,7 +186,7 @@ def _matmul(program: Program, bsym: BoundSymbol, input: TensorProxy, weight: Ten
     if weight.ndim != 2:
         raise _changed(bsym, f" with an operand of shape {tuple(weight.shape)}")
     producer = program.producers.get(weight.name)
-    if producer is not None and producer.sym.id in _PERMUTATIONS and carries_grad(weight):
+    if producer is not None and _swaps_two_dimensions(producer) and carries_grad(weight):
         # The matrix is a transposed weight, most likely a parameter: take it as it is.
         return _begin(bsym, Product(input, producer.args[0]), None, producer)
     return _begin(bsym, Product(input, weight, transposed=True), None)
@@ -255,6 +257,11 @@ def _permutation(bsym: BoundSymbol) -> tuple[int, ...] | None:
         return tuple(bsym.args[1])
     found = [order for inner in bsym.subsymbols if (order := _permutation(inner)) is not None]
     return found[0] if len(found) == 1 else None
+
+
+def _swaps_two_dimensions(bsym: BoundSymbol) -> bool:
+    order = _permutation(bsym) if bsym.sym.id in _PERMUTATIONS else None
+    return order is not None and tuple(dimension % len(order) for dimension in order) == (1, 0)
 
 
 def _getitem(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:

@@ -143,8 +143,9 @@ def row_terms(
         vocab: K, the number of columns.
     """
     row_max, row_logsumexp = statistics
-    # In this order the loss keeps its digits when all logits share a large offset.
-    cross_entropy = row_logsumexp - (target_logit - row_max)
+    # In this order the loss keeps its digits when all logits share a large offset. A kernel's softcap may differ from
+    # PyTorch's in its last digit, which must not make a loss negative.
+    cross_entropy = row_logsumexp - (target_logit - row_max).clamp(max=0)
     if weights is not None:
         cross_entropy = cross_entropy * weights.at_target
     if loss.label_smoothing:

@@ -153,7 +153,7 @@ class _Users:
         """Follows a user of logits down to losses and argmaxes; raises `NotFusable` where it leads to anything else."""
         if user.sym.id == prims.PrimIDs.RETURN:
             raise NotFusable(Reason.LOGITS_RETURNED)
-        if is_loss(user) and user.args[0] is path.tensor:
+        if is_loss(user) and user.args[0].name == path.tensor.name:
             self.losses.append(user)
         elif (indices := _indices_of_maximum(path, user, program)) is not None:
             self.argmaxes.append(Argmax(user, indices, path))
@@ -211,13 +211,13 @@ def _check_argmax(argmax: Argmax, path: LogitsPath, arguments: dict[str, Any], p
             if user.sym.id in RESHAPES:
                 waiting.append(user.output)
                 continue
-            others = [arg for arg in user.args if arg is not indices]
+            others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
             is_comparison = user.sym.id in (ltorch.eq.id, ltorch.ne.id) and len(others) == 1
             if not is_comparison or not _are_labels(others[0], indices, arguments["target"], program):
                 raise NotFusable(Reason.LOGITS_USED, f"{at.tensor.name} is used by {argmax.bsym.sym.name}")
 
 
-def _are_labels(tensor: Any, indices: TensorProxy, target: TensorProxy, program: Program) -> bool:
+def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, program: Program) -> bool:
     """Whether a tensor has the loss's labels, in the same rows."""
 
     def flat(tensor: TensorProxy) -> TensorProxy:
@@ -225,11 +225,7 @@ def _are_labels(tensor: Any, indices: TensorProxy, target: TensorProxy, program:
             tensor = producer.args[0]
         return tensor
 
-    return (
-        isinstance(tensor, TensorProxy)
-        and tensor.shape == indices.shape
-        and program.same_values(flat(tensor), flat(target))
-    )
+    return tensor.shape == indices.shape and program.same_values(flat(tensor), flat(target))
 
 
 def _dependants(argmaxes: Sequence[Argmax], loss: BoundSymbol, program: Program) -> list[BoundSymbol]:

@@ -20,13 +20,15 @@ class Options:
 
     memory_budget: int | float | None = None
     """Temporary memory of the region on top of its gradients: bytes (int), or a fraction of the device's memory (float
-    in (0, 1)). None: chunks as small as they can be without costing time, and the logits are never saved whole."""
+    in (0, 1)). None: chunks as small as they can be without costing time; and logits are saved for a backward that
+    would compute them again while they take at most 4 GiB, an eighth of the device's memory and half of what is free
+    when the plan is made (never on a CPU, whose memory belongs to everybody)."""
 
     strategy: str | None = None
     """One of `STRATEGIES`, or None to let the plan choose."""
 
     chunk_rows: int | None = None
-    """Tokens in a chunk, or None to let the plan choose. Strategy "save_logits" has one chunk, of all tokens."""
+    """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size."""
 
     accumulate: str = "auto"
     """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":

@@ -14,12 +14,14 @@ save_logits                 logits (kept: T × V), statistics       dlogits in p
 recompute_logits            logits, statistics                     per slab of the vocabulary: logits again,
                                                                    dlogits in place, dX accumulated, dW and db
                                                                    written once
+save_logits, some rows      both: logits of `saved_rows` tokens    both: a slab's dW is the sum of two products,
+                            are kept, the others are not           rounded once
 loss_only                   logits, statistics                     none: no gradient is needed
 ==========================  =====================================  ===========================================
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,13 +42,25 @@ CUDA_CHUNK_ROWS = 2048
 CUDA_CHUNK_OPERATIONS = 2.5e12
 CUDA_CHUNK_BYTES = 2**30
 CUDA_SMALLEST_CHUNK = 512
+# A single chunk spares the sum over chunks: 5% at 4096 × 152064 × 3584. It is taken where its logits need no more
+# memory than this factor times the gradients, which are there anyway. Two chunks would spare little of either.
+CUDA_ONE_CHUNK = 1.2
+CUDA_FEWEST_CHUNKS = 3
 # On a CPU, larger chunks only take more memory.
 CPU_CHUNK_BYTES = 32 * 2**20
 CPU_SMALLEST_CHUNK = 64
 
+# Unless the user gives a budget, logits are saved for incoming gradients of one number a row while they take no more
+# than this, an eighth of the device's memory and half of what is free.
+SAVED_LOGITS_BYTES = 4 * 2**30
+# To save the logits of fewer than an eighth of the tokens spares less than 3% of the products.
+SMALLEST_SAVED_PART = 1 / 8
+
 # nvFuser reads a row of the logits as parts of at most this many elements, each held in registers: one read from
 # memory for both the maximum and the sum of exponentials.
 MAX_PART = 16384
+# Chunks are whole tiles of the matrix product.
+TILE_ROWS = 128
 # Rows start on 128-byte lines, and cuBLAS takes its fast path only for rows whose stride is a multiple of 16 bytes.
 PART_MULTIPLE = 64
 
@@ -155,8 +169,11 @@ class Plan:
     chunk_rows: int
     """Tokens in a chunk (C)."""
 
+    saved_rows: int = 0
+    """Tokens whose logits are kept for the backward; only "save_logits" has them. The others' are recomputed."""
+
     slab_columns: int = 0
-    """Columns of the vocabulary in a slab of the backward; only "recompute_logits" has them."""
+    """Columns of the vocabulary in a slab of the backward, where logits are recomputed."""
 
     float32_accumulator: bool = False
     """Whether dW is summed over chunks in float32 and rounded once, at the end."""
@@ -177,6 +194,8 @@ class Plan:
     def describe(self) -> str:
         """The plan in words."""
         words = [self.strategy.replace("_", " "), f"chunks of {self.chunk_rows} tokens"]
+        if self.saved_rows:
+            words = [f"save logits of {self.saved_rows} tokens", *words[1:]]
         if self.slab_columns:
             words.append(f"slabs of {self.slab_columns} columns")
         if self.float32_accumulator:
@@ -190,21 +209,29 @@ class Plan:
         return ", ".join(words)
 
 
-def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = None) -> Plan:
+class DeviceMemory(NamedTuple):
+    """A device's memory in bytes, when the plan is made."""
+
+    total: int
+    free: int
+    """What this process could still allocate"""
+
+
+def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None = None) -> Plan:
     """The plan for `problem`: the fastest one that fits the memory budget.
 
     Args:
         problem: shapes, dtypes, what kind of gradient arrives and which are needed.
         options: the user's choices; each of them overrides what the plan would choose.
-        device_bytes: the device's total memory in bytes; only needed where the budget is a fraction of it.
+        memory: the device's; None where it is unknown. Needed where the budget is a fraction of it.
 
     Raises:
         ValueError: where a chosen strategy cannot give the gradients asked for.
     """
-    budget = _budget_bytes(options.memory_budget, device_bytes)
-    strategy = options.strategy or _choose_strategy(problem, budget)
+    budget = _Budget.of(options, memory)
+    strategy, saved_rows = _choose_strategy(problem, options, budget)
     if not problem.needs_grad:
-        strategy = "loss_only"
+        strategy, saved_rows = "loss_only", 0
     if strategy == "gradients_in_forward" and problem.row_gradients:
         raise ValueError(
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
@@ -212,7 +239,7 @@ def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = 
         )
     common = {"skip_ignored_rows": options.ignored_rows == "skip", "float32_logits": problem.float32_logits}
     if strategy == "gradients_in_forward":
-        rows, float32_accumulator = _accumulation(problem, options, budget)
+        rows, float32_accumulator = _accumulation(problem, options, budget.chunk)
         in_16_bits = problem.weight_grad and problem.dtype.itemsize < 4 and not float32_accumulator
         return Plan(
             strategy=strategy,
@@ -221,13 +248,12 @@ def make_plan(problem: Problem, options: Options, *, device_bytes: int | None = 
             float32_rows=HOT_ROWS if in_16_bits and rows < problem.tokens else 0,
             **common,
         )
-    if strategy == "save_logits":
-        return Plan(strategy=strategy, chunk_rows=max(problem.tokens, 1), **common)
-    rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))
-    slab_columns = 0
-    if strategy == "recompute_logits":
-        slab_columns = _slab_columns(problem, problem.logits_bytes(rows))
-    return Plan(strategy=strategy, chunk_rows=rows, slab_columns=slab_columns, **common)
+    if strategy == "save_logits" and saved_rows == problem.tokens:
+        rows = max(problem.tokens, 1)
+        return Plan(strategy=strategy, chunk_rows=rows, saved_rows=rows, **common)
+    rows = options.chunk_rows or _recomputed_chunk(problem, budget)
+    slab_columns = 0 if strategy == "loss_only" else _slab_columns(problem, problem.logits_bytes(rows))
+    return Plan(strategy=strategy, chunk_rows=rows, saved_rows=saved_rows, slab_columns=slab_columns, **common)
 
 
 def temporary_bytes(problem: Problem, plan: Plan) -> int:
@@ -235,13 +261,19 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
 
     Leaves out vectors of one number a token and what ignored rows add (a copy of a chunk's rows of x).
     """
-    chunk = problem.logits_bytes(min(plan.chunk_rows, problem.tokens))
-    if plan.strategy == "recompute_logits":
-        slab = problem.tokens * problem.row_stride(plan.slab_columns) * problem.logits_itemsize
-        # dX is summed in float32 and rounded at the end, when the slab is gone.
-        input_sum = problem.input_grad * problem.tokens * problem.hidden * max(problem.dtype.itemsize, 4)
+    if plan.slab_columns:
+        saved = problem.logits_bytes(plan.saved_rows)
+        tokens = problem.tokens - plan.saved_rows
+        chunk = problem.logits_bytes(min(plan.chunk_rows, tokens))
+        slab = tokens * problem.row_stride(plan.slab_columns) * problem.logits_itemsize
+        # dX is summed in float32 and rounded at the end, when the slab is gone; so is dW of a slab from two products.
+        input_sum = problem.input_grad * tokens * problem.hidden * max(problem.dtype.itemsize, 4)
         rounded = problem.input_grad * problem.tokens * problem.hidden * problem.dtype.itemsize
-        return max(chunk - problem.gradient_bytes, slab + input_sum - rounded, input_sum)
+        if plan.saved_rows:
+            slab += 4 * problem.weight_grad * plan.slab_columns * problem.hidden
+            rounded = 0
+        return max(saved + chunk - problem.gradient_bytes, saved + slab + input_sum - rounded, input_sum)
+    chunk = problem.logits_bytes(min(plan.chunk_rows, problem.tokens))
     if problem.input_grad and problem.has_tail:
         # dX of a chunk is summed in float32 from the main part and the tail.
         chunk += 4 * min(plan.chunk_rows, problem.tokens) * problem.hidden
@@ -250,41 +282,79 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
     return chunk
 
 
-def _budget_bytes(budget: int | float | None, device_bytes: int | None) -> int | None:
-    if isinstance(budget, float):
-        if device_bytes is None:
-            raise ValueError("memory_budget is a fraction of the device's memory, but that is not known here")
-        return int(budget * device_bytes)
-    return budget
+class _Budget(NamedTuple):
+    """Bytes that the user or the device's memory allow; None for no limit but the defaults."""
+
+    chunk: int | None
+    """For a chunk of logits and what is summed beside it"""
+    saved: int | None
+    """For logits that are kept for the backward; None: none are kept"""
+
+    @classmethod
+    def of(cls, options: Options, memory: DeviceMemory | None) -> "_Budget":
+        budget = options.memory_budget
+        if isinstance(budget, float):
+            if memory is None:
+                raise ValueError("memory_budget is a fraction of the device's memory, but that is not known here")
+            budget = int(budget * memory.total)
+        if budget is not None:
+            return cls(budget, budget)
+        if memory is None:
+            return cls(None, None)
+        return cls(None, min(SAVED_LOGITS_BYTES, memory.total // 8, memory.free // 2))
 
 
-def _choose_strategy(problem: Problem, budget: int | None) -> str:
+def _choose_strategy(problem: Problem, options: Options, budget: _Budget) -> tuple[str, int]:
+    """The strategy, and of how many tokens the logits are saved."""
+    whole = {"save_logits": problem.tokens}
+    if options.strategy is not None:
+        return options.strategy, whole.get(options.strategy, 0)
     # float16 gradients need the incoming gradient (the loss scale) before they are rounded, or they underflow.
     if not problem.row_gradients and problem.dtype is not torch.float16:
-        return "gradients_in_forward"
-    if budget is not None and problem.logits_bytes(problem.tokens) <= budget:
-        return "save_logits"
-    return "recompute_logits"
+        return "gradients_in_forward", 0
+    if budget.saved is None:
+        return "recompute_logits", 0
+    if problem.logits_bytes(problem.tokens) <= budget.saved:
+        return "save_logits", problem.tokens
+    others = problem.logits_bytes(options.chunk_rows or _recomputed_chunk(problem, budget))
+    rows = (budget.saved - others) // problem.logits_bytes(1)
+    rows -= rows % TILE_ROWS
+    return ("save_logits", rows) if rows >= SMALLEST_SAVED_PART * problem.tokens else ("recompute_logits", 0)
+
+
+def _recomputed_chunk(problem: Problem, budget: _Budget) -> int:
+    """Rows of a chunk whose logits are not kept; of a budget for saved logits, no more than a quarter."""
+    largest = _largest_chunk(problem, budget.chunk)
+    if budget.saved is not None:
+        largest = min(largest, max(budget.saved // (4 * problem.logits_bytes(1)), _smallest_chunk(problem)))
+    return _balanced(problem, largest)
+
+
+def _smallest_chunk(problem: Problem) -> int:
+    return CPU_SMALLEST_CHUNK if problem.device_type == "cpu" else CUDA_SMALLEST_CHUNK
 
 
 def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -> int:
     """Rows of the largest chunk that fits the budget, never under the smallest that is worth running."""
     row_bytes = problem.logits_bytes(1)
+    smallest = _smallest_chunk(problem)
+    if budget is not None:
+        return max((budget - fixed_bytes) // row_bytes, smallest)
     if problem.device_type == "cpu":
-        default, smallest = CPU_CHUNK_BYTES // row_bytes, CPU_SMALLEST_CHUNK
-    else:
-        enough = int(CUDA_CHUNK_OPERATIONS / (6 * max(problem.hidden, 1) * problem.vocab))
-        default = max(CUDA_CHUNK_ROWS, min(enough, CUDA_CHUNK_BYTES // row_bytes))
-        smallest = CUDA_SMALLEST_CHUNK
-    rows = default if budget is None else (budget - fixed_bytes) // row_bytes
-    return max(rows, smallest)
+        return max(CPU_CHUNK_BYTES // row_bytes, smallest)
+    whole = problem.logits_bytes(problem.tokens)
+    if not problem.row_gradients and whole <= CUDA_ONE_CHUNK * problem.gradient_bytes:
+        return max(problem.tokens, 1)
+    enough = int(CUDA_CHUNK_OPERATIONS / (6 * max(problem.hidden, 1) * problem.vocab))
+    third = -(-problem.tokens // (CUDA_FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
+    return max(CUDA_CHUNK_ROWS, min(enough, CUDA_CHUNK_BYTES // row_bytes, third))
 
 
 def _balanced(problem: Problem, largest: int) -> int:
     """Rows of a chunk so that all chunks are about equal, in whole tiles of the matrix product, and none is larger."""
     if problem.tokens <= largest:
         return max(problem.tokens, 1)
-    tile = 128 if problem.device_type == "cuda" else 1
+    tile = TILE_ROWS if problem.device_type == "cuda" else 1
     chunks = -(-problem.tokens // largest)
     rows = -(-problem.tokens // (chunks * tile)) * tile
     return min(rows, largest)

@@ -87,6 +87,17 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
         _product_(out[start:end], dlogits[:, start:end].t(), x, accumulate=accumulate)
 
 
+def weight_gradient_of_parts_(out: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+    """out (V, H) = the sum of dlogits (C, V)ᵀ @ x (C, H) over parts (dlogits, x), rounded once."""
+    if len(parts) == 1:
+        weight_gradient_(out, *parts[0], accumulate=False)
+        return
+    total = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+    for number, (dlogits, x) in enumerate(parts):
+        weight_gradient_(total, dlogits, x, accumulate=number > 0)
+    out.copy_(total)
+
+
 def _product_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     """out = a @ b, or out += a @ b: products of 16-bit operands are summed in float32 and rounded to out's dtype."""
     if out.dtype == a.dtype:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Chunks are whole tiles of the matrix product, where the plan's are.
-TILE_ROWS = 128
+from thunder_flce.plan import TILE_ROWS
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,12 @@ class Rows:
     valid: Tensor | None
     """(N,) bool, False in rows that are computed though ignored; None where there are none"""
 
-    def chunks(self, largest: int):
-        """Slices that cover all rows: the first as large as may be, the others about equal.
+    def chunks(self, first: int, largest: int):
+        """Slices that cover all rows: `first` of them, then about equal ones of at most `largest`.
 
         Equal, because a small last chunk would read all of W and dW for the sake of a few rows.
         """
-        first = min(largest, self.count)
+        first = min(first, self.count)
         if first:
             yield slice(0, first)
         rest = self.count - first

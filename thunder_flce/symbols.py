@@ -141,7 +141,7 @@ def _linear_cross_entropy_fwd_meta(
         torch_dtype = torch.float32 if plan.float32_logits else dtypes.to_torch_dtype(input.dtype)
         layout = layout_for(loss.vocab_size or linear_weight.shape[0], dtype=torch_dtype, device_type=input.device.type)
         logits_dtype = dtypes.to_dtype(torch_dtype)
-        shape = (tokens, layout.row_stride)
+        shape = (min(plan.saved_rows, tokens), layout.row_stride)
         outputs.append(TensorProxy(shape=shape, device=input.device, dtype=logits_dtype, requires_grad=False))
     return tuple(outputs)
 

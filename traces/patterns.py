@@ -164,6 +164,11 @@ def matmul_with_a_matrix(hidden, matrix, labels):
     return _loss(hidden @ matrix, labels)
 
 
+def matmul_with_a_square_matrix(hidden, square, labels):
+    """Permuted to what it was: not the transpose of the weight that `permute` is most often given for."""
+    return _loss(hidden @ square.permute(0, 1), labels.clamp(max=hidden.shape[-1] - 1))
+
+
 def torch_mm(hidden, weight, labels):
     return F.cross_entropy(torch.mm(hidden.view(-1, hidden.shape[-1]), weight.transpose(0, 1)), labels.view(-1))
 
@@ -194,6 +199,13 @@ def low_rank_adapter_by_matmul(hidden, weight, bias, adapter_down, adapter_up, l
     """The same as litgpt writes it."""
     adapter = (hidden @ adapter_down.transpose(0, 1) @ adapter_up.transpose(0, 1)) * 0.3
     return _loss(F.linear(hidden, weight, bias) + adapter, labels)
+
+
+def low_rank_adapter_on_logits_without_grad(hidden, weight, adapter_down, adapter_up, labels):
+    """Gradients flow through one of the two linears only."""
+    with torch.no_grad():
+        logits = F.linear(hidden, weight)
+    return _loss(logits + F.linear(F.linear(hidden, adapter_down), adapter_up), labels)
 
 
 def tied_embeddings(tokens, weight, labels):
@@ -284,6 +296,13 @@ def accuracy_by_max(hidden, weight, labels):
     return loss, (predictions == labels.view(-1)).sum()
 
 
+def accuracies_of_two_heads(hidden, weight, second_weight, labels):
+    """What is computed from both comes after both losses."""
+    first, second = F.linear(hidden, weight), F.linear(hidden, second_weight)
+    right = (first.argmax(-1) == labels).sum() + (second.argmax(-1) == labels).sum()
+    return _loss(first, labels) + _loss(second, labels), right
+
+
 def head_checkpointed(hidden, weight, labels):
     logits = checkpoint(lambda hidden: F.linear(hidden, weight), hidden, use_reentrant=False)
     return _loss(logits.float(), labels)
@@ -320,6 +339,7 @@ FUSED: tuple[Callable, ...] = (
     matmul_operator,
     torch_matmul,
     matmul_with_a_matrix,
+    matmul_with_a_square_matrix,
     torch_mm,
     linear_with_bias,
     bias_added,
@@ -327,6 +347,7 @@ FUSED: tuple[Callable, ...] = (
     addmm,
     low_rank_adapter,
     low_rank_adapter_by_matmul,
+    low_rank_adapter_on_logits_without_grad,
     tied_embeddings,
     label_smoothing,
     class_weights,
@@ -343,6 +364,7 @@ FUSED: tuple[Callable, ...] = (
     accuracy,
     accuracy_of_shifted_logits,
     accuracy_by_max,
+    accuracies_of_two_heads,
     head_checkpointed,
     head_and_loss_checkpointed,
 )
@@ -454,7 +476,7 @@ DECLINED: dict[Callable, Reason] = {
     activation: Reason.TRANSFORMED_LOGITS,
     scaled_by_a_tensor: Reason.TRANSFORMED_LOGITS,
     bias_after_a_factor: Reason.TRANSFORMED_LOGITS,
-    changed_in_place: Reason.TRANSFORMED_LOGITS,
+    changed_in_place: Reason.OPERAND_MODIFIED,
     last_columns_of_the_vocabulary: Reason.TRANSFORMED_LOGITS,
     batch_as_classes: Reason.CLASS_DIMENSION,
     rows_picked_by_a_tensor: Reason.TRANSFORMED_LOGITS,

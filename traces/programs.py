@@ -88,6 +88,7 @@ def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtyp
         "weight": lambda: floats(sizes.vocab, sizes.hidden),
         "second_weight": lambda: floats(sizes.vocab, sizes.hidden),
         "matrix": lambda: floats(sizes.hidden, sizes.vocab),
+        "square": lambda: floats(sizes.hidden, sizes.hidden),
         "bias": lambda: floats(sizes.vocab),
         "adapter_down": lambda: floats(rank, sizes.hidden),
         "adapter_up": lambda: floats(sizes.vocab, rank),

@@ -1,7 +1,7 @@
 """Prints the traces of `programs`, with and without the executor, into this folder.
 
     python traces/regenerate.py                   all of it
-    python traces/regenerate.py --device cpu      cpu/ (float32) and fusions/
+    python traces/regenerate.py --device cpu      cpu/ and patterns/ (float32), and fusions/
     python traces/regenerate.py --device cuda     cuda/ (bfloat16) or, on a machine with a GPU, a folder of its name
 
 thunder compiles the programs, but nothing runs, since it is given fake tensors, which have a shape and a device but no
@@ -54,6 +54,8 @@ def build(device: str = "cpu") -> dict[str, str]:
     The nvFuser definitions come with "cpu", where nvFuser is installed.
     """
     files = build_traces(device)
+    if device == "cpu":
+        files |= build_patterns()
     if device == "cpu" and find_spec("nvfuser_direct"):
         files |= build_fusions()
     return files
@@ -69,6 +71,16 @@ def build_traces(device: str) -> dict[str, str]:
         f"{folder}/{program.__name__}_{variant}.py": _print_program(program, variant, device, run=has_gpu)
         for program in PROGRAMS
         for variant in VARIANTS
+    }
+
+
+def build_patterns() -> dict[str, str]:
+    """The printed traces of every way to write a loss, fused or not, on a CPU."""
+    from patterns import DECLINED, FUSED
+
+    return {
+        f"patterns/{program.__name__}.py": _print_program(program, "flce", "cpu", run=False)
+        for program in (*FUSED, *DECLINED)
     }
 
 
@@ -90,7 +102,8 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
         else:
             thunder.compile_data(jitted).get_computation_and_inputs(*tensors)
             where = f"Compiled for {device}"
-    forward, backward = thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
+    forward = thunder.last_traces(jitted)[-1]
+    backward = thunder.last_backward_traces(jitted)[-1:]  # None for a program without gradients.
 
     header = [
         f"Printed by: {_command(device)}",
@@ -104,10 +117,10 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
     header.append("Saved for backward, beside the arguments and views of them:")
     header += [
         f"    {saved.name}: {saved.dtype.shortname()}{list(saved.shape)}, {saved.numel * saved.dtype.bytes:,} bytes"
-        for saved in saved_for_backward(forward)
+        for saved in (saved_for_backward(forward) if backward else ())
         if not _is_argument_or_view(saved, forward)
     ] or ["    nothing"]
-    body = "\n\n\n".join(_printed(trace) for trace in (forward, backward))
+    body = "\n\n\n".join(map(_printed, (forward, *backward)))
     return _renumbered(_commented("\n".join(header)), body)
 
 

@@ -1,1 +1,5 @@
-"""Benchmarks of the loss region against every peer that is installed: `python -m thunder_flce bench`."""
+"""Benchmarks against every peer that is installed: `python -m thunder_flce bench`.
+
+Reading order: `shapes` (what is measured), `methods` (who is measured), `measuring` (how), then the subsets `regions`,
+`sweep`, `models` and `kernels`, which `records` writes down, `terminal` and `figures` show, and `cli` puts together.
+"""

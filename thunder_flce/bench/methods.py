@@ -1,25 +1,24 @@
-"""This project and its peers, each behind a function of the inputs that returns the mean loss, ready for backward."""
+"""This project and its peers, each behind a function of the inputs that returns the mean loss, ready for backward.
+
+All do the same for their user: one loss from x, weight, bias and target, and after `loss.backward()` all gradients in
+`.grad`. A peer whose default leaves out part of the work has a second entry that does all of it.
+"""
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import thunder_flce
-from thunder_flce import Options
+from thunder_flce.bench.chunked_loop import chunked_loop
+from thunder_flce.bench.measuring import Unavailable
 from thunder_flce.bench.shapes import Inputs
 
 Method = Callable[[Inputs], Tensor]
-
-
-class Unavailable(Exception):
-    """A peer that is not installed, or cannot do what the shape asks for."""
-
-
-def _eager(inputs: Inputs) -> Tensor:
-    return F.cross_entropy(F.linear(inputs.x, inputs.weight, inputs.bias).float(), inputs.target)
 
 
 def _program(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
@@ -32,89 +31,151 @@ def _compiled(compile_program: Callable) -> Method:
 
 
 def _thunder() -> Method:
-    import thunder
-
-    return _compiled(thunder.jit)
+    return _compiled(import_module("thunder").jit)
 
 
 def _ours(**options) -> Method:
-    return _compiled(partial(thunder_flce.jit, options=Options(**options)))
+    thunder_flce = import_module("thunder_flce")
+    return _compiled(partial(thunder_flce.jit, options=thunder_flce.Options(**options)))
 
 
-def _liger(**settings) -> Method:
-    try:
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-    except ImportError as error:
-        raise Unavailable(str(error)) from None
-    return lambda inputs: liger_fused_linear_cross_entropy(
-        inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings
-    )
+def _auto_chunker() -> Method:
+    if find_spec("torch._inductor.fx_passes.auto_chunker") is None:
+        raise Unavailable(f"torch {torch.__version__} has no auto chunker")
+    from torch._inductor import config, metrics
 
-
-def _cut_cross_entropy() -> Method:
-    try:
-        from cut_cross_entropy import linear_cross_entropy
-    except ImportError as error:
-        raise Unavailable(str(error)) from None
+    # By default it chunks only what makes its operands eight times as large, which few language models' heads do.
+    options = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 0}
+    program = torch.compile(_program, options=options, dynamic=False)
+    chunked = False
 
     def method(inputs: Inputs) -> Tensor:
-        if inputs.bias is not None:
-            raise Unavailable("no bias in this version")
-        return linear_cross_entropy(inputs.x, inputs.weight, inputs.target)
+        nonlocal chunked
+        arguments = (inputs.x, inputs.weight, inputs.bias, inputs.target)
+        if chunked:
+            return program(*arguments)
+        # It declines without a word. What comes out of a cache has not been seen to be chunked.
+        before = metrics.num_auto_chunking
+        with config.patch(force_disable_caches=True):
+            loss = program(*arguments)
+        chunked = metrics.num_auto_chunking > before
+        if not chunked:
+            raise Unavailable("declined by the auto chunker")
+        return loss
 
     return method
 
 
+def _liger(**settings) -> Method:
+    liger = _peer("liger_kernel.transformers.functional")
+    return lambda inputs: liger.liger_fused_linear_cross_entropy(
+        inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings
+    )
+
+
+def _cut_cross_entropy(**settings) -> Method:
+    cut_cross_entropy = _peer("cut_cross_entropy")
+
+    def method(inputs: Inputs) -> Tensor:
+        _reject_bias(inputs)
+        return cut_cross_entropy.linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
+
+    return method
+
+
+def _quack(**settings) -> Method:
+    quack = _peer("quack.linear_cross_entropy")
+
+    def method(inputs: Inputs) -> Tensor:
+        _reject_bias(inputs)
+        return quack.chunked_linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
+
+    return method
+
+
+def _torch_linear_cross_entropy() -> Method:
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    options = torch.nn.LinearCrossEntropyOptions()
+    return lambda inputs: F.linear_cross_entropy(
+        inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options
+    )
+
+
+def _peer(module: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise Unavailable(str(error)) from None
+
+
+def _reject_bias(inputs: Inputs) -> None:
+    if inputs.bias is not None:
+        raise Unavailable("no bias in this version")
+
+
 METHODS: dict[str, Callable[[], Method]] = {
-    "eager": lambda: _eager,
-    "torch.compile": lambda: _compiled(torch.compile),
+    "eager": lambda: _compiled(lambda program: program),
+    "torch.compile": lambda: _compiled(partial(torch.compile, dynamic=False)),
     "thunder": _thunder,
-    "liger": _liger,
-    "liger, chunk 8": partial(_liger, chunk_mem_const=8),
-    "liger, chunk 8, float32": partial(_liger, chunk_mem_const=8, accum_dtype=torch.float32),
-    "cut-cross-entropy": _cut_cross_entropy,
     "flce": _ours,
     "flce, 512 rows": partial(_ours, chunk_rows=512),
     "flce, 4096 rows": partial(_ours, chunk_rows=4096),
     "flce, save_logits": partial(_ours, strategy="save_logits"),
     "flce, recompute_logits": partial(_ours, strategy="recompute_logits"),
+    "grad_and_value loop": chunked_loop,
+    "grad_and_value loop, compiled": partial(chunked_loop, compiled=True),
+    "torch linear_cross_entropy": _torch_linear_cross_entropy,
+    "auto chunker": _auto_chunker,
+    "liger": _liger,
+    "liger, chunk 8": partial(_liger, chunk_mem_const=8),
+    "liger, chunk 8, float32": partial(_liger, chunk_mem_const=8, accum_dtype=torch.float32),
+    "cut-cross-entropy": _cut_cross_entropy,
+    # Without this, gradients below eps / 32 of their dtype are never computed: nearly all of them here.
+    "cut-cross-entropy, exact": partial(_cut_cross_entropy, filter_eps=None),
+    "quack": partial(_quack, tuned=False),
+    "quack, tuned": partial(_quack, use_scaled_exp=False),
 }
-"""What each name stands for; called once per shape, so that nothing compiled is shared between shapes."""
+"""What each name stands for; called once per shape, so that nothing compiled is shared between shapes.
+
+Those that may leave the device unusable come last.
+"""
+
+SLOW_TO_START = {"quack, tuned"}
+"""These search for minutes before their first result, and are measured only when they are named."""
+
+BUDGET = "flce, budget "
 
 
-def three_products(inputs: Inputs) -> Callable[[], None]:
-    """logits, dX and dW as three cuBLAS products over all tokens: the floor for time.
+def budget_method(budget: int | float) -> str:
+    """The name of this project within a memory budget: bytes (int), or a fraction of the device's memory (float)."""
+    return f"{BUDGET}{budget}"
 
-    An odd vocabulary is rounded down to a multiple of 8, where cuBLAS is fast.
+
+def build(name: str) -> Method:
+    """The method of that name.
+
+    Raises:
+        Unavailable: where a peer is not installed.
+        KeyError: where there is no such method.
     """
-    vocab = inputs.weight.shape[0] - inputs.weight.shape[0] % 8
-    x, weight = inputs.x.detach(), inputs.weight.detach()[:vocab]
-    logits = torch.empty(x.shape[0], vocab, dtype=x.dtype, device=x.device)
-    dlogits = torch.randn_like(logits).mul_(1e-3)
-    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-
-    def run() -> None:
-        torch.mm(x, weight.t(), out=logits)
-        torch.mm(dlogits, weight, out=dx)
-        torch.mm(dlogits.t(), x, out=dweight)
-
-    return run
+    if name.startswith(BUDGET):
+        return _ours(memory_budget=parse_budget(name.removeprefix(BUDGET)))
+    return METHODS[name]()
 
 
-@torch.no_grad()
-def reference_gradients(inputs: Inputs, *, rows: int = 512) -> list[Tensor]:
-    """dX, dW and db in float32 from the inputs as they are, by the definition, a few rows at a time."""
-    x, weight = inputs.x.float(), inputs.weight.float()
-    dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight), x.new_zeros(weight.shape[0])
-    valid = inputs.target != -100
-    for start in range(0, x.shape[0], rows):
-        chunk = slice(start, start + rows)
-        logits = F.linear(x[chunk], weight, None if inputs.bias is None else inputs.bias.float())
-        dlogits = logits.softmax(1)
-        targets = inputs.target[chunk].clamp(min=0)[:, None]
-        dlogits.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=dlogits.dtype))
-        dlogits.mul_(valid[chunk, None] / valid.sum())
-        dx[chunk] = dlogits @ weight
-        dweight.addmm_(dlogits.t(), x[chunk])
-        dbias.add_(dlogits.sum(0))
-    return [dx, dweight, *([] if inputs.bias is None else [dbias])]
+def parse_budget(text: str) -> int | float:
+    """Reads "5e8" as 500000000 bytes and "0.01" as a hundredth of the device's memory.
+
+    Raises:
+        ValueError: where it is not a positive number.
+    """
+    value = float(text)
+    if not value > 0:
+        raise ValueError(f"a memory budget must be a positive number, but got {text!r}")
+    return value if value < 1 else int(value)
+
+
+def is_method(name: str) -> bool:
+    """Whether `build` knows the name."""
+    return name in METHODS or name.startswith(BUDGET)

@@ -1,24 +1,34 @@
-"""Time, memory and error of whole loss regions, forward and backward, all methods in one run.
+"""Whole loss regions: forward, backward and both; time, peak memory and error of all methods in one run."""
 
-The chip is power-limited, so a method is the faster the cooler its predecessor left the chip. Each is therefore run for
-`SETTLE_MS` before it is timed, methods take turns, and only numbers of one run compare.
-"""
-
-import platform
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from thunder_flce.bench.methods import METHODS, Method, Unavailable, reference_gradients, three_products
-from thunder_flce.bench.shapes import Inputs, Shape
+from thunder_flce.bench.measuring import (
+    TOTAL,
+    DeviceLost,
+    Mark,
+    Outcome,
+    Progress,
+    Schedule,
+    Step,
+    attempt,
+    peak_bytes,
+    release,
+    synchronize,
+    take_turns,
+)
+from thunder_flce.bench.methods import Method, build
+from thunder_flce.bench.profiling import write_profile
+from thunder_flce.bench.reference import Reference, make_reference, relative_error, three_products
+from thunder_flce.bench.shapes import Inputs, Shape, dtype_name
 
-SETTLE_MS = {"cuda": 250, "cpu": 0}
-CALLS_A_ROUND = 5
+FLOOR = "three products"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +36,41 @@ class Row:
     """What was measured of one method on one shape."""
 
     shape: str
+    name: str
+    tokens: int
+    vocab: int
+    hidden: int
+    bias: bool
+    ignored: float
+    dtype: str
+    axis: str | None = None
+    """What a sweep changes: "context" or "vocabulary"."""
     method: str
     time_ms: float | None = None
-    """Median of forward + backward."""
+    """Median of forward + backward; with the 20th and 80th percentile, as for the two alone."""
     time_ms_p20: float | None = None
     time_ms_p80: float | None = None
+    forward_ms: float | None = None
+    forward_ms_p20: float | None = None
+    forward_ms_p80: float | None = None
+    backward_ms: float | None = None
+    backward_ms_p20: float | None = None
+    backward_ms_p80: float | None = None
     ratio: float | None = None
     """Time over that of the three products alone."""
+    tflops: float | None = None
+    """10¹² operations a second, counting the three products over the tokens that are not ignored, and nothing else."""
     memory_gb: float | None = None
-    """Peak above the inputs, in 10⁹ bytes; CUDA only."""
+    """Peak above the inputs, in 10⁹ bytes."""
     above_outputs_gb: float | None = None
     """The same, less the gradients themselves."""
+    forward_memory_gb: float | None = None
+    """As memory_gb, of the forward alone."""
+    backward_memory_gb: float | None = None
+    loss_error: float | None = None
+    """|loss − reference| / |reference|"""
     dx_error: float | None = None
-    """‖dX − reference‖ / ‖reference‖, the reference being float32."""
+    """‖dX − reference‖ / ‖reference‖, the reference being float32 (float64 for float32 and float64 inputs)."""
     dw_error: float | None = None
     dbias_error: float | None = None
     first_call_s: float | None = None
@@ -46,138 +78,159 @@ class Row:
     failed: str | None = None
 
 
-def versions() -> dict[str, str]:
-    """The machine and the versions that a result belongs to."""
-    names = ["torch", "lightning-thunder", "triton", "liger-kernel", "cut-cross-entropy"]
-    names += ["nvfuser-cu128-torch210", "nvfuser-cu130-torch210"]
-    found = {}
-    for name in names:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.processor()} (CPU)"
-    return {"device": machine, "cuda": torch.version.cuda or "", "python": platform.python_version(), **found}
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How regions are measured."""
+
+    device: str
+    """"cuda" or "cpu"."""
+
+    schedule: Schedule
+    errors: bool = True
+    """Whether the gradients are compared with the reference."""
+
+    axis: str | None = None
+    profile: Path | None = None
+    """Where to write a trace and a memory snapshot of each method; None for none."""
 
 
-def measure(
-    shape: Shape, methods: list[str], *, device: str, rounds: int, progress: Callable[[str], None]
-) -> list[Row]:
-    """Measures methods on one shape.
+def measure(shape: Shape, methods: list[str], settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Measures methods on one shape; a row comes as soon as it is known, those that failed early come first.
 
     Args:
         shape: what to measure.
-        methods: names from `METHODS`.
-        device: "cuda" or "cpu".
-        rounds: how often each method has its turn, for `CALLS_A_ROUND` timings.
-        progress: called with a word before each step.
+        methods: names that `methods.build` knows.
+        settings: how.
+        progress: called before each step.
+
+    Raises:
+        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
     """
-    inputs = Inputs.random(shape, device)
-    progress("reference")
-    reference = reference_gradients(inputs)
-    ready: dict[str, Method] = {}
-    rows: dict[str, dict] = {name: {} for name in methods}
-    for name in methods:
-        progress(f"{name}: first call")
+    row = partial(_row, shape, settings)
+    try:
+        with attempt("inputs", settings.device) as tried:
+            region = _Region(shape, settings)
+        if tried.failed is not None:
+            yield row("inputs", failed=tried.failed)
+            return
+        yield from region.rows(methods, progress)
+    except DeviceLost as lost:
+        yield row(lost.method, failed=lost.reason)
+        raise
+
+
+def _row(shape: Shape, settings: Settings, method: str, **numbers: object) -> Row:
+    return Row(
+        shape=str(shape),
+        name=shape.name,
+        tokens=shape.tokens,
+        vocab=shape.vocab,
+        hidden=shape.hidden,
+        bias=shape.bias,
+        ignored=shape.ignored,
+        dtype=dtype_name(shape.dtype),
+        axis=settings.axis,
+        method=method,
+        **numbers,
+    )
+
+
+class _Region:
+    """The inputs of one shape, and what is measured with them."""
+
+    def __init__(self, shape: Shape, settings: Settings):
+        self._shape = shape
+        self._settings = settings
+        self._row = partial(_row, shape, settings)
+        # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
+        torch.compiler.reset()
+        release(settings.device)
+        self._inputs = Inputs.random(shape, settings.device)
+
+    def rows(self, methods: list[str], progress: Progress) -> Iterator[Row]:
+        device = self._settings.device
+        reference = None
+        if self._settings.errors:
+            progress("reference")
+            with attempt("reference", device) as tried:
+                reference = make_reference(self._inputs)
+            if tried.failed is not None:
+                yield self._row("reference", failed=tried.failed)
+        steps: dict[str, Step] = {}
+        numbers: dict[str, dict[str, float]] = {FLOOR: {}}
+        for name in methods:
+            progress(f"{name}: first call")
+            with attempt(name, device) as tried:
+                step = partial(self._step, build(name))
+                numbers[name] = self._first_calls(step, reference)
+                steps[name] = step
+            if tried.failed is not None:
+                yield self._row(name, failed=tried.failed)
+        del reference
+        with attempt(FLOOR, device) as tried:
+            steps = {FLOOR: three_products(self._inputs), **steps}
+        if tried.failed is not None:
+            yield self._row(FLOOR, failed=tried.failed)
+
+        outcomes = take_turns(steps, self._settings.schedule, device=device, progress=progress)
+        floor_ms = outcomes[FLOOR].median(TOTAL) if FLOOR in outcomes else None
+        for name, outcome in outcomes.items():
+            if outcome.failed is None:
+                yield self._timed_row(name, outcome, floor_ms, numbers[name])
+            else:
+                yield self._row(name, failed=outcome.failed)
+        if self._settings.profile is not None:
+            for name, outcome in outcomes.items():
+                if outcome.failed is None:
+                    progress(f"{name}: profile")
+                    write_profile(steps[name], self._settings.profile, f"{self._shape} {name}", device=device)
+
+    def _timed_row(self, name: str, outcome: Outcome, floor_ms: float | None, numbers: dict[str, float]) -> Row:
+        time_ms = outcome.median(TOTAL)
+        return self._row(
+            name,
+            **outcome.spread(TOTAL, "time_ms"),
+            **outcome.spread("forward", "forward_ms"),
+            **outcome.spread("backward", "backward_ms"),
+            ratio=floor_ms and time_ms / floor_ms,
+            tflops=self._shape.operations / time_ms / 1e9,
+            **numbers,
+        )
+
+    def _first_calls(self, step: Step, reference: Reference | None) -> dict[str, float]:
+        """Compiles; then errors, once, and memory, once."""
+        device = self._settings.device
+        start = time.perf_counter()
+        loss, gradients = step(lambda phase: None)
+        synchronize(device)
+        numbers = {"first_call_s": time.perf_counter() - start}
+        if reference is not None:
+            numbers["loss_error"] = relative_error(loss, reference.loss)
+            names = ("dx_error", "dw_error", "dbias_error")
+            for name, gradient, right in zip(names, gradients, reference.gradients, strict=False):
+                numbers[name] = relative_error(gradient, right)
+        del loss, gradients
+        peaks = peak_bytes(step, device)
+        return {
+            **numbers,
+            "memory_gb": peaks[TOTAL] / 1e9,
+            "above_outputs_gb": (peaks[TOTAL] - self._shape.output_bytes) / 1e9,
+            "forward_memory_gb": peaks["forward"] / 1e9,
+            "backward_memory_gb": peaks["backward"] / 1e9,
+        }
+
+    def _step(self, method: Method, mark: Mark) -> tuple[Tensor, list[Tensor]]:
+        """Forward and backward; returns the loss and the gradients, which it takes away from the inputs."""
+        operands = self._inputs.operands()
         try:
-            method = METHODS[name]()
-            start = time.perf_counter()
-            gradients = _run(method, inputs)
-            _synchronize(device)
-            rows[name]["first_call_s"] = time.perf_counter() - start
-            errors = [_error(got, right) for got, right in zip(gradients, reference, strict=True)]
-            rows[name].update(zip(("dx_error", "dw_error", "dbias_error"), errors, strict=False))
-            del gradients
-            rows[name].update(_memory(method, inputs, shape, device))
-            ready[name] = method
-        except Unavailable as error:
-            rows[name]["failed"] = str(error)
-        # A peer may fail in any way; its row says so and the others go on.
-        except Exception as error:
-            rows[name]["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    del reference
-
-    floor = three_products(inputs)
-    calls: dict[str, Callable[[], object]] = {"three products": floor}
-    calls.update({name: (lambda method=method: _run(method, inputs)) for name, method in ready.items()})
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
-        for name, call in calls.items():
-            progress(f"round {turn + 1} of {rounds}: {name}")
-            settled = time.perf_counter() + SETTLE_MS[device] / 1e3
-            while time.perf_counter() < settled:
-                call()
-                _synchronize(device)
-            call()
-            times[name] += _times_ms(call, device)
-    floor_ms = statistics.median(times["three products"])
-    result = [Row(shape=str(shape), method="three products", **_spread(times["three products"]), ratio=1.0)]
-    for name in methods:
-        if name in ready:
-            rows[name].update(_spread(times[name]))
-            rows[name]["ratio"] = rows[name]["time_ms"] / floor_ms
-        result.append(Row(shape=str(shape), method=name, **rows[name]))
-    return result
-
-
-def _run(method: Method, inputs: Inputs) -> list[Tensor]:
-    loss = method(inputs)
-    loss.backward()
-    gradients = [tensor.grad for tensor in inputs.operands()]
-    for tensor in inputs.operands():
-        tensor.grad = None
-    return gradients
-
-
-def _memory(method: Method, inputs: Inputs, shape: Shape, device: str) -> dict[str, float]:
-    if device != "cuda":
-        return {}
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    _run(method, inputs)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    return {"memory_gb": peak / 1e9, "above_outputs_gb": (peak - shape.output_bytes) / 1e9}
-
-
-def _times_ms(call: Callable[[], object], device: str) -> list[float]:
-    """`CALLS_A_ROUND` timings, one call after the other without waiting in between, as in training."""
-    if device != "cuda":
-        times = []
-        for _ in range(CALLS_A_ROUND):
-            start = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - start) * 1e3)
-        return times
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(CALLS_A_ROUND + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in zip(events, events[1:], strict=False)]
-
-
-def _spread(times: list[float]) -> dict[str, float]:
-    ordered = sorted(times)
-    last = len(ordered) - 1
-    return {
-        "time_ms": statistics.median(ordered),
-        "time_ms_p20": ordered[round(0.2 * last)],
-        "time_ms_p80": ordered[round(0.8 * last)],
-    }
-
-
-def _error(result: Tensor, reference: Tensor) -> float:
-    return (torch.linalg.vector_norm(result.float() - reference) / torch.linalg.vector_norm(reference)).item()
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def as_record(row: Row) -> dict:
-    """A row for JSON: what was not measured is left out."""
-    return {key: value for key, value in asdict(row).items() if value is not None}
+            loss = method(self._inputs)
+            mark("forward")
+            loss.backward()
+            mark("backward")
+            gradients = [tensor.grad for tensor in operands]
+        finally:
+            for tensor in operands:
+                tensor.grad = None
+        if any(gradient is None for gradient in gradients):
+            raise RuntimeError("not all of x, weight and bias got a gradient")
+        return loss.detach(), gradients

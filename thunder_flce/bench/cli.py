@@ -1,0 +1,285 @@
+"""`python -m thunder_flce bench`: which subset is measured, who takes part, and where results go."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thunder_flce.bench import columns, kernels, methods, models, records, regions, sweep
+from thunder_flce.bench.columns import Column
+from thunder_flce.bench.measuring import DeviceLost, Progress, Schedule
+from thunder_flce.bench.shapes import DTYPES, SHAPES, Shape, parse_shape
+
+PROGRAM = "python -m thunder_flce bench"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One thing to measure, by all methods in turn."""
+
+    text: str
+    """What stands for it on the command line."""
+
+    title: str
+    measure: Callable[[list[str], Progress], Iterator[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a command line asks for."""
+
+    subset: str
+    case_option: str
+    """The option that takes `Case.text`."""
+
+    cases: list[Case]
+    methods: list[str]
+    columns: Sequence[Column]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status.
+
+    Args:
+        arguments: what comes after `bench`. Without the name of a subset they are for `regions`.
+    """
+    arguments = list(arguments)
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments.insert(0, "regions")
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.subset == "figures":
+        return _figures(parsed, parser)
+    try:
+        run = _RUNS[parsed.subset](parsed)
+    except ValueError as error:
+        parser.error(str(error))
+    if parsed.json and not parsed.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {parsed.json.parent}")
+    _need("rich", parser)
+    return _measure(run, parsed, arguments)
+
+
+def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
+    from thunder_flce.bench import terminal
+
+    context = records.context(shlex.join([*PROGRAM.split(), *arguments]), device=parsed.device, commit=parsed.commit)
+    lost, finished = None, 0
+    with terminal.progress_bar(len(run.cases)) as bar:
+        for case in run.cases:
+            bar.case(case.title)
+            rows = []
+            try:
+                for row in case.measure(run.methods, bar.step):
+                    rows.append(row)
+                    if parsed.json:
+                        records.append(parsed.json, {**records.as_record(run.subset, row), **context})
+            except DeviceLost as error:
+                lost = error.method
+            rows.sort(key=lambda row: run.methods.index(row.method) if row.method in run.methods else -1)
+            terminal.print_table(case.title, run.columns, rows)
+            if lost is not None:
+                break
+            finished += 1
+            bar.done()
+    return 0 if lost is None else _go_on_without(lost, run, run.cases[finished:], arguments)
+
+
+def _go_on_without(method: str, run: Run, cases: list[Case], arguments: list[str]) -> int:
+    """Measures what is left, this case too, in a new process: in this one, the device does not answer any more."""
+    rest = [name for name in run.methods if name != method]
+    if not rest or method not in run.methods:
+        print(f"{method} has left the device unusable", file=sys.stderr)
+        return 1
+    print(f"{method} has left the device unusable; going on without it in a new process", file=sys.stderr)
+    # Of an option given twice, the last one counts.
+    options = [f"--{run.case_option}", *(case.text for case in cases), "--methods", *rest]
+    if run.subset == "regions":
+        options.append("--memory-budgets")
+    sys.stdout.flush()
+    # In place of this process, which would keep its memory on the device.
+    os.execv(sys.executable, [sys.executable, "-m", "thunder_flce", "bench", *arguments, *options])
+
+
+def _figures(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    _need("matplotlib", parser)
+    from thunder_flce.bench import figures
+
+    for path in figures.draw(records.read(parsed.data), parsed.output):
+        print(path)
+    return 0
+
+
+def _need(package: str, parser: argparse.ArgumentParser) -> None:
+    if find_spec(package) is None:
+        parser.exit(2, f"{PROGRAM} needs {package}: pip install 'thunder-flce[bench]'\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, epilog="Without a subset: regions.")
+    subsets = parser.add_subparsers(dest="subset", required=True, metavar="SUBSET")
+
+    subset = _subset(subsets, "regions", "time, memory and error of loss regions, against every installed peer")
+    subset.add_argument("--shapes", nargs="+", metavar="SHAPE", help=f"{', '.join(SHAPES)}, or {_CUSTOM}")
+    _region_options(subset)
+    subset.add_argument("--dtype", choices=DTYPES, help="instead of the shapes' own")
+    subset.add_argument("--bias", action=argparse.BooleanOptionalAction, help="instead of the shapes' own")
+    subset.add_argument("--ignored", type=_fraction, help="fraction of targets that are ignore_index")
+    subset.add_argument(
+        "--memory-budgets", nargs="*", default=[], metavar="BUDGET", help="flce within them: bytes, or a fraction"
+    )
+
+    subset = _subset(subsets, "sweep", "time and memory of loss regions over context length and vocabulary")
+    subset.add_argument(
+        "--points", nargs="+", default=list(sweep.AXES), metavar="POINT", help="context, vocabulary, context=N, …"
+    )
+    subset.add_argument("--base", metavar="SHAPE", help=f"what is changed: a name, or {_CUSTOM} (default: S1)")
+    _region_options(subset)
+
+    subset = _subset(subsets, "models", "training steps of whole models, and the time to the first one")
+    subset.add_argument("--models", nargs="+", choices=models.MODELS, metavar="MODEL", help=", ".join(models.MODELS))
+    subset.add_argument("--layers", type=_positive, help="instead of the models' own, which thunder takes minutes for")
+    subset.add_argument("--methods", nargs="+", choices=models.METHODS, default=list(models.METHODS), metavar="METHOD")
+
+    subset = _subset(subsets, "kernels", "bandwidth of the row kernels, against a device copy")
+    subset.add_argument("--vocabs", nargs="+", type=_positive, metavar="V", help="columns of the logits")
+    subset.add_argument("--dtype", choices=DTYPES, help="of the logits (default: bfloat16; float32 on a CPU)")
+    subset.add_argument("--methods", nargs="+", choices=kernels.KERNELS, default=kernels.KERNELS, metavar="KERNEL")
+
+    subset = subsets.add_parser("figures", help="draws figures from what the other subsets have written")
+    subset.add_argument("data", nargs="+", type=Path, help="JSON lines")
+    subset.add_argument("--output", type=Path, default=Path("figures"), help="a folder (default: %(default)s)")
+    return parser
+
+
+_CUSTOM = "tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…]"
+
+
+def _subset(subsets: Any, name: str, help: str) -> argparse.ArgumentParser:
+    subset = subsets.add_parser(name, help=help, description=help)
+    default = Schedule()
+    subset.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    subset.add_argument("--rounds", type=_positive, default=default.rounds, help="turns (default: %(default)s)")
+    subset.add_argument("--calls", type=_positive, default=default.calls, help="timings a turn (default: %(default)s)")
+    subset.add_argument("--json", type=Path, help="append the results to this file, a line each")
+    subset.add_argument("--commit", help="what is measured, where git cannot tell")
+    return subset
+
+
+def _region_options(subset: argparse.ArgumentParser) -> None:
+    subset.add_argument("--methods", nargs="+", metavar="METHOD", help="; ".join(methods.METHODS))
+    subset.add_argument("--profile", type=Path, metavar="FOLDER", help="write traces and memory snapshots there")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, but got {text!r}")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, but got {text!r}")
+    return value
+
+
+def _schedule(parsed: argparse.Namespace) -> Schedule:
+    settle_ms = {"settle_ms": 0.0} if parsed.device == "cpu" else {}
+    return Schedule(rounds=parsed.rounds, calls=parsed.calls, **settle_ms)
+
+
+def _known(names: list[str]) -> list[str]:
+    if unknown := [name for name in names if not methods.is_method(name)]:
+        raise ValueError(f"unknown methods {unknown}; there are {'; '.join(methods.METHODS)}")
+    return names
+
+
+def _regions(parsed: argparse.Namespace) -> Run:
+    chosen = parsed.methods or [name for name in methods.METHODS if name not in methods.SLOW_TO_START]
+    budgets = [methods.budget_method(methods.parse_budget(text)) for text in parsed.memory_budgets]
+    settings = regions.Settings(device=parsed.device, schedule=_schedule(parsed), profile=parsed.profile)
+    changes = {"bias": parsed.bias, "ignored": parsed.ignored, "dtype": parsed.dtype and DTYPES[parsed.dtype]}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    texts = parsed.shapes or (["S1"] if parsed.device == "cuda" else ["cpu"])
+    shapes = [replace(parse_shape(text), **changes) for text in texts]
+    return Run(
+        subset="regions",
+        case_option="shapes",
+        cases=[_region_case(text, shape, settings) for text, shape in zip(texts, shapes, strict=True)],
+        methods=_known([*chosen, *budgets]),
+        columns=columns.REGIONS,
+    )
+
+
+def _sweep(parsed: argparse.Namespace) -> Run:
+    base = parse_shape(parsed.base or ("S1" if parsed.device == "cuda" else "tiny"))
+    cases = []
+    for axis, size in sweep.parse_points(parsed.points, parsed.device):
+        settings = regions.Settings(
+            device=parsed.device, schedule=_schedule(parsed), profile=parsed.profile, errors=False, axis=axis
+        )
+        cases.append(_region_case(f"{axis}={size}", sweep.shape_at(base, axis, size), settings))
+    return Run(
+        subset="sweep",
+        case_option="points",
+        cases=cases,
+        methods=_known(parsed.methods or sweep.METHODS),
+        columns=columns.REGIONS,
+    )
+
+
+def _region_case(text: str, shape: Shape, settings: regions.Settings) -> Case:
+    def measure(names: list[str], progress: Progress) -> Iterator[regions.Row]:
+        return regions.measure(shape, names, settings, progress)
+
+    return Case(text=text, title=str(shape), measure=measure)
+
+
+def _models(parsed: argparse.Namespace) -> Run:
+    def case(name: str) -> Case:
+        def measure(names: list[str], progress: Progress) -> Iterator[models.Row]:
+            return models.measure(
+                name, names, layers=parsed.layers, device=parsed.device, schedule=_schedule(parsed), progress=progress
+            )
+
+        return Case(text=name, title=name, measure=measure)
+
+    sizes = ["litgpt-llama-3.2-1b", "transformers-llama-3.2-1b"]
+    names = parsed.models or (sizes if parsed.device == "cuda" else ["litgpt-tiny", "transformers-tiny"])
+    return Run(
+        subset="models",
+        case_option="models",
+        cases=[case(name) for name in names],
+        methods=parsed.methods,
+        columns=columns.MODELS,
+    )
+
+
+def _kernels(parsed: argparse.Namespace) -> Run:
+    dtype = DTYPES[parsed.dtype or ("bfloat16" if parsed.device == "cuda" else "float32")]
+
+    def case(vocab: int) -> Case:
+        def measure(names: list[str], progress: Progress) -> Iterator[kernels.Row]:
+            return kernels.measure(
+                vocab, names, dtype=dtype, device=parsed.device, schedule=_schedule(parsed), progress=progress
+            )
+
+        return Case(text=str(vocab), title=f"vocabulary of {vocab}", measure=measure)
+
+    return Run(
+        subset="kernels",
+        case_option="vocabs",
+        cases=[case(vocab) for vocab in parsed.vocabs or kernels.VOCABS[parsed.device]],
+        methods=parsed.methods,
+        columns=columns.KERNELS,
+    )
+
+
+_RUNS = {"regions": _regions, "sweep": _sweep, "models": _models, "kernels": _kernels}

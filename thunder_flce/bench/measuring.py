@@ -1,0 +1,260 @@
+"""Time and memory of anything that runs in phases, and what to do when it fails.
+
+A GPU is power-limited: a method is the faster the cooler its predecessor left the chip. Each is therefore run for
+`Schedule.settle_ms` before it is timed, methods take turns, and only numbers of one run compare.
+"""
+
+import gc
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+Mark = Callable[[str], None]
+Step = Callable[[Mark], object]
+"""Runs once and calls its argument with the name of each phase where that ends, as in mark("forward")."""
+
+Progress = Callable[[str], None]
+"""Called with a few words before each thing that takes a while."""
+
+TOTAL = "total"
+"""The phase from the start of a step to its last mark."""
+
+
+class Unavailable(Exception):
+    """A method that is not installed, or cannot do what it is asked for; the message says why."""
+
+
+class DeviceLost(Exception):
+    """A method has left the device unusable for this process."""
+
+    def __init__(self, method: str, reason: str):
+        super().__init__(f"{method}: {reason}")
+        self.method = method
+        self.reason = reason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long each method is measured."""
+
+    rounds: int = 4
+    """Turns of each method."""
+
+    calls: int = 5
+    """Timings a turn, at most."""
+
+    turn_ms: float = 500
+    """No turn has more timings than fit into this, except for two."""
+
+    settle_ms: float = 250
+    """For how long a method runs before it is timed, at least once."""
+
+
+@dataclass
+class Attempt:
+    """What became of something that may fail."""
+
+    failed: str | None = None
+    """Why it failed, in a line; None where it did not."""
+
+
+@contextmanager
+def attempt(method: str, device: str) -> Iterator[Attempt]:
+    """Turns any failure inside into a line of text, and frees what the failed method held.
+
+    Raises:
+        DeviceLost: where the device does not answer any more.
+    """
+    result = Attempt()
+    try:
+        yield result
+    # A peer may fail in any way; its row says so and the others go on.
+    except Exception as error:
+        result.failed = _reason(error)
+        _forget_frames(error)
+    if result.failed is not None:
+        try:
+            release(device)
+        except Exception:
+            raise DeviceLost(method, result.failed) from None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Unavailable):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Lets go of what the functions that failed had in their variables, which the traceback holds on to."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def synchronize(device: str) -> None:
+    """Waits until the device has done what it was asked to."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def release(device: str) -> None:
+    """Gives back the memory that nobody refers to."""
+    gc.collect()
+    synchronize(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+class _Clock:
+    """Marks of several steps, one after the other, without waiting for the device in between, as in training."""
+
+    def __init__(self, device: str):
+        self._device = device
+        self._laps: list[list[tuple[str, object]]] = []
+
+    def start(self) -> None:
+        self._laps.append([])
+        self.mark("start")
+
+    def mark(self, phase: str) -> None:
+        if self._device == "cuda":
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        else:
+            moment = time.perf_counter()
+        self._laps[-1].append((phase, moment))
+
+    def laps_ms(self) -> list[dict[str, float]]:
+        synchronize(self._device)
+        laps = []
+        for marks in self._laps:
+            lap = {phase: self._ms(before, end) for (_, before), (phase, end) in zip(marks, marks[1:], strict=False)}
+            laps.append({**lap, TOTAL: self._ms(marks[0][1], marks[-1][1])})
+        return laps
+
+    def _ms(self, start: object, end: object) -> float:
+        return start.elapsed_time(end) if self._device == "cuda" else (end - start) * 1e3
+
+
+def _laps_ms(step: Step, calls: int, device: str) -> list[dict[str, float]]:
+    clock = _Clock(device)
+    for _ in range(calls):
+        clock.start()
+        step(clock.mark)
+    return clock.laps_ms()
+
+
+def _turn_ms(step: Step, schedule: Schedule, device: str) -> list[dict[str, float]]:
+    settled = time.perf_counter() + schedule.settle_ms / 1e3
+    while True:
+        call_ms = _laps_ms(step, 1, device)[0][TOTAL]
+        if time.perf_counter() >= settled:
+            break
+    # The first call after waiting for the device finds it idle; the timed ones follow it without a gap.
+    step(lambda phase: None)
+    return _laps_ms(step, max(min(schedule.calls, int(schedule.turn_ms / max(call_ms, 1e-3))), 2), device)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the timing of one method gave: a time for each phase of each call, or a failure."""
+
+    laps_ms: list[dict[str, float]] = field(default_factory=list)
+    failed: str | None = None
+
+    def median(self, phase: str) -> float | None:
+        """Milliseconds; None where there is no timing."""
+        return statistics.median(lap[phase] for lap in self.laps_ms) if self.laps_ms else None
+
+    def spread(self, phase: str, name: str) -> dict[str, float]:
+        """Median and 20th and 80th percentile of a phase, under `name` with "", "_p20" and "_p80"."""
+        ordered = sorted(lap[phase] for lap in self.laps_ms)
+        last = len(ordered) - 1
+        return {
+            name: statistics.median(ordered),
+            f"{name}_p20": ordered[round(0.2 * last)],
+            f"{name}_p80": ordered[round(0.8 * last)],
+        }
+
+
+def take_turns(steps: Mapping[str, Step], schedule: Schedule, *, device: str, progress: Progress) -> dict[str, Outcome]:
+    """Times methods that take turns; one that fails is left out from there on.
+
+    Raises:
+        DeviceLost: where a method makes further measurements impossible.
+    """
+    outcomes = {name: Outcome() for name in steps}
+    for turn in range(schedule.rounds):
+        for name, step in steps.items():
+            progress(f"round {turn + 1} of {schedule.rounds}: {name}")
+            if outcomes[name].failed is not None:
+                continue
+            with attempt(name, device) as tried:
+                outcomes[name].laps_ms.extend(_turn_ms(step, schedule, device))
+            if tried.failed is not None:
+                outcomes[name] = Outcome(failed=tried.failed)
+    return outcomes
+
+
+def peak_bytes(step: Step, device: str) -> dict[str, int]:
+    """The most memory that each phase of a step holds at a time, in bytes, on top of what was held before the step.
+
+    Counts what PyTorch allocates on the device, whether Python, autograd or a compiled function asks for it. What the
+    step leaves behind until its last mark, such as gradients, counts as well.
+    """
+    with _CudaMeter() if device == "cuda" else _CpuMeter() as meter:
+        step(meter.mark)
+    return {**meter.peaks, TOTAL: max(meter.peaks.values())}
+
+
+class _CudaMeter:
+    def __enter__(self) -> "_CudaMeter":
+        self.peaks: dict[str, int] = {}
+        torch.cuda.synchronize()
+        self._before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return self
+
+    def mark(self, phase: str) -> None:
+        torch.cuda.synchronize()
+        self.peaks[phase] = torch.cuda.max_memory_allocated() - self._before
+        torch.cuda.reset_peak_memory_stats()
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _CpuMeter:
+    """The CPU's allocator keeps no peak, but tells the profiler of every block that it gives out or takes back."""
+
+    def __enter__(self) -> "_CpuMeter":
+        self.peaks: dict[str, int] = {}
+        self._held = 0
+        self._start()
+        return self
+
+    def mark(self, phase: str) -> None:
+        self._profiler.__exit__(None, None, None)
+        peak = self._held
+        for event in self._profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                self._held += event.nbytes()
+                peak = max(peak, self._held)
+        self.peaks[phase] = peak
+        self._start()
+
+    def __exit__(self, *_: object) -> None:
+        self._profiler.__exit__(None, None, None)
+
+    def _start(self) -> None:
+        self._profiler = torch.autograd.profiler.profile(profile_memory=True)
+        self._profiler.__enter__()

@@ -1,0 +1,286 @@
+"""Training steps of whole models, with and without this project: forward, backward and optimizer.
+
+All methods share one model, whose parameters stay as they are: the optimizer does all its work at a learning rate of 0.
+So each computes the same loss, and their order does not matter.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thunder_flce.bench.measuring import (
+    TOTAL,
+    DeviceLost,
+    Mark,
+    Progress,
+    Schedule,
+    Step,
+    Unavailable,
+    attempt,
+    peak_bytes,
+    release,
+    synchronize,
+    take_turns,
+)
+from thunder_flce.bench.shapes import dtype_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model, by the library that has it, and the batch that it is trained on."""
+
+    library: str
+    """"litgpt" or "transformers"."""
+
+    config: str | dict
+    """litgpt's name of the model, or the arguments of its Config; the arguments of transformers' LlamaConfig."""
+
+    layers: int
+    batch: int
+    length: int
+    """Tokens in a sequence."""
+    dtype: torch.dtype = torch.bfloat16
+
+
+_LLAMA_1B = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": True,
+    "rope_theta": 500000.0,
+}
+_TINY_LITGPT = {"padded_vocab_size": 1000, "n_embd": 64, "n_head": 4}
+_TINY_LLAMA = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+
+MODELS = {
+    "litgpt-llama-3.2-1b": Model(library="litgpt", config="Llama-3.2-1B", layers=16, batch=4, length=2048),
+    "litgpt-qwen2.5-0.5b": Model(library="litgpt", config="Qwen2.5-0.5B", layers=24, batch=8, length=2048),
+    "litgpt-gemma-2-2b": Model(library="litgpt", config="Gemma-2-2b", layers=26, batch=2, length=2048),
+    "transformers-llama-3.2-1b": Model(library="transformers", config=_LLAMA_1B, layers=16, batch=4, length=2048),
+    "litgpt-tiny": Model(library="litgpt", config=_TINY_LITGPT, layers=1, batch=2, length=32, dtype=torch.float32),
+    "transformers-tiny": Model(
+        library="transformers", config=_TINY_LLAMA, layers=1, batch=2, length=32, dtype=torch.float32
+    ),
+}
+
+METHODS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
+    "eager": lambda module: module,
+    "torch.compile": partial(torch.compile, dynamic=False),
+    "thunder": lambda module: import_module("thunder").jit(module),
+    "flce": lambda module: import_module("thunder_flce").jit(module),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was measured of one method on one model."""
+
+    model: str
+    layers: int
+    batch: int
+    length: int
+    vocab: int
+    parameters: int
+    dtype: str
+    method: str
+    time_ms: float | None = None
+    """Median of a training step: forward, backward, optimizer; with the 20th and 80th percentile, as its parts."""
+    time_ms_p20: float | None = None
+    time_ms_p80: float | None = None
+    forward_ms: float | None = None
+    forward_ms_p20: float | None = None
+    forward_ms_p80: float | None = None
+    backward_ms: float | None = None
+    backward_ms_p20: float | None = None
+    backward_ms_p80: float | None = None
+    optimizer_ms: float | None = None
+    optimizer_ms_p20: float | None = None
+    optimizer_ms_p80: float | None = None
+    memory_gb: float | None = None
+    """Peak above the parameters and the optimizer's state, in 10⁹ bytes."""
+    first_call_s: float | None = None
+    """The first step, with all that is compiled for it."""
+    loss: float | None = None
+    loss_error: float | None = None
+    """|loss − loss of eager| / loss of eager."""
+    fused: bool | None = None
+    """Whether this project fused the loss; "flce" only."""
+    failed: str | None = None
+
+
+def measure(
+    name: str,
+    methods: list[str],
+    *,
+    layers: int | None,
+    device: str,
+    schedule: Schedule,
+    progress: Progress,
+) -> Iterator[Row]:
+    """Measures methods on one model.
+
+    Args:
+        name: one of `MODELS`.
+        methods: names from `METHODS`.
+        layers: instead of the model's own number.
+        device: "cuda" or "cpu".
+        schedule: how long.
+        progress: called before each step.
+
+    Raises:
+        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
+    """
+    torch.compiler.reset()
+    release(device)
+    model = MODELS[name]
+    layers = layers or model.layers
+    row = partial(Row, model=name, layers=layers, batch=model.batch, length=model.length, dtype=dtype_name(model.dtype))
+    progress("model")
+    with attempt(name, device) as tried:
+        training = _Training(model, layers, device)
+    if tried.failed is not None:
+        for method in methods:
+            yield row(method=method, vocab=0, parameters=0, failed=tried.failed)
+        return
+    row = partial(row, vocab=training.vocab, parameters=training.parameters)
+    steps: dict[str, Step] = {}
+    numbers: dict[str, dict[str, object]] = {}
+    try:
+        for method in methods:
+            progress(f"{method}: first step")
+            with attempt(method, device) as tried:
+                program = METHODS[method](training.module)
+                numbers[method] = training.first_steps(program)
+                if method == "flce":
+                    numbers[method]["fused"] = _is_fused(program)
+                steps[method] = partial(training.step, program)
+            if tried.failed is not None:
+                yield row(method=method, failed=tried.failed)
+        outcomes = take_turns(steps, schedule, device=device, progress=progress)
+    except DeviceLost as lost:
+        yield row(method=lost.method, failed=lost.reason)
+        raise
+    for method, outcome in outcomes.items():
+        if outcome.failed is not None:
+            yield row(method=method, failed=outcome.failed)
+            continue
+        spreads = outcome.spread(TOTAL, "time_ms")
+        for phase in ("forward", "backward", "optimizer"):
+            spreads |= outcome.spread(phase, f"{phase}_ms")
+        yield row(method=method, **spreads, **numbers[method])
+
+
+def _is_fused(program: Callable[..., Tensor]) -> bool:
+    compilations = import_module("thunder_flce").explain(program)
+    return all(decision.fused for compilation in compilations for decision in compilation.decisions)
+
+
+class _Training:
+    """A model with its optimizer and one batch."""
+
+    def __init__(self, model: Model, layers: int, device: str):
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(model.dtype)
+        try:
+            with torch.device(device):
+                self.module, self.vocab = _LIBRARIES[model.library](model, layers)
+        finally:
+            torch.set_default_dtype(before)
+        self.parameters = sum(parameter.numel() for parameter in self.module.parameters())
+        self._device = device
+        self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, fused=True)
+        self._tokens, self._labels = torch.randint(self.vocab, (2, model.batch, model.length), device=device)
+        # So that no method pays for making the optimizer's state.
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        self._update()
+        with torch.no_grad():
+            self._eager_loss = self.module(self._tokens, self._labels).item()
+
+    def first_steps(self, program: Callable[..., Tensor]) -> dict[str, object]:
+        start = time.perf_counter()
+        loss = self.step(program, lambda phase: None)
+        synchronize(self._device)
+        first_call_s = time.perf_counter() - start
+        peaks = peak_bytes(partial(self.step, program), self._device)
+        return {
+            "first_call_s": first_call_s,
+            "memory_gb": peaks[TOTAL] / 1e9,
+            "loss": loss.item(),
+            "loss_error": abs(loss.item() - self._eager_loss) / self._eager_loss,
+        }
+
+    def step(self, program: Callable[..., Tensor], mark: Mark) -> Tensor:
+        try:
+            loss = program(self._tokens, self._labels)
+            mark("forward")
+            loss.backward()
+            mark("backward")
+            self._update()
+            mark("optimizer")
+        finally:
+            self._optimizer.zero_grad()
+        return loss.detach()
+
+    def _update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class _LitGPT(nn.Module):
+    """litgpt's model with the loss of its training loop."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        return F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
+
+
+class _Transformers(nn.Module):
+    """transformers' model with its own loss, and nothing else returned."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids=tokens, labels=labels, use_cache=False).loss
+
+
+def _litgpt(model: Model, layers: int) -> tuple[nn.Module, int]:
+    try:
+        import litgpt
+    except ImportError as error:
+        raise Unavailable(f"{error}; it is in the extra 'examples'") from None
+    sizes = {"n_layer": layers, "block_size": model.length}
+    if isinstance(model.config, str):
+        config = litgpt.Config.from_name(model.config, **sizes)
+    else:
+        config = litgpt.Config(**model.config, **sizes)
+    return _LitGPT(litgpt.GPT(config)), config.padded_vocab_size
+
+
+def _llama(model: Model, layers: int) -> tuple[nn.Module, int]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise Unavailable(f"{error}; it is in the extra 'examples'") from None
+    config = transformers.LlamaConfig(
+        **model.config, num_hidden_layers=layers, max_position_embeddings=model.length, attn_implementation="sdpa"
+    )
+    return _Transformers(transformers.LlamaForCausalLM(config)), config.vocab_size
+
+
+_LIBRARIES = {"litgpt": _litgpt, "transformers": _llama}

@@ -1,0 +1,104 @@
+"""Results as JSON lines: what was measured, with the machine, the versions, the commit and the command."""
+
+import datetime
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = [
+    "torch",
+    "lightning-thunder",
+    "triton",
+    "litgpt",
+    "transformers",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
+    "nvfuser-cu128-torch210",
+    "nvfuser-cu130-torch210",
+]
+
+
+def context(command: str, *, device: str, commit: str | None = None) -> dict[str, str]:
+    """What a result belongs to.
+
+    Args:
+        command: how it was asked for.
+        device: "cuda" or "cpu".
+        commit: what was measured; by default what git says of this file's repository, left out where it says nothing.
+    """
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} (CPU)",
+        "cuda": torch.version.cuda or "",
+        "python": platform.python_version(),
+        **versions,
+        **({"commit": commit} if (commit := commit or _commit()) else {}),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": command,
+    }
+
+
+def _commit() -> str | None:
+    """The commit that is checked out, with "-dirty" where the package differs from it."""
+    package = Path(__file__).parents[1]
+
+    def git(*arguments: str) -> str | None:
+        try:
+            result = subprocess.run(["git", *arguments], cwd=package, capture_output=True, text=True)
+        except FileNotFoundError:
+            return None
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    return f"{head}-dirty" if head and git("status", "--porcelain", "--", ".") else head
+
+
+def as_record(subset: str, row: Any) -> dict[str, Any]:
+    """A row for JSON: what was not measured is left out."""
+    return {"subset": subset, **{key: value for key, value in asdict(row).items() if value is not None}}
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Adds a line, which is on the disk when this returns."""
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """All records in the order of the files; lines from before there were subsets get the fields they lack."""
+    records = [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
+    return [record if "subset" in record else {**_shape_fields(record["shape"]), **record} for record in records]
+
+
+_OLD_SHAPE = re.compile(
+    r"(?P<name>\S+) (?P<tokens>\d+) × (?P<vocab>\d+) × (?P<hidden>\d+)(?P<bias>, bias)?(, (?P<ignored>\d+)% ignored)?"
+)
+
+
+def _shape_fields(text: str) -> dict[str, Any]:
+    fields = _OLD_SHAPE.fullmatch(text)
+    if fields is None:
+        raise ValueError(f"shape must be as in 'S1 8192 × 128256 × 4096', but got {text!r}")
+    sizes = {name: int(fields[name]) for name in ("tokens", "vocab", "hidden")}
+    return {
+        "subset": "regions",
+        "name": fields["name"],
+        **sizes,
+        "bias": fields["bias"] is not None,
+        "ignored": int(fields["ignored"] or 0) / 100,
+        "dtype": "bfloat16",
+    }

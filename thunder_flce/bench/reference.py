@@ -1,0 +1,74 @@
+"""What a loss region is compared with: the right gradients, and the time of its three products alone."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thunder_flce.bench.measuring import Mark, Step
+from thunder_flce.bench.shapes import Inputs
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The right results for some inputs."""
+
+    loss: Tensor
+    """() the mean loss"""
+
+    gradients: list[Tensor]
+    """dX, dW and, where there is a bias, db"""
+
+
+@torch.no_grad()
+def make_reference(inputs: Inputs, *, rows: int = 512) -> Reference:
+    """Mean loss and gradients from the inputs as they are, by the definition, a few rows at a time.
+
+    In float32 for 16-bit inputs, and in float64 otherwise.
+    """
+    dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
+    x, weight = inputs.x.to(dtype), inputs.weight.to(dtype)
+    bias = None if inputs.bias is None else inputs.bias.to(dtype)
+    dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight), x.new_zeros(weight.shape[0])
+    loss = x.new_zeros(())
+    valid = inputs.target != -100
+    for start in range(0, x.shape[0], rows):
+        chunk = slice(start, start + rows)
+        logits = F.linear(x[chunk], weight, bias)
+        loss += F.cross_entropy(logits, inputs.target[chunk], reduction="sum")
+        dlogits = logits.softmax(1)
+        targets = inputs.target[chunk].clamp(min=0)[:, None]
+        dlogits.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=dlogits.dtype))
+        dlogits.mul_(valid[chunk, None] / valid.sum().to(dtype))
+        dx[chunk] = dlogits @ weight
+        dweight.addmm_(dlogits.t(), x[chunk])
+        dbias.add_(dlogits.sum(0))
+    return Reference(loss / valid.sum(), [dx, dweight, *([] if inputs.bias is None else [dbias])])
+
+
+def relative_error(result: Tensor, reference: Tensor) -> float:
+    """‖result − reference‖ / ‖reference‖."""
+    difference = torch.linalg.vector_norm(result.to(reference.dtype) - reference)
+    return (difference / torch.linalg.vector_norm(reference)).item()
+
+
+def three_products(inputs: Inputs) -> Step:
+    """logits ("forward"), dX and dW ("backward") as three products over all tokens: the floor for time.
+
+    An odd vocabulary is rounded down to a multiple of 8, where cuBLAS is fast.
+    """
+    vocab = inputs.weight.shape[0]
+    vocab = vocab - vocab % 8 or vocab
+    x, weight = inputs.x.detach(), inputs.weight.detach()[:vocab]
+    dlogits = torch.randn(x.shape[0], vocab, dtype=x.dtype, device=x.device).mul_(1e-3)
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+
+    def step(mark: Mark) -> None:
+        torch.mm(x, weight.t())
+        mark("forward")
+        torch.mm(dlogits, weight, out=dx)
+        torch.mm(dlogits.t(), x, out=dweight)
+        mark("backward")
+
+    return step

@@ -1,0 +1,80 @@
+"""What a terminal shows: a progress bar while it runs, then a table for each case."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from thunder_flce.bench.columns import Column
+
+
+def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
+    """A line for each method, with medians and half of what lies between the 20th and the 80th percentile.
+
+    Columns in which no row has a number are left out; what failed is told below, in words.
+    """
+    measured = [row for row in rows if row.failed is None]
+    columns = [column for column in columns if any(getattr(row, column.field) is not None for row in measured)]
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("method", no_wrap=True)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True)
+    for row in measured:
+        table.add_row(row.method, *(_cell(row, column) for column in columns))
+    # A file, or a log, gets whole lines: what is cut off there cannot be widened.
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    if measured:
+        console.print(table)
+    else:
+        console.print(Text(title, style="bold"))
+    for row in rows:
+        if row.failed is not None:
+            console.print(Text(f"  {row.method}: {row.failed}", style="dim"))
+
+
+def _cell(row: Any, column: Column) -> Text:
+    value = getattr(row, column.field)
+    if value is None:
+        return Text("")
+    text = Text(column.form.format(value))
+    low, high = getattr(row, f"{column.field}_p20", None), getattr(row, f"{column.field}_p80", None)
+    if low is not None:
+        text.append(f" ±{(high - low) / 2:.2g}", style="dim")
+    return text
+
+
+@contextmanager
+def progress_bar(cases: int) -> Iterator["ProgressBar"]:
+    """A bar of so many cases, on stderr; nothing where that is no terminal."""
+    columns = (TextColumn("{task.fields[case]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        yield ProgressBar(bar, bar.add_task("", total=cases, case=""))
+
+
+class ProgressBar:
+    """The bar, which moves by cases and tells of steps."""
+
+    def __init__(self, bar: Progress, task: TaskID):
+        self._bar = bar
+        self._task = task
+
+    def case(self, name: str) -> None:
+        """Begins a case."""
+        self._bar.update(self._task, case=name)
+
+    def step(self, words: str) -> None:
+        """Begins a step of the case."""
+        self._bar.update(self._task, description=words)
+
+    def done(self) -> None:
+        """Ends a case."""
+        self._bar.advance(self._task)
