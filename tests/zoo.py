@@ -203,9 +203,7 @@ ENTRIES = [
     Entry(
         "litgpt Llama 3",
         _litgpt("Llama-3.2-1B", chunk_size=8),
-        head="`chunk_size=8`",
-        jit=Reason.TRANSFORMED_LOGITS,
-        thunderfx=Reason.TRANSFORMED_LOGITS,
+        head="`chunk_size=8`, 3 chunks that become one region",
     ),
     Entry(
         "litgpt Llama 3",

@@ -1,8 +1,8 @@
 """Fused linear + cross-entropy for lightning-thunder.
 
 Reading order: `functional` (the operation), `plan` (how it is run), `engine` (running it), `row_kernels` and `products`
-(what it is made of); then, for thunder, `symbols`, `program`, `logits_path`, `match`, `transform`, `executor`, `plugin`
-and `fx`.
+(what it is made of); then, for thunder, `symbols`, `program`, `logits_path`, `match`, `pieces`, `transform`,
+`executor`, `plugin` and `fx`.
 """
 
 from thunder_flce.executor import executor

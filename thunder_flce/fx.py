@@ -48,7 +48,7 @@ def thunderfx(
 
 
 class _Compiler(ThunderCompiler):
-    """thunder's backend, which gives graphs that were traced under autocast to thunder whole."""
+    """thunder's backend, with what its graphs need to reach thunder whole."""
 
     def __init__(self, *, transforms: list[Transform], **thunder_options: Any):
         super().__init__(transforms=transforms, **thunder_options)
@@ -58,6 +58,7 @@ class _Compiler(ThunderCompiler):
         # thunder appends one of its own for each graph, and would go on to do so.
         self.thunder_options["transforms"] = list(self._transforms)
         _spell_out_autocast(gm)
+        _spell_out_ignore_index(gm)
         return super().__call__(gm, sample_args)
 
 
@@ -67,9 +68,7 @@ def _spell_out_autocast(gm: torch.fx.GraphModule) -> None:
     Only autocast allows that. Without the casts, thunder's test of whether it can run a node on its own would fail, and
     every such linear, the head among them, would go to Inductor.
     """
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function" or node.target is not F.linear:
-            continue
+    for node in gm.graph.find_nodes(op="call_function", target=F.linear):
         operands = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, torch.fx.Node)]
         dtype = node.meta["example_value"].dtype
         if len({operand.meta["example_value"].dtype for operand in operands}) == 1:
@@ -81,3 +80,10 @@ def _spell_out_autocast(gm: torch.fx.GraphModule) -> None:
                     cast = gm.graph.call_method("to", (operand, dtype))
                     cast.meta["example_value"] = value.to(dtype)
                     node.replace_input_with(operand, cast)
+
+
+def _spell_out_ignore_index(gm: torch.fx.GraphModule) -> None:
+    """Gives each nll_loss its default ignore_index, without which thunder can't differentiate it on its own."""
+    for node in gm.graph.find_nodes(op="call_function", target=F.nll_loss):
+        if len(node.args) <= 3 and "ignore_index" not in node.kwargs:
+            node.update_kwarg("ignore_index", -100)

@@ -18,6 +18,7 @@ from thunder_flce.executor import is_static, plan_region
 from thunder_flce.logits_path import LogitsPath
 from thunder_flce.match import Declined, Match, find_cross_entropies, is_loss, is_region
 from thunder_flce.options import Options
+from thunder_flce.pieces import join_pieces
 from thunder_flce.plan import Plan
 from thunder_flce.program import Program, carries_grad
 from thunder_flce.reason import Reason
@@ -96,11 +97,10 @@ class FuseLinearCrossEntropy(Transform):
         compilation = Compilation()
         self.compilations.append(compilation)
         computation_trace = _open_checkpoints(computation_trace)
-        _keep_forwards_out_of_backward(computation_trace)
         # Reading logits.shape leaves a symbol that uses the logits, though nothing uses what it returned.
         live_trace = dce(computation_trace)
-        program = Program(live_trace)
-        found = find_cross_entropies(program)
+        live_trace, program, found = _search(live_trace)
+        _keep_forwards_out_of_backward(live_trace)
         declined = [_decision(match) for match in found if isinstance(match, Declined)]
         compilation.decisions.extend(declined)
         self._report([decision for decision in declined if decision.reason is not Reason.NO_LINEAR])
@@ -120,6 +120,19 @@ class FuseLinearCrossEntropy(Transform):
             raise NotFusedError("\n".join(messages))
         for message in messages:
             warnings.warn(message, NotFusedWarning, stacklevel=3)
+
+
+def _search(trace: TraceCtx) -> tuple[TraceCtx, Program, list[Match | Declined]]:
+    """What there is to fuse, and the trace that has it: with its losses in one piece, if these can all be fused."""
+    whole, losses = join_pieces(trace)
+    if losses:
+        program = Program(whole)
+        found = find_cross_entropies(program)
+        fused = {match.cross_entropy.output.name for match in found if isinstance(match, Match)}
+        if all(loss.name in fused for loss in losses):
+            return whole, program, found
+    program = Program(trace)
+    return trace, program, find_cross_entropies(program)
 
 
 class _Rewrite(TraceSubstitutionProcessor):
