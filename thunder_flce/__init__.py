@@ -2,12 +2,13 @@
 
 Reading order: `functional` (the operation), `plan` (how it is run), `engine` (running it), `row_kernels` and `products`
 (what it is made of), `steps` and `cost` (what a plan runs, and what that takes); then, for thunder, `symbols`,
-`printer`, `program`, `logits_path`, `match`, `transform`, `executor`, `plugin`; and `inspection`, which explains what
-was compiled.
+`printer`, `program`, `logits_path`, `match`, `pieces`, `transform`, `executor`, `plugin` and `fx`; and `inspection`,
+which explains what was compiled.
 """
 
 from thunder_flce.executor import executor
 from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.fx import thunderfx
 from thunder_flce.inspection.report import Report, explain
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan
@@ -26,4 +27,5 @@ __all__ = [
     "explain",
     "jit",
     "linear_cross_entropy",
+    "thunderfx",
 ]

@@ -84,7 +84,7 @@ def find_cross_entropies(program: Program) -> list[Match | Declined]:
 
 
 def _match(loss: BoundSymbol, program: Program) -> Match:
-    arguments = _ARGUMENTS[loss.sym.id](*loss.args, **loss.kwargs)
+    arguments = loss_arguments(loss)
     logits, target = arguments.pop("logits"), arguments["target"]
     if not is_static(logits, *arguments.values()):
         raise NotFusable(Reason.DYNAMIC)
@@ -296,6 +296,11 @@ def _nll_loss_arguments(
 
 
 _ARGUMENTS = {ltorch.cross_entropy.id: _cross_entropy_arguments, ltorch.nll_loss.id: _nll_loss_arguments}
+
+
+def loss_arguments(loss: BoundSymbol) -> dict[str, Any]:
+    """The arguments of a cross-entropy or nll_loss, by their names in `torch.nn.functional.cross_entropy`."""
+    return _ARGUMENTS[loss.sym.id](*loss.args, **loss.kwargs)
 
 
 def is_loss(bsym: BoundSymbol) -> bool:

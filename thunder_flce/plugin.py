@@ -33,13 +33,18 @@ def jit(
         transforms: as in `thunder.jit`; the fusion goes before them, since it needs to see the program as written.
         **thunder_options: passed on to `thunder.jit`.
     """
+    fusion = FuseLinearCrossEntropy(options, strict=strict)
+    return thunder.jit(fn, **with_fusion(fusion, executors, transforms), **thunder_options)
+
+
+def with_fusion(
+    fusion: FuseLinearCrossEntropy,
+    executors: Sequence[Executor | str] | None,
+    transforms: Sequence[Transform] | None,
+) -> dict[str, Any]:
+    """The executors and transforms to give to thunder, by argument; None stands for its defaults."""
     executors = thunder.get_default_executors() if executors is None else executors
-    return thunder.jit(
-        fn,
-        executors=[executor, *executors],
-        transforms=[FuseLinearCrossEntropy(options, strict=strict), *(transforms or ())],
-        **thunder_options,
-    )
+    return {"executors": [executor, *executors], "transforms": [fusion, *(transforms or ())]}
 
 
 class FlcePlugin(thunder.Plugin):

@@ -10,7 +10,7 @@ import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance
+from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 from thunder.core.transform_common import Transform, dce
 
@@ -19,6 +19,7 @@ from thunder_flce.executor import is_static, plan_region
 from thunder_flce.logits_path import LogitsPath
 from thunder_flce.match import Declined, Match, find_cross_entropies, is_loss, is_region
 from thunder_flce.options import Options
+from thunder_flce.pieces import join_pieces
 from thunder_flce.plan import Plan
 from thunder_flce.program import Program, carries_grad
 from thunder_flce.proxies import planned_region
@@ -107,11 +108,11 @@ class FuseLinearCrossEntropy(Transform):
         start = time.perf_counter()
         compilation = Compilation(computation_trace)
         self.compilations.append(compilation)
-        _keep_forwards_out_of_backward(computation_trace)
+        computation_trace = _open_checkpoints(computation_trace)
         # Reading logits.shape leaves a symbol that uses the logits, though nothing uses what it returned.
         live_trace = dce(computation_trace)
-        program = Program(live_trace)
-        found = find_cross_entropies(program)
+        live_trace, program, found = _search(live_trace)
+        _keep_forwards_out_of_backward(live_trace)
         declined = [_decision(match) for match in found if isinstance(match, Declined)]
         compilation.decisions.extend(declined)
         self._report([decision for decision in declined if decision.reason is not Reason.NO_LINEAR])
@@ -132,6 +133,19 @@ class FuseLinearCrossEntropy(Transform):
             raise NotFusedError("\n".join(messages))
         for message in messages:
             warnings.warn(message, NotFusedWarning, stacklevel=3)
+
+
+def _search(trace: TraceCtx) -> tuple[TraceCtx, Program, list[Match | Declined]]:
+    """What there is to fuse, and the trace that has it: with its losses in one piece, if these can all be fused."""
+    whole, losses = join_pieces(trace)
+    if losses:
+        program = Program(whole)
+        found = find_cross_entropies(program)
+        fused = {match.cross_entropy.output.name for match in found if isinstance(match, Match)}
+        if all(loss.name in fused for loss in losses):
+            return whole, program, found
+    program = Program(trace)
+    return trace, program, find_cross_entropies(program)
 
 
 class _Rewrite(TraceSubstitutionProcessor):
@@ -172,6 +186,8 @@ class _Rewrite(TraceSubstitutionProcessor):
         loss, *indices = self.add_bsyms_from_function(self._fused, match, tags=match.cross_entropy.tags)
         self.set_result(loss)
         for argmax, result in zip(match.argmaxes, indices, strict=True):
+            # What the program returns is read before names are swapped.
+            self.write(argmax.indices, argmax.indices)
             self.add_to_swap_map(argmax.indices, result)
         for losses in self._waits_for.values():
             losses.discard(id(match.cross_entropy))
@@ -256,6 +272,33 @@ def _operands(path: LogitsPath) -> tuple[TensorProxy, TensorProxy, TensorProxy |
     if len(path.products) == 1:
         return inputs[0], weights[0], path.bias
     return ltorch.cat(inputs, -1), ltorch.cat(weights, 1), path.bias
+
+
+def _open_checkpoints(trace: TraceCtx) -> TraceCtx:
+    """A checkpointed function as the operations it consists of, each tagged, as `thunder.jit` has it.
+
+    `thunderfx` hands it over as one symbol, which thunder opens in the same way, but only when it differentiates:
+
+        # before                                              # after
+        loss = ltorch.checkpoint(_, h, w, labels)             logits = ltorch.linear(h, w, None)
+          # logits = ltorch.linear(h, w, None)                loss = ltorch.cross_entropy(logits, labels, …)
+          # loss = ltorch.cross_entropy(logits, labels, …)
+    """
+    if not any(bsym.sym.id == ltorch.checkpoint.id for bsym in trace.bound_symbols):
+        return trace
+    opened = from_trace(trace)
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id != ltorch.checkpoint.id:
+            opened.bound_symbols.append(bsym)
+            continue
+        kept = {proxy.name for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
+        for inner in bsym.subsymbols:
+            for out in inner.flat_proxy_outs:
+                if out.name not in kept:
+                    out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+            opened.bound_symbols.append(inner)
+    opened.set_provenance(TraceProvenance("Open checkpoints"))
+    return opened
 
 
 def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
