@@ -95,8 +95,8 @@ def test_without_gradients_there_is_no_backward(capsys):
     assert "# after, forward" in printed and "loss only" in printed and "backward" not in printed
 
 
-def unknown_arguments(hidden, temperature):
-    return hidden * temperature
+def unknown_arguments(hidden, gain):
+    return hidden * gain
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def unknown_arguments(hidden, temperature):
         ("nothing", "an example must be one of litgpt"),
         ("no_such_module:loss", "No module named 'no_such_module'"),
         (f"{__name__}:missing", "has no attribute 'missing'"),
-        (f"{__name__}:unknown_arguments", r"has arguments ['temperature'], but only those named"),
+        (f"{__name__}:unknown_arguments", r"has arguments ['gain'], but only those named"),
     ],
 )
 def test_examples_that_make_no_sense(example, message, capsys):

@@ -62,6 +62,11 @@ def test_cpu_traces_are_current():
     _assert_current(regenerate.build_traces("cpu"), regenerate.versions())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, thunder has other default executors")
+def test_traces_of_the_patterns_are_current():
+    _assert_current(regenerate.build_patterns(), regenerate.versions())
+
+
 @needs_nvfuser
 def test_nvfuser_definitions_are_current():
     _assert_current(regenerate.build_fusions(), regenerate.nvfuser_versions())
@@ -236,7 +241,7 @@ def test_cuda_traces_are_current(cuda_traces):
 @needs_nvfuser
 def test_traces_of_a_gpu_are_current(cuda_traces):
     """What was compiled and run on a GPU is what is compiled without one."""
-    printed = [path for path in TRACES.glob("*/*.py") if path.parent.name not in ("cpu", "cuda", "fusions")]
+    printed = [path for path in TRACES.glob("*/*.py") if path.parent.name not in ("cpu", "cuda", "fusions", "patterns")]
     same = [path for path in printed if regenerate.versions() in path.read_text(encoding="utf-8")]
     if not same:
         pytest.skip(f"no traces of a GPU were printed with {regenerate.versions()}")
