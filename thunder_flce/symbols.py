@@ -255,12 +255,8 @@ def _linear_cross_entropy_bwd_impl(
     """See `engine.backward`. Returns the needed gradients."""
     loss, plan = _loss_and_plan(settings)
     operands = _operands(input, linear_weight, target, linear_bias, weight, num_items, needs_grad, loss)
-
-    def flat(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or tensor.ndim == 0 else tensor.reshape(-1)
-
-    statistics = SavedStatistics(row_max, row_logsumexp, valid_count, flat(entropy))
-    incoming = IncomingGradients(flat(grad), flat(log_prob_grad), flat(entropy_grad))
+    statistics = SavedStatistics(row_max, row_logsumexp, valid_count, None if entropy is None else entropy.reshape(-1))
+    incoming = IncomingGradients(grad, log_prob_grad, entropy_grad)
     gradients = engine.backward(operands, plan, statistics, logits, incoming)
     return tuple(_present(gradients, input.shape))
 
