@@ -14,8 +14,8 @@ from torch import nn
 
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options
-from thunder_flce.match import Reason
 from thunder_flce.options import STRATEGIES
+from thunder_flce.reason import Reason
 
 V, H = 97, 16
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -116,24 +116,8 @@ def test_low_precision_keeps_the_dtype_of_the_loss(loss, device):
     _assert_agrees(model, thunder_flce.jit(model), _batch(device), rtol=3e-2, atol=3e-2)
 
 
-def transformed_loss(logits, labels):
-    return F.cross_entropy((logits * 2.0).view(-1, V), labels.view(-1))
-
-
 def narrowed_loss(logits, labels):
     return F.cross_entropy(logits.to(torch.bfloat16).float().view(-1, V), labels.view(-1))
-
-
-def transposed_loss(logits, labels):
-    return F.cross_entropy(logits.transpose(1, 2), labels)
-
-
-def smoothed_loss(logits, labels):
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), label_smoothing=0.1)
-
-
-def weighted_loss(logits, labels):
-    return F.cross_entropy(logits.view(-1, V), labels.view(-1), weight=torch.ones(V))
 
 
 def probabilities_loss(logits, labels):
@@ -148,10 +132,7 @@ def two_losses(logits, labels):
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (transformed_loss, Reason.TRANSFORMED_LOGITS),
         (narrowed_loss, Reason.TRANSFORMED_LOGITS),
-        (smoothed_loss, Reason.LABEL_SMOOTHING),
-        (weighted_loss, Reason.CLASS_WEIGHTS),
         (probabilities_loss, Reason.CLASS_PROBABILITIES),
         (two_losses, Reason.LOGITS_USED),
     ],
@@ -272,14 +253,6 @@ def test_autocast():
     loss.backward()
     assert model.lm_head.weight.grad.dtype == torch.float32
     assert thunder_flce.explain(jitted)[0].decisions[0].fused
-
-
-def test_transposed_logits_are_declined():
-    """Forward only: thunder 0.2.6 itself fails in the backward of three-dimensional logits."""
-    model = Head(transposed_loss)
-    jitted = thunder_flce.jit(model)
-    with torch.no_grad(), pytest.warns(NotFusedWarning, match="by transpose"):
-        torch.testing.assert_close(jitted(*(batch := _batch())), model(*batch))
 
 
 def test_returned_logits_are_declined():

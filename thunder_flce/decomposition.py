@@ -82,8 +82,11 @@ def loss_and_outputs(
             # p log p is 0 where p is, though the logit be -inf.
             finite = ltorch.where(ltorch.eq(probability, 0.0), 0.0, log_probs)
             return ltorch.where(valid, -ltorch.sum(probability * finite, 1), 0.0)
-        argmax = ltorch.where(valid, ltorch.argmax(logits, 1), -1)
+        argmax = ltorch.argmax(logits, 1)
         if name == "argmax":
+            return argmax
+        argmax = ltorch.where(valid, argmax, -1)
+        if name == "valid_argmax":
             return argmax
         return ltorch.sum(ltorch.to(ltorch.eq(argmax, target) & valid, logits.dtype)) / count
 

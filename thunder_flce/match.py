@@ -1,54 +1,54 @@
 """Finding linear + cross-entropy in a trace. Nothing is changed here; `transform` does that.
 
-A cross-entropy is followed upwards from its logits, through operations that keep rows and vocabulary as they are, to
-the linear that made them. Every step either goes on or ends in a reason, which is kept for the user to read.
+A loss is followed upwards from its logits to the linear that made them (`logits_path`). What is found has a description
+of the way, or a reason why there is none, which is kept for the user to read.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, field
 from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
-from thunder.core.proxies import Proxy, ProxyTag, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
 
 from thunder_flce import symbols
 from thunder_flce.executor import is_static
+from thunder_flce.logits_path import COPIES, RESHAPES, LogitsPath, paths_to, step
+from thunder_flce.program import Program, tensors_written
+from thunder_flce.reason import NotFusable, Reason
 
 
-class Reason(Enum):
-    """Why a cross-entropy was not fused with its linear."""
+@dataclass(frozen=True, eq=False)
+class Argmax:
+    """The position of each row's largest logit, as accuracy needs it."""
 
-    NO_LINEAR = "its logits do not come from a linear layer"
-    LOGITS_USED = "the logits, or something between them and the loss, are also used elsewhere"
-    LOGITS_RETURNED = "the program returns its logits; return the loss only to have them fused"
-    TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss"
-    CLASS_DIMENSION = "the vocabulary is not the last dimension of the logits"
-    CLASS_PROBABILITIES = "the targets are class probabilities"
-    CLASS_WEIGHTS = "it has class weights"
-    LABEL_SMOOTHING = "it has label smoothing"
-    DTYPE = "the linear's operands have different dtypes, or one that is not supported"
-    DISTRIBUTED = "an operand is a distributed tensor"
-    OPERAND_MODIFIED = "a floating-point tensor is changed in place between the linear and the loss"
-    DYNAMIC = "a shape or a setting is not known when the trace is compiled"
-    DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
+    bsym: BoundSymbol
+    indices: TensorProxy
+    """What it returns, without the vocabulary or with one element in its place."""
+    path: LogitsPath
+    """From the linear to what it is the argmax of."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Match:
     """A linear + cross-entropy that can become one region."""
 
     cross_entropy: BoundSymbol
-    linear: BoundSymbol
+    """Also the nll_loss of a log_softmax."""
+    path: LogitsPath
+    """From the linear to the loss."""
     arguments: dict[str, Any]
-    """Of the cross-entropy, by name: logits, target, ignore_index, reduction."""
-    operands: tuple[TensorProxy, TensorProxy, TensorProxy | None]
-    """Of the linear: input, weight, bias."""
-    carries_grad: bool
-    """Whether gradients flow from the loss to the linear: not through anything computed under `torch.no_grad`."""
+    """Of the cross-entropy, by name: target, ignore_index, reduction and so on."""
+    argmaxes: tuple[Argmax, ...] = ()
+    """What the region computes beside the loss."""
+    argmax_output: str = "argmax"
+    """Which of the region's outputs they are: see `functional.linear_cross_entropy`."""
+    late: tuple[BoundSymbol, ...] = ()
+    """Operations before the loss that need an argmax, so that they have to come after it."""
+    shares_logits_with: tuple[BoundSymbol, ...] = ()
+    """Other losses on the same logits: this one can be fused only if they are."""
 
 
 @dataclass(frozen=True)
@@ -61,151 +61,213 @@ class Declined:
     """Which operation or value stood in the way."""
 
 
-def find_cross_entropies(trace: TraceCtx) -> list[Match | Declined]:
-    """Each cross-entropy of the trace, in order, and whether it can be fused with its linear."""
-    producers = {out.name: bsym for bsym in trace.bound_symbols for out in bsym.flat_proxy_outs}
-    consumers: dict[str, list[BoundSymbol]] = {}
-    for bsym in trace.bound_symbols:
-        for name in {arg.name for arg in bsym.flat_proxy_args}:
-            consumers.setdefault(name, []).append(bsym)
+def find_cross_entropies(program: Program) -> list[Match | Declined]:
+    """Each cross-entropy of the program, in order, and whether it can be fused with its linear."""
+    found: dict[int, Match | Declined] = {}
+    for bsym in program.bsyms:
+        if bsym.sym.id in _ARGUMENTS:
+            try:
+                found[id(bsym)] = _match(bsym, program)
+            except NotFusable as error:
+                found[id(bsym)] = Declined(bsym, error.reason, error.detail)
+    # The logits have to be there for all losses on them, or for none.
+    while broken := [
+        match
+        for match in found.values()
+        if isinstance(match, Match)
+        and any(isinstance(found[id(other)], Declined) for other in match.shares_logits_with)
+    ]:
+        for match in broken:
+            detail = "by another loss that is not fused"
+            found[id(match.cross_entropy)] = Declined(match.cross_entropy, Reason.LOGITS_USED, detail)
+    return list(found.values())
+
+
+def _match(loss: BoundSymbol, program: Program) -> Match:
+    arguments = loss_arguments(loss)
+    logits, target = arguments.pop("logits"), arguments["target"]
+    if not is_static(logits, *arguments.values()):
+        raise NotFusable(Reason.DYNAMIC)
+    paths = paths_to(logits, program)
+    path = paths[-1]
+
+    if arguments.pop("size_average") is not None or arguments.pop("reduce") is not None:
+        raise NotFusable(Reason.DEPRECATED_ARGUMENT)
+    if logits.shape == target.shape:
+        raise NotFusable(Reason.CLASS_PROBABILITIES)
+    if path.class_dimension != min(1, logits.ndim - 1):
+        raise NotFusable(Reason.CLASS_DIMENSION, f"logits of shape {tuple(logits.shape)}")
+    if loss.sym.id == ltorch.nll_loss.id and not path.is_log_softmax:
+        raise NotFusable(Reason.NOT_LOG_PROBABILITIES)
+    _check_operands(path, target)
+    _check_class_weights(path, arguments["weight"], program)
+    # From here on the pattern fits; what is left is whether somebody else needs what it would no longer compute.
+    users = _other_users(paths, loss, program)
+    if users.losses and users.argmaxes:
+        raise NotFusable(Reason.LOGITS_USED, "by other losses and an argmax")
+    for argmax in users.argmaxes:
+        _check_argmax(argmax, path)
+    is_accuracy = all(_is_for_accuracy(argmax, path, arguments, program) for argmax in users.argmaxes)
+    if writer := _writer_between(path, loss, program):
+        raise NotFusable(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
+    return Match(
+        loss,
+        path,
+        arguments,
+        argmaxes=tuple(users.argmaxes),
+        argmax_output="valid_argmax" if is_accuracy else "argmax",
+        late=tuple(_dependants(users.argmaxes, loss, program)),
+        shares_logits_with=tuple(users.losses),
+    )
+
+
+def _check_operands(path: LogitsPath, target: TensorProxy) -> None:
+    tensors = [tensor for product in path.products for tensor in (product.input, product.weight)]
+    if path.bias is not None:
+        tensors.append(path.bias)
+    if any(type(tensor) is not TensorProxy for tensor in (*tensors, target)):
+        raise NotFusable(Reason.DISTRIBUTED)
+    if not is_static(*tensors):
+        raise NotFusable(Reason.DYNAMIC)
+    tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in tensors}
+    if len(tensor_dtypes) > 1 or not all(dtypes.is_float_dtype(dtype) for dtype in tensor_dtypes):
+        raise NotFusable(Reason.DTYPE, ", ".join(sorted(dtype.shortname() for dtype in tensor_dtypes)))
+
+
+def _check_class_weights(path: LogitsPath, weight: TensorProxy | None, program: Program) -> None:
+    if weight is None:
+        return
+    if weight.name in program.need_grad:
+        raise NotFusable(Reason.CLASS_WEIGHTS, "they require a gradient")
+    if path.vocab_size is not None:
+        raise NotFusable(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
+    input_dtype, dtype = (dtypes.to_strong_dtype(tensor.dtype) for tensor in (path.products[0].input, weight))
+    if dtype != input_dtype and (dtype is not dtypes.float32 or input_dtype is dtypes.float64):
+        raise NotFusable(Reason.CLASS_WEIGHTS, dtype.shortname())
+
+
+@dataclass(frozen=True, eq=False)
+class _Users:
+    """Who uses what stands between a linear and a loss, beside the loss, and can do without it."""
+
+    losses: list[BoundSymbol] = field(default_factory=list)
+    argmaxes: list[Argmax] = field(default_factory=list)
+
+    def add(self, path: LogitsPath, user: BoundSymbol, program: Program) -> None:
+        """Follows a user of logits down to losses and argmaxes; raises `NotFusable` where it leads to anything else."""
+        if user.sym.id == prims.PrimIDs.RETURN:
+            raise NotFusable(Reason.LOGITS_RETURNED)
+        if is_loss(user) and user.args[0].name == path.tensor.name:
+            self.losses.append(user)
+        elif (indices := _indices_of_maximum(path, user, program)) is not None:
+            self.argmaxes.append(Argmax(user, indices, path))
+        else:
+            try:
+                branch = step(path, user, program)
+            except NotFusable:
+                raise NotFusable(Reason.LOGITS_USED, f"{path.tensor.name} is used by {user.sym.name}") from None
+            for next_user in program.users(branch.tensor):
+                self.add(branch, next_user, program)
+
+
+def _indices_of_maximum(path: LogitsPath, user: BoundSymbol, program: Program) -> TensorProxy | None:
+    """What `argmax`, or `max` without use of its values, returns for each row; None where `user` is neither."""
+    if user.sym.id not in (ltorch.argmax.id, ltorch.torch_max.id) or len(user.args) < 2:
+        return None
+    indices = user.output
+    if user.sym.id == ltorch.torch_max.id:
+        if not isinstance(user.output, tuple) or program.users(user.output[0]):
+            return None
+        indices = user.output[1]
+    dimension = user.args[1]
+    is_over_vocab = isinstance(dimension, int) and dimension % path.tensor.ndim == path.class_dimension
+    return indices if is_over_vocab else None
+
+
+def _other_users(paths: Sequence[LogitsPath], loss: BoundSymbol, program: Program) -> _Users:
+    on_the_way = {id(bsym) for bsym in (*paths[-1].bsyms, loss)}
+    users = _Users()
+    for path in paths:
+        for user in program.users(path.tensor):
+            if id(user) not in on_the_way:
+                users.add(path, user, program)
+    return users
+
+
+def _check_argmax(argmax: Argmax, path: LogitsPath) -> None:
+    """That it is the argmax of the logits that the loss sees, of the same rows."""
+    at = argmax.path
+    # Any increasing function of the logits has the same maximum.
+    same_maximum = (
+        len(at.products) == len(path.products)
+        and at.bias is path.bias
+        and at.vocab_size == path.vocab_size
+        and (at.scale > 0) == (path.scale > 0)
+    )
+    if at.selection != path.selection or not same_maximum:
+        raise NotFusable(Reason.LOGITS_USED, f"{at.tensor.name} is used by {argmax.bsym.sym.name}")
+
+
+def _is_for_accuracy(argmax: Argmax, path: LogitsPath, arguments: dict[str, Any], program: Program) -> bool:
+    """Whether an argmax is only compared with the labels: then it may be -1 in ignored rows, which is no label."""
+    if -1 <= arguments["ignore_index"] < path.vocab:
+        return False
+    waiting = [argmax.indices]
+    while waiting:
+        indices = waiting.pop()
+        for user in program.users(indices):
+            if user.sym.id in RESHAPES:
+                waiting.append(user.output)
+                continue
+            others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
+            is_comparison = user.sym.id in (ltorch.eq.id, ltorch.ne.id) and len(others) == 1
+            if not is_comparison or not _are_labels(others[0], indices, arguments["target"], program):
+                return False
+    return True
+
+
+def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, program: Program) -> bool:
+    """Whether a tensor has the loss's labels, in the same rows."""
+
+    def flat(tensor: TensorProxy) -> TensorProxy:
+        while (producer := program.producers.get(tensor.name)) is not None and producer.sym.id in RESHAPES | COPIES:
+            tensor = producer.args[0]
+        return tensor
+
+    return tensor.shape == indices.shape and program.same_values(flat(tensor), flat(target))
+
+
+def _dependants(argmaxes: Sequence[Argmax], loss: BoundSymbol, program: Program) -> list[BoundSymbol]:
+    """What stands before the loss but needs an argmax, which will come with the loss.
+
+    Raises:
+        NotFusable: where the loss needs it, or the program changes a tensor in place, so that order matters.
+    """
+    if not argmaxes:
+        return []
+    between = program.between([argmax.bsym for argmax in argmaxes], loss)
+    late = {argmax.indices.name for argmax in argmaxes}
     found = []
-    for bsym in trace.bound_symbols:
-        if bsym.sym.id == ltorch.cross_entropy.id:
-            match = _match(bsym, producers, consumers)
-            if isinstance(match, Match) and (writer := _writer_between(match, trace)):
-                match = Declined(bsym, Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
-            found.append(match)
+    for bsym in (*between, loss):
+        if any(arg.name in late for arg in bsym.flat_proxy_args):
+            late |= {out.name for out in bsym.flat_proxy_outs}
+            found.append(bsym)
+    if loss in found:
+        raise NotFusable(Reason.LOGITS_USED, "the loss depends on their argmax")
+    if writer := next((bsym for bsym in program.bsyms if tensors_written(bsym)), None):
+        raise NotFusable(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
     return found
 
 
-def _match(
-    cross_entropy: BoundSymbol, producers: dict[str, BoundSymbol], consumers: dict[str, list[BoundSymbol]]
-) -> Match | Declined:
-    arguments = _cross_entropy_arguments(*cross_entropy.args, **cross_entropy.kwargs)
-    logits: TensorProxy = arguments["logits"]
-
-    def declined(reason: Reason, detail: str = "") -> Declined:
-        return Declined(cross_entropy, reason, detail)
-
-    if not is_static(*arguments.values()):
-        return declined(Reason.DYNAMIC)
-    linear = _find_linear(logits, producers)
-    if isinstance(linear, tuple):
-        return declined(*linear)
-
-    if arguments["size_average"] is not None or arguments["reduce"] is not None:
-        return declined(Reason.DEPRECATED_ARGUMENT)
-    if logits.shape == arguments["target"].shape:
-        return declined(Reason.CLASS_PROBABILITIES)
-    if arguments["weight"] is not None:
-        return declined(Reason.CLASS_WEIGHTS)
-    if arguments["label_smoothing"] != 0.0:
-        return declined(Reason.LABEL_SMOOTHING)
-    if logits.ndim > 2:
-        return declined(Reason.CLASS_DIMENSION, f"logits of shape {tuple(logits.shape)}")
-
-    input, weight, bias = _linear_arguments(*linear.args, **linear.kwargs)
-    tensors = [tensor for tensor in (input, weight, bias) if tensor is not None]
-    if any(type(tensor) is not TensorProxy for tensor in (*tensors, arguments["target"])):
-        return declined(Reason.DISTRIBUTED)
-    if not is_static(*tensors):
-        return declined(Reason.DYNAMIC)
-    tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in tensors}
-    if len(tensor_dtypes) > 1 or not all(dtypes.is_float_dtype(dtype) for dtype in tensor_dtypes):
-        return declined(Reason.DTYPE, ", ".join(sorted(dtype.shortname() for dtype in tensor_dtypes)))
-
-    # From here on the pattern fits; what is left is whether somebody else needs what it would no longer compute.
-    name = logits.name
-    flows = carries_grad(cross_entropy.output)
-    while True:
-        flows = flows and carries_grad(producers[name].output)
-        users = consumers[name]
-        if any(user.sym.id == prims.PrimIDs.RETURN for user in users):
-            return declined(Reason.LOGITS_RETURNED)
-        if len(users) > 1:
-            others = [user.sym.name for user in users if user is not cross_entropy and user.output is not logits]
-            return declined(Reason.LOGITS_USED, f"{name} is used by {', '.join(sorted(set(others)))}")
-        producer = producers[name]
-        if producer is linear:
-            break
-        name = producer.flat_proxy_args[0].name
-    return Match(cross_entropy, linear, arguments, (input, weight, bias), flows)
-
-
-def _writer_between(match: Match, trace: TraceCtx) -> BoundSymbol | None:
+def _writer_between(path: LogitsPath, loss: BoundSymbol, program: Program) -> BoundSymbol | None:
     """Who changes a floating-point tensor in place between the linear and the loss, where the region will stand.
 
     It may be an operand of the linear, or share its memory. Labels are integers and may be changed.
     """
-    bsyms = trace.bound_symbols
-    first = next(i for i, bsym in enumerate(bsyms) if bsym is match.linear)
-    last = next(i for i, bsym in enumerate(bsyms) if bsym is match.cross_entropy)
-    return next((bsym for bsym in bsyms[first:last] if any(map(_is_float, _written(bsym)))), None)
-
-
-def _written(bsym: BoundSymbol) -> list[TensorProxy]:
-    """The tensors that an operation, or one that it consists of, changes in place."""
-    written = [tensor for inner in bsym.subsymbols for tensor in _written(inner)]
-    if bsym.sym.id == prims.PrimIDs.COPY_:
-        written.append(bsym.args[1])
-    elif bsym.sym.name.endswith("_") or "setitem" in bsym.sym.name:
-        written.append(bsym.args[0])
-    return [tensor for tensor in written if isinstance(tensor, TensorProxy)]
-
-
-def _is_float(tensor: TensorProxy) -> bool:
-    return dtypes.is_float_dtype(tensor.dtype)
-
-
-def _find_linear(logits: TensorProxy, producers: dict[str, BoundSymbol]) -> BoundSymbol | tuple[Reason, str]:
-    """The linear that made the logits, or why they can't be followed to one."""
-    changed: tuple[Reason, str] | None = None
-    current: Proxy = logits
-    while (producer := producers.get(current.name)) is not None:
-        if producer.sym.id in LINEAR_IDS:
-            return changed or producer
-        inputs = [arg for arg in producer.flat_proxy_args if isinstance(arg, TensorProxy)]
-        if not inputs:
-            break
-        # A tensor that has been changed is the first argument of what changed it, or has at least its size.
-        size = current.numel
-        current = next((arg for arg in inputs if arg.numel == size), inputs[0])
-        if len(inputs) > 1 or not _keeps_logits(current, producer):
-            # Still follow it: a loss whose logits come from no linear at all is no missed fusion.
-            changed = changed or (Reason.TRANSFORMED_LOGITS, f"by {producer.sym.name}")
-    return Reason.NO_LINEAR, ""
-
-
-# Symbols that only reshape, or only cast: for them, shapes and dtypes say all there is to know.
-_SHAPE_SYMBOLS = {"view", "reshape", "flatten", "unflatten", "contiguous", "squeeze", "unsqueeze"}
-_CAST_SYMBOLS = {"to", "float", "type", "convert_element_type", "shallow_copy"}
-# Under autocast, thunder puts the primitive in place of torch's linear.
-LINEAR_IDS = (ltorch.linear.id, prims.PrimIDs.LINEAR)
-
-
-def _keeps_logits(before: TensorProxy, bsym: BoundSymbol) -> bool:
-    """Whether an operation keeps every row of logits, their order and the vocabulary as the last dimension.
-
-    In row-major order that holds wherever a reshape keeps the last dimension. A cast may only widen 16 bits to float32:
-    to narrow would round the logits once more, and float64 is more than the loss of float32 operands is computed in.
-    """
-    after = bsym.output
-    if not isinstance(after, TensorProxy) or after.numel != before.numel or after.device != before.device:
-        return False
-    if bsym.sym.name in _CAST_SYMBOLS:
-        return after.shape == before.shape and _widens(before.dtype, after.dtype)
-    return (
-        bsym.sym.name in _SHAPE_SYMBOLS
-        and after.dtype == before.dtype
-        and before.ndim > 0
-        and after.ndim > 0
-        and after.shape[-1] == before.shape[-1]
-    )
-
-
-def _widens(before: dtypes.dtype, after: dtypes.dtype) -> bool:
-    before, after = dtypes.to_strong_dtype(before), dtypes.to_strong_dtype(after)
-    return before == after or (before.bytes < 4 and after is dtypes.float32)
+    for bsym in program.between(path.bsyms, loss):
+        if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(bsym)):
+            return bsym
+    return None
 
 
 def _cross_entropy_arguments(
@@ -221,33 +283,29 @@ def _cross_entropy_arguments(
     return dict(locals())
 
 
-def _linear_arguments(
-    input: TensorProxy, weight: TensorProxy, bias: TensorProxy | None = None
-) -> tuple[TensorProxy, TensorProxy, TensorProxy | None]:
-    return input, weight, bias
+def _nll_loss_arguments(
+    logits: TensorProxy,
+    target: TensorProxy,
+    weight: TensorProxy | None = None,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+) -> dict[str, Any]:
+    # Where it is left out, thunder keeps None, and takes that for another value than torch.
+    ignore_index = -100 if ignore_index is None else ignore_index
+    return _cross_entropy_arguments(logits, target, weight, ignore_index=ignore_index, reduction=reduction)
 
 
-def tensors_that_need_grad(trace: TraceCtx) -> set[str]:
-    """The names of all tensors of a trace through which a gradient flows; thunder marks only its inputs.
-
-    A superset at worst: an operation whose derivative is zero still passes it on.
-    """
-    needed = {arg.name for arg in _tensors(trace.args) if arg.requires_grad}
-    for bsym in trace.bound_symbols:
-        if bsym.sym.name in ("detach", "stop_gradient"):
-            continue
-        if any(arg.name in needed for arg in bsym.flat_proxy_args):
-            needed |= {out.name for out in _tensors(bsym.flat_proxy_outs) if carries_grad(out)}
-    return needed
+_ARGUMENTS = {ltorch.cross_entropy.id: _cross_entropy_arguments, ltorch.nll_loss.id: _nll_loss_arguments}
 
 
-def _tensors(proxies: Sequence[Any]) -> list[TensorProxy]:
-    return [proxy for proxy in proxies if isinstance(proxy, TensorProxy)]
+def loss_arguments(loss: BoundSymbol) -> dict[str, Any]:
+    """The arguments of a cross-entropy or nll_loss, by their names in `torch.nn.functional.cross_entropy`."""
+    return _ARGUMENTS[loss.sym.id](*loss.args, **loss.kwargs)
 
 
-def carries_grad(tensor: TensorProxy) -> bool:
-    """Whether a gradient can flow through a tensor: not if it was computed under `torch.no_grad`."""
-    return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
+def is_loss(bsym: BoundSymbol) -> bool:
+    """Whether a bound symbol is a cross-entropy or an nll_loss."""
+    return bsym.sym.id in _ARGUMENTS
 
 
 def is_region(bsym: BoundSymbol) -> bool:

@@ -1,4 +1,4 @@
-"""The user's doors: `jit`, the plugin "flce" and `explain`."""
+"""The user's doors to thunder: `jit` and the plugin "flce"."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from thunder.plugins import register_plugin
 
 from thunder_flce.executor import executor
 from thunder_flce.options import Options
-from thunder_flce.transform import Compilation, FuseLinearCrossEntropy
+from thunder_flce.transform import FuseLinearCrossEntropy
 
 
 def jit(
@@ -18,6 +18,7 @@ def jit(
     /,
     *,
     options: Options | None = None,
+    strict: bool = False,
     executors: Sequence[Executor | str] | None = None,
     transforms: Sequence[Transform] | None = None,
     **thunder_options: Any,
@@ -27,17 +28,23 @@ def jit(
     Args:
         fn: the function or module to compile.
         options: choices about the time and memory of the fused regions.
+        strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
         executors: as in `thunder.jit`; `thunder_flce.executor` goes before them.
         transforms: as in `thunder.jit`; the fusion goes before them, since it needs to see the program as written.
         **thunder_options: passed on to `thunder.jit`.
     """
+    fusion = FuseLinearCrossEntropy(options, strict=strict)
+    return thunder.jit(fn, **with_fusion(fusion, executors, transforms), **thunder_options)
+
+
+def with_fusion(
+    fusion: FuseLinearCrossEntropy,
+    executors: Sequence[Executor | str] | None,
+    transforms: Sequence[Transform] | None,
+) -> dict[str, Any]:
+    """The executors and transforms to give to thunder, by argument; None stands for its defaults."""
     executors = thunder.get_default_executors() if executors is None else executors
-    return thunder.jit(
-        fn,
-        executors=[executor, *executors],
-        transforms=[FuseLinearCrossEntropy(options), *(transforms or ())],
-        **thunder_options,
-    )
+    return {"executors": [executor, *executors], "transforms": [fusion, *(transforms or ())]}
 
 
 class FlcePlugin(thunder.Plugin):
@@ -45,10 +52,12 @@ class FlcePlugin(thunder.Plugin):
 
     Args:
         options: choices about the time and memory of the fused regions.
+        strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
     """
 
-    def __init__(self, options: Options | None = None):
+    def __init__(self, options: Options | None = None, *, strict: bool = False):
         self.options = options
+        self.strict = strict
 
     def setup_executors(self) -> list[Executor]:
         """The executor, which has to come before thunder's own."""
@@ -56,22 +65,7 @@ class FlcePlugin(thunder.Plugin):
 
     def setup_transforms(self) -> list[Transform]:
         """The fusion."""
-        return [FuseLinearCrossEntropy(self.options)]
-
-
-def explain(jitted: Callable) -> list[Compilation]:
-    """What was decided about each cross-entropy, for each trace that a jitted function or module has compiled.
-
-    Args:
-        jitted: what `thunder_flce.jit`, `thunder.jit` with our transform or `thunder.compile` with our plugin returned.
-
-    Raises:
-        ValueError: where it was not compiled with `FuseLinearCrossEntropy`.
-    """
-    for transform in thunder.compile_data(jitted).transforms:
-        if isinstance(transform, FuseLinearCrossEntropy):
-            return transform.compilations
-    raise ValueError("jitted has no FuseLinearCrossEntropy transform; compile it with thunder_flce.jit")
+        return [FuseLinearCrossEntropy(self.options, strict=self.strict)]
 
 
 register_plugin("flce", FlcePlugin)

@@ -1,5 +1,6 @@
-"""The small programs whose traces are printed in this folder."""
+"""Small programs to print the traces of, and their arguments."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -72,17 +73,41 @@ class Sizes:
         return self.batch * self.sequence
 
 
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the tensors that programs take."""
+
+    sizes: Sizes
+    device: str
+    dtype: torch.dtype
+
+    def integers(self, *shape: int) -> Tensor:
+        return torch.randint(self.sizes.vocab, shape, device=self.device)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype, requires_grad=True)
+
+
+_RANK = 4
+_ARGUMENTS: dict[str, Callable[[_Maker, Sizes], Tensor]] = {
+    "hidden": lambda make, sizes: make.floats(sizes.batch, sizes.sequence, sizes.hidden),
+    "weight": lambda make, sizes: make.floats(sizes.vocab, sizes.hidden),
+    "second_weight": lambda make, sizes: make.floats(sizes.vocab, sizes.hidden),
+    "matrix": lambda make, sizes: make.floats(sizes.hidden, sizes.vocab),
+    "square": lambda make, sizes: make.floats(sizes.hidden, sizes.hidden),
+    "bias": lambda make, sizes: make.floats(sizes.vocab),
+    "adapter_down": lambda make, sizes: make.floats(_RANK, sizes.hidden),
+    "adapter_up": lambda make, sizes: make.floats(sizes.vocab, _RANK),
+    "class_weight": lambda make, sizes: torch.rand(sizes.vocab, device=make.device, dtype=make.dtype),
+    "temperature": lambda make, sizes: torch.tensor(0.7, device=make.device, dtype=make.dtype),
+    "tokens": lambda make, sizes: make.integers(sizes.batch, sizes.sequence),
+    "labels": lambda make, sizes: make.integers(sizes.batch, sizes.sequence),
+    "num_items": lambda make, sizes: torch.tensor(sizes.tokens, device=make.device),
+}
+ARGUMENTS = frozenset(_ARGUMENTS)
+
+
 def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors for a program, by the names of its arguments. All but the labels need a gradient."""
-    shapes = {
-        "hidden": (sizes.batch, sizes.sequence, sizes.hidden),
-        "weight": (sizes.vocab, sizes.hidden),
-        "bias": (sizes.vocab,),
-    }
-    names = program.__code__.co_varnames[: program.__code__.co_argcount]
-    return [
-        torch.randint(sizes.vocab, (sizes.batch, sizes.sequence), device=device)
-        if name == "labels"
-        else torch.randn(shapes[name], device=device, dtype=dtype, requires_grad=True)
-        for name in names
-    ]
+    """Tensors for a program, by the names of its arguments, out of `ARGUMENTS`; trainable ones need a gradient."""
+    make = _Maker(sizes, device, dtype)
+    return [_ARGUMENTS[name](make, sizes) for name in inspect.signature(program).parameters]

@@ -1,0 +1,308 @@
+"""Both front ends, `thunder.jit` and `thunderfx`: caching, modes, and what only torch.compile has, graph breaks."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from thunder.recipes import BaseRecipe
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import thunder_flce
+from doors import DOORS, assert_agrees, decisions, gradients
+from thunder_flce import FuseLinearCrossEntropy
+from thunder_flce.match import Reason
+
+V, H = 97, 16
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    """Without the graphs, and the guesses about dynamic shapes, of the tests before."""
+    torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    """An embedding, a hidden layer, dropout and a head with its loss; the points where a subclass may put something."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embedding = nn.Embedding(V, H)
+        self.hidden = nn.Linear(H, H)
+        self.dropout = nn.Dropout(dropout)
+        self.lm_head = nn.Linear(H, V, bias=False)
+
+    def before_head(self, hidden):
+        return hidden
+
+    def after_head(self, logits):
+        return logits
+
+    def logits(self, tokens):
+        hidden = self.dropout(torch.tanh(self.hidden(self.embedding(tokens))))
+        return self.after_head(self.lm_head(self.before_head(hidden)))
+
+    def forward(self, tokens, labels):
+        return F.cross_entropy(self.logits(tokens).float().view(-1, V), labels.view(-1))
+
+
+def batch(rows=3, tokens=8):
+    labels = torch.randint(0, V, (rows, tokens))
+    labels[0, :2] = -100
+    return torch.randint(0, V, (rows, tokens)), labels
+
+
+def assert_fused(compiled, times=None):
+    found = decisions(compiled)
+    assert found and all(decision.fused for decision in found), [str(decision) for decision in found]
+    assert times is None or len(found) == times
+
+
+both_doors = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+
+SHAPES = [(3, 8), (2, 9), (4, 5), (3, 8)]
+
+
+@both_doors
+def test_new_shapes(door):
+    """Dynamo makes the first dimension that changes a dynamic one; thunder still gets a trace for each of its sizes."""
+    model = Model()
+    compiled = door(model)
+    for shape in SHAPES:
+        arguments = batch(*shape)
+        assert_agrees(model, lambda a=arguments: model(*a), lambda a=arguments: compiled(*a), **CLOSE)
+    assert_fused(compiled)
+    compiled_so_far = len(decisions(compiled))
+    assert compiled_so_far in (3, 4)
+    compiled(*arguments)
+    assert len(decisions(compiled)) == compiled_so_far
+
+
+@both_doors
+def test_symbolic_values(door):
+    """Of a function: thunder can't trace an nn.Embedding with symbolic values."""
+    weight = torch.randn(V, H, requires_grad=True)
+
+    def step(hidden, weight, labels):
+        return F.cross_entropy(F.linear(hidden, weight), labels)
+
+    compiled = door(step, cache="symbolic values")
+    for tokens in (8, 9, 5, 8):
+        results = []
+        hidden, labels = torch.randn(tokens, H, requires_grad=True), torch.randint(0, V, (tokens,))
+        for call in (step, compiled):
+            loss = call(hidden, weight, labels)
+            results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+        torch.testing.assert_close(results[1], results[0], **CLOSE)
+    assert {decision.reason for decision in decisions(compiled)} == {Reason.DYNAMIC}
+
+
+@both_doors
+def test_no_grad_and_eval(door):
+    model = Model(dropout=0.5)
+    arguments = batch()
+    compiled = door(model)
+    compiled(*arguments).backward()
+    model.eval()
+    compiled.eval() if hasattr(compiled, "eval") else None
+    with torch.no_grad():
+        loss = compiled(*arguments)
+    torch.testing.assert_close(loss, model(*arguments).detach())
+    assert not loss.requires_grad
+    assert decisions(compiled)[-1].plan.strategy == "loss_only"
+    assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
+    assert_fused(compiled)
+
+
+@both_doors
+def test_gradient_accumulation(door):
+    model = Model()
+    compiled = door(model)
+    micro_batches = [batch(), batch()]
+    results = []
+    for forward in (model, compiled):
+        model.zero_grad()
+        for arguments in micro_batches:
+            (forward(*arguments) / 2).backward()
+        results.append(gradients(model))
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@both_doors
+def test_retained_graph(door):
+    model = Model()
+    compiled = door(model)
+    arguments = batch()
+    results = []
+    for forward in (model, compiled):
+        model.zero_grad()
+        loss = forward(*arguments)
+        loss.backward(torch.tensor(0.7), retain_graph=True)
+        loss.backward(torch.tensor(-3.1))
+        results.append(gradients(model))
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@both_doors
+def test_a_step_that_drops_the_logits(door):
+    model = Model()
+
+    class WithLogits(nn.Module):
+        def forward(self, tokens, labels):
+            logits = model.logits(tokens)
+            return F.cross_entropy(logits.view(-1, V), labels.view(-1)), logits
+
+    with_logits = WithLogits()
+
+    def step(tokens, labels):
+        return with_logits(tokens, labels)[0]
+
+    arguments = batch()
+    compiled = door(step)
+    assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@both_doors
+def test_autocast(door):
+    model = Model()
+    arguments = batch()
+    compiled = door(model)
+
+    def under_autocast(forward):
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(*arguments)
+
+    tolerances = {"rtol": 2e-2, "atol": 2e-2}
+    assert_agrees(model, lambda: under_autocast(model), lambda: under_autocast(compiled), **tolerances)
+    assert_fused(compiled, times=1)
+
+
+@both_doors
+def test_autocast_inside(door):
+    model = Model()
+    arguments = batch()
+
+    def step(tokens, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model.logits(tokens)
+        return F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
+
+    compiled = door(step)
+    assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), rtol=2e-2, atol=2e-2)
+    assert_fused(compiled, times=1)
+
+
+@both_doors
+def test_checkpointed_loss(door):
+    model = Model()
+    arguments = batch()
+
+    def step(tokens, labels):
+        hidden = torch.tanh(model.hidden(model.embedding(tokens)))
+
+        def loss(hidden, labels):
+            return F.cross_entropy(F.linear(hidden, model.lm_head.weight).view(-1, V), labels.view(-1))
+
+        return checkpoint(loss, hidden, labels, use_reentrant=False)
+
+    compiled = door(step)
+    assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@both_doors
+def test_ignore_index_as_an_argument(door):
+    model = Model()
+
+    def step(tokens, labels, ignore_index):
+        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), ignore_index=ignore_index)
+
+    compiled = door(step)
+    tokens, labels = batch()
+    labels[labels == -100] = 5
+    for ignore_index in (5, 6, 7):
+        call = (tokens, labels, ignore_index)
+        assert_agrees(model, lambda c=call: step(*c), lambda c=call: compiled(*c), **CLOSE)
+    assert_fused(compiled, times=3)
+
+
+class BreaksBeforeHead(Model):
+    def before_head(self, hidden):
+        torch._dynamo.graph_break()
+        return hidden
+
+
+class PrintsBeforeHead(Model):
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        print("")
+        hidden = torch.tanh(self.hidden(hidden))
+        return F.cross_entropy(self.lm_head(hidden).view(-1, V), labels.view(-1))
+
+
+class UnsupportedBeforeHead(Model):
+    """An operation that thunder leaves to Inductor: its graph is cut in three, without a graph break."""
+
+    def before_head(self, hidden):
+        return torch.sinc(hidden)
+
+
+@pytest.mark.parametrize("model", [PrintsBeforeHead, UnsupportedBeforeHead], ids=lambda m: m.__name__)
+def test_graph_breaks_away_from_the_logits(model):
+    model = model()
+    compiled = thunder_flce.thunderfx(model)
+    for shape in SHAPES[:2]:
+        arguments = batch(*shape)
+        assert_agrees(model, lambda a=arguments: model(*a), lambda a=arguments: compiled(*a), **CLOSE)
+    assert_fused(compiled, times=2)
+
+
+class BreaksAfterHead(Model):
+    def forward(self, tokens, labels):
+        logits = self.logits(tokens)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+
+class UnsupportedAfterHead(Model):
+    def after_head(self, logits):
+        return torch.sinc(logits)
+
+
+@pytest.mark.parametrize("model", [BreaksBeforeHead, BreaksAfterHead, UnsupportedAfterHead], ids=lambda m: m.__name__)
+def test_graph_breaks_between_linear_and_loss(model):
+    """The loss gets its logits from outside its graph. Dynamo puts a break in a callee around the whole callee."""
+    model = model()
+    arguments = batch()
+    compiled = thunder_flce.thunderfx(model)
+    assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
+    (decision,) = decisions(compiled)
+    assert decision.reason is Reason.NO_LINEAR
+
+
+@pytest.mark.parametrize("interpreter", ["thunder.jit", "thunder.fx"])
+def test_recipe_with_plugin(interpreter):
+    # thunder's default recipe insists on nvFuser, which needs a GPU.
+    fuser = "nvfuser" if torch.cuda.is_available() else "torch.compile"
+    recipe = BaseRecipe(fuser=fuser, interpreter=interpreter)
+    model = Model()
+    arguments = batch()
+    compiled = thunder.compile(model, recipe=recipe, plugins="flce")
+    assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
+    (fusion,) = [t for t in recipe.transforms if isinstance(t, FuseLinearCrossEntropy)]
+    assert [d.fused for c in fusion.compilations for d in c.decisions] == [True]
+
+
+def test_options_reach_the_plan():
+    model = Model()
+    arguments = batch()
+    for door in DOORS.values():
+        compiled = door(model, options=thunder_flce.Options(chunk_rows=8))
+        compiled(*arguments)
+        assert decisions(compiled)[0].plan.chunk_rows == 8

@@ -1,0 +1,133 @@
+"""Losses in several steps that are one: what becomes one region, what stays, and that results agree with eager."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import thunder_flce
+from doors import DOORS, decisions
+
+V, H, N = 33, 16, 20
+
+
+def _pieces(logits, labels, size=6, **settings):
+    pairs = zip(logits.split(size), labels.split(size), strict=True)
+    return [F.cross_entropy(x, y, reduction="none", **settings) for x, y in pairs]
+
+
+def sum_of_pieces(logits, labels):
+    """As litgpt's chunked_cross_entropy."""
+    count = (labels != 3).sum()
+    return torch.cat(_pieces(logits, labels, ignore_index=3)).sum() / count.maximum(torch.ones_like(count))
+
+
+def one_piece(logits, labels):
+    return torch.cat(_pieces(logits, labels, size=128)).sum()
+
+
+def chunks(logits, labels):
+    pairs = zip(logits.chunk(3), labels.chunk(3), strict=True)
+    return torch.cat([F.cross_entropy(x, y, reduction="none", label_smoothing=0.1) for x, y in pairs]).sum()
+
+
+def weighted_tokens_of_pieces(logits, labels):
+    return (torch.cat(_pieces(logits, labels)) * torch.arange(N)).sum()
+
+
+def sum_of_tokens(logits, labels):
+    return F.cross_entropy(logits, labels, reduction="none").sum(0)
+
+
+def sum_of_nll(logits, labels):
+    return F.nll_loss(F.log_softmax(logits, -1), labels, reduction="none").sum()
+
+
+ONE_REGION = {
+    sum_of_pieces: "sum",
+    one_piece: "sum",
+    chunks: "sum",
+    weighted_tokens_of_pieces: "none",
+    sum_of_tokens: "sum",
+    sum_of_nll: "sum",
+}
+
+
+def reversed_pieces(logits, labels):
+    losses = _pieces(logits, labels)
+    return (torch.cat(losses[::-1]) * torch.arange(N)).sum()
+
+
+def pieces_that_differ(logits, labels):
+    first, *rest = zip(logits.split(10), labels.split(10), strict=True)
+    losses = [F.cross_entropy(*first, reduction="none")]
+    losses += [F.cross_entropy(x, y, reduction="none", ignore_index=3) for x, y in rest]
+    return torch.cat(losses).sum()
+
+
+def logits_used_elsewhere(logits, labels):
+    return torch.cat(_pieces(logits, labels)).sum() + logits.square().sum()
+
+
+def losses_used_elsewhere(logits, labels):
+    losses = _pieces(logits, labels)
+    return torch.cat(losses).sum() + losses[0].max()
+
+
+def _results(call, hidden, weight, labels):
+    loss = call(hidden, weight, labels)
+    return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+
+def _arguments():
+    hidden, weight = torch.randn(N, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    labels = torch.randint(0, V, (N,))
+    labels[:4] = 3
+    return hidden, weight, labels
+
+
+def _program(loss):
+    return lambda hidden, weight, labels: loss(F.linear(hidden, weight), labels)
+
+
+@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("loss", ONE_REGION, ids=lambda loss: loss.__name__)
+def test_one_region(loss, door):
+    torch._dynamo.reset()
+    compiled = door(_program(loss))
+    arguments = _arguments()
+    torch.testing.assert_close(_results(compiled, *arguments), _results(_program(loss), *arguments))
+    (decision,) = decisions(compiled)
+    assert decision.fused
+    assert (decision.plan.strategy == "gradients_in_forward") == (ONE_REGION[loss] == "sum")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [reversed_pieces, pieces_that_differ, logits_used_elsewhere, losses_used_elsewhere],
+    ids=lambda loss: loss.__name__,
+)
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+def test_left_as_they_are(loss):
+    compiled = thunder_flce.jit(_program(loss))
+    arguments = _arguments()
+    torch.testing.assert_close(_results(compiled, *arguments), _results(_program(loss), *arguments))
+    found = decisions(compiled)
+    assert len(found) > 1 and not any(decision.fused for decision in found)
+
+
+def test_checkpointed_pieces_are_computed_once():
+    def program(hidden, weight, labels):
+        def loss(hidden, weight, labels):
+            return sum_of_pieces(F.linear(hidden, weight), labels) * 2
+
+        return checkpoint(loss, hidden, weight, labels, use_reentrant=False)
+
+    compiled = thunder_flce.jit(program)
+    arguments = _arguments()
+    torch.testing.assert_close(_results(compiled, *arguments), _results(program, *arguments))
+    (decision,) = decisions(compiled)
+    assert decision.fused
+    backward = thunder.last_backward_traces(compiled)[-1]
+    assert "linear_cross_entropy_fwd" not in [bsym.sym.name for bsym in backward.bound_symbols]

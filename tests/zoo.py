@@ -1,0 +1,265 @@
+"""Real models, tiny and random, and what becomes of each under `thunder.jit` and `thunderfx`.
+
+    python tests/zoo.py            prints the table of README.md
+    python tests/zoo.py --write    puts it there
+
+`test_model_zoo.py` asserts every row.
+"""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import litgpt
+import torch
+import torch.nn.functional as F
+import transformers
+from litgpt.utils import chunked_cross_entropy
+from torch import nn
+
+from thunder_flce.reason import Reason
+
+VOCAB = 199
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- models: python tests/zoo.py --write -->", "<!-- end of models -->"
+
+FUSED = "fused"
+
+
+@dataclass(frozen=True)
+class Raises:
+    """thunder cannot trace the model, with or without this project."""
+
+    error: type[Exception]
+
+    def __str__(self) -> str:
+        return f"thunder raises `{self.error.__name__}`"
+
+
+Outcome = str | Reason | Raises
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table."""
+
+    model: str
+    build: Callable[[], nn.Module]
+    """Makes the module: (tokens, labels) to the loss, or to what has it as its attribute `loss`."""
+    head: str = ""
+    """What is between the linear and the loss, or else is particular, in words."""
+    region: Mapping[str, Any] = field(default_factory=dict)
+    """The same as the settings of the fused region that are not the defaults."""
+    regions: int = 1
+    jit: Outcome = FUSED
+    thunderfx: Outcome = FUSED
+
+
+class LossOnly(nn.Module):
+    """A model of transformers, of whose outputs only the loss is returned."""
+
+    def __init__(self, model: nn.Module, **settings: Any):
+        super().__init__()
+        self.model = model
+        self.settings = settings
+
+    def forward(self, tokens, labels):
+        return self.model(input_ids=tokens, labels=labels, use_cache=False, **self.settings).loss
+
+
+class AllOutputs(LossOnly):
+    """The same, with all outputs."""
+
+    def forward(self, tokens, labels):
+        return self.model(input_ids=tokens, labels=labels, use_cache=False)
+
+
+class WithCrossEntropy(nn.Module):
+    """A model of litgpt with the loss of its training loops, or that of PyTorch."""
+
+    def __init__(self, model: nn.Module, chunk_size: int | None = 0, lm_head_chunk_size: int = 0):
+        super().__init__()
+        self.model = model
+        self.chunk_size = chunk_size
+        self.lm_head_chunk_size = lm_head_chunk_size
+
+    def forward(self, tokens, labels):
+        logits = self.model(tokens, lm_head_chunk_size=self.lm_head_chunk_size)
+        if self.chunk_size is None:
+            return F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
+        return chunked_cross_entropy(logits, labels, chunk_size=self.chunk_size, ignore_index=-100)
+
+
+# One layer: what is in front of the head takes most of thunder's time, and is none of ours.
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "attn_implementation": "sdpa",
+}
+
+
+def _transformers(name: str, *, wrap: type[LossOnly] = LossOnly, call: Mapping[str, Any] | None = None, **config: Any):
+    """How to build a model of transformers by the prefix of its classes; `call` has arguments of its forward."""
+
+    def build():
+        model_class = getattr(transformers, f"{name}ForCausalLM")
+        config_class = getattr(transformers, f"{name}Config")
+        return wrap(model_class(config_class(**{**_SIZES, **config})), **(call or {}))
+
+    return build
+
+
+def _gpt2(loss_type: str | None = None):
+    """How to build GPT-2, whose class has a name from which transformers can't tell the type of its loss."""
+
+    def build():
+        sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
+        model.loss_type = loss_type
+        return LossOnly(model)
+
+    return build
+
+
+def _litgpt(name: str, **wrap: Any):
+    """How to build a small model of litgpt by the name of its configuration."""
+
+    def build():
+        full = litgpt.Config.from_name(name)
+        sizes = {"block_size": 32, "n_layer": 1, "n_embd": 32, "n_head": 4, "head_size": 8, "intermediate_size": 48}
+        sizes["n_query_groups"] = {full.n_head: 4, 1: 1}.get(full.n_query_groups, 2)
+        if full.n_expert:
+            sizes |= {"n_expert": 4, "n_expert_per_token": 2}
+        if full.sliding_window_size:
+            sizes |= {"sliding_window_size": 8, "sliding_window_indices": full.sliding_window_indices[:1]}
+        config = litgpt.Config.from_name(name, vocab_size=VOCAB, padded_vocab_size=VOCAB, **sizes)
+        return WithCrossEntropy(litgpt.GPT(config), **wrap)
+
+    return build
+
+
+ENTRIES = [
+    Entry("transformers Llama", _transformers("Llama")),
+    Entry("transformers Qwen2", _transformers("Qwen2")),
+    Entry("transformers Qwen3", _transformers("Qwen3", head_dim=8)),
+    Entry("transformers Gemma", _transformers("Gemma", head_dim=8), head="tied to the embedding"),
+    Entry(
+        "transformers Gemma 2",
+        _transformers("Gemma2", head_dim=8, sliding_window=8, attn_implementation="eager"),
+        head="tied; softcap",
+        region={"softcap": 30.0},
+    ),
+    Entry("transformers Phi3", _transformers("Phi3")),
+    Entry("transformers Mistral", _transformers("Mistral")),
+    Entry(
+        "transformers Granite",
+        _transformers("Granite", logits_scaling=8.0),
+        head="logits divided by `logits_scaling`",
+        region={"logit_scale": 0.125},
+    ),
+    Entry(
+        "transformers Cohere",
+        _transformers("Cohere", logit_scale=0.0625),
+        head="tied; logits times `logit_scale`",
+        region={"logit_scale": 0.0625},
+    ),
+    Entry("transformers OLMo 2", _transformers("Olmo2")),
+    Entry("transformers GPT-2", _gpt2(loss_type="ForCausalLM"), head='tied; `model.loss_type = "ForCausalLM"`'),
+    Entry(
+        "transformers GPT-2",
+        _gpt2(),
+        head="tied; by default, transformers logs a warning before the loss, where Dynamo breaks the graph",
+        thunderfx=Reason.NO_LINEAR,
+    ),
+    Entry(
+        "transformers Llama",
+        _transformers("Llama", num_hidden_layers=0, call={"num_items_in_batch": 37}),
+        head="`num_items_in_batch`, a number",
+    ),
+    Entry(
+        "transformers Llama",
+        _transformers("Llama", num_hidden_layers=0, call={"num_items_in_batch": torch.tensor(37)}),
+        head="`num_items_in_batch`, a tensor",
+    ),
+    Entry(
+        "transformers Llama",
+        _transformers("Llama", num_hidden_layers=0, wrap=AllOutputs),
+        head="all outputs returned",
+        jit=Reason.LOGITS_RETURNED,
+        thunderfx=Reason.LOGITS_RETURNED,
+    ),
+    Entry("litgpt Pythia", _litgpt("pythia-14m")),
+    Entry("litgpt Llama 2", _litgpt("Llama-2-7b-hf")),
+    Entry("litgpt Llama 3", _litgpt("Llama-3.2-1B")),
+    Entry(
+        "litgpt Llama 3",
+        _litgpt("Llama-3.2-1B", chunk_size=8),
+        head="`chunk_size=8`, 3 chunks that become one region",
+    ),
+    Entry(
+        "litgpt Llama 3",
+        _litgpt("Llama-3.2-1B", chunk_size=8, lm_head_chunk_size=6),
+        head="`lm_head_chunk_size`, 2 chunks",
+        regions=2,
+    ),
+    Entry("litgpt Gemma", _litgpt("Gemma-2b")),
+    Entry("litgpt Gemma 2", _litgpt("Gemma-2-2b"), head="softcap", region={"softcap": 30.0}),
+    Entry("litgpt Gemma 3", _litgpt("Gemma-3-1b-it")),
+    Entry("litgpt Phi 2", _litgpt("phi-2"), head="bias", region={"linear_bias": True}),
+    Entry("litgpt Falcon", _litgpt("falcon-7b")),
+    Entry("litgpt Qwen2.5", _litgpt("Qwen2.5-0.5B")),
+    Entry("litgpt Qwen3", _litgpt("Qwen3-0.6B")),
+    Entry("litgpt OLMo", _litgpt("OLMo-1B-hf")),
+    Entry(
+        "litgpt Mixtral",
+        _litgpt("Mixtral-8x7B-v0.1"),
+        head="experts chosen by the data, where Dynamo breaks the graph",
+        jit=Raises(NotImplementedError),
+        thunderfx=Reason.NO_LINEAR,
+    ),
+]
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels, some of them ignored."""
+    labels = torch.randint(0, VOCAB, (2, 12))
+    labels[0, :4] = -100
+    return torch.randint(0, VOCAB, (2, 12)), labels
+
+
+def table() -> str:
+    """The rows as Markdown."""
+    lines = ["| model | head and loss | `thunder.jit` | `thunderfx` |", "| --- | --- | --- | --- |"]
+    for entry in ENTRIES:
+        outcomes = [_cell(outcome, entry.regions) for outcome in (entry.jit, entry.thunderfx)]
+        lines.append(f"| {entry.model} | {entry.head} | {' | '.join(outcomes)} |")
+    return "\n".join(lines)
+
+
+def _cell(outcome: Outcome, regions: int) -> str:
+    if isinstance(outcome, Reason):
+        return f"not fused: {outcome.value}"
+    return f"{outcome}, {regions} regions" if outcome == FUSED and regions > 1 else str(outcome)
+
+
+def write_readme() -> None:
+    """Replaces the table of README.md."""
+    before, _, rest = README.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        write_readme()
+    else:
+        print(table())

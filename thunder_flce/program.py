@@ -1,0 +1,97 @@
+"""A trace as the matcher needs it: who produces and who uses each tensor, and through which gradients flow."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from thunder.core import dtypes, prims
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+
+
+class Program:
+    """The bound symbols of a trace, in order, and how they hang together."""
+
+    def __init__(self, trace: TraceCtx):
+        self.bsyms = list(trace.bound_symbols)
+        self.producers: dict[str, BoundSymbol] = {}
+        self.consumers: dict[str, list[BoundSymbol]] = {}
+        self.need_grad = tensors_that_need_grad(trace)
+        self._positions = {id(bsym): position for position, bsym in enumerate(self.bsyms)}
+        for bsym in self.bsyms:
+            arguments = {arg.name for arg in bsym.flat_proxy_args}
+            outputs = {out.name for out in bsym.flat_proxy_outs}
+            if outputs and outputs <= arguments:
+                continue  # Hands its argument on, such as a reshape to the same shape.
+            for name in outputs:
+                self.producers.setdefault(name, bsym)
+            for name in arguments:
+                self.consumers.setdefault(name, []).append(bsym)
+
+    def users(self, tensor: TensorProxy) -> list[BoundSymbol]:
+        """Who uses a tensor, the return included."""
+        return self.consumers.get(tensor.name, [])
+
+    def between(self, first: Sequence[BoundSymbol], last: BoundSymbol) -> list[BoundSymbol]:
+        """The bound symbols from the earliest of `first` up to, but without, `last`."""
+        start = min(self._positions[id(bsym)] for bsym in first)
+        return self.bsyms[start : self._positions[id(last)]]
+
+    def same_values(self, a: Any, b: Any) -> bool:
+        """Whether two arguments are the same or computed in the same way from the same; blind to changes in place."""
+        if not isinstance(a, TensorProxy) or not isinstance(b, TensorProxy):
+            if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+                return len(a) == len(b) and all(map(self.same_values, a, b))
+            return type(a) is type(b) and a == b
+        if a.name == b.name:
+            return True
+        producers = self.producers.get(a.name), self.producers.get(b.name)
+        if None in producers:
+            return False
+        first, second = producers
+        return (
+            not _is_random(first)
+            and first.sym.id == second.sym.id
+            and a.shape == b.shape
+            and len(first.flat_proxy_outs) == len(second.flat_proxy_outs) == 1
+            and self.same_values(first.args, second.args)
+            and first.kwargs.keys() == second.kwargs.keys()
+            and all(self.same_values(value, second.kwargs[name]) for name, value in first.kwargs.items())
+        )
+
+
+def tensors_that_need_grad(trace: TraceCtx) -> set[str]:
+    """The names of all tensors of a trace through which a gradient flows; thunder marks only its inputs.
+
+    A superset at worst: an operation whose derivative is zero still passes it on.
+    """
+    needed = {arg.name for arg in _tensors(trace.args) if arg.requires_grad}
+    for bsym in trace.bound_symbols:
+        if bsym.sym.name in ("detach", "stop_gradient"):
+            continue
+        if any(arg.name in needed for arg in bsym.flat_proxy_args):
+            needed |= {out.name for out in _tensors(bsym.flat_proxy_outs) if carries_grad(out)}
+    return needed
+
+
+def _tensors(proxies: Sequence[Any]) -> list[TensorProxy]:
+    return [proxy for proxy in proxies if isinstance(proxy, TensorProxy)]
+
+
+def carries_grad(tensor: TensorProxy) -> bool:
+    """Whether a gradient can flow through a tensor: not if it was computed under `torch.no_grad`."""
+    return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
+
+
+def _is_random(bsym: BoundSymbol) -> bool:
+    return prims.OpTags.RANDOM_OP in (bsym.sym.tags or ()) or any(map(_is_random, bsym.subsymbols))
+
+
+def tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:
+    """The tensors that an operation, or one that it consists of, changes in place."""
+    written = [tensor for inner in bsym.subsymbols for tensor in tensors_written(inner)]
+    if bsym.sym.id == prims.PrimIDs.COPY_:
+        written.append(bsym.args[1])
+    elif bsym.sym.name.endswith("_") or "setitem" in bsym.sym.name:
+        written.append(bsym.args[0])
+    return _tensors(written)

@@ -1,0 +1,36 @@
+"""Why a cross-entropy was not fused with its linear."""
+
+from enum import Enum
+
+
+class Reason(Enum):
+    """Why a cross-entropy was not fused with its linear."""
+
+    NO_LINEAR = "its logits do not come from a linear layer"
+    LOGITS_USED = "the logits, or something between them and the loss, are also used elsewhere"
+    LOGITS_RETURNED = "the program returns its logits; return the loss only to have them fused"
+    TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss"
+    NOT_LOG_PROBABILITIES = "the input of nll_loss is not a log_softmax"
+    CLASS_DIMENSION = "the vocabulary is not the class dimension of the loss"
+    CLASS_PROBABILITIES = "the targets are class probabilities"
+    CLASS_WEIGHTS = "it has class weights that are not supported"
+    DTYPE = "the linear's operands have different dtypes, or one that is not supported"
+    DISTRIBUTED = "an operand is a distributed tensor"
+    OPERAND_MODIFIED = "a floating-point tensor is changed in place between the linear and the loss"
+    DYNAMIC = "a shape or a setting is not known when the trace is compiled"
+    DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
+    NOT_THUNDER = "thunder does not compile its part of the graph"
+
+
+class NotFusable(Exception):
+    """Raised while matching, and turned into a decision that the user can read.
+
+    Args:
+        reason: what stood in the way.
+        detail: which operation or value it was.
+    """
+
+    def __init__(self, reason: Reason, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail

@@ -1,0 +1,483 @@
+"""The ways to write a language model's loss, each as a small program: those that are fused, and those that are not.
+
+The arguments are told apart by name, see `programs.arguments`.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from thunder_flce.reason import Reason
+
+CROSS_ENTROPY = nn.CrossEntropyLoss()
+NLL_LOSS = nn.NLLLoss()
+
+
+def _loss(logits, labels, **settings):
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **settings)
+
+
+# Shapes and casts.
+
+
+def float32_logits(hidden, weight, labels):
+    return _loss(F.linear(hidden, weight).float(), labels)
+
+
+def flattened(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten())
+
+
+def flat_hidden_states(hidden, weight, labels):
+    logits = F.linear(hidden.view(-1, hidden.shape[-1]), weight)
+    return F.cross_entropy(logits, labels.view(-1))
+
+
+def transposed(hidden, weight, labels):
+    """(B, V, T), as cross_entropy takes more than two dimensions."""
+    return F.cross_entropy(F.linear(hidden, weight).transpose(1, 2), labels)
+
+
+def permuted_and_contiguous(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight).permute(0, 2, 1).contiguous(), labels, reduction="none").mean()
+
+
+def matrix_transposed(hidden, weight, labels):
+    return CROSS_ENTROPY(F.linear(hidden, weight).mT, labels)
+
+
+def sequence_first(hidden, weight, labels):
+    """(T, B, V) logits, as Megatron has them, brought to (B, T, V)."""
+    logits = F.linear(hidden.transpose(0, 1), weight).transpose(0, 1).contiguous()
+    return _loss(logits, labels)
+
+
+def one_sequence(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight)[0], labels[0])
+
+
+def one_token(hidden, weight, labels):
+    """No dimension but the vocabulary."""
+    return F.cross_entropy(F.linear(hidden[0, 0], weight), labels[1, 1])
+
+
+# Shifts and slices.
+
+
+def padded_label_shift(hidden, weight, labels):
+    """The shift of transformers since 4.48."""
+    logits = F.linear(hidden, weight).float()
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), ignore_index=-100, reduction="mean")
+
+
+def shift_by_slices(hidden, weight, labels):
+    """The shift of transformers before that."""
+    logits = F.linear(hidden, weight).float()
+    logits = logits[..., :-1, :].contiguous()
+    labels = labels[..., 1:].contiguous()
+    return CROSS_ENTROPY(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+def shift_by_slices_and_transpose(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight)[:, :-1].transpose(1, 2), labels[:, 1:])
+
+
+def shift_by_narrow(hidden, weight, labels):
+    steps = labels.shape[1] - 1
+    logits = F.linear(hidden, weight).transpose(1, 2).narrow(2, 0, steps)
+    return F.cross_entropy(logits, labels.narrow(1, 1, steps))
+
+
+def sliced_rows_of_flat_logits(hidden, weight, labels):
+    logits = F.linear(hidden, weight).view(-1, weight.shape[0])
+    return F.cross_entropy(logits[1::2], labels.view(-1)[1::2])
+
+
+def last_position(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight)[:, -1], labels[:, -1])
+
+
+def sliced_hidden_states(hidden, weight, labels):
+    """As transformers does with `logits_to_keep`."""
+    logits = F.linear(hidden[:, slice(-8, None), :], weight)
+    return _loss(logits, labels[:, -8:])
+
+
+def first_columns_of_the_vocabulary(hidden, weight, labels):
+    """A vocabulary padded for speed, without its padding."""
+    return _loss(F.linear(hidden, weight)[..., :91], labels.clamp(max=90))
+
+
+# Factors and softcaps.
+
+
+def divided(hidden, weight, labels):
+    """As granite has it."""
+    return _loss(F.linear(hidden, weight) / 8.0, labels)
+
+
+def multiplied(hidden, weight, labels):
+    """As cohere has it."""
+    return _loss(0.0625 * F.linear(hidden, weight).float(), labels)
+
+
+def negated_and_shifted(hidden, weight, labels):
+    return _loss((F.linear(hidden, weight) * -0.3)[:, :-1], labels[:, 1:])
+
+
+def softcapped(hidden, weight, labels):
+    """As gemma2 has it."""
+    logits = F.linear(hidden, weight)
+    logits = logits / 3.0
+    logits = torch.tanh(logits)
+    logits = logits * 3.0
+    return _loss(logits.float(), labels)
+
+
+def softcapped_in_one_line(hidden, weight, labels):
+    """As litgpt has it, and a factor before and after."""
+    return _loss(2 * (torch.tanh(F.linear(hidden, weight) * 1.5 / 4.9) * 4.9), labels)
+
+
+def softcapped_and_shifted(hidden, weight, bias, labels):
+    logits = 3 * (F.linear(hidden, weight, bias).float() / 3).tanh()
+    return F.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="sum")
+
+
+# The linear.
+
+
+def matmul_operator(hidden, weight, labels):
+    return _loss(hidden @ weight.t(), labels)
+
+
+def torch_matmul(hidden, weight, labels):
+    return _loss(torch.matmul(hidden, weight.T), labels)
+
+
+def matmul_with_a_matrix(hidden, matrix, labels):
+    """The matrix is (H, V)."""
+    return _loss(hidden @ matrix, labels)
+
+
+def matmul_with_a_square_matrix(hidden, square, labels):
+    """Permuted to what it was: not the transpose of the weight that `permute` is most often given for."""
+    return _loss(hidden @ square.permute(0, 1), labels.clamp(max=hidden.shape[-1] - 1))
+
+
+def torch_mm(hidden, weight, labels):
+    return F.cross_entropy(torch.mm(hidden.view(-1, hidden.shape[-1]), weight.transpose(0, 1)), labels.view(-1))
+
+
+def linear_with_bias(hidden, weight, bias, labels):
+    return _loss(F.linear(hidden, weight, bias), labels)
+
+
+def bias_added(hidden, weight, bias, labels):
+    return _loss(F.linear(hidden, weight) + bias, labels)
+
+
+def bias_added_to_matmul(hidden, weight, bias, labels):
+    return _loss(bias + torch.matmul(hidden, weight.mT), labels)
+
+
+def addmm(hidden, weight, bias, labels):
+    return F.cross_entropy(torch.addmm(bias, hidden.view(-1, hidden.shape[-1]), weight.t()), labels.view(-1))
+
+
+def low_rank_adapter(hidden, weight, adapter_down, adapter_up, labels):
+    """LoRA around lm_head; the weight is frozen."""
+    logits = F.linear(hidden, weight.detach())
+    return _loss(logits + F.linear(F.linear(hidden, adapter_down), adapter_up) * 2.0, labels)
+
+
+def low_rank_adapter_by_matmul(hidden, weight, bias, adapter_down, adapter_up, labels):
+    """The same as litgpt writes it."""
+    adapter = (hidden @ adapter_down.transpose(0, 1) @ adapter_up.transpose(0, 1)) * 0.3
+    return _loss(F.linear(hidden, weight, bias) + adapter, labels)
+
+
+def low_rank_adapter_on_logits_without_grad(hidden, weight, adapter_down, adapter_up, labels):
+    """Gradients flow through one of the two linears only."""
+    with torch.no_grad():
+        logits = F.linear(hidden, weight)
+    return _loss(logits + F.linear(F.linear(hidden, adapter_down), adapter_up), labels)
+
+
+def tied_embeddings(tokens, weight, labels):
+    return _loss(F.linear(torch.tanh(F.embedding(tokens, weight)), weight), labels)
+
+
+# The loss.
+
+
+def label_smoothing(hidden, weight, labels):
+    return _loss(F.linear(hidden, weight), labels, label_smoothing=0.1)
+
+
+def class_weights(hidden, weight, class_weight, labels):
+    return _loss(F.linear(hidden, weight), labels, weight=class_weight, reduction="sum")
+
+
+def class_weights_and_label_smoothing(hidden, weight, class_weight, labels):
+    return _loss(F.linear(hidden, weight), labels, weight=class_weight, label_smoothing=0.2)
+
+
+def class_weights_of_nll_loss(hidden, weight, class_weight, labels):
+    log_probs = F.log_softmax(F.linear(hidden, weight), dim=-1).view(-1, weight.shape[0])
+    return F.nll_loss(log_probs, labels.view(-1), weight=class_weight, ignore_index=-100)
+
+
+def log_softmax_and_nll_loss(hidden, weight, labels):
+    log_probs = F.log_softmax(F.linear(hidden, weight).float(), dim=-1)
+    return F.nll_loss(log_probs.view(-1, weight.shape[0]), labels.view(-1))
+
+
+def log_softmax_and_transposed_nll_loss(hidden, weight, labels):
+    return NLL_LOSS(F.linear(hidden, weight).log_softmax(-1).transpose(1, 2), labels)
+
+
+def num_items_in_batch(hidden, weight, labels, num_items):
+    """As transformers does it with gradient accumulation."""
+    return _loss(F.linear(hidden, weight).float(), labels, reduction="sum") / num_items
+
+
+def divided_by_the_number_of_valid_targets(hidden, weight, labels):
+    loss = _loss(F.linear(hidden, weight), labels, reduction="none")
+    return loss.sum() / (labels != -100).sum()
+
+
+def added_to_other_losses(hidden, weight, labels):
+    return _loss(F.linear(hidden, weight), labels) / 4 + 0.01 * hidden.square().mean()
+
+
+def losses_on_one_head(hidden, weight, labels):
+    """A prediction from each of two hidden states."""
+    first = _loss(F.linear(hidden, weight), labels)
+    return first + 0.5 * _loss(F.linear(torch.tanh(hidden), weight), labels)
+
+
+def losses_on_the_same_logits(hidden, weight, labels):
+    """Predictions of the next token and of the one after."""
+    logits = F.linear(hidden, weight)
+    return _loss(logits[:, :-1], labels[:, 1:]) + 0.3 * _loss(logits[:, :-2], labels[:, 2:])
+
+
+def heads_for_later_tokens(hidden, weight, second_weight, labels):
+    """Multi-token prediction."""
+    first = _loss(F.linear(hidden, weight)[:, :-1], labels[:, 1:])
+    return first + 0.3 * _loss(F.linear(hidden, second_weight)[:, :-2], labels[:, 2:])
+
+
+def accuracy(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    correct = (logits.detach().argmax(-1) == labels).float()
+    return _loss(logits, labels), correct.mean()
+
+
+def accuracy_of_shifted_logits(hidden, weight, labels):
+    logits = F.linear(hidden, weight).float() / 1.3
+    with torch.no_grad():
+        predictions = logits[..., :-1, :].argmax(dim=-1)
+        valid = labels[..., 1:] != -100
+        right = ((predictions == labels[..., 1:]) & valid).sum() / valid.sum()
+    loss = _loss(logits[..., :-1, :], labels[..., 1:])
+    return loss, right
+
+
+def accuracy_by_max(hidden, weight, labels):
+    logits = F.linear(hidden, weight).view(-1, weight.shape[0])
+    loss = F.cross_entropy(logits, labels.view(-1))
+    _, predictions = torch.max(logits, 1)
+    return loss, (predictions == labels.view(-1)).sum()
+
+
+def accuracies_of_two_heads(hidden, weight, second_weight, labels):
+    """What is computed from both comes after both losses."""
+    first, second = F.linear(hidden, weight), F.linear(hidden, second_weight)
+    right = (first.argmax(-1) == labels).sum() + (second.argmax(-1) == labels).sum()
+    return _loss(first, labels) + _loss(second, labels), right
+
+
+def predictions_returned(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return _loss(logits, labels), logits.argmax(-1)
+
+
+def accuracy_for_other_labels(hidden, weight, labels, tokens):
+    logits = F.linear(hidden, weight)
+    return _loss(logits, labels), (logits.argmax(-1) == tokens).sum()
+
+
+def accuracy_where_minus_one_is_ignored(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    labels = torch.where(labels == -100, -1, labels)
+    return _loss(logits, labels, ignore_index=-1), (logits.argmax(-1) == labels).sum()
+
+
+def head_checkpointed(hidden, weight, labels):
+    logits = checkpoint(lambda hidden: F.linear(hidden, weight), hidden, use_reentrant=False)
+    return _loss(logits.float(), labels)
+
+
+def head_and_loss_checkpointed(hidden, weight, labels):
+    return checkpoint(shift_by_slices, hidden, weight, labels, use_reentrant=False) * 2
+
+
+FUSED: tuple[Callable, ...] = (
+    float32_logits,
+    flattened,
+    flat_hidden_states,
+    transposed,
+    permuted_and_contiguous,
+    matrix_transposed,
+    sequence_first,
+    one_sequence,
+    one_token,
+    padded_label_shift,
+    shift_by_slices,
+    shift_by_slices_and_transpose,
+    shift_by_narrow,
+    sliced_rows_of_flat_logits,
+    last_position,
+    sliced_hidden_states,
+    first_columns_of_the_vocabulary,
+    divided,
+    multiplied,
+    negated_and_shifted,
+    softcapped,
+    softcapped_in_one_line,
+    softcapped_and_shifted,
+    matmul_operator,
+    torch_matmul,
+    matmul_with_a_matrix,
+    matmul_with_a_square_matrix,
+    torch_mm,
+    linear_with_bias,
+    bias_added,
+    bias_added_to_matmul,
+    addmm,
+    low_rank_adapter,
+    low_rank_adapter_by_matmul,
+    low_rank_adapter_on_logits_without_grad,
+    tied_embeddings,
+    label_smoothing,
+    class_weights,
+    class_weights_and_label_smoothing,
+    class_weights_of_nll_loss,
+    log_softmax_and_nll_loss,
+    log_softmax_and_transposed_nll_loss,
+    num_items_in_batch,
+    divided_by_the_number_of_valid_targets,
+    added_to_other_losses,
+    losses_on_one_head,
+    losses_on_the_same_logits,
+    heads_for_later_tokens,
+    accuracy,
+    accuracy_of_shifted_logits,
+    accuracy_by_max,
+    accuracies_of_two_heads,
+    predictions_returned,
+    accuracy_for_other_labels,
+    accuracy_where_minus_one_is_ignored,
+    head_checkpointed,
+    head_and_loss_checkpointed,
+)
+
+
+# What is not fused.
+
+
+def accuracy_of_other_rows(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    right = (logits.argmax(-1)[:, :-1] == labels[:, 1:]).sum()
+    return _loss(logits[:, :-1], labels[:, 1:]), right
+
+
+def labels_from_predictions(hidden, weight, labels):
+    """The region would need what it computes."""
+    logits = F.linear(hidden, weight)
+    is_wrong = logits.argmax(-1) != labels
+    return _loss(logits, torch.where(is_wrong, labels, -100))
+
+
+def logits_returned(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return _loss(logits, labels), logits
+
+
+def logits_used_by_another_loss(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return _loss(logits, labels) + 1e-3 * logits.logsumexp(-1).square().mean()
+
+
+def another_loss_on_the_same_logits_is_not_fused(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return _loss(logits[:, :-1], labels[:, 1:]) + _loss(torch.relu(logits), labels)
+
+
+def log_probabilities_used(hidden, weight, labels):
+    log_probs = F.log_softmax(F.linear(hidden, weight), dim=-1)
+    loss = F.nll_loss(log_probs.view(-1, weight.shape[0]), labels.view(-1), ignore_index=-100)
+    return loss - 0.01 * (log_probs.exp() * log_probs).sum(-1).mean()
+
+
+def nll_loss_of_logits(hidden, weight, labels):
+    return F.nll_loss(F.linear(hidden, weight).view(-1, weight.shape[0]), labels.view(-1), ignore_index=-100)
+
+
+def activation(hidden, weight, labels):
+    return _loss(torch.relu(F.linear(hidden, weight)), labels)
+
+
+def scaled_by_a_tensor(hidden, weight, labels, temperature):
+    return _loss(F.linear(hidden, weight) / temperature, labels)
+
+
+def bias_after_a_factor(hidden, weight, bias, labels):
+    return _loss(F.linear(hidden, weight) * 0.5 + bias, labels)
+
+
+def changed_in_place(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    logits /= 0.7
+    return _loss(logits, labels)
+
+
+def last_columns_of_the_vocabulary(hidden, weight, labels):
+    return _loss(F.linear(hidden, weight)[..., 1:], labels.clamp(min=-100, max=90))
+
+
+def batch_as_classes(hidden, weight, labels):
+    """(B, T, V) logits as if T were the number of classes."""
+    classes = torch.zeros(hidden.shape[0], weight.shape[0], dtype=torch.long, device=hidden.device)
+    with torch.no_grad():
+        # thunder itself has no backward of this.
+        return F.cross_entropy(F.linear(hidden, weight), classes)
+
+
+def rows_picked_by_a_tensor(hidden, weight, labels):
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    return F.cross_entropy(F.linear(hidden, weight)[rows, rows + 1], labels[:, 3])
+
+
+DECLINED: dict[Callable, Reason] = {
+    accuracy_of_other_rows: Reason.LOGITS_USED,
+    labels_from_predictions: Reason.LOGITS_USED,
+    logits_returned: Reason.LOGITS_RETURNED,
+    logits_used_by_another_loss: Reason.LOGITS_USED,
+    another_loss_on_the_same_logits_is_not_fused: Reason.LOGITS_USED,
+    log_probabilities_used: Reason.LOGITS_USED,
+    nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
+    activation: Reason.TRANSFORMED_LOGITS,
+    scaled_by_a_tensor: Reason.TRANSFORMED_LOGITS,
+    bias_after_a_factor: Reason.TRANSFORMED_LOGITS,
+    changed_in_place: Reason.OPERAND_MODIFIED,
+    last_columns_of_the_vocabulary: Reason.TRANSFORMED_LOGITS,
+    batch_as_classes: Reason.CLASS_DIMENSION,
+    rows_picked_by_a_tensor: Reason.TRANSFORMED_LOGITS,
+}
