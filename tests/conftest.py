@@ -3,6 +3,10 @@
 import pytest
 import thunder
 import torch
+from hypothesis import Phase, settings
+
+# For `mutations`, which only asks whether there is a failure.
+settings.register_profile("mutations", phases=[Phase.explicit, Phase.generate])
 
 
 @pytest.fixture(autouse=True)

@@ -153,6 +153,8 @@ def composed(
             # p log p is 0 where p is, though log p be -inf.
             return of_all(-(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)).reshape(shape)
         if name == "argmax":
+            return logits.argmax(1).reshape(shape)
+        if name == "valid_argmax":
             return of_all(argmax, -1).reshape(shape)
         return (argmax == valid_target).sum().to(logits.dtype) / valid.sum()
 
@@ -237,7 +239,7 @@ def assert_close_to_truth(
     assert result.loss.dtype == row_dtype
     check("loss", result.loss, peer.loss, exact.loss, sizes.loss)
     for name, got, theirs, right in zip(names, result.outputs, peer.outputs, exact.outputs, strict=True):
-        assert got.dtype == (torch.int64 if name == "argmax" else row_dtype)
+        assert got.dtype == (torch.int64 if "argmax" in name else row_dtype)
         if name in DIFFERENTIABLE:
             check(name, got, theirs, right, sizes.output)
         else:
@@ -297,14 +299,17 @@ class Magnitudes:
 
 
 def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
-    """Of "argmax" and "accuracy", what does not hang on how logits are rounded."""
+    """Of "argmax", "valid_argmax" and "accuracy", what does not hang on how logits are rounded."""
     ignore_index = settings.get("ignore_index", -100)
     target = case.target.reshape(-1).long()
     valid = target != ignore_index
     transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
     logit_scale = settings.get("logit_scale", 1.0)
     products = F.linear(*(None if t is None else t.detach().double() for t in (case.x, case.weight, case.bias)))
-    products = products.reshape(target.numel(), products.shape[-1])[valid]
+    products = products.reshape(target.numel(), products.shape[-1])
+    if name == "argmax":
+        valid = torch.ones_like(valid)
+    products = products[valid]
     logits = map_logits(products, logit_scale=logit_scale, **transforms)
     # A product is rounded once, after a sum in float32; a softcap only brings logits together.
     largest, rounding = logits.new_zeros(0), 0.0
@@ -313,7 +318,7 @@ def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
         largest_product = products.nan_to_num(0, 0, 0).abs().max()
         rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * abs(logit_scale) * largest_product
     has_nan = logits.isnan().any(1)
-    if name == "argmax":
+    if name != "accuracy":
         got = got.reshape(-1)
         assert (got[~valid] == -1).all()
         chosen = logits.gather(1, got[valid][:, None]).squeeze(1)

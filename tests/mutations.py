@@ -1,0 +1,380 @@
+"""Breaks the implementation on purpose, one line at a time, and shows that the tests notice.
+
+    python tests/mutations.py                 # all that this machine can run; exits with 1 if one survives
+    python tests/mutations.py --only engine   # those whose file or text has "engine" in it
+
+Each mutation runs its tests on a copy of the package, in a process of its own. Those of nvFuser's definitions need a
+CUDA device and are left out without one; `test_mutations` checks that every one of them still applies.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+KINDS = ("sign", "divisor", "mask", "index")
+
+PLANS = "tests/test_properties.py::test_every_plan"
+TRACED = "tests/test_properties.py::test_traced"
+SPECIAL = "tests/test_properties.py::test_logits_that_are_not_ordinary"
+ALONE = "tests/test_opinfo.py::test_samples_of_thunder"
+SCALING = "tests/test_numerics.py::test_finished_gradients_are_scaled_with_one_rounding"
+SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change of the source, and the tests of which at least one must fail."""
+
+    kind: str
+    """One of `KINDS`"""
+    file: str
+    """Below thunder_flce/"""
+    before: str
+    """Stands in the file exactly once"""
+    after: str
+    tests: tuple[str, ...] = (PLANS,)
+    gpu: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The file, from the root of the repository."""
+        return Path("thunder_flce", self.file)
+
+    def applied(self, text: str) -> str:
+        """The file's text with the change.
+
+        Raises:
+            ValueError: where the source has moved on.
+        """
+        if text.count(self.before) != 1:
+            raise ValueError(f"{self.path} has {text.count(self.before)} times, not once: {self.before}")
+        return text.replace(self.before, self.after)
+
+
+def _of(file: str, *changes: tuple[str, str, str], tests: tuple[str, ...] = (PLANS,), gpu: bool = False):
+    return [Mutation(kind, file, before, after, tests, gpu) for kind, before, after in changes]
+
+
+MUTATIONS = [
+    *_of(
+        "loss.py",
+        ("sign", "row_logsumexp - (target_logit - row_max)", "row_logsumexp - (target_logit + row_max)"),
+        ("sign", "self._one_hot = self._one_hot - log_prob", "self._one_hot = self._one_hot + log_prob"),
+        ("sign", "row_logsumexp * total - weighted_sum", "row_logsumexp * total + weighted_sum"),
+        ("sign", "(statistics.row_logsumexp - entropy)", "(statistics.row_logsumexp + entropy)"),
+        ("sign", "self._one_hot = (1 - smoothing) * self._one_hot", "self._one_hot = (1 + smoothing) * self._one_hot"),
+        ("divisor", "sums = [None if s is None else s / divisor", "sums = [None if s is None else s / divisor / 2"),
+        ("divisor", "label_smoothing / vocab * smooth", "label_smoothing / (vocab + 1) * smooth"),
+        ("divisor", "self._uniform = grad * (smoothing / vocab)", "self._uniform = grad * (smoothing / (vocab + 1))"),
+        ("divisor", "grad if divisor is None else grad / divisor", "grad"),
+        (
+            "divisor",
+            "return cls(rows.only_valid(weights.at_target).sum(), rows.valid_count)",
+            "return cls(rows.valid_count, rows.valid_count)",
+        ),
+        ("divisor", 'torch.where(num_items == 0, float("inf"), num_items)', "num_items"),
+        ("divisor", "2 * loss.z_loss * of_rows", "loss.z_loss * of_rows"),
+        ("mask", "return RowTerms(rows.only_valid(cross_entropy), z_term)", "return RowTerms(cross_entropy, z_term)"),
+        (
+            "mask",
+            "rows.only_valid(loss.z_loss * (row_max + row_logsumexp).square())",
+            "loss.z_loss * (row_max + row_logsumexp).square()",
+        ),
+        (
+            "mask",
+            "rows.only_valid(grad if divisor is None else grad / divisor).contiguous()",
+            "(grad if divisor is None else grad / divisor).contiguous()",
+        ),
+        ("index", "cls(columns, columns[target], columns.sum())", "cls(columns, columns[target - 1], columns.sum())"),
+        ("index", "self._entropy[chunk]", "self._entropy[: chunk.stop - chunk.start]"),
+        ("index", "self._one_hot[chunk]\n", "self._one_hot[: chunk.stop - chunk.start]\n"),
+    ),
+    *_of(
+        "engine.py",
+        ("sign", "one_hot * slope, alpha=-1)", "one_hot * slope, alpha=1)"),
+        ("sign", "torch.argmax if loss.logit_scale > 0 else torch.argmin", "torch.argmax"),
+        (
+            "sign",
+            "rows.only_valid(vectors.row_logsumexp - vectors.expected)",
+            "rows.only_valid(vectors.row_logsumexp + vectors.expected)",
+        ),
+        ("sign", "target_logit - vectors.row_max - vectors.row_logsumexp", "target_logit - vectors.row_max"),
+        (
+            "divisor",
+            "(argmax == rows.target).sum().to(value.dtype) / rows.valid_count",
+            "(argmax == rows.target).sum().to(value.dtype) / rows.total",
+        ),
+        ("mask", "torch.where(is_here, coefficients.one_hot, 0)", "coefficients.one_hot"),
+        ("mask", "(target >= 0) & (target < weight.shape[0])", "target < weight.shape[0]"),
+        ("mask", "self._weight[operands.vocab :] = 0", "pass"),
+        ("mask", "gradient[vocab:] = 0", "pass"),
+        ("mask", "rows.only_valid(vectors.argmax, fill=-1)", "vectors.argmax"),
+        ("mask", "allocate = torch.empty if rows.index is None else torch.zeros", "allocate = torch.empty"),
+        (
+            "mask",
+            "grad = torch.where(valid_count == 0, 0, grad)",
+            "pass",
+        ),
+        ("mask", "accumulate=not self._is_first", "accumulate=True"),
+        ("mask", "accumulate=start > 0", "accumulate=False"),
+        ("index", "class_weight = class_weights.columns[slab]", "class_weight = class_weights.columns[: slab.stop]"),
+        ("index", "target = target_others - slab.start", "target = target_others - slab.start + 1"),
+        ("index", "self._rows.index[chunk], x)", "self._rows.index[: x.shape[0]], x)"),
+        ("index", "slice(0 if saved is None else saved.rows.stop, rows.count)", "slice(0, rows.count)"),
+        ("index", "column_sums + saved.bias_grad[slab]", "column_sums"),
+        (
+            "index",
+            "products.input_gradient_(self._input[chunk], dlogits, self._region.weight)",
+            "products.input_gradient_(self._input[: dlogits.shape[0]], dlogits, self._region.weight)",
+        ),
+    ),
+    *_of(
+        "engine.py",
+        ("mask", "logits.clone() if is_overwritten and graph_is_kept() else logits", "logits"),
+        tests=(SECOND_BACKWARD,),
+    ),
+    *_of(
+        "rows.py",
+        ("sign", "torch.argsort(valid, descending=True, stable=True)", "torch.argsort(valid, stable=True)"),
+        ("divisor", "self._valid_count = self._valid.sum()", "self._valid_count = self._valid.sum() + 1"),
+        ("mask", "return vector if self.valid is None else torch.where(self.valid, vector, fill)", "return vector"),
+        ("mask", "self._valid = target != ignore_index", "self._valid = target >= 0"),
+        (
+            "mask",
+            "tensor.new_full((self.total, *tensor.shape[1:]), fill)",
+            "tensor.new_full((self.total, *tensor.shape[1:]), 1)",
+        ),
+        ("index", "index_select(0, self.index[chunk])", "index_select(0, self.index[: len(self.index[chunk])])"),
+        (
+            "index",
+            "yield slice(start, min(start + rows, self.count))",
+            "yield slice(start, min(start + rows + 1, self.count))",
+        ),
+    ),
+    *_of(
+        "rows.py",
+        ("mask", "(target < 0) | (target >= vocab)", "(target < 0) | (target > vocab)"),
+        ("mask", "(target < 0) | (target >= vocab)", "target >= vocab"),
+        tests=("tests/test_numerics.py::test_target_out_of_range",),
+    ),
+    *_of(
+        "products.py",
+        (
+            "sign",
+            "weight_gradient_(total, dlogits, x, accumulate=number > 0)",
+            "weight_gradient_(total, -dlogits, x, accumulate=number > 0)",
+        ),
+        ("divisor", "torch.addmm(bias, x, weight.t(), out=out)", "torch.addmm(bias, x, weight.t(), beta=0.5, out=out)"),
+        ("mask", "            out.add_(bias)", "            pass"),
+        ("mask", "accumulate=number > 0", "accumulate=False"),
+        (
+            "index",
+            "dlogits[:, start:end].t(), x, accumulate",
+            "dlogits[:, : end - start].t().roll(1, 0), x, accumulate",
+        ),
+        ("index", "weight[start:end].t(), accumulate=False", "weight[: end - start].t(), accumulate=False"),
+    ),
+    *_of(
+        "products.py",
+        (
+            "index",
+            "return matrix.contiguous() if is_strided_vector and not matrix.is_cuda else matrix",
+            "return matrix",
+        ),
+        tests=("tests/test_numerics.py::test_chunks_of_one_row_of_a_transposed_input",),
+    ),
+    *_of(
+        "gradient_scaling.py",
+        ("sign", "source.float().mul_(factor)", "source.float().mul_(-factor)"),
+        ("divisor", "torch.mul(gradient, factor.to(gradient.dtype), out=out)", "torch.div(gradient, factor, out=out)"),
+        ("mask", "and factor == 1 and may_overwrite", "and may_overwrite"),
+        (
+            "index",
+            "out.view(-1).split(_FLOAT32_BLOCK), strict=True",
+            "out.view(-1)[:_FLOAT32_BLOCK].flip(0).split(_FLOAT32_BLOCK), strict=True",
+        ),
+        tests=(SCALING,),
+    ),
+    *_of(
+        "gradient_scaling.py",
+        ("mask", "result = gradient if may_overwrite else", "result = gradient if True else"),
+        tests=(SECOND_BACKWARD, SCALING),
+    ),
+    *_of(
+        "row_kernels/__init__.py",
+        ("sign", "1 - (u / self.softcap).square_()", "1 + (u / self.softcap).square_()"),
+        ("divisor", "torch.tanh(z * (self.scale / self.softcap))", "torch.tanh(z * self.scale)"),
+    ),
+    *_of(
+        "row_kernels/torch_ops.py",
+        ("sign", "gradient.sub_(uniform if class_weight", "gradient.add_(uniform if class_weight"),
+        (
+            "sign",
+            "one_hot if slope is None else one_hot * slope).to(dtype)",
+            "-one_hot if slope is None else one_hot * slope).to(dtype)",
+        ),
+        (
+            "sign",
+            "_times_finite(probability, shifted).mul_(coefficients.entropy)",
+            "_times_finite(probability, shifted).mul_(-coefficients.entropy)",
+        ),
+        ("divisor", "else gradient.mul_(slope)", "else gradient"),
+        ("divisor", "uniform if class_weight is None else uniform * class_weight", "uniform"),
+        ("divisor", "shifted if class_weight is None else shifted * class_weight", "shifted"),
+        ("index", "out=moments.weighted_sum[rows]", "out=moments.weighted_sum[: shifted.shape[0]]"),
+        ("index", "torch.amax(logits, 1, out=row_max[rows])", "row_max[rows] = logits[:, 1:].amax(1)"),
+        ("mask", "and self.logit_map.softcap is None else None", "else None"),
+    ),
+    *_of(
+        "row_kernels/torch_ops.py",
+        ("index", "sums.add_(gradient.sum(0))", "sums.copy_(gradient.sum(0))"),
+        tests=("tests/test_numerics.py::test_more_logits_than_one_block_of_rows",),
+    ),
+    *_of(
+        "row_kernels/torch_ops.py",
+        ("mask", "shifted.masked_fill_(probability == 0, 0)", "shifted"),
+        tests=(SPECIAL,),
+    ),
+    *_of(
+        "standalone.py",
+        (
+            "sign",
+            "row_logsumexp - (logits.to(row_max.dtype) - row_max)",
+            "row_logsumexp - (logits.to(row_max.dtype) + row_max)",
+        ),
+        ("sign", ".mul_(smooth.sum(1, keepdim=True)) - smooth)", ".mul_(smooth.sum(1, keepdim=True)) + smooth)"),
+        ("divisor", "row_loss = row_loss / logits.shape[0]", "row_loss = row_loss / logits.shape[1]"),
+        ("divisor", "scale = scale / logits.shape[0]", "scale = scale / logits.shape[1]"),
+        ("divisor", "label_smoothing / target.shape[1]", "label_smoothing / target.shape[0]"),
+        ("divisor", "scale * (1 - label_smoothing)", "scale"),
+        ("mask", "target_grad.mul_(weight)", "pass"),
+        ("mask", "smooth if weight is None else smooth * weight", "smooth"),
+        (
+            "index",
+            "buffer.logits.scatter_(1, rows.target[:, None]",
+            "buffer.logits.scatter_(1, 0 * rows.target[:, None]",
+        ),
+        (
+            "index",
+            "target_logit = logits.gather(1, rows.target[:, None])",
+            "target_logit = logits.gather(1, 0 * rows.target[:, None])",
+        ),
+        (
+            "mask",
+            "statistics, None)\n    columns = None if weights is None else weights.columns",
+            "statistics, None)\n    columns = None",
+        ),
+        tests=(ALONE,),
+    ),
+    *_of(
+        "decomposition.py",
+        (
+            "sign",
+            "cross_entropy = -log_prob if row_weight is None else -log_prob * row_weight",
+            "cross_entropy = -log_prob if row_weight is None else log_prob * row_weight",
+        ),
+        ("sign", "-ltorch.sum(probability * finite, 1)", "ltorch.sum(probability * finite, 1)"),
+        ("divisor", "loss.label_smoothing / logits.shape[1]", "loss.label_smoothing / logits.shape[0]"),
+        ("divisor", "loss.logit_scale / loss.softcap", "1 / loss.softcap"),
+        ("divisor", 'ltorch.where(ltorch.eq(num_items, 0), float("inf"), num_items)', "num_items"),
+        ("mask", "ltorch.where(valid, z_term, 0.0)", "z_term"),
+        ("mask", "ltorch.where(valid, log_prob, 0.0)", "log_prob"),
+        ("mask", "terms = [(ltorch.where(valid, cross_entropy, 0.0), count)]", "terms = [(cross_entropy, count)]"),
+        ("index", "z = z[:, : loss.vocab_size]", "z = z[:, -loss.vocab_size :]"),
+        (
+            "index",
+            "argmax = ltorch.where(valid, argmax, -1)",
+            "argmax = ltorch.where(valid, argmax, 0)",
+        ),
+        ("index", "class_weight = class_weight[: logits.shape[1]]", "class_weight = class_weight[-logits.shape[1] :]"),
+        tests=(f"{TRACED}[cpu-through_decomposition]",),
+    ),
+    *_of(
+        "row_kernels/nvfuser.py",
+        ("sign", "gradient = ops.sub(gradient, vectors.one_hot)", "gradient = ops.add(gradient, vectors.one_hot)"),
+        ("sign", "ops.sub(self.number(1.0), ops.mul(tanh, tanh))", "ops.add(self.number(1.0), ops.mul(tanh, tanh))"),
+        ("divisor", "tanh = self._tanh(values, scale / softcap)", "tanh = self._tanh(values, scale)"),
+        (
+            "mask",
+            "logits = ops.where(is_column, logits, build.number(_NEGATIVE_INFINITY))",
+            "logits = ops.where(is_column, logits, build.number(0.0))",
+        ),
+        ("mask", "values = ops.where(is_column, values, build.number(0.0))", "pass"),
+        ("mask", "shift = ops.where(is_empty, build.number(0.0), part_max)", "shift = part_max"),
+        (
+            "index",
+            "return self.ops.lt(columns, self.index(layout.vocab))\n        starts",
+            "return self.ops.lt(columns, self.index(layout.vocab - 1))\n        starts",
+        ),
+        ("index", "outputs[0][: layout.vocab]", "outputs[0][-layout.vocab :]"),
+        tests=(PLANS, SPECIAL),
+        gpu=True,
+    ),
+    *_of(
+        "nvfuser_translation.py",
+        ("sign", "ops.sub(target_logit, row_max)", "ops.add(target_logit, row_max)"),
+        ("divisor", "loss = ops.div(loss, valid_count)", "pass"),
+        ("mask", "ops.where(valid, loss, zero)", "loss"),
+        (
+            "index",
+            "fd.define_scalar(0, DataType.Int), target)\n    column",
+            "fd.define_scalar(1, DataType.Int), target)\n    column",
+        ),
+        tests=("tests/test_thunder.py::test_cross_entropy_alone",),
+        gpu=True,
+    ),
+]
+
+
+def main() -> int:
+    """Runs the mutations and prints what became of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="mutations whose file or text contain this")
+    chosen = parser.parse_args().only
+    has_gpu = torch.cuda.is_available()
+    mutations = [m for m in MUTATIONS if chosen in str(m.path) or chosen in m.before]
+    table = Table("file", "kind", "change", "outcome", title="Mutations")
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "repository")
+        for name in ("thunder_flce", "tests", "traces"):
+            shutil.copytree(ROOT / name, copy / name)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        for mutation in track(mutations, "Running", console=Console(stderr=True)):
+            if mutation.gpu and not has_gpu:
+                outcome = "needs CUDA"
+            else:
+                outcome = _outcome(mutation, copy)
+            survivors += outcome == "SURVIVED"
+            table.add_row(mutation.file, mutation.kind, f"{mutation.before}\n→ {mutation.after}", outcome)
+    Console(width=160).print(table)
+    return 1 if survivors else 0
+
+
+def _outcome(mutation: Mutation, copy: Path) -> str:
+    """ "caught" or "SURVIVED"."""
+    path, original = copy / mutation.path, (ROOT / mutation.path).read_text(encoding="utf-8")
+    path.write_text(mutation.applied(original), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(copy / "tests")])}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutations"]
+    process = subprocess.run([*command, *mutation.tests], cwd=copy, env=environment, capture_output=True, text=True)
+    path.write_text(original, encoding="utf-8")
+    # 1: tests have failed. Anything else, such as tests that are not there, is no proof.
+    if process.returncode not in (0, 1):
+        raise RuntimeError(process.stdout + process.stderr)
+    return "caught" if process.returncode == 1 else "SURVIVED"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
