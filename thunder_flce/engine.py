@@ -483,10 +483,9 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
         if input_sum is not None:
             products.input_gradient_(input_sum, dlogits.logits, weight, accumulate=start > 0)
         if weight_grad is not None:
-            parts = [(dlogits.logits, x_others)]
-            if saved is not None:
-                parts.append((saved.dlogits[:, slab], x[saved.rows]))
-            products.weight_gradient_of_parts_(weight_grad[slab], parts)
+            of_saved = [] if saved is None else [(saved.dlogits[:, slab], x[saved.rows])]
+            # Nothing else may hold on to this slab while the next is allocated.
+            products.weight_gradient_of_parts_(weight_grad[slab], [(dlogits.logits, x_others), *of_saved])
         if bias_grad is not None:
             bias_grad[slab] = column_sums if saved is None else column_sums + saved.bias_grad[slab]
         del logits, dlogits
