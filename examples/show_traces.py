@@ -15,6 +15,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 import thunder_flce
+from thunder_flce.inspection.layout import format_bytes
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,6 @@ def _saved(region: LossRegion, logits_numel: int) -> Group:
 def _lines(region: LossRegion) -> Group:
     code = Syntax("\n".join(region.lines), "python", theme="ansi_dark", background_color="default", word_wrap=True)
     return Group(Text("the loss in the last backward trace", style="dim"), code)
-
-
-def format_bytes(size: float) -> str:
-    """1536 as "1.5 KiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
 
 
 def _tensors(proxies: Iterable[Proxy]) -> list[TensorProxy]:

@@ -35,7 +35,8 @@ from tqdm import tqdm
 
 import thunder_flce
 from peak_memory import peak_bytes
-from show_traces import format_bytes, loss_region, print_side_by_side
+from show_traces import loss_region, print_side_by_side
+from thunder_flce.inspection.layout import format_bytes
 from thunder_flce.row_kernels import nvfuser_available
 
 SEED = 1

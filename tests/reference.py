@@ -1,5 +1,6 @@
 """The truth that tests compare with: eager PyTorch in float64, and its own error in the dtype under test."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +12,13 @@ from thunder_flce import Options, linear_cross_entropy
 
 @dataclass
 class Case:
-    """Inputs of one loss; `bias` may be None."""
+    """Inputs of one loss; `bias` and `class_weight` may be None."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     target: Tensor
+    class_weight: Tensor | None = None
 
     def operands(self) -> list[Tensor]:
         """The tensors that may need a gradient."""
@@ -38,6 +40,7 @@ def make_case(
     ignored: float = 0.3,
     ignore_index: int = -100,
     scale: float = 1.0,
+    class_weight: bool = False,
 ) -> Case:
     """Random inputs, logits of standard deviation about `scale`, and a fraction of the targets ignored."""
 
@@ -51,21 +54,31 @@ def make_case(
         randn(vocab, hidden, factor=scale * hidden**-0.5),
         randn(vocab, factor=scale) if bias else None,
         target,
+        torch.rand(vocab, device=device).to(dtype) if class_weight else None,
     )
 
 
 @dataclass
 class Result:
-    """A loss and the gradients of what needs one, in the order of `Case.needing_grad`."""
+    """A loss, what was asked for beside it, and the gradients of what needs one, as in `Case.needing_grad`."""
 
     loss: Tensor
     gradients: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...] = ()
 
 
 def ours(case: Case, grad: Tensor | None = None, *, options: Options | None = None, **settings) -> Result:
     """The loss and gradients that this project computes."""
-    loss = linear_cross_entropy(case.x, case.weight, case.target, linear_bias=case.bias, options=options, **settings)
-    return _differentiate(loss, case.needing_grad(), grad)
+    results = linear_cross_entropy(
+        case.x,
+        case.weight,
+        case.target,
+        linear_bias=case.bias,
+        weight=case.class_weight,
+        options=options,
+        **settings,
+    )
+    return differentiate(results, case, grad, settings.get("outputs", ()))
 
 
 def eager(case: Case, grad: Tensor | None = None, **settings) -> Result:
@@ -73,7 +86,8 @@ def eager(case: Case, grad: Tensor | None = None, **settings) -> Result:
     logits = F.linear(case.x, case.weight, case.bias)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    return _differentiate(F.cross_entropy(logits, case.target.long(), **settings), case.needing_grad(), grad)
+    results = composed(logits, case.target.long(), case.class_weight, **settings)
+    return differentiate(results, case, grad, settings.get("outputs", ()))
 
 
 def truth(case: Case, grad: Tensor | None = None, **settings) -> Result:
@@ -82,14 +96,100 @@ def truth(case: Case, grad: Tensor | None = None, **settings) -> Result:
     def double(tensor):
         return None if tensor is None else tensor.detach().double().requires_grad_(tensor.requires_grad)
 
-    exact = Case(double(case.x), double(case.weight), double(case.bias), case.target)
+    exact = Case(*map(double, (case.x, case.weight, case.bias)), case.target, double(case.class_weight))
     return eager(exact, None if grad is None else grad.double(), **settings)
 
 
-def _differentiate(loss: Tensor, inputs: list[Tensor], grad: Tensor | None) -> Result:
+def composed(
+    logits: Tensor,
+    target: Tensor,
+    class_weight: Tensor | None = None,
+    *,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    vocab_size: int | None = None,
+    num_items: Tensor | float | None = None,
+    outputs: tuple[str, ...] = (),
+) -> Tensor | tuple[Tensor, ...]:
+    """What `linear_cross_entropy` returns, of the products (..., V), by its definition and PyTorch's operations."""
+    shape = target.shape
+    logits, target = logits.reshape(shape.numel(), logits.shape[-1]), target.reshape(-1)
+    logits = map_logits(logits, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
+    if class_weight is not None:
+        class_weight = class_weight[:vocab_size].to(logits.dtype)
+    row_loss = F.cross_entropy(
+        logits, target, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    valid = target != ignore_index
+    valid_logits, valid_target = logits[valid], target[valid]
+
+    def of_all(vector: Tensor, fill: float = 0) -> Tensor:
+        return vector.new_full(valid.shape, fill).masked_scatter(valid, vector)
+
+    z_term = of_all(z_loss * torch.logsumexp(valid_logits, 1).square()) if z_loss else torch.zeros_like(row_loss)
+    if reduction == "none":
+        loss = (row_loss + z_term).reshape(shape)
+    elif reduction == "sum":
+        loss = row_loss.sum() + z_term.sum()
+    elif num_items is None:
+        divisor = valid.sum() if class_weight is None else class_weight[valid_target].sum()
+        loss = row_loss.sum() / divisor + (z_term.sum() / valid.sum() if z_loss else 0)
+    else:
+        total = row_loss.sum() + z_term.sum()
+        loss = total / num_items if num_items != 0 else total * 0
+
+    log_probs = torch.log_softmax(valid_logits, 1)
+    argmax = valid_logits.argmax(1)
+
+    def output(name: str) -> Tensor:
+        if name == "log_prob":
+            return of_all(log_probs.gather(1, valid_target[:, None]).squeeze(1)).reshape(shape)
+        if name == "entropy":
+            probabilities = log_probs.exp()
+            # p log p is 0 where p is, though log p be -inf.
+            return of_all(-(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)).reshape(shape)
+        if name == "argmax":
+            return of_all(argmax, -1).reshape(shape)
+        return (argmax == valid_target).sum().to(logits.dtype) / valid.sum()
+
+    return (loss, *map(output, outputs)) if outputs else loss
+
+
+def map_logits(products: Tensor, *, softcap: float | None, logit_scale: float, vocab_size: int | None) -> Tensor:
+    """The logits of a linear's output (..., V)."""
+    logits = logit_scale * products[..., :vocab_size]
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def differentiate(
+    results: Tensor | tuple[Tensor, ...], case: Case, grad: Tensor | None, outputs: tuple[str, ...] = ()
+) -> Result:
+    """The gradients for `grad` at the loss (ones where it is None) and random ones at each of `outputs`."""
+    loss, *others = results if outputs else (results,)
+    inputs = case.needing_grad()
     if not inputs:
-        return Result(loss, ())
-    return Result(loss.detach(), torch.autograd.grad(loss, inputs, torch.ones_like(loss) if grad is None else grad))
+        return Result(loss, (), tuple(others))
+    grads = [torch.ones_like(loss) if grad is None else grad.to(loss.dtype)]
+    grads += incoming_gradients(case, outputs, loss.dtype)
+    differentiable = [loss, *(other for name, other in zip(outputs, others, strict=True) if name in DIFFERENTIABLE)]
+    gradients = torch.autograd.grad(differentiable, inputs, grads)
+    return Result(loss.detach(), gradients, tuple(other.detach() for other in others))
+
+
+DIFFERENTIABLE = ("log_prob", "entropy")
+
+
+def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Random gradients, always the same ones, for each differentiable output."""
+    generator = torch.Generator().manual_seed(len(outputs))
+    shape = case.target.shape
+    return [
+        torch.randn(shape, generator=generator).to(case.x.device, dtype) for name in outputs if name in DIFFERENTIABLE
+    ]
 
 
 def error(result: Tensor, exact: Tensor) -> float:
@@ -99,22 +199,132 @@ def error(result: Tensor, exact: Tensor) -> float:
     return (difference / size).item() if size else difference.item()
 
 
-def assert_as_exact_as_eager(case: Case, grad: Tensor | None = None, *, factor: float = 1.25, options=None, **settings):
-    """Asserts that loss and gradients err at most `factor` times as much as eager PyTorch does.
+def assert_as_exact_as_eager(
+    case: Case, grad: Tensor | None = None, *, factor: float = 1.25, tiny: bool = False, options=None, **settings
+):
+    """Asserts that loss, outputs and gradients err at most `factor` times as much as eager PyTorch does."""
+    assert_close_to_truth(ours(case, grad, options=options, **settings), case, grad, factor, tiny, **settings)
 
-    A few units of the dtype's rounding are always allowed: eager's error can be zero by luck.
+
+def assert_close_to_truth(
+    result: Result, case: Case, grad: Tensor | None = None, factor: float = 1.25, tiny: bool = False, **settings
+):
+    """The same for a result that was computed in another way.
+
+    A few units of rounding are always allowed: eager's error can be zero by luck. It often is in a problem of a few
+    numbers: `tiny` then allows the rounding of each result, and that of terms that may cancel to nearly nothing.
     """
-    result, peer, exact = (
-        ours(case, grad, options=options, **settings),
-        eager(case, grad, **settings),
-        truth(case, grad, **settings),
-    )
+    peer, exact = eager(case, grad, **settings), truth(case, grad, **settings)
     row_dtype = torch.float64 if case.x.dtype == torch.float64 else torch.float32
+    names = settings.get("outputs", ())
+    sizes = Magnitudes.of(case, grad, **settings) if tiny else Magnitudes()
+
+    def check(what: str, got: Tensor, theirs: Tensor, right: Tensor, size: float) -> None:
+        assert got.shape == theirs.shape, f"{what}: {tuple(got.shape)}, not {tuple(theirs.shape)}"
+        assert torch.equal(got.isnan(), right.isnan()), f"{what}: NaN elsewhere than in PyTorch"
+        infinities = [torch.where(tensor.isinf(), tensor, 0).sign().double() for tensor in (got, right)]
+        assert torch.equal(*infinities), f"{what}: infinity elsewhere than in PyTorch"
+        got, theirs, right = (tensor.double().nan_to_num(0, 0, 0) for tensor in (got, theirs, right))
+        # A sum of V terms, one by one, as a BLAS takes it for a single row.
+        units = 64 + 2 * math.sqrt(case.weight.shape[0]) if tiny else 8
+        slack = units * torch.finfo(row_dtype).eps * (right.norm() + size)
+        if tiny and case.x.dtype.itemsize < 4:
+            # The logits' rounding, of which the two may have another, and that of the result.
+            slack += torch.finfo(case.x.dtype).eps * (right.norm() + size / 2)
+        bound = factor * (theirs - right).norm() + slack
+        assert (got - right).norm() <= bound, f"{what} errs by {(got - right).norm():.2e} > {bound:.2e}"
+
     assert result.loss.dtype == row_dtype
-    assert error(result.loss, exact.loss) <= factor * error(peer.loss, exact.loss) + 4 * torch.finfo(row_dtype).eps
-    for number, (got, theirs, right) in enumerate(
-        zip(result.gradients, peer.gradients, exact.gradients, strict=True), start=1
+    check("loss", result.loss, peer.loss, exact.loss, sizes.loss)
+    for name, got, theirs, right in zip(names, result.outputs, peer.outputs, exact.outputs, strict=True):
+        assert got.dtype == (torch.int64 if name == "argmax" else row_dtype)
+        if name in DIFFERENTIABLE:
+            check(name, got, theirs, right, sizes.output)
+        else:
+            _check_choice(name, got, case, **settings)
+    for operand, size, *gradients in zip(
+        case.needing_grad(), sizes.gradients(case), result.gradients, peer.gradients, exact.gradients, strict=True
     ):
-        assert got.dtype == theirs.dtype and got.shape == theirs.shape
-        bound = factor * error(theirs, right) + 8 * torch.finfo(row_dtype).eps
-        assert error(got, right) <= bound, f"gradient {number}: {error(got, right):.2e} > {bound:.2e}"
+        assert gradients[0].dtype == operand.dtype
+        check(f"gradient {tuple(operand.shape)}", *gradients, size)
+
+
+@dataclass
+class Magnitudes:
+    """How large results could be if no terms cancelled: roughly, and not less."""
+
+    loss: float = 0.0
+    output: float = 0.0
+    row_gradients: float = 0.0
+    """The sum over rows of the absolute gradients of the products"""
+
+    @classmethod
+    def of(cls, case: Case, grad: Tensor | None, **settings) -> "Magnitudes":
+        """Of the results of `linear_cross_entropy`."""
+        rows = max(case.target.numel(), 1)
+        z_loss, names, reduction = settings.get("z_loss", 0.0), settings.get("outputs", ()), settings.get("reduction")
+        products = F.linear(*(None if t is None else t.detach().double() for t in (case.x, case.weight, case.bias)))
+        transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
+        logits = map_logits(products, logit_scale=settings.get("logit_scale", 1.0), **transforms).nan_to_num(0, 0, 0)
+        logit = float(logits.abs().max()) + math.log(logits.shape[-1]) if logits.numel() else 0.0
+        class_weight = 1.0 if case.class_weight is None else max(1.0, float(case.class_weight.max()))
+        terms = {"mean": 1.0, "sum": rows, "none": rows}[reduction or "mean"]
+        if settings.get("num_items"):
+            terms = rows / float(settings["num_items"])
+        incoming = 1.0 if grad is None or not grad.numel() else float(grad.abs().max())
+        incoming *= terms * (class_weight + 2 * z_loss * logit)
+        for output_grad in incoming_gradients(case, names, torch.float64):
+            incoming += float(output_grad.abs().sum()) * (1 + logit)
+        return cls(
+            loss=terms * (class_weight * logit + z_loss * logit**2),
+            output=rows * logit,
+            # A probability errs by as many units as its logit is large.
+            row_gradients=incoming * abs(settings.get("logit_scale", 1.0)) * max(1.0, logit / 32),
+        )
+
+    def gradients(self, case: Case) -> list[float]:
+        """Of the gradients, in the order of `Case.needing_grad`."""
+        others = {id(case.x): case.weight, id(case.weight): case.x}
+
+        def size(operand: Tensor) -> float:
+            other = others.get(id(operand))
+            if other is None:
+                return self.row_gradients
+            norms = other.detach().double().nan_to_num(0).norm(dim=-1)
+            return self.row_gradients * float(norms.max()) if other.numel() else 0.0
+
+        return [size(operand) for operand in case.needing_grad()]
+
+
+def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
+    """Of "argmax" and "accuracy", what does not hang on how logits are rounded."""
+    ignore_index = settings.get("ignore_index", -100)
+    target = case.target.reshape(-1).long()
+    valid = target != ignore_index
+    transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
+    logit_scale = settings.get("logit_scale", 1.0)
+    products = F.linear(*(None if t is None else t.detach().double() for t in (case.x, case.weight, case.bias)))
+    products = products.reshape(target.numel(), products.shape[-1])[valid]
+    logits = map_logits(products, logit_scale=logit_scale, **transforms)
+    # A product is rounded once, after a sum in float32; a softcap only brings logits together.
+    largest, rounding = logits.new_zeros(0), 0.0
+    if products.numel():
+        largest = logits.max(1).values
+        largest_product = products.nan_to_num(0, 0, 0).abs().max()
+        rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * abs(logit_scale) * largest_product
+    has_nan = logits.isnan().any(1)
+    if name == "argmax":
+        got = got.reshape(-1)
+        assert (got[~valid] == -1).all()
+        chosen = logits.gather(1, got[valid][:, None]).squeeze(1)
+        assert ((chosen >= largest - 2 * rounding) | has_nan).all(), "argmax is not the largest logit"
+    else:
+        at_target = logits.gather(1, target[valid][:, None])
+        others = logits.scatter(1, target[valid][:, None], float("-inf")).max(1).values
+        possible = (at_target.squeeze(1) >= largest - 2 * rounding) | has_nan
+        certain = at_target.squeeze(1) > others + 2 * rounding
+        count = valid.sum()
+        if count == 0:
+            assert got.isnan()
+        else:
+            assert certain.sum() / count - 1e-6 <= got <= possible.sum() / count + 1e-6, "accuracy"

@@ -290,6 +290,18 @@ def test_dtypes_of_the_target(dtype, ignore_index, strategy, device):
     assert_as_exact_as_eager(case, ignore_index=ignore_index, options=Options(strategy=strategy))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("strategy", ["gradients_in_forward", "recompute_logits"])
+def test_chunks_of_one_row_of_a_transposed_input(strategy, dtype, device):
+    """torch's own product of 16-bit operands on a CPU reads such a row as if its elements lay side by side."""
+    if dtype == torch.float16 and strategy == "gradients_in_forward":
+        pytest.skip("float16 is for strategies that know the loss scale")
+    case = make_case(tokens=7, vocab=1009, hidden=32, dtype=dtype, device=device, ignored=0.0)
+    case.x = _view(case.x.detach(), "transposed").requires_grad_()
+    assert_as_exact_as_eager(case, factor=1.5, options=Options(strategy=strategy, chunk_rows=3))
+    assert_as_exact_as_eager(case, factor=1.5, options=Options(strategy=strategy, chunk_rows=1))
+
+
 def _operands(case):
     return Operands(
         x=case.x, weight=case.weight, bias=None, target=case.target, loss=Loss(), input_grad=True, weight_grad=True

@@ -10,11 +10,11 @@ from thunder.core.proxies import TensorProxy
 
 import thunder_flce
 from thunder_flce import NotFusedError, NotFusedWarning
+from thunder_flce.inspection import programs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "traces"))
 
 import patterns  # noqa: E402
-import programs  # noqa: E402
 
 SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
 
@@ -94,7 +94,9 @@ def test_declined(program):
         (patterns.softcapped_in_one_line, {"softcap": 9.8, "logit_scale": 3.0}),
         (patterns.first_columns_of_the_vocabulary, {"vocab_size": 91}),
         (patterns.label_smoothing, {"label_smoothing": 0.1}),
-        (patterns.accuracy, {"outputs": ("argmax",)}),
+        (patterns.accuracy, {"outputs": ("valid_argmax",)}),
+        (patterns.predictions_returned, {"outputs": ("argmax",)}),
+        (patterns.accuracy_for_other_labels, {"outputs": ("argmax",)}),
         (patterns.class_weights_and_label_smoothing, {"label_smoothing": 0.2}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),

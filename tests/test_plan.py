@@ -7,7 +7,7 @@ import torch
 
 from thunder_flce import Options
 from thunder_flce.plan import EXACT_CHUNKS, DeviceMemory, Problem, VocabLayout, make_plan
-from thunder_flce.rows import RowSelection
+from thunder_flce.rows import RowPolicy, RowSelection
 
 S1 = Problem(
     tokens=8192,
@@ -123,7 +123,7 @@ def test_layout_of_a_row(vocab):
 
 @pytest.mark.parametrize(("count", "largest"), [(0, 5), (1, 5), (5, 5), (6, 5), (4100, 2048), (4096, 2048)])
 def test_chunks_cover_all_rows_and_are_about_equal(count, largest):
-    rows = RowSelection(torch.zeros(count, dtype=torch.long), 3, -100, skip=True).rows()
+    rows = RowSelection(torch.zeros(count, dtype=torch.long), 3, -100, RowPolicy()).rows()
     chunks = list(rows.chunks(largest, largest))
     assert [i for chunk in chunks for i in range(chunk.start, chunk.stop)] == list(range(count))
     sizes = [chunk.stop - chunk.start for chunk in chunks]

@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
 from thunder_flce import NotFusedWarning, Options
+from thunder_flce.inspection import programs
+from thunder_flce.inspection.saved import saved_for_backward
 from thunder_flce.options import STRATEGIES
 
 TRACES = Path(__file__).parent.parent / "traces"
 sys.path.insert(0, str(TRACES))
 
-import programs  # noqa: E402
 import regenerate  # noqa: E402
 
 SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
@@ -61,6 +62,11 @@ def test_cpu_traces_are_current():
     _assert_current(regenerate.build_traces("cpu"), regenerate.versions())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, thunder has other default executors")
+def test_traces_of_the_patterns_are_current():
+    _assert_current(regenerate.build_patterns(), regenerate.versions())
+
+
 @needs_nvfuser
 def test_nvfuser_definitions_are_current():
     _assert_current(regenerate.build_fusions(), regenerate.nvfuser_versions())
@@ -92,7 +98,7 @@ def _find(trace, name):
 
 def _saved_logits(forward) -> list[tuple[int, ...]]:
     """Shapes of what is saved with tokens times vocabulary elements or more, however it is shaped or padded."""
-    saved = regenerate.saved_for_backward(forward)
+    saved = saved_for_backward(forward)
     return [tuple(tensor.shape) for tensor in saved if tensor.numel >= SIZES.tokens * SIZES.vocab]
 
 
@@ -104,7 +110,7 @@ def _assert_statistics_saved(forward, backward, name) -> None:
         ((), dtypes.int64 if name == "linear_cross_entropy" else dtypes.float32),
     ]
     names = [tensor.name for tensor in statistics]
-    assert set(names) <= {tensor.name for tensor in regenerate.saved_for_backward(forward)}
+    assert set(names) <= {tensor.name for tensor in saved_for_backward(forward)}
     used = [tensor.name for tensor in _find(backward, f"{name}_bwd").flat_proxy_args]
     assert [name for name in used if name in names] == names
 
@@ -130,7 +136,7 @@ def test_saves_row_statistics(program, strategy):
     if strategy == "gradients_in_forward":
         # Row maxima and sums have done their work: the backward needs the gradients and the number of valid targets.
         valid_count_and_gradients = _find(forward, "linear_cross_entropy_fwd").output[3:]
-        saved = regenerate.saved_for_backward(forward)
+        saved = saved_for_backward(forward)
         assert {tensor.name for tensor in saved} == {tensor.name for tensor in valid_count_and_gradients}
     else:
         _assert_statistics_saved(forward, backward, "linear_cross_entropy")
@@ -235,7 +241,7 @@ def test_cuda_traces_are_current(cuda_traces):
 @needs_nvfuser
 def test_traces_of_a_gpu_are_current(cuda_traces):
     """What was compiled and run on a GPU is what is compiled without one."""
-    printed = [path for path in TRACES.glob("*/*.py") if path.parent.name not in ("cpu", "cuda", "fusions")]
+    printed = [path for path in TRACES.glob("*/*.py") if path.parent.name not in ("cpu", "cuda", "fusions", "patterns")]
     same = [path for path in printed if regenerate.versions() in path.read_text(encoding="utf-8")]
     if not same:
         pytest.skip(f"no traces of a GPU were printed with {regenerate.versions()}")

@@ -1,16 +1,18 @@
 """Fused linear + cross-entropy for lightning-thunder.
 
 Reading order: `functional` (the operation), `plan` (how it is run), `engine` (running it), `row_kernels` and `products`
-(what it is made of); then, for thunder, `symbols`, `program`, `logits_path`, `match`, `pieces`, `transform`,
-`executor`, `plugin` and `fx`.
+(what it is made of), `steps` and `cost` (what a plan runs, and what that takes); then, for thunder, `symbols`,
+`printer`, `program`, `logits_path`, `match`, `pieces`, `transform`, `executor`, `plugin` and `fx`; and `inspection`,
+which explains what was compiled.
 """
 
 from thunder_flce.executor import executor
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.fx import thunderfx
+from thunder_flce.inspection.report import Report, explain
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan
-from thunder_flce.plugin import FlcePlugin, explain, jit
+from thunder_flce.plugin import FlcePlugin, jit
 from thunder_flce.transform import FuseLinearCrossEntropy, NotFusedError, NotFusedWarning
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "NotFusedWarning",
     "Options",
     "Plan",
+    "Report",
     "executor",
     "explain",
     "jit",

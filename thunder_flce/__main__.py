@@ -7,6 +7,7 @@ from importlib import import_module
 
 COMMANDS = {
     "bench": "thunder_flce.bench.cli",
+    "trace": "thunder_flce.inspection.trace_command",
 }
 """Modules whose `main` takes the arguments after the command's name, and returns the exit status."""
 

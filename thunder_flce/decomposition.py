@@ -36,8 +36,11 @@ def loss_and_outputs(
     """The loss, () or (N,), and the outputs that it names; target is (N,) int64."""
     if loss == Loss(reduction=loss.reduction, ignore_index=loss.ignore_index, logit_scale=loss.logit_scale,
                     softcap=loss.softcap, vocab_size=loss.vocab_size) and num_items is None:  # fmt: skip
-        # thunder's own decomposition is wrong for label smoothing with ignored rows, but not for this.
-        return (ltorch.cross_entropy(logits, target, weight, ignore_index=loss.ignore_index, reduction=loss.reduction),)
+        # thunder's own decomposition is wrong for label smoothing with ignored rows, and PyTorch refuses the backward
+        # of its "sum", but not for this.
+        reduction = "none" if loss.reduction == "sum" else loss.reduction
+        value = ltorch.cross_entropy(logits, target, weight, ignore_index=loss.ignore_index, reduction=reduction)
+        return (ltorch.sum(value) if loss.reduction == "sum" else value,)
     valid = ltorch.ne(target, loss.ignore_index)
     count = ltorch.sum(ltorch.to(valid, logits.dtype))
     column = ltorch.where(valid, target, 0)
@@ -79,8 +82,11 @@ def loss_and_outputs(
             # p log p is 0 where p is, though the logit be -inf.
             finite = ltorch.where(ltorch.eq(probability, 0.0), 0.0, log_probs)
             return ltorch.where(valid, -ltorch.sum(probability * finite, 1), 0.0)
-        argmax = ltorch.where(valid, ltorch.argmax(logits, 1), -1)
+        argmax = ltorch.argmax(logits, 1)
         if name == "argmax":
+            return argmax
+        argmax = ltorch.where(valid, argmax, -1)
+        if name == "valid_argmax":
             return argmax
         return ltorch.sum(ltorch.to(ltorch.eq(argmax, target) & valid, logits.dtype)) / count
 

@@ -39,7 +39,7 @@ from thunder_flce.row_kernels import (
     kernels_for,
 )
 from thunder_flce.row_kernels.torch_ops import statistics_dtype
-from thunder_flce.rows import Rows, RowSelection, reselect_rows
+from thunder_flce.rows import RowPolicy, Rows, RowSelection, reselect_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
             device-side assertion instead).
     """
-    selection = RowSelection(operands.target, operands.vocab, operands.loss.ignore_index, skip=plan.skip_ignored_rows)
+    selection = RowSelection(operands.target, operands.vocab, operands.loss.ignore_index, _row_policy(operands, plan))
     region = _Region(operands, plan)
     # The first chunk is the largest, so its memory serves the others, unless it is kept.
     first = min(plan.saved_rows or plan.chunk_rows, operands.target.shape[0])
@@ -182,7 +182,7 @@ def backward(
         incoming: the gradients that arrive at the loss and its outputs.
     """
     region = _Region(operands, plan)
-    rows = reselect_rows(operands.target, operands.loss.ignore_index, saved.valid_count, skip=plan.skip_ignored_rows)
+    rows = reselect_rows(operands.target, operands.loss.ignore_index, saved.valid_count, _row_policy(operands, plan))
     scales = _Scales(region, rows)
     row_gradients = scales.row_gradients(incoming)
     statistics = RowStatistics(rows.gather(saved.row_max), rows.gather(saved.row_logsumexp))
@@ -378,8 +378,10 @@ class _RowResults:
                 return entropy
             if name == "log_prob":
                 return rows.scatter(rows.only_valid(target_logit - vectors.row_max - vectors.row_logsumexp))
-            argmax = rows.only_valid(vectors.argmax, fill=-1)
             if name == "argmax":
+                return vectors.argmax
+            argmax = rows.only_valid(vectors.argmax, fill=-1)
+            if name == "valid_argmax":
                 return rows.scatter(argmax, fill=-1)
             return (argmax == rows.target).sum().to(value.dtype) / rows.valid_count
 
@@ -464,6 +466,10 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
     for gradient in (weight_grad, bias_grad):
         if gradient is not None:
             gradient[vocab:] = 0
+    input_grad = None
+    if saved is not None and operands.input_grad:
+        input_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        products.input_gradient_(input_grad[saved.rows], saved.dlogits, region.weight)
     for start in range(0, vocab, width):
         slab = slice(start, min(start + width, vocab))
         weight = region.weight[slab]
@@ -484,14 +490,11 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
         if bias_grad is not None:
             bias_grad[slab] = column_sums if saved is None else column_sums + saved.bias_grad[slab]
         del logits, dlogits
-    input_grad = None
-    if input_sum is not None and saved is None:
-        input_grad = rows.scatter(input_sum.to(operands.x.dtype))
-    elif input_sum is not None:
-        input_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        products.input_gradient_(input_grad[saved.rows], saved.dlogits, region.weight)
+    if input_grad is not None:
         input_grad[others] = input_sum
         input_grad = rows.scatter(input_grad)
+    elif input_sum is not None:
+        input_grad = rows.scatter(input_sum.to(x.dtype))
     return Gradients(input_grad, weight_grad, None if bias_grad is None else bias_grad.to(operands.bias.dtype))
 
 
@@ -578,3 +581,7 @@ class HotRows:
 def _at_target(buffer: LogitsBuffer, target: Tensor) -> Tensor:
     """(C,) the product at each row's target, the same one that the statistics see."""
     return buffer.logits.gather(1, target[:, None]).squeeze(1)
+
+
+def _row_policy(operands: Operands, plan: Plan) -> RowPolicy:
+    return RowPolicy(may_wait=plan.skip_ignored_rows, every_row=operands.loss.needs_every_row)

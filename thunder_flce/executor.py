@@ -3,7 +3,7 @@
 Checkers and rules mirror the signatures of the symbols they serve, because thunder calls them with those arguments.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
@@ -22,7 +22,8 @@ from thunder.extend import register_executor
 from thunder_flce import functional, symbols
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.options import Options
-from thunder_flce.plan import Plan, Problem
+from thunder_flce.plan import Plan
+from thunder_flce.proxies import from_settings, region_problem
 from thunder_flce.symbols import executor
 
 
@@ -36,25 +37,8 @@ def plan_region(region: dict[str, Any], needs_grad: tuple[str, ...], options: Op
     """
     weight = region["linear_weight"]
     device, dtype = devices.to_torch_device(weight.device), dtypes.to_torch_dtype(weight.dtype)
-    loss = _loss(region)
-    problem = Problem(
-        tokens=int(region["target"].numel),
-        hidden=int(weight.shape[1]),
-        vocab=int(loss.vocab_size or weight.shape[0]),
-        dtype=dtype,
-        device_type=device.type,
-        row_gradients=loss.has_row_gradients,
-        input_grad="input" in needs_grad,
-        weight_grad="linear_weight" in needs_grad,
-        bias_grad="linear_bias" in needs_grad,
-        float32_logits=options.has_float32_logits(dtype),
-    )
+    problem = region_problem(region, needs_grad, float32_logits=options.has_float32_logits(dtype))
     return functional.cached_plan(problem, options, device)
-
-
-def _loss(region: dict[str, Any]) -> Loss:
-    """The arguments of a region that are plain values."""
-    return Loss(**{field.name: region[field.name] for field in fields(Loss) if field.name in region})
 
 
 class _Forward(NamedTuple):
@@ -70,7 +54,7 @@ class _Forward(NamedTuple):
 
 def _forward(region: dict[str, Any], needs_grad: tuple[str, ...], plan: dict[str, Any]) -> _Forward:
     """Calls the forward symbol."""
-    loss = _loss(region)
+    loss = from_settings(Loss, region)
     shared = {**loss.chosen(), "needs_grad": needs_grad, **plan}
     shared.update({name: region[name] for name in ("weight", "num_items") if region.get(name) is not None})
     tensors = (region["input"], region["linear_weight"], region["target"], region.get("linear_bias"))

@@ -61,8 +61,9 @@ def linear_cross_entropy(
             waits for. Where it is 0, so are the loss and the gradients.
         outputs: names of what is to be returned beside the loss, from the same pass: "log_prob", the target's
             log-probability, and "entropy", both (...) in the loss's dtype, differentiable, 0 for ignored tokens;
-            "argmax", (...) int64, the column of the largest logit, -1 for ignored tokens; "accuracy", (), how many of
-            the valid tokens have the target as their argmax. The last two have no gradient.
+            "argmax", (...) int64, the column of the largest logit, for which ignored tokens are computed, too;
+            "valid_argmax", the same for less, since it is -1 for ignored tokens; "accuracy", (), the fraction of the
+            valid tokens whose argmax is their target. The last three have no gradient.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 

@@ -31,7 +31,8 @@ from thunder_flce.row_kernels import LogitMap, RowCoefficients, RowStatistics
 from thunder_flce.rows import Rows
 
 DIFFERENTIABLE_OUTPUTS = ("log_prob", "entropy")
-OUTPUTS = (*DIFFERENTIABLE_OUTPUTS, "argmax", "accuracy")
+INDEX_OUTPUTS = ("argmax", "valid_argmax")
+OUTPUTS = (*DIFFERENTIABLE_OUTPUTS, *INDEX_OUTPUTS, "accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,12 @@ class Loss:
     @property
     def needs_argmax(self) -> bool:
         """Whether each row's largest logit must be found by its column."""
-        return "argmax" in self.outputs or "accuracy" in self.outputs
+        return any(name in (*INDEX_OUTPUTS, "accuracy") for name in self.outputs)
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether something is asked for of ignored rows, too, so that they have to be computed."""
+        return "argmax" in self.outputs
 
 
 class ClassWeights(NamedTuple):

@@ -43,6 +43,8 @@ class Match:
     """Of the cross-entropy, by name: target, ignore_index, reduction and so on."""
     argmaxes: tuple[Argmax, ...] = ()
     """What the region computes beside the loss."""
+    argmax_output: str = "argmax"
+    """Which of the region's outputs they are: see `functional.linear_cross_entropy`."""
     late: tuple[BoundSymbol, ...] = ()
     """Operations before the loss that need an argmax, so that they have to come after it."""
     shares_logits_with: tuple[BoundSymbol, ...] = ()
@@ -104,7 +106,8 @@ def _match(loss: BoundSymbol, program: Program) -> Match:
     if users.losses and users.argmaxes:
         raise NotFusable(Reason.LOGITS_USED, "by other losses and an argmax")
     for argmax in users.argmaxes:
-        _check_argmax(argmax, path, arguments, program)
+        _check_argmax(argmax, path)
+    is_accuracy = all(_is_for_accuracy(argmax, path, arguments, program) for argmax in users.argmaxes)
     if writer := _writer_between(path, loss, program):
         raise NotFusable(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
     return Match(
@@ -112,6 +115,7 @@ def _match(loss: BoundSymbol, program: Program) -> Match:
         path,
         arguments,
         argmaxes=tuple(users.argmaxes),
+        argmax_output="valid_argmax" if is_accuracy else "argmax",
         late=tuple(_dependants(users.argmaxes, loss, program)),
         shares_logits_with=tuple(users.losses),
     )
@@ -190,10 +194,9 @@ def _other_users(paths: Sequence[LogitsPath], loss: BoundSymbol, program: Progra
     return users
 
 
-def _check_argmax(argmax: Argmax, path: LogitsPath, arguments: dict[str, Any], program: Program) -> None:
-    """That the region's argmax, which is -1 in ignored rows, serves as well: where it is compared with the labels."""
+def _check_argmax(argmax: Argmax, path: LogitsPath) -> None:
+    """That it is the argmax of the logits that the loss sees, of the same rows."""
     at = argmax.path
-    same_rows = at.selection == path.selection
     # Any increasing function of the logits has the same maximum.
     same_maximum = (
         len(at.products) == len(path.products)
@@ -201,9 +204,14 @@ def _check_argmax(argmax: Argmax, path: LogitsPath, arguments: dict[str, Any], p
         and at.vocab_size == path.vocab_size
         and (at.scale > 0) == (path.scale > 0)
     )
-    ignore_index = arguments["ignore_index"]
-    if not same_rows or not same_maximum or -1 <= ignore_index < path.vocab:
+    if at.selection != path.selection or not same_maximum:
         raise NotFusable(Reason.LOGITS_USED, f"{at.tensor.name} is used by {argmax.bsym.sym.name}")
+
+
+def _is_for_accuracy(argmax: Argmax, path: LogitsPath, arguments: dict[str, Any], program: Program) -> bool:
+    """Whether an argmax is only compared with the labels: then it may be -1 in ignored rows, which is no label."""
+    if -1 <= arguments["ignore_index"] < path.vocab:
+        return False
     waiting = [argmax.indices]
     while waiting:
         indices = waiting.pop()
@@ -214,7 +222,8 @@ def _check_argmax(argmax: Argmax, path: LogitsPath, arguments: dict[str, Any], p
             others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
             is_comparison = user.sym.id in (ltorch.eq.id, ltorch.ne.id) and len(others) == 1
             if not is_comparison or not _are_labels(others[0], indices, arguments["target"], program):
-                raise NotFusable(Reason.LOGITS_USED, f"{at.tensor.name} is used by {argmax.bsym.sym.name}")
+                return False
+    return True
 
 
 def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, program: Program) -> bool:

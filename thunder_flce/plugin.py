@@ -1,4 +1,4 @@
-"""The user's doors: `jit`, the plugin "flce" and `explain`."""
+"""The user's doors to thunder: `jit` and the plugin "flce"."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from thunder.plugins import register_plugin
 
 from thunder_flce.executor import executor
 from thunder_flce.options import Options
-from thunder_flce.transform import Compilation, FuseLinearCrossEntropy
+from thunder_flce.transform import FuseLinearCrossEntropy
 
 
 def jit(
@@ -66,21 +66,6 @@ class FlcePlugin(thunder.Plugin):
     def setup_transforms(self) -> list[Transform]:
         """The fusion."""
         return [FuseLinearCrossEntropy(self.options, strict=self.strict)]
-
-
-def explain(jitted: Callable) -> list[Compilation]:
-    """What was decided about each cross-entropy, for each trace that a jitted function or module has compiled.
-
-    Args:
-        jitted: what `thunder_flce.jit`, `thunder.jit` with our transform or `thunder.compile` with our plugin returned.
-
-    Raises:
-        ValueError: where it was not compiled with `FuseLinearCrossEntropy`.
-    """
-    for transform in thunder.compile_data(jitted).transforms:
-        if isinstance(transform, FuseLinearCrossEntropy):
-            return transform.compilations
-    raise ValueError("jitted has no FuseLinearCrossEntropy transform; compile it with thunder_flce.jit")
 
 
 register_plugin("flce", FlcePlugin)

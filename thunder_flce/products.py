@@ -28,6 +28,7 @@ def logits_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once, to out's dtype; out may be float32."""
     vocab = weight.shape[0]
     main = _main_columns(x, vocab)
+    x, weight = _readable(x), _readable(weight)
     if out.dtype != x.dtype:
         # On a CPU, operands are converted for such a product: a part of the weight at a time.
         step = main if x.is_cuda else _FLOAT32_COLUMNS
@@ -100,6 +101,7 @@ def weight_gradient_of_parts_(out: Tensor, parts: list[tuple[Tensor, Tensor]]) -
 
 def _product_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     """out = a @ b, or out += a @ b: products of 16-bit operands are summed in float32 and rounded to out's dtype."""
+    a, b = _readable(a), _readable(b)
     if out.dtype == a.dtype:
         if accumulate:
             torch.addmm(out, a, b, out=out)
@@ -117,3 +119,13 @@ def _product_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
             torch.addmm(out, a, b, out=out)
         else:
             torch.mm(a, b, out=out)
+
+
+def _readable(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy where PyTorch would read other numbers.
+
+    On a CPU, a product of 16-bit operands takes the elements of a matrix of one row, or of one column, as if they lay
+    side by side (torch 2.8 and 2.10). So the last chunk's only row of a transposed input would be a wrong one.
+    """
+    is_strided_vector = 1 in matrix.shape and not matrix.is_contiguous()
+    return matrix.contiguous() if is_strided_vector and not matrix.is_cuda else matrix

@@ -19,6 +19,7 @@ class Reason(Enum):
     OPERAND_MODIFIED = "a floating-point tensor is changed in place between the linear and the loss"
     DYNAMIC = "a shape or a setting is not known when the trace is compiled"
     DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
+    NOT_THUNDER = "thunder does not compile its part of the graph"
 
 
 class NotFusable(Exception):

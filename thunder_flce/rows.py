@@ -73,6 +73,22 @@ class Rows:
         return vector if self.valid is None else torch.where(self.valid, vector, fill)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowPolicy:
+    """What may be done about ignored rows."""
+
+    may_wait: bool = True
+    """Whether the host may wait for the device, to learn how many rows there are and whether their targets are right.
+    It never does while a CUDA graph is captured. Without it, every row is computed."""
+
+    every_row: bool = False
+    """Whether ignored rows are computed, too."""
+
+    def waits_for(self, target: Tensor) -> bool:
+        """Whether the host waits for what the device finds out about `target`."""
+        return self.may_wait and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 class RowSelection:
     """Checks the targets and chooses the rows to compute.
 
@@ -80,10 +96,10 @@ class RowSelection:
         target: (T,) integers.
         vocab: V.
         ignore_index: the target that marks a row as ignored; may lie in [0, V).
-        skip: leave ignored rows out, which waits for the device; never while a CUDA graph is captured.
+        policy: what may be done about ignored rows.
     """
 
-    def __init__(self, target: Tensor, vocab: int, ignore_index: int, *, skip: bool):
+    def __init__(self, target: Tensor, vocab: int, ignore_index: int, policy: RowPolicy):
         # In a narrow dtype, V and ignore_index would wrap around before they are compared with.
         target = target.long()
         self._target = target
@@ -92,11 +108,13 @@ class RowSelection:
         self._valid = target != ignore_index
         self._is_wrong = self._valid & ((target < 0) | (target >= vocab))
         self._valid_count = self._valid.sum()
-        self._waits = _may_wait(target, skip)
-        self._packed = None
+        self._waits = policy.waits_for(target)
+        self._every_row = policy.every_row
+        self._packed = self._counts = None
         if self._waits and target.is_cuda:
-            # A stable sort puts the valid rows first, in order, without knowing their number.
-            self._packed = _valid_first(self._valid)
+            if not self._every_row:
+                # A stable sort puts the valid rows first, in order, without knowing their number.
+                self._packed = _valid_first(self._valid)
             self._counts = torch.stack([self._valid_count, self._is_wrong.sum()]).to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
@@ -106,10 +124,11 @@ class RowSelection:
 
         A quarter of all rows at most: more would often be ignored ones. None where there is nothing to wait for.
         """
-        if self._packed is None:
+        if self._counts is None:
             return None
         quarter = -(-self._target.shape[0] // (4 * TILE_ROWS)) * TILE_ROWS
-        return x.index_select(0, self._packed[: min(largest, quarter)])
+        count = min(largest, quarter)
+        return x[:count] if self._packed is None else x.index_select(0, self._packed[:count])
 
     def rows(self) -> Rows:
         """The rows to compute.
@@ -124,7 +143,7 @@ class RowSelection:
             torch._assert_async(~self._is_wrong.any(), message)
             # The clamp only matters to a kernel that runs before the assertion stops the device.
             return _all_rows(target.clamp(0, vocab - 1), self._valid_count, self._valid)
-        if self._packed is None:
+        if self._counts is None:
             count, wrong = int(self._valid_count), int(self._is_wrong.sum())
         else:
             self._arrived.synchronize()
@@ -134,27 +153,25 @@ class RowSelection:
                 f"target has {wrong} of {target.shape[0]} values that are neither in [0, {vocab}), the vocabulary of "
                 f"linear_weight, nor ignore_index ({ignore_index}); the first is {target[self._is_wrong][0].item()}"
             )
+        if self._every_row:
+            return _all_rows(target, self._valid_count, self._valid)
         return _valid_rows(target, self._valid_count, self._valid, count, self._packed)
 
 
-def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, *, skip: bool) -> Rows:
+def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, policy: RowPolicy) -> Rows:
     """The rows that a `RowSelection` chose in the forward, for the backward.
 
     Args:
         target: (T,) as in the forward, and checked there.
         ignore_index: as in the forward.
         valid_count: () saved by the forward.
-        skip: as in the forward.
+        policy: as in the forward.
     """
     target = target.long()
     valid = target != ignore_index
-    if not _may_wait(target, skip):
+    if policy.every_row or not policy.waits_for(target):
         return _all_rows(target, valid_count, valid)
     return _valid_rows(target, valid_count, valid, int(valid_count), None)
-
-
-def _may_wait(target: Tensor, skip: bool) -> bool:
-    return skip and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _valid_first(valid: Tensor) -> Tensor:

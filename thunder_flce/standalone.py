@@ -11,7 +11,7 @@ from thunder_flce.loss import ClassWeights, Divisors, IncomingGradients, Loss, R
 from thunder_flce.plan import VocabLayout
 from thunder_flce.row_kernels import LogitsBuffer, RowStatistics
 from thunder_flce.row_kernels.torch_ops import TorchRowKernels, statistics_dtype
-from thunder_flce.rows import Rows, RowSelection, reselect_rows
+from thunder_flce.rows import RowPolicy, Rows, RowSelection, reselect_rows
 
 _KERNELS = TorchRowKernels()
 
@@ -43,7 +43,7 @@ def forward_impl(
         IndexError: where a target is neither in [0, V) nor ignore_index.
     """
     loss = Loss(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    checked = RowSelection(target, logits.shape[1], ignore_index, skip=not logits.is_cuda).rows()
+    checked = RowSelection(target, logits.shape[1], ignore_index, RowPolicy(may_wait=not logits.is_cuda)).rows()
     rows, weights, divisors = _all_rows(loss, logits, target, checked.valid_count, weight)
     buffer = _as_buffer(logits)
     statistics = _KERNELS.statistics(buffer)
@@ -144,7 +144,7 @@ def probabilities_backward_impl(
 def _all_rows(
     loss: Loss, logits: Tensor, target: Tensor, valid_count: Tensor, weight: Tensor | None
 ) -> tuple[Rows, ClassWeights | None, Divisors]:
-    rows = reselect_rows(target, loss.ignore_index, valid_count, skip=False)
+    rows = reselect_rows(target, loss.ignore_index, valid_count, RowPolicy(every_row=True))
     weights = ClassWeights.of(weight, rows.target, statistics_dtype(logits.dtype))
     return rows, weights, Divisors.of(loss, rows, weights, None)
 

@@ -17,7 +17,6 @@ computes a forward again in the backward.
 The forwards return the loss, row_max, row_logsumexp (relative to row_max) and valid_count; see `engine`.
 """
 
-from dataclasses import fields
 from typing import Any
 
 import thunder.torch as ltorch
@@ -27,11 +26,12 @@ from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 from torch import Tensor
 
-from thunder_flce import decomposition, engine, functional
+from thunder_flce import decomposition, engine, functional, printer
 from thunder_flce.arguments import check_linear_cross_entropy
 from thunder_flce.engine import Gradients, Operands, SavedStatistics
-from thunder_flce.loss import IncomingGradients, Loss
+from thunder_flce.loss import INDEX_OUTPUTS, IncomingGradients, Loss
 from thunder_flce.plan import Plan, layout_for
+from thunder_flce.proxies import from_settings
 from thunder_flce.standalone import (
     backward_impl,
     forward_impl,
@@ -149,17 +149,13 @@ def _linear_cross_entropy_fwd_meta(
 def _output_like(name: str, input: TensorProxy, target: TensorProxy) -> TensorProxy:
     """One of the loss's further outputs."""
     shape = () if name == "accuracy" else tuple(target.shape)
-    dtype = dtypes.int64 if name == "argmax" else loss_dtype(input)
+    dtype = dtypes.int64 if name in INDEX_OUTPUTS else loss_dtype(input)
     return TensorProxy(shape=shape, device=input.device, dtype=dtype, requires_grad=False)
 
 
 def _loss_and_plan(settings: dict[str, Any]) -> tuple[Loss, Plan]:
     """The plain values among a symbol's arguments, put together again."""
-
-    def made(cls: type) -> Any:
-        return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
-
-    return made(Loss), made(Plan)
+    return from_settings(Loss, settings), from_settings(Plan, settings)
 
 
 def _operands(
@@ -259,12 +255,8 @@ def _linear_cross_entropy_bwd_impl(
     """See `engine.backward`. Returns the needed gradients."""
     loss, plan = _loss_and_plan(settings)
     operands = _operands(input, linear_weight, target, linear_bias, weight, num_items, needs_grad, loss)
-
-    def flat(tensor: Tensor | None) -> Tensor | None:
-        return tensor if tensor is None or tensor.ndim == 0 else tensor.reshape(-1)
-
-    statistics = SavedStatistics(row_max, row_logsumexp, valid_count, flat(entropy))
-    incoming = IncomingGradients(flat(grad), flat(log_prob_grad), flat(entropy_grad))
+    statistics = SavedStatistics(row_max, row_logsumexp, valid_count, None if entropy is None else entropy.reshape(-1))
+    incoming = IncomingGradients(grad, log_prob_grad, entropy_grad)
     gradients = engine.backward(operands, plan, statistics, logits, incoming)
     return tuple(_present(gradients, input.shape))
 
@@ -322,11 +314,20 @@ linear_cross_entropy_fwd = executor.register_operator(
     meta=_linear_cross_entropy_fwd_meta,
     fn=_linear_cross_entropy_fwd_impl,
     tags=FORWARD_TAGS,
+    python_printer=printer.print_forward,
 )
 linear_cross_entropy_bwd = executor.register_operator(
-    "linear_cross_entropy_bwd", meta=_linear_cross_entropy_bwd_meta, fn=_linear_cross_entropy_bwd_impl
+    "linear_cross_entropy_bwd",
+    meta=_linear_cross_entropy_bwd_meta,
+    fn=_linear_cross_entropy_bwd_impl,
+    python_printer=printer.print_backward,
 )
-scale_gradients = executor.register_operator("scale_gradients", meta=_scale_gradients_meta, fn=engine.scale_gradients)
+scale_gradients = executor.register_operator(
+    "scale_gradients",
+    meta=_scale_gradients_meta,
+    fn=engine.scale_gradients,
+    python_printer=printer.print_scaling,
+)
 cross_entropy_fwd = executor.register_operator(
     "cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=forward_impl, tags=FORWARD_TAGS
 )

@@ -1,6 +1,7 @@
 """The transform: makes linear + cross-entropy one region, and gives every region its plan."""
 
 import inspect
+import time
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,9 @@ from thunder_flce.options import Options
 from thunder_flce.pieces import join_pieces
 from thunder_flce.plan import Plan
 from thunder_flce.program import Program, carries_grad
+from thunder_flce.proxies import planned_region
 from thunder_flce.reason import Reason
+from thunder_flce.steps import PlannedRegion
 
 
 class NotFusedWarning(UserWarning):
@@ -43,6 +46,8 @@ class Decision:
     reason: Reason | None = None
     """None where it was fused."""
     detail: str = ""
+    region: PlannedRegion | None = field(default=None, repr=False)
+    """What the plan was made for; None where it was not fused."""
 
     @property
     def fused(self) -> bool:
@@ -55,11 +60,17 @@ class Decision:
         return f"{self.source}: not fused, because {self.reason.value}" + (f" ({self.detail})" if self.detail else "")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Compilation:
     """The decisions about one trace: a jitted function has one for each set of shapes that it was called with."""
 
+    trace: TraceCtx = field(repr=False)
+    """The trace that was transformed, as it was before."""
+
     decisions: list[Decision] = field(default_factory=list)
+
+    seconds: float = 0.0
+    """Time that the transform took."""
 
 
 class FuseLinearCrossEntropy(Transform):
@@ -94,7 +105,8 @@ class FuseLinearCrossEntropy(Transform):
         Raises:
             NotFusedError: where `strict`, with the source and the reason of each cross-entropy that is not fused.
         """
-        compilation = Compilation()
+        start = time.perf_counter()
+        compilation = Compilation(computation_trace)
         self.compilations.append(compilation)
         computation_trace = _open_checkpoints(computation_trace)
         # Reading logits.shape leaves a symbol that uses the logits, though nothing uses what it returned.
@@ -111,6 +123,7 @@ class FuseLinearCrossEntropy(Transform):
             computation_trace, _ = rewrite()
             computation_trace = dce(computation_trace)
             computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
+        compilation.seconds = time.perf_counter() - start
         return prologue_trace, computation_trace, epilogue_trace
 
     def _report(self, missed: list[Decision]) -> None:
@@ -173,6 +186,8 @@ class _Rewrite(TraceSubstitutionProcessor):
         loss, *indices = self.add_bsyms_from_function(self._fused, match, tags=match.cross_entropy.tags)
         self.set_result(loss)
         for argmax, result in zip(match.argmaxes, indices, strict=True):
+            # What the program returns is read before names are swapped.
+            self.write(argmax.indices, argmax.indices)
             self.add_to_swap_map(argmax.indices, result)
         for losses in self._waits_for.values():
             losses.discard(id(match.cross_entropy))
@@ -194,7 +209,7 @@ class _Rewrite(TraceSubstitutionProcessor):
             "linear_bias": bias,
         }
         if match.argmaxes:
-            arguments["outputs"] = ("argmax",)
+            arguments["outputs"] = (match.argmax_output,)
         unfused = match.cross_entropy.output
         if unfused.dtype != symbols.loss_dtype(input):
             arguments["dtype"] = dtypes.to_strong_dtype(unfused.dtype)
@@ -223,7 +238,7 @@ class _Rewrite(TraceSubstitutionProcessor):
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
         arguments = dict(inspect.signature(symbols.linear_cross_entropy.meta).bind(*bsym.args, **bsym.kwargs).arguments)
         needs_grad = ()
-        if carries_grad(bsym.output):
+        if carries_grad(bsym.flat_proxy_outs[0]):
             needs_grad = tuple(
                 name
                 for name in ("input", "linear_weight", "linear_bias")
@@ -233,7 +248,8 @@ class _Rewrite(TraceSubstitutionProcessor):
 
     def _region(self, arguments: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
         plan = plan_region(arguments, needs_grad, self._options)
-        self._compilation.decisions.append(Decision(_source(source), plan))
+        region = planned_region(arguments, needs_grad, plan)
+        self._compilation.decisions.append(Decision(_source(source), plan, region=region))
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
         arguments.update(needs_grad=needs_grad, plan=plan.chosen())
         return symbols.linear_cross_entropy(*tensors, **arguments)

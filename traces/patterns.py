@@ -303,6 +303,22 @@ def accuracies_of_two_heads(hidden, weight, second_weight, labels):
     return _loss(first, labels) + _loss(second, labels), right
 
 
+def predictions_returned(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return _loss(logits, labels), logits.argmax(-1)
+
+
+def accuracy_for_other_labels(hidden, weight, labels, tokens):
+    logits = F.linear(hidden, weight)
+    return _loss(logits, labels), (logits.argmax(-1) == tokens).sum()
+
+
+def accuracy_where_minus_one_is_ignored(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    labels = torch.where(labels == -100, -1, labels)
+    return _loss(logits, labels, ignore_index=-1), (logits.argmax(-1) == labels).sum()
+
+
 def head_checkpointed(hidden, weight, labels):
     logits = checkpoint(lambda hidden: F.linear(hidden, weight), hidden, use_reentrant=False)
     return _loss(logits.float(), labels)
@@ -365,6 +381,9 @@ FUSED: tuple[Callable, ...] = (
     accuracy_of_shifted_logits,
     accuracy_by_max,
     accuracies_of_two_heads,
+    predictions_returned,
+    accuracy_for_other_labels,
+    accuracy_where_minus_one_is_ignored,
     head_checkpointed,
     head_and_loss_checkpointed,
 )
@@ -373,26 +392,10 @@ FUSED: tuple[Callable, ...] = (
 # What is not fused.
 
 
-def predictions_returned(hidden, weight, labels):
-    logits = F.linear(hidden, weight)
-    return _loss(logits, labels), logits.argmax(-1)
-
-
 def accuracy_of_other_rows(hidden, weight, labels):
     logits = F.linear(hidden, weight)
     right = (logits.argmax(-1)[:, :-1] == labels[:, 1:]).sum()
     return _loss(logits[:, :-1], labels[:, 1:]), right
-
-
-def accuracy_for_other_labels(hidden, weight, labels, tokens):
-    logits = F.linear(hidden, weight)
-    return _loss(logits, labels), (logits.argmax(-1) == tokens).sum()
-
-
-def accuracy_where_minus_one_is_ignored(hidden, weight, labels):
-    logits = F.linear(hidden, weight)
-    labels = torch.where(labels == -100, -1, labels)
-    return _loss(logits, labels, ignore_index=-1), (logits.argmax(-1) == labels).sum()
 
 
 def labels_from_predictions(hidden, weight, labels):
@@ -463,10 +466,7 @@ def rows_picked_by_a_tensor(hidden, weight, labels):
 
 
 DECLINED: dict[Callable, Reason] = {
-    predictions_returned: Reason.LOGITS_USED,
     accuracy_of_other_rows: Reason.LOGITS_USED,
-    accuracy_for_other_labels: Reason.LOGITS_USED,
-    accuracy_where_minus_one_is_ignored: Reason.LOGITS_USED,
     labels_from_predictions: Reason.LOGITS_USED,
     logits_returned: Reason.LOGITS_RETURNED,
     logits_used_by_another_loss: Reason.LOGITS_USED,

@@ -1,4 +1,4 @@
-"""Prints the traces of `programs`, with and without the executor, into this folder.
+"""Prints the traces of `thunder_flce.inspection.programs`, with and without the executor, into this folder.
 
     python traces/regenerate.py                   all of it
     python traces/regenerate.py --device cpu      cpu/ and patterns/ (float32), and fusions/
@@ -14,7 +14,6 @@ What changes from one run to the next is left out or renumbered: timings, file n
 import argparse
 import inspect
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -24,7 +23,6 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,7 +61,7 @@ def build(device: str = "cpu") -> dict[str, str]:
 
 def build_traces(device: str) -> dict[str, str]:
     """The printed traces of all programs, plain and flce."""
-    from programs import PROGRAMS
+    from thunder_flce.inspection.programs import PROGRAMS
 
     has_gpu = device == "cuda" and torch.cuda.is_available()
     folder = torch.cuda.get_device_name().removeprefix("NVIDIA ").replace(" ", "-").lower() if has_gpu else device
@@ -86,9 +84,11 @@ def build_patterns() -> dict[str, str]:
 
 def _print_program(program: Callable, variant: str, device: str, *, run: bool) -> str:
     import thunder
-    from programs import Sizes, arguments
 
     import thunder_flce
+    from thunder_flce.inspection.programs import Sizes, arguments
+    from thunder_flce.inspection.saved import saved_tensors
+    from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
 
     jitted = {"plain": thunder.jit, "flce": thunder_flce.jit}[variant](program)
     with nullcontext() if run else FakeTensorMode(), warnings.catch_warnings():
@@ -100,7 +100,7 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
             loss.backward(torch.ones_like(loss))
             where = f"Compiled and run on {torch.cuda.get_device_name()}"
         else:
-            thunder.compile_data(jitted).get_computation_and_inputs(*tensors)
+            compile_only(jitted, tensors)
             where = f"Compiled for {device}"
     forward = thunder.last_traces(jitted)[-1]
     backward = thunder.last_backward_traces(jitted)[-1:]  # None for a program without gradients.
@@ -116,78 +116,25 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
             header.append(str(decision).removeprefix(f"{decision.source}: "))
     header.append("Saved for backward, beside the arguments and views of them:")
     header += [
-        f"    {saved.name}: {saved.dtype.shortname()}{list(saved.shape)}, {saved.numel * saved.dtype.bytes:,} bytes"
-        for saved in (saved_for_backward(forward) if backward else ())
-        if not _is_argument_or_view(saved, forward)
+        f"    {saved.name}: {saved.type}, {saved.bytes:,} bytes"
+        for saved in (saved_tensors(forward) if backward else ())
+        if not saved.is_argument
     ] or ["    nothing"]
-    body = "\n\n\n".join(map(_printed, (forward, *backward)))
-    return _renumbered(_commented("\n".join(header)), body)
-
-
-def saved_for_backward(forward: Any) -> list[Any]:
-    """The tensor proxies that a final forward trace saves for its backward."""
-    _, (tensors, _) = forward.output
-    return list(tensors)
-
-
-def _is_argument_or_view(tensor: Any, trace: Any) -> bool:
-    producers = {out.name: bsym for bsym in trace.bound_symbols for out in bsym.flat_proxy_outs}
-    arguments = {argument.name for argument in trace.args}
-    name = tensor.name
-    while name not in arguments:
-        producer = producers[name]
-        if producer.sym.name not in ("view", "reshape", "torch_prims_reshape_impl"):
-            return False
-        name = producer.flat_proxy_args[0].name
-    return True
+    body = "\n\n\n".join(map(readable, (forward, *backward)))
+    return renumbered(commented("\n".join(header)), body)
 
 
 def _command(device: str) -> str:
     return f"python traces/regenerate.py --device {device}"
 
 
-def _commented(text: str) -> str:
-    return textwrap.indent(text, "# ", lambda line: True).replace("# \n", "#\n")
-
-
-def _printed(trace: Any) -> str:
-    """A trace as thunder prints it, without timings and file names, and with the contents of fusions only."""
-    lines = []
-    is_fusion, source = False, None
-    for line in trace.python(print_depth=2).splitlines():
-        if line.startswith("    #"):
-            if not is_fusion:
-                continue
-        else:
-            is_fusion = re.search(r"= (nvFusion|TorchCompile)\d+\(", line) is not None
-        line = re.sub(r" \(took \d+ milliseconds\)", "", line).rstrip()
-        if found := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
-            if found[1] == source:
-                # thunder names the source again after each operation that has none; that and the blank line go.
-                lines.pop()
-                continue
-            source = found[1]
-            line = f"  # {source}"
-        lines.append(line)
-    return re.sub(r"_torch_memory_format_\d+", "_torch_memory_format", "\n".join(lines))
-
-
-def _renumbered(header: str, body: str) -> str:
-    """Numbers the proxies from 0, in the order in which the traces name them, forward and backward alike."""
-    pattern = re.compile(r"\b([tC])(\d+)\b")
-    numbers: dict[str, dict[str, int]] = {"t": {}, "C": {}}
-    for prefix, number in pattern.findall(body):
-        numbers[prefix].setdefault(number, len(numbers[prefix]))
-    text = pattern.sub(lambda found: f"{found[1]}{numbers[found[1]][found[2]]}", f"{header}\n\n{body}")
-    return text.rstrip() + "\n"
-
-
 def build_fusions() -> dict[str, str]:
     """The printed nvFuser definitions for bfloat16 logits over a vocabulary of 128256."""
     from nvfuser_direct import DataType, FusionDefinition
-    from programs import Sizes
 
     from thunder_flce import nvfuser_translation
+    from thunder_flce.inspection.programs import Sizes
+    from thunder_flce.inspection.trace_text import commented
     from thunder_flce.plan import VocabLayout
     from thunder_flce.row_kernels import LogitMap, nvfuser
 
@@ -233,7 +180,7 @@ def build_fusions() -> dict[str, str]:
             nvfuser_translation.backward_fusion, grad, logits, target, row_vector, row_vector, scalar
         ),
     }
-    header = _commented(f"Printed by: {_command('cpu')}\n{nvfuser_versions()}, bfloat16 logits, vocabulary {vocab}.")
+    header = commented(f"Printed by: {_command('cpu')}\n{nvfuser_versions()}, bfloat16 logits, vocabulary {vocab}.")
     return {f"fusions/{name}.py": f"{header}\n\n{str(fusion).strip()}\n" for name, fusion in fusions.items()}
 
 

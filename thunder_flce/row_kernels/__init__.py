@@ -154,9 +154,14 @@ def nvfuser_available() -> bool:
     return importlib.util.find_spec("nvfuser_direct") is not None
 
 
+def runs_nvfuser(*, dtype: torch.dtype, device_type: str) -> bool:
+    """Whether the row kernels for logits of this dtype are nvFuser's fusions."""
+    return device_type == "cuda" and dtype is not torch.float64 and nvfuser_available()
+
+
 def kernels_for(*, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
     """nvFuser's kernels on CUDA where it is installed, PyTorch's operations everywhere else."""
-    if device_type == "cuda" and dtype is not torch.float64 and nvfuser_available():
+    if runs_nvfuser(dtype=dtype, device_type=device_type):
         from thunder_flce.row_kernels.nvfuser import NvFuserRowKernels
 
         return NvFuserRowKernels(logit_map)

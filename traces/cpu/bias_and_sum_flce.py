@@ -31,6 +31,18 @@ def computation(hidden, weight, bias, labels):
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
   (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, bias, needs_grad=("input", "linear_weight", "linear_bias"), reduction='sum', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
+    # x = hidden, W = weight, y = t1, b = bias
+    # loss = t2: f32[], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096], db = t8: f32[128256]
+    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # for each chunk of 65 tokens, 127 in all:
+    #   logits f32[65, 128256] = x @ W.t() + b                                                                 PyTorch
+    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                          PyTorch
+    #   dlogits f32[65, 128256], db f32[128256] = exp(logits - row_max - row_logsumexp) * s, in place; sum(0)  PyTorch
+    #   dlogits[y] f32[65] = exp(logits[y] - row_max - row_logsumexp) * s - s                                  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                                PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                                                         PyTorch
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                          PyTorch
+    # loss = sum(cross_entropy)                                                                                PyTorch
   del t3, t4, t1
   return {'output': (t2,), 'flat_args': [hidden, weight, bias, labels], 'flat_output': (t2,)}, ((t5, t6, t7, t8), ())
 
@@ -62,5 +74,6 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t10, t11, t12) = scale_gradients(t9, t5, t6, t7, t8)
+    # t6, t7, t8 of the forward *= t9, where that is not 1
   del t9, t5, t6, t7, t8
   return (t10, t11, t12, None)

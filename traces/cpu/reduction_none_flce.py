@@ -29,6 +29,14 @@ def computation(hidden, weight, labels):
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
   (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, slab_columns=1024)
+    # x = hidden, W = weight, y = t1
+    # loss = t2: f32[2, 4096], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[]
+    # x, y = the rows whose target is not ignore_index                                 PyTorch
+    # for each chunk of 65 tokens, 127 in all:
+    #   logits f32[65, 128256] = x @ W.t()                                             PyTorch
+    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                  PyTorch
+    # loss = cross_entropy                                                             PyTorch
   t6 = torch_prims_reshape_impl(t2, (8192,))  # t6: "cpu f32[8192]"
   del t2
   return {'output': (t6,), 'flat_args': [hidden, weight, labels], 'flat_output': (t6,)}, ((hidden, weight, t1, t3, t4, t5), ())
@@ -65,5 +73,14 @@ def backward_fn(saved_for_backward, cotangents):
   t8 = torch_prims_reshape_impl(t7, (2, 4096))  # t8: "cpu f32[2, 4096]"
   del t7
   (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, slab_columns=1024)
+    # x = hidden, W = weight, y = t1
+    # dX = t9: f32[2, 4096, 4096], dW = t10: f32[128256, 4096]
+    # x, y = the rows whose target is not ignore_index                                 PyTorch
+    # for each slab of 1024 columns of the vocabulary, 126 in all:
+    #   logits f32[8192, 1024] = x @ W[slab].t()                                       PyTorch
+    #   dlogits f32[8192, 1024] = exp(logits - row_max - row_logsumexp) * s, in place  PyTorch
+    #   dlogits[y] f32[8192] = exp(logits[y] - row_max - row_logsumexp) * s - s        PyTorch
+    #   dX f32[8192, 4096] += dlogits @ W[slab]                                        PyTorch
+    #   dW[slab] f32[1024, 4096] = dlogits.t() @ x                                     PyTorch
   del t8, hidden, weight, t1, t3, t4, t5
   return (t9, t10, None)

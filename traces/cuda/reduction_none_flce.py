@@ -30,6 +30,14 @@ def computation(hidden, weight, labels):
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cuda:0 i64[2, 4096]"
   del t0
   (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=2048, slab_columns=32064)
+    # x = hidden, W = weight, y = t1
+    # loss = t2: bf16[2, 4096], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[]
+    # x, y = the rows whose target is not ignore_index                                   PyTorch
+    # for each chunk of 2048 tokens, 4 in all:
+    #   logits bf16[2048, 128256] = x @ W.t()                                            cuBLAS
+    #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))  nvFuser: part_statistics, merge_parts
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                    PyTorch
+    # loss = cross_entropy                                                               PyTorch
   t6 = torch_prims_reshape_impl(t2, (8192,))  # t6: "cuda:0 bf16[8192]"
   del t2
   return {'output': (t6,), 'flat_args': [hidden, weight, labels], 'flat_output': (t6,)}, ((hidden, weight, t1, t3, t4, t5), ())
@@ -66,5 +74,15 @@ def backward_fn(saved_for_backward, cotangents):
   t8 = torch_prims_reshape_impl(t7, (2, 4096))  # t8: "cuda:0 bf16[2, 4096]"
   del t7
   (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=2048, slab_columns=32064)
+    # x = hidden, W = weight, y = t1
+    # dX = t9: bf16[2, 4096, 4096], dW = t10: bf16[128256, 4096]
+    # x, y = the rows whose target is not ignore_index                                   PyTorch
+    # for each slab of 32064 columns of the vocabulary, 4 in all:
+    #   logits bf16[8192, 32064] = x @ W[slab].t()                                       cuBLAS
+    #   dlogits bf16[8192, 32064] = exp(logits - row_max - row_logsumexp) * s, in place  nvFuser: gradient
+    #   dlogits[y] bf16[8192] = exp(logits[y] - row_max - row_logsumexp) * s - s         nvFuser: target_gradient
+    #   dX f32[8192, 4096] += dlogits @ W[slab]                                          cuBLAS
+    #   dW[slab] bf16[32064, 4096] = dlogits.t() @ x                                     cuBLAS
+    # dX bf16[8192, 4096] = dX, rounded once                                             PyTorch
   del t8, hidden, weight, t1, t3, t4, t5
   return (t9, t10, None)

@@ -1,4 +1,4 @@
-"""The small programs whose traces are printed in this folder."""
+"""Small programs to print the traces of, and their arguments."""
 
 import inspect
 from collections.abc import Callable
@@ -73,29 +73,41 @@ class Sizes:
         return self.batch * self.sequence
 
 
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the tensors that programs take."""
+
+    sizes: Sizes
+    device: str
+    dtype: torch.dtype
+
+    def integers(self, *shape: int) -> Tensor:
+        return torch.randint(self.sizes.vocab, shape, device=self.device)
+
+    def floats(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=self.dtype, requires_grad=True)
+
+
+_RANK = 4
+_ARGUMENTS: dict[str, Callable[[_Maker, Sizes], Tensor]] = {
+    "hidden": lambda make, sizes: make.floats(sizes.batch, sizes.sequence, sizes.hidden),
+    "weight": lambda make, sizes: make.floats(sizes.vocab, sizes.hidden),
+    "second_weight": lambda make, sizes: make.floats(sizes.vocab, sizes.hidden),
+    "matrix": lambda make, sizes: make.floats(sizes.hidden, sizes.vocab),
+    "square": lambda make, sizes: make.floats(sizes.hidden, sizes.hidden),
+    "bias": lambda make, sizes: make.floats(sizes.vocab),
+    "adapter_down": lambda make, sizes: make.floats(_RANK, sizes.hidden),
+    "adapter_up": lambda make, sizes: make.floats(sizes.vocab, _RANK),
+    "class_weight": lambda make, sizes: torch.rand(sizes.vocab, device=make.device, dtype=make.dtype),
+    "temperature": lambda make, sizes: torch.tensor(0.7, device=make.device, dtype=make.dtype),
+    "tokens": lambda make, sizes: make.integers(sizes.batch, sizes.sequence),
+    "labels": lambda make, sizes: make.integers(sizes.batch, sizes.sequence),
+    "num_items": lambda make, sizes: torch.tensor(sizes.tokens, device=make.device),
+}
+ARGUMENTS = frozenset(_ARGUMENTS)
+
+
 def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors for a program, by the names of its arguments. All with a floating-point dtype need a gradient."""
-
-    def integers(*shape: int) -> Tensor:
-        return torch.randint(sizes.vocab, shape, device=device)
-
-    def floats(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
-
-    rank = 4
-    tensors = {
-        "hidden": lambda: floats(sizes.batch, sizes.sequence, sizes.hidden),
-        "weight": lambda: floats(sizes.vocab, sizes.hidden),
-        "second_weight": lambda: floats(sizes.vocab, sizes.hidden),
-        "matrix": lambda: floats(sizes.hidden, sizes.vocab),
-        "square": lambda: floats(sizes.hidden, sizes.hidden),
-        "bias": lambda: floats(sizes.vocab),
-        "adapter_down": lambda: floats(rank, sizes.hidden),
-        "adapter_up": lambda: floats(sizes.vocab, rank),
-        "class_weight": lambda: torch.rand(sizes.vocab, device=device, dtype=dtype),
-        "temperature": lambda: torch.tensor(0.7, device=device, dtype=dtype),
-        "tokens": lambda: integers(sizes.batch, sizes.sequence),
-        "labels": lambda: integers(sizes.batch, sizes.sequence),
-        "num_items": lambda: torch.tensor(sizes.tokens, device=device),
-    }
-    return [tensors[name]() for name in inspect.signature(program).parameters]
+    """Tensors for a program, by the names of its arguments, out of `ARGUMENTS`; trainable ones need a gradient."""
+    make = _Maker(sizes, device, dtype)
+    return [_ARGUMENTS[name](make, sizes) for name in inspect.signature(program).parameters]

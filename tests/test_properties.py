@@ -1,0 +1,343 @@
+"""Random problems over every argument of `linear_cross_entropy`, against eager PyTorch in float64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import thunder_flce
+from reference import Case, Result, assert_as_exact_as_eager, assert_close_to_truth, differentiate
+from thunder_flce import Options, Plan, functional, linear_cross_entropy
+from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
+from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATEGIES
+
+# A new vocabulary, dtype or map of the logits is a new nvFuser definition, which takes a third of a second to compile.
+VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 1009, 16385)}
+EXAMPLES = {"cpu": 300, "cuda": 40}
+SPECIAL_EXAMPLES = {"cpu": 40, "cuda": 10}
+TRACED_EXAMPLES = {"cpu": 40, "cuda": 15}
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SHAPES = ((), (0,), (1,), (2,), (13,), (3, 5), (2, 3, 4))
+LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A call of `linear_cross_entropy`, in values that can be printed."""
+
+    seed: int
+    shape: tuple[int, ...]
+    hidden: int
+    vocab: int
+    dtype: torch.dtype
+    scale: float
+    """Standard deviation of the logits, before they are mapped"""
+    bias: bool
+    class_weight: torch.dtype | None
+    targets: str
+    """How the targets are distributed over the columns"""
+    ignored: str
+    needs_grad: tuple[bool, bool, bool]
+    grad: str
+    """What the gradient at the loss is like"""
+    layouts: tuple[str, ...]
+    """Of the input, the weight, the bias, the targets and the class weights"""
+    num_items: str | float | None
+    """A number, or the name of a tensor's value"""
+    loss: dict[str, Any]
+    options: Options
+
+    def case(self, device: str) -> Case:
+        """The operands."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def randn(*shape: int, factor: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * factor).to(self.dtype)
+
+        columns = self.loss["vocab_size"] or self.vocab
+        count = torch.Size(self.shape).numel()
+        targets = {
+            "anywhere": torch.randint(0, columns, (count,), generator=generator),
+            "first": torch.zeros(count, dtype=torch.long),
+            "last": torch.full((count,), columns - 1),
+        }[self.targets]
+        ignored = {
+            "none": torch.zeros(count, dtype=torch.bool),
+            "some": torch.rand(count, generator=generator) < 0.3,
+            "all": torch.ones(count, dtype=torch.bool),
+            "first": torch.arange(count) == 0,
+            "last": torch.arange(count) == count - 1,
+        }[self.ignored]
+        targets[ignored] = self.loss["ignore_index"]
+        class_weight = None
+        if self.class_weight is not None:
+            # Some are 0, but never that of a target: a mean over weights of 0 is a quotient of rounding errors.
+            class_weight = torch.rand(self.vocab, generator=generator) + 0.1
+            unused = torch.ones(self.vocab, dtype=torch.bool)
+            unused[targets[~ignored]] = False
+            # The one that an expanded layout repeats.
+            unused[0] = False
+            class_weight[unused & (torch.rand(self.vocab, generator=generator) < 0.2)] = 0
+            class_weight = class_weight.to(self.class_weight)
+        tensors = [
+            randn(*self.shape, self.hidden),
+            randn(self.vocab, self.hidden, factor=self.scale * self.hidden**-0.5),
+            randn(self.vocab, factor=self.scale) if self.bias else None,
+            targets.view(self.shape),
+            class_weight,
+        ]
+        x, weight, bias, target, class_weight = (
+            None if tensor is None else laid_out(tensor.to(device), layout)
+            for tensor, layout in zip(tensors, self.layouts, strict=True)
+        )
+        for tensor, needed in zip((x, weight, bias), self.needs_grad, strict=True):
+            if tensor is not None:
+                tensor.requires_grad_(needed)
+        return Case(x, weight, bias, target, class_weight)
+
+    def incoming(self, device: str) -> Tensor:
+        """The gradient at the loss."""
+        shape = self.shape if self.loss["reduction"] == "none" else ()
+        dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        random = torch.randn(shape, generator=generator, dtype=dtype)
+        if self.grad == "zero first" and random.ndim and random.shape[0]:
+            random[0] = 0
+        random = random.to(device)
+        if self.grad == "transposed" and random.ndim > 1:
+            return random.transpose(0, 1).contiguous().transpose(0, 1)
+        if self.grad in ("one", "power of two", "expanded"):
+            value = {"one": 1.0, "power of two": 0.25, "expanded": 0.7}[self.grad]
+            return torch.tensor(value, dtype=dtype, device=device).expand(shape)
+        return random
+
+    def settings(self, device: str) -> dict[str, Any]:
+        """The other arguments."""
+        num_items = self.num_items
+        if isinstance(num_items, str):
+            num_items = torch.tensor(int(num_items), device=device)
+        return {**self.loss, "num_items": num_items}
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values, but for "expanded", in another memory layout; where a tensor has no such, as it is."""
+    if layout == "transposed" and tensor.ndim > 1:
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "sliced" and tensor.ndim:
+        wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), 77)
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if layout == "offset":
+        flat = tensor.new_full((tensor.numel() + 3,), 77)
+        flat[3:] = tensor.reshape(-1)
+        return flat[3:].view(tensor.shape)
+    if layout == "expanded" and tensor.ndim and tensor.shape[0]:
+        return tensor[:1].expand(tensor.shape)
+    return tensor
+
+
+@st.composite
+def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
+    """Everything that the arguments allow; the simplest problem comes first in each choice."""
+    one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    dtype = one_of(*DTYPES)
+    vocab = one_of(*vocabularies)
+    reduction = one_of("mean", "sum", "none")
+    outputs = tuple(draw(st.lists(st.sampled_from(OUTPUTS), unique=True, max_size=4)))
+    vocab_size = one_of(None, vocab, max(vocab - 2, 1), 1 + vocab // 2)
+    row_gradients = reduction == "none" or bool(set(outputs) & set(DIFFERENTIABLE_OUTPUTS))
+    # Gradients of float16 have to know the loss scale before they are rounded.
+    in_forward = not row_gradients and dtype is not torch.float16
+    strategy = one_of(None, *(s for s in STRATEGIES if s != "gradients_in_forward" or in_forward))
+    return Problem(
+        seed=draw(st.integers(0, 2**16)),
+        shape=one_of((13,), *SHAPES),
+        hidden=one_of(5, 1, 16),
+        vocab=vocab,
+        dtype=dtype,
+        scale=one_of(1.0, 4.0),
+        bias=draw(st.booleans()),
+        class_weight=one_of(None, dtype, dtype if dtype is torch.float64 else torch.float32),
+        targets=one_of("anywhere", "first", "last"),
+        ignored=one_of("none", "some", "all", "first", "last"),
+        needs_grad=draw(st.tuples(*[st.sampled_from((True, False))] * 3)),
+        grad=one_of("one", "power of two", "random", "expanded", "transposed", "zero first"),
+        layouts=draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 5)),
+        num_items=one_of(None, None, 17, 2.5, "5", "0") if reduction == "mean" else None,
+        loss={
+            "reduction": reduction,
+            "ignore_index": one_of(-100, -1, 2**40, (vocab_size or vocab) - 1),
+            "label_smoothing": one_of(0.0, 0.1, 1.0),
+            "softcap": one_of(None, 2.0, 30.0),
+            "logit_scale": one_of(1.0, 0.25, -1.5),
+            "z_loss": one_of(0.0, 1e-3, 0.1),
+            "vocab_size": vocab_size,
+            "outputs": outputs,
+        },
+        options=Options(
+            strategy=strategy,
+            chunk_rows=None if strategy == "save_logits" else one_of(None, 1, 5),
+            # Sums in the parameter's dtype err with the number of chunks, which is what they are for.
+            accumulate=one_of(*ACCUMULATE) if dtype.itemsize >= 4 else one_of("auto", "float32"),
+            ignored_rows=one_of(*IGNORED_ROWS),
+            logits_dtype=one_of(*LOGITS_DTYPES),
+        ),
+    )
+
+
+@st.composite
+def planned_problems(draw: Callable, vocabularies: tuple[int, ...]) -> tuple[Problem, Plan]:
+    """Problems with plans that `make_plan` only has for larger ones, such as slabs of a few columns."""
+    problem = draw(problems(vocabularies))
+    one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    tokens = torch.Size(problem.shape).numel()
+    is_narrow = problem.dtype.itemsize < 4
+    common = {
+        "chunk_rows": one_of(1, 4, 5, 64),
+        "skip_ignored_rows": draw(st.booleans()),
+        "float32_logits": is_narrow and draw(st.booleans()),
+    }
+    if not any(problem.needs_grad[: 2 + problem.bias]):
+        return problem, Plan(strategy="loss_only", **common)
+    if problem.options.strategy == "gradients_in_forward":
+        in_float32 = is_narrow and draw(st.booleans())
+        rows = 0 if in_float32 or not is_narrow else 256
+        return problem, Plan(
+            strategy="gradients_in_forward", float32_accumulator=in_float32, float32_rows=rows, **common
+        )
+    # Fewer columns than 1/32 of them would only be slow.
+    slab_columns = one_of(*(columns for columns in (1, 3, 64, 1000, 16384) if 32 * columns >= problem.vocab))
+    saved_rows = one_of(0, 1, tokens // 2, tokens)
+    if saved_rows == 0:
+        return problem, Plan(strategy="recompute_logits", slab_columns=slab_columns, **common)
+    return problem, Plan(strategy="save_logits", saved_rows=saved_rows, slab_columns=slab_columns, **common)
+
+
+def run_examples(test: Callable[[Any], None], examples: st.SearchStrategy, count: int) -> None:
+    """Calls `test` with `count` random examples, always the same ones."""
+    profile = settings(deadline=None, derandomize=True, max_examples=count, print_blob=False, database=None)
+    profile(given(examples)(test))()
+
+
+def test_eager(device):
+    def run(problem: Problem) -> None:
+        assert_as_exact_as_eager(
+            problem.case(device),
+            problem.incoming(device),
+            factor=2.0,
+            tiny=True,
+            options=problem.options,
+            **problem.settings(device),
+        )
+
+    run_examples(run, problems(VOCABULARIES[device]), EXAMPLES[device])
+
+
+def test_every_plan(device, monkeypatch):
+    def run(planned: tuple[Problem, Plan]) -> None:
+        problem, plan = planned
+        monkeypatch.setattr(functional, "plan_for", lambda operands, options: plan)
+        arguments = problem.settings(device)
+        assert_as_exact_as_eager(problem.case(device), problem.incoming(device), factor=2.0, tiny=True, **arguments)
+
+    run_examples(run, planned_problems(VOCABULARIES[device]), EXAMPLES[device])
+
+
+SPECIAL = {
+    "masked columns": float("-inf"),
+    "masked target": float("-inf"),
+    "only masked columns": float("-inf"),
+    "infinity": float("inf"),
+    "NaN": float("nan"),
+    "NaN in a row": float("nan"),
+    "large": 1e4,
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+def test_logits_that_are_not_ordinary(special, device):
+    """As PyTorch has them: the bias or a row of the input carries them into the logits."""
+
+    def run(problem: Problem) -> None:
+        # From ignored rows and from columns outside of vocab_size, PyTorch lets NaN into gradients: 0 · NaN.
+        loss = {**problem.loss, "ignore_index": -100}
+        if special == "NaN in a row":
+            loss["vocab_size"] = None
+        layouts = ("contiguous",) * 5
+        problem = replace(
+            problem, bias=True, shape=(13,), ignored="none", layouts=layouts, targets="anywhere", loss=loss
+        )
+        case, value = problem.case(device), SPECIAL[special]
+        half = (loss["vocab_size"] or problem.vocab) // 2
+        with torch.no_grad():
+            if special == "NaN in a row":
+                case.x[2, 0] = value
+            elif special == "only masked columns":
+                case.bias.fill_(value)
+            elif special in ("masked columns", "large"):
+                case.bias[:half] = value
+                case.target[:5].clamp_(min=half)
+            else:
+                case.bias[0] = value
+                case.target[:5] = 0
+            if special == "masked columns":
+                case.target.clamp_(min=half)
+        arguments = problem.settings(device)
+        assert_as_exact_as_eager(
+            case, problem.incoming(device), factor=2.0, tiny=True, options=problem.options, **arguments
+        )
+
+    run_examples(run, problems(VOCABULARIES[device]), SPECIAL_EXAMPLES[device])
+
+
+def through_executor(program: Callable, options: Options) -> Callable:
+    """Without the transform, whose options these are not."""
+    return thunder.jit(program, executors=[thunder_flce.executor, *thunder.get_default_executors()])
+
+
+def through_transform(program: Callable, options: Options) -> Callable:
+    """As users have it."""
+    return thunder_flce.jit(program, options=options)
+
+
+def through_decomposition(program: Callable, options: Options) -> Callable:
+    """By thunder's own executors."""
+    return thunder.jit(program)
+
+
+OUTPUTS_UNDER_THE_TRANSFORM = pytest.mark.xfail(
+    raises=AttributeError, strict=True, reason="the transform takes a region with `outputs` for a single tensor"
+)
+
+
+@pytest.mark.parametrize(
+    "compiled",
+    [through_executor, pytest.param(through_transform, marks=OUTPUTS_UNDER_THE_TRANSFORM), through_decomposition],
+)
+def test_traced(compiled, device):
+    def run(problem: Problem) -> None:
+        case, grad = problem.case(device), problem.incoming(device)
+        arguments = problem.settings(device)
+        names = arguments["outputs"]
+
+        def program(x, weight, target, bias, class_weight, num_items):
+            return linear_cross_entropy(
+                x, weight, target, linear_bias=bias, weight=class_weight, **{**arguments, "num_items": num_items}
+            )
+
+        jitted = compiled(program, problem.options)
+        operands = (case.x, case.weight, case.target, case.bias, case.class_weight)
+        results = jitted(*operands, arguments["num_items"])
+        result: Result = differentiate(results, case, grad, names)
+        assert_close_to_truth(result, case, grad, factor=2.0, tiny=True, **arguments)
+        fused = compiled is not through_decomposition
+        symbols = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
+        assert symbols.count("linear_cross_entropy_fwd") == fused
+
+    run_examples(run, problems(VOCABULARIES[device]), TRACED_EXAMPLES[device])

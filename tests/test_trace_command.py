@@ -1,0 +1,137 @@
+"""`python -m thunder_flce trace`, end to end on a CPU."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from thunder_flce.__main__ import main
+from thunder_flce.inspection import programs
+from thunder_flce.inspection.trace_command import EXAMPLES
+
+SMALL = ["--device", "cpu", "--batch", "2", "--sequence", "24", "--hidden", "16", "--vocab", "100"]
+SECTIONS = ("# before, forward", "# before, backward", "# after, forward", "# after, backward")
+
+
+def _sections(text: str) -> dict[str, str]:
+    """The four traces by their names."""
+    starts = [text.index(f"{section}\n") for section in SECTIONS]
+    assert starts == sorted(starts)
+    return {name: text[start:end] for name, start, end in zip(SECTIONS, starts, [*starts[1:], None], strict=True)}
+
+
+def test_as_a_command_of_its_own():
+    command = [sys.executable, "-W", "ignore", "-m", "thunder_flce", "trace", "litgpt", *SMALL]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    before_forward, before_backward, after_forward, after_backward = _sections(result.stdout).values()
+    assert "torch.nn.functional.linear(" in before_forward and "matmul(" in before_backward
+    assert "linear_cross_entropy" not in before_forward + before_backward
+    assert "linear_cross_entropy_fwd(" in after_forward and "strategy='gradients_in_forward'" in after_forward
+    assert "    #   logits f32[48, 100] = x @ W.t()" in after_forward
+    assert "scale_gradients(" in after_backward and "matmul(" not in after_backward
+    assert "fused, gradients in forward" in result.stdout and "\x1b[" not in result.stdout
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example(example, capsys):
+    assert main(["trace", example, *SMALL]) == 0
+    sections = _sections(capsys.readouterr().out)
+    fused = example != programs.logits_returned.__name__
+    assert ("linear_cross_entropy_fwd(" in sections["# after, forward"]) == fused
+    assert "def computation(" in sections["# before, forward"] and "def backward_fn(" in sections["# after, backward"]
+
+
+def test_fake_tensors_have_no_memory(capsys):
+    # The logits alone would take four times what a machine has.
+    assert main(["trace", "litgpt", "--device", "cpu", "--batch", "4096"]) == 0
+    assert f"f32[{4096 * 4096}, 128256]" in capsys.readouterr().out
+
+
+def test_not_fused_says_why(capsys):
+    assert main(["trace", "logits_returned", *SMALL]) == 0
+    assert "not fused, because the program returns its logits" in capsys.readouterr().out
+
+
+def own_loss(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+
+    def forward(self, tokens):
+        return F.cross_entropy(self.head(self.embedding(tokens)).flatten(0, 1), tokens.flatten())
+
+
+def model_and_arguments():
+    return Model(), (torch.zeros(2, 12, dtype=torch.int64),)
+
+
+def without_gradients():
+    return own_loss, (torch.ones(2, 12, 8), torch.ones(50, 8), torch.zeros(2, 12, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [("own_loss", "logits f32[48, 100] = x @ W.t()"), ("model_and_arguments", "logits f32[24, 50] = x @ W.t() + b")],
+)
+def test_programs_of_the_user(function, line, capsys):
+    assert main(["trace", f"{__name__}:{function}", *SMALL]) == 0
+    assert line in _sections(capsys.readouterr().out)["# after, forward"]
+
+
+def test_without_gradients_there_is_no_backward(capsys):
+    assert main(["trace", f"{__name__}:without_gradients", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "# after, forward" in printed and "loss only" in printed and "backward" not in printed
+
+
+def unknown_arguments(hidden, gain):
+    return hidden * gain
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ("nothing", "an example must be one of litgpt"),
+        ("no_such_module:loss", "No module named 'no_such_module'"),
+        (f"{__name__}:missing", "has no attribute 'missing'"),
+        (f"{__name__}:unknown_arguments", r"has arguments ['gain'], but only those named"),
+    ],
+)
+def test_examples_that_make_no_sense(example, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["trace", example, *SMALL])
+    assert exit.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_dtype_and_other_strategies_are_in_the_trace(capsys):
+    assert main(["trace", "reduction_none", *SMALL, "--dtype", "bfloat16"]) == 0
+    backward = _sections(capsys.readouterr().out)["# after, backward"]
+    assert "for the only slab, of 100 columns" in backward and "dX f32[48, 16] = dlogits @ W[slab]" in backward
+
+
+def test_fusions_of_a_cpu(capsys):
+    assert main(["trace", "litgpt", *SMALL, "--fusions"]) == 0
+    assert "no nvFuser fusions" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
+def test_fusions_of_cuda_need_no_gpu(capsys):
+    assert main(["trace", "bias_and_sum", "--device", "cuda", "--fusions"]) == 0
+    printed = capsys.readouterr().out
+    names = ("part_statistics", "merge_parts", "gradient_with_column_sums", "target_gradient")
+    assert [line.removeprefix("# nvFuser: ") for line in printed.splitlines() if line.startswith("# nvFuser: ")] == [
+        *names
+    ]
+    assert printed.count("def nvfuser_fusion(fd : FusionDefinition)") == len(names)
+    assert all(name in _sections(printed)["# after, forward"] for name in names)

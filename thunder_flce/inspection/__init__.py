@@ -1,0 +1,1 @@
+"""Looking at what was compiled: `report` (explain), `saved` (for backward), `fusions` (nvFuser), `trace_command`."""

@@ -1,0 +1,115 @@
+"""`python -m thunder_flce trace`: a program's final traces, with and without the executor.
+
+The program is compiled and not run, on tensors without memory: a device for the traces of a GPU need not be there.
+"""
+
+import argparse
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import thunder
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thunder_flce.inspection import layout, programs
+from thunder_flce.inspection.report import explain
+from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
+from thunder_flce.plugin import jit
+from thunder_flce.transform import NotFusedWarning
+
+VARIANTS = {"before": thunder.jit, "after": jit}
+EXAMPLES = {program.__name__: program for program in programs.PROGRAMS}
+_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
+_SIZES = {"batch": "sequences", "sequence": "tokens in a sequence", "hidden": "hidden size", "vocab": "vocabulary"}
+_EPILOG = f"""\
+examples: {", ".join(EXAMPLES)}
+
+module:function is one of two things:
+  a loss, whose arguments have names out of hidden, weight, bias and labels; they are made in the sizes asked for
+  a function without arguments, which returns a function or module and a tuple of its arguments
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m thunder_flce trace",
+        description=__doc__.partition("\n")[0],
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("example", help="an example, or module:function")
+    parser.add_argument("--device", choices=list(_DTYPES), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"], help="bfloat16 on a GPU")
+    for name, meaning in _SIZES.items():
+        default = getattr(programs.Sizes(), name)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
+    parser.add_argument("--fusions", action="store_true", help="also the definitions of the nvFuser fusions")
+    return _run(parser.parse_args(arguments), parser)
+
+
+def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    with FakeTensorMode(), warnings.catch_warnings():
+        # The reason stands in the text.
+        warnings.simplefilter("ignore", NotFusedWarning)
+        program, arguments = _program_and_arguments(parsed, parser)
+        for name, compile_program in VARIANTS.items():
+            jitted = compile_program(program)
+            compile_only(jitted, arguments)
+            _print(_text(name, jitted))
+    if parsed.fusions:
+        definitions = explain(jitted).nvfuser_definitions()
+        for name, definition in definitions.items():
+            _print(f"{commented(f'nvFuser: {name}')}\n{definition}\n")
+        if not definitions:
+            _print(commented("no nvFuser fusions: they run on CUDA, where nvFuser is installed"))
+    return 0
+
+
+def _text(name: str, jitted: Callable) -> str:
+    header = [f"{name}: {'thunder_flce.jit' if name == 'after' else 'thunder.jit'}"]
+    if name == "after":
+        header += map(str, explain(jitted).decisions) or ["no cross-entropy"]
+    traces = {"forward": thunder.last_traces(jitted)[-1]}
+    # Without a gradient, there is no backward.
+    if backward := thunder.last_backward_traces(jitted):
+        traces["backward"] = backward[-1]
+    body = (f"{commented(f'{name}, {direction}')}\n{readable(trace)}" for direction, trace in traces.items())
+    return renumbered(commented("\n".join(header)), "\n\n\n".join(body))
+
+
+def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> tuple[Callable, Any]:
+    program = EXAMPLES.get(parsed.example) or _imported(parsed.example, parser)
+    names = list(inspect.signature(program).parameters)
+    if not names:
+        program, arguments = program()
+        return program, arguments
+    if unknown := set(names) - programs.ARGUMENTS:
+        made = ", ".join(sorted(programs.ARGUMENTS))
+        parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but only those named {made} are made")
+    sizes = programs.Sizes(**{name: getattr(parsed, name) for name in _SIZES})
+    dtype = getattr(torch, parsed.dtype or _DTYPES[parsed.device])
+    return program, programs.arguments(program, sizes, device=parsed.device, dtype=dtype)
+
+
+def _imported(name: str, parser: argparse.ArgumentParser) -> Callable:
+    module, colon, function = name.partition(":")
+    if not colon:
+        parser.error(f"an example must be one of {', '.join(EXAMPLES)}, or module:function, but got {name!r}")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        parser.error(f"{name}: {error}")
+
+
+def _print(text: str) -> None:
+    if layout.rich_terminal():
+        from rich.console import Console
+        from rich.syntax import Syntax
+
+        Console().print(Syntax(text, "python", theme="ansi_dark", background_color="default"))
+    else:
+        print(text)

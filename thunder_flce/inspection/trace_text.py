@@ -1,0 +1,51 @@
+"""Traces as text to read and compare: without what changes from one run to the next."""
+
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import thunder
+from thunder.core.trace import TraceCtx
+
+
+def compile_only(jitted: Callable, arguments: Sequence[Any]) -> None:
+    """Compiles what `thunder.jit` returned, without running it: under `FakeTensorMode`, no memory is needed."""
+    thunder.compile_data(jitted).get_computation_and_inputs(*arguments)
+
+
+def readable(trace: TraceCtx) -> str:
+    """A trace as thunder prints it, without timings and file names; contents of fusions and regions only."""
+    lines = []
+    is_fusion, source = None, None
+    for line in trace.python(print_depth=2).splitlines():
+        if line.startswith("    #"):
+            if not is_fusion:
+                continue
+        else:
+            is_fusion = re.search(r"= (nvFusion\d+|TorchCompile\d+|linear_cross_entropy_\w+|scale_gradients)\(", line)
+        line = re.sub(r" \(took \d+ milliseconds\)", "", line).rstrip()
+        if found := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
+            if found[1] == source:
+                # thunder names the source again after each operation that has none; that and the blank line go.
+                lines.pop()
+                continue
+            source = found[1]
+            line = f"  # {source}"
+        lines.append(line)
+    return re.sub(r"_torch_memory_format_\d+", "_torch_memory_format", "\n".join(lines))
+
+
+def renumbered(header: str, body: str) -> str:
+    """Numbers the proxies from 0, in the order in which the traces name them, forward and backward alike."""
+    pattern = re.compile(r"\b([tC])(\d+)\b")
+    numbers: dict[str, dict[str, int]] = {"t": {}, "C": {}}
+    for prefix, number in pattern.findall(body):
+        numbers[prefix].setdefault(number, len(numbers[prefix]))
+    text = pattern.sub(lambda found: f"{found[1]}{numbers[found[1]][found[2]]}", f"{header}\n\n{body}")
+    return text.rstrip() + "\n"
+
+
+def commented(text: str) -> str:
+    """The text as Python comments."""
+    return textwrap.indent(text, "# ", lambda line: True).replace("# \n", "#\n")

@@ -1,0 +1,450 @@
+"""What a plan runs, step by step: the one description that traces, `explain` and the cost model read.
+
+`engine` runs these steps; tests/test_steps.py compares the two call by call. Names are those of `engine` and `loss`:
+x (N, H), W (V, H), b (V,), y (N,), class weights w (V,), and s, A, B, C and g_e for a row's shares of the incoming
+gradients. Rows whose target is ignore_index are counted as if there were none, since their number is not known when a
+plan is made.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from thunder_flce.loss import Loss
+from thunder_flce.plan import Plan, Problem, VocabLayout, layout_for
+from thunder_flce.row_kernels import runs_nvfuser
+
+_SHORT_NAMES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRegion:
+    """A loss region and how it will run: everything that is known when its trace is compiled."""
+
+    problem: Problem
+    plan: Plan
+    loss: Loss
+    has_bias: bool = False
+    has_class_weight: bool = False
+    has_num_items: bool = False
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The dtype of the products of x and W."""
+        return torch.float32 if self.plan.float32_logits else self.problem.dtype
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the loss needs more of a row than its statistics: see `row_kernels.RowMoments`."""
+        return self.loss.needs_entropy or self.loss.label_smoothing != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One call of the engine, or a few lines of it that belong together."""
+
+    result: str
+    """What it makes, with dtype and shape, such as "logits bf16[2048, 128256]"."""
+
+    expression: str
+    """How, in the engine's names."""
+
+    runs_in: str
+    """The library: "cuBLAS", "nvFuser" or "PyTorch"."""
+
+    assignment: str = "="
+    """"=", or "+=" for what is added to."""
+
+    call: str = ""
+    """The function of `products` or method of `RowKernels`; "" for a few operations of PyTorch."""
+
+    fusions: tuple[str, ...] = ()
+    """The nvFuser fusions that it runs, by the names of `nvfuser_fusions`."""
+
+    operations: int = 0
+    """Floating-point operations of a product, in all repetitions together."""
+
+    bytes: int = 0
+    """Bytes that it moves beside what a product of the whole has to, in all repetitions together."""
+
+    def __str__(self) -> str:
+        return f"{self.result} {self.assignment} {self.expression}"
+
+    @property
+    def runner(self) -> str:
+        """The library and its fusions, such as "nvFuser: part_statistics, merge_parts"."""
+        return f"{self.runs_in}: {', '.join(self.fusions)}" if self.fusions else self.runs_in
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Steps that follow each other, once or for each chunk."""
+
+    title: str
+    """Such as "for each chunk of 2048 tokens, 4 in all"; "" for what runs once."""
+
+    steps: tuple[Step, ...]
+    repeats: int = 1
+
+
+def forward_stages(region: PlannedRegion) -> tuple[Stage, ...]:
+    """What the forward of the region runs."""
+    steps = _Steps(region)
+    in_forward = region.plan.strategy == "gradients_in_forward"
+    of_tiles = []
+    for tiles in (*steps.saved_part(), steps.chunks()):
+        of_tile = [steps.logits(tiles), *steps.statistics(tiles)]
+        of_tiles.append((tiles, of_tile + (steps.gradients(tiles) if in_forward else [])))
+    return _stages(steps.select(), of_tiles, [*steps.outputs(), *(steps.finish() if in_forward else [])])
+
+
+def backward_stages(region: PlannedRegion) -> tuple[Stage, ...]:
+    """What the backward of the region runs; nothing where no gradient is needed."""
+    steps = _Steps(region)
+    if region.plan.strategy == "loss_only":
+        return ()
+    if region.plan.strategy == "gradients_in_forward":
+        return (Stage(title="", steps=(steps.scale_gradients(),)),)
+    if not region.plan.slab_columns:
+        chunks = steps.chunks()
+        return _stages(steps.select(), [(chunks, steps.gradients(chunks))], steps.finish())
+    # The slabs give dW of all tokens, those whose logits were saved included.
+    of_tiles = [(tiles, steps.gradients(tiles, with_weight=False)) for tiles in steps.saved_part()]
+    slabs = steps.slabs()
+    of_tiles.append((slabs, [steps.logits(slabs), *steps.gradients(slabs)]))
+    return _stages(steps.select(), of_tiles, steps.finish())
+
+
+def _stages(first: list[Step], of_tiles: "list[tuple[_Tiles, list[Step]]]", last: list[Step]) -> tuple[Stage, ...]:
+    stages = (
+        Stage(title="", steps=tuple(first)),
+        *(Stage(title=tiles.title, steps=tuple(steps), repeats=tiles.count) for tiles, steps in of_tiles),
+        Stage(title="", steps=tuple(last)),
+    )
+    return tuple(stage for stage in stages if stage.steps)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How the logits are cut: into chunks of tokens, or into slabs of the vocabulary."""
+
+    tokens: int
+    """Of all tiles together"""
+    rows: int
+    columns: int
+    count: int
+    by_columns: bool = False
+    is_saved: bool = False
+
+    @property
+    def again(self) -> int:
+        """How many add to what another has written."""
+        return max(self.count - 1, 0)
+
+    @property
+    def title(self) -> str:
+        if self.is_saved:
+            return f"for the first {self.rows} tokens, whose logits are kept"
+        size, unit = (self.columns, "columns of the vocabulary") if self.by_columns else (self.rows, "tokens")
+        kind = "slab" if self.by_columns else "chunk"
+        if self.count == 1:
+            return f"for the only {kind}, of {size} {unit}"
+        return f"for each {kind} of {size} {unit}, {self.count} in all"
+
+
+class _Steps:
+    """The steps that strategies share."""
+
+    def __init__(self, region: PlannedRegion):
+        self._region = region
+        self._problem = problem = region.problem
+        self._plan = region.plan
+        self._loss = region.loss
+        self._products = "cuBLAS" if problem.device_type == "cuda" else "PyTorch"
+        self._fused = runs_nvfuser(dtype=region.logits_dtype, device_type=problem.device_type)
+        self._row_dtype = torch.float64 if problem.dtype is torch.float64 else torch.float32
+        # The engine's names: u are the logits where they are another function of x than the products z.
+        is_mapped = self._loss.logit_scale != 1 or self._loss.softcap is not None
+        self._z, self._u = ("z", "u") if is_mapped else ("logits", "logits")
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether some logits are saved and the others recomputed."""
+        return self._plan.saved_rows > 0 and self._plan.slab_columns > 0
+
+    def saved_part(self) -> list[_Tiles]:
+        """The tokens whose logits are saved, where the others' are not."""
+        rows = self._plan.saved_rows
+        return [_Tiles(rows, rows, self._problem.vocab, 1, is_saved=True)] if self._is_mixed else []
+
+    def chunks(self) -> _Tiles:
+        tokens = self._problem.tokens - (self._plan.saved_rows if self._is_mixed else 0)
+        rows = max(min(self._plan.chunk_rows, tokens), 1)
+        return _Tiles(tokens, rows, self._problem.vocab, -(-tokens // rows))
+
+    def slabs(self) -> _Tiles:
+        columns = min(self._plan.slab_columns, self._problem.vocab)
+        tokens = self._problem.tokens - self._plan.saved_rows
+        return _Tiles(tokens, tokens, columns, -(-self._problem.vocab // columns), by_columns=True)
+
+    def select(self) -> list[Step]:
+        """What part of the operands takes part."""
+        steps = []
+        if self._plan.skip_ignored_rows and not self._loss.needs_every_row:
+            steps.append(self._torch("x, y", "the rows whose target is not ignore_index"))
+        if self._loss.vocab_size is not None:
+            steps.append(self._torch("W", f"W[:{self._loss.vocab_size}], and whatever else has its rows"))
+        return steps
+
+    def logits(self, tiles: _Tiles) -> Step:
+        slab = "[slab]" if tiles.by_columns else ""
+        return self._product(
+            f"{self._z} {self._type(tiles.rows, tiles.columns, dtype=self._region.logits_dtype)}",
+            f"x @ W{slab}.t()" + (f" + b{slab}" if self._region.has_bias else ""),
+            tiles.tokens,
+            call="products.logits_",
+        )
+
+    def statistics(self, tiles: _Tiles) -> list[Step]:
+        """What the loss needs of each row."""
+        u, loss = self._u, self._loss
+        shape = self._type(tiles.rows, dtype=self._row_dtype)
+        mapped = f", u = {_logit_map(loss)}" if u == "u" else ""
+        has_parts = self._layout(self._problem.vocab).parts > 1
+        steps = [
+            self._row_pass(
+                f"row_max, row_logsumexp {shape}",
+                f"max({u}), log(sum(exp({u} - row_max))){mapped}",
+                call="kernels.statistics",
+                fusions=("part_statistics", "merge_parts") if has_parts else ("part_statistics",),
+                bytes=self._logits_bytes(tiles.tokens),
+            )
+        ]
+        if self._region.has_moments:
+            weight = "w * " if self._region.has_class_weight else ""
+            sums = {
+                "expected": f"sum(p * ({u} - row_max))" if loss.needs_entropy else "",
+                "weighted_sum": f"sum({weight}({u} - row_max))" if loss.label_smoothing else "",
+            }
+            needed = {name: expression for name, expression in sums.items() if expression}
+            steps.append(
+                self._row_pass(
+                    f"{', '.join(needed)} {shape}",
+                    ", ".join(needed.values()),
+                    call="kernels.moments",
+                    fusions=("moments",),
+                    bytes=self._logits_bytes(tiles.tokens),
+                )
+            )
+        if loss.needs_argmax:
+            result = f"argmax {self._type(tiles.rows, dtype=torch.int64)}"
+            steps.append(self._torch(result, f"argmax({u}, 1)", bytes=self._logits_bytes(tiles.tokens)))
+        return steps
+
+    def gradients(self, tiles: _Tiles, *, with_weight: bool = True) -> list[Step]:
+        """From logits to dX, dW and db, in the engine's order."""
+        problem = self._problem
+        place = "in new memory" if self._plan.float32_logits else "in place"
+        steps = [
+            self._row_pass(
+                f"dlogits {self._type(tiles.rows, tiles.columns)}"
+                + (f", db {self._type(tiles.columns, dtype=self._row_dtype)}" if problem.bias_grad else ""),
+                f"{self._gradient_expression()}, {place}" + ("; sum(0)" if problem.bias_grad else ""),
+                call="kernels.gradient",
+                fusions=("gradient_with_column_sums" if problem.bias_grad else "gradient",),
+                bytes=self._logits_bytes(tiles.tokens) + self._dlogits_bytes(tiles.tokens),
+            ),
+            self._row_pass(
+                f"dlogits[y] {self._type(tiles.rows)}",
+                self._gradient_expression(at_target=True),
+                call="kernels.target_gradient",
+                fusions=("target_gradient",),
+                bytes=0,
+            ),
+        ]
+        products = [self._input_gradient(tiles)] if problem.input_grad else []
+        if problem.weight_grad and with_weight:
+            # A slab has its rows of dW written last; a chunk adds to dW first.
+            at = len(products) if tiles.by_columns else 0
+            products[at:at] = self._weight_gradient(tiles)
+        return steps + products
+
+    def _gradient_expression(self, *, at_target: bool = False) -> str:
+        """The gradient of the products as `loss` has it, with its one-hot term only at the target."""
+        loss = self._loss
+        u = f"{self._u}[y]" if at_target else self._u
+        probability = f"exp({u} - row_max - row_logsumexp)"
+        is_plain = not (loss.label_smoothing or loss.z_loss or loss.outputs or self._region.has_class_weight)
+        if is_plain and self._z == "logits":
+            return f"{probability} * s" + (" - s" if at_target else "")
+        terms = f"{probability} * A"
+        if loss.needs_entropy:
+            terms = f"{probability} * (A - g_e * ({u} - row_max))"
+        if loss.label_smoothing:
+            weight = "w[y]" if at_target else "w"
+            terms += f" - C * {weight}" if self._region.has_class_weight else " - C"
+        if at_target:
+            terms += " - B"
+        scale = f" * {loss.logit_scale:g}" if loss.logit_scale != 1 else ""
+        slope = f" * (1 - ({u} / {loss.softcap:g})**2)" if loss.softcap is not None else ""
+        return f"({terms}){scale}{slope}" if scale or slope else terms
+
+    def _weight_gradient(self, tiles: _Tiles) -> list[Step]:
+        problem, plan = self._problem, self._plan
+        size = problem.vocab * problem.hidden
+        if tiles.by_columns:
+            result = f"dW[slab] {self._type(tiles.columns, problem.hidden)}"
+            if not self._is_mixed:
+                return [self._product(result, "dlogits.t() @ x", tiles.tokens, call="products.weight_gradient_")]
+            saved = self._plan.saved_rows
+            wide = f"dW[slab] {self._type(tiles.columns, problem.hidden, dtype=self._row_dtype)}"
+            call = "products.weight_gradient_"
+            return [
+                self._product(wide, "dlogits.t() @ x", tiles.tokens, call=call),
+                self._product(wide, "kept dlogits[:, slab].t() @ x", saved, call=call, adds=True),
+                self._torch(result, "dW[slab], rounded once"),
+            ]
+        dtype = torch.float32 if plan.float32_accumulator else problem.dtype
+        steps = [
+            self._product(
+                f"dW {self._type(problem.vocab, problem.hidden, dtype=dtype)}",
+                "dlogits.t() @ x",
+                tiles.tokens,
+                call="products.weight_gradient_",
+                adds=tiles.count > 1,
+                # Read and written once more by each chunk but the first.
+                bytes=tiles.again * 2 * size * dtype.itemsize,
+            )
+        ]
+        if plan.float32_rows:
+            rows = min(plan.float32_rows, problem.vocab)
+            steps.append(
+                Step(
+                    result=f"dW[hot] {self._type(rows, problem.hidden, dtype=torch.float32)}",
+                    expression="dlogits[:, hot].t() @ x",
+                    runs_in=self._products,
+                    assignment="+=",
+                    call="products.weight_gradient_",
+                )
+            )
+        return steps
+
+    def _input_gradient(self, tiles: _Tiles) -> Step:
+        problem = self._problem
+        if not tiles.by_columns:
+            result = f"dX {self._type(tiles.rows, problem.hidden)}"
+            return self._product(result, "dlogits @ W", tiles.tokens, call="products.input_gradient_")
+        return self._product(
+            f"dX {self._type(tiles.rows, problem.hidden, dtype=self._row_dtype)}",
+            "dlogits @ W[slab]",
+            tiles.tokens,
+            call="products.input_gradient_",
+            adds=tiles.count > 1,
+            bytes=tiles.again * 2 * tiles.rows * problem.hidden * self._row_dtype.itemsize,
+        )
+
+    def outputs(self) -> list[Step]:
+        """The loss and its further outputs, from what is known of all rows."""
+        loss, u = self._loss, self._u
+        shape = self._type(self._problem.tokens, dtype=self._row_dtype)
+        has_class_weight = self._region.has_class_weight
+        cross_entropy = f"row_logsumexp - ({u}[y] - row_max)"
+        terms = {"cross_entropy": f"w[y] * ({cross_entropy})" if has_class_weight else cross_entropy}
+        if loss.label_smoothing:
+            hard = terms["cross_entropy"] if has_class_weight else f"({cross_entropy})"
+            total = "sum(w)" if has_class_weight else str(self._problem.vocab)
+            smooth = f"{loss.label_smoothing / self._problem.vocab:.3g} * (row_logsumexp * {total} - weighted_sum)"
+            terms["cross_entropy"] = f"{1 - loss.label_smoothing:g} * {hard} + {smooth}"
+        if loss.z_loss:
+            terms["z_term"] = f"{loss.z_loss:g} * (row_max + row_logsumexp)**2"
+        steps = [self._torch(f"{name} {shape}", expression) for name, expression in terms.items()]
+        divisors = {"cross_entropy": "sum(w[y])" if has_class_weight else "valid_count", "z_term": "valid_count"}
+        if self._region.has_num_items:
+            divisors = dict.fromkeys(divisors, "num_items")
+        forms = {"mean": "sum({0}) / {1}", "sum": "sum({0})", "none": "{0}"}
+        form = forms[loss.reduction]
+        steps.append(self._torch("loss", " + ".join(form.format(name, divisors[name]) for name in terms)))
+        further = {
+            "log_prob": f"{u}[y] - row_max - row_logsumexp",
+            "entropy": "row_logsumexp - expected",
+            "argmax": "argmax of the rows",
+            "valid_argmax": "argmax of the rows, -1 where they are ignored",
+            "accuracy": "sum(argmax == y) / valid_count",
+        }
+        return steps + [self._torch(name, further[name]) for name in loss.outputs]
+
+    def finish(self) -> list[Step]:
+        """What gives the gradients their dtypes."""
+        problem, plan = self._problem, self._plan
+        size = problem.vocab * problem.hidden
+        steps = []
+        if plan.float32_rows:
+            steps.append(self._torch("dW[hot]", "the rows summed in float32"))
+        if plan.float32_accumulator:
+            result, moved = f"dW {self._type(problem.vocab, problem.hidden)}", (4 + problem.dtype.itemsize) * size
+            steps.append(self._torch(result, "dW, rounded once", bytes=moved))
+        if plan.slab_columns and problem.input_grad and problem.dtype.itemsize < 4:
+            result = f"dX {self._type(problem.tokens, problem.hidden)}"
+            moved = (4 + problem.dtype.itemsize) * problem.tokens * problem.hidden
+            steps.append(self._torch(result, "dX, rounded once", bytes=moved))
+        return steps
+
+    def scale_gradients(self) -> Step:
+        problem = self._problem
+        needed = {"dX": problem.input_grad, "dW": problem.weight_grad, "db": problem.bias_grad}
+        names = ", ".join(name for name, is_needed in needed.items() if is_needed)
+        runner = "Triton" if problem.device_type == "cuda" and problem.dtype is not torch.float64 else "PyTorch"
+        expression = "the incoming gradient, where that is not 1"
+        return Step(result=names, assignment="*=", expression=expression, runs_in=runner)
+
+    def _product(
+        self, result: str, expression: str, tokens: int, *, call: str, adds: bool = False, bytes: int = 0
+    ) -> Step:
+        problem = self._problem
+        tail = problem.vocab % 8 if problem.has_tail else 0
+        return Step(
+            result=result,
+            expression=expression + (f", the last {tail} columns apart" if tail else ""),
+            runs_in=self._products,
+            assignment="+=" if adds else "=",
+            call=call,
+            operations=2 * tokens * problem.hidden * problem.vocab,
+            bytes=bytes,
+        )
+
+    def _row_pass(self, result: str, expression: str, *, call: str, fusions: tuple[str, ...], bytes: int) -> Step:
+        return Step(
+            result=result,
+            expression=expression,
+            runs_in="nvFuser" if self._fused else "PyTorch",
+            call=call,
+            fusions=fusions if self._fused else (),
+            bytes=bytes,
+        )
+
+    def _torch(self, result: str, expression: str, *, bytes: int = 0) -> Step:
+        return Step(result=result, expression=expression, runs_in="PyTorch", bytes=bytes)
+
+    def _layout(self, columns: int) -> VocabLayout:
+        return layout_for(columns, dtype=self._region.logits_dtype, device_type=self._problem.device_type)
+
+    def _logits_bytes(self, tokens: int) -> int:
+        return tokens * self._layout(self._problem.vocab).row_stride * self._region.logits_dtype.itemsize
+
+    def _dlogits_bytes(self, tokens: int) -> int:
+        return tokens * self._layout(self._problem.vocab).row_stride * self._problem.dtype.itemsize
+
+    def _type(self, *shape: int, dtype: torch.dtype | None = None) -> str:
+        return f"{_SHORT_NAMES[dtype or self._problem.dtype]}[{', '.join(map(str, shape))}]"
+
+
+def _logit_map(loss: Loss) -> str:
+    """u, in words of z."""
+    scaled = "z" if loss.logit_scale == 1 else f"{loss.logit_scale:g} * z"
+    return scaled if loss.softcap is None else f"{loss.softcap:g} * tanh({scaled} / {loss.softcap:g})"

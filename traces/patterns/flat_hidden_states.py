@@ -1,0 +1,78 @@
+# Printed by: python traces/regenerate.py --device cpu
+# thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cpu, float32.
+#
+#     def flat_hidden_states(hidden, weight, labels):
+#         logits = F.linear(hidden.view(-1, hidden.shape[-1]), weight)
+#         return F.cross_entropy(logits, labels.view(-1))
+#
+# fused, gradients in forward, chunks of 65 tokens
+# Saved for backward, beside the arguments and views of them:
+#     t5: i64[], 8 bytes
+#     t6: f32[8192, 4096], 134,217,728 bytes
+#     t7: f32[128256, 4096], 2,101,346,304 bytes
+
+# Constructed by Delete Last Used
+from torch import Tensor
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def computation(hidden, weight, labels):
+  # hidden: "cpu f32[2, 4096, 4096]"
+  # weight: "cpu f32[128256, 4096]"
+  # labels: "cpu i64[2, 4096]"
+
+  # logits = F.linear(hidden.view(-1, hidden.shape[-1]), weight)
+  t0 = torch_prims_reshape_impl(hidden, (8192, 4096))  # t0: "cpu f32[8192, 4096]"
+
+  # return F.cross_entropy(logits, labels.view(-1))
+  t1 = Tensor.view(labels, -1)  # t1: "cpu i64[8192]"
+  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(t0, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
+    # x = t0, W = weight, y = t1
+    # loss = t2: f32[], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[8192, 4096], dW = t7: f32[128256, 4096]
+    # x, y = the rows whose target is not ignore_index                                 PyTorch
+    # for each chunk of 65 tokens, 127 in all:
+    #   logits f32[65, 128256] = x @ W.t()                                             PyTorch
+    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
+    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s, in place  PyTorch
+    #   dlogits[y] f32[65] = exp(logits[y] - row_max - row_logsumexp) * s - s          PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                        PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                                 PyTorch
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                  PyTorch
+    # loss = sum(cross_entropy) / valid_count                                          PyTorch
+  del t3, t4, t0, t1
+  return {'output': (t2,), 'flat_args': [hidden, weight, labels], 'flat_output': (t2,)}, ((t5, t6, t7), ())
+
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t8, = cotangents
+  # t8: "cpu f32[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  t5, t6, t7, = C0
+  # t5: "cpu i64[]"
+  # t6: "cpu f32[8192, 4096]"
+  # t7: "cpu f32[128256, 4096]"
+  clear_mutable_collection(C0)
+  del C0
+  (t9, t10) = scale_gradients(t8, t5, t6, t7)
+    # t6, t7 of the forward *= t8, where that is not 1
+  del t8, t5, t6, t7
+  t11 = torch_prims_reshape_impl(t9, (2, 4096, 4096))  # t11: "cpu f32[2, 4096, 4096]"
+  del t9
+  return (t11, t10, None)

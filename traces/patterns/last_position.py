@@ -1,0 +1,82 @@
+# Printed by: python traces/regenerate.py --device cpu
+# thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cpu, float32.
+#
+#     def last_position(hidden, weight, labels):
+#         return F.cross_entropy(F.linear(hidden, weight)[:, -1], labels[:, -1])
+#
+# fused, gradients in forward, chunks of 2 tokens
+# Saved for backward, beside the arguments and views of them:
+#     t6: i64[], 8 bytes
+#     t7: f32[2, 4096], 32,768 bytes
+#     t8: f32[128256, 4096], 2,101,346,304 bytes
+
+# Constructed by Delete Last Used
+from torch import Tensor
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def computation(hidden, weight, labels):
+  # hidden: "cpu f32[2, 4096, 4096]"
+  # weight: "cpu f32[128256, 4096]"
+  # labels: "cpu i64[2, 4096]"
+
+  # return F.cross_entropy(F.linear(hidden, weight)[:, -1], labels[:, -1])
+  t0 = Tensor.__getitem__(labels, (slice(None,None,None), -1))  # t0: "cpu i64[2]"
+  t1 = torch_slice_prim_impl(hidden, [0, 4095, 0], [2, 4096, 4096], [1, 1, 1])  # t1: "cpu f32[2, 1, 4096]"
+  t2 = torch.squeeze(t1, (1,))  # t2: "cpu f32[2, 4096]"
+  del t1
+  (t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(t2, weight, t0, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2)
+    # x = t2, W = weight, y = t0
+    # loss = t3: f32[], row_max = t4: f32[2], row_logsumexp = t5: f32[2], valid_count = t6: i64[], dX = t7: f32[2, 4096], dW = t8: f32[128256, 4096]
+    # x, y = the rows whose target is not ignore_index                                PyTorch
+    # for the only chunk, of 2 tokens:
+    #   logits f32[2, 128256] = x @ W.t()                                             PyTorch
+    #   row_max, row_logsumexp f32[2] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
+    #   dlogits f32[2, 128256] = exp(logits - row_max - row_logsumexp) * s, in place  PyTorch
+    #   dlogits[y] f32[2] = exp(logits[y] - row_max - row_logsumexp) * s - s          PyTorch
+    #   dW f32[128256, 4096] = dlogits.t() @ x                                        PyTorch
+    #   dX f32[2, 4096] = dlogits @ W                                                 PyTorch
+    # cross_entropy f32[2] = row_logsumexp - (logits[y] - row_max)                    PyTorch
+    # loss = sum(cross_entropy) / valid_count                                         PyTorch
+  del t4, t5, t2, t0
+  return {'output': (t3,), 'flat_args': [hidden, weight, labels], 'flat_output': (t3,)}, ((t6, t7, t8), ())
+
+
+# Constructed by Delete Last Used
+import torch
+from torch import Tensor
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t9, = cotangents
+  # t9: "cpu f32[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  t6, t7, t8, = C0
+  # t6: "cpu i64[]"
+  # t7: "cpu f32[2, 4096]"
+  # t8: "cpu f32[128256, 4096]"
+  clear_mutable_collection(C0)
+  del C0
+  (t10, t11) = scale_gradients(t9, t6, t7, t8)
+    # t7, t8 of the forward *= t9, where that is not 1
+  del t9, t6, t7, t8
+  t12 = torch.unsqueeze(t10, 1)  # t12: "cpu f32[2, 1, 4096]"
+  del t10
+  t13 = Tensor.expand(t12, [2, 1, 4096])  # t13: "cpu f32[2, 1, 4096]"
+  del t12
+  t14 = torch_pad_prim_impl(t13, 0.0, ((0, 0, 0), (4095, 0, 0), (0, 0, 0)))  # t14: "cpu f32[2, 4096, 4096]"
+  del t13
+  return (t14, t11, None)

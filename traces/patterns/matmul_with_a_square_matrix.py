@@ -1,0 +1,85 @@
+# Printed by: python traces/regenerate.py --device cpu
+# thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cpu, float32.
+#
+#     def matmul_with_a_square_matrix(hidden, square, labels):
+#         """Permuted to what it was: not the transpose of the weight that `permute` is most often given for."""
+#         return _loss(hidden @ square.permute(0, 1), labels.clamp(max=hidden.shape[-1] - 1))
+#
+# fused, gradients in forward, chunks of 2048 tokens
+# Saved for backward, beside the arguments and views of them:
+#     t8: i64[], 8 bytes
+#     t9: f32[2, 4096, 4096], 134,217,728 bytes
+#     t10: f32[4096, 4096], 67,108,864 bytes
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def computation(hidden, square, labels):
+  # hidden: "cpu f32[2, 4096, 4096]"
+  # square: "cpu f32[4096, 4096]"
+  # labels: "cpu i64[2, 4096]"
+
+  # return _loss(hidden @ square.permute(0, 1), labels.clamp(max=hidden.shape[-1] - 1))
+  t0 = shallow_copy(square)  # t0: "cpu f32[4096, 4096]"
+  t1 = torch.clamp(labels, None, 4095)  # t1: "cpu i64[2, 4096]"
+
+  # return single_device_symbol(*args, **kwargs)
+  t2 = torch.reshape(t1, (-1,))  # t2: "cpu i64[8192]"
+  del t1
+  t3 = torch.permute(t0, (1, 0))  # t3: "cpu f32[4096, 4096]"
+  del t0
+
+  # return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **settings)
+  t4 = torch.reshape(t2, (2, 4096))  # t4: "cpu i64[2, 4096]"
+  del t2
+  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, t3, t4, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048)
+    # x = hidden, W = t3, y = t4
+    # loss = t5: f32[], row_max = t6: f32[8192], row_logsumexp = t7: f32[8192], valid_count = t8: i64[], dX = t9: f32[2, 4096, 4096], dW = t10: f32[4096, 4096]
+    # x, y = the rows whose target is not ignore_index                                   PyTorch
+    # for each chunk of 2048 tokens, 4 in all:
+    #   logits f32[2048, 4096] = x @ W.t()                                               PyTorch
+    #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
+    #   dlogits f32[2048, 4096] = exp(logits - row_max - row_logsumexp) * s, in place    PyTorch
+    #   dlogits[y] f32[2048] = exp(logits[y] - row_max - row_logsumexp) * s - s          PyTorch
+    #   dW f32[4096, 4096] += dlogits.t() @ x                                            PyTorch
+    #   dX f32[2048, 4096] = dlogits @ W                                                 PyTorch
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                    PyTorch
+    # loss = sum(cross_entropy) / valid_count                                            PyTorch
+  del t6, t7, t3, t4
+  return {'output': (t5,), 'flat_args': [hidden, square, labels], 'flat_output': (t5,)}, ((t8, t9, t10), ())
+
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t11, = cotangents
+  # t11: "cpu f32[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  t8, t9, t10, = C0
+  # t8: "cpu i64[]"
+  # t9: "cpu f32[2, 4096, 4096]"
+  # t10: "cpu f32[4096, 4096]"
+  clear_mutable_collection(C0)
+  del C0
+  (t12, t13) = scale_gradients(t11, t8, t9, t10)
+    # t9, t10 of the forward *= t11, where that is not 1
+  del t11, t8, t9, t10
+  t14 = torch.permute(t13, (1, 0))  # t14: "cpu f32[4096, 4096]"
+  del t13
+  return (t12, t14, None)

@@ -1,0 +1,89 @@
+# Printed by: python traces/regenerate.py --device cpu
+# thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cpu, float32.
+#
+#     def shift_by_slices(hidden, weight, labels):
+#         """The shift of transformers before that."""
+#         logits = F.linear(hidden, weight).float()
+#         logits = logits[..., :-1, :].contiguous()
+#         labels = labels[..., 1:].contiguous()
+#         return CROSS_ENTROPY(logits.view(-1, logits.shape[-1]), labels.view(-1))
+#
+# fused, gradients in forward, chunks of 65 tokens
+# Saved for backward, beside the arguments and views of them:
+#     t8: i64[], 8 bytes
+#     t9: f32[2, 4095, 4096], 134,184,960 bytes
+#     t10: f32[128256, 4096], 2,101,346,304 bytes
+
+# Constructed by Delete Last Used
+from torch import Tensor
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def computation(hidden, weight, labels):
+  # hidden: "cpu f32[2, 4096, 4096]"
+  # weight: "cpu f32[128256, 4096]"
+  # labels: "cpu i64[2, 4096]"
+
+  # labels = labels[..., 1:].contiguous()
+  t0 = Tensor.__getitem__(labels, (..., slice(1,None,None)))  # t0: "cpu i64[2, 4095]"
+  t1 = Tensor.contiguous(t0, memory_format=_torch_memory_format)  # t1: "cpu i64[2, 4095]"
+  del t0
+
+  # return CROSS_ENTROPY(logits.view(-1, logits.shape[-1]), labels.view(-1))
+  t2 = Tensor.view(t1, -1)  # t2: "cpu i64[8190]"
+  del t1
+  t3 = torch_slice_prim_impl(hidden, [0, 0, 0], [2, 4095, 4096], [1, 1, 1])  # t3: "cpu f32[2, 4095, 4096]"
+
+  # return F.cross_entropy(
+  t4 = torch.reshape(t2, (2, 4095))  # t4: "cpu i64[2, 4095]"
+  del t2
+  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(t3, weight, t4, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
+    # x = t3, W = weight, y = t4
+    # loss = t5: f32[], row_max = t6: f32[8190], row_logsumexp = t7: f32[8190], valid_count = t8: i64[], dX = t9: f32[2, 4095, 4096], dW = t10: f32[128256, 4096]
+    # x, y = the rows whose target is not ignore_index                                 PyTorch
+    # for each chunk of 65 tokens, 126 in all:
+    #   logits f32[65, 128256] = x @ W.t()                                             PyTorch
+    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
+    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s, in place  PyTorch
+    #   dlogits[y] f32[65] = exp(logits[y] - row_max - row_logsumexp) * s - s          PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                        PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                                 PyTorch
+    # cross_entropy f32[8190] = row_logsumexp - (logits[y] - row_max)                  PyTorch
+    # loss = sum(cross_entropy) / valid_count                                          PyTorch
+  del t6, t7, t3, t4
+  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t8, t9, t10), ())
+
+
+# Constructed by Delete Last Used
+import torch
+from thunder.executors.torchex import no_autocast
+
+@torch.no_grad()
+@no_autocast
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t11, = cotangents
+  # t11: "cpu f32[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  t8, t9, t10, = C0
+  # t8: "cpu i64[]"
+  # t9: "cpu f32[2, 4095, 4096]"
+  # t10: "cpu f32[128256, 4096]"
+  clear_mutable_collection(C0)
+  del C0
+  (t12, t13) = scale_gradients(t11, t8, t9, t10)
+    # t9, t10 of the forward *= t11, where that is not 1
+  del t11, t8, t9, t10
+  t14 = torch_pad_prim_impl(t12, 0.0, ((0, 0, 0), (0, 1, 0), (0, 0, 0)))  # t14: "cpu f32[2, 4096, 4096]"
+  del t12
+  return (t14, t13, None)
