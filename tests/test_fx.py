@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
 from doors import DOORS, assert_agrees, decisions, gradients
-from thunder_flce import FuseLinearCrossEntropy
+from thunder_flce import FuseLinearCrossEntropy, NotFusedError
 from thunder_flce.match import Reason
 
 V, H = 97, 16
@@ -297,6 +297,27 @@ def test_recipe_with_plugin(interpreter):
     assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
     (fusion,) = [t for t in recipe.transforms if isinstance(t, FuseLinearCrossEntropy)]
     assert [d.fused for c in fusion.compilations for d in c.decisions] == [True]
+
+
+def test_strict():
+    model = Model()
+    model.after_head = torch.relu
+    step = thunder_flce.thunderfx(lambda tokens, labels: Model.forward(model, tokens, labels), strict=True)
+    with pytest.raises(NotFusedError, match="by relu"):
+        step(*batch())
+
+
+def test_transforms_of_the_user_come_after_ours():
+    class Recorder(thunder.Transform):
+        def transform_traces_pre_prologue(self, prologue, computation, epilogue, **kwargs):
+            seen.append([bsym.sym.name for bsym in computation.bound_symbols])
+            return prologue, computation, epilogue
+
+    for door in DOORS.values():
+        seen, transforms = [], [Recorder()]
+        door(Model(), transforms=transforms)(*batch())
+        assert len(transforms) == 1
+        assert "linear_cross_entropy" in seen[0] and "cross_entropy" not in seen[0]
 
 
 def test_options_reach_the_plan():

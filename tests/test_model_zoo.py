@@ -64,6 +64,17 @@ def test_model(entry, door):
         assert not regions
 
 
+@pytest.mark.parametrize("entry", zoo.ENTRIES, ids=IDS)
+def test_tied(entry):
+    """That the table says which heads are the embedding."""
+    model = entry.build().model
+    if hasattr(model, "get_input_embeddings"):
+        is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    else:
+        is_tied = model.lm_head.weight is model.transformer.wte.weight
+    assert is_tied == ("tied" in entry.head)
+
+
 def test_readme_has_the_table():
     text = zoo.README.read_text()
     assert f"{zoo.BEGIN}\n{zoo.table()}\n{zoo.END}" in text, "run: python tests/zoo.py --write"
