@@ -384,7 +384,7 @@ def test_a_kernel_that_fails_leaves_the_others(tmp_path, monkeypatch):
         if column_sums:
             raise NotImplementedError("no sums")
 
-    monkeypatch.setattr(TorchRowKernels, "gradient_", broken)
+    monkeypatch.setattr(TorchRowKernels, "gradient", broken)
     rows = bench(tmp_path / "results.jsonl", "kernels", "--vocabs", "1000")
     assert {row["method"]: row.get("failed") for row in rows} == {
         "statistics": None,

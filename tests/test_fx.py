@@ -327,3 +327,18 @@ def test_options_reach_the_plan():
         compiled = door(model, options=thunder_flce.Options(chunk_rows=8))
         compiled(*arguments)
         assert decisions(compiled)[0].plan.chunk_rows == 8
+
+
+@pytest.mark.parametrize("compile", [torch.compile, thunder_flce.thunderfx])
+def test_functional_form_behind_dynamo(compile):
+    """It runs as it is, between two graphs."""
+    hidden, weight = torch.randn(2, 7, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    labels = torch.randint(20, (2, 7))
+
+    def program(hidden, weight, labels):
+        return thunder_flce.linear_cross_entropy(hidden * 2, weight, labels) * 3
+
+    loss, expected = compile(program)(hidden, weight, labels), program(hidden, weight, labels)
+    torch.testing.assert_close(loss, expected)
+    gradients = [torch.autograd.grad(value, (hidden, weight)) for value in (loss, expected)]
+    torch.testing.assert_close(*gradients)

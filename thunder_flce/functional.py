@@ -16,6 +16,8 @@ from thunder_flce.plan import DeviceMemory, Plan, Problem, make_plan
 from thunder_flce.row_kernels.torch_ops import statistics_dtype
 
 
+# Dynamo, which torch.compile and thunderfx trace with, would trace into the engine, which depends on the data.
+@torch.compiler.disable(reason="linear_cross_entropy runs as it is, between two graphs")
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,

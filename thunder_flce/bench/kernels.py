@@ -13,7 +13,7 @@ import torch
 from thunder_flce.bench.measuring import DeviceLost, Mark, Progress, Schedule, Step, attempt, release, take_turns
 from thunder_flce.bench.shapes import dtype_name
 from thunder_flce.plan import layout_for
-from thunder_flce.row_kernels import LogitsBuffer, RowKernels, kernels_for
+from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowKernels, kernels_for
 
 VOCABS = {
     "cuda": [1000, 4099, 16384, 32000, 50257, 65537, 100352, 128256, 128257, 151936, 200064, 256000, 300007],
@@ -78,7 +78,7 @@ def measure(
     release(device)
     layout = layout_for(vocab, dtype=dtype, device_type=device)
     rows = max((logits_bytes or LOGITS_BYTES[device]) // (layout.row_stride * dtype.itemsize), 2)
-    kernels = kernels_for(dtype=dtype, device_type=device)
+    kernels = kernels_for(dtype=dtype, device_type=device, logit_map=LogitMap())
     row = partial(
         Row,
         vocab=vocab,
@@ -126,13 +126,18 @@ def measure(
 
 
 def _kernel_steps(kernels: RowKernels, buffer: LogitsBuffer) -> dict[str, Step]:
-    target_logit = buffer.logits[:, 0].contiguous()
-    statistics, _ = kernels.statistics(buffer, target_logit)
-    scale = torch.full_like(statistics.row_max, 1 / target_logit.shape[0])
+    statistics = kernels.statistics(buffer)
+    share = torch.full_like(statistics.row_max, 1 / statistics.row_max.shape[0])
+    coefficients = RowCoefficients(share, share)
+
+    def gradient(column_sums: bool) -> None:
+        dtype = buffer.padded.dtype
+        kernels.gradient(buffer, statistics, coefficients, None, dtype=dtype, column_sums=column_sums)
+
     return {
-        "statistics": _timed(lambda: kernels.statistics(buffer, target_logit)),
-        "dlogits": _timed(lambda: kernels.gradient_(buffer, statistics, scale)),
-        "dlogits, column sums": _timed(lambda: kernels.gradient_(buffer, statistics, scale, column_sums=True)),
+        "statistics": _timed(lambda: kernels.statistics(buffer)),
+        "dlogits": _timed(lambda: gradient(False)),
+        "dlogits, column sums": _timed(lambda: gradient(True)),
     }
 
 
