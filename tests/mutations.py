@@ -121,11 +121,6 @@ MUTATIONS = [
         ("mask", "gradient[vocab:] = 0", "pass"),
         ("mask", "rows.only_valid(vectors.argmax, fill=-1)", "vectors.argmax"),
         ("mask", "allocate = torch.empty if rows.index is None else torch.zeros", "allocate = torch.empty"),
-        (
-            "mask",
-            "grad = torch.where(valid_count == 0, 0, grad)",
-            "pass",
-        ),
         ("mask", "accumulate=not self._is_first", "accumulate=True"),
         ("mask", "accumulate=start > 0", "accumulate=False"),
         ("index", "class_weight = class_weights.columns[slab]", "class_weight = class_weights.columns[: slab.stop]"),
@@ -143,6 +138,11 @@ MUTATIONS = [
         "engine.py",
         ("mask", "logits.clone() if is_overwritten and graph_is_kept() else logits", "logits"),
         tests=(SECOND_BACKWARD,),
+    ),
+    *_of(
+        "engine.py",
+        ("mask", "grad = torch.where(valid_count == 0, 0, grad)", "pass"),
+        tests=("tests/test_numerics.py::test_gradient_of_nothing_is_zero_whatever_comes_in",),
     ),
     *_of(
         "rows.py",

@@ -16,6 +16,7 @@ from reference import Case, Result, assert_as_exact_as_eager, assert_close_to_tr
 from thunder_flce import Options, Plan, functional, linear_cross_entropy
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
 from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATEGIES
+from thunder_flce.row_kernels import torch_ops
 
 # A new vocabulary, dtype or map of the logits is a new nvFuser definition, which takes a third of a second to compile.
 VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 1009, 16385)}
@@ -142,6 +143,11 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
+def gradients_can_come_first(dtype: torch.dtype, reduction: str, outputs: tuple[str, ...]) -> bool:
+    """Whether the strategy "gradients_in_forward" is one; those of float16 have to know the loss scale."""
+    return dtype is not torch.float16 and reduction != "none" and not set(outputs) & set(DIFFERENTIABLE_OUTPUTS)
+
+
 @st.composite
 def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
     """Everything that the arguments allow; the simplest problem comes first in each choice."""
@@ -149,11 +155,9 @@ def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
     dtype = one_of(*DTYPES)
     vocab = one_of(*vocabularies)
     reduction = one_of("mean", "sum", "none")
-    outputs = tuple(draw(st.lists(st.sampled_from(OUTPUTS), unique=True, max_size=4)))
+    outputs = one_of((), tuple(draw(st.lists(st.sampled_from(OUTPUTS), unique=True, max_size=4))))
     vocab_size = one_of(None, vocab, max(vocab - 2, 1), 1 + vocab // 2)
-    row_gradients = reduction == "none" or bool(set(outputs) & set(DIFFERENTIABLE_OUTPUTS))
-    # Gradients of float16 have to know the loss scale before they are rounded.
-    in_forward = not row_gradients and dtype is not torch.float16
+    in_forward = gradients_can_come_first(dtype, reduction, outputs)
     strategy = one_of(None, *(s for s in STRATEGIES if s != "gradients_in_forward" or in_forward))
     return Problem(
         seed=draw(st.integers(0, 2**16)),
@@ -205,7 +209,8 @@ def planned_problems(draw: Callable, vocabularies: tuple[int, ...]) -> tuple[Pro
     }
     if not any(problem.needs_grad[: 2 + problem.bias]):
         return problem, Plan(strategy="loss_only", **common)
-    if problem.options.strategy == "gradients_in_forward":
+    loss = problem.loss
+    if gradients_can_come_first(problem.dtype, loss["reduction"], loss["outputs"]) and draw(st.booleans()):
         in_float32 = is_narrow and draw(st.booleans())
         rows = 0 if in_float32 or not is_narrow else 256
         return problem, Plan(
@@ -240,6 +245,9 @@ def test_eager(device):
 
 
 def test_every_plan(device, monkeypatch):
+    # A few rows at a time where PyTorch's operations are the row kernels.
+    monkeypatch.setattr(torch_ops, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
+
     def run(planned: tuple[Problem, Plan]) -> None:
         problem, plan = planned
         monkeypatch.setattr(functional, "plan_for", lambda operands, options: plan)
