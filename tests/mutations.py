@@ -183,7 +183,11 @@ MUTATIONS = [
             "dlogits[:, start:end].t(), x, accumulate",
             "dlogits[:, : end - start].t().roll(1, 0), x, accumulate",
         ),
+    ),
+    *_of(
+        "products.py",
         ("index", "weight[start:end].t(), accumulate=False", "weight[: end - start].t(), accumulate=False"),
+        tests=("tests/test_numerics.py::test_float32_logits_lose_nothing",),
     ),
     *_of(
         "products.py",
