@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("sign", "divisor", "mask", "index")
@@ -302,7 +303,7 @@ MUTATIONS = [
             "argmax = ltorch.where(valid, argmax, 0)",
         ),
         ("index", "class_weight = class_weight[: logits.shape[1]]", "class_weight = class_weight[-logits.shape[1] :]"),
-        tests=(f"{TRACED}[cpu-through_decomposition]",),
+        tests=(f"{TRACED}_with_everything", f"{TRACED}[cpu-through_decomposition]"),
     ),
     *_of(
         "row_kernels/nvfuser.py",
@@ -361,7 +362,7 @@ def main() -> int:
             else:
                 outcome = _outcome(mutation, copy)
             survivors += outcome == "SURVIVED"
-            table.add_row(mutation.file, mutation.kind, f"{mutation.before}\n→ {mutation.after}", outcome)
+            table.add_row(mutation.file, mutation.kind, Text(f"{mutation.before}\n→ {mutation.after}"), outcome)
     Console(width=160).print(table)
     return 1 if survivors else 0
 

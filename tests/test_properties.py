@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thunder_flce
-from reference import Case, Result, assert_as_exact_as_eager, assert_close_to_truth, differentiate
+from reference import Case, assert_as_exact_as_eager, assert_close_to_truth, differentiate
 from thunder_flce import Options, Plan, functional, linear_cross_entropy
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
 from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATEGIES
@@ -319,25 +319,63 @@ def through_decomposition(program: Callable, options: Options) -> Callable:
     return thunder.jit(program)
 
 
-@pytest.mark.parametrize("compiled", [through_executor, through_transform, through_decomposition])
+each_way = pytest.mark.parametrize("compiled", [through_executor, through_transform, through_decomposition])
+
+
+def check_traced(problem: Problem, compiled: Callable, device: str) -> None:
+    """Compares the functional form in a program with the truth, and looks whether our symbol ran it."""
+    case, grad = problem.case(device), problem.incoming(device)
+    arguments = problem.settings(device)
+
+    def program(x, weight, target, bias, class_weight, num_items):
+        return linear_cross_entropy(
+            x, weight, target, linear_bias=bias, weight=class_weight, **{**arguments, "num_items": num_items}
+        )
+
+    jitted = compiled(program, problem.options)
+    results = jitted(case.x, case.weight, case.target, case.bias, case.class_weight, arguments["num_items"])
+    result = differentiate(results, case, grad, arguments["outputs"])
+    assert_close_to_truth(result, case, grad, factor=2.0, tiny=True, **arguments)
+    symbols = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
+    assert symbols.count("linear_cross_entropy_fwd") == (compiled is not through_decomposition)
+
+
+@each_way
 def test_traced(compiled, device):
     def run(problem: Problem) -> None:
-        case, grad = problem.case(device), problem.incoming(device)
-        arguments = problem.settings(device)
-        names = arguments["outputs"]
-
-        def program(x, weight, target, bias, class_weight, num_items):
-            return linear_cross_entropy(
-                x, weight, target, linear_bias=bias, weight=class_weight, **{**arguments, "num_items": num_items}
-            )
-
-        jitted = compiled(program, problem.options)
-        operands = (case.x, case.weight, case.target, case.bias, case.class_weight)
-        results = jitted(*operands, arguments["num_items"])
-        result: Result = differentiate(results, case, grad, names)
-        assert_close_to_truth(result, case, grad, factor=2.0, tiny=True, **arguments)
-        fused = compiled is not through_decomposition
-        symbols = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
-        assert symbols.count("linear_cross_entropy_fwd") == fused
+        check_traced(problem, compiled, device)
 
     run_examples(run, problems(VOCABULARIES[device]), TRACED_EXAMPLES[device])
+
+
+@each_way
+@pytest.mark.parametrize("num_items", [None, 17, "5", "0"])
+def test_traced_with_everything(num_items, compiled, device):
+    problem = Problem(
+        seed=0,
+        shape=(3, 5),
+        hidden=5,
+        vocab=33,
+        dtype=torch.float64,
+        scale=1.0,
+        bias=True,
+        class_weight=torch.float64,
+        targets="anywhere",
+        ignored="some",
+        needs_grad=(True, True, True),
+        grad="random",
+        layouts=("contiguous",) * 5,
+        num_items=num_items,
+        loss={
+            "reduction": "mean",
+            "ignore_index": -100,
+            "label_smoothing": 0.1,
+            "softcap": 2.0,
+            "logit_scale": 0.25,
+            "z_loss": 0.1,
+            "vocab_size": 31,
+            "outputs": OUTPUTS,
+        },
+        options=Options(chunk_rows=4),
+    )
+    check_traced(problem, compiled, device)
