@@ -126,7 +126,6 @@ MUTATIONS = [
         ("mask", "accumulate=start > 0", "accumulate=False"),
         ("index", "class_weight = class_weights.columns[slab]", "class_weight = class_weights.columns[: slab.stop]"),
         ("index", "target = target_others - slab.start", "target = target_others - slab.start + 1"),
-        ("index", "self._rows.index[chunk], x)", "self._rows.index[: x.shape[0]], x)"),
         ("index", "slice(0 if saved is None else saved.rows.stop, rows.count)", "slice(0, rows.count)"),
         ("index", "column_sums + saved.bias_grad[slab]", "column_sums"),
         (
@@ -139,6 +138,11 @@ MUTATIONS = [
         "engine.py",
         ("mask", "logits.clone() if is_overwritten and graph_is_kept() else logits", "logits"),
         tests=(SECOND_BACKWARD,),
+    ),
+    *_of(
+        "engine.py",
+        ("index", "self._rows.index[chunk], x)", "self._rows.index[: x.shape[0]], x)"),
+        tests=("tests/test_numerics.py::test_ignored_rows",),
     ),
     *_of(
         "engine.py",
