@@ -1,6 +1,7 @@
 # make demo     trains a small GPT with and without the executor and shows what changes
 # make test     all tests; those that need a GPU skip without one
 # make traces   prints the traces in traces/ anew
+# make mutants  breaks the implementation a hundred times, one line each, and shows that the tests notice
 #
 # Each of them first makes the environment in .venv, and installs again when pyproject.toml has changed.
 #
@@ -27,13 +28,16 @@ STAMP := $(VENV)/installed
 GOMP_SPINCOUNT ?= 10000
 export GOMP_SPINCOUNT
 
-.PHONY: demo test traces
+.PHONY: demo mutants test traces
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+mutants: $(STAMP)
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 traces: $(STAMP)
 	$(BIN)/python traces/regenerate.py $(ARGS)

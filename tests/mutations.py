@@ -20,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 KINDS = ("sign", "divisor", "mask", "index")
@@ -121,16 +122,10 @@ MUTATIONS = [
         ("mask", "gradient[vocab:] = 0", "pass"),
         ("mask", "rows.only_valid(vectors.argmax, fill=-1)", "vectors.argmax"),
         ("mask", "allocate = torch.empty if rows.index is None else torch.zeros", "allocate = torch.empty"),
-        (
-            "mask",
-            "grad = torch.where(valid_count == 0, 0, grad)",
-            "pass",
-        ),
         ("mask", "accumulate=not self._is_first", "accumulate=True"),
         ("mask", "accumulate=start > 0", "accumulate=False"),
         ("index", "class_weight = class_weights.columns[slab]", "class_weight = class_weights.columns[: slab.stop]"),
         ("index", "target = target_others - slab.start", "target = target_others - slab.start + 1"),
-        ("index", "self._rows.index[chunk], x)", "self._rows.index[: x.shape[0]], x)"),
         ("index", "slice(0 if saved is None else saved.rows.stop, rows.count)", "slice(0, rows.count)"),
         ("index", "column_sums + saved.bias_grad[slab]", "column_sums"),
         (
@@ -143,6 +138,16 @@ MUTATIONS = [
         "engine.py",
         ("mask", "logits.clone() if is_overwritten and graph_is_kept() else logits", "logits"),
         tests=(SECOND_BACKWARD,),
+    ),
+    *_of(
+        "engine.py",
+        ("index", "self._rows.index[chunk], x)", "self._rows.index[: x.shape[0]], x)"),
+        tests=("tests/test_numerics.py::test_ignored_rows",),
+    ),
+    *_of(
+        "engine.py",
+        ("mask", "grad = torch.where(valid_count == 0, 0, grad)", "pass"),
+        tests=("tests/test_numerics.py::test_gradient_of_nothing_is_zero_whatever_comes_in",),
     ),
     *_of(
         "rows.py",
@@ -183,7 +188,11 @@ MUTATIONS = [
             "dlogits[:, start:end].t(), x, accumulate",
             "dlogits[:, : end - start].t().roll(1, 0), x, accumulate",
         ),
+    ),
+    *_of(
+        "products.py",
         ("index", "weight[start:end].t(), accumulate=False", "weight[: end - start].t(), accumulate=False"),
+        tests=("tests/test_numerics.py::test_float32_logits_lose_nothing",),
     ),
     *_of(
         "products.py",
@@ -298,7 +307,7 @@ MUTATIONS = [
             "argmax = ltorch.where(valid, argmax, 0)",
         ),
         ("index", "class_weight = class_weight[: logits.shape[1]]", "class_weight = class_weight[-logits.shape[1] :]"),
-        tests=(f"{TRACED}[cpu-through_decomposition]",),
+        tests=(f"{TRACED}_with_everything", f"{TRACED}[cpu-through_decomposition]"),
     ),
     *_of(
         "row_kernels/nvfuser.py",
@@ -357,7 +366,7 @@ def main() -> int:
             else:
                 outcome = _outcome(mutation, copy)
             survivors += outcome == "SURVIVED"
-            table.add_row(mutation.file, mutation.kind, f"{mutation.before}\n→ {mutation.after}", outcome)
+            table.add_row(mutation.file, mutation.kind, Text(f"{mutation.before}\n→ {mutation.after}"), outcome)
     Console(width=160).print(table)
     return 1 if survivors else 0
 

@@ -408,6 +408,20 @@ def test_more_logits_than_one_block_of_rows(strategy, device):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("vocab", [1009, 20001])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_float32_logits_lose_nothing(bias, vocab, strategy, device):
+    """The product of bfloat16 operands, 8192 columns of the vocabulary at a time on a CPU."""
+    case = make_case(tokens=13, hidden=16, vocab=vocab, dtype=torch.bfloat16, device=device, bias=bias, scale=4.0)
+    options = Options(strategy=strategy, logits_dtype="float32")
+    exact = truth(case, reduction="sum")
+    result = ours(case, options=options, reduction="sum")
+    assert error(result.loss, exact.loss) < 1e-6
+    for got, right in zip(result.gradients, exact.gradients, strict=True):
+        assert error(got, right) < 4e-3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("tokens", [1, 2, 3, 129])
 def test_numbers_of_tokens(tokens, strategy, device):
     case = make_case(tokens=tokens, device=device, bias=True, ignored=0.0)

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thunder_flce
-from reference import Case, Result, assert_as_exact_as_eager, assert_close_to_truth, differentiate
+from reference import Case, assert_as_exact_as_eager, assert_close_to_truth, differentiate
 from thunder_flce import Options, Plan, functional, linear_cross_entropy
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
 from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATEGIES
+from thunder_flce.row_kernels import torch_ops
 
 # A new vocabulary, dtype or map of the logits is a new nvFuser definition, which takes a third of a second to compile.
 VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 1009, 16385)}
-EXAMPLES = {"cpu": 300, "cuda": 40}
+EXAMPLES = {"cpu": 600, "cuda": 40}
 SPECIAL_EXAMPLES = {"cpu": 40, "cuda": 10}
 TRACED_EXAMPLES = {"cpu": 40, "cuda": 15}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -142,6 +143,11 @@ def laid_out(tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
+def gradients_can_come_first(dtype: torch.dtype, reduction: str, outputs: tuple[str, ...]) -> bool:
+    """Whether the strategy "gradients_in_forward" is one; those of float16 have to know the loss scale."""
+    return dtype is not torch.float16 and reduction != "none" and not set(outputs) & set(DIFFERENTIABLE_OUTPUTS)
+
+
 @st.composite
 def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
     """Everything that the arguments allow; the simplest problem comes first in each choice."""
@@ -149,15 +155,13 @@ def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
     dtype = one_of(*DTYPES)
     vocab = one_of(*vocabularies)
     reduction = one_of("mean", "sum", "none")
-    outputs = tuple(draw(st.lists(st.sampled_from(OUTPUTS), unique=True, max_size=4)))
+    outputs = one_of((), tuple(draw(st.lists(st.sampled_from(OUTPUTS), unique=True, max_size=4))))
     vocab_size = one_of(None, vocab, max(vocab - 2, 1), 1 + vocab // 2)
-    row_gradients = reduction == "none" or bool(set(outputs) & set(DIFFERENTIABLE_OUTPUTS))
-    # Gradients of float16 have to know the loss scale before they are rounded.
-    in_forward = not row_gradients and dtype is not torch.float16
+    in_forward = gradients_can_come_first(dtype, reduction, outputs)
     strategy = one_of(None, *(s for s in STRATEGIES if s != "gradients_in_forward" or in_forward))
     return Problem(
         seed=draw(st.integers(0, 2**16)),
-        shape=one_of((13,), *SHAPES),
+        shape=one_of((13,), (3, 5), *SHAPES),
         hidden=one_of(5, 1, 16),
         vocab=vocab,
         dtype=dtype,
@@ -165,7 +169,7 @@ def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
         bias=draw(st.booleans()),
         class_weight=one_of(None, dtype, dtype if dtype is torch.float64 else torch.float32),
         targets=one_of("anywhere", "first", "last"),
-        ignored=one_of("none", "some", "all", "first", "last"),
+        ignored=one_of("none", "some", "some", "first", "last", "all"),
         needs_grad=draw(st.tuples(*[st.sampled_from((True, False))] * 3)),
         grad=one_of("one", "power of two", "random", "expanded", "transposed", "zero first"),
         layouts=draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 5)),
@@ -205,7 +209,8 @@ def planned_problems(draw: Callable, vocabularies: tuple[int, ...]) -> tuple[Pro
     }
     if not any(problem.needs_grad[: 2 + problem.bias]):
         return problem, Plan(strategy="loss_only", **common)
-    if problem.options.strategy == "gradients_in_forward":
+    loss = problem.loss
+    if gradients_can_come_first(problem.dtype, loss["reduction"], loss["outputs"]) and draw(st.booleans()):
         in_float32 = is_narrow and draw(st.booleans())
         rows = 0 if in_float32 or not is_narrow else 256
         return problem, Plan(
@@ -240,6 +245,9 @@ def test_eager(device):
 
 
 def test_every_plan(device, monkeypatch):
+    # A few rows at a time where PyTorch's operations are the row kernels.
+    monkeypatch.setattr(torch_ops, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
+
     def run(planned: tuple[Problem, Plan]) -> None:
         problem, plan = planned
         monkeypatch.setattr(functional, "plan_for", lambda operands, options: plan)
@@ -311,25 +319,63 @@ def through_decomposition(program: Callable, options: Options) -> Callable:
     return thunder.jit(program)
 
 
-@pytest.mark.parametrize("compiled", [through_executor, through_transform, through_decomposition])
+each_way = pytest.mark.parametrize("compiled", [through_executor, through_transform, through_decomposition])
+
+
+def check_traced(problem: Problem, compiled: Callable, device: str) -> None:
+    """Compares the functional form in a program with the truth, and looks whether our symbol ran it."""
+    case, grad = problem.case(device), problem.incoming(device)
+    arguments = problem.settings(device)
+
+    def program(x, weight, target, bias, class_weight, num_items):
+        return linear_cross_entropy(
+            x, weight, target, linear_bias=bias, weight=class_weight, **{**arguments, "num_items": num_items}
+        )
+
+    jitted = compiled(program, problem.options)
+    results = jitted(case.x, case.weight, case.target, case.bias, case.class_weight, arguments["num_items"])
+    result = differentiate(results, case, grad, arguments["outputs"])
+    assert_close_to_truth(result, case, grad, factor=2.0, tiny=True, **arguments)
+    symbols = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
+    assert symbols.count("linear_cross_entropy_fwd") == (compiled is not through_decomposition)
+
+
+@each_way
 def test_traced(compiled, device):
     def run(problem: Problem) -> None:
-        case, grad = problem.case(device), problem.incoming(device)
-        arguments = problem.settings(device)
-        names = arguments["outputs"]
-
-        def program(x, weight, target, bias, class_weight, num_items):
-            return linear_cross_entropy(
-                x, weight, target, linear_bias=bias, weight=class_weight, **{**arguments, "num_items": num_items}
-            )
-
-        jitted = compiled(program, problem.options)
-        operands = (case.x, case.weight, case.target, case.bias, case.class_weight)
-        results = jitted(*operands, arguments["num_items"])
-        result: Result = differentiate(results, case, grad, names)
-        assert_close_to_truth(result, case, grad, factor=2.0, tiny=True, **arguments)
-        fused = compiled is not through_decomposition
-        symbols = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
-        assert symbols.count("linear_cross_entropy_fwd") == fused
+        check_traced(problem, compiled, device)
 
     run_examples(run, problems(VOCABULARIES[device]), TRACED_EXAMPLES[device])
+
+
+@each_way
+@pytest.mark.parametrize("num_items", [None, 17, "5", "0"])
+def test_traced_with_everything(num_items, compiled, device):
+    problem = Problem(
+        seed=0,
+        shape=(3, 5),
+        hidden=5,
+        vocab=33,
+        dtype=torch.float64,
+        scale=1.0,
+        bias=True,
+        class_weight=torch.float64,
+        targets="anywhere",
+        ignored="some",
+        needs_grad=(True, True, True),
+        grad="random",
+        layouts=("contiguous",) * 5,
+        num_items=num_items,
+        loss={
+            "reduction": "mean",
+            "ignore_index": -100,
+            "label_smoothing": 0.1,
+            "softcap": 2.0,
+            "logit_scale": 0.25,
+            "z_loss": 0.1,
+            "vocab_size": 31,
+            "outputs": OUTPUTS,
+        },
+        options=Options(chunk_rows=4),
+    )
+    check_traced(problem, compiled, device)

@@ -34,10 +34,16 @@ def loss_and_outputs(
     loss: Loss,
 ) -> tuple[TensorProxy, ...]:
     """The loss, () or (N,), and the outputs that it names; target is (N,) int64."""
-    if loss == Loss(reduction=loss.reduction, ignore_index=loss.ignore_index, logit_scale=loss.logit_scale,
-                    softcap=loss.softcap, vocab_size=loss.vocab_size) and num_items is None:  # fmt: skip
+    plain = Loss(
+        reduction=loss.reduction,
+        ignore_index=loss.ignore_index,
+        logit_scale=loss.logit_scale,
+        softcap=loss.softcap,
+        vocab_size=loss.vocab_size,
+    )
+    if loss == plain and num_items is None and logits.numel:
         # thunder's own decomposition is wrong for label smoothing with ignored rows, and PyTorch refuses the backward
-        # of its "sum", but not for this.
+        # of its "sum"; that of an empty batch has no gradient.
         reduction = "none" if loss.reduction == "sum" else loss.reduction
         value = ltorch.cross_entropy(logits, target, weight, ignore_index=loss.ignore_index, reduction=reduction)
         return (ltorch.sum(value) if loss.reduction == "sum" else value,)
