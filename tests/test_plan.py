@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thunder_flce import Options
-from thunder_flce.plan import EXACT_CHUNKS, DeviceMemory, Problem, VocabLayout, make_plan
+from thunder_flce.plan import EXACT_CHUNKS, DeviceMemory, Problem, VocabLayout, make_plan, temporary_bytes
 from thunder_flce.rows import RowPolicy, RowSelection
 
 S1 = Problem(
@@ -64,6 +64,13 @@ def test_without_a_budget_the_device_decides_how_many_logits_are_saved():
     for total, free, rows in ((140, 100, 8192), (24, 20, 8192), (16, 14, 5500), (140, 3, 4000), (140, 0.2, 0)):
         memory = DeviceMemory(total * gigabyte, int(free * gigabyte))
         assert make_plan(problem, Options(), memory=memory).saved_rows == pytest.approx(rows, rel=0.12)
+
+
+def test_a_chunk_beside_a_float32_accumulator_takes_the_memory_of_dw():
+    problem = _problem(tokens=16384)
+    plan = make_plan(problem, Options())
+    assert plan.float32_accumulator and plan.chunk_rows == 4096
+    assert temporary_bytes(problem, plan) == temporary_bytes(problem, dataclasses.replace(plan, chunk_rows=512))
 
 
 def test_one_chunk_where_it_takes_no_more_than_the_gradients():

@@ -364,8 +364,7 @@ def _accumulation(problem: Problem, options: Options, budget: int | None) -> tup
     """Rows of a chunk, and whether dW needs a float32 accumulator: the smaller of the two ways to be exact."""
     low_precision = problem.dtype.itemsize < 4 and problem.weight_grad
     if options.accumulate == "float32" and low_precision:
-        largest = _largest_chunk(problem, budget, problem.accumulator_bytes)
-        return options.chunk_rows or _balanced(problem, largest), True
+        return options.chunk_rows or _balanced(problem, _largest_beside_accumulator(problem, budget)), True
     rows = options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget))
     if options.accumulate == "parameter" or not low_precision or rows >= problem.tokens:
         return rows, False
@@ -376,7 +375,7 @@ def _accumulation(problem: Problem, options: Options, budget: int | None) -> tup
         return rows, True
     # Either larger chunks, few enough, or small ones beside a float32 accumulator: whichever takes less memory.
     larger = _balanced(problem, -(-problem.tokens // (EXACT_CHUNKS if few_targets else 1)))
-    smaller = _balanced(problem, _largest_chunk(problem, budget, problem.accumulator_bytes))
+    smaller = _balanced(problem, _largest_beside_accumulator(problem, budget))
 
     def plan_bytes(rows: int, float32_accumulator: bool) -> int:
         plan = Plan(strategy="gradients_in_forward", chunk_rows=rows, float32_accumulator=float32_accumulator)
@@ -385,6 +384,19 @@ def _accumulation(problem: Problem, options: Options, budget: int | None) -> tup
     if plan_bytes(larger, False) <= plan_bytes(smaller, True):
         return larger, False
     return smaller, True
+
+
+def _largest_beside_accumulator(problem: Problem, budget: int | None) -> int:
+    """Rows of the largest chunk where dW has a float32 accumulator, which each chunk reads and writes.
+
+    Without a budget, a chunk may be as large as the rounded dW, which takes its memory afterwards: at 16384 × 128256 ×
+    4096 that halves what the accumulator costs, 10% of the time, and takes no more memory.
+    """
+    largest = _largest_chunk(problem, budget, problem.accumulator_bytes)
+    if budget is not None or problem.device_type == "cpu":
+        return largest
+    rounded = problem.vocab * problem.hidden * problem.dtype.itemsize
+    return max(largest, rounded // problem.logits_bytes(1))
 
 
 def _slab_columns(problem: Problem, slab_bytes: int) -> int:
