@@ -6,11 +6,12 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
-# fused, recompute logits, chunks of 2048 tokens, slabs of 32064 columns
+# fused, save logits of 8192 tokens, chunks of 8192 tokens
 # Saved for backward, beside the arguments and views of them:
 #     t3: f32[8192], 32,768 bytes
 #     t4: f32[8192], 32,768 bytes
 #     t5: i64[], 8 bytes
+#     t6: bf16[8192, 128256], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
 import thunder.core.dtypes as dtypes
@@ -29,10 +30,18 @@ def computation(hidden, weight, labels):
   t0 = Tensor.view(labels, -1)  # t0: "cuda:0 i64[8192]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cuda:0 i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, reduction='none', ignore_index=-100, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, strategy='recompute_logits', chunk_rows=2048, slab_columns=32064)
-  t6 = torch_prims_reshape_impl(t2, (8192,))  # t6: "cuda:0 bf16[8192]"
+  (t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='none', ignore_index=-100, strategy='save_logits', chunk_rows=8192, saved_rows=8192)
+    # x = hidden, W = weight, y = t1
+    # loss = t2: bf16[2, 4096], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[], logits = t6: bf16[8192, 128256]
+    # x, y = the rows whose target is not ignore_index                                   PyTorch
+    # for the only chunk, of 8192 tokens:
+    #   logits bf16[8192, 128256] = x @ W.t()                                            cuBLAS
+    #   row_max, row_logsumexp f32[8192] = max(logits), log(sum(exp(logits - row_max)))  nvFuser: part_statistics, merge_parts
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                    PyTorch
+    # loss = cross_entropy                                                               PyTorch
+  t7 = torch_prims_reshape_impl(t2, (8192,))  # t7: "cuda:0 bf16[8192]"
   del t2
-  return {'output': (t6,), 'flat_args': [hidden, weight, labels], 'flat_output': (t6,)}, ((hidden, weight, t1, t3, t4, t5), ())
+  return {'output': (t7,), 'flat_args': [hidden, weight, labels], 'flat_output': (t7,)}, ((hidden, weight, t1, t3, t4, t5, t6), ())
 
 
 # Constructed by Delete Last Used
@@ -50,21 +59,30 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t7, = cotangents
-  # t7: "cuda:0 bf16[8192]"
+  t8, = cotangents
+  # t8: "cuda:0 bf16[8192]"
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, weight, t1, t3, t4, t5, = C0
+  hidden, weight, t1, t3, t4, t5, t6, = C0
   # hidden: "cuda:0 bf16[2, 4096, 4096]"
   # weight: "cuda:0 bf16[128256, 4096]"
   # t1: "cuda:0 i64[2, 4096]"
   # t3: "cuda:0 f32[8192]"
   # t4: "cuda:0 f32[8192]"
   # t5: "cuda:0 i64[]"
+  # t6: "cuda:0 bf16[8192, 128256]"
   clear_mutable_collection(C0)
   del C0
-  t8 = torch_prims_reshape_impl(t7, (2, 4096))  # t8: "cuda:0 bf16[2, 4096]"
-  del t7
-  (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, reduction='none', ignore_index=-100, needs_grad=("input", "linear_weight"), strategy='recompute_logits', chunk_rows=2048, slab_columns=32064)
-  del t8, hidden, weight, t1, t3, t4, t5
-  return (t9, t10, None)
+  t9 = torch_prims_reshape_impl(t8, (2, 4096))  # t9: "cuda:0 bf16[2, 4096]"
+  del t8
+  (t10, t11) = linear_cross_entropy_bwd(t9, hidden, weight, t1, None, t3, t4, t5, t6, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='save_logits', chunk_rows=8192, saved_rows=8192)
+    # x = hidden, W = weight, y = t1
+    # dX = t10: bf16[2, 4096, 4096], dW = t11: bf16[128256, 4096]
+    # x, y = the rows whose target is not ignore_index                                    PyTorch
+    # for the only chunk, of 8192 tokens:
+    #   dlogits bf16[8192, 128256] = exp(logits - row_max - row_logsumexp) * s, in place  nvFuser: gradient
+    #   dlogits[y] bf16[8192] = exp(logits[y] - row_max - row_logsumexp) * s - s          nvFuser: target_gradient
+    #   dW bf16[128256, 4096] = dlogits.t() @ x                                           cuBLAS
+    #   dX bf16[8192, 4096] = dlogits @ W                                                 cuBLAS
+  del t9, hidden, weight, t1, t3, t4, t5, t6
+  return (t10, t11, None)
