@@ -34,7 +34,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 $(ARGS)
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutations.py $(ARGS)

@@ -375,7 +375,8 @@ def _outcome(mutation: Mutation, copy: Path) -> str:
     """ "caught" or "SURVIVED"."""
     path, original = copy / mutation.path, (ROOT / mutation.path).read_text(encoding="utf-8")
     path.write_text(mutation.applied(original), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(copy), str(copy / "tests")])}
+    search_path = [str(copy), str(copy / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutations"]
     process = subprocess.run([*command, *mutation.tests], cwd=copy, env=environment, capture_output=True, text=True)
     path.write_text(original, encoding="utf-8")
