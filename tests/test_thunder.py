@@ -485,6 +485,31 @@ def test_functional_form_without_the_executor(reduction, tokens):
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(
+    "jit", [lambda program: program, thunder_flce.jit, thunder.jit], ids=["eager", "flce", "plain"]
+)
+def test_functional_form_under_autocast(jit, bias):
+    """The linear is cast, as PyTorch's; its operands' gradients keep their dtype."""
+    operands = [torch.randn(7, H), torch.randn(V, H), *([torch.randn(V)] if bias else [])]
+    for operand in operands:
+        operand.requires_grad_()
+    labels = torch.randint(0, V, (7,))
+
+    def program(x, w, labels, b=None):
+        with torch.autocast("cpu", torch.bfloat16):
+            return thunder_flce.linear_cross_entropy(x, w, labels, linear_bias=b)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.cross_entropy(F.linear(*operands).float(), labels)
+    loss = (jit(program) if jit else program)(*operands[:2], labels, *operands[2:])
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=2e-3, atol=2e-3)
+    for got, right in zip(torch.autograd.grad(loss, operands), torch.autograd.grad(expected, operands), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, right, rtol=3e-2, atol=3e-3)
+
+
 def test_explain_wants_our_transform():
     with pytest.raises(ValueError, match="has no FuseLinearCrossEntropy"):
         thunder_flce.explain(thunder.jit(lambda x: x))

@@ -18,6 +18,7 @@ from thunder.core.proxies import NumberProxy, TensorProxy
 from thunder.core.transforms import get_grad, put_grad
 from thunder.executors.nvfuserex import nvfuser_available
 from thunder.extend import register_executor
+from thunder.transforms.autocast import maybe_downcast_to, register_autocast_rule
 
 from thunder_flce import functional, symbols
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, Loss
@@ -253,6 +254,25 @@ executor.register_implementation(
 register_general_jit_lookaside(functional.linear_cross_entropy)(
     ensure_recursive_proxies(interpreter_needs_wrap(record_source_loc_in_symbol_header(symbols.linear_cross_entropy)))
 )
+
+
+@register_autocast_rule(symbols.linear_cross_entropy.id)
+def _autocast(
+    input: TensorProxy,
+    linear_weight: TensorProxy,
+    target: TensorProxy,
+    *,
+    linear_bias: TensorProxy | None = None,
+    dtype: dtypes.dtype,
+    **settings: Any,
+) -> TensorProxy | tuple[TensorProxy, ...]:
+    """Under `torch.autocast`, the linear's operands in its dtype; the loss stays what it is."""
+    input, linear_weight = maybe_downcast_to(dtype, (input, linear_weight))
+    if linear_bias is not None:
+        (linear_bias,) = maybe_downcast_to(dtype, (linear_bias,))
+    return symbols.linear_cross_entropy(input, linear_weight, target, linear_bias=linear_bias, **settings)
+
+
 if nvfuser_available():
     from thunder_flce import nvfuser_translation
 

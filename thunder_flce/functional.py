@@ -40,7 +40,8 @@ def linear_cross_entropy(
 
     Computes ``cross_entropy(logits, target, ...)`` a chunk of tokens at a time, for ``logits = softcap * tanh(
     logit_scale * linear(input, linear_weight, linear_bias).float() / softcap)``. Works eagerly, with autograd, and
-    inside `thunder.jit`. The formulas are in `loss`.
+    inside `thunder.jit`. Under `torch.autocast` it is the linear
+    that is cast. The formulas are in `loss`.
 
     Args:
         input: (..., H) float16, bfloat16, float32 or float64: the hidden states.
@@ -88,6 +89,7 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         outputs=outputs,
     )
+    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
     check_linear_cross_entropy(
         input, linear_weight, target, linear_bias=linear_bias, weight=weight, num_items=num_items, loss=loss
     )
@@ -112,6 +114,20 @@ def linear_cross_entropy(
     results = [value.reshape(target.shape) if reduction == "none" else value]
     results += [other.reshape(target.shape) if other.ndim else other for other in others]
     return tuple(results) if outputs else results[0]
+
+
+def _autocast(*operands: Any) -> tuple[Any, ...]:
+    """Under `torch.autocast`, the linear's operands in its dtype, but for float64, as `torch.nn.functional.linear`."""
+    device_type = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device_type):
+        return operands
+    dtype = torch.get_autocast_dtype(device_type)
+
+    def cast(operand: Any) -> Any:
+        is_cast = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype is not torch.float64
+        return operand.to(dtype) if is_cast else operand
+
+    return tuple(map(cast, operands))
 
 
 def as_row_scalar(number: Tensor | float | None, like: Tensor) -> Tensor | None:
