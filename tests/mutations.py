@@ -306,7 +306,7 @@ MUTATIONS = [
             "argmax = ltorch.where(valid, argmax, -1)",
             "argmax = ltorch.where(valid, argmax, 0)",
         ),
-        ("index", "class_weight = class_weight[: logits.shape[1]]", "class_weight = class_weight[-logits.shape[1] :]"),
+        ("index", "weight = weight[: logits.shape[1]]", "weight = weight[-logits.shape[1] :]"),
         tests=(f"{TRACED}_with_everything", f"{TRACED}[cpu-through_decomposition]"),
     ),
     *_of(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import thunder
 import torch
+import torch.nn.functional as F
 from thunder.core.proxies import TensorProxy
 
 import thunder_flce
@@ -144,3 +145,56 @@ def test_strict_by_plugin():
     executors = [*plugin.setup_executors(), *thunder.get_default_executors()]
     with pytest.raises(NotFusedError, match="by relu"):
         thunder.jit(program, executors=executors, transforms=[transform])(*_arguments(program))
+
+
+def frozen_head_and_trained_bias(hidden, weight, bias, labels):
+    with torch.no_grad():
+        logits = hidden @ weight.t()
+    return patterns._loss(logits + bias, labels)
+
+
+def detached_head_and_trained_bias(hidden, weight, bias, labels):
+    return patterns._loss(F.linear(hidden, weight).detach() + bias, labels)
+
+
+def adapter_on_a_detached_head_with_bias(hidden, weight, bias, labels, adapter_down, adapter_up):
+    low_rank = F.linear(F.linear(hidden, adapter_down), adapter_up)
+    return patterns._loss(F.linear(hidden, weight, bias).detach() + low_rank, labels)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [frozen_head_and_trained_bias, detached_head_and_trained_bias, adapter_on_a_detached_head_with_bias],
+)
+def test_gradients_flow_where_they_do_in_pytorch(program):
+    """To a bias that was added after the products were detached, and to none that was detached with them."""
+    tensors = _arguments(program)
+    jitted = thunder_flce.jit(program)
+    torch.testing.assert_close(_run(jitted, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
+    assert [decision.fused for decision in thunder_flce.explain(jitted)[-1].decisions] == [True]
+
+
+@pytest.mark.parametrize("factor", [1e-200, 1e200])
+def test_factors_that_are_no_float_together_are_declined(factor):
+    def program(hidden, weight, labels):
+        return patterns._loss(F.linear(hidden, weight) * factor * factor, labels)
+
+    tensors = _arguments(program)
+    jitted = thunder_flce.jit(program)
+    with pytest.warns(NotFusedWarning, match="by factors whose product is no float"):
+        loss = jitted(*tensors)
+    torch.testing.assert_close(loss, program(*tensors), equal_nan=True)
+
+
+def test_predictions_compared_with_narrowed_labels():
+    """-100 as an unsigned byte is 156, a label that was predicted."""
+
+    def program(hidden, weight, labels):
+        logits = F.linear(hidden, weight)
+        return patterns._loss(logits, labels, reduction="sum"), (logits.argmax(-1) == labels.to(torch.uint8)).sum()
+
+    hidden, weight = torch.ones(2, 24, 16, requires_grad=True), torch.zeros(200, 16)
+    weight[156] = 1
+    labels = torch.full((2, 24), -100)
+    _, right = thunder_flce.jit(program)(hidden, weight, labels)
+    assert right == program(hidden, weight, labels)[1] == 48

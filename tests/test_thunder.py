@@ -510,6 +510,26 @@ def test_functional_form_under_autocast(jit, bias):
         torch.testing.assert_close(got, right, rtol=3e-2, atol=3e-3)
 
 
+@pytest.mark.parametrize("jit", [thunder_flce.jit, thunder.jit], ids=["flce", "plain"])
+def test_class_weights_of_a_part_of_the_vocabulary(jit):
+    x, w, class_weight = torch.randn(6, 8, requires_grad=True), torch.randn(16, 8), torch.rand(16)
+    labels = torch.randint(10, (6,))
+
+    def program(x, w, labels, class_weight):
+        return thunder_flce.linear_cross_entropy(x, w, labels, weight=class_weight, vocab_size=10)
+
+    expected = F.cross_entropy(F.linear(x, w[:10]), labels, class_weight[:10])
+    loss = jit(program)(x, w, labels, class_weight)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, x), torch.autograd.grad(expected, x))
+
+
+def test_options_of_another_type():
+    for make in (FuseLinearCrossEntropy, lambda options: thunder_flce.jit(lambda x: x, options=options)):
+        with pytest.raises(TypeError, match="options must be thunder_flce.Options or None, but got dict"):
+            make({})
+
+
 def test_explain_wants_our_transform():
     with pytest.raises(ValueError, match="has no FuseLinearCrossEntropy"):
         thunder_flce.explain(thunder.jit(lambda x: x))

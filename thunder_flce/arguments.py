@@ -111,6 +111,8 @@ def _check_num_items(num_items: Any, input: Any, loss: Loss) -> None:
         raise TypeError(
             f"num_items must be a number or a tensor without dimensions, but got {type(num_items).__name__}"
         )
+    elif isinstance(num_items, Real) and not 0 <= num_items < math.inf:
+        raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
 
 
 def _check_loss(loss: Loss, vocab: int) -> None:
@@ -148,7 +150,7 @@ def _check_loss(loss: Loss, vocab: int) -> None:
 
 
 def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    return all(hasattr(value, name) for name in ("shape", "dtype", "requires_grad"))
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

@@ -34,6 +34,8 @@ def loss_and_outputs(
     loss: Loss,
 ) -> tuple[TensorProxy, ...]:
     """The loss, () or (N,), and the outputs that it names; target is (N,) int64."""
+    if weight is not None and weight.shape[0] != logits.shape[1]:
+        weight = weight[: logits.shape[1]]
     plain = Loss(
         reduction=loss.reduction,
         ignore_index=loss.ignore_index,
@@ -54,8 +56,6 @@ def loss_and_outputs(
     log_prob = ltorch.squeeze(ltorch.gather(log_probs, 1, ltorch.unsqueeze(column, 1)), 1)
     class_weight = None if weight is None else ltorch.to(weight, logits.dtype)
     row_weight = None if class_weight is None else ltorch.index_select(class_weight, 0, column)
-    if class_weight is not None and class_weight.shape[0] != logits.shape[1]:
-        class_weight = class_weight[: logits.shape[1]]
 
     cross_entropy = -log_prob if row_weight is None else -log_prob * row_weight
     if loss.label_smoothing:

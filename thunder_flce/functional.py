@@ -1,7 +1,7 @@
 """`linear_cross_entropy` for eager PyTorch, with autograd."""
 
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from thunder_flce import engine
 from thunder_flce.arguments import check_linear_cross_entropy
 from thunder_flce.engine import Operands, SavedStatistics
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, IncomingGradients, Loss
-from thunder_flce.options import Options
+from thunder_flce.options import Options, as_options
 from thunder_flce.plan import DeviceMemory, Plan, Problem, make_plan
 from thunder_flce.row_kernels.torch_ops import statistics_dtype
 
@@ -64,7 +64,8 @@ def linear_cross_entropy(
             waits for. Where it is 0, so are the loss and the gradients.
         outputs: names of what is to be returned beside the loss, from the same pass: "log_prob", the target's
             log-probability, and "entropy", both (...) in the loss's dtype, differentiable, 0 for ignored tokens;
-            "argmax", (...) int64, the column of the largest logit, for which ignored tokens are computed, too;
+            "argmax", (...) int64, the column of the largest logit before a softcap, which keeps their order but may
+            make equals of the largest; for it, ignored tokens are computed, too;
             "valid_argmax", the same for less, since it is -1 for ignored tokens; "accuracy", (), the fraction of the
             valid tokens whose argmax is their target. The last three have no gradient.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
@@ -109,7 +110,7 @@ def linear_cross_entropy(
         weight_grad=needs_grad[1],
         bias_grad=needs_grad[2],
     )
-    plan = plan_for(operands, options or Options())
+    plan = plan_for(operands, as_options(options))
     value, *others = _LinearCrossEntropy.apply(operands.x, operands.weight, operands.bias, operands, plan)
     results = [value.reshape(target.shape) if reduction == "none" else value]
     results += [other.reshape(target.shape) if other.ndim else other for other in others]
@@ -158,7 +159,7 @@ def plan_for(operands: Operands, options: Options) -> Plan:
     return cached_plan(problem, options, x.device)
 
 
-@cache
+@lru_cache(maxsize=1024)
 def cached_plan(problem: Problem, options: Options, device: torch.device) -> Plan:
     """`make_plan` with the memory that the device has when a problem is first met: afterwards its plan stays."""
     return make_plan(problem, options, memory=device_memory(device))

@@ -80,11 +80,8 @@ class LogitsPath:
     rows: tuple[RowStep, ...] = ()
     carries_grad: bool = True
     """Whether gradients flow from the tensor to the products."""
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        """The tensor's shape without the vocabulary."""
-        return _without(self.tensor.shape, self.class_dimension)
+    bias_carries_grad: bool = True
+    """Whether gradients flow from the tensor to the bias, which may be added after the products were detached."""
 
     @property
     def vocab(self) -> int:
@@ -96,6 +93,13 @@ class LogitsPath:
         """The row operations up to the last that is no reshape: after it, rows keep their number and their order."""
         last = max((i for i, step in enumerate(self.rows, start=1) if step.kind != "reshape"), default=0)
         return self.rows[:last]
+
+    @property
+    def has_float_factors(self) -> bool:
+        """Whether its factors are finite and not 0 as floats, as which the region takes them."""
+        softcap = Fraction(1) if self.softcap is None else self.softcap
+        factors = (softcap, self.scale * softcap, *(product.factor for product in self.products))
+        return all(map(_is_float, factors))
 
     @property
     def logit_map(self) -> dict[str, float | int]:
@@ -113,6 +117,7 @@ class LogitsPath:
             tensor=bsym.output,
             bsyms=(*self.bsyms, *changes.pop("bsyms", ()), bsym),
             carries_grad=self.carries_grad and carries_grad(bsym.output),
+            bias_carries_grad=changes.pop("bias_carries_grad", self.bias_carries_grad) and carries_grad(bsym.output),
             **changes,
         )
 
@@ -208,6 +213,7 @@ def _begin(bsym: BoundSymbol, product: Product, bias: TensorProxy | None, *befor
         bsyms=(*before, bsym),
         bias=bias,
         carries_grad=carries_grad(bsym.output),
+        bias_carries_grad=carries_grad(bsym.output),
     )
 
 
@@ -226,7 +232,7 @@ def _same_values(program: Program, path: LogitsPath, bsym: BoundSymbol) -> Logit
 
 
 def _detach(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    return replace(path.then(bsym), carries_grad=False)
+    return replace(path.then(bsym), carries_grad=False, bias_carries_grad=False)
 
 
 def _reshape(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
@@ -344,6 +350,14 @@ def _factor(bsym: BoundSymbol, value: Any) -> Fraction:
     return Fraction(value)
 
 
+def _is_float(factor: Fraction) -> bool:
+    """Whether a factor is a number other than 0 and infinity as a float, too."""
+    try:
+        return float(factor) != 0
+    except OverflowError:
+        return False
+
+
 def _scale(path: LogitsPath, bsym: BoundSymbol, factor: Fraction) -> LogitsPath:
     if path.is_log_softmax:
         raise _changed(bsym, " after log_softmax")
@@ -380,7 +394,7 @@ def _add(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     if tuple(other.shape) == (path.vocab,) and path.tensor.ndim > 1:
         if path.bias is not None or path.scale != 1:
             raise _changed(bsym, ", a bias after another or after a factor")
-        return path.then(bsym, bias=other)
+        return path.then(bsym, bias=other, bias_carries_grad=True)
     return _sum_of_linears(program, path, bsym, other)
 
 
@@ -426,6 +440,7 @@ def _sum_of_linears(program: Program, path: LogitsPath, bsym: BoundSymbol, other
         scale=scale,
         bias=path.bias if summand.bias is None else summand.bias,
         carries_grad=carries_grad(bsym.output),
+        bias_carries_grad=(path if summand.bias is None else summand).bias_carries_grad and carries_grad(bsym.output),
     )
 
 

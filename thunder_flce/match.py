@@ -99,6 +99,8 @@ def _match(loss: BoundSymbol, program: Program) -> Match:
         raise NotFusable(Reason.CLASS_DIMENSION, f"logits of shape {tuple(logits.shape)}")
     if loss.sym.id == ltorch.nll_loss.id and not path.is_log_softmax:
         raise NotFusable(Reason.NOT_LOG_PROBABILITIES)
+    if not path.has_float_factors:
+        raise NotFusable(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
     _check_operands(path, target)
     _check_class_weights(path, arguments["weight"], program)
     # From here on the pattern fits; what is left is whether somebody else needs what it would no longer compute.
@@ -230,7 +232,10 @@ def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, 
     """Whether a tensor has the loss's labels, in the same rows."""
 
     def flat(tensor: TensorProxy) -> TensorProxy:
-        while (producer := program.producers.get(tensor.name)) is not None and producer.sym.id in RESHAPES | COPIES:
+        while (producer := program.producers.get(tensor.name)) is not None:
+            # A narrower integer might be another label.
+            if producer.sym.id not in RESHAPES | COPIES or tensor.dtype not in (producer.args[0].dtype, dtypes.int64):
+                break
             tensor = producer.args[0]
         return tensor
 

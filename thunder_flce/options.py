@@ -10,6 +10,19 @@ IGNORED_ROWS = ("skip", "compute")
 LOGITS_DTYPES = ("input", "float32")
 
 
+def as_options(options: "Options | None") -> "Options":
+    """The defaults in place of None.
+
+    Raises:
+        TypeError: for anything but `Options`.
+    """
+    if options is None:
+        return Options()
+    if not isinstance(options, Options):
+        raise TypeError(f"options must be thunder_flce.Options or None, but got {type(options).__name__}")
+    return options
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Choices that change time and memory, never the result beyond rounding.

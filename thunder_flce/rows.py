@@ -150,8 +150,8 @@ class RowSelection:
             count, wrong = self._counts.tolist()
         if wrong:
             raise IndexError(
-                f"target has {wrong} of {target.shape[0]} values that are neither in [0, {vocab}), the vocabulary of "
-                f"linear_weight, nor ignore_index ({ignore_index}); the first is {target[self._is_wrong][0].item()}"
+                f"target has {wrong} of {target.shape[0]} values that are neither in [0, {vocab}), the "
+                f"vocabulary, nor ignore_index ({ignore_index}); the first is {target[self._is_wrong][0].item()}"
             )
         if self._every_row:
             return _all_rows(target, self._valid_count, self._valid)

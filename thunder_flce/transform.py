@@ -18,7 +18,7 @@ from thunder_flce import symbols
 from thunder_flce.executor import is_static, plan_region
 from thunder_flce.logits_path import LogitsPath
 from thunder_flce.match import Declined, Match, find_cross_entropies, is_loss, is_region
-from thunder_flce.options import Options
+from thunder_flce.options import Options, as_options
 from thunder_flce.pieces import join_pieces
 from thunder_flce.plan import Plan
 from thunder_flce.program import Program, carries_grad
@@ -93,7 +93,7 @@ class FuseLinearCrossEntropy(Transform):
     """
 
     def __init__(self, options: Options | None = None, *, strict: bool = False):
-        self.options = options or Options()
+        self.options = as_options(options)
         self.strict = strict
         self.compilations: list[Compilation] = []
 
@@ -223,13 +223,11 @@ class _Rewrite(TraceSubstitutionProcessor):
         )
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
-        if not path.carries_grad:
-            return ()
-        products = [product for product in path.products if product.carries_grad]
+        products = [product for product in path.products if path.carries_grad and product.carries_grad]
         sources = {
             "input": [product.input for product in products],
             "linear_weight": [product.weight for product in products],
-            "linear_bias": [path.bias] if path.bias is not None else [],
+            "linear_bias": [path.bias] if path.bias is not None and path.bias_carries_grad else [],
         }
         return tuple(
             name for name, tensors in sources.items() if any(tensor.name in self._need_grad for tensor in tensors)

@@ -28,7 +28,7 @@ _EPILOG = f"""\
 examples: {", ".join(EXAMPLES)}
 
 module:function is one of two things:
-  a loss, whose arguments have names out of hidden, weight, bias and labels; they are made in the sizes asked for
+  a loss, whose arguments have names such as hidden, weight, bias and labels; they are made in the sizes asked for
   a function without arguments, which returns a function or module and a tuple of its arguments
 """
 
