@@ -6,7 +6,7 @@
 #         logits /= 0.7
 #         return _loss(logits, labels)
 #
-# not fused, because a floating-point tensor is changed in place between the linear and the loss (the logits, or what shares their memory)
+# not fused, because a tensor is changed in place that the loss, or a prediction beside it, may depend on (the logits, or what shares their memory)
 # Saved for backward, beside the arguments and views of them:
 #     t4: f32[8192, 128256], 4,202,692,608 bytes
 #     t7: f32[8192], 32,768 bytes
