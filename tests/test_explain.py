@@ -4,6 +4,8 @@ import io
 import json
 import subprocess
 import sys
+import time
+from importlib.util import find_spec
 
 import pytest
 import thunder
@@ -138,6 +140,26 @@ def test_nothing_is_saved_without_gradients():
     report = _explained(programs.litgpt, requires_grad=False)
     assert report[0].saved == [] and report[0].saved_by_plain_thunder == []
     assert "nothing is saved" in str(report) and report.decisions[0].plan.strategy == "loss_only"
+
+
+@pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
+def test_compile_times_of_row_kernels(monkeypatch):
+    """A definition compiles when it is first executed."""
+    from thunder_flce.row_kernels import nvfuser
+
+    class Fusion:
+        def execute(self, inputs, **options):
+            time.sleep(0.02)
+            return inputs
+
+    (compilation,) = _explained(programs.litgpt)
+    monkeypatch.setattr(nvfuser, "_first_run_seconds", {})
+    assert "nvFuser row kernels" not in compilation.compile_seconds
+    first, second = Fusion(), Fusion()
+    for fusion in (first, second, first, first):
+        nvfuser._execute(fusion, [])
+    assert len(nvfuser._first_run_seconds) == 2
+    assert compilation.compile_seconds["nvFuser row kernels"] == sum(nvfuser._first_run_seconds.values()) >= 0.04
 
 
 def test_compile_times():

@@ -6,6 +6,7 @@ mapped to logits u (`LogitMap`) wherever they are read, in float32 (float64 for 
 """
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -157,6 +158,12 @@ def nvfuser_available() -> bool:
 def runs_nvfuser(*, dtype: torch.dtype, device_type: str) -> bool:
     """Whether the row kernels for logits of this dtype are nvFuser's fusions."""
     return device_type == "cuda" and dtype is not torch.float64 and nvfuser_available()
+
+
+def nvfuser_compile_seconds() -> float | None:
+    """What nvFuser has taken to compile row kernels in this process; None where it has compiled none."""
+    module = sys.modules.get("thunder_flce.row_kernels.nvfuser")
+    return module.compile_seconds() or None if module is not None else None
 
 
 def kernels_for(*, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
