@@ -245,6 +245,8 @@ def test_traces_of_a_gpu_are_current(cuda_traces):
     same = [path for path in printed if regenerate.versions() in path.read_text(encoding="utf-8")]
     if not same:
         pytest.skip(f"no traces of a GPU were printed with {regenerate.versions()}")
+    # With an incoming gradient for each token, the plan depends on the memory of the device.
+    same = [path for path in same if path.name != "reduction_none_flce.py"]
     changed = [
         path for path in same if _split(path.read_text(encoding="utf-8")) != _split(cuda_traces[f"cuda/{path.name}"])
     ]

@@ -24,7 +24,7 @@ from thunder_flce import functional, symbols
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.options import Options
 from thunder_flce.plan import Plan
-from thunder_flce.proxies import from_settings, region_problem
+from thunder_flce.proxies import cross_entropy_arguments, from_settings, region_problem
 from thunder_flce.symbols import executor
 
 
@@ -134,21 +134,11 @@ class _CrossEntropy:
     is_deprecated: bool
 
     @classmethod
-    def call(
-        cls,
-        a: TensorProxy,
-        /,
-        target: TensorProxy,
-        weight: TensorProxy | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> "_CrossEntropy":
+    def call(cls, *args: Any, **kwargs: Any) -> "_CrossEntropy":
         """From the arguments as thunder passes them on."""
-        is_deprecated = size_average is not None or reduce is not None
-        return cls(a, target, weight, ignore_index, reduction, label_smoothing, is_deprecated)
+        arguments = cross_entropy_arguments(*args, **kwargs)
+        deprecated = arguments.pop("size_average"), arguments.pop("reduce")
+        return cls(**arguments, is_deprecated=deprecated != (None, None))
 
     @property
     def has_probabilities(self) -> bool:

@@ -17,6 +17,7 @@ from thunder_flce import symbols
 from thunder_flce.executor import is_static
 from thunder_flce.logits_path import COPIES, RESHAPES, LogitsPath, paths_to, step
 from thunder_flce.program import Program, tensors_written
+from thunder_flce.proxies import cross_entropy_arguments
 from thunder_flce.reason import NotFusable, Reason
 
 
@@ -275,19 +276,6 @@ def _writer_between(path: LogitsPath, loss: BoundSymbol, program: Program) -> Bo
     return None
 
 
-def _cross_entropy_arguments(
-    logits: TensorProxy,
-    target: TensorProxy,
-    weight: TensorProxy | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> dict[str, Any]:
-    return dict(locals())
-
-
 def _nll_loss_arguments(
     logits: TensorProxy,
     target: TensorProxy,
@@ -297,10 +285,10 @@ def _nll_loss_arguments(
 ) -> dict[str, Any]:
     # Where it is left out, thunder keeps None, and takes that for another value than torch.
     ignore_index = -100 if ignore_index is None else ignore_index
-    return _cross_entropy_arguments(logits, target, weight, ignore_index=ignore_index, reduction=reduction)
+    return cross_entropy_arguments(logits, target, weight, ignore_index=ignore_index, reduction=reduction)
 
 
-_ARGUMENTS = {ltorch.cross_entropy.id: _cross_entropy_arguments, ltorch.nll_loss.id: _nll_loss_arguments}
+_ARGUMENTS = {ltorch.cross_entropy.id: cross_entropy_arguments, ltorch.nll_loss.id: _nll_loss_arguments}
 
 
 def loss_arguments(loss: BoundSymbol) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from thunder.core import devices, dtypes
+from thunder.core.proxies import TensorProxy
 
 from thunder_flce.loss import Loss
 from thunder_flce.plan import Plan, Problem
@@ -16,6 +17,20 @@ _Values = TypeVar("_Values", Loss, Plan)
 def from_settings(cls: type[_Values], settings: Mapping[str, Any]) -> _Values:
     """A `Loss` or a `Plan` from those of its fields that stand among the arguments of a symbol."""
     return cls(**{field.name: settings[field.name] for field in fields(cls) if field.name in settings})
+
+
+def cross_entropy_arguments(
+    logits: TensorProxy,
+    target: TensorProxy,
+    weight: TensorProxy | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> dict[str, Any]:
+    """By name, the arguments of `torch.nn.functional.cross_entropy` as a trace has them."""
+    return dict(locals())
 
 
 def region_problem(region: Mapping[str, Any], needs_grad: Sequence[str], *, float32_logits: bool) -> Problem:
