@@ -171,7 +171,7 @@ def test_models_that_are_not_installed_say_so(tmp_path, monkeypatch):
 def test_kernels_and_their_figures(tmp_path):
     path, folder = tmp_path / "results.jsonl", tmp_path / "figures"
     rows = bench(path, "kernels", "--vocabs", "1000", "4099", "--dtype", "bfloat16")
-    names = ["statistics", "dlogits", "dlogits, column sums"]
+    names = ["statistics", "statistics and dlogits", "dlogits", "dlogits, column sums"]
     assert [(row["vocab"], row["method"]) for row in rows] == [(v, name) for v in (1000, 4099) for name in names]
     for row in rows:
         moved = row["rows"] * row["vocab"] * 2 * (1 if row["method"] == "statistics" else 2)
@@ -388,6 +388,7 @@ def test_a_kernel_that_fails_leaves_the_others(tmp_path, monkeypatch):
     rows = bench(tmp_path / "results.jsonl", "kernels", "--vocabs", "1000")
     assert {row["method"]: row.get("failed") for row in rows} == {
         "statistics": None,
+        "statistics and dlogits": None,
         "dlogits": None,
         "dlogits, column sums": "NotImplementedError: no sums",
     }

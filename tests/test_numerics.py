@@ -423,7 +423,7 @@ def test_float32_logits_lose_nothing(bias, vocab, strategy, device):
 
 @pytest.mark.parametrize("masked", [slice(0, 20000), slice(20000, 40000)], ids=["first half", "second half"])
 def test_columns_that_are_masked_in_one_stretch(masked, device):
-    """Longer than what nvFuser's kernels read at once: a maximum of -inf there must not make NaN of the row."""
+    """Longer than what a kernel reads at once: a maximum of -inf there must not make NaN of the row."""
     case = make_case(tokens=40, hidden=8, vocab=40000, device=device, bias=True, ignored=0.0)
     with torch.no_grad():
         case.bias[masked] = float("-inf")

@@ -16,14 +16,14 @@ from thunder_flce.functional import plan_for
 from thunder_flce.loss import IncomingGradients, Loss
 from thunder_flce.options import STRATEGIES
 from thunder_flce.plan import Problem, layout_for, make_plan
-from thunder_flce.row_kernels import LogitsBuffer, RowCoefficients
+from thunder_flce.row_kernels import LogitsBuffer, RowCoefficients, RowStatistics
 from thunder_flce.row_kernels.torch_ops import TorchRowKernels
 from thunder_flce.steps import PlannedRegion, backward_stages, forward_stages
 
 T, H, V = 40, 8, 50
 CALLS = {
     products: ("logits_", "input_gradient_", "weight_gradient_"),
-    TorchRowKernels: ("statistics", "moments", "gradient", "target_gradient"),
+    TorchRowKernels: ("statistics", "moments", "gradient", "statistics_and_gradient", "target_gradient"),
 }
 
 
@@ -115,20 +115,32 @@ def _text(stages):
 
 
 @pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
-def test_products_are_cublas_and_row_passes_are_nvfuser():
+def test_products_are_cublas_and_one_pass_is_triton():
     stages = forward_stages(_region())
     (chunks,) = (stage for stage in stages if stage.repeats > 1)
     assert chunks.title == "for each chunk of 2048 tokens, 4 in all"
     runners = {step.call: step.runner for step in chunks.steps if step.call}
     assert runners == {
         "products.logits_": "cuBLAS",
-        "kernels.statistics": "nvFuser: part_statistics, merge_parts",
-        "kernels.gradient": "nvFuser: gradient",
-        "kernels.target_gradient": "nvFuser: target_gradient",
+        "kernels.statistics_and_gradient": "Triton",
         "products.weight_gradient_": "cuBLAS",
         "products.input_gradient_": "cuBLAS",
     }
     assert str(chunks.steps[0]) == "logits bf16[2048, 128256] = x @ W.t()"
+
+
+@pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
+@pytest.mark.parametrize(
+    "changes", [{"bias_grad": True}, {"loss": Loss(z_loss=0.1)}, {"options": Options(logits_dtype="float32")}], ids=str
+)
+def test_two_passes_where_one_is_not_enough(changes):
+    stages = forward_stages(_region(**changes))
+    runners = {step.call: step.runs_in for stage in stages for step in stage.steps if "kernels." in step.call}
+    assert runners == {
+        "kernels.statistics": "Triton",
+        "kernels.gradient": "nvFuser",
+        "kernels.target_gradient": "nvFuser",
+    }
 
 
 @pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
@@ -142,22 +154,21 @@ def test_fusions_are_those_that_the_kernels_execute(smoothing, vocab, bias_grad,
 
     def execute(fusion, inputs, fast_math=False):
         executed.append(fusion)
-        vectors = {"part_statistics": 2, "merge_parts": 2, "moments": 1, "target_gradient": 1}.get(fusion, 0)
-        rows = inputs[0].shape[:2].numel() if fusion == "part_statistics" and inputs[0].ndim == 3 else len(inputs[0])
-        return [torch.zeros(rows) for _ in range(vectors)] or [torch.zeros(inputs[0].shape[1])]
+        return [torch.zeros(len(inputs[0]) if fusion in ("moments", "target_gradient") else inputs[0].shape[1])]
 
-    for name in ("part_statistics", "merge_parts", "moments", "target_gradient"):
+    for name in ("moments", "target_gradient"):
         monkeypatch.setattr(nvfuser, f"_{name}", lambda *sizes, name=name, **settings: name)
     with_sums = {True: "gradient_with_column_sums", False: "gradient"}
     monkeypatch.setattr(nvfuser, "_gradient", lambda *sizes, column_sums: with_sums[column_sums])
     monkeypatch.setattr(nvfuser, "_execute", execute)
 
-    region = _region(tokens=4, vocab=vocab, bias_grad=bias_grad, loss=Loss(label_smoothing=smoothing))
+    # A z-loss takes two passes.
+    region = _region(tokens=4, vocab=vocab, bias_grad=bias_grad, loss=Loss(label_smoothing=smoothing, z_loss=0.1))
     layout = layout_for(vocab, dtype=torch.bfloat16, device_type="cuda")
     buffer = LogitsBuffer.allocate(4, layout, dtype=torch.bfloat16, device=torch.device("cpu"))
     row, kernels = torch.zeros(4), nvfuser.NvFuserRowKernels()
     coefficients = RowCoefficients(row, row, row if smoothing else None)
-    statistics = kernels.statistics(buffer)
+    statistics = RowStatistics(row, row)
     if smoothing:
         kernels.moments(buffer, statistics, None, expected=False, weighted_sum=True)
     kernels.gradient(buffer, statistics, coefficients, None, dtype=torch.bfloat16, column_sums=bias_grad)
@@ -238,9 +249,12 @@ def test_float32_logits_take_memory_of_their_own():
 
 def test_the_names_of_an_expression_give_the_gradient_of_the_engine():
     """What is printed as the gradient is the gradient: evaluated, it is what autograd computes."""
+    options = Options(strategy="save_logits")
     z, y = torch.randn(7, V, dtype=torch.float64, requires_grad=True), torch.randint(0, V, (7,))
     F.cross_entropy(z, y).backward()
-    steps = {step.call: step for stage in forward_stages(_region()) for step in stage.steps if step.call}
+    stages = (*forward_stages(_region()), *backward_stages(_region(options=options)))
+    steps = {step.call: step for stage in stages for step in stage.steps if step.call}
+    (one_pass,) = (step for stage in stages for step in stage.steps if step.expression.endswith("at once"))
     logits, s, rows = z.detach(), 1 / 7, torch.arange(7)
     row_max = logits.amax(1, keepdim=True)
     row_logsumexp = (logits - row_max).exp().sum(1, keepdim=True).log()
@@ -250,6 +264,8 @@ def test_the_names_of_an_expression_give_the_gradient_of_the_engine():
     vectors = {"row_max": row_max[:, 0], "row_logsumexp": row_logsumexp[:, 0], "target_logit": logits[rows, y]}
     gradient[rows, y] = eval(at_target, {**names, **vectors})
     torch.testing.assert_close(gradient, z.grad)
+    expression = one_pass.expression.partition(", in place")[0].replace("[v == y]", "is_target")
+    torch.testing.assert_close(eval(expression, {**names, "is_target": F.one_hot(y, V)}), z.grad)
 
 
 def loss(hidden, weight, labels):

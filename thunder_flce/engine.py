@@ -137,6 +137,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
     scales = _Scales(region, rows)
     results = _RowResults(region, rows)
     in_forward = plan.strategy == "gradients_in_forward"
+    one_pass = plan.takes_one_pass(is_plain_loss=operands.loss.is_plain, bias_grad=operands.bias_grad)
     if in_forward:
         row_gradients = scales.row_gradients(IncomingGradients(buffer.padded.new_ones((), dtype=operands.row_dtype)))
         gradients = GradientSums(region, rows)
@@ -149,14 +150,22 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
             missing = slice(computed, x.shape[0])
             region.products_(logits.rows(missing), x[missing])
         computed = 0
-        target_logit = _at_target(logits, target)
-        statistics = results.add(logits, target_logit, scales.class_weights)
+        dlogits, bias_grad = logits, None
+        if one_pass:
+            coefficients = row_gradients.coefficients(chunk, None)
+            results.add(*region.kernels.statistics_and_gradient(logits, target, coefficients))
+        else:
+            target_product = _at_target(logits, target)
+            statistics = region.kernels.statistics(logits)
+            results.add(statistics, target_product, *region.further_vectors(logits, statistics, scales.class_weights))
+            if in_forward:
+                coefficients = row_gradients.coefficients(chunk, statistics)
+                at = _Targets(target, target_product)
+                dlogits, bias_grad = region.dlogits(logits, statistics, coefficients, at, scales.class_weights)
         if in_forward:
-            coefficients = row_gradients.coefficients(chunk, statistics, None)
-            at = _Targets(target, target_logit)
-            dlogits, bias_grad = region.dlogits(logits, statistics, coefficients, at, scales.class_weights)
             gradients.add(dlogits.logits, bias_grad, x, chunk)
-            del dlogits
+        # The next chunk's are allocated before these names are bound again.
+        del x, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     buffer = logits = None
     loss, outputs, row_statistics = results.finish(scales)
@@ -256,6 +265,27 @@ class _Region:
         bias = None if self.bias is None else self.bias[slab]
         products.logits_(buffer.logits, x, self.weight[slab], bias)
 
+    def further_vectors(
+        self, buffer: LogitsBuffer, statistics: RowStatistics, class_weights: ClassWeights | None
+    ) -> tuple[RowMoments, Tensor | None]:
+        """What else the loss needs of a chunk's rows: moments, and the columns of the largest logits, (C,)."""
+        loss = self.loss
+        moments = _NO_MOMENTS
+        if loss.needs_entropy or loss.label_smoothing:
+            class_weight = None if class_weights is None else class_weights.columns
+            moments = self.kernels.moments(
+                buffer,
+                statistics,
+                class_weight,
+                expected=loss.needs_entropy,
+                weighted_sum=loss.label_smoothing != 0,
+            )
+        argmax = None
+        if loss.needs_argmax:
+            # Of the products: their map keeps the order, or turns it round.
+            argmax = (torch.argmax if loss.logit_scale > 0 else torch.argmin)(buffer.logits, 1)
+        return moments, argmax
+
     def dlogits(
         self,
         buffer: LogitsBuffer,
@@ -318,6 +348,9 @@ class _Scales:
         )
 
 
+_NO_MOMENTS = RowMoments(None, None)
+
+
 class _RowVectors(NamedTuple):
     """What the forward finds out about rows; (C,) or (N,) each, None where the loss does not need it."""
 
@@ -337,26 +370,15 @@ class _RowResults:
         self._rows = rows
         self._chunks: list[_RowVectors] = []
 
-    def add(self, buffer: LogitsBuffer, target_product: Tensor, class_weights: ClassWeights | None) -> RowStatistics:
-        """The statistics of a chunk's rows; whatever else the loss needs of them is kept."""
-        loss, kernels = self._region.loss, self._region.kernels
-        statistics = kernels.statistics(buffer)
-        moments = RowMoments(None, None)
-        if loss.needs_entropy or loss.label_smoothing:
-            class_weight = None if class_weights is None else class_weights.columns
-            moments = kernels.moments(
-                buffer,
-                statistics,
-                class_weight,
-                expected=loss.needs_entropy,
-                weighted_sum=loss.label_smoothing != 0,
-            )
-        argmax = None
-        if loss.needs_argmax:
-            # Of the products: their map keeps the order, or turns it round.
-            argmax = (torch.argmax if loss.logit_scale > 0 else torch.argmin)(buffer.logits, 1)
+    def add(
+        self,
+        statistics: RowStatistics,
+        target_product: Tensor,
+        moments: RowMoments = _NO_MOMENTS,
+        argmax: Tensor | None = None,
+    ) -> None:
+        """Keeps what a chunk's rows have given, (C,) each."""
         self._chunks.append(_RowVectors(*statistics, target_product, *moments, argmax))
-        return statistics
 
     def finish(self, scales: _Scales) -> tuple[Tensor, tuple[Tensor, ...], SavedStatistics]:
         """The loss, its further outputs and the saved statistics."""

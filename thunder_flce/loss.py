@@ -59,6 +59,14 @@ class Loss:
         return LogitMap(scale=self.logit_scale, softcap=self.softcap)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a row's share of the gradient is known beforehand: its A and B need no statistics, its C is 0.
+
+        Then nothing else is needed of a row than its statistics and the logit at its target.
+        """
+        return not (self.label_smoothing or self.z_loss or self.outputs)
+
+    @property
     def has_row_gradients(self) -> bool:
         """Whether incoming gradients are one number a row, to be known before anything is summed over rows."""
         return self.reduction == "none" or any(name in DIFFERENTIABLE_OUTPUTS for name in self.outputs)
@@ -235,8 +243,16 @@ class RowGradients:
             self._one_hot = self._one_hot - log_prob
         self._entropy = None if incoming.entropy is None else of_rows(incoming.entropy)
 
-    def coefficients(self, chunk: slice, statistics: RowStatistics, entropy: Tensor | None) -> RowCoefficients:
-        """The chunk's coefficients; statistics (C,) and entropy (C,) are those of its rows."""
+    def coefficients(
+        self, chunk: slice, statistics: RowStatistics | None, entropy: Tensor | None = None
+    ) -> RowCoefficients:
+        """The chunk's coefficients.
+
+        Args:
+            chunk: which rows.
+            statistics: (C,) of these rows; may be None where `Loss.is_plain`.
+            entropy: (C,) of these rows; None where no gradient arrives at the entropy.
+        """
         probability, one_hot = self._probability[chunk], self._one_hot[chunk]
         uniform = None if self._uniform is None else self._uniform[chunk]
         entropy_grad = None if self._entropy is None else self._entropy[chunk]

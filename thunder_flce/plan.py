@@ -56,27 +56,22 @@ SAVED_LOGITS_BYTES = 4 * 2**30
 # To save the logits of fewer than an eighth of the tokens spares less than 3% of the products.
 SMALLEST_SAVED_PART = 1 / 8
 
-# nvFuser reads a row of the logits as parts of at most this many elements, each held in registers: one read from
-# memory for both the maximum and the sum of exponentials.
-MAX_PART = 16384
 # Chunks are whole tiles of the matrix product.
 TILE_ROWS = 128
-# Rows start on 128-byte lines, and cuBLAS takes its fast path only for rows whose stride is a multiple of 16 bytes.
-PART_MULTIPLE = 64
+# cuBLAS takes its fast path, and kernels load 16 bytes at a time, only where the stride of rows is a multiple of that.
+# Where rows have to be padded, they start on 128-byte lines.
+ROW_MULTIPLE = 8
+PADDED_ROW_MULTIPLE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class VocabLayout:
-    """A row of V logits in memory: `parts` parts of `part_length` elements, the last `padding` of them unused."""
+    """A row of V logits in memory."""
 
     vocab: int
-    parts: int
-    part_length: int
 
-    @property
-    def row_stride(self) -> int:
-        """Elements from one row of the logits to the next."""
-        return self.parts * self.part_length
+    row_stride: int
+    """Elements from one row of the logits to the next."""
 
     @property
     def padding(self) -> int:
@@ -85,24 +80,20 @@ class VocabLayout:
 
     @classmethod
     def contiguous(cls, vocab: int) -> "VocabLayout":
-        """V elements, one part, no padding."""
-        return cls(vocab=vocab, parts=1, part_length=vocab)
+        """V elements, no padding."""
+        return cls(vocab=vocab, row_stride=vocab)
 
     @classmethod
-    def in_parts(cls, vocab: int) -> "VocabLayout":
-        """Parts of at most `MAX_PART` elements, aligned; without padding wherever V allows it."""
-        fewest = -(-vocab // MAX_PART)
-        for parts in range(fewest, 2 * fewest + 1):
-            if vocab % (8 * parts) == 0:
-                return cls(vocab=vocab, parts=parts, part_length=vocab // parts)
-        part_length = -(-vocab // (fewest * PART_MULTIPLE)) * PART_MULTIPLE
-        return cls(vocab=vocab, parts=fewest, part_length=part_length)
+    def aligned(cls, vocab: int) -> "VocabLayout":
+        """Without padding wherever V allows it."""
+        multiple = 1 if vocab % ROW_MULTIPLE == 0 else PADDED_ROW_MULTIPLE
+        return cls(vocab=vocab, row_stride=-(-vocab // multiple) * multiple)
 
 
 def layout_for(vocab: int, *, dtype: torch.dtype, device_type: str) -> VocabLayout:
     """The layout that the row kernels for this dtype and device read fastest."""
     if device_type == "cuda" and dtype is not torch.float64:
-        return VocabLayout.in_parts(vocab)
+        return VocabLayout.aligned(vocab)
     return VocabLayout.contiguous(vocab)
 
 
@@ -190,6 +181,15 @@ class Plan:
     def chosen(self) -> dict[str, Any]:
         """The fields that differ from their defaults: what a trace carries."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    def takes_one_pass(self, *, is_plain_loss: bool, bias_grad: bool) -> bool:
+        """Whether the statistics and the gradient of a chunk come from one pass over its logits.
+
+        Not where the loss is not `loss.Loss.is_plain`, nor where db needs sums over the rows, which a kernel that has
+        a row at a time does not see.
+        """
+        in_place = not self.float32_logits
+        return self.strategy == "gradients_in_forward" and in_place and is_plain_loss and not bias_grad
 
     def describe(self) -> str:
         """The plan in words."""
@@ -404,4 +404,4 @@ def _slab_columns(problem: Problem, slab_bytes: int) -> int:
     columns = slab_bytes // (max(problem.tokens, 1) * problem.logits_itemsize)
     columns = max(columns, 1024)
     slabs = -(-problem.vocab // columns)
-    return min(-(-problem.vocab // (slabs * PART_MULTIPLE)) * PART_MULTIPLE, problem.vocab)
+    return min(-(-problem.vocab // (slabs * PADDED_ROW_MULTIPLE)) * PADDED_ROW_MULTIPLE, problem.vocab)

@@ -139,7 +139,7 @@ def build_fusions() -> dict[str, str]:
     from thunder_flce.row_kernels import LogitMap, nvfuser
 
     rows, vocab = Sizes().tokens, Sizes().vocab
-    layout = VocabLayout.in_parts(vocab)
+    layout = VocabLayout.aligned(vocab)
     settings = {"rows": rows, "vocab": vocab, "dtype": DataType.BFloat16, "reduction": "mean", "ignore_index": -100}
 
     def standalone(translation: Callable, *tensors: tuple[tuple[int, ...], DataType]) -> FusionDefinition:
@@ -159,11 +159,8 @@ def build_fusions() -> dict[str, str]:
     dtype, identity = torch.bfloat16, LogitMap()
     plain = nvfuser.GradientVectors(True, True, True, uniform=None, entropy=None, class_weight=None)
     everything = nvfuser.GradientVectors(True, True, True, uniform=True, entropy=True, class_weight=True)
-    capped, padded = LogitMap(scale=0.5, softcap=30.0), VocabLayout.in_parts(vocab + 1)
+    capped = LogitMap(scale=0.5, softcap=30.0)
     fusions = {
-        "part_statistics": nvfuser.part_statistics_fusion(layout, dtype, identity),
-        "part_statistics_softcap_odd_vocabulary": nvfuser.part_statistics_fusion(padded, dtype, capped),
-        "merge_parts": nvfuser.merge_parts_fusion(layout.parts),
         "moments": nvfuser.moments_fusion(
             layout, dtype, identity, expected=True, weighted_sum=True, has_class_weight=True
         ),

@@ -1,6 +1,7 @@
 """The row kernels alone: bytes a second, against a device copy of as many bytes.
 
-"statistics" reads the logits of a chunk once; "dlogits" reads and writes them. A copy reads half of its bytes and
+"statistics" reads the logits of a chunk once; "dlogits" reads and writes them, and "statistics and dlogits" do both as
+one kernel, which is held to the bytes that it has to move, one read and one write. A copy reads half of its bytes and
 writes the other half, so the copy that statistics are compared with is of half the logits.
 """
 
@@ -22,8 +23,8 @@ VOCABS = {
 LOGITS_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}
 """Bytes of the logits of a chunk: ten times what a GPU's cache holds."""
 
-KERNELS = ["statistics", "dlogits", "dlogits, column sums"]
-_COPIES = {"statistics": "copy of half", "dlogits": "copy", "dlogits, column sums": "copy"}
+KERNELS = ["statistics", "statistics and dlogits", "dlogits", "dlogits, column sums"]
+_COPIES = {name: "copy of half" if name == "statistics" else "copy" for name in KERNELS}
 _PHASE = "kernel"
 
 
@@ -134,8 +135,10 @@ def _kernel_steps(kernels: RowKernels, buffer: LogitsBuffer) -> dict[str, Step]:
         dtype = buffer.padded.dtype
         kernels.gradient(buffer, statistics, coefficients, None, dtype=dtype, column_sums=column_sums)
 
+    target = torch.zeros_like(share, dtype=torch.long)
     return {
         "statistics": _timed(lambda: kernels.statistics(buffer)),
+        "statistics and dlogits": _timed(lambda: kernels.statistics_and_gradient(buffer, target, coefficients)),
         "dlogits": _timed(lambda: gradient(False)),
         "dlogits, column sums": _timed(lambda: gradient(True)),
     }

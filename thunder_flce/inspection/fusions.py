@@ -40,8 +40,6 @@ def fusion_definitions(region: PlannedRegion) -> dict[str, str]:
         return nvfuser.gradient_fusion(tile.row_stride, dtype, out_dtype, logit_map, vectors, column_sums=column_sums)
 
     build = {
-        "part_statistics": lambda: nvfuser.part_statistics_fusion(layout, dtype, logit_map),
-        "merge_parts": lambda: nvfuser.merge_parts_fusion(layout.parts),
         "moments": lambda: nvfuser.moments_fusion(
             layout,
             dtype,

@@ -17,7 +17,7 @@ from thunder_flce.inspection.saved import SavedTensor, plain_thunder_traces, sav
 from thunder_flce.inspection.subgraphs import parts
 from thunder_flce.plan import Plan, temporary_bytes
 from thunder_flce.printer import stage_rows
-from thunder_flce.row_kernels import nvfuser_compile_seconds
+from thunder_flce.row_kernels import compile_seconds
 from thunder_flce.steps import Stage, backward_stages, forward_stages
 from thunder_flce.transform import Compilation, Decision, FuseLinearCrossEntropy
 
@@ -89,8 +89,9 @@ class CompilationReport:
     def compile_seconds(self) -> dict[str, float]:
         """Time by step, in seconds: ours, and what thunder recorded of its own, to the millisecond.
 
-        "tracing" is the interpreter's time; thunder keeps it for the last compilation only. "nvFuser row kernels" is
-        that of all row kernels that ran for the first time in this process, whichever compilation they belong to.
+        "tracing" is the interpreter's time; thunder keeps it for the last compilation only. "nvFuser row kernels" and
+        "Triton row kernels" are those of all row kernels that ran for the first time in this process, whichever
+        compilation they belong to.
         """
         stats = thunder.compile_stats(self._jitted)
         seconds = {}
@@ -101,8 +102,7 @@ class CompilationReport:
             provenance = str(trace.get_provenance() or "")
             if found := re.search(r"Constructed by (.*) \(took (\d+) milliseconds\)", provenance):
                 seconds[found[1]] = seconds.get(found[1], 0.0) + int(found[2]) / 1e3
-        if (row_kernels := nvfuser_compile_seconds()) is not None:
-            seconds["nvFuser row kernels"] = row_kernels
+        seconds |= {f"{compiler} row kernels": taken for compiler, taken in compile_seconds().items()}
         return seconds
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """What is computed row by row on a chunk's logits: statistics and, in place, the gradient.
 
-Two lowerings with one interface: `torch_ops` everywhere, `nvfuser` on CUDA. The formulas are those of `loss`. Legend: C
-rows, V vocabulary; a chunk's products z lie in a `LogitsBuffer`, whose rows may be padded (`plan.VocabLayout`), and are
-mapped to logits u (`LogitMap`) wherever they are read, in float32 (float64 for float64).
+Two lowerings with one interface: `torch_ops` everywhere, `nvfuser`, with the help of `triton_rows`, on CUDA. The
+formulas are those of `loss`. Legend: C rows, V vocabulary; a chunk's products z lie in a `LogitsBuffer`, whose rows may
+be padded (`plan.VocabLayout`), and are mapped to logits u (`LogitMap`) wherever they are read, in float32 (float64 for
+float64).
 """
 
 import importlib.util
@@ -129,6 +130,22 @@ class RowKernels(Protocol):
             the sums, (V,), of what was written before it was rounded, or None unless `column_sums`.
         """
 
+    def statistics_and_gradient(
+        self, buffer: LogitsBuffer, target: Tensor, coefficients: RowCoefficients
+    ) -> tuple[RowStatistics, Tensor]:
+        """Everything at once, where coefficients need no statistics and consist of `probability` and `one_hot`.
+
+        The gradient, with its one_hot term, takes the place of the logits; they are read from memory once.
+
+        Args:
+            buffer: of C rows.
+            target: (C,) int64, each row's column.
+            coefficients: of (C,).
+
+        Returns:
+            The statistics and, (C,) in the logits' dtype, the product z at each row's target.
+        """
+
     def target_gradient(
         self,
         target_logit: Tensor,
@@ -151,19 +168,22 @@ class RowKernels(Protocol):
 
 @cache
 def nvfuser_available() -> bool:
-    """Whether nvFuser's direct bindings are installed."""
-    return importlib.util.find_spec("nvfuser_direct") is not None
+    """Whether nvFuser's direct bindings are installed, and Triton, which torch brings along on Linux."""
+    return all(importlib.util.find_spec(name) is not None for name in ("nvfuser_direct", "triton"))
 
 
 def runs_nvfuser(*, dtype: torch.dtype, device_type: str) -> bool:
-    """Whether the row kernels for logits of this dtype are nvFuser's fusions."""
+    """Whether the row kernels for logits of this dtype are nvFuser's fusions and Triton's kernels."""
     return device_type == "cuda" and dtype is not torch.float64 and nvfuser_available()
 
 
-def nvfuser_compile_seconds() -> float | None:
-    """What nvFuser has taken to compile row kernels in this process; None where it has compiled none."""
-    module = sys.modules.get("thunder_flce.row_kernels.nvfuser")
-    return module.compile_seconds() or None if module is not None else None
+def compile_seconds() -> dict[str, float]:
+    """What each compiler has taken for row kernels in this process, in seconds; empty where none was compiled."""
+    modules = {"nvFuser": "nvfuser", "Triton": "triton_rows"}
+    loaded = {name: sys.modules.get(f"{__name__}.{module}") for name, module in modules.items()}
+    return {
+        name: seconds for name, module in loaded.items() if module is not None and (seconds := module.compile_seconds())
+    }
 
 
 def kernels_for(*, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:

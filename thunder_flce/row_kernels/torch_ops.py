@@ -101,6 +101,29 @@ class TorchRowKernels:
                 written.copy_(gradient)
         return out, sums
 
+    def statistics_and_gradient(
+        self, buffer: LogitsBuffer, target: Tensor, coefficients: RowCoefficients
+    ) -> tuple[RowStatistics, Tensor]:
+        """See `RowKernels.statistics_and_gradient`."""
+        products = buffer.logits
+        row_dtype = statistics_dtype(products.dtype)
+        target_product = products.gather(1, target[:, None])
+        row_max = torch.empty(products.shape[0], dtype=row_dtype, device=products.device)
+        row_sum = torch.empty_like(row_max)
+        for rows in _row_blocks(products):
+            logits = self._logits(products[rows])
+            torch.amax(logits, 1, out=row_max[rows])
+            slope = self.logit_map.slope(logits)
+            gradient = torch.sub(logits, row_max[rows, None], out=logits).exp_()
+            torch.sum(gradient, 1, out=row_sum[rows])
+            gradient.mul_((coefficients.probability[rows] / row_sum[rows])[:, None])
+            gradient.scatter_add_(1, target[rows, None], -coefficients.one_hot[rows, None])
+            if slope is not None:
+                gradient.mul_(slope)
+            if gradient.data_ptr() != products[rows].data_ptr():
+                products[rows] = gradient
+        return RowStatistics(row_max, row_sum.log_()), target_product.squeeze(1)
+
     def target_gradient(
         self,
         target_logit: Tensor,

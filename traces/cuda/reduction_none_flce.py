@@ -35,7 +35,7 @@ def computation(hidden, weight, labels):
     # x, y = the rows whose target is not ignore_index                                   PyTorch
     # for each chunk of 2048 tokens, 4 in all:
     #   logits bf16[2048, 128256] = x @ W.t()                                            cuBLAS
-    #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))  nvFuser: part_statistics, merge_parts
+    #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))  Triton
     # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                    PyTorch
     # loss = cross_entropy                                                               PyTorch
   t6 = torch_prims_reshape_impl(t2, (8192,))  # t6: "cuda:0 bf16[8192]"

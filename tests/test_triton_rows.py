@@ -1,0 +1,170 @@
+"""Triton's row kernels against float64, on a GPU and, in a process of its own, in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from reference import error
+from thunder_flce.plan import VocabLayout
+from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients
+from thunder_flce.row_kernels.torch_ops import TorchRowKernels
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+# The interpreter has no device library, which float32 takes its exponential from.
+DTYPES = [torch.bfloat16, torch.float16, *([] if INTERPRETED else [torch.float32])]
+MAPS = [LogitMap(), LogitMap(scale=0.5), LogitMap(scale=-2.0, softcap=5.0), LogitMap(softcap=30.0)]
+
+needs_kernels = [
+    pytest.mark.skipif(not find_spec("triton"), reason="needs Triton"),
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on_device(test):
+    """Marks a test that runs the kernels."""
+    for mark in [*needs_kernels, *([] if INTERPRETED else [pytest.mark.gpu])]:
+        test = mark(test)
+    return test
+
+
+def _buffer(rows, vocab, dtype, fill=None):
+    """Random products between padding that must not matter."""
+    layout = VocabLayout.aligned(vocab)
+    padded = torch.full((rows, layout.row_stride), float("nan"), dtype=dtype, device=DEVICE)
+    padded[:, :vocab] = torch.randn(rows, vocab, device=DEVICE).mul_(4) if fill is None else fill
+    return LogitsBuffer(padded, layout)
+
+
+def _double(buffer):
+    return LogitsBuffer(buffer.logits.double(), VocabLayout.contiguous(buffer.layout.vocab))
+
+
+def _coefficients(rows, vocab):
+    """Of a size that makes gradients about 1."""
+    return RowCoefficients(vocab * torch.randn(rows, device=DEVICE), torch.randn(rows, device=DEVICE))
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("logit_map", MAPS, ids=str)
+@pytest.mark.parametrize("vocab", [1, 5, 8, 1000, 1024, 4099, 16384, 17001, 50257])
+def test_statistics_and_gradient(vocab, logit_map, dtype):
+    from thunder_flce.row_kernels import triton_rows
+
+    rows = 3
+    buffer, coefficients = _buffer(rows, vocab, dtype), _coefficients(rows, vocab)
+    exact = _double(buffer)
+    products = exact.logits.clone()
+    target = torch.randint(vocab, (rows,), device=DEVICE)
+    kernels = TorchRowKernels(logit_map)
+    as_double = RowCoefficients(*(None if c is None else c.double() for c in coefficients))
+    reference, target_product = kernels.statistics_and_gradient(exact, target, as_double)
+
+    alone = triton_rows.statistics(buffer, logit_map)
+    at_target = buffer.logits.gather(1, target[:, None]).squeeze(1)
+    together, product = triton_rows.statistics_and_gradient(buffer, target, coefficients, logit_map)
+    for statistics in (alone, together):
+        for computed, expected in zip(statistics, reference, strict=True):
+            torch.testing.assert_close(computed.double(), expected, rtol=2e-6, atol=2e-6)
+    assert torch.equal(product, at_target) and torch.equal(product.double(), target_product)
+    # The interpreter truncates to bfloat16. An error of the norm alone would not show a single wrong entry.
+    eps = max(torch.finfo(dtype).eps, 1e-6)
+    assert error(buffer.logits, exact.logits) < (eps if INTERPRETED else eps / 2)
+    # The slope of a softcap is a small difference of two large numbers.
+    before_slope = 1 + (logit_map(products).softmax(1) * as_double.probability[:, None]).abs()
+    assert bool(((buffer.logits - exact.logits).abs() < 4 * eps * exact.logits.abs() + 1e-6 * before_slope).all())
+
+
+@on_device
+@pytest.mark.parametrize("vocab", [40, 5000])
+def test_rows_that_are_not_finite(vocab):
+    """As torch.log_softmax: NaN for a row of -inf, with +inf, or with NaN; -inf alone is a logit like another."""
+    from thunder_flce.row_kernels import triton_rows
+
+    logits = torch.randn(5, vocab, device=DEVICE)
+    logits[0] = float("-inf")
+    logits[1, 3] = float("inf")
+    logits[2, 7] = float("nan")
+    logits[3, :35] = float("-inf")
+    logits[3, 8 : vocab - 5] = float("-inf")
+    buffer = _buffer(5, vocab, torch.bfloat16, fill=logits)
+    expected = buffer.logits.double().log_softmax(1)
+    target = torch.full((5,), vocab - 1, device=DEVICE)
+    ones = torch.ones(5, device=DEVICE)
+    statistics, product = triton_rows.statistics_and_gradient(buffer, target, RowCoefficients(ones, ones), LogitMap())
+    log_prob = product - statistics.row_max - statistics.row_logsumexp
+    torch.testing.assert_close(log_prob.double(), expected[:, -1], equal_nan=True, rtol=1e-5, atol=1e-5)
+    gradient = expected.exp()
+    gradient[:, -1] -= 1
+    torch.testing.assert_close(buffer.logits.double(), gradient, equal_nan=True, rtol=1e-2, atol=1e-6)
+
+
+@on_device
+def test_large_offsets_keep_their_digits():
+    from thunder_flce.row_kernels import triton_rows
+
+    logits = torch.randn(2, 3000, device=DEVICE).bfloat16().float()
+    shifted = _buffer(2, 3000, torch.bfloat16, fill=logits + 8192)
+    exact = _double(shifted)
+    statistics = triton_rows.statistics(shifted, LogitMap())
+    row_max, row_logsumexp = TorchRowKernels().statistics(exact)
+    assert torch.equal(statistics.row_max.double(), row_max)
+    torch.testing.assert_close(statistics.row_logsumexp.double(), row_logsumexp, rtol=1e-6, atol=1e-6)
+
+
+@on_device
+def test_no_rows():
+    from thunder_flce.row_kernels import triton_rows
+
+    assert [vector.shape for vector in triton_rows.statistics(_buffer(0, 40, torch.bfloat16), LogitMap())] == [(0,)] * 2
+
+
+@on_device
+def test_rows_that_are_not_aligned_are_refused():
+    from thunder_flce.row_kernels import triton_rows
+
+    buffer = LogitsBuffer(torch.zeros(2, 33, device=DEVICE), VocabLayout.contiguous(33))
+    with pytest.raises(ValueError, match="row_stride must be a multiple of 8, but is 33"):
+        triton_rows.statistics(buffer, LogitMap())
+
+
+@pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
+@pytest.mark.parametrize("logit_map", [MAPS[0], MAPS[2]], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
+    """The interpreter takes more than the compiler does."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from thunder_flce.row_kernels import triton_rows
+
+    constants = {"STRIDE": 50304, "VOCAB": 50257, "SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "BLOCK": 4096}
+    types = {"products": f"*{dtype}", "target_product": f"*{dtype}", "target": "*i64"}
+    for kernel in (triton_rows._statistics_kernel, triton_rows._statistics_and_gradient_kernel):
+        arguments = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constants}
+        signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
+        aligned = {(at,): [["tt.divisibility", 16]] for at in range(len(arguments))}
+        source = ASTSource(kernel, signature, constants, aligned)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
+        # Rows are loaded 16 bytes at a time.
+        assert "ld.global.v4" in compiled.asm["ptx"] or "v4.b32" in compiled.asm["ptx"]
+
+
+@pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
+def test_in_the_interpreter():
+    """The tests above without a GPU; the interpreter is chosen when the kernels are imported."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", __file__, "-q", "-p", "no:cacheprovider"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert " passed" in run.stdout and "skipped" in run.stdout
