@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -247,6 +248,10 @@ MUTATIONS = [
             "torch.amax(logits, 1, out=row_max[rows])\n            shifted",
             "row_max[rows] = logits[:, 1:].amax(1)\n            shifted",
         ),
+        ("mask", "and self.logit_map.softcap is None else None", "else None"),
+    ),
+    *_of(
+        "row_kernels/torch_ops.py",
         ("sign", "-coefficients.one_hot[rows, None]", "coefficients.one_hot[rows, None]"),
         ("sign", "torch.sub(logits, row_max[rows, None], out=logits)", "torch.add(logits, row_max[rows, None])"),
         ("divisor", "(coefficients.probability[rows] / row_sum[rows])", "coefficients.probability[rows]"),
@@ -254,7 +259,7 @@ MUTATIONS = [
         ("index", "gradient.scatter_add_(1, target[rows, None],", "gradient.scatter_add_(1, 0 * target[rows, None],"),
         ("index", "products.gather(1, target[:, None])", "products.gather(1, 0 * target[:, None])"),
         ("mask", "gradient.data_ptr() != products[rows].data_ptr()", "gradient.dtype != products.dtype"),
-        ("mask", "and self.logit_map.softcap is None else None", "else None"),
+        tests=("tests/test_properties.py::test_one_pass",),
     ),
     *_of(
         "row_kernels/torch_ops.py",
@@ -292,8 +297,8 @@ MUTATIONS = [
         ),
         (
             "mask",
-            "statistics, None)\n    columns = None if weights is None else weights.columns",
-            "statistics, None)\n    columns = None",
+            "statistics)\n    columns = None if weights is None else weights.columns",
+            "statistics)\n    columns = None",
         ),
         tests=(ALONE,),
     ),
@@ -350,6 +355,11 @@ MUTATIONS = [
         tests=("tests/test_triton_rows.py::test_in_the_interpreter",),
     ),
     *_of(
+        "row_kernels/triton_rows.py",
+        ("index", "tl.debug_barrier()", "pass"),
+        tests=("tests/test_triton_rows.py::test_kernels_compile_for_a_gpu_that_is_not_there",),
+    ),
+    *_of(
         "nvfuser_translation.py",
         ("sign", "ops.sub(target_logit, row_max)", "ops.add(target_logit, row_max)"),
         ("divisor", "loss = ops.div(loss, valid_count)", "pass"),
@@ -369,36 +379,46 @@ def main() -> int:
     """Runs the mutations and prints what became of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="mutations whose file or text contain this")
-    chosen = parser.parse_args().only
-    has_gpu = torch.cuda.is_available()
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many run at a time (default: 1)")
+    arguments = parser.parse_args()
+    chosen = arguments.only
     mutations = [m for m in MUTATIONS if chosen in str(m.path) or chosen in m.before]
     table = Table("file", "kind", "change", "outcome", title="Mutations")
     survivors = 0
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder, "repository")
-        for name in ("thunder_flce", "tests", "traces"):
-            shutil.copytree(ROOT / name, copy / name)
-        shutil.copy(ROOT / "pyproject.toml", copy)
-        for mutation in track(mutations, "Running", console=Console(stderr=True)):
-            if mutation.gpu and not has_gpu:
-                outcome = "needs CUDA"
-            else:
-                outcome = _outcome(mutation, copy)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        outcomes = pool.map(_outcome, mutations)
+        progress = track(outcomes, "Running", total=len(mutations), console=Console(stderr=True))
+        for mutation, outcome in zip(mutations, progress, strict=True):
             survivors += outcome == "SURVIVED"
             table.add_row(mutation.file, mutation.kind, Text(f"{mutation.before}\n→ {mutation.after}"), outcome)
     Console(width=160).print(table)
     return 1 if survivors else 0
 
 
-def _outcome(mutation: Mutation, copy: Path) -> str:
-    """ "caught" or "SURVIVED"."""
-    path, original = copy / mutation.path, (ROOT / mutation.path).read_text(encoding="utf-8")
-    path.write_text(mutation.applied(original), encoding="utf-8")
-    search_path = [str(copy), str(copy / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=mutations"]
-    process = subprocess.run([*command, *mutation.tests], cwd=copy, env=environment, capture_output=True, text=True)
-    path.write_text(original, encoding="utf-8")
+def _outcome(mutation: Mutation) -> str:
+    """ "caught", "SURVIVED" or, without a device that it needs, "needs CUDA"."""
+    if mutation.gpu and not torch.cuda.is_available():
+        return "needs CUDA"
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "repository")
+        for name in ("thunder_flce", "tests", "traces"):
+            shutil.copytree(ROOT / name, copy / name)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        path = copy / mutation.path
+        path.write_text(mutation.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
+        search_path = [str(copy), str(copy / "tests"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--hypothesis-profile=mutations",
+        ]
+        process = subprocess.run([*command, *mutation.tests], cwd=copy, env=environment, capture_output=True, text=True)
     # 1: tests have failed. Anything else, such as tests that are not there, is no proof.
     if process.returncode not in (0, 1):
         raise RuntimeError(process.stdout + process.stderr)

@@ -145,7 +145,7 @@ def test_nothing_is_saved_without_gradients():
 @pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
 def test_compile_times_of_row_kernels(monkeypatch):
     """A definition compiles when it is first executed."""
-    from thunder_flce.row_kernels import nvfuser
+    from thunder_flce.row_kernels import nvfuser, triton_rows
 
     class Fusion:
         def execute(self, inputs, **options):
@@ -160,6 +160,8 @@ def test_compile_times_of_row_kernels(monkeypatch):
         nvfuser._execute(fusion, [])
     assert len(nvfuser._first_run_seconds) == 2
     assert compilation.compile_seconds["nvFuser row kernels"] == sum(nvfuser._first_run_seconds.values()) >= 0.04
+    monkeypatch.setattr(triton_rows, "_first_run_seconds", {"statistics": 0.2, "gradient": 0.3})
+    assert compilation.compile_seconds["Triton row kernels"] == 0.5
 
 
 def test_compile_times():

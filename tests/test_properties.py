@@ -16,11 +16,12 @@ from reference import Case, assert_as_exact_as_eager, assert_close_to_truth, dif
 from thunder_flce import Options, Plan, functional, linear_cross_entropy
 from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
 from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATEGIES
-from thunder_flce.row_kernels import torch_ops
+from thunder_flce.row_kernels import fusions_available, torch_ops
 
 # A new vocabulary, dtype or map of the logits is a new nvFuser definition, which takes a third of a second to compile.
 VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 1009, 16385)}
 EXAMPLES = {"cpu": 600, "cuda": 40}
+ONE_PASS_EXAMPLES = {"cpu": 200, "cuda": 40}
 SPECIAL_EXAMPLES = {"cpu": 40, "cuda": 10}
 TRACED_EXAMPLES = {"cpu": 40, "cuda": 15}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -196,6 +197,32 @@ def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
 
 
 @st.composite
+def one_pass_problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
+    """Those whose statistics and gradient come from one kernel, see `Plan.takes_one_pass`, with small chunks."""
+    problem = draw(problems(vocabularies))
+    plain = {"label_smoothing": 0.0, "z_loss": 0.0, "outputs": ()}
+    reduction = draw(st.sampled_from(("mean", "sum")))
+    input_grad, weight_grad, _ = problem.needs_grad
+    if problem.dtype is torch.float16:
+        in_float32 = problem.class_weight is torch.float32
+        class_weight = problem.class_weight if in_float32 or problem.class_weight is None else torch.bfloat16
+        problem = replace(problem, dtype=torch.bfloat16, class_weight=class_weight)
+    return replace(
+        problem,
+        needs_grad=(input_grad or not weight_grad, weight_grad, False),
+        num_items=problem.num_items if reduction == "mean" else None,
+        loss={**problem.loss, **plain, "reduction": reduction},
+        options=replace(
+            problem.options,
+            strategy="gradients_in_forward",
+            chunk_rows=draw(st.sampled_from((None, 1, 5))),
+            accumulate="auto",
+            logits_dtype="input",
+        ),
+    )
+
+
+@st.composite
 def planned_problems(draw: Callable, vocabularies: tuple[int, ...]) -> tuple[Problem, Plan]:
     """Problems with plans that `make_plan` only has for larger ones, such as slabs of a few columns."""
     problem = draw(problems(vocabularies))
@@ -257,6 +284,42 @@ def test_every_plan(device, monkeypatch):
     run_examples(run, planned_problems(VOCABULARIES[device]), EXAMPLES[device])
 
 
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """How often each of the row kernels that every loss needs one of was called."""
+    calls = dict.fromkeys(("statistics", "statistics_and_gradient"), 0)
+    lowerings = [torch_ops.TorchRowKernels]
+    if torch.cuda.is_available() and fusions_available():
+        from thunder_flce.row_kernels.nvfuser import NvFuserRowKernels
+
+        lowerings.append(NvFuserRowKernels)
+
+    def counted(name: str, kernel: Callable) -> Callable:
+        def call(*arguments):
+            calls[name] += 1
+            return kernel(*arguments)
+
+        return call
+
+    for lowering in lowerings:
+        for name in calls:
+            monkeypatch.setattr(lowering, name, counted(name, getattr(lowering, name)))
+    return calls
+
+
+def test_one_pass(device, monkeypatch, kernel_calls):
+    monkeypatch.setattr(torch_ops, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
+
+    def run(problem: Problem) -> None:
+        case, incoming = problem.case(device), problem.incoming(device)
+        arguments = problem.settings(device)
+        assert_as_exact_as_eager(case, incoming, factor=2.0, tiny=True, options=problem.options, **arguments)
+
+    run_examples(run, one_pass_problems(VOCABULARIES[device]), ONE_PASS_EXAMPLES[device])
+    assert kernel_calls["statistics"] == 0
+    assert kernel_calls["statistics_and_gradient"] > ONE_PASS_EXAMPLES[device] / 2
+
+
 SPECIAL = {
     "masked columns": float("-inf"),
     "masked target": float("-inf"),
@@ -268,8 +331,9 @@ SPECIAL = {
 }
 
 
+@pytest.mark.parametrize("drawn_from", [problems, one_pass_problems], ids=["", "one pass"])
 @pytest.mark.parametrize("special", SPECIAL)
-def test_logits_that_are_not_ordinary(special, device):
+def test_logits_that_are_not_ordinary(special, drawn_from, device, kernel_calls):
     """As PyTorch has them: the bias or a row of the input carries them into the logits."""
 
     def run(problem: Problem) -> None:
@@ -301,7 +365,9 @@ def test_logits_that_are_not_ordinary(special, device):
             case, problem.incoming(device), factor=2.0, tiny=True, options=problem.options, **arguments
         )
 
-    run_examples(run, problems(VOCABULARIES[device]), SPECIAL_EXAMPLES[device])
+    run_examples(run, drawn_from(VOCABULARIES[device]), SPECIAL_EXAMPLES[device])
+    needed = "statistics_and_gradient" if drawn_from is one_pass_problems else "statistics"
+    assert kernel_calls[needed] > SPECIAL_EXAMPLES[device] / 4
 
 
 def through_executor(program: Callable, options: Options) -> Callable:

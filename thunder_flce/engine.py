@@ -8,8 +8,8 @@ For input x (T, H), weight W (V, H), bias b (V,) and target y (T,):
 
 Legend: T tokens, N of them not ignored, C tokens in a chunk, H hidden size, V vocabulary.
 
-One buffer holds the products of one chunk, which become dz in place. The target's entry is written afterwards, from the
-product gathered before: (p − 1) in float32 keeps the digits that p, rounded to bf16, has lost near 1.
+One buffer holds the products of one chunk, which become dz in place. The target's entry is written last, from the
+product as it was before: (p − 1) in float32 keeps the digits that p, rounded to bf16, has lost near 1.
 """
 
 from dataclasses import dataclass
@@ -270,7 +270,7 @@ class _Region:
     ) -> tuple[RowMoments, Tensor | None]:
         """What else the loss needs of a chunk's rows: moments, and the columns of the largest logits, (C,)."""
         loss = self.loss
-        moments = _NO_MOMENTS
+        moments = RowMoments()
         if loss.needs_entropy or loss.label_smoothing:
             class_weight = None if class_weights is None else class_weights.columns
             moments = self.kernels.moments(
@@ -348,9 +348,6 @@ class _Scales:
         )
 
 
-_NO_MOMENTS = RowMoments(None, None)
-
-
 class _RowVectors(NamedTuple):
     """What the forward finds out about rows; (C,) or (N,) each, None where the loss does not need it."""
 
@@ -374,11 +371,11 @@ class _RowResults:
         self,
         statistics: RowStatistics,
         target_product: Tensor,
-        moments: RowMoments = _NO_MOMENTS,
+        moments: RowMoments | None = None,
         argmax: Tensor | None = None,
     ) -> None:
         """Keeps what a chunk's rows have given, (C,) each."""
-        self._chunks.append(_RowVectors(*statistics, target_product, *moments, argmax))
+        self._chunks.append(_RowVectors(*statistics, target_product, *(moments or RowMoments()), argmax))
 
     def finish(self, scales: _Scales) -> tuple[Tensor, tuple[Tensor, ...], SavedStatistics]:
         """The loss, its further outputs and the saved statistics."""

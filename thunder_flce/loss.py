@@ -60,9 +60,9 @@ class Loss:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a row's share of the gradient is known beforehand: its A and B need no statistics, its C is 0.
+        """Whether there is neither smoothing, nor a z-loss, nor any further output.
 
-        Then nothing else is needed of a row than its statistics and the logit at its target.
+        Then C is 0, A and B are known before the statistics, and nothing else is asked of a row.
         """
         return not (self.label_smoothing or self.z_loss or self.outputs)
 

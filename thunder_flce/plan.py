@@ -183,10 +183,11 @@ class Plan:
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def takes_one_pass(self, *, is_plain_loss: bool, bias_grad: bool) -> bool:
-        """Whether the statistics and the gradient of a chunk come from one pass over its logits.
+        """Whether one kernel makes the statistics of a chunk's rows and, in place of its logits, their gradient.
 
-        Not where the loss is not `loss.Loss.is_plain`, nor where db needs sums over the rows, which a kernel that has
-        a row at a time does not see.
+        Args:
+            is_plain_loss: `loss.Loss.is_plain`.
+            bias_grad: whether db is needed: a sum over the rows, of which the kernel sees one at a time.
         """
         in_place = not self.float32_logits
         return self.strategy == "gradients_in_forward" and in_place and is_plain_loss and not bias_grad
@@ -195,7 +196,7 @@ class Plan:
         """The plan in words."""
         words = [self.strategy.replace("_", " "), f"chunks of {self.chunk_rows} tokens"]
         if self.saved_rows:
-            words = [f"save logits of {self.saved_rows} tokens", *words[1:]]
+            words = [f"save logits of {self.saved_rows} tokens", *(words[1:] if self.slab_columns else [])]
         if self.slab_columns:
             words.append(f"slabs of {self.slab_columns} columns")
         if self.float32_accumulator:

@@ -76,7 +76,7 @@ def backward_impl(
     rows, weights, divisors = _all_rows(loss, logits, target, valid_count, weight)
     statistics = RowStatistics(row_max, row_logsumexp)
     row_gradients = RowGradients(loss, rows, IncomingGradients(grad), divisors, weights, logits.shape[1], row_max.dtype)
-    coefficients = row_gradients.coefficients(slice(None), statistics, None)
+    coefficients = row_gradients.coefficients(slice(None), statistics)
     columns = None if weights is None else weights.columns
     at_target = _KERNELS.target_gradient(
         logits.gather(1, rows.target[:, None]).squeeze(1),

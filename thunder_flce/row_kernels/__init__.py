@@ -50,10 +50,10 @@ class RowStatistics(NamedTuple):
 class RowMoments(NamedTuple):
     """What only some losses need of a row, relative to its maximum."""
 
-    expected: Tensor | None
+    expected: Tensor | None = None
     """(C,) Σ_v p_v (u_v - row_max): for the entropy"""
 
-    weighted_sum: Tensor | None
+    weighted_sum: Tensor | None = None
     """(C,) Σ_v w_v (u_v - row_max), with w_v = 1 where there are no class weights: for label smoothing"""
 
 
@@ -135,7 +135,8 @@ class RowKernels(Protocol):
     ) -> tuple[RowStatistics, Tensor]:
         """Everything at once, where coefficients need no statistics and consist of `probability` and `one_hot`.
 
-        The gradient, with its one_hot term, takes the place of the logits; they are read from memory once.
+        The gradient, with its one_hot term, takes the place of the logits. A row is read again while a cache holds
+        most of it.
 
         Args:
             buffer: of C rows.
@@ -167,14 +168,14 @@ class RowKernels(Protocol):
 
 
 @cache
-def nvfuser_available() -> bool:
+def fusions_available() -> bool:
     """Whether nvFuser's direct bindings are installed, and Triton, which torch brings along on Linux."""
     return all(importlib.util.find_spec(name) is not None for name in ("nvfuser_direct", "triton"))
 
 
 def runs_nvfuser(*, dtype: torch.dtype, device_type: str) -> bool:
     """Whether the row kernels for logits of this dtype are nvFuser's fusions and Triton's kernels."""
-    return device_type == "cuda" and dtype is not torch.float64 and nvfuser_available()
+    return device_type == "cuda" and dtype is not torch.float64 and fusions_available()
 
 
 def compile_seconds() -> dict[str, float]:

@@ -31,15 +31,15 @@ def computation(hidden, weight, class_weight, labels):
   (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, weight=class_weight)
     # x = hidden, W = weight, y = t1, w = class_weight
     # loss = t2: f32[], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # x, y = the rows whose target is not ignore_index                                                PyTorch
     # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                          PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * A - B * [v == y], in place, at once  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                                PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                         PyTorch
-    # cross_entropy f32[8192] = w[y] * (row_logsumexp - (logits[y] - row_max))                                 PyTorch
-    # loss = sum(cross_entropy)                                                                                PyTorch
+    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
+    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * A - B * [v == y], in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
+    # cross_entropy f32[8192] = w[y] * (row_logsumexp - (logits[y] - row_max))                        PyTorch
+    # loss = sum(cross_entropy)                                                                       PyTorch
   del t3, t4, t1
   return {'output': (t2,), 'flat_args': [hidden, weight, class_weight, labels], 'flat_output': (t2,)}, ((t5, t6, t7), ())
 

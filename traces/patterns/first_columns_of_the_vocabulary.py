@@ -35,16 +35,16 @@ def computation(hidden, weight, labels):
   (t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t2, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, vocab_size=91, strategy='gradients_in_forward', chunk_rows=8192)
     # x = hidden, W = weight, y = t2
     # loss = t3: f32[], row_max = t4: f32[8192], row_logsumexp = t5: f32[8192], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                       PyTorch
-    # W = W[:91], and whatever else has its rows                                                             PyTorch
+    # x, y = the rows whose target is not ignore_index                                              PyTorch
+    # W = W[:91], and whatever else has its rows                                                    PyTorch
     # for the only chunk, of 8192 tokens:
-    #   logits f32[8192, 91] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[8192] = max(logits), log(sum(exp(logits - row_max)))                      PyTorch
-    #   dlogits f32[8192, 91] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place, at once  PyTorch
-    #   dW f32[91, 4096] = dlogits.t() @ x                                                                   PyTorch
-    #   dX f32[8192, 4096] = dlogits @ W                                                                     PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                        PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                PyTorch
+    #   logits f32[8192, 91] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[8192] = max(logits), log(sum(exp(logits - row_max)))             PyTorch
+    #   dlogits f32[8192, 91] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
+    #   dW f32[91, 4096] = dlogits.t() @ x                                                          PyTorch
+    #   dX f32[8192, 4096] = dlogits @ W                                                            PyTorch
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                               PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                       PyTorch
   del t4, t5, t2
   return {'output': (t3,), 'flat_args': [hidden, weight, labels], 'flat_output': (t3,)}, ((t6, t7, t8), ())
 

@@ -42,15 +42,15 @@ def computation(hidden, weight, labels):
   (t4, t5, t6, t7, t8, t9) = linear_cross_entropy_fwd(t2, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = t2, W = weight, y = t3
     # loss = t4: f32[], row_max = t5: f32[8190], row_logsumexp = t6: f32[8190], valid_count = t7: i64[], dX = t8: f32[2, 4095, 4096], dW = t9: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # x, y = the rows whose target is not ignore_index                                                PyTorch
     # for each chunk of 65 tokens, 126 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                          PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place, at once  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                                PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                         PyTorch
-    # cross_entropy f32[8190] = row_logsumexp - (logits[y] - row_max)                                          PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                  PyTorch
+    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
+    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
+    # cross_entropy f32[8190] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
   del t5, t6, t2, t3
 
   # return _loss(logits[:, :-1], labels[:, 1:]) + 0.3 * _loss(logits[:, :-2], labels[:, 2:])
@@ -67,15 +67,15 @@ def computation(hidden, weight, labels):
   (t14, t15, t16, t17, t18, t19) = linear_cross_entropy_fwd(t12, weight, t13, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = t12, W = weight, y = t13
     # loss = t14: f32[], row_max = t15: f32[8188], row_logsumexp = t16: f32[8188], valid_count = t17: i64[], dX = t18: f32[2, 4094, 4096], dW = t19: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # x, y = the rows whose target is not ignore_index                                                PyTorch
     # for each chunk of 65 tokens, 126 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                          PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place, at once  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                                PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                         PyTorch
-    # cross_entropy f32[8188] = row_logsumexp - (logits[y] - row_max)                                          PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                  PyTorch
+    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
+    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
+    # cross_entropy f32[8188] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
   del t15, t16, t12, t13
 
   # return _loss(logits[:, :-1], labels[:, 1:]) + 0.3 * _loss(logits[:, :-2], labels[:, 2:])

@@ -47,15 +47,15 @@ def computation(hidden, weight, adapter_down, adapter_up, labels):
   (t7, t8, t9, t10, t11, t12) = linear_cross_entropy_fwd(t4, t5, t6, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = t4, W = t5, y = t6
     # loss = t7: f32[], row_max = t8: f32[8192], row_logsumexp = t9: f32[8192], valid_count = t10: i64[], dX = t11: f32[2, 4096, 4100], dW = t12: f32[128256, 4100]
-    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # x, y = the rows whose target is not ignore_index                                                PyTorch
     # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                          PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place, at once  PyTorch
-    #   dW f32[128256, 4100] += dlogits.t() @ x                                                                PyTorch
-    #   dX f32[65, 4100] = dlogits @ W                                                                         PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                          PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                  PyTorch
+    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
+    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
+    #   dW f32[128256, 4100] += dlogits.t() @ x                                                       PyTorch
+    #   dX f32[65, 4100] = dlogits @ W                                                                PyTorch
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
   del t8, t9, t4, t5, t6
   return {'output': (t7,), 'flat_args': [hidden, weight, adapter_down, adapter_up, labels], 'flat_output': (t7,)}, ((t10, t11, t12, adapter_down, hidden, weight), ())
 

@@ -32,15 +32,15 @@ def computation(hidden, matrix, labels):
   (t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, t1, t2, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = t1, y = t2
     # loss = t3: f32[], row_max = t4: f32[8192], row_logsumexp = t5: f32[8192], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # x, y = the rows whose target is not ignore_index                                                PyTorch
     # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                          PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place, at once  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                                PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                         PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                          PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                  PyTorch
+    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
+    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
   del t4, t5, t1, t2
   return {'output': (t3,), 'flat_args': [hidden, matrix, labels], 'flat_output': (t3,)}, ((t6, t7, t8), ())
 

@@ -38,15 +38,15 @@ def computation(hidden, square, labels):
   (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, t3, t4, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048)
     # x = hidden, W = t3, y = t4
     # loss = t5: f32[], row_max = t6: f32[8192], row_logsumexp = t7: f32[8192], valid_count = t8: i64[], dX = t9: f32[2, 4096, 4096], dW = t10: f32[4096, 4096]
-    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # x, y = the rows whose target is not ignore_index                                                PyTorch
     # for each chunk of 2048 tokens, 4 in all:
-    #   logits f32[2048, 4096] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))                        PyTorch
-    #   dlogits f32[2048, 4096] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place, at once  PyTorch
-    #   dW f32[4096, 4096] += dlogits.t() @ x                                                                  PyTorch
-    #   dX f32[2048, 4096] = dlogits @ W                                                                       PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                          PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                  PyTorch
+    #   logits f32[2048, 4096] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))               PyTorch
+    #   dlogits f32[2048, 4096] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
+    #   dW f32[4096, 4096] += dlogits.t() @ x                                                         PyTorch
+    #   dX f32[2048, 4096] = dlogits @ W                                                              PyTorch
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
   del t6, t7, t3, t4
   return {'output': (t5,), 'flat_args': [hidden, square, labels], 'flat_output': (t5,)}, ((t8, t9, t10), ())
 

@@ -36,15 +36,15 @@ def computation(hidden, weight, labels):
   (t4, t5, t6, t7, t8, t9) = linear_cross_entropy_fwd(t2, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, logit_scale=-0.3, strategy='gradients_in_forward', chunk_rows=65)
     # x = t2, W = weight, y = t3
     # loss = t4: f32[], row_max = t5: f32[8190], row_logsumexp = t6: f32[8190], valid_count = t7: i64[], dX = t8: f32[2, 4095, 4096], dW = t9: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                             PyTorch
+    # x, y = the rows whose target is not ignore_index                                                    PyTorch
     # for each chunk of 65 tokens, 126 in all:
-    #   z f32[65, 128256] = x @ W.t()                                                                              PyTorch
-    #   row_max, row_logsumexp f32[65] = max(u), log(sum(exp(u - row_max))), u = -0.3 * z                          PyTorch
-    #   dlogits f32[65, 128256] = (exp(u - row_max - row_logsumexp) * A - B * [v == y]) * -0.3, in place, at once  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                                    PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                             PyTorch
-    # cross_entropy f32[8190] = row_logsumexp - (u[y] - row_max)                                                   PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                      PyTorch
+    #   z f32[65, 128256] = x @ W.t()                                                                     PyTorch
+    #   row_max, row_logsumexp f32[65] = max(u), log(sum(exp(u - row_max))), u = -0.3 * z                 PyTorch
+    #   dlogits f32[65, 128256] = (exp(u - row_max - row_logsumexp) * A - B * [v == y]) * -0.3, in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                           PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                                                    PyTorch
+    # cross_entropy f32[8190] = row_logsumexp - (u[y] - row_max)                                          PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                             PyTorch
   del t5, t6, t2, t3
   return {'output': (t4,), 'flat_args': [hidden, weight, labels], 'flat_output': (t4,)}, ((t7, t8, t9), ())
 

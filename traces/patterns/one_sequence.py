@@ -30,15 +30,15 @@ def computation(hidden, weight, labels):
   (t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(t2, weight, t0, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=64)
     # x = t2, W = weight, y = t0
     # loss = t3: f32[], row_max = t4: f32[4096], row_logsumexp = t5: f32[4096], valid_count = t6: i64[], dX = t7: f32[4096, 4096], dW = t8: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # x, y = the rows whose target is not ignore_index                                                PyTorch
     # for each chunk of 64 tokens, 64 in all:
-    #   logits f32[64, 128256] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[64] = max(logits), log(sum(exp(logits - row_max)))                          PyTorch
-    #   dlogits f32[64, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place, at once  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                                PyTorch
-    #   dX f32[64, 4096] = dlogits @ W                                                                         PyTorch
-    # cross_entropy f32[4096] = row_logsumexp - (logits[y] - row_max)                                          PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                  PyTorch
+    #   logits f32[64, 128256] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[64] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
+    #   dlogits f32[64, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
+    #   dX f32[64, 4096] = dlogits @ W                                                                PyTorch
+    # cross_entropy f32[4096] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
   del t4, t5, t2, t0
   return {'output': (t3,), 'flat_args': [hidden, weight, labels], 'flat_output': (t3,)}, ((t6, t7, t8), ())
 

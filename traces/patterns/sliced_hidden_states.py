@@ -40,15 +40,15 @@ def computation(hidden, weight, labels):
   (t4, t5, t6, t7, t8, t9) = linear_cross_entropy_fwd(t0, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=16)
     # x = t0, W = weight, y = t3
     # loss = t4: f32[], row_max = t5: f32[16], row_logsumexp = t6: f32[16], valid_count = t7: i64[], dX = t8: f32[2, 8, 4096], dW = t9: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # x, y = the rows whose target is not ignore_index                                                PyTorch
     # for the only chunk, of 16 tokens:
-    #   logits f32[16, 128256] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[16] = max(logits), log(sum(exp(logits - row_max)))                          PyTorch
-    #   dlogits f32[16, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place, at once  PyTorch
-    #   dW f32[128256, 4096] = dlogits.t() @ x                                                                 PyTorch
-    #   dX f32[16, 4096] = dlogits @ W                                                                         PyTorch
-    # cross_entropy f32[16] = row_logsumexp - (logits[y] - row_max)                                            PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                  PyTorch
+    #   logits f32[16, 128256] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[16] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
+    #   dlogits f32[16, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
+    #   dW f32[128256, 4096] = dlogits.t() @ x                                                        PyTorch
+    #   dX f32[16, 4096] = dlogits @ W                                                                PyTorch
+    # cross_entropy f32[16] = row_logsumexp - (logits[y] - row_max)                                   PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
   del t5, t6, t0, t3
   return {'output': (t4,), 'flat_args': [hidden, weight, labels], 'flat_output': (t4,)}, ((t7, t8, t9), ())
 

@@ -33,15 +33,15 @@ def computation(hidden, weight, labels):
   (t4, t5, t6, t7, t8, t9) = linear_cross_entropy_fwd(t3, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=64)
     # x = t3, W = weight, y = t1
     # loss = t4: f32[], row_max = t5: f32[4096], row_logsumexp = t6: f32[4096], valid_count = t7: i64[], dX = t8: f32[4096, 4096], dW = t9: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                         PyTorch
+    # x, y = the rows whose target is not ignore_index                                                PyTorch
     # for each chunk of 64 tokens, 64 in all:
-    #   logits f32[64, 128256] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[64] = max(logits), log(sum(exp(logits - row_max)))                          PyTorch
-    #   dlogits f32[64, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place, at once  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                                PyTorch
-    #   dX f32[64, 4096] = dlogits @ W                                                                         PyTorch
-    # cross_entropy f32[4096] = row_logsumexp - (logits[y] - row_max)                                          PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                                  PyTorch
+    #   logits f32[64, 128256] = x @ W.t()                                                            PyTorch
+    #   row_max, row_logsumexp f32[64] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
+    #   dlogits f32[64, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
+    #   dX f32[64, 4096] = dlogits @ W                                                                PyTorch
+    # cross_entropy f32[4096] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
   del t5, t6, t3, t1
   return {'output': (t4,), 'flat_args': [hidden, weight, labels], 'flat_output': (t4,)}, ((t7, t8, t9), ())
 
