@@ -32,10 +32,10 @@ class DeviceRates:
 
 
 # By the name that CUDA reports. product_rate is 6·T·H·V over the time of "three products" in traces/h200/regions.jsonl
-# (657e12 to 697e12); bandwidth is what nvFuser's in-place gradient reaches on its own, on the same device;
+# (659e12 to 696e12); bandwidth is what nvFuser's in-place gradient reaches on its own, on the same device;
 # chunk_seconds is fitted to what is then left of the times of "flce" in the same file.
 DEVICE_RATES = {
-    "NVIDIA H200": DeviceRates(product_rate=680e12, bandwidth=4.1e12, chunk_seconds=50e-6),
+    "NVIDIA H200": DeviceRates(product_rate=680e12, bandwidth=4.1e12, chunk_seconds=25e-6),
 }
 
 

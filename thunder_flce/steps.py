@@ -6,7 +6,7 @@ gradients. Rows whose target is ignore_index are counted as if there were none, 
 plan is made.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -225,11 +225,12 @@ class _Steps:
     def statistics_and_gradient(self, tiles: _Tiles) -> list[Step]:
         """Both in one kernel, which reads a row again while the cache holds most of it.
 
-        That is counted as if it were read from memory: 2048 × 128256 are then predicted to take 0.38 ms on an H200,
-        where they take 0.33 to 0.35 ms, against 0.25 ms without it.
+        That counts as half a read: on an H200 the kernel takes 1.14 (50257 columns), 1.33 (128256) or 1.47 times
+        (256000) as long as the gradient alone, which is a read and a write (traces/h200/kernels.jsonl).
         """
+        (statistics,) = self.statistics(tiles, call="kernels.statistics_and_gradient")
         return [
-            *self.statistics(tiles, call="kernels.statistics_and_gradient"),
+            replace(statistics, bytes=statistics.bytes // 2),
             Step(
                 result=f"dlogits {self._type(tiles.rows, tiles.columns)}",
                 expression=f"{self._gradient_expression(everywhere=True)}, in place",

@@ -26,18 +26,17 @@ def computation(hidden, weight, labels):
   (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256)
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[], row_max = t1: f32[8192], row_logsumexp = t2: f32[8192], valid_count = t3: i64[], dX = t4: bf16[2, 4096, 4096], dW = t5: bf16[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                    PyTorch
+    # x, y = the rows whose target is not ignore_index                                                   PyTorch
     # for each chunk of 2048 tokens, 4 in all:
-    #   logits bf16[2048, 128256] = x @ W.t()                                             cuBLAS
-    #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))   nvFuser: part_statistics, merge_parts
-    #   dlogits bf16[2048, 128256] = exp(logits - row_max - row_logsumexp) * s, in place  nvFuser: gradient
-    #   dlogits[y] bf16[2048] = exp(logits[y] - row_max - row_logsumexp) * s - s          nvFuser: target_gradient
-    #   dW bf16[128256, 4096] += dlogits.t() @ x                                          cuBLAS
-    #   dW[hot] f32[256, 4096] += dlogits[:, hot].t() @ x                                 cuBLAS
-    #   dX bf16[2048, 4096] = dlogits @ W                                                 cuBLAS
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                     PyTorch
-    # loss = sum(cross_entropy) / valid_count                                             PyTorch
-    # dW[hot] = the rows summed in float32                                                PyTorch
+    #   logits bf16[2048, 128256] = x @ W.t()                                                            cuBLAS
+    #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))                  Triton
+    #   dlogits bf16[2048, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  Triton, same kernel
+    #   dW bf16[128256, 4096] += dlogits.t() @ x                                                         cuBLAS
+    #   dW[hot] f32[256, 4096] += dlogits[:, hot].t() @ x                                                cuBLAS
+    #   dX bf16[2048, 4096] = dlogits @ W                                                                cuBLAS
+    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                    PyTorch
+    # loss = sum(cross_entropy) / valid_count                                                            PyTorch
+    # dW[hot] = the rows summed in float32                                                               PyTorch
   del t1, t2
   return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t3, t4, t5), ())
 

@@ -6,7 +6,7 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
-# fused, save logits of 8192 tokens, chunks of 8192 tokens
+# fused, save logits of 8192 tokens
 # Saved for backward, beside the arguments and views of them:
 #     t3: f32[8192], 32,768 bytes
 #     t4: f32[8192], 32,768 bytes
@@ -36,7 +36,7 @@ def computation(hidden, weight, labels):
     # x, y = the rows whose target is not ignore_index                                   PyTorch
     # for the only chunk, of 8192 tokens:
     #   logits bf16[8192, 128256] = x @ W.t()                                            cuBLAS
-    #   row_max, row_logsumexp f32[8192] = max(logits), log(sum(exp(logits - row_max)))  nvFuser: part_statistics, merge_parts
+    #   row_max, row_logsumexp f32[8192] = max(logits), log(sum(exp(logits - row_max)))  Triton
     # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                    PyTorch
     # loss = cross_entropy                                                               PyTorch
   t7 = torch_prims_reshape_impl(t2, (8192,))  # t7: "cuda:0 bf16[8192]"
