@@ -92,8 +92,8 @@ def test_statistics_and_gradient(vocab, logit_map, dtype):
         for computed, expected in zip(statistics, reference, strict=True):
             torch.testing.assert_close(computed.double(), expected, rtol=2e-6, atol=5e-6 if INTERPRETED else 2e-6)
     assert torch.equal(product, at_target) and torch.equal(product.double(), target_product)
-    # The interpreter truncates to bfloat16, and its exp and tanh err by more. An error of the norm alone would not show a
-    # single wrong entry.
+    # The interpreter truncates to bfloat16, and its exp and tanh err by more. An error of the norm alone would not show
+    # a single wrong entry.
     eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
     own_error = error(eager.logits, exact.logits)
     assert error(buffer.logits, exact.logits) < max(1.5 * own_error, eps if INTERPRETED else eps / 4)
