@@ -365,6 +365,15 @@ MUTATIONS = [
         tests=("tests/test_triton_rows.py::test_in_the_interpreter",),
     ),
     *_of(
+        "gradient_scaling.py",
+        ("sign", "(old.to(tl.float32) * value)", "(old.to(tl.float32) * -value)"),
+        ("mask", "if value != 1.0:", "if value == 1.0:"),
+        ("mask", "mask = offsets < size\n", "mask = offsets <= size\n"),
+        ("index", "start = tl.program_id(0).to(tl.int64) * BLOCK", "start = tl.program_id(0).to(tl.int64) * 2 * BLOCK"),
+        ("index", "for block in range(start, size, step):", "for block in range(start, size, 2 * step):"),
+        tests=("tests/test_triton_rows.py::test_in_the_interpreter",),
+    ),
+    *_of(
         "row_kernels/triton_rows.py",
         ("index", "tl.debug_barrier()", "pass"),
         tests=("tests/test_triton_rows.py::test_kernels_compile_for_a_gpu_that_is_not_there",),

@@ -1,4 +1,4 @@
-"""Triton's row kernels against float64, on a GPU and, in a process of its own, in Triton's interpreter."""
+"""Triton's kernels against float64, on a GPU and, in a process of its own, in Triton's interpreter."""
 
 import os
 import re
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from reference import error
+from thunder_flce import gradient_scaling
 from thunder_flce.plan import VocabLayout
 from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients
 from thunder_flce.row_kernels.torch_ops import TorchRowKernels
@@ -164,6 +165,36 @@ def test_no_rows():
     statistics = triton_rows.statistics(buffer, LogitMap())
     again, product = triton_rows.statistics_and_gradient(buffer, none.long(), RowCoefficients(none, none), LogitMap())
     assert [vector.shape for vector in (*statistics, *again, product)] == [(0,)] * 5
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """Lets the interpreter loop from tensor to tensor, whatever NumPy takes for a scalar."""
+    if INTERPRETED:
+        from triton.runtime import interpreter
+
+        patch = interpreter._patch_lang_tensor
+
+        def patch_too(tensor, *scope):
+            patch(tensor, *scope)
+            tensor.__index__ = lambda self: int(self.handle.data.item())
+
+        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_too)
+
+
+@on_device
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, -0.75])
+@pytest.mark.parametrize("size", [1, 64, 300])
+def test_finished_gradients_are_multiplied(size, factor, dtype, ranges):
+    """By two programs, 64 elements at a time; what lies behind them is left alone."""
+    memory = torch.randn(size + 100, device=DEVICE).to(dtype)
+    before = memory.clone()
+    kernel = gradient_scaling._kernel()
+    kernel[(2,)](memory, torch.tensor(factor, device=DEVICE), size, BLOCK=64, num_warps=1)
+    expected = torch.cat([before[:size].double() * factor, before[size:].double()])
+    torch.testing.assert_close(memory.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
+    assert torch.equal(memory[size:], before[size:])
 
 
 @on_device
