@@ -64,8 +64,9 @@ def _coefficients(rows, vocab):
 
 # Every choice of a block, with and without a rest.
 SIZES = [
-    *((vocab, logit_map) for vocab in (1, 5, 8, 1000, 1024, 4099, 16384, 17001, 50257) for logit_map in MAPS),
-    *((vocab, MAPS[0]) for vocab in (2047, 2048, 57343, 57344, 70001)),
+    *((vocab, logit_map) for vocab in (1, 5, 1000, 1024, 4099) for logit_map in MAPS),
+    *((vocab, MAPS[0]) for vocab in (8, 2047, 2048, 16384, 57343, 57344)),
+    *((vocab, MAPS[2]) for vocab in (17001, 70001)),
 ]
 
 
