@@ -263,7 +263,7 @@ class _Region:
     def products_(self, buffer: LogitsBuffer, x: Tensor, slab: slice = slice(None)) -> None:
         """Fills the buffer with z = x Wᵀ + b, over the vocabulary or a slab of it."""
         bias = None if self.bias is None else self.bias[slab]
-        products.logits_(buffer.logits, x, self.weight[slab], bias)
+        products.logits_(buffer.logits, x, self.weight[slab], bias, tune=self.plan.tune_products)
 
     def further_vectors(
         self, buffer: LogitsBuffer, statistics: RowStatistics, class_weights: ClassWeights | None
@@ -475,6 +475,7 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
     statistics, coefficients = gathered.chunk_statistics(others), gathered.coefficients(others)
     vocab = operands.vocab
     width = min(region.plan.slab_columns, vocab)
+    tune = region.plan.tune_products
 
     def empty(needed: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device=x.device) if needed else None
@@ -488,7 +489,7 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
     input_grad = None
     if saved is not None and operands.input_grad:
         input_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        products.input_gradient_(input_grad[saved.rows], saved.dlogits, region.weight)
+        products.input_gradient_(input_grad[saved.rows], saved.dlogits, region.weight, tune=tune)
     for start in range(0, vocab, width):
         slab = slice(start, min(start + width, vocab))
         weight = region.weight[slab]
@@ -500,11 +501,11 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
         at = _Targets(target, _at_target(logits, target), in_slab)
         dlogits, column_sums = region.dlogits(logits, statistics, coefficients, at, gathered.scales.class_weights, slab)
         if input_sum is not None:
-            products.input_gradient_(input_sum, dlogits.logits, weight, accumulate=start > 0)
+            products.input_gradient_(input_sum, dlogits.logits, weight, accumulate=start > 0, tune=tune)
         if weight_grad is not None:
             of_saved = [] if saved is None else [(saved.dlogits[:, slab], x[saved.rows])]
             # Nothing else may hold on to this slab while the next is allocated.
-            products.weight_gradient_of_parts_(weight_grad[slab], [(dlogits.logits, x_others), *of_saved])
+            products.weight_gradient_of_parts_(weight_grad[slab], [(dlogits.logits, x_others), *of_saved], tune=tune)
         if bias_grad is not None:
             bias_grad[slab] = column_sums if saved is None else column_sums + saved.bias_grad[slab]
         del logits, dlogits
@@ -541,18 +542,18 @@ class GradientSums:
 
     def add(self, dlogits: Tensor, bias_grad: Tensor | None, x: Tensor, chunk: slice) -> None:
         """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H) as taken."""
-        vocab = dlogits.shape[1]
+        vocab, tune = dlogits.shape[1], self._region.plan.tune_products
         if self._weight is not None:
-            products.weight_gradient_(self._weight[:vocab], dlogits, x, accumulate=not self._is_first)
+            products.weight_gradient_(self._weight[:vocab], dlogits, x, accumulate=not self._is_first, tune=tune)
         if self._hot is not None:
             self._hot.add(dlogits, x)
         if self._bias is not None:
             self._bias[:vocab].add_(bias_grad)
         if self._input is not None and self._rows.index is None:
-            products.input_gradient_(self._input[chunk], dlogits, self._region.weight)
+            products.input_gradient_(self._input[chunk], dlogits, self._region.weight, tune=tune)
         elif self._input is not None:
             # Where rows are skipped, x is a copy that nobody needs any more: its memory takes dX.
-            products.input_gradient_(x, dlogits, self._region.weight)
+            products.input_gradient_(x, dlogits, self._region.weight, tune=tune)
             self._input.index_copy_(0, self._rows.index[chunk], x)
         self._is_first = False
 

@@ -56,6 +56,11 @@ class Options:
     """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,
     as an unfused model does, or "float32", as the product has summed them, for three times the memory a chunk."""
 
+    tune_products: bool = True
+    """Whether, on CUDA, the large products of 16-bit operands try cuBLAS's algorithms when they first run, to run with
+    the fastest from then on. That takes about half a second for each of the three products, once in a process, and
+    changes no result: only algorithms that add in the same order take part."""
+
     def __post_init__(self):
         budget = self.memory_budget
         if budget is not None:
@@ -78,6 +83,8 @@ class Options:
             raise ValueError(f"ignored_rows must be one of {IGNORED_ROWS}, but got {self.ignored_rows!r}")
         if self.logits_dtype not in LOGITS_DTYPES:
             raise ValueError(f"logits_dtype must be one of {LOGITS_DTYPES}, but got {self.logits_dtype!r}")
+        if not isinstance(self.tune_products, bool):
+            raise ValueError(f"tune_products must be True or False, but got {self.tune_products!r}")
 
     def has_float32_logits(self, dtype: torch.dtype) -> bool:
         """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""

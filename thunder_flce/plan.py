@@ -56,6 +56,9 @@ SAVED_LOGITS_BYTES = 4 * 2**30
 # To save the logits of fewer than an eighth of the tokens spares less than 3% of the products.
 SMALLEST_SAVED_PART = 1 / 8
 
+# Products of so many operations, a quarter of a millisecond on an H200, are worth measuring cuBLAS's algorithms.
+TUNED_OPERATIONS = 2e11
+
 # Chunks are whole tiles of the matrix product.
 TILE_ROWS = 128
 # cuBLAS takes its fast path, and kernels load 16 bytes at a time, only where the stride of rows is a multiple of that.
@@ -139,6 +142,12 @@ class Problem:
         return self.device_type == "cuda" and self.dtype.itemsize == 2 and self.vocab % 8 != 0
 
     @property
+    def has_large_products(self) -> bool:
+        """Whether cuBLAS's algorithms for the products are worth measuring; see `product_tuning`."""
+        operations = 2 * self.tokens * self.hidden * self.vocab
+        return self.device_type == "cuda" and self.dtype.itemsize == 2 and operations >= TUNED_OPERATIONS
+
+    @property
     def accumulator_bytes(self) -> int:
         """What a float32 accumulator for dW takes more than dW, which is only there once the accumulator is full."""
         return (4 - self.dtype.itemsize) * self.vocab * self.hidden
@@ -178,6 +187,9 @@ class Plan:
     skip_ignored_rows: bool = True
     """Whether rows whose target is ignore_index leave the region before the first product."""
 
+    tune_products: bool = False
+    """Whether large products run by the fastest of cuBLAS's algorithms, measured when the first of them runs."""
+
     def chosen(self) -> dict[str, Any]:
         """The fields that differ from their defaults: what a trace carries."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
@@ -207,6 +219,8 @@ class Plan:
             words.append("float32 logits")
         if not self.skip_ignored_rows:
             words.append("ignored rows computed")
+        if self.tune_products:
+            words.append("products tuned")
         return ", ".join(words)
 
 
@@ -238,7 +252,11 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
             "the incoming gradient is a vector that has to be applied before anything is summed over tokens"
         )
-    common = {"skip_ignored_rows": options.ignored_rows == "skip", "float32_logits": problem.float32_logits}
+    common = {
+        "skip_ignored_rows": options.ignored_rows == "skip",
+        "float32_logits": problem.float32_logits,
+        "tune_products": options.tune_products and problem.has_large_products,
+    }
     if strategy == "gradients_in_forward":
         rows, float32_accumulator = _accumulation(problem, options, budget.chunk)
         in_16_bits = problem.weight_grad and problem.dtype.itemsize < 4 and not float32_accumulator

@@ -5,10 +5,14 @@ Legend: C tokens in a chunk, H hidden size, V vocabulary.
 cuBLAS takes a path five times slower for 16-bit operands whose size along V is not a multiple of 8, for example after
 one token was added to a tokenizer (8192 × 128257 × 4096: 202 ms for the three products against 38.5 ms). So on CUDA an
 odd V is computed as an aligned main part and a tail of one to seven columns, both views of the weight as it is.
+
+Where `tune` is set, large products run by the algorithm that `product_tuning` measures to be the fastest.
 """
 
 import torch
 from torch import Tensor
+
+from thunder_flce import product_tuning
 
 ALIGNMENT = 8
 
@@ -24,7 +28,7 @@ def _main_columns(tensor: Tensor, vocab: int) -> int:
     return vocab
 
 
-def logits_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def logits_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, tune: bool = False) -> None:
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once, to out's dtype; out may be float32."""
     vocab = weight.shape[0]
     main = _main_columns(x, vocab)
@@ -33,18 +37,30 @@ def logits_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None
         # On a CPU, operands are converted for such a product: a part of the weight at a time.
         step = main if x.is_cuda else _FLOAT32_COLUMNS
         for start, end in _column_blocks(main, vocab, step):
-            _product_(out[:, start:end], x, weight[start:end].t(), accumulate=False)
+            _product_("logits", out[:, start:end], x, weight[start:end].t(), accumulate=False, tune=tune)
         if bias is not None:
             out.add_(bias)
         return
-    if bias is not None and (main < vocab or not out.is_contiguous()) and out.is_cuda and out.element_size() == 2:
-        _biased_logits_in_float32_(out, x, weight, bias)
+    for start, end in _column_blocks(main, vocab, main):
+        columns, weight_rows = out[:, start:end], weight[start:end]
+        if bias is None:
+            _product_("logits", columns, x, weight_rows.t(), accumulate=False, tune=tune)
+        else:
+            _biased_product_(columns, x, weight_rows, bias[start:end], tune=tune)
+
+
+def _biased_product_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *, tune: bool) -> None:
+    if tune and product_tuning.run("logits", out, x, weight.t(), bias):
         return
-    if bias is not None:
+    if out.is_contiguous() or not out.is_cuda or out.element_size() != 2:
         torch.addmm(bias, x, weight.t(), out=out)
         return
-    for start, end in _column_blocks(main, vocab, main):
-        torch.mm(x, weight[start:end].t(), out=out[:, start:end])
+    # PyTorch lets cuBLAS add a bias before rounding only into contiguous memory. Elsewhere it rounds the product, adds
+    # and rounds again, which makes the logits' error 1.4 times as large.
+    for start in range(0, out.shape[1], _FLOAT32_COLUMNS):
+        part = slice(start, start + _FLOAT32_COLUMNS)
+        columns = torch.mm(x, weight[part].t(), out_dtype=torch.float32)
+        torch.add(columns, bias[part], out=out[:, part])
 
 
 def _column_blocks(main: int, vocab: int, step: int):
@@ -54,30 +70,22 @@ def _column_blocks(main: int, vocab: int, step: int):
         yield main, vocab
 
 
-def _biased_logits_in_float32_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor) -> None:
-    # cuBLAS adds a bias before rounding only into contiguous memory. Elsewhere it rounds the product, adds and rounds
-    # again, which makes the logits' error 1.4 times as large.
-    vocab = weight.shape[0]
-    main = _main_columns(out, vocab)
-    for start, end in _column_blocks(main, vocab, _FLOAT32_COLUMNS):
-        columns = torch.mm(x, weight[start:end].t(), out_dtype=torch.float32)
-        torch.add(columns, bias[start:end], out=out[:, start:end])
-
-
-def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor, *, accumulate: bool = False) -> None:
+def input_gradient_(
+    out: Tensor, dlogits: Tensor, weight: Tensor, *, accumulate: bool = False, tune: bool = False
+) -> None:
     """out (C, H) = dlogits (C, V) @ weight (V, H), added to what out holds if `accumulate`; rounded once."""
     vocab = weight.shape[0]
     main = _main_columns(dlogits, vocab)
     # Adding the tail's share to a product already rounded would round twice.
     total = out if main == vocab or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    _product_(total, dlogits[:, :main], weight[:main], accumulate=accumulate)
+    _product_("dX", total, dlogits[:, :main], weight[:main], accumulate=accumulate, tune=tune)
     if main < vocab:
-        _product_(total, dlogits[:, main:vocab], weight[main:], accumulate=True)
+        _product_("dX", total, dlogits[:, main:vocab], weight[main:], accumulate=True, tune=tune)
     if total is not out:
         out.copy_(total)
 
 
-def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool) -> None:
+def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False) -> None:
     """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`; out may be float32.
 
     A sum in 16 bits rounds twice a chunk: cuBLAS rounds the product before adding it.
@@ -85,22 +93,24 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
     vocab = out.shape[0]
     main = _main_columns(dlogits, vocab)
     for start, end in _column_blocks(main, vocab, main):
-        _product_(out[start:end], dlogits[:, start:end].t(), x, accumulate=accumulate)
+        _product_("dW", out[start:end], dlogits[:, start:end].t(), x, accumulate=accumulate, tune=tune)
 
 
-def weight_gradient_of_parts_(out: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+def weight_gradient_of_parts_(out: Tensor, parts: list[tuple[Tensor, Tensor]], *, tune: bool = False) -> None:
     """out (V, H) = the sum of dlogits (C, V)ᵀ @ x (C, H) over parts (dlogits, x), rounded once."""
     if len(parts) == 1:
-        weight_gradient_(out, *parts[0], accumulate=False)
+        weight_gradient_(out, *parts[0], accumulate=False, tune=tune)
         return
     total = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
     for number, (dlogits, x) in enumerate(parts):
-        weight_gradient_(total, dlogits, x, accumulate=number > 0)
+        weight_gradient_(total, dlogits, x, accumulate=number > 0, tune=tune)
     out.copy_(total)
 
 
-def _product_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
+def _product_(name: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool, tune: bool) -> None:
     """out = a @ b, or out += a @ b: products of 16-bit operands are summed in float32 and rounded to out's dtype."""
+    if tune and product_tuning.run(name, out, a, b, accumulate=accumulate):
+        return
     a, b = _readable(a), _readable(b)
     if out.dtype == a.dtype:
         if accumulate:

@@ -1,0 +1,282 @@
+"""Which of cuBLAS's algorithms is taken, and that the choice changes time only."""
+
+import pytest
+import torch
+
+from reference import error
+from thunder_flce import Options, cublaslt, linear_cross_entropy, product_tuning, products
+from thunder_flce.cublaslt import Product, Signature, StoredMatrix
+from thunder_flce.plan import Problem, make_plan
+from thunder_flce.product_tuning import fastest
+
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def on_gpu(test):
+    for mark in gpu:
+        test = mark(test)
+    return test
+
+
+class Clock:
+    """Runs that take given times, in ms: alone, and in a burst."""
+
+    def __init__(self, once, in_a_burst):
+        self.runs = [lambda: None for _ in once]
+        self._once = dict(zip(self.runs, once, strict=True))
+        self._in_a_burst = dict(zip(self.runs, in_a_burst, strict=True))
+        self.bursts = []
+
+    def seconds(self, run, times):
+        if times == 1:
+            return self._once[run] / 1e3
+        self.bursts.append((self.runs.index(run), times))
+        return self._in_a_burst[run] / 1e3
+
+
+def test_bursts_decide_among_those_that_are_close():
+    clock = Clock([2.05, 2.0, 2.02, 2.2], [2.5, 2.4, 2.3, 1.0])
+    assert fastest(clock.runs, clock.seconds) == (2, pytest.approx(2.5 / 2.3))
+    assert clock.bursts == [(index, clock.bursts[0][1] if index == 0 else 20) for index in (0, 1, 2, 2, 1, 0)]
+
+
+def test_no_more_than_four_and_the_first_get_bursts():
+    times = [3.0, 2.0, 2.01, 2.02, 2.03, 2.04]
+    clock = Clock(times, times)
+    assert fastest(clock.runs, clock.seconds) == (1, pytest.approx(1.5))
+    assert {index for index, _ in clock.bursts} == {0, 1, 2, 3, 4}
+
+
+def test_the_first_wins_a_draw():
+    clock = Clock([2.0, 1.99], [2.0, 2.0])
+    assert fastest(clock.runs, clock.seconds) == (0, 1.0)
+
+
+def test_only_one():
+    clock = Clock([2.0], [2.5])
+    assert fastest(clock.runs, clock.seconds) == (0, 1.0)
+
+
+def test_how_matrices_lie_in_memory():
+    matrix = torch.empty(6, 16, dtype=torch.bfloat16)
+    assert StoredMatrix.of_transpose(matrix) == StoredMatrix(16, 6, 16, False)
+    assert StoredMatrix.of_transpose(matrix.t()) == StoredMatrix(16, 6, 16, True)
+    assert StoredMatrix.of_transpose(matrix[:, :5]) == StoredMatrix(5, 6, 16, False)
+    assert StoredMatrix.of_transpose(matrix[:, ::2]) is None
+    assert StoredMatrix.of_transpose(matrix.expand(6, 16)[:, :1].expand(6, 16)) is None
+    assert StoredMatrix.of_transpose(torch.empty(6, 15, dtype=torch.bfloat16)) is None
+    assert StoredMatrix.of_transpose(torch.empty(6, 4)) == StoredMatrix(4, 6, 4, False)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "device_type", "wanted", "tuned"),
+    [
+        (8192, torch.bfloat16, "cuda", True, True),
+        (8192, torch.float16, "cuda", True, True),
+        (8192, torch.bfloat16, "cuda", False, False),
+        (8192, torch.float32, "cuda", True, False),
+        (8192, torch.bfloat16, "cpu", True, False),
+        (64, torch.bfloat16, "cuda", True, False),
+    ],
+)
+def test_which_plans_have_tuned_products(tokens, dtype, device_type, wanted, tuned):
+    problem = Problem(
+        tokens=tokens,
+        hidden=1024,
+        vocab=32000,
+        dtype=dtype,
+        device_type=device_type,
+        input_grad=True,
+        weight_grad=True,
+        bias_grad=False,
+    )
+    plan = make_plan(problem, Options(tune_products=wanted))
+    assert plan.tune_products == tuned
+    assert ("products tuned" in plan.describe()) == tuned
+
+
+def test_a_cpu_leaves_products_to_pytorch(monkeypatch):
+    monkeypatch.setattr(product_tuning, "TUNED_OPERATIONS", 0)
+    out, a, b = (torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(3))
+    assert not product_tuning.run("logits", out, a, b)
+    assert product_tuning.tunings() == []
+
+
+def test_an_option_must_be_a_bool():
+    with pytest.raises(ValueError, match="tune_products must be True or False"):
+        Options(tune_products=1)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Nothing measured, and every product large enough to be."""
+    monkeypatch.setattr(product_tuning, "TUNED_OPERATIONS", 0)
+    monkeypatch.setattr(product_tuning, "_BURST_SECONDS", 1e-3)
+    monkeypatch.setattr(product_tuning, "_tunings", {})
+    product_tuning._prepared.cache_clear()
+    yield
+    product_tuning._prepared.cache_clear()
+
+
+def _matrix(rows, columns, dtype, *, stride=None, transposed=False):
+    if transposed:
+        return _matrix(columns, rows, dtype, stride=stride).t()
+    return torch.randn(rows, stride or columns, device="cuda").to(dtype)[:, :columns]
+
+
+# name, M, N, K, dtype of out, strides of rows as stored
+PRODUCTS = [
+    ("logits", 512, 4096, 256, None, {}),
+    ("logits", 300, 4104, 200, None, {"out": 4160}),
+    ("logits", 300, 4104, 200, torch.float32, {"out": 4160, "a": 264}),
+    ("dX", 300, 200, 4104, None, {"a": 4160}),
+    ("dX", 300, 200, 4104, torch.float32, {"a": 4160}),
+    ("dW", 4104, 200, 300, None, {"a": 4160}),
+    ("dW", 4104, 200, 300, torch.float32, {"a": 4160, "b": 208}),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "m", "n", "k", "out_dtype", "strides"), PRODUCTS)
+def test_each_algorithm_gives_the_same_bits(name, m, n, k, out_dtype, strides, dtype, fresh):
+    a = _matrix(m, k, dtype, stride=strides.get("a"), transposed=name == "dW")
+    b = _matrix(k, n, dtype, stride=strides.get("b"), transposed=name == "logits")
+    out = _matrix(m, n, out_dtype or dtype, stride=strides.get("out"))
+    before = out.clone()
+    product = Product(Signature.of(out, a, b, None))
+    algorithms = product.proposals()
+    assert len(algorithms) > 1
+    results = []
+    for algorithm in algorithms:
+        out.copy_(before)
+        product.run(algorithm, out, a, b, None, accumulate=False)
+        results.append(out.clone())
+    exact = a.double() @ b.double()
+    # Rounding to 16 bits, or the order of a sum in float32.
+    assert error(results[0], exact) < (3e-7 if out_dtype else 3e-3)
+    assert all(torch.equal(result, results[0]) for result in results)
+    if name == "dW":
+        out.copy_(before)
+        product.run(algorithms[-1], out, a, b, None, accumulate=True)
+        assert error(out, exact + before.double()) < (3e-7 if out_dtype else 3e-3)
+
+
+@on_gpu
+def test_a_bias_is_added_before_rounding(fresh):
+    x, weight = _matrix(512, 256, torch.bfloat16), _matrix(4104, 256, torch.bfloat16)
+    bias = 16 * torch.randn(4104, device="cuda").bfloat16()
+    contiguous = torch.addmm(bias, x, weight.t())
+    out = _matrix(512, 4104, torch.bfloat16, stride=4160)
+    assert product_tuning.run("logits", out, x, weight.t(), bias)
+    exact = x.double() @ weight.double().t() + bias.double()
+    assert error(out, exact) <= 1.01 * error(contiguous, exact)
+    # Another bias of the same size: its address is no part of what is kept.
+    other = bias + 1
+    assert product_tuning.run("logits", out, x, weight.t(), other)
+    assert error(out, exact + 1) < 3e-3
+
+
+@on_gpu
+def test_what_cannot_run_is_left_to_pytorch(fresh):
+    x, weight, out = (torch.randn(64, 64, device="cuda").bfloat16() for _ in range(3))
+    padded = torch.zeros(64, 66, device="cuda", dtype=torch.bfloat16)
+    assert not product_tuning.run("dX", padded[:, 1:65], x, weight), "address"
+    assert not product_tuning.run("dX", padded[:, :64], x, weight), "stride"
+    assert not product_tuning.run("dX", out.t(), x, weight), "column-major"
+    assert not product_tuning.run("dX", out.double(), x.double(), weight.double()), "dtype"
+    assert not product_tuning.run("dW", out, x, weight, accumulate=True), "nothing measured yet"
+    assert not product_tuning.run("logits", out, x, weight, bias=torch.zeros(64, device="cuda")), "dtype of the bias"
+    assert product_tuning.tunings() == []
+    assert product_tuning.run("dW", out, x, weight)
+    assert product_tuning.run("dW", out, x, weight, accumulate=True)
+    (tuning,) = product_tuning.tunings()
+    assert (tuning.product, tuning.sizes) == ("dW", (64, 64, 64))
+    assert tuning.gain >= 1 and tuning.seconds > 0
+
+
+@on_gpu
+def test_numbers_of_tokens_between_powers_of_two_share_what_was_measured(fresh):
+    weight = torch.randn(512, 64, device="cuda").bfloat16()
+
+    def logits(tokens):
+        x = torch.randn(tokens, 64, device="cuda").bfloat16()
+        out = x.new_empty(tokens, 512)
+        assert product_tuning.run("logits", out, x, weight.t())
+        torch.testing.assert_close(out, x @ weight.t())
+        return len(product_tuning.tunings())
+
+    assert [logits(tokens) for tokens in (256, 129, 200, 128, 257, 512)] == [1, 1, 1, 2, 3, 3]
+
+
+@on_gpu
+def test_nothing_is_measured_while_a_graph_is_captured(fresh):
+    x, weight = (torch.randn(256, 256, device="cuda").bfloat16() for _ in range(2))
+    out = torch.empty_like(x)
+
+    def capture():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            has_run = product_tuning.run("logits", out, x, weight)
+        return graph, has_run
+
+    assert not capture()[1]
+    assert product_tuning.run("logits", out, x, weight)
+    graph, has_run = capture()
+    assert has_run
+    x.normal_()
+    graph.replay()
+    torch.testing.assert_close(out, x @ weight)
+
+
+@on_gpu
+@pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits", "recompute_logits"])
+@pytest.mark.parametrize("vocab", [4096, 4099])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_region(strategy, vocab, has_bias, fresh, monkeypatch):
+    """Tuned or not: as exact, and in the same memory."""
+    monkeypatch.setattr("thunder_flce.plan.TUNED_OPERATIONS", 0)
+    tokens, hidden = 1000, 512
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab, hidden, device="cuda") / hidden**0.5).bfloat16().requires_grad_()
+    bias = torch.randn(vocab, device="cuda").bfloat16().requires_grad_() if has_bias else None
+    target = torch.randint(0, vocab, (tokens,), device="cuda")
+    target[::7] = -100
+    inputs = [x, weight, *([bias] if has_bias else [])]
+
+    def step(tune):
+        options = Options(strategy=strategy, chunk_rows=384, tune_products=tune)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = linear_cross_entropy(x, weight, target, bias, options=options)
+        gradients = torch.autograd.grad(loss, inputs)
+        return [loss.detach(), *gradients], torch.cuda.max_memory_allocated() - before
+
+    plain, _ = step(tune=False)
+    tuned, _ = step(tune=True)
+    assert {tuning.product for tuning in product_tuning.tunings()} == {"logits", "dX", "dW"}
+    doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    logits = torch.nn.functional.linear(*([doubles[0], doubles[1]] + doubles[2:]))
+    loss = torch.nn.functional.cross_entropy(logits, target)
+    exact = [loss.detach(), *torch.autograd.grad(loss, doubles)]
+    for one, other, reference in zip(tuned, plain, exact, strict=True):
+        assert error(one, reference) <= 1.05 * error(other, reference) + 1e-6
+    assert step(tune=True)[1] <= 1.01 * step(tune=False)[1] + 2**20
+
+
+@on_gpu
+def test_products_are_those_of_pytorch(fresh):
+    """The bits of PyTorch's own product, as long as it does not split the sum either."""
+    x, weight = _matrix(512, 256, torch.bfloat16), _matrix(8192, 256, torch.bfloat16)
+    out = x.new_empty(512, 8192)
+    products.logits_(out, x, weight, None, tune=True)
+    assert len(product_tuning.tunings()) == 1
+    assert torch.equal(out, x @ weight.t())
+
+
+@on_gpu
+def test_the_library_is_the_one_that_pytorch_has_loaded():
+    with open("/proc/self/maps") as maps:
+        assert len({line.split()[-1] for line in maps if "libcublasLt.so" in line}) == 1
+    assert cublaslt.available()
