@@ -142,7 +142,8 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         row_gradients = scales.row_gradients(IncomingGradients(buffer.padded.new_ones((), dtype=operands.row_dtype)))
         gradients = GradientSums(region, rows)
     for chunk in rows.chunks(first, plan.chunk_rows):
-        x, target = rows.take(operands.x, chunk), rows.target[chunk]
+        x = gradients.take(chunk) if in_forward else rows.take(operands.x, chunk)
+        target = rows.target[chunk]
         if saved_logits is buffer.padded and chunk.start:
             buffer = region.buffer(min(plan.chunk_rows, rows.count - chunk.start))
         logits = buffer.rows(slice(0, x.shape[0]))
@@ -209,7 +210,7 @@ def backward(
     if saved_rows.stop < rows.count:
         return _backward_by_slabs(region, gathered, _SavedPart(saved_rows, dlogits.logits, bias_grad))
     gradients = GradientSums(region, rows)
-    gradients.add(dlogits.logits, bias_grad, rows.take(operands.x, saved_rows), saved_rows)
+    gradients.add(dlogits.logits, bias_grad, gradients.take(saved_rows), saved_rows)
     return gradients.finish()
 
 
@@ -526,9 +527,7 @@ class GradientSums:
         self._rows = rows
         self._is_first = True
         x, weight = operands.x, operands.weight
-        # Rows that are skipped get no product: their gradient is 0.
-        allocate = torch.empty if rows.index is None else torch.zeros
-        self._input = allocate(x.shape, dtype=x.dtype, device=x.device) if operands.input_grad else None
+        self._input = torch.empty(x.shape, dtype=x.dtype, device=x.device) if operands.input_grad else None
         accumulator = torch.float32 if plan.float32_accumulator else weight.dtype
         self._weight = self._hot = None
         if operands.weight_grad:
@@ -540,8 +539,21 @@ class GradientSums:
             torch.zeros(weight.shape[0], dtype=operands.row_dtype, device=x.device) if operands.bias_grad else None
         )
 
+    def take(self, chunk: slice) -> Tensor:
+        """The rows of x that belong to `chunk` of the rows, (C, H).
+
+        Where rows are skipped, this is a copy, in the memory that takes dX of the chunk afterwards.
+        """
+        x = self._region.operands.x
+        if self._input is None or self._rows.index is None:
+            return self._rows.take(x, chunk)
+        return torch.index_select(x, 0, self._rows.index[chunk], out=self._input[chunk])
+
     def add(self, dlogits: Tensor, bias_grad: Tensor | None, x: Tensor, chunk: slice) -> None:
-        """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H) as taken."""
+        """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H) as taken.
+
+        `x` is used up.
+        """
         vocab, tune = dlogits.shape[1], self._region.plan.tune_products
         if self._weight is not None:
             products.weight_gradient_(self._weight[:vocab], dlogits, x, accumulate=not self._is_first, tune=tune)
@@ -549,12 +561,8 @@ class GradientSums:
             self._hot.add(dlogits, x)
         if self._bias is not None:
             self._bias[:vocab].add_(bias_grad)
-        if self._input is not None and self._rows.index is None:
+        if self._input is not None:
             products.input_gradient_(self._input[chunk], dlogits, self._region.weight, tune=tune)
-        elif self._input is not None:
-            # Where rows are skipped, x is a copy that nobody needs any more: its memory takes dX.
-            products.input_gradient_(x, dlogits, self._region.weight, tune=tune)
-            self._input.index_copy_(0, self._rows.index[chunk], x)
         self._is_first = False
 
     def finish(self) -> Gradients:
@@ -563,6 +571,8 @@ class GradientSums:
             self._weight.zero_()
         elif self._hot is not None:
             self._hot.write(self._weight)
+        if self._input is not None:
+            self._rows.spread_(self._input)
         weight, bias = self._region.operands.weight, self._region.operands.bias
         return Gradients(
             self._input,

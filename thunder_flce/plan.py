@@ -278,7 +278,8 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
 def temporary_bytes(problem: Problem, plan: Plan) -> int:
     """The region's predicted peak of memory above its inputs and the gradients that it returns.
 
-    Leaves out vectors of one number a token and what ignored rows add (a copy of a chunk's rows of x).
+    Leaves out vectors of one number a token, and a copy of a chunk's rows of x where rows are ignored and x needs no
+    gradient (which has the same size and takes that copy).
     """
     if plan.slab_columns:
         saved = problem.logits_bytes(plan.saved_rows)

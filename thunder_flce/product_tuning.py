@@ -107,15 +107,14 @@ def _prepared(signature: Signature, kind: tuple) -> Product | None:
 def _measured(name: str, signature: Signature, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tuning:
     start = time.perf_counter()
     product = Product(signature)
-    # All chunks but the first add to dW, whatever is in its memory now.
-    runs = {
-        algorithm: partial(product.run, algorithm, out, a, b, bias, accumulate=name == "dW")
-        for algorithm in product.proposals()
-    }
+    proposals = product.proposals()
     algorithm, gain = None, 1.0
-    if runs:
-        index, gain = fastest(list(runs.values()), _seconds)
-        algorithm = list(runs)[index]
+    if proposals:
+        # All chunks but the first add to dW; what is in its memory now does not matter.
+        accumulate = name == "dW"
+        runs = [partial(product.run, proposal, out, a, b, bias, accumulate=accumulate) for proposal in proposals]
+        index, gain = fastest(runs, _seconds)
+        algorithm = proposals[index]
     return Tuning(
         product=name,
         sizes=(a.shape[0], b.shape[1], a.shape[1]),

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from thunder_flce.plan import TILE_ROWS
 
+# Rows that are copied at a time where a tensor is rearranged in place.
+_MOVED_ROWS = 2048
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -32,7 +35,7 @@ class Rows:
     """() int64, the number of targets that are not ignore_index"""
 
     index: Tensor | None
-    """(N,) int64, the tokens that the rows stand for; None where all T are computed"""
+    """(N,) int64, ascending, the tokens that the rows stand for; None where all T are computed"""
 
     valid: Tensor | None
     """(N,) bool, False in rows that are computed though ignored; None where there are none"""
@@ -67,6 +70,18 @@ class Rows:
         if self.index is None:
             return tensor
         return tensor.new_full((self.total, *tensor.shape[1:]), fill).index_copy_(0, self.index, tensor)
+
+    def spread_(self, tensor: Tensor) -> None:
+        """Moves the first N rows of `tensor` (T, …) to the tokens that they stand for, in place; 0 in all others."""
+        if self.index is None:
+            return
+        # From the end: index is ascending, so index[i] ≥ i, and what a block is written over has been moved before or
+        # is a part of the block itself.
+        for start in reversed(range(0, self.count, _MOVED_ROWS)):
+            block = slice(start, min(start + _MOVED_ROWS, self.count))
+            tensor.index_copy_(0, self.index[block], tensor[block].clone())
+        is_left_out = torch.ones(self.total, dtype=torch.bool, device=tensor.device).index_fill_(0, self.index, False)
+        tensor.masked_fill_(is_left_out.view(-1, *[1] * (tensor.dim() - 1)), 0)
 
     def only_valid(self, vector: Tensor, fill: float = 0) -> Tensor:
         """(N,) with `fill` in rows that are computed though ignored."""
