@@ -1,6 +1,7 @@
 """Which of cuBLAS's algorithms is taken, and that the choice changes time only."""
 
 from contextlib import nullcontext
+from functools import lru_cache
 
 import pytest
 import torch
@@ -110,21 +111,21 @@ def test_an_option_must_be_a_bool():
 
 
 class StandIn:
-    """In place of cuBLASLt: two algorithms, of which the second is the faster one."""
+    """In place of cuBLASLt: two algorithms, of which the second is the faster one, and one that cannot run."""
 
     def __init__(self, signature):
         self.signature = signature
 
     def proposals(self):
-        return ["slow", "fast"]
-
-    def accepts(self, algorithm):
-        return self.signature.b.leading_dimension != 72
+        return ["slow", "impossible", "fast"]
 
     def run(self, algorithm, out, a, b, bias, *, accumulate):
+        if algorithm == "impossible" or self.signature.b.leading_dimension == 72:
+            return False
         self.ran.append((algorithm, accumulate))
         result = a.double() @ b.double() + (0 if bias is None else bias)
         out.copy_(result + out if accumulate else result)
+        return True
 
 
 @pytest.fixture
@@ -139,7 +140,7 @@ def stand_in(fresh, monkeypatch):
         run()
         return 1.0 if run.args[0] == "slow" else 0.5
 
-    monkeypatch.setattr(product_tuning, "Product", StandIn)
+    monkeypatch.setattr(product_tuning, "_product", lru_cache(StandIn))
     monkeypatch.setattr(product_tuning, "_seconds", seconds)
     monkeypatch.setattr(Signature, "of", signature)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -251,9 +252,9 @@ def fresh(monkeypatch):
     monkeypatch.setattr(product_tuning, "TUNED_OPERATIONS", 0)
     monkeypatch.setattr(product_tuning, "_BURST_SECONDS", 1e-3)
     monkeypatch.setattr(product_tuning, "_tunings", {})
-    product_tuning._prepared.cache_clear()
+    product_tuning._product.cache_clear()
     yield
-    product_tuning._prepared.cache_clear()
+    product_tuning._product.cache_clear()
 
 
 def _matrix(rows, columns, dtype, *, stride=None, transposed=False):
@@ -292,14 +293,16 @@ def test_each_algorithm_gives_the_same_bits(name, m, n, k, out_dtype, strides, d
         results.append(out.clone())
     assert all(torch.equal(result, results[0]) for result in results)
     exact = a.double() @ b.double()
+    # In float32 the error is that of a long sum in a tensor core, which PyTorch may split.
+    slack = 1e-5 if out_dtype else 0
     of_pytorch = torch.mm(a, b, out_dtype=out.dtype)
-    assert error(results[0], exact) <= 1.2 * error(of_pytorch, exact)
+    assert error(results[0], exact) <= 1.01 * error(of_pytorch, exact) + slack
     if name == "dW":
         out.copy_(before)
         product.run(algorithms[-1], out, a, b, None, accumulate=True)
         of_pytorch = torch.addmm(before, a, b, out_dtype=out.dtype)
         exact += before.double()
-        assert error(out, exact) <= 1.2 * error(of_pytorch, exact)
+        assert error(out, exact) <= 1.01 * error(of_pytorch, exact) + slack
 
 
 @on_gpu
@@ -389,7 +392,7 @@ def test_a_region(strategy, vocab, has_bias, fresh, monkeypatch):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        loss = linear_cross_entropy(x, weight, target, bias=bias, options=options)
+        loss = linear_cross_entropy(x, weight, target, linear_bias=bias, options=options)
         gradients = torch.autograd.grad(loss, inputs)
         return [loss.detach(), *gradients], torch.cuda.max_memory_allocated() - before
 

@@ -18,6 +18,9 @@ from torch import Tensor
 _ALIGNMENT = 16
 _MOST_PROPOSALS = 16
 
+_SUCCESS = 0
+# Invalid value, architecture mismatch, not supported
+_CANNOT = (7, 8, 15)
 _COMPUTE_32F = 68
 _DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _TRANSPOSED = 1
@@ -148,35 +151,26 @@ class Product:
         _call("MatmulPreferenceDestroy", preference)
         # Where nothing fits, cuBLAS says so by a status.
         proposals = [] if status else found[: count.value]
-        return [p.algorithm for p in proposals if p.status == 0 and _split_k(p.algorithm) == 1]
-
-    def accepts(self, algorithm: Algorithm) -> bool:
-        """Whether the algorithm, proposed for another product, computes this one, too, and without a workspace."""
-        result = _Proposal()
-        status = _library().cublasLtMatmulAlgoCheck(
-            self._handle,
-            self._description,
-            *(self._b, self._a, self._out, self._out),
-            ctypes.byref(algorithm),
-            ctypes.byref(result),
-        )
-        return status == 0 and result.workspace_bytes == 0
+        return [p.algorithm for p in proposals if p.status == _SUCCESS and _split_k(p.algorithm) == 1]
 
     def run(
         self, algorithm: Algorithm, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, *, accumulate: bool
-    ) -> None:
+    ) -> bool:
         """Computes the product on the current stream, from tensors of the signature.
 
+        Returns:
+            Whether it does: an algorithm that was proposed for another product may not be able to, and then `out` is
+            left as it is.
+
         Raises:
-            RuntimeError: with cuBLAS's status, where it cannot run.
+            RuntimeError: with cuBLAS's status, where anything else is wrong.
         """
         alpha, beta = ctypes.c_float(1.0), ctypes.c_float(float(accumulate))
         # The bias is a part of the description, and handles are not meant to be shared at the same time.
         with _running:
             if bias is not None:
                 self._describe(_DESC_BIAS_POINTER, ctypes.c_void_p(bias.data_ptr()))
-            _call(
-                "Matmul",
+            status = _library().cublasLtMatmul(
                 self._handle,
                 self._description,
                 ctypes.byref(alpha),
@@ -189,6 +183,9 @@ class Product:
                 *(ctypes.c_void_p(), ctypes.c_size_t(0)),
                 ctypes.c_void_p(torch.cuda.current_stream(out.device).cuda_stream),
             )
+        if status not in (_SUCCESS, *_CANNOT):
+            raise RuntimeError(f"cublasLtMatmul returned status {status}")
+        return status == _SUCCESS
 
     def _describe(self, attribute: int, value: ctypes._SimpleCData) -> None:
         _call("MatmulDescSetAttribute", self._description, attribute, ctypes.byref(value), _size(value))

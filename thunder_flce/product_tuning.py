@@ -91,28 +91,25 @@ def run(name: str, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
                 return False
             _tunings[kind] = _measured(name, signature, out, a, b, bias)
         algorithm = _tunings[kind].algorithm
-        product = _prepared(signature, kind)
-        if product is not None:
-            product.run(algorithm, out, a, b, bias, accumulate=accumulate)
-    return product is not None
+        return algorithm is not None and _product(signature).run(algorithm, out, a, b, bias, accumulate=accumulate)
 
 
-@lru_cache(maxsize=64)
-def _prepared(signature: Signature, kind: tuple) -> Product | None:
-    """The product, or None where the algorithm that was measured cannot compute it."""
-    product, algorithm = Product(signature), _tunings[kind].algorithm
-    return product if algorithm is not None and product.accepts(algorithm) else None
+_product = lru_cache(maxsize=64)(Product)
 
 
 def _measured(name: str, signature: Signature, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tuning:
     start = time.perf_counter()
-    product = Product(signature)
-    proposals = product.proposals()
+    product = _product(signature)
+    # All chunks but the first add to dW; what is in its memory now does not matter.
+    accumulate = name == "dW"
+    proposals, runs = [], []
+    for proposal in product.proposals():
+        run = partial(product.run, proposal, out, a, b, bias, accumulate=accumulate)
+        if run():
+            proposals.append(proposal)
+            runs.append(run)
     algorithm, gain = None, 1.0
-    if proposals:
-        # All chunks but the first add to dW; what is in its memory now does not matter.
-        accumulate = name == "dW"
-        runs = [partial(product.run, proposal, out, a, b, bias, accumulate=accumulate) for proposal in proposals]
+    if runs:
         index, gain = fastest(runs, _seconds)
         algorithm = proposals[index]
     return Tuning(
@@ -124,15 +121,15 @@ def _measured(name: str, signature: Signature, out: Tensor, a: Tensor, b: Tensor
     )
 
 
-def fastest(runs: list[Callable[[], None]], seconds: Callable[[Callable[[], None], int], float]) -> tuple[int, float]:
+def fastest(
+    runs: list[Callable[[], object]], seconds: Callable[[Callable[[], object], int], float]
+) -> tuple[int, float]:
     """The index of the fastest of `runs`, and how many times as long the first one takes.
 
     Args:
-        runs: what to compare, the likeliest first.
+        runs: what to compare, the likeliest first; each has run before.
         seconds: gives the mean time of one of them, run so many times in a row.
     """
-    for run in runs:
-        run()
     times = [min(seconds(run, 1), seconds(run, 1)) for run in runs]
     order = sorted(range(len(runs)), key=times.__getitem__)
     finalists = [index for index in order[:_FINALISTS] if times[index] <= _CLOSE * times[order[0]]]
@@ -146,7 +143,7 @@ def fastest(runs: list[Callable[[], None]], seconds: Callable[[Callable[[], None
     return best, totals[0] / totals[best]
 
 
-def _seconds(run: Callable[[], None], times: int) -> float:
+def _seconds(run: Callable[[], object], times: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
