@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -16,9 +17,10 @@ from thunder.dynamo.utils import SplitReason, SplitReasonType
 from torch import nn
 
 import thunder_flce
-from thunder_flce import FuseLinearCrossEntropy, Options
+from thunder_flce import FuseLinearCrossEntropy, Options, product_tuning
 from thunder_flce.inspection import layout, programs
 from thunder_flce.match import Reason
+from thunder_flce.product_tuning import Tuning
 
 SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
 T, H, V = SIZES.tokens, SIZES.hidden, SIZES.vocab
@@ -162,6 +164,21 @@ def test_compile_times_of_row_kernels(monkeypatch):
     assert compilation.compile_seconds["nvFuser row kernels"] == sum(nvfuser._first_run_seconds.values()) >= 0.04
     monkeypatch.setattr(triton_rows, "_first_run_seconds", {"statistics": 0.2, "gradient": 0.3})
     assert compilation.compile_seconds["Triton row kernels"] == 0.5
+
+
+def test_tuned_products(monkeypatch):
+    """What was measured about products, and how long that took."""
+    report = _explained(programs.litgpt)
+    assert report.to_dict()["tuned_products"] == []
+    assert "products tuned in" not in str(report)
+    tuning = Tuning(product="dW", sizes=(128256, 4096, 2048), algorithm=None, gain=1.0789, seconds=0.25)
+    monkeypatch.setattr(product_tuning, "_tunings", {"one": tuning, "other": replace(tuning, product="dX", gain=1.0)})
+    assert [row.split() for row in str(report).splitlines()[-2:]] == [
+        ["dW", "128256", "×", "4096", "×", "2048", "1.079"],
+        ["dX", "128256", "×", "4096", "×", "2048", "1.000"],
+    ]
+    assert [entry["gain"] for entry in report.to_dict()["tuned_products"]] == [1.0789, 1.0]
+    assert report[0].compile_seconds["products tuned"] == 0.5
 
 
 def test_compile_times():

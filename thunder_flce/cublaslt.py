@@ -8,6 +8,7 @@ of cublasLt.h, the same in CUDA 12 and 13: https://docs.nvidia.com/cuda/cublas/#
 import ctypes
 import os
 import threading
+import weakref
 from functools import cache
 from typing import NamedTuple
 
@@ -118,11 +119,10 @@ class Product:
         self._a = _layout(signature.a, signature.operand_dtype)
         self._b = _layout(signature.b, signature.operand_dtype)
         self._out = _layout(signature.out, signature.out_dtype)
-
-    def __del__(self):
-        for kind, value in (("MatmulDesc", "_description"), *(("MatrixLayout", name) for name in ("_a", "_b", "_out"))):
-            if hasattr(self, value):
-                getattr(_library(), f"cublasLt{kind}Destroy")(getattr(self, value))
+        descriptors = [("MatmulDesc", self._description)]
+        descriptors += [("MatrixLayout", layout) for layout in (self._a, self._b, self._out)]
+        # Not when the process ends: by then the library may be gone.
+        weakref.finalize(self, _destroy, descriptors).atexit = False
 
     def proposals(self) -> list[Algorithm]:
         """The algorithms that cuBLAS proposes, the one that it expects to be the fastest first.
@@ -130,7 +130,19 @@ class Product:
         Only those that need no workspace and do not split the sum over K between thread blocks. On Hopper they all
         add in the same order, so that the choice among them does not change a bit of the result
         (tests/test_product_tuning.py).
+
+        For a product with a bias, cuBLAS leaves out what is the fastest without one, and is as fast with it. So these
+        are proposed as well; `run` says whether they can add a bias.
         """
+        proposals = self._proposals()
+        if self._signature.has_bias:
+            # By what they are, since the same one may come twice.
+            others = Product(self._signature._replace(has_bias=False))._proposals()
+            known = {bytes(proposal) for proposal in proposals}
+            proposals += [proposal for proposal in others if bytes(proposal) not in known]
+        return proposals
+
+    def _proposals(self) -> list[Algorithm]:
         preference = _created("MatmulPreference")
         for attribute, value in (
             (_PREFERENCE_WORKSPACE, ctypes.c_uint64(0)),
@@ -227,6 +239,11 @@ def _created(kind: str, *arguments: object) -> ctypes.c_void_p:
     value = ctypes.c_void_p()
     _call(f"{kind}Create", ctypes.byref(value), *arguments)
     return value
+
+
+def _destroy(descriptors: list[tuple[str, ctypes.c_void_p]]) -> None:
+    for kind, value in descriptors:
+        _call(f"{kind}Destroy", value)
 
 
 def _layout(stored: StoredMatrix, dtype: torch.dtype) -> ctypes.c_void_p:

@@ -20,9 +20,9 @@ from thunder_flce.plan import TUNED_OPERATIONS
 
 # Proposals that take up to this much longer than the fastest, run once or twice, are measured again, at length: under
 # load a GPU lowers its clock, and then an algorithm that moves less data gains. No more than _FINALISTS, which at two
-# bursts each take 0.3 s.
-_CLOSE = 1.04
-_FINALISTS = 4
+# bursts each take half a second.
+_CLOSE = 1.05
+_FINALISTS = 6
 _BURST_SECONDS = 0.04
 
 # Which of the sizes M, N and K is the number of tokens. It changes from chunk to chunk, so what was measured serves

@@ -17,6 +17,7 @@ from thunder_flce.inspection.saved import SavedTensor, plain_thunder_traces, sav
 from thunder_flce.inspection.subgraphs import parts
 from thunder_flce.plan import Plan, temporary_bytes
 from thunder_flce.printer import stage_rows
+from thunder_flce.product_tuning import tunings
 from thunder_flce.row_kernels import compile_seconds
 from thunder_flce.steps import Stage, backward_stages, forward_stages
 from thunder_flce.transform import Compilation, Decision, FuseLinearCrossEntropy
@@ -89,9 +90,9 @@ class CompilationReport:
     def compile_seconds(self) -> dict[str, float]:
         """Time by step, in seconds: ours, and what thunder recorded of its own, to the millisecond.
 
-        "tracing" is the interpreter's time; thunder keeps it for the last compilation only. "nvFuser row kernels" and
-        "Triton row kernels" are those of all row kernels that ran for the first time in this process, whichever
-        compilation they belong to.
+        "tracing" is the interpreter's time; thunder keeps it for the last compilation only. "nvFuser row kernels",
+        "Triton row kernels" and "products tuned" are those of all row kernels and products that ran for the first time
+        in this process, whichever compilation they belong to.
         """
         stats = thunder.compile_stats(self._jitted)
         seconds = {}
@@ -103,6 +104,8 @@ class CompilationReport:
             if found := re.search(r"Constructed by (.*) \(took (\d+) milliseconds\)", provenance):
                 seconds[found[1]] = seconds.get(found[1], 0.0) + int(found[2]) / 1e3
         seconds |= {f"{compiler} row kernels": taken for compiler, taken in compile_seconds().items()}
+        if tuned := tunings():
+            seconds["products tuned"] = sum(tuning.seconds for tuning in tuned)
         return seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,7 +231,7 @@ class Report(Sequence):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
-        return {"graphs": [graph.to_dict() for graph in self.graphs]}
+        return {"graphs": [graph.to_dict() for graph in self.graphs], "tuned_products": _tuned_products()}
 
     def blocks(self) -> Iterator[layout.Block]:
         """The report as headings, text and tables."""
@@ -243,6 +246,11 @@ class Report(Sequence):
             yield layout.Text("thunder cut a graph because of:\n" + "\n".join(f"- {reason}" for reason in reasons))
         for graph in self.graphs:
             yield from graph.blocks()
+        if tuned := _tuned_products():
+            yield layout.Text("products tuned in this process:")
+            rows = [(t["product"], " × ".join(map(str, t["sizes"])), f"{t['gain']:.3f}") for t in tuned]
+            columns = ("product", "M × N × K", "times as fast as cuBLAS's first choice")
+            yield layout.Table(columns=columns, rows=rows, right=(1, 2))
 
     def print(self) -> None:
         """Prints the report: with rich on a terminal, if it is installed, and as plain text otherwise."""
@@ -329,6 +337,14 @@ def _compilations(
             decisions = [translate(decision) for decision in compilation.decisions]
             reports.append(CompilationReport(decisions, compilation, own, jitted, against_plain_thunder))
     return reports
+
+
+def _tuned_products() -> list[dict[str, Any]]:
+    """What was measured about products in this process, as plain values: see `product_tuning.Tuning`."""
+    return [
+        {"product": tuning.product, "sizes": tuning.sizes, "gain": tuning.gain, "seconds": tuning.seconds}
+        for tuning in tunings()
+    ]
 
 
 def decision_dict(decision: Decision) -> dict[str, Any]:
