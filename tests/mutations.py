@@ -383,6 +383,10 @@ MUTATIONS = [
             "tl.store(row_max + index, largest)\n    tl.store(row_logsumexp + index, logsumexp)\n\n    share",
             "\n    share",
         ),
+        ("mask", "is_row = index < rows", "is_row = index >= 0"),
+        ("index", "first = tl.program_id(1) * rows_each", "first = 0 * rows_each"),
+        ("index", "tl.program_id(1) * VOCAB + columns", "tl.program_id(1) * STRIDE + columns"),
+        ("divisor", "return sums.sum(0)", "return sums.mean(0)"),
         tests=("tests/test_triton_rows.py::test_in_the_interpreter",),
     ),
     *_of(

@@ -13,7 +13,7 @@ import torch
 from reference import error
 from thunder_flce import gradient_scaling
 from thunder_flce.plan import VocabLayout
-from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients
+from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowStatistics
 from thunder_flce.row_kernels.torch_ops import TorchRowKernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -98,7 +98,9 @@ def test_statistics_and_gradient(vocab, logit_map, dtype):
     # a single wrong entry.
     eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
     own_error = error(eager.logits, exact.logits)
-    assert error(buffer.logits, exact.logits) < max(1.5 * own_error, eps if INTERPRETED else eps / 4)
+    # On a few numbers, PyTorch's own error may be small by chance.
+    floor = eps if INTERPRETED else eps / (2 if dtype is torch.float32 else 4)
+    assert error(buffer.logits, exact.logits) < max(1.5 * own_error, floor)
     # The slope of a softcap is a small difference of two large numbers.
     before_slope = 1 + (logit_map(products).softmax(1) * as_double.probability[:, None]).abs()
     assert bool(((buffer.logits - exact.logits).abs() < 4 * eps * exact.logits.abs() + 1e-6 * before_slope).all())
@@ -159,10 +161,44 @@ def test_targets_everywhere(vocab):
 
 
 @on_device
+@pytest.mark.parametrize(
+    ("dtype", "logit_map"), [(torch.bfloat16, MAPS[0]), (torch.float16, MAPS[1]), (torch.float32, MAPS[2])], ids=str
+)
+@pytest.mark.parametrize(
+    ("rows", "vocab", "programs"), [(1, 5, 1), (7, 1000, 1), (130, 1030, 8), (64, 2500, 1), (200, 40, 10_000)]
+)
+def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, ranges, monkeypatch):
+    """Whatever divides rows and columns among programs; what lies behind the last row is left alone."""
+    from thunder_flce.row_kernels import triton_rows
+
+    monkeypatch.setattr(triton_rows, "_SUMS_PROGRAMS", programs)
+    memory, probability = _buffer(rows + 3, vocab, dtype), vocab * torch.randn(rows, device=DEVICE)
+    buffer = memory.rows(slice(0, rows))
+    behind = memory.logits[rows:].clone()
+    exact, kernels = _double(buffer), TorchRowKernels(logit_map)
+    statistics = triton_rows.statistics(buffer, logit_map)
+    coefficients = RowCoefficients(probability, torch.zeros_like(probability))
+    as_double = RowCoefficients(*(None if c is None else c.double() for c in coefficients))
+    of_double = kernels.statistics(exact)
+    expected, sums = kernels.gradient(exact, of_double, as_double, None, dtype=torch.float64, column_sums=True)
+    eager = LogitsBuffer(buffer.logits.clone(), VocabLayout.contiguous(vocab))
+    _, eager_sums = kernels.gradient(eager, statistics, coefficients, None, dtype=dtype, column_sums=True)
+    computed = triton_rows.gradient_with_column_sums(buffer, statistics, probability, logit_map)
+    assert computed.shape == (vocab,) and computed.dtype == torch.float32
+    eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
+    assert error(buffer.logits, expected.logits) < max(1.5 * error(eager.logits, expected.logits), eps)
+    # They are sums of what has not been rounded.
+    assert error(computed, sums) < 1.5 * error(eager_sums, sums) + 4e-6
+    assert torch.equal(memory.logits[rows:], behind)
+
+
+@on_device
 def test_no_rows():
     from thunder_flce.row_kernels import triton_rows
 
     buffer, none = _buffer(0, 40, torch.bfloat16), torch.zeros(0, device=DEVICE)
+    sums = triton_rows.gradient_with_column_sums(buffer, RowStatistics(none, none), none, LogitMap())
+    assert torch.equal(sums, torch.zeros(40, device=DEVICE))
     statistics = triton_rows.statistics(buffer, LogitMap())
     again, product = triton_rows.statistics_and_gradient(buffer, none.long(), RowCoefficients(none, none), LogitMap())
     assert [vector.shape for vector in (*statistics, *again, product)] == [(0,)] * 5
@@ -221,18 +257,32 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
     kernels = [
         *((triton_rows._statistics_kernel, block) for block in triton_rows._STATISTICS_BLOCKS),
         *((triton_rows._statistics_and_gradient_kernel, block) for block in triton_rows._GRADIENT_BLOCKS),
+        (triton_rows._gradient_with_column_sums_kernel, triton_rows._SUMS_BLOCK),
     ]
-    types = {"products": f"*{dtype}", "target_product": f"*{dtype}", "target": "*i64"}
+    types = {
+        "products": f"*{dtype}",
+        "target_product": f"*{dtype}",
+        "target": "*i64",
+        "rows": "i32",
+        "rows_each": "i32",
+    }
     for kernel, block in kernels:
         vocab = 2 * block.elements + 1
         constants = {"STRIDE": vocab + 63, "VOCAB": vocab, "SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap}
         constants["BLOCK"] = block.elements
+        if kernel is triton_rows._gradient_with_column_sums_kernel:
+            constants["ROWS"] = triton_rows._SUMS_ROWS
         arguments = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constants}
         signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
-        aligned = {(at,): [["tt.divisibility", 16]] for at in range(len(arguments))}
+        aligned = {(at,): [["tt.divisibility", 16]] for at, type in enumerate(arguments.values()) if type[0] == "*"}
         source = ASTSource(kernel, signature, constants, aligned)
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": block.warps})
         ptx = compiled.asm["ptx"]
+        if kernel is triton_rows._gradient_with_column_sums_kernel:
+            # 16 bytes at a time, and nothing to exchange between threads.
+            assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= triton_rows._SUMS_ROWS
+            assert "shfl" not in ptx
+            continue
         # Rows are loaded 16 bytes at a time, the first time to stay in the cache.
         assert re.search(r"ld\.global\S*evict_last\S*\.v4\.b32", ptx)
         if kernel is triton_rows._statistics_and_gradient_kernel:

@@ -281,16 +281,21 @@ class _Steps:
     def dlogits(self, tiles: _Tiles) -> list[Step]:
         """The gradient of the logits and its sum over the rows, db."""
         problem = self._problem
-        place = "in new memory" if self._plan.float32_logits else "in place"
+        in_place = not self._plan.float32_logits
+        is_plain = not self._loss.label_smoothing and not self._loss.needs_entropy
+        gradient = self._row_pass(
+            f"dlogits {self._type(tiles.rows, tiles.columns)}"
+            + (f", db {self._type(tiles.columns, dtype=self._row_dtype)}" if problem.bias_grad else ""),
+            f"{self._gradient_expression()}, {'in place' if in_place else 'in new memory'}"
+            + ("; sum(0)" if problem.bias_grad else ""),
+            call="kernels.gradient",
+            fusions=("gradient_with_column_sums" if problem.bias_grad else "gradient",),
+            bytes=self._logits_bytes(tiles.tokens) + self._dlogits_bytes(tiles.tokens),
+        )
+        if problem.bias_grad and is_plain and in_place:
+            gradient = replace(gradient, runs_in=self._reductions, fusions=())
         return [
-            self._row_pass(
-                f"dlogits {self._type(tiles.rows, tiles.columns)}"
-                + (f", db {self._type(tiles.columns, dtype=self._row_dtype)}" if problem.bias_grad else ""),
-                f"{self._gradient_expression()}, {place}" + ("; sum(0)" if problem.bias_grad else ""),
-                call="kernels.gradient",
-                fusions=("gradient_with_column_sums" if problem.bias_grad else "gradient",),
-                bytes=self._logits_bytes(tiles.tokens) + self._dlogits_bytes(tiles.tokens),
-            ),
+            gradient,
             self._row_pass(
                 f"dlogits[y] {self._type(tiles.rows)}",
                 self._gradient_expression(at_target=True),

@@ -283,6 +283,11 @@ class NvFuserRowKernels:
         column_sums: bool = False,
     ) -> tuple[LogitsBuffer, Tensor | None]:
         """See `RowKernels.gradient`."""
+        is_plain = coefficients.uniform is None and coefficients.entropy is None
+        if column_sums and is_plain and dtype == buffer.padded.dtype:
+            return buffer, triton_rows.gradient_with_column_sums(
+                buffer, statistics, coefficients.probability, self.logit_map
+            )
         if _is_too_small(buffer):
             return self._torch.gradient(
                 buffer, statistics, coefficients, class_weight, dtype=dtype, column_sums=column_sums

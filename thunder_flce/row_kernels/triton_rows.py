@@ -1,4 +1,4 @@
-"""Statistics, alone or together with the gradient, in Triton.
+"""Statistics, alone or together with the gradient, and the gradient with its sums over rows, in Triton.
 
 A program has a row to itself and goes over it in blocks. Each group of neighbouring elements, those 16 bytes that a
 thread loads at once, keeps a running maximum and a sum of exponentials relative to it; the groups are merged once, at
@@ -168,6 +168,43 @@ def _statistics_and_gradient_kernel(
     tl.store(at_target, gradient.to(z_target.dtype))
 
 
+@triton.jit(do_not_specialize=["rows", "rows_each"], do_not_specialize_on_alignment=["probability"])
+def _gradient_with_column_sums_kernel(
+    products,
+    row_max,
+    row_logsumexp,
+    probability,
+    column_sums,
+    rows,
+    rows_each,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    IS_EXACT: tl.constexpr = products.dtype.element_ty == tl.float32
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # A multiple of ROWS, so that nothing but the end of all rows falls between two blocks.
+    first = tl.program_id(1) * rows_each
+    end = tl.minimum(first + rows_each, rows)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(first, end, ROWS):
+        index = start + tl.arange(0, ROWS)
+        is_row = index < rows
+        largest = tl.load(row_max + index, mask=is_row, other=0.0)[:, None]
+        logsumexp = tl.load(row_logsumexp + index, mask=is_row, other=0.0)[:, None]
+        share = tl.load(probability + index, mask=is_row, other=0.0)[:, None]
+        at = products + index.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+        mask = is_row[:, None] & (columns < STRIDE)[None, :]
+        z = tl.load(at, mask=mask, other=0.0)
+        gradient = _gradient(z, largest, logsumexp, share, 0.0, SCALE, SOFTCAP, IS_EXACT)
+        tl.store(at, gradient.to(z.dtype), mask=mask)
+        sums += tl.sum(gradient, 0)
+    tl.store(column_sums + tl.program_id(1) * VOCAB + columns, sums, mask=columns < VOCAB)
+
+
 class _Block(NamedTuple):
     """How a program goes over its row."""
 
@@ -184,11 +221,21 @@ _STATISTICS_BLOCKS = (_Block(16383, 1024, 2), _Block(math.inf, 4096, 8))
 _GRADIENT_BLOCKS = (_Block(2047, 1024, 2), _Block(16383, 2048, 4), _Block(57343, 4096, 16), _Block(math.inf, 8192, 32))
 
 
+# With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
+# the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
+# many rows that these are at most a thirtieth of the gradient.
+_SUMS_BLOCK = _Block(math.inf, 1024, 4)
+_SUMS_ROWS = 8
+_SUMS_PROGRAMS = 2048
+_SUMS_FEWEST_ROWS = 64
+
+
 def statistics(buffer: LogitsBuffer, logit_map: LogitMap) -> RowStatistics:
     """See `RowKernels.statistics`; logits in 16 or 32 bits, in rows of a multiple of `ROW_MULTIPLE` elements."""
     rows = buffer.padded.shape[0]
     result = RowStatistics(*(buffer.padded.new_empty(rows, dtype=torch.float32) for _ in range(2)))
-    _launch(_statistics_kernel, buffer, logit_map, [buffer.padded, *result], _STATISTICS_BLOCKS)
+    block = _block_for(buffer, _STATISTICS_BLOCKS)
+    _launch(_statistics_kernel, (rows,), buffer, logit_map, [*result], block)
     return result
 
 
@@ -201,9 +248,32 @@ def statistics_and_gradient(
     result = RowStatistics(*(padded.new_empty(rows, dtype=torch.float32) for _ in range(2)))
     target_product = padded.new_empty(rows)
     vectors = [coefficients.probability.contiguous(), coefficients.one_hot.contiguous()]
-    tensors = [padded, target.contiguous(), *vectors, *result, target_product]
-    _launch(_statistics_and_gradient_kernel, buffer, logit_map, tensors, _GRADIENT_BLOCKS)
+    arguments = [target.contiguous(), *vectors, *result, target_product]
+    block = _block_for(buffer, _GRADIENT_BLOCKS)
+    _launch(_statistics_and_gradient_kernel, (rows,), buffer, logit_map, arguments, block)
     return result, target_product
+
+
+def gradient_with_column_sums(
+    buffer: LogitsBuffer, statistics: RowStatistics, probability: Tensor, logit_map: LogitMap
+) -> Tensor:
+    """See `RowKernels.gradient`, where coefficients consist of `probability` but for the one_hot term; in place.
+
+    Returns:
+        (V,) float32: the sums over the rows, each of the same terms in the same order from one run to the next.
+    """
+    rows, vocab = buffer.padded.shape[0], buffer.layout.vocab
+    blocks = triton.cdiv(buffer.layout.row_stride, _SUMS_BLOCK.elements)
+    rows_each = max(triton.cdiv(rows * blocks, _SUMS_PROGRAMS * _SUMS_ROWS) * _SUMS_ROWS, _SUMS_FEWEST_ROWS)
+    sums = buffer.padded.new_empty(triton.cdiv(rows, rows_each), vocab, dtype=torch.float32)
+    arguments = [*(vector.contiguous() for vector in (*statistics, probability)), sums, rows, rows_each]
+    grid = (blocks, sums.shape[0])
+    _launch(_gradient_with_column_sums_kernel, grid, buffer, logit_map, arguments, _SUMS_BLOCK, ROWS=_SUMS_ROWS)
+    return sums.sum(0)
+
+
+def _block_for(buffer: LogitsBuffer, blocks: tuple[_Block, ...]) -> _Block:
+    return next(block for block in blocks if buffer.layout.vocab <= block.largest_vocab)
 
 
 _first_run_seconds: dict[tuple, float] = {}
@@ -211,25 +281,41 @@ _first_run_seconds: dict[tuple, float] = {}
 
 
 def _launch(
-    kernel: Any, buffer: LogitsBuffer, logit_map: LogitMap, tensors: list[Tensor], blocks: tuple[_Block, ...]
+    kernel: Any,
+    grid: tuple[int, ...],
+    buffer: LogitsBuffer,
+    logit_map: LogitMap,
+    arguments: list[Any],
+    block: _Block,
+    **more: int,
 ) -> None:
-    """Runs a kernel with one program a row."""
+    """Runs a kernel over the buffer, which is its first argument.
+
+    Args:
+        kernel: one of the above.
+        grid: how many programs; none are run where a number is 0.
+        buffer: the logits.
+        logit_map: what they are mapped by.
+        arguments: the kernel's other arguments.
+        block: how it goes over columns.
+        more: further constants.
+    """
     padded, layout = buffer.padded, buffer.layout
     if layout.row_stride % ROW_MULTIPLE:
         raise ValueError(f"row_stride must be a multiple of {ROW_MULTIPLE}, but is {layout.row_stride}")
-    if not padded.shape[0]:
+    if 0 in grid:
         return
-    block = next(block for block in blocks if layout.vocab <= block.largest_vocab)
     constants = {
         "STRIDE": layout.row_stride,
         "VOCAB": layout.vocab,
         "SCALE": logit_map.scale,
         "SOFTCAP": logit_map.softcap,
         "BLOCK": block.elements,
+        **more,
     }
     start = time.perf_counter()
     with torch.cuda.device(padded.device) if padded.is_cuda else nullcontext():
-        kernel[(padded.shape[0],)](*tensors, **constants, num_warps=block.warps)
+        kernel[grid](padded, *arguments, **constants, num_warps=block.warps)
     _first_run_seconds.setdefault(
         (kernel.__name__, padded.device, padded.dtype, *constants.values()), time.perf_counter() - start
     )

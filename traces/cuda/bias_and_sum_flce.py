@@ -38,7 +38,7 @@ def computation(hidden, weight, bias, labels):
     # for each chunk of 2048 tokens, 4 in all:
     #   logits bf16[2048, 128256] = x @ W.t() + b                                                                 cuBLAS
     #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))                           Triton
-    #   dlogits bf16[2048, 128256], db f32[128256] = exp(logits - row_max - row_logsumexp) * s, in place; sum(0)  nvFuser: gradient_with_column_sums
+    #   dlogits bf16[2048, 128256], db f32[128256] = exp(logits - row_max - row_logsumexp) * s, in place; sum(0)  Triton
     #   dlogits[y] bf16[2048] = exp(logits[y] - row_max - row_logsumexp) * s - s                                  nvFuser: target_gradient
     #   dW bf16[128256, 4096] += dlogits.t() @ x                                                                  cuBLAS
     #   dW[hot] f32[256, 4096] += dlogits[:, hot].t() @ x                                                         cuBLAS
