@@ -171,11 +171,14 @@ def test_tuned_products(monkeypatch):
     report = _explained(programs.litgpt)
     assert report.to_dict()["tuned_products"] == []
     assert "products tuned in" not in str(report)
-    tuning = Tuning(product="dW", sizes=(128256, 4096, 2048), algorithm=None, gain=1.0789, seconds=0.25)
-    monkeypatch.setattr(product_tuning, "_tunings", {"one": tuning, "other": replace(tuning, product="dX", gain=1.0)})
+    tuning = Tuning(
+        product="dW", sizes=(128256, 4096, 2048), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25
+    )
+    other = replace(tuning, product="dX", gain=1.0)
+    monkeypatch.setattr(product_tuning, "_tunings", {"dW": {11: tuning}, "dX": {11: other}})
     assert [row.split() for row in str(report).splitlines()[-2:]] == [
-        ["dW", "128256", "×", "4096", "×", "2048", "1.079"],
-        ["dX", "128256", "×", "4096", "×", "2048", "1.000"],
+        ["dW", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.079"],
+        ["dX", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.000"],
     ]
     assert [entry["gain"] for entry in report.to_dict()["tuned_products"]] == [1.0789, 1.0]
     assert report[0].compile_seconds["products tuned"] == 0.5

@@ -1,13 +1,14 @@
 """Which of cuBLAS's algorithms is taken, and that the choice changes time only."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
 
 from reference import error
-from thunder_flce import Options, cublaslt, linear_cross_entropy, product_tuning, products
+from thunder_flce import Options, cublaslt, functional, linear_cross_entropy, product_tuning, products
 from thunder_flce.cublaslt import Product, Signature, StoredMatrix
 from thunder_flce.plan import Problem, make_plan
 from thunder_flce.product_tuning import fastest
@@ -39,25 +40,25 @@ class Clock:
 
 def test_bursts_decide_among_those_that_are_close():
     clock = Clock([2.05, 2.0, 2.02, 2.2], [2.5, 2.4, 2.3, 1.0])
-    assert fastest(clock.runs, clock.seconds) == (2, pytest.approx(2.5 / 2.3))
+    assert fastest(clock.runs, clock.seconds) == (2, pytest.approx(2.5 / 2.3), pytest.approx(2.3e-3))
     assert clock.bursts == [(index, clock.bursts[0][1] if index == 0 else 20) for index in (0, 1, 2, 2, 1, 0)]
 
 
 def test_no_more_than_six_and_the_first_get_bursts():
     times = [3.0, 2.0, 2.01, 2.02, 2.03, 2.04, 2.05, 2.06]
     clock = Clock(times, times)
-    assert fastest(clock.runs, clock.seconds) == (1, pytest.approx(1.5))
+    assert fastest(clock.runs, clock.seconds) == (1, pytest.approx(1.5), pytest.approx(2e-3))
     assert {index for index, _ in clock.bursts} == {0, 1, 2, 3, 4, 5, 6}
 
 
 def test_the_first_wins_a_draw():
     clock = Clock([2.0, 1.99], [2.0, 2.0])
-    assert fastest(clock.runs, clock.seconds) == (0, 1.0)
+    assert fastest(clock.runs, clock.seconds) == (0, 1.0, 2e-3)
 
 
 def test_only_one():
     clock = Clock([2.0], [2.5])
-    assert fastest(clock.runs, clock.seconds) == (0, 1.0)
+    assert fastest(clock.runs, clock.seconds) == (0, 1.0, 2.5e-3)
 
 
 def test_how_matrices_lie_in_memory():
@@ -72,20 +73,26 @@ def test_how_matrices_lie_in_memory():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dtype", "device_type", "wanted", "tuned"),
+    ("tokens", "dtype", "device_type", "options", "tuned"),
     [
-        (8192, torch.bfloat16, "cuda", True, True),
-        (8192, torch.float16, "cuda", True, True),
-        (8192, torch.bfloat16, "cuda", False, False),
-        (8192, torch.float32, "cuda", True, False),
-        (8192, torch.bfloat16, "cpu", True, False),
-        (64, torch.bfloat16, "cuda", True, False),
+        (8192, torch.bfloat16, "cuda", {}, True),
+        (8192, torch.float16, "cuda", {}, True),
+        (8192, torch.bfloat16, "cuda", {"tune_products": False}, False),
+        (8192, torch.float32, "cuda", {}, False),
+        (8192, torch.bfloat16, "cpu", {}, False),
+        (64, torch.bfloat16, "cuda", {}, False),
+        # 2 · 512 · 4096 · 32000 operations are too few.
+        (8192, torch.bfloat16, "cuda", {"chunk_rows": 512}, False),
+        (8192, torch.bfloat16, "cuda", {"strategy": "save_logits"}, True),
+        (8192, torch.bfloat16, "cuda", {"strategy": "recompute_logits"}, True),
+        # Chunks are small, slabs are not.
+        (65536, torch.bfloat16, "cuda", {"strategy": "recompute_logits", "chunk_rows": 512}, True),
     ],
 )
-def test_which_plans_have_tuned_products(tokens, dtype, device_type, wanted, tuned):
+def test_which_plans_have_tuned_products(tokens, dtype, device_type, options, tuned):
     problem = Problem(
         tokens=tokens,
-        hidden=1024,
+        hidden=4096,
         vocab=32000,
         dtype=dtype,
         device_type=device_type,
@@ -93,7 +100,7 @@ def test_which_plans_have_tuned_products(tokens, dtype, device_type, wanted, tun
         weight_grad=True,
         bias_grad=False,
     )
-    plan = make_plan(problem, Options(tune_products=wanted))
+    plan = make_plan(problem, Options(**options))
     assert plan.tune_products == tuned
     assert ("products tuned" in plan.describe()) == tuned
 
@@ -145,6 +152,7 @@ def stand_in(fresh, monkeypatch):
     monkeypatch.setattr(Signature, "of", signature)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(StandIn, "ran", [], raising=False)
     return StandIn.ran
 
@@ -155,7 +163,8 @@ def test_the_fastest_runs_from_then_on(stand_in):
     assert product_tuning.run("logits", out, x, weight.t())
     torch.testing.assert_close(out, x @ weight.t())
     (tuning,) = product_tuning.tunings()
-    assert (tuning.product, tuning.sizes, tuning.algorithm, tuning.gain) == ("logits", (40, 32, 64), "fast", 2.0)
+    assert (tuning.product, tuning.sizes, tuning.algorithm) == ("logits", (40, 32, 64), "fast")
+    assert (tuning.gain, tuning.milliseconds) == (2.0, 500.0)
     stand_in.clear()
     # Other numbers of tokens, up to the next power of two, are the same kind of product.
     for tokens, kinds in ((64, 1), (33, 1), (32, 2)):
@@ -178,9 +187,72 @@ def test_a_sum_is_measured_as_a_sum_and_not_disturbed(stand_in):
     torch.testing.assert_close(out, dlogits.t() @ x)
     assert product_tuning.run("dW", out, dlogits.t(), x, accumulate=True)
     torch.testing.assert_close(out, 2 * dlogits.t() @ x)
-    # 48 tokens are between the same powers of two as 64, 130 are not.
-    assert product_tuning.run("dW", out, dlogits[:48].t(), x[:48], accumulate=True)
-    assert not product_tuning.run("dW", out, torch.randn(130, 32).t(), torch.randn(130, 40), accumulate=True)
+    # A sum takes what was measured for the nearest number of tokens.
+    for tokens in (48, 20, 130):
+        assert product_tuning.run("dW", out, torch.randn(tokens, 32).t(), torch.randn(tokens, 40), accumulate=True)
+    assert stand_in[-3:] == [("fast", True)] * 3 and len(product_tuning.tunings()) == 1
+
+
+def test_nearest_number_of_tokens(stand_in, monkeypatch):
+    weight = torch.randn(32, 64)
+
+    def algorithm(tokens, **settings):
+        stand_in.clear()
+        if not product_tuning.run("dX", torch.zeros(tokens, 64), torch.zeros(tokens, 32), weight, **settings):
+            return None
+        return stand_in[-1][0]
+
+    assert algorithm(64) == "fast"
+    monkeypatch.setattr(StandIn, "proposals", lambda self: ["slow"])
+    assert algorithm(1024) == "slow"
+    assert [algorithm(tokens, accumulate=True) for tokens in (1, 128, 400, 4096)] == ["fast", "fast", "slow", "slow"]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert algorithm(128) == "fast" and len(product_tuning.tunings()) == 2
+
+
+def test_products_that_differ_are_measured_apart(stand_in):
+    """Of the same sizes, but of other dtypes, with a bias, or transposed."""
+
+    def logits(out_dtype=torch.float32, dtype=torch.float32, bias=None, transposed=False):
+        x, weight = torch.randn(32, 32, dtype=dtype), torch.randn(32, 32, dtype=dtype)
+        assert product_tuning.run("logits", torch.empty(32, 32, dtype=out_dtype), x, weight.t(), bias)
+        return len(product_tuning.tunings())
+
+    assert logits() == 1
+    assert logits(dtype=torch.bfloat16) == 2
+    assert logits(dtype=torch.bfloat16, out_dtype=torch.bfloat16) == 3
+    assert logits(bias=torch.randn(32)) == 4
+    assert product_tuning.run("logits", torch.empty(32, 32), torch.randn(32, 32), torch.randn(32, 32))
+    assert product_tuning.run("dX", torch.empty(32, 32), torch.randn(32, 32), torch.randn(32, 32))
+    assert len(product_tuning.tunings()) == 6
+    assert logits() == 6
+
+
+def test_pytorch_keeps_what_is_not_known_to_be_right(stand_in, monkeypatch):
+    def runs():
+        return product_tuning.run("logits", torch.empty(32, 32), torch.ones(32, 32), torch.ones(32, 32))
+
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not runs()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert not runs() and stand_in == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not runs() and stand_in == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert runs()
+
+
+def test_a_library_that_fails_is_not_the_end(stand_in, monkeypatch):
+    def fail(self):
+        raise RuntimeError("cublasLtMatmulPreferenceCreate returned status 3")
+
+    monkeypatch.setattr(StandIn, "proposals", fail)
+    arguments = "logits", torch.empty(32, 32), torch.ones(32, 32), torch.ones(32, 32)
+    with pytest.warns(UserWarning, match="products are PyTorch's: .* returned status 3"):
+        assert not product_tuning.run(*arguments)
+    assert not product_tuning.run(*arguments)
 
 
 def test_a_product_that_the_algorithm_cannot_compute_is_left_to_pytorch(stand_in):
@@ -227,21 +299,32 @@ def test_each_product_can_be_tuned(name, stand_in):
     assert [tuning.product for tuning in product_tuning.tunings()] == [name]
 
 
-@pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits", "recompute_logits"])
-def test_a_region_tunes_what_its_plan_says(strategy, stand_in, monkeypatch):
+@pytest.mark.parametrize("plan", ["gradients_in_forward", "save_logits", "recompute_logits", "some rows saved"])
+def test_a_region_tunes_what_its_plan_says(plan, stand_in, monkeypatch):
+    """All its products, and nothing where it does not say so."""
+    strategy = {"some rows saved": "save_logits"}.get(plan, plan)
     x = torch.randn(50, 16).requires_grad_()
-    weight = torch.randn(32, 16).requires_grad_()
-    target = torch.randint(0, 32, (50,))
+    weight = torch.randn(40, 16).requires_grad_()
+    target = torch.randint(0, 40, (50,))
 
-    monkeypatch.setattr(Problem, "has_large_products", True)
+    def plan_of(problem, options, device):
+        changes = {"saved_rows": 30, "slab_columns": 20} if plan == "some rows saved" else {}
+        return replace(make_plan(problem, options), tune_products=options.tune_products, **changes)
+
+    monkeypatch.setattr(functional, "cached_plan", plan_of)
 
     def gradients(tune):
         options = Options(strategy=strategy, chunk_rows=20, tune_products=tune)
         loss = linear_cross_entropy(x, weight, target, options=options)
         return torch.autograd.grad(loss, [x, weight])
 
+    def no_product(*arguments, **settings):
+        raise AssertionError("PyTorch's product")
+
     untuned = gradients(tune=False)
     assert stand_in == []
+    monkeypatch.setattr(torch, "mm", no_product)
+    monkeypatch.setattr(torch, "addmm", no_product)
     torch.testing.assert_close(gradients(tune=True), untuned)
     assert {tuning.product for tuning in product_tuning.tunings()} == {"logits", "dX", "dW"}
 
@@ -387,6 +470,7 @@ def test_nothing_is_measured_while_a_graph_is_captured(fresh):
 def test_a_region(strategy, vocab, has_bias, fresh, monkeypatch):
     """Tuned or not: as exact, and in the same memory."""
     monkeypatch.setattr("thunder_flce.plan.TUNED_OPERATIONS", 0)
+    functional.cached_plan.cache_clear()
     tokens, hidden = 1000, 512
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocab, hidden, device="cuda") / hidden**0.5).bfloat16().requires_grad_()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thunder_flce import rows
+from thunder_flce import Options, linear_cross_entropy, products, rows
 from thunder_flce.rows import RowPolicy, RowSelection
 
 
@@ -28,3 +28,28 @@ def test_take_and_scatter():
     x = torch.randn(5, 2)
     assert torch.equal(selected.take(x, slice(1, 3)), x[[2, 3]])
     assert torch.equal(selected.scatter(selected.gather(x)), torch.where((target == -100)[:, None], 0, x))
+
+
+@pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits"])
+def test_rows_of_x_take_no_memory_beside_dx(strategy, monkeypatch):
+    """Where rows are skipped, those of a chunk are packed where its dX goes."""
+    addresses = []
+
+    def spy(name, read):
+        function = getattr(products, name)
+
+        def call(*arguments, **settings):
+            addresses.append(read(*arguments).data_ptr())
+            return function(*arguments, **settings)
+
+        monkeypatch.setattr(products, name, call)
+
+    spy("weight_gradient_", lambda out, dlogits, x: x)
+    spy("input_gradient_", lambda out, dlogits, weight: out)
+    x, weight = torch.randn(40, 8).requires_grad_(), torch.randn(12, 8).requires_grad_()
+    target = torch.randint(0, 12, (40,))
+    target[::3] = -100
+    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
+    linear_cross_entropy(x, weight, target, options=options).backward()
+    assert addresses[::2] == addresses[1::2]
+    assert len(set(addresses)) == (1 if strategy == "save_logits" else 3)

@@ -49,17 +49,18 @@ class Options:
 
     ignored_rows: str = "skip"
     """"skip": rows whose target is ignore_index leave the region before the first product, at the price of one host
-    synchronisation on CUDA. "compute": no synchronisation and static shapes, as CUDA graphs need; this is also what
-    happens by itself while a CUDA graph is being captured."""
+    synchronisation on CUDA. "compute": no synchronisation (but once, to tune products) and static shapes, as CUDA
+    graphs need; this is also what happens by itself while a CUDA graph is being captured."""
 
     logits_dtype: str = "input"
     """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,
     as an unfused model does, or "float32", as the product has summed them, for three times the memory a chunk."""
 
     tune_products: bool = True
-    """Whether, on CUDA, the large products of 16-bit operands try cuBLAS's algorithms when they first run, to run with
-    the fastest from then on. That takes about half a second for each of the three products, once in a process, and
-    changes no result: only algorithms that add in the same order take part."""
+    """Whether, on a Hopper GPU, the large products of 16-bit operands try the algorithms that cuBLAS proposes when they
+    first run, and then run with the fastest. That waits for the device, and takes about half a second for each kind of
+    product (logits, dX or dW of some size, for up to the next power of two of tokens), once a process. Without it, and
+    while `torch.use_deterministic_algorithms` is on, they are PyTorch's products."""
 
     def __post_init__(self):
         budget = self.memory_budget

@@ -20,7 +20,7 @@ loss_only                   logits, statistics                     none: no grad
 ==========================  =====================================  ===========================================
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -142,12 +142,6 @@ class Problem:
         return self.device_type == "cuda" and self.dtype.itemsize == 2 and self.vocab % 8 != 0
 
     @property
-    def has_large_products(self) -> bool:
-        """Whether cuBLAS's algorithms for the products are worth measuring; see `product_tuning`."""
-        operations = 2 * self.tokens * self.hidden * self.vocab
-        return self.device_type == "cuda" and self.dtype.itemsize == 2 and operations >= TUNED_OPERATIONS
-
-    @property
     def accumulator_bytes(self) -> int:
         """What a float32 accumulator for dW takes more than dW, which is only there once the accumulator is full."""
         return (4 - self.dtype.itemsize) * self.vocab * self.hidden
@@ -243,6 +237,11 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
     Raises:
         ValueError: where a chosen strategy cannot give the gradients asked for.
     """
+    plan = _untuned_plan(problem, options, memory)
+    return replace(plan, tune_products=options.tune_products and _has_large_products(problem, plan))
+
+
+def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | None) -> Plan:
     budget = _Budget.of(options, memory)
     strategy, saved_rows = _choose_strategy(problem, options, budget)
     if not problem.needs_grad:
@@ -255,7 +254,6 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
     common = {
         "skip_ignored_rows": options.ignored_rows == "skip",
         "float32_logits": problem.float32_logits,
-        "tune_products": options.tune_products and problem.has_large_products,
     }
     if strategy == "gradients_in_forward":
         rows, float32_accumulator = _accumulation(problem, options, budget.chunk)
@@ -275,11 +273,21 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
     return Plan(strategy=strategy, chunk_rows=rows, saved_rows=saved_rows, slab_columns=slab_columns, **common)
 
 
+def _has_large_products(problem: Problem, plan: Plan) -> bool:
+    """Whether cuBLAS's algorithms are worth measuring, for the largest products at least; see `product_tuning`."""
+    logits = max(
+        max(min(plan.chunk_rows, problem.tokens), plan.saved_rows) * problem.vocab,
+        (problem.tokens - plan.saved_rows) * plan.slab_columns,
+    )
+    is_16_bit = problem.device_type == "cuda" and problem.dtype.itemsize == 2
+    return is_16_bit and 2 * logits * problem.hidden >= TUNED_OPERATIONS
+
+
 def temporary_bytes(problem: Problem, plan: Plan) -> int:
     """The region's predicted peak of memory above its inputs and the gradients that it returns.
 
-    Leaves out vectors of one number a token, and a copy of a chunk's rows of x where rows are ignored and x needs no
-    gradient (which has the same size and takes that copy).
+    Leaves out vectors of one number a token and, where rows are ignored, copies of rows of x: of a chunk, or of all
+    rows in a backward that recomputes logits. (Where dX is made a chunk at a time, its memory takes them.)
     """
     if plan.slab_columns:
         saved = problem.logits_bytes(plan.saved_rows)

@@ -32,7 +32,6 @@ def logits_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, tune
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once, to out's dtype; out may be float32."""
     vocab = weight.shape[0]
     main = _main_columns(x, vocab)
-    x, weight = _readable(x), _readable(weight)
     if out.dtype != x.dtype:
         # On a CPU, operands are converted for such a product: a part of the weight at a time.
         step = main if x.is_cuda else _FLOAT32_COLUMNS
@@ -53,7 +52,7 @@ def _biased_product_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *, tu
     if tune and product_tuning.run("logits", out, x, weight.t(), bias):
         return
     if out.is_contiguous() or not out.is_cuda or out.element_size() != 2:
-        torch.addmm(bias, x, weight.t(), out=out)
+        torch.addmm(bias, _readable(x), _readable(weight).t(), out=out)
         return
     # PyTorch lets cuBLAS add a bias before rounding only into contiguous memory. Elsewhere it rounds the product, adds
     # and rounds again, which makes the logits' error 1.4 times as large.

@@ -293,6 +293,7 @@ class _Steps:
             bytes=self._logits_bytes(tiles.tokens) + self._dlogits_bytes(tiles.tokens),
         )
         if problem.bias_grad and is_plain and in_place:
+            # So it is for a loss with an entropy that no gradient arrives at, which is not known here.
             gradient = replace(gradient, runs_in=self._reductions, fusions=())
         return [
             gradient,

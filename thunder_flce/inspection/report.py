@@ -248,9 +248,12 @@ class Report(Sequence):
             yield from graph.blocks()
         if tuned := _tuned_products():
             yield layout.Text("products tuned in this process:")
-            rows = [(t["product"], " × ".join(map(str, t["sizes"])), f"{t['gain']:.3f}") for t in tuned]
-            columns = ("product", "M × N × K", "times as fast as cuBLAS's first choice")
-            yield layout.Table(columns=columns, rows=rows, right=(1, 2))
+            rows = [
+                (t["product"], " × ".join(map(str, t["sizes"])), f"{t['milliseconds']:.3f} ms", f"{t['gain']:.3f}")
+                for t in tuned
+            ]
+            columns = ("product", "M × N × K", "time", "times as fast as cuBLAS's first choice")
+            yield layout.Table(columns=columns, rows=rows, right=(1, 2, 3))
 
     def print(self) -> None:
         """Prints the report: with rich on a terminal, if it is installed, and as plain text otherwise."""
@@ -341,10 +344,7 @@ def _compilations(
 
 def _tuned_products() -> list[dict[str, Any]]:
     """What was measured about products in this process, as plain values: see `product_tuning.Tuning`."""
-    return [
-        {"product": tuning.product, "sizes": tuning.sizes, "gain": tuning.gain, "seconds": tuning.seconds}
-        for tuning in tunings()
-    ]
+    return [tuning.to_dict() for tuning in tunings()]
 
 
 def decision_dict(decision: Decision) -> dict[str, Any]:

@@ -168,7 +168,10 @@ def _statistics_and_gradient_kernel(
     tl.store(at_target, gradient.to(z_target.dtype))
 
 
-@triton.jit(do_not_specialize=["rows", "rows_each"], do_not_specialize_on_alignment=["probability"])
+@triton.jit(
+    do_not_specialize=["rows", "rows_each"],
+    do_not_specialize_on_alignment=["row_max", "row_logsumexp", "probability"],
+)
 def _gradient_with_column_sums_kernel(
     products,
     row_max,
@@ -223,7 +226,7 @@ _GRADIENT_BLOCKS = (_Block(2047, 1024, 2), _Block(16383, 2048, 4), _Block(57343,
 
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
 # the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
-# many rows that these are at most a thirtieth of the gradient.
+# many rows, where there are so many, that these are a thirtieth of the gradient at most.
 _SUMS_BLOCK = _Block(math.inf, 1024, 4)
 _SUMS_ROWS = 8
 _SUMS_PROGRAMS = 2048
