@@ -17,6 +17,7 @@ from thunder_flce.bench.methods import METHODS, SLOW_TO_START, build
 from thunder_flce.bench.profiling import slug
 from thunder_flce.bench.reference import make_reference, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
+from thunder_flce.product_tuning import Tuning
 from thunder_flce.row_kernels.torch_ops import TorchRowKernels
 
 pytest.importorskip("rich", reason="needs the extra 'bench'")
@@ -144,6 +145,23 @@ def test_sweep_and_its_figures(tmp_path):
     assert peaks[128] > peaks[64]
     assert main(["bench", "figures", str(path), "--output", str(folder)]) == 0
     assert_figures(folder, ["sweep-context", "sweep-vocabulary"])
+
+
+def test_what_a_method_tunes_is_kept(tmp_path, monkeypatch):
+    """With the method that ran first, and only there."""
+    tuning = Tuning(product="dW", sizes=(500, 32, 64), algorithm=None, gain=1.25, milliseconds=0.5, seconds=0.1)
+    known = []
+
+    def tunings():
+        known.append(tuning)
+        return known[1:2]
+
+    monkeypatch.setattr(regions, "tunings", tunings)
+    options = ["--shapes", "tiny", "--rounds", "1", "--methods", "flce", "flce, save_logits"]
+    rows = {row["method"]: row for row in bench(tmp_path / "results.jsonl", "regions", *options)}
+    expected = {"product": "dW", "sizes": [500, 32, 64], "gain": 1.25, "milliseconds": 0.5, "seconds": 0.1}
+    assert rows["flce"]["tuned_products"] == [expected]
+    assert "tuned_products" not in rows["flce, save_logits"]
 
 
 def test_models_and_their_figures(tmp_path):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from thunder_flce.bench.methods import Method, build
 from thunder_flce.bench.profiling import write_profile
 from thunder_flce.bench.reference import Reference, make_reference, relative_error, three_products
 from thunder_flce.bench.shapes import Inputs, Shape, dtype_name
+from thunder_flce.product_tuning import tunings
 
 FLOOR = "three products"
 
@@ -75,6 +77,8 @@ class Row:
     dbias_error: float | None = None
     first_call_s: float | None = None
     """The first forward + backward, with all that is compiled for it."""
+    tuned_products: list[dict[str, Any]] | None = None
+    """The products whose algorithm was chosen during that: `product_tuning.Tuning`."""
     failed: str | None = None
 
 
@@ -157,12 +161,15 @@ class _Region:
             if tried.failed is not None:
                 yield self._row("reference", failed=tried.failed)
         steps: dict[str, Step] = {}
-        numbers: dict[str, dict[str, float]] = {FLOOR: {}}
+        numbers: dict[str, dict[str, Any]] = {FLOOR: {}}
         for name in methods:
             progress(f"{name}: first call")
             with attempt(name, device) as tried:
                 step = partial(self._step, build(name))
+                known = tunings()
                 numbers[name] = self._first_calls(step, reference)
+                if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
+                    numbers[name]["tuned_products"] = tuned
                 steps[name] = step
             if tried.failed is not None:
                 yield self._row(name, failed=tried.failed)
@@ -185,7 +192,7 @@ class _Region:
                     progress(f"{name}: profile")
                     write_profile(steps[name], self._settings.profile, f"{self._shape} {name}", device=device)
 
-    def _timed_row(self, name: str, outcome: Outcome, floor_ms: float | None, numbers: dict[str, float]) -> Row:
+    def _timed_row(self, name: str, outcome: Outcome, floor_ms: float | None, numbers: dict[str, Any]) -> Row:
         time_ms = outcome.median(TOTAL)
         return self._row(
             name,
