@@ -4,7 +4,7 @@
 
 The products are taken at the rate that the three of a loss region reach together, and everything else at the speed of
 memory; nothing overlaps. Ignored rows are counted as if they were computed, since their number is not known. On the
-H200 that the constants are from, predictions are within 8% of the measurements (tests/test_cost.py).
+H200 that the constants are from, predictions are within 3% of the measurements (tests/test_cost.py).
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class DeviceRates:
 
 
 # By the name that CUDA reports. product_rate is 6·T·H·V over the time of "three products" in traces/h200/regions.jsonl
-# (659e12 to 696e12); bandwidth is what nvFuser's in-place gradient reaches on its own, on the same device;
+# (626e12 to 685e12); bandwidth is what nvFuser's in-place gradient reaches on its own, on the same device;
 # chunk_seconds is fitted to what is then left of the times of "flce" in the same file.
 DEVICE_RATES = {
     "NVIDIA H200": DeviceRates(product_rate=680e12, bandwidth=4.1e12, chunk_seconds=25e-6),

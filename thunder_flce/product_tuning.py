@@ -1,9 +1,9 @@
 """Which of cuBLAS's algorithms runs a large product: the one that was the fastest when the product first ran.
 
 cuBLAS's first proposal, the one that PyTorch runs, is not the fastest for the region's products, whose outputs are
-large for the work behind them. At 2048 × 128256 × 4096 in bfloat16 on an H200, others take 4% less time for the logits
-and 12% less for what is added to dW; at 512 tokens, 10% and 21% (small tiles, so that one is written while the next is
-summed). dX, whose output is small, gains nothing (`tuned_products` in traces/h200/regions.jsonl).
+large for the work behind them. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 12% less time for what is
+added to dW, and at 512 tokens 19% (small tiles, so that one is written while the next is summed). For the logits it is
+up to 5%; dX, whose output is small, hardly gains (`tuned_products` in traces/h200/regions.jsonl).
 
 Only on Hopper: elsewhere nobody has looked whether all proposals add in the same order.
 """
