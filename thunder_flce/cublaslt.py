@@ -106,7 +106,6 @@ class Product:
     """
 
     def __init__(self, signature: Signature):
-        self._signature = signature
         self._handle = _handle(signature.device_index)
         self._description = _created("MatmulDesc", ctypes.c_int(_COMPUTE_32F), ctypes.c_int(_DATA_TYPES[torch.float32]))
         for attribute, stored in ((_DESC_TRANSA, signature.b), (_DESC_TRANSB, signature.a)):
@@ -128,19 +127,7 @@ class Product:
         Only those that need no workspace and do not split the sum over K between thread blocks. On Hopper they all
         add in the same order, so that the choice among them does not change a bit of the result
         (tests/test_product_tuning.py).
-
-        For a product with a bias, cuBLAS leaves out what is the fastest without one, and is as fast with it. So these
-        are proposed as well; `run` says whether they can add a bias.
         """
-        proposals = self._proposals()
-        if self._signature.has_bias:
-            # By what they are, since the same one may come twice.
-            others = Product(self._signature._replace(has_bias=False))._proposals()
-            known = {bytes(proposal) for proposal in proposals}
-            proposals += [proposal for proposal in others if bytes(proposal) not in known]
-        return proposals
-
-    def _proposals(self) -> list[Algorithm]:
         preference = _created("MatmulPreference")
         for attribute, value in (
             (_PREFERENCE_WORKSPACE, ctypes.c_uint64(0)),

@@ -251,10 +251,7 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
             "the incoming gradient is a vector that has to be applied before anything is summed over tokens"
         )
-    common = {
-        "skip_ignored_rows": options.ignored_rows == "skip",
-        "float32_logits": problem.float32_logits,
-    }
+    common = {"skip_ignored_rows": options.ignored_rows == "skip", "float32_logits": problem.float32_logits}
     if strategy == "gradients_in_forward":
         rows, float32_accumulator = _accumulation(problem, options, budget.chunk)
         in_16_bits = problem.weight_grad and problem.dtype.itemsize < 4 and not float32_accumulator
