@@ -37,7 +37,7 @@ import thunder_flce
 from peak_memory import peak_bytes
 from show_traces import loss_region, print_side_by_side
 from thunder_flce.inspection.layout import format_bytes
-from thunder_flce.row_kernels import nvfuser_available
+from thunder_flce.row_kernels import fusions_available
 
 SEED = 1
 WIDTH = 120
@@ -298,7 +298,7 @@ def main() -> int:
     parameters = sum(parameter.numel() for parameter in plain.module.parameters())
     on_cuda = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if on_cuda else "CPU"
-    lowering = "nvFuser" if on_cuda and nvfuser_available() else "PyTorch operations"
+    lowering = "nvFuser and Triton" if on_cuda and fusions_available() else "PyTorch operations"
     console.print(f"text       {arguments.text or SOURCE}: {len(tokens):,} tokens, {vocab:,} different ones")
     console.print(f"model      litgpt GPT, {setup.layers} layers of width {setup.width}, {parameters:,} parameters")
     console.print(f"batch      {setup.batch} × {setup.length} tokens: the logits are T × V = {rows:,} × {vocab:,}")
