@@ -1,11 +1,8 @@
-"""The examples run to their end; the demo, which takes minutes, runs for a few steps.
-
-What examples/llama.py runs is in test_models.py; here, it is only loaded.
-"""
+"""The examples run to their end, the demo with a smaller model; what examples/llama.py runs is in test_models.py."""
 
 import importlib.util
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,34 +10,44 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = ("litgpt", "transformers", "rich", "tokenizers", "tqdm")
 
-needs_extra = pytest.mark.skipif(not all(map(importlib.util.find_spec, NEEDS)), reason="needs the extra 'examples'")
-
-
-@needs_extra
-@pytest.mark.parametrize(
-    ("arguments", "printed"),
-    [
-        (["functional.py"], "plain PyTorch, in thunder_flce.jit"),
-        (["train_gpt.py", "--steps", "2", "--device", "cpu"], "thunder with flce"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, NEEDS)), reason="needs the extra 'examples', and rich"
 )
-def test_example(arguments, printed, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.py"))) * 4)
-    text_option = ["--text", str(text)] if arguments[0] == "train_gpt.py" else []
-    command = [sys.executable, "-W", "ignore", str(FOLDER / arguments[0]), *arguments[1:], *text_option]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-3000:]
-    assert printed in run.stdout
 
 
-@needs_extra
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
-def test_example_loads(path, monkeypatch):
+@pytest.fixture
+def load(monkeypatch):
+    """Gives an example's module by its name."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    assert module.__doc__
+
+    def load(name):
+        spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.py")))
+def test_loads(name, load):
+    assert load(name).__doc__
+
+
+def test_functional(load, capsys):
+    load("functional").main()
+    assert "plain PyTorch, in thunder_flce.jit" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_demo(load, tmp_path, monkeypatch, capsys):
+    demo = load("train_gpt")
+    monkeypatch.setitem(demo.SETUPS, "cpu", replace(demo.SETUPS["cpu"], vocab=512, batch=2, length=64, layers=1))
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py")), encoding="utf-8")
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--device", "cpu", "--steps", "3", "--text", str(text)])
+    assert demo.main() == 0
+    printed = capsys.readouterr().out
+    assert "peak memory of the loss region" in printed and "scale_gradients" in printed

@@ -1,6 +1,7 @@
 """The inputs that thunder and PyTorch test these operations with, through our executor."""
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor
 import thunder_flce
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}
+# Each sample is compiled, which takes its time: another dtype than float32 takes every third.
+STEPS = {torch.float32: 1, torch.float64: 3, torch.bfloat16: 3}
 OPERATIONS = {
     "cross_entropy": F.cross_entropy,
     "nll_loss": F.nll_loss,
@@ -111,7 +114,7 @@ def _thunder_samples(name: str, device: str, dtype: torch.dtype) -> Iterable[Sam
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_samples_of_thunder(name, dtype, device):
     count = 0
-    for sample in _thunder_samples(name, device, dtype):
+    for sample in islice(_thunder_samples(name, device, dtype), None, None, STEPS[dtype]):
         # thunder 0.2.6 has no backward for a loss of nothing.
         backward = sample.args[0].numel() > 0
         if name == "nll_loss" and dtype is torch.float32:
@@ -121,7 +124,7 @@ def test_samples_of_thunder(name, dtype, device):
         if name == "cross_entropy":
             _assert_ours(jitted, *sample.args)
         count += 1
-    assert count >= 4
+    assert count >= 2
 
 
 def _module_samples(device: str, dtype: torch.dtype) -> Iterable[tuple[dict[str, Any], Sample]]:
@@ -140,9 +143,9 @@ def _module_samples(device: str, dtype: torch.dtype) -> Iterable[tuple[dict[str,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_module_inputs_of_torch(dtype, device):
     count = 0
-    for settings, sample in _module_samples(device, dtype):
+    for settings, sample in islice(_module_samples(device, dtype), None, None, STEPS[dtype]):
         exact = torch.nn.CrossEntropyLoss(**Sample((), settings).map(_double).kwargs)
         jitted = _assert_agrees(torch.nn.CrossEntropyLoss(**settings), sample, dtype, exact=exact)
         _assert_ours(jitted, *sample.args)
         count += 1
-    assert count >= 100
+    assert count >= 100 // STEPS[dtype]
