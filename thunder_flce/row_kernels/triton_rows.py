@@ -1,13 +1,14 @@
 """Statistics, alone or together with the gradient, and the gradient with its sums over rows, in Triton.
 
-A program has a row to itself and goes over it in blocks. Each group of neighbouring elements, those 16 bytes that a
-thread loads at once, keeps a running maximum and a sum of exponentials relative to it; the groups are merged once, at
-the end of the row. The gradient goes over the row again from its end, so that what was read last, and is still in L2,
-comes first.
+For statistics, a program has a row to itself and goes over it in blocks. Each group of neighbouring elements, those 16
+bytes that a thread loads at once, keeps a running maximum and a sum of exponentials relative to it; the groups are
+merged once, at the end of the row. A gradient made at once goes over the row again from its end, so that what was read
+last, and is still in L2, comes first. With sums over rows, a program has a block of columns of many rows instead.
 
 For 512 MiB of bfloat16 in rows of 128256 on an H200, statistics take 0.126 ms (nvFuser's fusions, which view a row as
 parts that fit in registers, 0.159), nvFuser's gradient takes 0.250 ms, and both together take 0.334 ms (traces/h200/
 kernels.jsonl). Holding a part of the row in registers, persistent programs and asynchronous copies gained 3% at most.
+The gradient with sums over rows takes 0.281 ms, nvFuser's 0.299 (0.381 and 0.778 in rows of 1000).
 """
 
 import math
@@ -222,8 +223,6 @@ class _Block(NamedTuple):
 # second time, and has as many bytes in flight as can be, at the price of registers.
 _STATISTICS_BLOCKS = (_Block(16383, 1024, 2), _Block(math.inf, 4096, 8))
 _GRADIENT_BLOCKS = (_Block(2047, 1024, 2), _Block(16383, 2048, 4), _Block(57343, 4096, 16), _Block(math.inf, 8192, 32))
-
-
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
 # the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
 # many rows, where there are so many, that these are a thirtieth of the gradient at most.
