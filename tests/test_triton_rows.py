@@ -1,5 +1,6 @@
 """Triton's kernels against float64, on a GPU and, in a process of its own, in Triton's interpreter."""
 
+import math
 import os
 import re
 import subprocess
@@ -28,14 +29,25 @@ needs_kernels = [
 
 
 @pytest.fixture(autouse=INTERPRETED)
-def device_library(monkeypatch):
-    """The interpreter has none; float32 takes its exponential and hyperbolic tangent from there."""
+def interpreter(monkeypatch):
+    """It has no device library, from where float32 takes its exponential and hyperbolic tangent, runs one program after
+    another, so that none may wait for the next, and takes no tensor of NumPy's for the end of a loop.
+    """
     import triton.language as tl
+    from triton.runtime import interpreter
 
     from thunder_flce.row_kernels import triton_rows
 
     stand_in = SimpleNamespace(exp=lambda x: tl.exp(x), tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
     monkeypatch.setattr(triton_rows, "libdevice", stand_in)
+    monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**30)
+    patch = interpreter._patch_lang_tensor
+
+    def patch_too(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_too)
 
 
 def on_device(test):
@@ -67,6 +79,8 @@ SIZES = [
     *((vocab, logit_map) for vocab in (1, 5, 1000, 1024, 4099) for logit_map in MAPS),
     *((vocab, MAPS[0]) for vocab in (8, 2047, 2048, 16384, 57343, 57344)),
     *((vocab, MAPS[2]) for vocab in (17001, 70001)),
+    # On a GPU, rows are divided from 160 KiB on.
+    *((vocab, MAPS[0]) for vocab in (81_920, 81_921, 300_007)),
 ]
 
 
@@ -74,10 +88,14 @@ SIZES = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("vocab", "logit_map"), SIZES, ids=str)
 def test_statistics_and_gradient(vocab, logit_map, dtype):
+    _check_statistics_and_gradient(_buffer(3, vocab, dtype), logit_map)
+
+
+def _check_statistics_and_gradient(buffer, logit_map):
     from thunder_flce.row_kernels import triton_rows
 
-    rows = 3
-    buffer, coefficients = _buffer(rows, vocab, dtype), _coefficients(rows, vocab)
+    (rows, vocab), dtype = buffer.logits.shape, buffer.logits.dtype
+    coefficients = _coefficients(rows, vocab)
     exact = _double(buffer)
     products = exact.logits.clone()
     target = torch.randint(vocab, (rows,), device=DEVICE)
@@ -107,7 +125,41 @@ def test_statistics_and_gradient(vocab, logit_map, dtype):
 
 
 @on_device
-@pytest.mark.parametrize("vocab", [40, 5000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("logit_map", [MAPS[0], MAPS[2]], ids=str)
+@pytest.mark.parametrize("vocab", [1280, 1281, 1999, 2048])
+def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
+    """Into three parts, of full blocks and of others. What each program leaves for the others is right, too."""
+    from thunder_flce.row_kernels import triton_rows
+
+    buffer = _buffer(5, vocab, dtype)
+    monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 0)
+    monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", vocab * dtype.itemsize // 2)
+    monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 2, registers=40))
+    logits = logit_map(buffer.logits.float())
+    filled = []
+
+    def exchange(rows, parts, device):
+        assert parts.count == 3 and parts.slots == 4
+        slots = torch.zeros(rows, 4, 2, dtype=torch.float32, device=device)
+        for number, part in enumerate(logits.split(parts.columns, 1)):
+            slots[:, number, 1] = part.amax(1)
+            slots[:, number, 0] = (part - part.amax(1, keepdim=True)).exp().sum(1)
+        memory = torch.zeros(1 + rows * 4, dtype=torch.int64, device=device)
+        if INTERPRETED:
+            memory[1:] = slots.view(torch.int64).flatten()
+        filled.extend([memory, slots])
+        return memory
+
+    monkeypatch.setattr(triton_rows, "_exchange", exchange)
+    _check_statistics_and_gradient(buffer, logit_map)
+    memory, slots = filled
+    assert memory[0] == 3 * 5
+    torch.testing.assert_close(memory[1:].view(torch.float32).view_as(slots), slots, rtol=1e-5, atol=1e-5)
+
+
+@on_device
+@pytest.mark.parametrize("vocab", [40, 5000, 90_000])
 def test_rows_that_are_not_finite(vocab):
     """As torch.log_softmax: NaN for a row of -inf, with +inf, or with NaN; -inf alone is a logit like another."""
     from thunder_flce.row_kernels import triton_rows
@@ -144,7 +196,7 @@ def test_large_offsets_keep_their_digits():
 
 
 @on_device
-@pytest.mark.parametrize("vocab", [1500, 9000, 20001, 70001])
+@pytest.mark.parametrize("vocab", [1500, 9000, 20001, 70001, 100_003])
 def test_targets_everywhere(vocab):
     """In many rows at a time, the target's entry is the one that is written last."""
     from thunder_flce.row_kernels import triton_rows
@@ -167,7 +219,7 @@ def test_targets_everywhere(vocab):
 @pytest.mark.parametrize(
     ("rows", "vocab", "programs"), [(1, 5, 1), (7, 1000, 1), (130, 1030, 8), (64, 2500, 1), (200, 40, 10_000)]
 )
-def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, ranges, monkeypatch):
+def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monkeypatch):
     """Whatever divides rows and columns among programs; what lies behind the last row is left alone."""
     from thunder_flce.row_kernels import triton_rows
 
@@ -204,26 +256,11 @@ def test_no_rows():
     assert [vector.shape for vector in (*statistics, *again, product)] == [(0,)] * 5
 
 
-@pytest.fixture
-def ranges(monkeypatch):
-    """Lets the interpreter loop from tensor to tensor, whatever NumPy takes for a scalar."""
-    if INTERPRETED:
-        from triton.runtime import interpreter
-
-        patch = interpreter._patch_lang_tensor
-
-        def patch_too(tensor, *scope):
-            patch(tensor, *scope)
-            tensor.__index__ = lambda self: int(self.handle.data.item())
-
-        monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_too)
-
-
 @on_device
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [1.0, -0.75])
 @pytest.mark.parametrize("size", [1, 64, 300])
-def test_finished_gradients_are_multiplied(size, factor, dtype, ranges):
+def test_finished_gradients_are_multiplied(size, factor, dtype):
     """By two programs, 64 elements at a time; what lies behind them is left alone."""
     memory = torch.randn(size + 100, device=DEVICE).to(dtype)
     before = memory.clone()
@@ -254,10 +291,12 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
 
     from thunder_flce.row_kernels import triton_rows
 
+    both = triton_rows._statistics_and_gradient_kernel
     kernels = [
-        *((triton_rows._statistics_kernel, block) for block in triton_rows._STATISTICS_BLOCKS),
-        *((triton_rows._statistics_and_gradient_kernel, block) for block in triton_rows._GRADIENT_BLOCKS),
-        (triton_rows._gradient_with_column_sums_kernel, triton_rows._SUMS_BLOCK),
+        *((triton_rows._statistics_kernel, block, 1) for block in triton_rows._STATISTICS_BLOCKS),
+        *((both, block, 1) for block in triton_rows._GRADIENT_BLOCKS),
+        (both, triton_rows._PART_BLOCK, 3),
+        (triton_rows._gradient_with_column_sums_kernel, triton_rows._SUMS_BLOCK, 1),
     ]
     types = {
         "products": f"*{dtype}",
@@ -265,18 +304,24 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
         "target": "*i64",
         "rows": "i32",
         "rows_each": "i32",
+        "exchange": "*i64",
     }
-    for kernel, block in kernels:
-        vocab = 2 * block.elements + 1
+    for kernel, block, parts in kernels:
+        part = 2 * block.elements + 64
+        vocab = parts * part - 63
         constants = {"STRIDE": vocab + 63, "VOCAB": vocab, "SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap}
         constants["BLOCK"] = block.elements
         if kernel is triton_rows._gradient_with_column_sums_kernel:
             constants["ROWS"] = triton_rows._SUMS_ROWS
+        if kernel is both:
+            constants |= {"PARTS": parts, "PART": part, "SLOTS": 4}
         arguments = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constants}
         signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
         aligned = {(at,): [["tt.divisibility", 16]] for at, type in enumerate(arguments.values()) if type[0] == "*"}
         source = ASTSource(kernel, signature, constants, aligned)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": block.warps})
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": block.warps, "maxnreg": block.registers}
+        )
         ptx = compiled.asm["ptx"]
         if kernel is triton_rows._gradient_with_column_sums_kernel:
             # 16 bytes at a time, and nothing to exchange between threads.
@@ -285,7 +330,9 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
             continue
         # Rows are loaded 16 bytes at a time, the first time to stay in the cache.
         assert re.search(r"ld\.global\S*evict_last\S*\.v4\.b32", ptx)
-        if kernel is triton_rows._statistics_and_gradient_kernel:
+        if kernel is both:
+            # Who waits for other programs reads what they have written, not what it has read before.
+            assert len(re.findall(r"ld\.volatile\.global", ptx)) == (2 if parts > 1 else 0)
             assert re.search(r"ld\.global\S*evict_first\S*\.v4\.b32", ptx)
             # The target's entry is written when all threads have written theirs.
             stores = [match.start() for match in re.finditer(r"st\.global", ptx)]

@@ -225,12 +225,12 @@ class _Steps:
     def statistics_and_gradient(self, tiles: _Tiles) -> list[Step]:
         """Both in one kernel, which reads a row again while the cache holds most of it.
 
-        That counts as half a read: on an H200 the kernel takes 1.14 (50257 columns), 1.33 (128256) or 1.47 times
-        (256000) as long as the gradient alone, which is a read and a write (traces/h200/kernels.jsonl).
+        That counts as a third of a read: on an H200 the kernel takes 1.14 (50257 columns) to 1.17 times (128256 and
+        256000) as long as the gradient alone, which is a read and a write (traces/h200/kernels.jsonl).
         """
         (statistics,) = self.statistics(tiles, call="kernels.statistics_and_gradient")
         return [
-            replace(statistics, bytes=statistics.bytes // 2),
+            replace(statistics, bytes=statistics.bytes // 3),
             Step(
                 result=f"dlogits {self._type(tiles.rows, tiles.columns)}",
                 expression=f"{self._gradient_expression(everywhere=True)}, in place",

@@ -3,12 +3,14 @@
 For statistics, a program has a row to itself and goes over it in blocks. Each group of neighbouring elements, those 16
 bytes that a thread loads at once, keeps a running maximum and a sum of exponentials relative to it; the groups are
 merged once, at the end of the row. A gradient made at once goes over the row again from its end, so that what was read
-last, and is still in L2, comes first. With sums over rows, a program has a block of columns of many rows instead.
+last, and is still in L2, comes first. Long rows are divided among programs, which tell each other their statistics in
+between. With sums over rows, a program has a block of columns of many rows instead.
 
 For 512 MiB of bfloat16 in rows of 128256 on an H200, statistics take 0.126 ms (nvFuser's fusions, which view a row as
-parts that fit in registers, 0.159), nvFuser's gradient takes 0.250 ms, and both together take 0.334 ms (traces/h200/
-kernels.jsonl). Holding a part of the row in registers, persistent programs and asynchronous copies gained 3% at most.
-The gradient with sums over rows takes 0.281 ms, nvFuser's 0.299 (0.381 and 0.778 in rows of 1000).
+parts that fit in registers, 0.159), nvFuser's gradient takes 0.250 ms, and both together take 0.292 ms (traces/h200/
+kernels.jsonl); 0.333 without dividing rows. The gradient with sums over rows takes 0.281 ms, nvFuser's 0.299 (0.381 and
+0.778 in rows of 1000). Tried in vain: to hold rows, or parts of them, in registers or in shared memory, filled
+asynchronously while the row before is written (0.334 ms), and persistent programs.
 """
 
 import math
@@ -22,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from thunder_flce.plan import ROW_MULTIPLE
+from thunder_flce.plan import PADDED_ROW_MULTIPLE, ROW_MULTIPLE
 from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowStatistics
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -59,32 +61,69 @@ def _add_groups(u, group_max, group_sum, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
+def _sum_of(maxima, sums, IS_EXACT: tl.constexpr):
+    """The largest of some maxima, and the sum of what is relative to each of them, relative to that."""
+    largest = tl.max(maxima, 0)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    return largest, tl.sum(sums * _exp(maxima - shift, IS_EXACT), 0)
+
+
+@triton.jit
+def _logsumexp(largest, total):
+    """Relative to the maximum; a row of only -inf gives NaN, as log_softmax does."""
+    return tl.where(largest == float("-inf"), float("nan"), tl.log(total))
+
+
+@triton.jit
+def _rest(row, vocab, stride, BLOCK: tl.constexpr):
+    """What lies behind the full blocks of a row: columns and products."""
+    columns = vocab // BLOCK * BLOCK + tl.arange(0, BLOCK)
+    return columns, tl.load(row + columns, mask=columns < stride, other=0.0)
+
+
+@triton.jit
 def _statistics(
     row,
-    STRIDE: tl.constexpr,
-    VOCAB: tl.constexpr,
+    vocab,
+    rest_columns,
+    rest,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """row_max and row_logsumexp of one row; a row of only -inf gives NaN, as log_softmax does."""
+    """The maximum of a row, or of a part of one, and the sum of exponentials relative to it."""
     IS_EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
     GROUPS: tl.constexpr = BLOCK // (4 if IS_EXACT else 8)
     group_max = tl.full([GROUPS], float("-inf"), tl.float32)
     group_sum = tl.zeros([GROUPS], tl.float32)
-    WHOLE: tl.constexpr = VOCAB // BLOCK
-    for block in range(0, WHOLE):
+    for block in range(0, vocab // BLOCK):
         columns = block * BLOCK + tl.arange(0, BLOCK)
         u = _logits(tl.load(row + columns, eviction_policy="evict_last"), SCALE, SOFTCAP, IS_EXACT)
         group_max, group_sum = _add_groups(u, group_max, group_sum, IS_EXACT)
-    if WHOLE * BLOCK < VOCAB:
-        columns = WHOLE * BLOCK + tl.arange(0, BLOCK)
-        u = _logits(tl.load(row + columns, mask=columns < STRIDE, other=0.0), SCALE, SOFTCAP, IS_EXACT)
-        u = tl.where(columns < VOCAB, u, float("-inf"))
+    if rest is not None:
+        u = tl.where(rest_columns < vocab, _logits(rest, SCALE, SOFTCAP, IS_EXACT), float("-inf"))
         group_max, group_sum = _add_groups(u, group_max, group_sum, IS_EXACT)
-    row_max = tl.max(group_max, 0)
-    row_sum = tl.sum(group_sum * _exp(group_max - row_max, IS_EXACT), 0)
-    return row_max, tl.log(row_sum)
+    return _sum_of(group_max, group_sum, IS_EXACT)
+
+
+@triton.jit
+def _merged(largest, total, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, IS_EXACT: tl.constexpr):
+    """The statistics of a row from those of its parts, which other programs put into their slots; waits for them.
+
+    Maximum and sum make one number of 64 bits, which arrives as a whole. It is never 0: a sum is 1 at least, or the
+    maximum is -inf, or one of them is NaN.
+    """
+    packed = largest.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    packed |= total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    tl.atomic_xchg(slots + part, packed, sem="relaxed")
+    number = tl.arange(0, SLOTS)
+    is_part = number < PARTS
+    packed = tl.load(slots + number, mask=is_part, other=1, volatile=True)
+    while tl.min((packed != 0).to(tl.int32), 0) == 0:
+        packed = tl.load(slots + number, mask=is_part, other=1, volatile=True)
+    part_max = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    part_sum = packed.to(tl.int32).to(tl.float32, bitcast=True)
+    return _sum_of(tl.where(is_part, part_max, float("-inf")), tl.where(is_part, part_sum, 0.0), IS_EXACT)
 
 
 @triton.jit
@@ -120,12 +159,15 @@ def _statistics_kernel(
 ):
     index = tl.program_id(0)
     row = products + index.to(tl.int64) * STRIDE
-    largest, logsumexp = _statistics(row, STRIDE, VOCAB, SCALE, SOFTCAP, BLOCK)
+    columns, rest = None, None
+    if VOCAB % BLOCK:
+        columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
+    largest, total = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
     tl.store(row_max + index, largest)
-    tl.store(row_logsumexp + index, logsumexp)
+    tl.store(row_logsumexp + index, _logsumexp(largest, total))
 
 
-# These are slices of longer vectors: how they are aligned must not ask for another compilation.
+# Vectors are slices of longer ones: how they are aligned must not ask for another compilation.
 @triton.jit(do_not_specialize_on_alignment=["target", "probability", "one_hot"])
 def _statistics_and_gradient_kernel(
     products,
@@ -135,38 +177,63 @@ def _statistics_and_gradient_kernel(
     row_max,
     row_logsumexp,
     target_product,
+    exchange,
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):
     IS_EXACT: tl.constexpr = products.dtype.element_ty == tl.float32
-    index = tl.program_id(0)
+    if PARTS == 1:
+        index = tl.program_id(0)
+        part = 0
+        start = 0
+        vocab = VOCAB
+        stride = STRIDE
+    else:
+        # Numbered as they start, not by program_id: who waits for others waits for programs that run already, or that
+        # are the next to start.
+        number = tl.atomic_add(exchange, 1, sem="relaxed").to(tl.int32)
+        index = number // PARTS
+        part = number % PARTS
+        start = part * PART
+        vocab = tl.minimum(VOCAB - start, PART)
+        stride = tl.multiple_of(tl.minimum(STRIDE - start, PART), 8)
     row = products + index.to(tl.int64) * STRIDE
-    at_target = row + tl.load(target + index)
-    z_target = tl.load(at_target)
-    tl.store(target_product + index, z_target)
-    largest, logsumexp = _statistics(row, STRIDE, VOCAB, SCALE, SOFTCAP, BLOCK)
-    tl.store(row_max + index, largest)
-    tl.store(row_logsumexp + index, logsumexp)
+    column = tl.load(target + index)
+    has_target = (column >= start) & (column < start + PART)
+    z_target = tl.load(row + column, mask=has_target, other=0.0)
+    tl.store(target_product + index, z_target, mask=has_target)
+    at_target = row + column
+    row += start
+    # Kept until the gradient: to wait for it a second time took 5% longer.
+    rest_columns, rest = None, None
+    if PARTS > 1 or VOCAB % BLOCK:
+        rest_columns, rest = _rest(row, vocab, stride, BLOCK)
+    largest, total = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
+    if PARTS > 1:
+        largest, total = _merged(largest, total, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
+    logsumexp = _logsumexp(largest, total)
+    tl.store(row_max + index, largest, mask=part == 0)
+    tl.store(row_logsumexp + index, logsumexp, mask=part == 0)
 
     share = tl.load(probability + index)
-    WHOLE: tl.constexpr = VOCAB // BLOCK
-    if WHOLE * BLOCK < VOCAB:
-        columns = WHOLE * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(row + columns, mask=columns < STRIDE, other=0.0)
-        gradient = _gradient(z, largest, logsumexp, share, 0.0, SCALE, SOFTCAP, IS_EXACT)
-        tl.store(row + columns, gradient.to(z.dtype), mask=columns < STRIDE)
-    for count in range(0, WHOLE):
-        columns = (WHOLE - 1 - count) * BLOCK + tl.arange(0, BLOCK)
+    if rest is not None:
+        gradient = _gradient(rest, largest, logsumexp, share, 0.0, SCALE, SOFTCAP, IS_EXACT)
+        tl.store(row + rest_columns, gradient.to(rest.dtype), mask=rest_columns < stride)
+    for count in range(0, vocab // BLOCK):
+        columns = (vocab // BLOCK - 1 - count) * BLOCK + tl.arange(0, BLOCK)
         z = tl.load(row + columns, eviction_policy="evict_first")
         gradient = _gradient(z, largest, logsumexp, share, 0.0, SCALE, SOFTCAP, IS_EXACT)
         tl.store(row + columns, gradient.to(z.dtype), eviction_policy="evict_first")
     # The target's entry is written once more, after all others.
     tl.debug_barrier()
     gradient = _gradient(z_target, largest, logsumexp, share, tl.load(one_hot + index), SCALE, SOFTCAP, IS_EXACT)
-    tl.store(at_target, gradient.to(z_target.dtype))
+    tl.store(at_target, gradient.to(z_target.dtype), mask=has_target)
 
 
 @triton.jit(
@@ -216,13 +283,28 @@ class _Block(NamedTuple):
     """Up to which the choice holds"""
     elements: int
     warps: int
+    registers: int | None = None
+    """Of a thread, at most; None for as many as the compiler likes"""
 
 
 # The fastest of those tried on an H200 with 0.5 GiB of bfloat16 logits. Statistics then reach 1.02 to 1.07 times the
-# bandwidth of a copy from a vocabulary of 4099 on (0.79 at 1000). What does both at once reads its row from L2 the
-# second time, and has as many bytes in flight as can be, at the price of registers.
+# bandwidth of a copy from a vocabulary of 4099 on (0.79 at 1000). Both at once take 1.05 to 1.2 times as long as a
+# copy: there must be enough programs on a multiprocessor, two to four, for some to load while others compute, but what
+# they all are at, and read a second time, must stay in L2.
 _STATISTICS_BLOCKS = (_Block(16383, 1024, 2), _Block(math.inf, 4096, 8))
-_GRADIENT_BLOCKS = (_Block(2047, 1024, 2), _Block(16383, 2048, 4), _Block(57343, 4096, 16), _Block(math.inf, 8192, 32))
+_GRADIENT_BLOCKS = (
+    _Block(2047, 1024, 2),
+    _Block(16383, 2048, 4),
+    _Block(40959, 4096, 16, registers=32),
+    _Block(math.inf, 8192, 32, registers=32),
+)
+# Longer rows are divided, 128256 columns into three parts: 0.292 ms instead of 0.333 (256000 into seven: 0.293 instead
+# of 0.367). Odd numbers of parts were up to 5% faster than even ones, for a reason not found.
+_PART_BLOCK = _Block(math.inf, 4096, 16, registers=40)
+_LARGEST_ROW_BYTES = 160 * 2**10
+_LARGEST_PART_BYTES = 90 * 2**10
+# All parts of a row have to run at a time, on any GPU.
+_MOST_PARTS = 15
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
 # the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
 # many rows, where there are so many, that these are a thirtieth of the gradient at most.
@@ -251,8 +333,15 @@ def statistics_and_gradient(
     target_product = padded.new_empty(rows)
     vectors = [coefficients.probability.contiguous(), coefficients.one_hot.contiguous()]
     arguments = [target.contiguous(), *vectors, *result, target_product]
-    block = _block_for(buffer, _GRADIENT_BLOCKS)
-    _launch(_statistics_and_gradient_kernel, (rows,), buffer, logit_map, arguments, block)
+    parts = _parts(buffer)
+    exchange = None
+    if parts.count == 1:
+        block = _block_for(buffer, _GRADIENT_BLOCKS)
+    else:
+        block, exchange = _PART_BLOCK, _exchange(rows, parts, padded.device)
+    constants = {"PARTS": parts.count, "PART": parts.columns, "SLOTS": parts.slots}
+    arguments.append(exchange)
+    _launch(_statistics_and_gradient_kernel, (rows * parts.count,), buffer, logit_map, arguments, block, **constants)
     return result, target_product
 
 
@@ -272,6 +361,32 @@ def gradient_with_column_sums(
     grid = (blocks, sums.shape[0])
     _launch(_gradient_with_column_sums_kernel, grid, buffer, logit_map, arguments, _SUMS_BLOCK, ROWS=_SUMS_ROWS)
     return sums.sum(0)
+
+
+class _Parts(NamedTuple):
+    """How a row is divided among programs."""
+
+    count: int
+    columns: int
+    """Of each but the last, padding included"""
+
+    @property
+    def slots(self) -> int:
+        """Memory for the parts' statistics, in 64-bit numbers: a power of two."""
+        return triton.next_power_of_2(self.count)
+
+
+def _parts(buffer: LogitsBuffer) -> _Parts:
+    stride, itemsize = buffer.layout.row_stride, buffer.padded.element_size()
+    if stride * itemsize <= _LARGEST_ROW_BYTES:
+        return _Parts(1, stride)
+    count = min(triton.cdiv(stride * itemsize, _LARGEST_PART_BYTES) | 1, _MOST_PARTS)
+    return _Parts(count, triton.cdiv(stride, count * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE)
+
+
+def _exchange(rows: int, parts: _Parts, device: torch.device) -> Tensor:
+    """Where programs number themselves, and leave their statistics for the others of their row."""
+    return torch.zeros(1 + rows * parts.slots, dtype=torch.int64, device=device)
 
 
 def _block_for(buffer: LogitsBuffer, blocks: tuple[_Block, ...]) -> _Block:
@@ -317,7 +432,7 @@ def _launch(
     }
     start = time.perf_counter()
     with torch.cuda.device(padded.device) if padded.is_cuda else nullcontext():
-        kernel[grid](padded, *arguments, **constants, num_warps=block.warps)
+        kernel[grid](padded, *arguments, **constants, num_warps=block.warps, maxnreg=block.registers)
     _first_run_seconds.setdefault(
         (kernel.__name__, padded.device, padded.dtype, *constants.values()), time.perf_counter() - start
     )
