@@ -33,7 +33,7 @@ from thunder_flce.options import Options
 # 8192 × 128256 (traces/h200/regions.jsonl), but 1.30 for 4 chunks of 8192 × 98304.
 EXACT_CHUNKS = 16
 EXACT_TOKENS_PER_COLUMN = 1 / 15
-HOT_ROWS = 256
+HOT_ROWS = 192
 
 # On CUDA, chunks of fewer rows leave the products memory-bound: each reads all of W, and reads and writes all of dW.
 # Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its products (about 0.1 ms)
