@@ -118,6 +118,12 @@ def test_accumulator():
     assert make_plan(S1, Options()).float32_rows and not make_plan(S1, Options(chunk_rows=8192)).float32_rows
 
 
+def test_rows_summed_in_float32_take_three_mebibytes_at_most():
+    for hidden, rows in ((64, 256), (2048, 256), (4096, 192), (8192, 96)):
+        plan = make_plan(_problem(hidden=hidden), Options(chunk_rows=2048))
+        assert plan.float32_rows == rows and 4 * rows * hidden <= 3 * 2**20
+
+
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1009, 32000, 50257, 128256, 128257, 152064, 256000, 299993])
 def test_layout_of_a_row(vocab):
     layout = VocabLayout.aligned(vocab)

@@ -176,6 +176,14 @@ def test_the_fastest_runs_from_then_on(stand_in):
     assert stand_in[:2] == [("fast", False)] * 2
 
 
+def test_sizes_of_dx_are_four_an_octave(stand_in):
+    weight, seen = torch.randn(32, 64), []
+    for tokens in (64, 57, 56, 49, 48, 40, 33, 32):
+        assert product_tuning.run("dX", torch.empty(tokens, 64), torch.randn(tokens, 32), weight)
+        seen.append(len(product_tuning.tunings()))
+    assert seen == [1, 1, 2, 2, 3, 4, 4, 5]
+
+
 def test_a_sum_is_measured_as_a_sum_and_not_disturbed(stand_in):
     dlogits, x = torch.randn(64, 32), torch.randn(64, 40)
     out = torch.randn(32, 40)

@@ -214,6 +214,28 @@ def test_targets_everywhere(vocab):
 
 @on_device
 @pytest.mark.parametrize(
+    ("dtype", "logit_map"), [(torch.bfloat16, MAPS[0]), (torch.float16, MAPS[2]), (torch.float32, MAPS[3])], ids=str
+)
+@pytest.mark.parametrize("vocab", [500, 1000, 1024, 2001, 4096])
+def test_gradient_of_short_rows(vocab, logit_map, dtype):
+    from thunder_flce.row_kernels import SHORT_ROWS, triton_rows
+
+    buffer = _buffer(5, vocab, dtype)
+    assert buffer.layout.row_stride in SHORT_ROWS
+    statistics = triton_rows.statistics(buffer, logit_map)
+    probability = vocab * torch.randn(5, device=DEVICE)
+    kernels, none = TorchRowKernels(logit_map), torch.zeros(5, device=DEVICE)
+    exact, eager = _double(buffer), LogitsBuffer(buffer.logits.clone(), VocabLayout.contiguous(vocab))
+    as_double = RowStatistics(*(vector.double() for vector in statistics))
+    kernels.gradient(exact, as_double, RowCoefficients(probability.double(), none.double()), None, dtype=torch.float64)
+    kernels.gradient(eager, statistics, RowCoefficients(probability, none), None, dtype=dtype)
+    triton_rows.gradient(buffer, statistics, probability, logit_map)
+    eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
+    assert error(buffer.logits, exact.logits) < max(1.5 * error(eager.logits, exact.logits), eps)
+
+
+@on_device
+@pytest.mark.parametrize(
     ("dtype", "logit_map"), [(torch.bfloat16, MAPS[0]), (torch.float16, MAPS[1]), (torch.float32, MAPS[2])], ids=str
 )
 @pytest.mark.parametrize(
@@ -296,6 +318,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
         *((triton_rows._statistics_kernel, block, 1) for block in triton_rows._STATISTICS_BLOCKS),
         *((both, block, 1) for block in triton_rows._GRADIENT_BLOCKS),
         (both, triton_rows._PART_BLOCK, 3),
+        *((triton_rows._gradient_kernel, block, 0) for block in triton_rows._SHORT_BLOCKS),
         (triton_rows._gradient_with_column_sums_kernel, triton_rows._SUMS_BLOCK, 1),
     ]
     types = {
@@ -308,7 +331,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
     }
     for kernel, block, parts in kernels:
         part = 2 * block.elements + 64
-        vocab = parts * part - 63
+        vocab = parts * part - 63 if parts else block.elements - 63
         constants = {"STRIDE": vocab + 63, "VOCAB": vocab, "SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap}
         constants["BLOCK"] = block.elements
         if kernel is triton_rows._gradient_with_column_sums_kernel:
@@ -327,6 +350,9 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
             # 16 bytes at a time, and nothing to exchange between threads.
             assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= triton_rows._SUMS_ROWS
             assert "shfl" not in ptx
+            continue
+        if kernel is triton_rows._gradient_kernel:
+            assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and "bar.sync" not in ptx
             continue
         # Rows are loaded 16 bytes at a time, the first time to stay in the cache.
         assert re.search(r"ld\.global\S*evict_last\S*\.v4\.b32", ptx)

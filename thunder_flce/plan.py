@@ -29,11 +29,13 @@ from thunder_flce.options import Options
 
 # A running sum of dW in 16 bits is rounded twice a chunk. Its error stays within 1.25 × that of a single product while
 # hardly any column is the target of more than one token; the few that are, in any real text, get their rows of dW
-# summed in float32. Error over that of a single product, uniform targets: 1.14 for 4 and 1.18 for 16 chunks of
-# 8192 × 128256 (traces/h200/regions.jsonl), but 1.30 for 4 chunks of 8192 × 98304.
+# summed in float32: HOT_ROWS of them, or as many as HOT_BYTES hold. Error over that of a single product for 4 and 16
+# chunks of 8192 × 128256 × 4096: 1.15 and 1.18 with uniform targets (but 1.30 for 4 chunks at a vocabulary of 98304),
+# 1.09 and 1.10 with Zipf-distributed ones and 192 such rows, which the bytes hold; with 128 of them 1.12 and 1.14.
 EXACT_CHUNKS = 16
 EXACT_TOKENS_PER_COLUMN = 1 / 15
-HOT_ROWS = 192
+HOT_ROWS = 256
+HOT_BYTES = 3 * 2**20
 
 # On CUDA, chunks of fewer rows leave the products memory-bound: each reads all of W, and reads and writes all of dW.
 # Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its products (about 0.1 ms)
@@ -259,7 +261,7 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
             strategy=strategy,
             chunk_rows=rows,
             float32_accumulator=float32_accumulator,
-            float32_rows=HOT_ROWS if in_16_bits and rows < problem.tokens else 0,
+            float32_rows=_hot_rows(problem) if in_16_bits and rows < problem.tokens else 0,
             **common,
         )
     if strategy == "save_logits" and saved_rows == problem.tokens:
@@ -409,6 +411,10 @@ def _accumulation(problem: Problem, options: Options, budget: int | None) -> tup
     if plan_bytes(larger, False) <= plan_bytes(smaller, True):
         return larger, False
     return smaller, True
+
+
+def _hot_rows(problem: Problem) -> int:
+    return min(HOT_ROWS, HOT_BYTES // (4 * max(problem.hidden, 1)))
 
 
 def _largest_beside_accumulator(problem: Problem, budget: int | None) -> int:

@@ -37,7 +37,7 @@ _HOPPER = 9
 # those: it has few tiles, and it matters how they fill the last wave of thread blocks. (At 1229 × 4096, the algorithm
 # for 2048 tokens takes two waves of large tiles and fills six tenths of them.)
 _TOKENS = {"logits": 0, "dX": 0, "dW": 2}
-_SIZES_AN_OCTAVE = {"logits": 1, "dX": 1, "dW": 1}
+_SIZES_AN_OCTAVE = {"logits": 1, "dX": 4, "dW": 1}
 
 
 @dataclass(frozen=True, kw_only=True)

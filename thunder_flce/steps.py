@@ -12,7 +12,7 @@ import torch
 
 from thunder_flce.loss import Loss
 from thunder_flce.plan import Plan, Problem, VocabLayout, layout_for
-from thunder_flce.row_kernels import runs_nvfuser
+from thunder_flce.row_kernels import SHORT_ROWS, runs_nvfuser
 
 _SHORT_NAMES = {
     torch.float64: "f64",
@@ -292,7 +292,8 @@ class _Steps:
             fusions=("gradient_with_column_sums" if problem.bias_grad else "gradient",),
             bytes=self._logits_bytes(tiles.tokens) + self._dlogits_bytes(tiles.tokens),
         )
-        if problem.bias_grad and is_plain and in_place:
+        has_short_rows = self._layout(tiles.columns).row_stride in SHORT_ROWS
+        if is_plain and in_place and (problem.bias_grad or has_short_rows):
             # So it is for a loss with an entropy that no gradient arrives at, which is not known here.
             gradient = replace(gradient, runs_in=self._reductions, fusions=())
         return [

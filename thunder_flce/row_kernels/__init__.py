@@ -17,6 +17,10 @@ from torch import Tensor
 
 from thunder_flce.plan import VocabLayout
 
+# Elements of rows, padding included, whose gradient is Triton's where it is a plain loss's and made in place: nvFuser
+# reaches 82% to 84% of a copy's speed at 1000 to 3000 columns, and 97% to 103% elsewhere; Triton 96% (one H200).
+SHORT_ROWS = range(512, 4097)
+
 
 @dataclass(frozen=True)
 class LogitMap:

@@ -5,7 +5,7 @@ because a broadcast inside the fusion would make nvFuser add a copy of the whole
 
 What makes statistics is not here but in `triton_rows`: a row does not fit in the registers of a block, and where it is
 cut into parts that do, nvFuser reads at 40% (a vocabulary of 1000) to 85% of a copy's speed, 73% at 50257 and 200064.
-Nor are the sums over rows of a plain loss's gradient, where nvFuser reaches 33% to 87%.
+Nor are a plain loss's gradient with sums over rows, where nvFuser reaches 33% to 87%, and that gradient in short rows.
 
 Legend: C rows of logits.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from thunder_flce.plan import VocabLayout
 from thunder_flce.row_kernels import (
+    SHORT_ROWS,
     LogitMap,
     LogitsBuffer,
     RowCoefficients,
@@ -285,10 +286,13 @@ class NvFuserRowKernels:
     ) -> tuple[LogitsBuffer, Tensor | None]:
         """See `RowKernels.gradient`."""
         is_plain = coefficients.uniform is None and coefficients.entropy is None
-        if column_sums and is_plain and dtype == buffer.padded.dtype:
-            return buffer, triton_rows.gradient_with_column_sums(
-                buffer, statistics, coefficients.probability, self.logit_map
-            )
+        if is_plain and dtype == buffer.padded.dtype:
+            arguments = (buffer, statistics, coefficients.probability, self.logit_map)
+            if column_sums:
+                return buffer, triton_rows.gradient_with_column_sums(*arguments)
+            if buffer.layout.row_stride in SHORT_ROWS:
+                triton_rows.gradient(*arguments)
+                return buffer, None
         if _is_too_small(buffer):
             return self._torch.gradient(
                 buffer, statistics, coefficients, class_weight, dtype=dtype, column_sums=column_sums

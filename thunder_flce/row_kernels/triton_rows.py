@@ -69,12 +69,6 @@ def _sum_of(maxima, sums, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def _logsumexp(largest, total):
-    """Relative to the maximum; a row of only -inf gives NaN, as log_softmax does."""
-    return tl.where(largest == float("-inf"), float("nan"), tl.log(total))
-
-
-@triton.jit
 def _rest(row, vocab, stride, BLOCK: tl.constexpr):
     """What lies behind the full blocks of a row: columns and products."""
     columns = vocab // BLOCK * BLOCK + tl.arange(0, BLOCK)
@@ -123,7 +117,7 @@ def _merged(largest, total, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexp
         packed = tl.load(slots + number, mask=is_part, other=1, volatile=True)
     part_max = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     part_sum = packed.to(tl.int32).to(tl.float32, bitcast=True)
-    return _sum_of(tl.where(is_part, part_max, float("-inf")), tl.where(is_part, part_sum, 0.0), IS_EXACT)
+    return _sum_of(tl.where(is_part, part_max, float("-inf")), part_sum, IS_EXACT)
 
 
 @triton.jit
@@ -164,7 +158,7 @@ def _statistics_kernel(
         columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
     largest, total = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
     tl.store(row_max + index, largest)
-    tl.store(row_logsumexp + index, _logsumexp(largest, total))
+    tl.store(row_logsumexp + index, tl.log(total))
 
 
 # Vectors are slices of longer ones: how they are aligned must not ask for another compilation.
@@ -217,7 +211,7 @@ def _statistics_and_gradient_kernel(
     largest, total = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
     if PARTS > 1:
         largest, total = _merged(largest, total, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
-    logsumexp = _logsumexp(largest, total)
+    logsumexp = tl.log(total)
     tl.store(row_max + index, largest, mask=part == 0)
     tl.store(row_logsumexp + index, logsumexp, mask=part == 0)
 
@@ -234,6 +228,28 @@ def _statistics_and_gradient_kernel(
     tl.debug_barrier()
     gradient = _gradient(z_target, largest, logsumexp, share, tl.load(one_hot + index), SCALE, SOFTCAP, IS_EXACT)
     tl.store(at_target, gradient.to(z_target.dtype), mask=has_target)
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_max", "row_logsumexp", "probability"])
+def _gradient_kernel(
+    products,
+    row_max,
+    row_logsumexp,
+    probability,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    IS_EXACT: tl.constexpr = products.dtype.element_ty == tl.float32
+    index = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    row = products + index.to(tl.int64) * STRIDE
+    z = tl.load(row + columns, mask=columns < STRIDE, other=0.0)
+    largest, logsumexp = tl.load(row_max + index), tl.load(row_logsumexp + index)
+    gradient = _gradient(z, largest, logsumexp, tl.load(probability + index), 0.0, SCALE, SOFTCAP, IS_EXACT)
+    tl.store(row + columns, gradient.to(z.dtype), mask=columns < STRIDE)
 
 
 @triton.jit(
@@ -305,6 +321,8 @@ _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
 # All parts of a row have to run at a time, on any GPU.
 _MOST_PARTS = 15
+# For `row_kernels.SHORT_ROWS`; a program has a row.
+_SHORT_BLOCKS = (_Block(1024, 1024, 4), _Block(2048, 2048, 4), _Block(4096, 4096, 8))
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
 # the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
 # many rows, where there are so many, that these are a thirtieth of the gradient at most.
@@ -343,6 +361,16 @@ def statistics_and_gradient(
     arguments.append(exchange)
     _launch(_statistics_and_gradient_kernel, (rows * parts.count,), buffer, logit_map, arguments, block, **constants)
     return result, target_product
+
+
+def gradient(buffer: LogitsBuffer, statistics: RowStatistics, probability: Tensor, logit_map: LogitMap) -> None:
+    """See `RowKernels.gradient`, where coefficients consist of `probability` but for the one_hot term; in place.
+
+    Rows have to be no longer than `row_kernels.SHORT_ROWS`.
+    """
+    block = next(block for block in _SHORT_BLOCKS if buffer.layout.row_stride <= block.elements)
+    vectors = [vector.contiguous() for vector in (*statistics, probability)]
+    _launch(_gradient_kernel, (buffer.padded.shape[0],), buffer, logit_map, vectors, block)
 
 
 def gradient_with_column_sums(
