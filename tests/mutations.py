@@ -170,7 +170,7 @@ MUTATIONS = [
         ("index", "algorithm = proposals[index]", "algorithm = proposals[0]"),
         ("index", "octave = 2 ** ((tokens - 1).bit_length() - 1)", "octave = 2 ** (tokens.bit_length() - 1)"),
         ("divisor", "max(octave // _SIZES_AN_OCTAVE[name], 1)", "octave"),
-        ("index", "abs(measured - tokens)", "abs(tokens)"),
+        ("index", "max(measured / tokens, tokens / measured)", "abs(tokens)"),
         ("index", "(name, *sizes, *signature[:3], signature.a", "(name, *sizes, signature.a"),
         ("index", ", signature.has_bias)\n", ")\n"),
         ("index", '"dW": 2}', '"dW": 0}'),
@@ -424,6 +424,8 @@ MUTATIONS = [
     *_of(
         "row_kernels/triton_rows.py",
         ("index", "tl.debug_barrier()", "pass"),
+        ("index", 'tl.atomic_xchg(slots + part, packed, sem="relaxed")', "pass"),
+        ("index", 'tl.atomic_add(exchange, 1, sem="relaxed").to(tl.int32)', "tl.program_id(0)"),
         tests=("tests/test_triton_rows.py::test_kernels_compile_for_a_gpu_that_is_not_there",),
     ),
     *_of(

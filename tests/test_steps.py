@@ -155,6 +155,24 @@ def test_two_passes_where_one_is_not_enough(changes, gradient):
 
 
 @pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "runner"),
+    [
+        (65536, 128256, "nvFuser and Triton: gradient"),  # slabs of 1024, the last of 256
+        (65536, 152064, "nvFuser and Triton: gradient"),  # of 4800, the last of 3264
+        (32768, 65536, "Triton"),  # of 4096
+        (8192, 128256, "nvFuser: gradient"),
+    ],
+)
+def test_the_last_slab_may_be_narrower(tokens, vocab, runner):
+    options = Options(strategy="recompute_logits", chunk_rows=512)
+    region = _region(tokens=tokens, vocab=vocab, loss=Loss(reduction="none"), options=options)
+    steps = [step for stage in backward_stages(region) for step in stage.steps]
+    width = region.plan.slab_columns
+    assert [step.runner for step in steps if step.call == "kernels.gradient"] == [runner], (width, vocab % width)
+
+
+@pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
 @pytest.mark.parametrize("bias_grad", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("vocab", [1000, 128256, 50257])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -317,8 +317,8 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
     kernels = [
         *((triton_rows._statistics_kernel, block, 1) for block in triton_rows._STATISTICS_BLOCKS),
         *((both, block, 1) for block in triton_rows._GRADIENT_BLOCKS),
-        (both, triton_rows._PART_BLOCK, 3),
-        *((triton_rows._gradient_kernel, block, 0) for block in triton_rows._SHORT_BLOCKS),
+        *((both, triton_rows._PART_BLOCK, parts) for parts in (3, 15)),
+        *((triton_rows._gradient_kernel, block, 1) for block in triton_rows._SHORT_BLOCKS),
         (triton_rows._gradient_with_column_sums_kernel, triton_rows._SUMS_BLOCK, 1),
     ]
     types = {
@@ -331,13 +331,13 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
     }
     for kernel, block, parts in kernels:
         part = 2 * block.elements + 64
-        vocab = parts * part - 63 if parts else block.elements - 63
+        vocab = block.elements - 63 if kernel is triton_rows._gradient_kernel else parts * part - 63
         constants = {"STRIDE": vocab + 63, "VOCAB": vocab, "SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap}
         constants["BLOCK"] = block.elements
         if kernel is triton_rows._gradient_with_column_sums_kernel:
             constants["ROWS"] = triton_rows._SUMS_ROWS
         if kernel is both:
-            constants |= {"PARTS": parts, "PART": part, "SLOTS": 4}
+            constants |= {"PARTS": parts, "PART": part, "SLOTS": triton.next_power_of_2(parts)}
         arguments = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constants}
         signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
         aligned = {(at,): [["tt.divisibility", 16]] for at, type in enumerate(arguments.values()) if type[0] == "*"}
@@ -358,7 +358,13 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
         assert re.search(r"ld\.global\S*evict_last\S*\.v4\.b32", ptx)
         if kernel is both:
             # Who waits for other programs reads what they have written, not what it has read before.
-            assert len(re.findall(r"ld\.volatile\.global", ptx)) == (2 if parts > 1 else 0)
+            reads = [match.start() for match in re.finditer(r"ld\.volatile\.global", ptx)]
+            assert len(reads) == (2 if parts > 1 else 0)
+            if parts > 1:
+                # It has left its own statistics before, and its warps need not wait for each other meanwhile. Which
+                # part it is follows from when it started.
+                assert ptx.index("exch.b64") < reads[0] and "bar.sync" not in ptx[reads[0] : reads[1]]
+                assert "add.u64" in re.search(r"atom\S+", ptx)[0] and "%ctaid" not in ptx
             assert re.search(r"ld\.global\S*evict_first\S*\.v4\.b32", ptx)
             # The target's entry is written when all threads have written theirs.
             stores = [match.start() for match in re.finditer(r"st\.global", ptx)]

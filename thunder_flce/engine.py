@@ -593,7 +593,7 @@ class HotRows:
         vocab, hidden = weight.shape
         occurrences = torch.zeros(vocab, dtype=torch.float32, device=target.device)
         occurrences.scatter_add_(0, target, torch.ones_like(target, dtype=torch.float32))
-        # topk goes over 8 bits at a time: 0.04 instead of 0.07 ms. Columns with more than 255 tokens are all hot.
+        # topk goes over 8 bits at a time: 0.04 instead of 0.07 ms. With more than 255 tokens, any column is hot enough.
         occurrences = occurrences.clamp_(max=255).to(torch.uint8)
         self._columns = occurrences.topk(min(count, vocab), sorted=False).indices
         self._sum = torch.zeros(self._columns.shape[0], hidden, dtype=torch.float32, device=target.device)

@@ -59,9 +59,9 @@ class Options:
     tune_products: bool = True
     """Whether, on a Hopper GPU, the large products of 16-bit operands try the algorithms that cuBLAS proposes when they
     first run, and then run with the fastest. That waits for the device, and takes a third of a second or so for each
-    kind of product (logits, dX or dW of some size, for tokens up to the next power of two, of dX up to the next quarter
-    of it), once a process. Without it, and
-    while `torch.use_deterministic_algorithms` is on, they are PyTorch's products."""
+    kind of product, once a process: for logits, dX and dW of some size, for each power of two of tokens (for dX, four
+    sizes between two of them). Without it, and while `torch.use_deterministic_algorithms` is on, they are PyTorch's
+    products."""
 
     def __post_init__(self):
         budget = self.memory_budget

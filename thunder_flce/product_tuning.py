@@ -23,8 +23,8 @@ from thunder_flce.cublaslt import Algorithm, Product, Signature
 from thunder_flce.plan import TUNED_OPERATIONS
 
 # Proposals that take up to this much longer than the fastest, run once or twice, are measured again, at length: under
-# load a GPU lowers its clock, and then an algorithm that moves less data gains. No more than _FINALISTS, which at two
-# bursts each take a quarter of a second.
+# load a GPU lowers its clock, and then an algorithm that moves less data gains. No more than _FINALISTS and the first
+# one: two bursts each take 0.3 s.
 _CLOSE = 1.05
 _FINALISTS = 4
 _BURST_SECONDS = 0.03

@@ -225,8 +225,8 @@ class _Steps:
     def statistics_and_gradient(self, tiles: _Tiles) -> list[Step]:
         """Both in one kernel, which reads a row again while the cache holds most of it.
 
-        That counts as a third of a read: on an H200 the kernel takes 1.14 (50257 columns) to 1.17 times (128256 and
-        256000) as long as the gradient alone, which is a read and a write (traces/h200/kernels.jsonl).
+        That counts as a third of a read: on an H200 the kernel takes 1.14 (50257 columns), 1.16 (128256, 256000) or 1.2
+        times (200064) as long as the gradient alone, which is a read and a write (traces/h200/kernels.jsonl).
         """
         (statistics,) = self.statistics(tiles, call="kernels.statistics_and_gradient")
         return [
@@ -292,10 +292,13 @@ class _Steps:
             fusions=("gradient_with_column_sums" if problem.bias_grad else "gradient",),
             bytes=self._logits_bytes(tiles.tokens) + self._dlogits_bytes(tiles.tokens),
         )
-        has_short_rows = self._layout(tiles.columns).row_stride in SHORT_ROWS
-        if is_plain and in_place and (problem.bias_grad or has_short_rows):
+        if is_plain and in_place:
             # So it is for a loss with an entropy that no gradient arrives at, which is not known here.
-            gradient = replace(gradient, runs_in=self._reductions, fusions=())
+            is_triton = {problem.bias_grad or self._layout(n).row_stride in SHORT_ROWS for n in self._widths(tiles)}
+            if is_triton == {True}:
+                gradient = replace(gradient, runs_in=self._reductions, fusions=())
+            elif True in is_triton and self._fused:
+                gradient = replace(gradient, runs_in="nvFuser and Triton")
         return [
             gradient,
             self._row_pass(
@@ -473,6 +476,11 @@ class _Steps:
 
     def _torch(self, result: str, expression: str, *, bytes: int = 0) -> Step:
         return Step(result=result, expression=expression, runs_in="PyTorch", bytes=bytes)
+
+    def _widths(self, tiles: _Tiles) -> set[int]:
+        """Columns of the tiles; the last slab may have fewer than the others."""
+        last = self._problem.vocab - (tiles.count - 1) * tiles.columns if tiles.by_columns else tiles.columns
+        return {tiles.columns, last}
 
     def _layout(self, columns: int) -> VocabLayout:
         return layout_for(columns, dtype=self._region.logits_dtype, device_type=self._problem.device_type)

@@ -5,7 +5,7 @@ because a broadcast inside the fusion would make nvFuser add a copy of the whole
 
 What makes statistics is not here but in `triton_rows`: a row does not fit in the registers of a block, and where it is
 cut into parts that do, nvFuser reads at 40% (a vocabulary of 1000) to 85% of a copy's speed, 73% at 50257 and 200064.
-Nor are a plain loss's gradient with sums over rows, where nvFuser reaches 33% to 87%, and that gradient in short rows.
+Nor is the gradient of a plain loss, where it comes with sums over rows (nvFuser: 33% to 87%) or rows are short (82%).
 
 Legend: C rows of logits.
 """

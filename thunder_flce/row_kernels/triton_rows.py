@@ -319,7 +319,7 @@ _GRADIENT_BLOCKS = (
 _PART_BLOCK = _Block(math.inf, 4096, 16, registers=40)
 _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
-# All parts of a row have to run at a time, on any GPU.
+# All parts of a row have to run at a time, and do on eight multiprocessors; on an H200, those of 28 kernels at once.
 _MOST_PARTS = 15
 # For `row_kernels.SHORT_ROWS`; a program has a row.
 _SHORT_BLOCKS = (_Block(1024, 1024, 4), _Block(2048, 2048, 4), _Block(4096, 4096, 8))
@@ -366,10 +366,10 @@ def statistics_and_gradient(
 def gradient(buffer: LogitsBuffer, statistics: RowStatistics, probability: Tensor, logit_map: LogitMap) -> None:
     """See `RowKernels.gradient`, where coefficients consist of `probability` but for the one_hot term; in place.
 
-    Rows have to be no longer than `row_kernels.SHORT_ROWS`.
+    Only for rows of `row_kernels.SHORT_ROWS` elements.
     """
-    block = next(block for block in _SHORT_BLOCKS if buffer.layout.row_stride <= block.elements)
     vectors = [vector.contiguous() for vector in (*statistics, probability)]
+    block = _block_for(buffer, _SHORT_BLOCKS)
     _launch(_gradient_kernel, (buffer.padded.shape[0],), buffer, logit_map, vectors, block)
 
 
