@@ -168,7 +168,7 @@ MUTATIONS = [
         ("mask", "if 2 * m * n * k < TUNED_OPERATIONS or", "if"),
         ("sign", "key=times.__getitem__)\n    finalists", "key=times.__getitem__, reverse=True)\n    finalists"),
         ("index", "algorithm = proposals[index]", "algorithm = proposals[0]"),
-        ("index", "octave = 2 ** ((tokens - 1).bit_length() - 1)", "octave = 2 ** (tokens.bit_length() - 1)"),
+        ("index", "return -(-tokens // step) * step", "return tokens // step * step"),
         ("divisor", "max(octave // _SIZES_AN_OCTAVE[name], 1)", "octave"),
         ("index", "max(measured / tokens, tokens / measured)", "abs(tokens)"),
         ("index", "(name, *sizes, *signature[:3], signature.a", "(name, *sizes, signature.a"),

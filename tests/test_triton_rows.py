@@ -129,10 +129,15 @@ def _check_statistics_and_gradient(buffer, logit_map):
 @pytest.mark.parametrize("logit_map", [MAPS[0], MAPS[2]], ids=str)
 @pytest.mark.parametrize("vocab", [1280, 1281, 1999, 2048])
 def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
-    """Into three parts, of full blocks and of others. What each program leaves for the others is right, too."""
+    """Into three parts, of full blocks and of others. What each program leaves for the others is right, too.
+
+    In one row all logits are below those of absent parts, which are 0, and in one all of a part are -inf.
+    """
     from thunder_flce.row_kernels import triton_rows
 
     buffer = _buffer(5, vocab, dtype)
+    buffer.logits[0] -= 60
+    buffer.logits[1, :1000] = float("-inf")
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 0)
     monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", vocab * dtype.itemsize // 2)
     monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 2, registers=40))
@@ -144,7 +149,7 @@ def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
         slots = torch.zeros(rows, 4, 2, dtype=torch.float32, device=device)
         for number, part in enumerate(logits.split(parts.columns, 1)):
             slots[:, number, 1] = part.amax(1)
-            slots[:, number, 0] = (part - part.amax(1, keepdim=True)).exp().sum(1)
+            slots[:, number, 0] = (part - part.amax(1, keepdim=True)).exp().sum(1).nan_to_num(0)
         memory = torch.zeros(1 + rows * 4, dtype=torch.int64, device=device)
         if INTERPRETED:
             memory[1:] = slots.view(torch.int64).flatten()
