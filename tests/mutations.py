@@ -31,6 +31,7 @@ TRACED = "tests/test_properties.py::test_traced"
 SPECIAL = "tests/test_properties.py::test_logits_that_are_not_ordinary"
 ALONE = "tests/test_opinfo.py::test_samples_of_thunder"
 NVFUSER = "tests/test_nvfuser.py"
+HOT_ROWS = "tests/test_numerics.py::test_rows_of_dw_with_the_most_targets"
 ONE_PASS = "tests/test_properties.py::test_one_pass"
 SCALING = "tests/test_numerics.py::test_finished_gradients_are_scaled_with_one_rounding"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
@@ -134,6 +135,12 @@ MUTATIONS = [
             "products.input_gradient_(self._input[chunk], dlogits,",
             "products.input_gradient_(self._input[: dlogits.shape[0]], dlogits,",
         ),
+    ),
+    *_of(
+        "engine.py",
+        ("divisor", "occurrences.clamp_(max=255)", "occurrences"),
+        ("index", "dlogits.gather(1, self._columns.expand(", "dlogits.gather(1, 0 * self._columns.expand("),
+        tests=(HOT_ROWS,),
     ),
     *_of(
         "engine.py",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from reference import Case, assert_as_exact_as_eager, eager, error, make_case, ours, truth
 from thunder_flce import Options, Plan, engine, linear_cross_entropy
-from thunder_flce.engine import Operands
+from thunder_flce.engine import HotRows, Operands
 from thunder_flce.functional import plan_for
 from thunder_flce.gradient_scaling import scale_gradient
 from thunder_flce.loss import IncomingGradients, Loss
@@ -70,6 +70,21 @@ def test_error_with_targets_as_frequent_as_words(chunks, device):
     frequency = 1 / torch.arange(1, 8193, dtype=torch.float64)
     case.target = torch.multinomial(frequency, 512, replacement=True).to(device)
     assert_as_exact_as_eager(case, options=Options(chunk_rows=512 // chunks))
+
+
+def test_rows_of_dw_with_the_most_targets(device):
+    """However many these are: 256 and 512 must not count as 0."""
+    target = torch.tensor([3] * 512 + [7] * 256 + [9] * 255 + [11] * 4 + [0, 1, 2], device=device)
+    dlogits = torch.randn(len(target), 20, dtype=torch.bfloat16, device=device)
+    x = torch.randn(len(target), 8, dtype=torch.bfloat16, device=device)
+    rows = HotRows(target, torch.empty(20, 8, device=device), 3)
+    for half in (slice(0, 500), slice(500, None)):
+        rows.add(dlogits[half], x[half])
+    weight_grad = torch.zeros(20, 8, dtype=torch.bfloat16, device=device)
+    rows.write(weight_grad)
+    assert weight_grad.any(1).nonzero().flatten().tolist() == [3, 7, 9]
+    exact = dlogits.double().t() @ x.double()
+    assert error(weight_grad[[3, 7, 9]], exact[[3, 7, 9]]) < 2**-8
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -32,7 +32,7 @@ class DeviceRates:
 
 
 # By the name that CUDA reports. product_rate is 6·T·H·V over the time of "three products" in traces/h200/regions.jsonl
-# (626e12 to 685e12); bandwidth is what nvFuser's in-place gradient reaches on its own, on the same device;
+# (644e12 to 686e12); bandwidth is what nvFuser's in-place gradient reaches on its own, on the same device;
 # chunk_seconds is fitted to what is then left of the times of "flce" in the same file.
 DEVICE_RATES = {
     "NVIDIA H200": DeviceRates(product_rate=680e12, bandwidth=4.1e12, chunk_seconds=25e-6),

@@ -3,7 +3,7 @@
 cuBLAS's first proposal, the one that PyTorch runs, is not the fastest for the region's products, whose outputs are
 large for the work behind them. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 12% less time for what is
 added to dW, and at 512 tokens 19% (small tiles, so that one is written while the next is summed). For the logits it is
-up to 5%; dX, whose output is small, hardly gains (`tuned_products` in traces/h200/regions.jsonl).
+up to 7%; dX, whose output is small, hardly gains (`tuned_products` in traces/h200/regions.jsonl).
 
 Only on Hopper: elsewhere nobody has looked whether all proposals add in the same order.
 """

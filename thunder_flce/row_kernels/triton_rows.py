@@ -1,4 +1,4 @@
-"""Statistics, alone or together with the gradient, and the gradient with its sums over rows, in Triton.
+"""Statistics, alone or with the gradient, and the gradient alone, in short rows or with its sums over rows, in Triton.
 
 For statistics, a program has a row to itself and goes over it in blocks. Each group of neighbouring elements, those 16
 bytes that a thread loads at once, keeps a running maximum and a sum of exponentials relative to it; the groups are
@@ -6,10 +6,10 @@ merged once, at the end of the row. A gradient made at once goes over the row ag
 last, and is still in L2, comes first. Long rows are divided among programs, which tell each other their statistics in
 between. With sums over rows, a program has a block of columns of many rows instead.
 
-For 512 MiB of bfloat16 in rows of 128256 on an H200, statistics take 0.126 ms (nvFuser's fusions, which view a row as
-parts that fit in registers, 0.159), nvFuser's gradient takes 0.250 ms, and both together take 0.292 ms (traces/h200/
-kernels.jsonl); 0.333 without dividing rows. The gradient with sums over rows takes 0.281 ms, nvFuser's 0.299 (0.381 and
-0.778 in rows of 1000). Tried in vain: to hold rows, or parts of them, in registers or in shared memory, filled
+For 512 MiB of bfloat16 in rows of 128256 on an H200, statistics take 0.125 ms (nvFuser's fusions, which view a row as
+parts that fit in registers, 0.159), nvFuser's gradient takes 0.251 ms, and both together take 0.290 ms (traces/h200/
+kernels.jsonl), or 0.334 without dividing rows. The gradient with sums over rows takes 0.282 ms, nvFuser's 0.299 (0.380
+and 0.778 in rows of 1000). Tried in vain: to hold rows, or parts of them, in registers or in shared memory, filled
 asynchronously while the row before is written (0.334 ms), and persistent programs.
 """
 
@@ -303,7 +303,7 @@ class _Block(NamedTuple):
     """Of a thread, at most; None for as many as the compiler likes"""
 
 
-# The fastest of those tried on an H200 with 0.5 GiB of bfloat16 logits. Statistics then reach 1.02 to 1.07 times the
+# The fastest of those tried on an H200 with 0.5 GiB of bfloat16 logits. Statistics then reach 0.95 to 1.05 times the
 # bandwidth of a copy from a vocabulary of 4099 on (0.79 at 1000). Both at once take 1.05 to 1.2 times as long as a
 # copy: there must be enough programs on a multiprocessor, two to four, for some to load while others compute, but what
 # they all are at, and read a second time, must stay in L2.
@@ -314,8 +314,8 @@ _GRADIENT_BLOCKS = (
     _Block(40959, 4096, 16, registers=32),
     _Block(math.inf, 8192, 32, registers=32),
 )
-# Longer rows are divided, 128256 columns into three parts: 0.292 ms instead of 0.333 (256000 into seven: 0.293 instead
-# of 0.367). Odd numbers of parts were up to 5% faster than even ones, for a reason not found.
+# Longer rows are divided, 128256 columns into three parts: 0.290 ms instead of 0.334 (256000 into seven: 0.291 instead
+# of 0.369). Odd numbers of parts were up to 5% faster than even ones, for a reason not found.
 _PART_BLOCK = _Block(math.inf, 4096, 16, registers=40)
 _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
