@@ -84,4 +84,4 @@ def test_without_gradients_only_the_chunk_can_differ():
     region = _region(SHAPES["S1"], Options(ignored_rows="compute"), input_grad=False, weight_grad=False)
     others = [other.plan for other in cost.alternatives(region)]
     assert {other.strategy for other in others} == {"loss_only"}
-    assert not any(other.skip_ignored_rows for other in others)
+    assert {other.ignored_rows for other in others} == {"compute"}

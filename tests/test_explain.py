@@ -147,6 +147,7 @@ def test_nothing_is_saved_without_gradients():
 @pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
 def test_compile_times_of_row_kernels(monkeypatch):
     """A definition compiles when it is first executed."""
+    from thunder_flce import triton_products
     from thunder_flce.row_kernels import nvfuser, triton_rows
 
     class Fusion:
@@ -164,6 +165,8 @@ def test_compile_times_of_row_kernels(monkeypatch):
     assert compilation.compile_seconds["nvFuser row kernels"] == sum(nvfuser._first_run_seconds.values()) >= 0.04
     monkeypatch.setattr(triton_rows, "_first_run_seconds", {"statistics": 0.2, "gradient": 0.3})
     assert compilation.compile_seconds["Triton row kernels"] == 0.5
+    monkeypatch.setattr(triton_products, "_first_run_seconds", {"logits": 0.25, "dX": 0.5})
+    assert compilation.compile_seconds["Triton products"] == 0.75
 
 
 def test_tuned_products(monkeypatch):

@@ -14,7 +14,7 @@ from thunder_flce.engine import HotRows, Operands
 from thunder_flce.functional import plan_for
 from thunder_flce.gradient_scaling import scale_gradient
 from thunder_flce.loss import IncomingGradients, Loss
-from thunder_flce.options import STRATEGIES
+from thunder_flce.options import IGNORED_ROWS, STRATEGIES
 from thunder_flce.plan import layout_for
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -88,7 +88,7 @@ def test_rows_of_dw_with_the_most_targets(device):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("rows", ["skip", "compute"])
+@pytest.mark.parametrize("rows", IGNORED_ROWS)
 @pytest.mark.parametrize("ignore_index", [-100, -1, 7, 2**40])
 @pytest.mark.parametrize("which", ["none", "some", "first", "last", "all but one"])
 def test_ignored_rows(which, ignore_index, rows, strategy, device):
@@ -102,7 +102,7 @@ def test_ignored_rows(which, ignore_index, rows, strategy, device):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("rows", ["skip", "compute"])
+@pytest.mark.parametrize("rows", IGNORED_ROWS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_no_valid_row(tokens, reduction, rows, strategy, device):
@@ -468,11 +468,12 @@ def test_target_out_of_range(device):
             linear_cross_entropy(case.x, case.weight, case.target)
 
 
-def test_target_out_of_range_without_synchronisation():
+@pytest.mark.parametrize("rows", ["skip_on_device", "compute"])
+def test_target_out_of_range_without_synchronisation(rows):
     case = make_case(ignored=0.0)
     case.target[5] = 101
     with pytest.raises(RuntimeError, match="target is neither in"):
-        linear_cross_entropy(case.x, case.weight, case.target, options=Options(ignored_rows="compute"))
+        linear_cross_entropy(case.x, case.weight, case.target, options=Options(ignored_rows=rows))
 
 
 @pytest.mark.gpu

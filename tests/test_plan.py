@@ -94,6 +94,24 @@ def test_a_chunk_stays_within_the_budget(megabytes):
     assert S1.logits_bytes(plan.chunk_rows) > megabytes * 10**6 // 2
 
 
+def test_rows_skipped_on_the_device_are_packed_in_any_case():
+    """Where dX is made a chunk at a time, its memory takes them."""
+    on_device, row = Options(ignored_rows="skip_on_device"), S1.hidden * 2
+    assert make_plan(S1, on_device).describe().endswith("ignored rows skipped on the device")
+    assert make_plan(S1, Options(ignored_rows="compute", tune_products=False)).describe().endswith("rows computed")
+
+    def more_bytes(options, **changes):
+        problem = _problem(**changes)
+        plan = make_plan(problem, options)
+        skipping = dataclasses.replace(plan, ignored_rows="skip_on_device")
+        return temporary_bytes(problem, skipping) - temporary_bytes(problem, plan)
+
+    assert more_bytes(Options()) == 0
+    assert more_bytes(Options(), input_grad=False) == 2048 * row
+    assert more_bytes(Options(strategy="recompute_logits", chunk_rows=1024)) == 8192 * row
+    assert more_bytes(Options(), input_grad=False, weight_grad=False) == 2048 * row
+
+
 def test_no_gradient_no_plan_for_one():
     problem = _problem(input_grad=False, weight_grad=False)
     assert make_plan(problem, Options()).strategy == "loss_only"

@@ -83,6 +83,8 @@ def test_how_matrices_lie_in_memory():
         (64, torch.bfloat16, "cuda", {}, False),
         # 2 · 512 · 4096 · 32000 operations are too few.
         (8192, torch.bfloat16, "cuda", {"chunk_rows": 512}, False),
+        # Those that end on the device are Triton's.
+        (8192, torch.bfloat16, "cuda", {"ignored_rows": "skip_on_device"}, False),
         (8192, torch.bfloat16, "cuda", {"strategy": "save_logits"}, True),
         (8192, torch.bfloat16, "cuda", {"strategy": "recompute_logits"}, True),
         # Chunks are small, slabs are not.
@@ -493,12 +495,13 @@ def test_a_region(strategy, vocab, has_bias, fresh, monkeypatch):
         return [loss.detach(), *torch.autograd.grad(loss, inputs)]
 
     def peak(tune):
+        # What was asked for: what was given may be larger by a megabyte, depending on what was free before.
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["requested_bytes.all.current"]
         # What a step returns stays alive, lest it is freed during the next.
         results.append(step(tune))
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
     results = [step(tune=False), step(tune=True)]
     plain, tuned = results

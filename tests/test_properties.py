@@ -231,7 +231,7 @@ def planned_problems(draw: Callable, vocabularies: tuple[int, ...]) -> tuple[Pro
     is_narrow = problem.dtype.itemsize < 4
     common = {
         "chunk_rows": one_of(1, 4, 5, 64),
-        "skip_ignored_rows": "argmax" not in problem.loss["outputs"] and draw(st.booleans()),
+        "ignored_rows": one_of(*IGNORED_ROWS),
         "float32_logits": is_narrow and draw(st.booleans()),
     }
     if not any(problem.needs_grad[: 2 + problem.bias]):

@@ -129,6 +129,28 @@ def test_products_are_cublas_and_one_pass_is_triton():
     assert str(chunks.steps[0]) == "logits bf16[2048, 128256] = x @ W.t()"
 
 
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+@pytest.mark.parametrize(
+    ("changes", "runner"),
+    [
+        ({}, "Triton"),
+        ({"vocab": 128257, "dtype": torch.float16}, "Triton"),
+        ({"dtype": torch.float32}, "cuBLAS"),
+        ({"hidden": 4100}, "cuBLAS"),
+        ({"loss": Loss(outputs=("argmax",))}, "cuBLAS"),
+        ({"device_type": "cpu"}, "PyTorch"),
+    ],
+    ids=str,
+)
+def test_products_that_end_on_the_device(changes, runner):
+    """All three, by Triton where that can be; not where every row is needed."""
+    stages = forward_stages(_region(options=Options(ignored_rows="skip_on_device"), **changes))
+    steps = [step for stage in stages for step in stage.steps]
+    runners = {step.runs_in for step in steps if step.call.startswith("products.") and "hot" not in step.result}
+    assert runners == {runner}
+    assert ("x, y = the rows whose target is not ignore_index, then zeros" in _text(stages)) == ("loss" not in changes)
+
+
 @pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
 @pytest.mark.parametrize(
     ("changes", "gradient"),

@@ -72,7 +72,7 @@ def alternatives(region: PlannedRegion) -> list[PlannedRegion]:
     They keep what its plan does with ignored rows, and heed no memory budget.
     """
     problem, plan = region.problem, region.plan
-    chosen = Options(ignored_rows="skip" if plan.skip_ignored_rows else "compute")
+    chosen = Options(ignored_rows=plan.ignored_rows)
     others = [Options(ignored_rows=chosen.ignored_rows, strategy=strategy) for strategy in _strategies(problem)]
     keeps_strategy = chosen if plan.strategy == "loss_only" else replace(chosen, strategy=plan.strategy)
     if plan.strategy != "save_logits":

@@ -149,7 +149,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         logits = buffer.rows(slice(0, x.shape[0]))
         if computed < x.shape[0]:
             missing = slice(computed, x.shape[0])
-            region.products_(logits.rows(missing), x[missing])
+            region.products_(logits.rows(missing), x[missing], valid_rows=rows.valid_rows(chunk))
         computed = 0
         dlogits, bias_grad = logits, None
         if one_pass:
@@ -261,10 +261,12 @@ class _Region:
         """Memory for the products of `rows` rows, over the vocabulary or `columns` columns of it."""
         return LogitsBuffer.allocate(rows, self.layout(columns), dtype=self.logits_dtype, device=self.operands.x.device)
 
-    def products_(self, buffer: LogitsBuffer, x: Tensor, slab: slice = slice(None)) -> None:
-        """Fills the buffer with z = x Wᵀ + b, over the vocabulary or a slab of it."""
+    def products_(
+        self, buffer: LogitsBuffer, x: Tensor, slab: slice = slice(None), *, valid_rows: Tensor | None = None
+    ) -> None:
+        """Fills the buffer with z = x Wᵀ + b, over the vocabulary or a slab of it; valid_rows: `Rows.valid_rows`."""
         bias = None if self.bias is None else self.bias[slab]
-        products.logits_(buffer.logits, x, self.weight[slab], bias, tune=self.plan.tune_products)
+        products.logits_(buffer.logits, x, self.weight[slab], bias, tune=self.plan.tune_products, valid_rows=valid_rows)
 
     def further_vectors(
         self, buffer: LogitsBuffer, statistics: RowStatistics, class_weights: ClassWeights | None
@@ -472,6 +474,7 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
     rows, operands = gathered.rows, region.operands
     x = rows.take(operands.x, slice(None))
     others = slice(0 if saved is None else saved.rows.stop, rows.count)
+    valid_others = rows.valid_rows(others)
     x_others, target_others = x[others], rows.target[others]
     statistics, coefficients = gathered.chunk_statistics(others), gathered.coefficients(others)
     vocab = operands.vocab
@@ -488,25 +491,32 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
         if gradient is not None:
             gradient[vocab:] = 0
     input_grad = None
+    valid_saved = None if saved is None else rows.valid_rows(saved.rows)
     if saved is not None and operands.input_grad:
         input_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        products.input_gradient_(input_grad[saved.rows], saved.dlogits, region.weight, tune=tune)
+        out = input_grad[saved.rows]
+        products.input_gradient_(out, saved.dlogits, region.weight, tune=tune, valid_rows=valid_saved)
     for start in range(0, vocab, width):
         slab = slice(start, min(start + width, vocab))
         weight = region.weight[slab]
         logits = region.buffer(x_others.shape[0], weight.shape[0])
-        region.products_(logits, x_others, slab)
+        region.products_(logits, x_others, slab, valid_rows=valid_others)
         target = target_others - slab.start
         in_slab = (target >= 0) & (target < weight.shape[0])
         target = target.clamp(0, weight.shape[0] - 1)
         at = _Targets(target, _at_target(logits, target), in_slab)
         dlogits, column_sums = region.dlogits(logits, statistics, coefficients, at, gathered.scales.class_weights, slab)
         if input_sum is not None:
-            products.input_gradient_(input_sum, dlogits.logits, weight, accumulate=start > 0, tune=tune)
+            products.input_gradient_(
+                input_sum, dlogits.logits, weight, accumulate=start > 0, tune=tune, valid_rows=valid_others
+            )
         if weight_grad is not None:
-            of_saved = [] if saved is None else [(saved.dlogits[:, slab], x[saved.rows])]
             # Nothing else may hold on to this slab while the next is allocated.
-            products.weight_gradient_of_parts_(weight_grad[slab], [(dlogits.logits, x_others), *of_saved], tune=tune)
+            parts = [products.Part(dlogits.logits, x_others, valid_others)]
+            if saved is not None:
+                parts.append(products.Part(saved.dlogits[:, slab], x[saved.rows], valid_saved))
+            products.weight_gradient_of_parts_(weight_grad[slab], parts, tune=tune)
+            del parts
         if bias_grad is not None:
             bias_grad[slab] = column_sums if saved is None else column_sums + saved.bias_grad[slab]
         del logits, dlogits
@@ -544,25 +554,25 @@ class GradientSums:
 
         Where rows are skipped, this is a copy, in the memory that takes dX of the chunk afterwards.
         """
-        x = self._region.operands.x
-        if self._input is None or self._rows.index is None:
-            return self._rows.take(x, chunk)
-        return torch.index_select(x, 0, self._rows.index[chunk], out=self._input[chunk])
+        return self._rows.take(self._region.operands.x, chunk, None if self._input is None else self._input[chunk])
 
     def add(self, dlogits: Tensor, bias_grad: Tensor | None, x: Tensor, chunk: slice) -> None:
         """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H) as taken.
 
         `x` is used up.
         """
-        vocab, tune = dlogits.shape[1], self._region.plan.tune_products
+        vocab = dlogits.shape[1]
+        tune, valid_rows = self._region.plan.tune_products, self._rows.valid_rows(chunk)
         if self._weight is not None:
-            products.weight_gradient_(self._weight[:vocab], dlogits, x, accumulate=not self._is_first, tune=tune)
+            out, accumulate = self._weight[:vocab], not self._is_first
+            products.weight_gradient_(out, dlogits, x, accumulate=accumulate, tune=tune, valid_rows=valid_rows)
         if self._hot is not None:
             self._hot.add(dlogits, x)
         if self._bias is not None:
             self._bias[:vocab].add_(bias_grad)
         if self._input is not None:
-            products.input_gradient_(self._input[chunk], dlogits, self._region.weight, tune=tune)
+            out, weight = self._input[chunk], self._region.weight
+            products.input_gradient_(out, dlogits, weight, tune=tune, valid_rows=valid_rows)
         self._is_first = False
 
     def finish(self) -> Gradients:
@@ -615,4 +625,4 @@ def _at_target(buffer: LogitsBuffer, target: Tensor) -> Tensor:
 
 
 def _row_policy(operands: Operands, plan: Plan) -> RowPolicy:
-    return RowPolicy(may_wait=plan.skip_ignored_rows, every_row=operands.loss.needs_every_row)
+    return RowPolicy(ignored_rows=plan.ignored_rows, every_row=operands.loss.needs_every_row)

@@ -6,7 +6,7 @@ import torch
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 ACCUMULATE = ("auto", "parameter", "float32")
-IGNORED_ROWS = ("skip", "compute")
+IGNORED_ROWS = ("skip", "skip_on_device", "compute")
 LOGITS_DTYPES = ("input", "float32")
 
 
@@ -49,8 +49,10 @@ class Options:
 
     ignored_rows: str = "skip"
     """"skip": rows whose target is ignore_index leave the region before the first product, at the price of one host
-    synchronisation on CUDA. "compute": no synchronisation (but once, to tune products) and static shapes, as CUDA
-    graphs need; this is also what happens by itself while a CUDA graph is being captured."""
+    synchronisation on CUDA. "skip_on_device": no synchronisation and static shapes, as CUDA graphs need; valid rows
+    come first, and products end after them, by a kernel of Triton's for 16-bit operands on Hopper or later (other
+    products on CUDA go over all rows). "skip" does the same by itself while a CUDA graph is being captured. "compute":
+    no synchronisation either (but once, to tune products), and all rows by cuBLAS's products."""
 
     logits_dtype: str = "input"
     """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,

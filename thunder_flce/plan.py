@@ -180,8 +180,8 @@ class Plan:
     float32_logits: bool = False
     """Whether the logits of 16-bit operands stay in float32."""
 
-    skip_ignored_rows: bool = True
-    """Whether rows whose target is ignore_index leave the region before the first product."""
+    ignored_rows: str = "skip"
+    """What happens to rows whose target is ignore_index: see `Options.ignored_rows`."""
 
     tune_products: bool = False
     """Whether large products run by the fastest of cuBLAS's algorithms, measured when the first of them runs."""
@@ -213,8 +213,8 @@ class Plan:
             words.append(f"{self.float32_rows} rows of dW summed in float32")
         if self.float32_logits:
             words.append("float32 logits")
-        if not self.skip_ignored_rows:
-            words.append("ignored rows computed")
+        if self.ignored_rows != "skip":
+            words.append(f"ignored rows {'computed' if self.ignored_rows == 'compute' else 'skipped on the device'}")
         if self.tune_products:
             words.append("products tuned")
         return ", ".join(words)
@@ -240,7 +240,9 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
         ValueError: where a chosen strategy cannot give the gradients asked for.
     """
     plan = _untuned_plan(problem, options, memory)
-    return replace(plan, tune_products=options.tune_products and _has_large_products(problem, plan))
+    # Products that end on the device are not cuBLAS's.
+    tune_products = options.tune_products and plan.ignored_rows != "skip_on_device"
+    return replace(plan, tune_products=tune_products and _has_large_products(problem, plan))
 
 
 def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | None) -> Plan:
@@ -253,7 +255,7 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
             "the incoming gradient is a vector that has to be applied before anything is summed over tokens"
         )
-    common = {"skip_ignored_rows": options.ignored_rows == "skip", "float32_logits": problem.float32_logits}
+    common = {"ignored_rows": options.ignored_rows, "float32_logits": problem.float32_logits}
     if strategy == "gradients_in_forward":
         rows, float32_accumulator = _accumulation(problem, options, budget.chunk)
         in_16_bits = problem.weight_grad and problem.dtype.itemsize < 4 and not float32_accumulator
@@ -286,8 +288,10 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
     """The region's predicted peak of memory above its inputs and the gradients that it returns.
 
     Leaves out vectors of one number a token and, where rows are ignored, copies of rows of x: of a chunk, or of all
-    rows in a backward that recomputes logits. (Where dX is made a chunk at a time, its memory takes them.)
+    rows in a backward that recomputes logits. (Where dX is made a chunk at a time, its memory takes them.) Where rows
+    are skipped on the device, these are always there.
     """
+    packed_rows = problem.hidden * problem.dtype.itemsize if plan.ignored_rows == "skip_on_device" else 0
     if plan.slab_columns:
         saved = problem.logits_bytes(plan.saved_rows)
         tokens = problem.tokens - plan.saved_rows
@@ -299,8 +303,13 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
         if plan.saved_rows:
             slab += 4 * problem.weight_grad * plan.slab_columns * problem.hidden
             rounded = 0
-        return max(saved + chunk - problem.gradient_bytes, saved + slab + input_sum - rounded, input_sum)
+        packed = packed_rows * problem.tokens
+        chunk += packed_rows * min(plan.chunk_rows, tokens)
+        in_backward = packed + max(saved + slab + input_sum - rounded, input_sum)
+        return max(saved + chunk - problem.gradient_bytes, in_backward)
     chunk = problem.logits_bytes(min(plan.chunk_rows, problem.tokens))
+    if not problem.input_grad:
+        chunk += packed_rows * min(plan.chunk_rows, problem.tokens)
     if problem.input_grad and problem.has_tail:
         # dX of a chunk is summed in float32 from the main part and the tail.
         chunk += 4 * min(plan.chunk_rows, problem.tokens) * problem.hidden

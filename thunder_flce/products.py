@@ -6,8 +6,15 @@ cuBLAS takes a path five times slower for 16-bit operands whose size along V is 
 one token was added to a tokenizer (8192 × 128257 × 4096: 202 ms for the three products against 38.5 ms). So on CUDA an
 odd V is computed as an aligned main part and a tail of one to seven columns, both views of the weight as it is.
 
-Where `tune` is set, large products run by the algorithm that `product_tuning` measures to be the fastest.
+Where `tune` is set, large products run by the algorithm that `product_tuning` measures to be the fastest. With
+`valid_rows`, (), the rows of x and dlogits from there on are zeros, and nobody needs those of logits and dX but as
+finite numbers: then products end after the valid rows where they can, on CUDA by `triton_products` (but for a tail).
 """
+
+import importlib.util
+import sys
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +23,18 @@ from thunder_flce import product_tuning
 
 ALIGNMENT = 8
 
-
 # Columns at a time of a product that is summed in float32 beside its output.
 _FLOAT32_COLUMNS = 8192
+
+
+class Part(NamedTuple):
+    """One of the products that dW is the sum of."""
+
+    dlogits: Tensor
+    """(C, V)"""
+    x: Tensor
+    """(C, H)"""
+    valid_rows: Tensor | None = None
 
 
 def _main_columns(tensor: Tensor, vocab: int) -> int:
@@ -28,7 +44,15 @@ def _main_columns(tensor: Tensor, vocab: int) -> int:
     return vocab
 
 
-def logits_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, tune: bool = False) -> None:
+def logits_(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    tune: bool = False,
+    valid_rows: Tensor | None = None,
+) -> None:
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once, to out's dtype; out may be float32."""
     vocab = weight.shape[0]
     main = _main_columns(x, vocab)
@@ -36,30 +60,15 @@ def logits_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *, tune
         # On a CPU, operands are converted for such a product: a part of the weight at a time.
         step = main if x.is_cuda else _FLOAT32_COLUMNS
         for start, end in _column_blocks(main, vocab, step):
-            _product_("logits", out[:, start:end], x, weight[start:end].t(), accumulate=False, tune=tune)
+            columns, weight_rows = out[:, start:end], weight[start:end]
+            _product_("logits", columns, x, weight_rows.t(), accumulate=False, tune=tune, valid_rows=valid_rows)
         if bias is not None:
             out.add_(bias)
         return
     for start, end in _column_blocks(main, vocab, main):
         columns, weight_rows = out[:, start:end], weight[start:end]
-        if bias is None:
-            _product_("logits", columns, x, weight_rows.t(), accumulate=False, tune=tune)
-        else:
-            _biased_product_(columns, x, weight_rows, bias[start:end], tune=tune)
-
-
-def _biased_product_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *, tune: bool) -> None:
-    if tune and product_tuning.run("logits", out, x, weight.t(), bias):
-        return
-    if out.is_contiguous() or not out.is_cuda or out.element_size() != 2:
-        torch.addmm(bias, _readable(x), _readable(weight).t(), out=out)
-        return
-    # PyTorch lets cuBLAS add a bias before rounding only into contiguous memory. Elsewhere it rounds the product, adds
-    # and rounds again, which makes the logits' error 1.4 times as large.
-    for start in range(0, out.shape[1], _FLOAT32_COLUMNS):
-        part = slice(start, start + _FLOAT32_COLUMNS)
-        columns = torch.mm(x, weight[part].t(), out_dtype=torch.float32)
-        torch.add(columns, bias[part], out=out[:, part])
+        of_bias = None if bias is None else bias[start:end]
+        _product_("logits", columns, x, weight_rows.t(), of_bias, accumulate=False, tune=tune, valid_rows=valid_rows)
 
 
 def _column_blocks(main: int, vocab: int, step: int):
@@ -70,21 +79,36 @@ def _column_blocks(main: int, vocab: int, step: int):
 
 
 def input_gradient_(
-    out: Tensor, dlogits: Tensor, weight: Tensor, *, accumulate: bool = False, tune: bool = False
+    out: Tensor,
+    dlogits: Tensor,
+    weight: Tensor,
+    *,
+    accumulate: bool = False,
+    tune: bool = False,
+    valid_rows: Tensor | None = None,
 ) -> None:
     """out (C, H) = dlogits (C, V) @ weight (V, H), added to what out holds if `accumulate`; rounded once."""
     vocab = weight.shape[0]
     main = _main_columns(dlogits, vocab)
     # Adding the tail's share to a product already rounded would round twice.
     total = out if main == vocab or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    _product_("dX", total, dlogits[:, :main], weight[:main], accumulate=accumulate, tune=tune)
-    if main < vocab:
-        _product_("dX", total, dlogits[:, main:vocab], weight[main:], accumulate=True, tune=tune)
+    for number, (start, end) in enumerate(_column_blocks(main, vocab, main)):
+        columns, weight_rows = dlogits[:, start:end], weight[start:end]
+        adds = accumulate or number > 0
+        _product_("dX", total, columns, weight_rows, accumulate=adds, tune=tune, valid_rows=valid_rows)
     if total is not out:
         out.copy_(total)
 
 
-def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False) -> None:
+def weight_gradient_(
+    out: Tensor,
+    dlogits: Tensor,
+    x: Tensor,
+    *,
+    accumulate: bool,
+    tune: bool = False,
+    valid_rows: Tensor | None = None,
+) -> None:
     """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`; out may be float32.
 
     A sum in 16 bits rounds twice a chunk: cuBLAS rounds the product before adding it.
@@ -92,26 +116,50 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
     vocab = out.shape[0]
     main = _main_columns(dlogits, vocab)
     for start, end in _column_blocks(main, vocab, main):
-        _product_("dW", out[start:end], dlogits[:, start:end].t(), x, accumulate=accumulate, tune=tune)
+        rows, columns = out[start:end], dlogits[:, start:end]
+        _product_("dW", rows, columns.t(), x, accumulate=accumulate, tune=tune, valid_rows=valid_rows)
 
 
-def weight_gradient_of_parts_(out: Tensor, parts: list[tuple[Tensor, Tensor]], *, tune: bool = False) -> None:
-    """out (V, H) = the sum of dlogits (C, V)ᵀ @ x (C, H) over parts (dlogits, x), rounded once."""
-    if len(parts) == 1:
-        weight_gradient_(out, *parts[0], accumulate=False, tune=tune)
-        return
-    total = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
-    for number, (dlogits, x) in enumerate(parts):
-        weight_gradient_(total, dlogits, x, accumulate=number > 0, tune=tune)
-    out.copy_(total)
+def weight_gradient_of_parts_(out: Tensor, parts: list[Part], *, tune: bool = False) -> None:
+    """out (V, H) = the sum of dlogits (C, V)ᵀ @ x (C, H) over the parts, rounded once."""
+    total = out
+    if len(parts) > 1:
+        total = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+    for number, part in enumerate(parts):
+        dlogits, x, valid_rows = part
+        weight_gradient_(total, dlogits, x, accumulate=number > 0, tune=tune, valid_rows=valid_rows)
+    if total is not out:
+        out.copy_(total)
 
 
-def _product_(name: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool, tune: bool) -> None:
-    """out = a @ b, or out += a @ b: products of 16-bit operands are summed in float32 and rounded to out's dtype."""
-    if tune and product_tuning.run(name, out, a, b, accumulate=accumulate):
+def _product_(
+    name: str,
+    out: Tensor,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    accumulate: bool,
+    tune: bool,
+    valid_rows: Tensor | None = None,
+) -> None:
+    """out = a @ b + bias, or out += a @ b: 16-bit operands are multiplied in float32, and rounded to out's dtype."""
+    if valid_rows is not None:
+        sums_rows = name == "dW"
+        if not out.is_cuda:
+            out, a, b = _of_valid_rows(out, a, b, int(valid_rows), sums_rows=sums_rows, accumulate=accumulate)
+        elif _triton_available():
+            from thunder_flce import triton_products
+
+            how = {"valid_rows": valid_rows, "sums_rows": sums_rows, "accumulate": accumulate}
+            if triton_products.run(out, a, b, bias, **how):
+                return
+    if tune and product_tuning.run(name, out, a, b, bias, accumulate=accumulate):
         return
     a, b = _readable(a), _readable(b)
-    if out.dtype == a.dtype:
+    if bias is not None:
+        _biased_product_(out, a, b, bias)
+    elif out.dtype == a.dtype:
         if accumulate:
             torch.addmm(out, a, b, out=out)
         else:
@@ -128,6 +176,46 @@ def _product_(name: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool,
             torch.addmm(out, a, b, out=out)
         else:
             torch.mm(a, b, out=out)
+
+
+def _biased_product_(out: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> None:
+    if out.is_contiguous() or not out.is_cuda or out.element_size() != 2:
+        torch.addmm(bias, a, b, out=out)
+        return
+    # PyTorch lets cuBLAS add a bias before rounding only into contiguous memory. Elsewhere it rounds the product, adds
+    # and rounds again, which makes the logits' error 1.4 times as large.
+    for start in range(0, out.shape[1], _FLOAT32_COLUMNS):
+        part = slice(start, start + _FLOAT32_COLUMNS)
+        columns = torch.mm(a, b[:, part], out_dtype=torch.float32)
+        torch.add(columns, bias[part], out=out[:, part])
+
+
+def _of_valid_rows(
+    out: Tensor, a: Tensor, b: Tensor, count: int, *, sums_rows: bool, accumulate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The product's result and operands without the rows from `count` on; those of the result are set to zero."""
+    if sums_rows:
+        return out, a[:, :count], b[:count]
+    if not accumulate:
+        out[count:] = 0
+    return out[:count], a[:count], b
+
+
+def can_end_early(*, dtype: torch.dtype, hidden: int) -> bool:
+    """Whether products on CUDA end after the valid rows; a GPU that is not there is taken to be Hopper or later."""
+    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9
+    return _triton_available() and dtype.itemsize == 2 and hidden % ALIGNMENT == 0 and not is_old
+
+
+def compile_seconds() -> float:
+    """What Triton has taken in this process for products that end early."""
+    module = sys.modules.get("thunder_flce.triton_products")
+    return 0.0 if module is None else module.compile_seconds()
+
+
+@cache
+def _triton_available() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _readable(matrix: Tensor) -> Tensor:

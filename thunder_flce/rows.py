@@ -4,10 +4,13 @@ Rows whose target is ignore_index contribute nothing, neither to the loss nor to
 the first product. How many stay must then be known on the host, which on CUDA means waiting for the device once. The
 wait is hidden: valid rows are packed first on the device, and the first product is launched before asking.
 
+Where the host may not wait, all rows keep their place in a chunk, but valid rows are packed first all the same, and
+zeros follow. Then products can end after the valid rows, whose number the device knows.
+
 Legend: T tokens, N rows computed, C rows in a chunk, H hidden size, V vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,16 +32,16 @@ class Rows:
     """T"""
 
     target: Tensor
-    """(N,) int64, every one in [0, V); 0 in rows that are computed though ignored"""
+    """(N,) int64, every one in [0, V); 0 in ignored rows"""
 
     valid_count: Tensor
     """() int64, the number of targets that are not ignore_index"""
 
     index: Tensor | None
-    """(N,) int64, ascending, the tokens that the rows stand for; None where all T are computed"""
+    """(N,) int64, the tokens that the rows stand for, those of valid rows ascending; None where the rows are all T"""
 
     valid: Tensor | None
-    """(N,) bool, False in rows that are computed though ignored; None where there are none"""
+    """(N,) bool, False in ignored rows, which come last where there is an index; None where there are none"""
 
     def chunks(self, first: int, largest: int):
         """Slices that cover all rows: `first` of them, then about equal ones of at most `largest`.
@@ -57,51 +60,76 @@ class Rows:
         for start in range(first, self.count, rows):
             yield slice(start, min(start + rows, self.count))
 
-    def take(self, tensor: Tensor, chunk: slice) -> Tensor:
-        """The rows of `chunk` from a tensor over all tokens: a view where all are computed, a copy otherwise."""
-        return tensor[chunk] if self.index is None else tensor.index_select(0, self.index[chunk])
+    def valid_rows(self, chunk: slice) -> Tensor | None:
+        """() int32, how many rows of `chunk` are valid, if those come first and only the device knows their number."""
+        if self.index is None or self.valid is None:
+            return None
+        start, stop, _ = chunk.indices(self.count)
+        return (self.valid_count - start).clamp(0, stop - start).to(torch.int32)
+
+    def take(self, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
+        """The rows of `chunk` from a tensor over all tokens: a view where all are taken, in order.
+
+        Otherwise a copy, in `out` if that is given, with zeros in place of rows that come last because they are
+        ignored.
+        """
+        if self.index is None:
+            return tensor[chunk]
+        taken = torch.index_select(tensor, 0, self.index[chunk], out=out)
+        return taken if self.valid is None else taken.masked_fill_(_beside(self.valid[chunk], taken).logical_not(), 0)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """(T, …) to (N, …)."""
         return tensor if self.index is None else tensor.index_select(0, self.index)
 
     def scatter(self, tensor: Tensor, fill: float = 0) -> Tensor:
-        """(N, …) to (T, …), `fill` in rows that were not computed."""
+        """(N, …) to (T, …), `fill` for tokens that were left out."""
         if self.index is None:
             return tensor
-        return tensor.new_full((self.total, *tensor.shape[1:]), fill).index_copy_(0, self.index, tensor)
+        everywhere = tensor.new_full((self.total, *tensor.shape[1:]), fill)
+        return everywhere.index_copy_(0, self.index, self.only_valid(tensor, fill))
 
     def spread_(self, tensor: Tensor) -> None:
-        """Moves the first N rows of `tensor` (T, …) to the tokens that they stand for, in place; 0 in all others."""
+        """Moves the valid ones of the first N rows of `tensor` (T, …) to their tokens, in place; 0 in all others."""
         if self.index is None:
             return
-        # From the end: index is ascending, so index[i] ≥ i, and what a block is written over has been moved before or
-        # is a part of the block itself.
-        for start in reversed(range(0, self.count, _MOVED_ROWS)):
-            block = slice(start, min(start + _MOVED_ROWS, self.count))
-            tensor.index_copy_(0, self.index[block], tensor[block].clone())
-        is_left_out = torch.ones(self.total, dtype=torch.bool, device=tensor.device).index_fill_(0, self.index, False)
-        tensor.masked_fill_(is_left_out.view(-1, *[1] * (tensor.dim() - 1)), 0)
+        numbers = torch.arange(self.count, device=tensor.device)
+        numbers = numbers if self.valid is None else torch.where(self.valid, numbers, -1)
+        source = torch.full((self.total,), -1, device=tensor.device).index_copy_(0, self.index, numbers)
+        # From the end: the i-th valid row belongs to token i or a later one, so what a block is taken from has not been
+        # written over yet, unless it is a part of the block itself.
+        for start in reversed(range(0, self.total, _MOVED_ROWS)):
+            block = slice(start, min(start + _MOVED_ROWS, self.total))
+            moved = tensor.index_select(0, source[block].clamp(min=0))
+            tensor[block] = moved.masked_fill_(_beside(source[block] < 0, moved), 0)
 
-    def only_valid(self, vector: Tensor, fill: float = 0) -> Tensor:
-        """(N,) with `fill` in rows that are computed though ignored."""
-        return vector if self.valid is None else torch.where(self.valid, vector, fill)
+    def only_valid(self, tensor: Tensor, fill: float = 0) -> Tensor:
+        """(N, …) with `fill` in ignored rows."""
+        return tensor if self.valid is None else torch.where(_beside(self.valid, tensor), tensor, fill)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPolicy:
     """What may be done about ignored rows."""
 
-    may_wait: bool = True
-    """Whether the host may wait for the device, to learn how many rows there are and whether their targets are right.
-    It never does while a CUDA graph is captured. Without it, every row is computed."""
+    ignored_rows: str = "skip"
+    """As `Options.ignored_rows`."""
 
     every_row: bool = False
-    """Whether ignored rows are computed, too."""
+    """Whether ignored rows are computed whatever the user wants."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether ignored rows are left out."""
+        return self.ignored_rows != "compute" and not self.every_row
 
     def waits_for(self, target: Tensor) -> bool:
-        """Whether the host waits for what the device finds out about `target`."""
-        return self.may_wait and not (target.is_cuda and torch.cuda.is_current_stream_capturing())
+        """Whether the host waits for what the device finds out about `target`: how many are valid, and if any is wrong.
+
+        It never does while a CUDA graph is captured.
+        """
+        is_capturing = target.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self.ignored_rows == "skip" and not is_capturing
 
 
 class RowSelection:
@@ -124,10 +152,10 @@ class RowSelection:
         self._is_wrong = self._valid & ((target < 0) | (target >= vocab))
         self._valid_count = self._valid.sum()
         self._waits = policy.waits_for(target)
-        self._every_row = policy.every_row
+        self._skips = policy.skips
         self._packed = self._counts = None
         if self._waits and target.is_cuda:
-            if not self._every_row:
+            if self._skips:
                 # A stable sort puts the valid rows first, in order, without knowing their number.
                 self._packed = _valid_first(self._valid)
             self._counts = torch.stack([self._valid_count, self._is_wrong.sum()]).to("cpu", non_blocking=True)
@@ -157,7 +185,7 @@ class RowSelection:
             message = f"target is neither in [0, {vocab}) nor ignore_index ({ignore_index})"
             torch._assert_async(~self._is_wrong.any(), message)
             # The clamp only matters to a kernel that runs before the assertion stops the device.
-            return _all_rows(target.clamp(0, vocab - 1), self._valid_count, self._valid)
+            return _rows_without_waiting(target.clamp(0, vocab - 1), self._valid_count, self._valid, self._skips)
         if self._counts is None:
             count, wrong = int(self._valid_count), int(self._is_wrong.sum())
         else:
@@ -168,7 +196,7 @@ class RowSelection:
                 f"target has {wrong} of {target.shape[0]} values that are neither in [0, {vocab}), the "
                 f"vocabulary, nor ignore_index ({ignore_index}); the first is {target[self._is_wrong][0].item()}"
             )
-        if self._every_row:
+        if not self._skips:
             return _all_rows(target, self._valid_count, self._valid)
         return _valid_rows(target, self._valid_count, self._valid, count, self._packed)
 
@@ -184,13 +212,27 @@ def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, policy
     """
     target = target.long()
     valid = target != ignore_index
-    if policy.every_row or not policy.waits_for(target):
-        return _all_rows(target, valid_count, valid)
+    if not (policy.skips and policy.waits_for(target)):
+        return _rows_without_waiting(target, valid_count, valid, policy.skips)
     return _valid_rows(target, valid_count, valid, int(valid_count), None)
 
 
 def _valid_first(valid: Tensor) -> Tensor:
     return torch.argsort(valid, descending=True, stable=True)
+
+
+def _beside(vector: Tensor, tensor: Tensor) -> Tensor:
+    """(N,) as (N, 1, …), to go with a tensor (N, …)."""
+    return vector.view(-1, *[1] * (tensor.dim() - 1))
+
+
+def _rows_without_waiting(target: Tensor, valid_count: Tensor, valid: Tensor, skips: bool) -> Rows:
+    rows = _all_rows(target, valid_count, valid)
+    if not skips:
+        return rows
+    index = _valid_first(valid)
+    is_valid = torch.arange(rows.count, device=target.device) < valid_count
+    return replace(rows, target=torch.where(is_valid, target[index], 0), index=index, valid=is_valid)
 
 
 def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:

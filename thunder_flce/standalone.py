@@ -43,7 +43,8 @@ def forward_impl(
         IndexError: where a target is neither in [0, V) nor ignore_index.
     """
     loss = Loss(reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    checked = RowSelection(target, logits.shape[1], ignore_index, RowPolicy(may_wait=not logits.is_cuda)).rows()
+    policy = RowPolicy(ignored_rows="compute" if logits.is_cuda else "skip", every_row=True)
+    checked = RowSelection(target, logits.shape[1], ignore_index, policy).rows()
     rows, weights, divisors = _all_rows(loss, logits, target, checked.valid_count, weight)
     buffer = _as_buffer(logits)
     statistics = _KERNELS.statistics(buffer)

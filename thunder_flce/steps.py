@@ -12,6 +12,7 @@ import torch
 
 from thunder_flce.loss import Loss
 from thunder_flce.plan import Plan, Problem, VocabLayout, layout_for
+from thunder_flce.products import can_end_early
 from thunder_flce.row_kernels import SHORT_ROWS, runs_nvfuser
 
 _SHORT_NAMES = {
@@ -177,6 +178,12 @@ class _Steps:
         self._plan = region.plan
         self._loss = region.loss
         self._products = "cuBLAS" if problem.device_type == "cuda" else "PyTorch"
+        skips_on_device = self._plan.ignored_rows == "skip_on_device" and not self._loss.needs_every_row
+        self._ends_early = (
+            skips_on_device
+            and problem.device_type == "cuda"
+            and can_end_early(dtype=problem.dtype, hidden=problem.hidden)
+        )
         self._fused = runs_nvfuser(dtype=region.logits_dtype, device_type=problem.device_type)
         self._reductions = "Triton" if self._fused else "PyTorch"
         self._row_dtype = torch.float64 if problem.dtype is torch.float64 else torch.float32
@@ -207,8 +214,9 @@ class _Steps:
     def select(self) -> list[Step]:
         """What part of the operands takes part."""
         steps = []
-        if self._plan.skip_ignored_rows and not self._loss.needs_every_row:
-            steps.append(self._torch("x, y", "the rows whose target is not ignore_index"))
+        if self._plan.ignored_rows != "compute" and not self._loss.needs_every_row:
+            rows = "the rows whose target is not ignore_index"
+            steps.append(self._torch("x, y", rows if self._plan.ignored_rows == "skip" else f"{rows}, then zeros"))
         if self._loss.vocab_size is not None:
             steps.append(self._torch("W", f"W[:{self._loss.vocab_size}], and whatever else has its rows"))
         return steps
@@ -457,7 +465,7 @@ class _Steps:
         return Step(
             result=result,
             expression=expression + (f", the last {tail} columns apart" if tail else ""),
-            runs_in=self._products,
+            runs_in="Triton" if self._ends_early else self._products,
             assignment="+=" if adds else "=",
             call=call,
             operations=2 * tokens * problem.hidden * problem.vocab,

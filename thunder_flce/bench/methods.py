@@ -123,6 +123,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "flce, 4096 rows": partial(_ours, chunk_rows=4096),
     "flce, save_logits": partial(_ours, strategy="save_logits"),
     "flce, recompute_logits": partial(_ours, strategy="recompute_logits"),
+    "flce, skip_on_device": partial(_ours, ignored_rows="skip_on_device"),
     "grad_and_value loop": chunked_loop,
     "grad_and_value loop, compiled": partial(chunked_loop, compiled=True),
     "torch linear_cross_entropy": _torch_linear_cross_entropy,

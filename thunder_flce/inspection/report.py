@@ -10,7 +10,7 @@ from typing import Any
 import thunder
 from thunder.core.trace import TraceCtx
 
-from thunder_flce import cost
+from thunder_flce import cost, products
 from thunder_flce.inspection import layout
 from thunder_flce.inspection.fusions import fusion_definitions
 from thunder_flce.inspection.saved import SavedTensor, plain_thunder_traces, saved_tensors
@@ -91,8 +91,8 @@ class CompilationReport:
         """Time by step, in seconds: ours, and what thunder recorded of its own, to the millisecond.
 
         "tracing" is the interpreter's time; thunder keeps it for the last compilation only. "nvFuser row kernels",
-        "Triton row kernels" and "products tuned" are those of all row kernels and products that ran for the first time
-        in this process, whichever compilation they belong to.
+        "Triton row kernels", "Triton products" and "products tuned" are those of all row kernels and products that ran
+        for the first time in this process, whichever compilation they belong to.
         """
         stats = thunder.compile_stats(self._jitted)
         seconds = {}
@@ -104,6 +104,8 @@ class CompilationReport:
             if found := re.search(r"Constructed by (.*) \(took (\d+) milliseconds\)", provenance):
                 seconds[found[1]] = seconds.get(found[1], 0.0) + int(found[2]) / 1e3
         seconds |= {f"{compiler} row kernels": taken for compiler, taken in compile_seconds().items()}
+        if taken := products.compile_seconds():
+            seconds["Triton products"] = taken
         if tuned := tunings():
             seconds["products tuned"] = sum(tuning.seconds for tuning in tuned)
         return seconds

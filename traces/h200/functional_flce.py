@@ -5,7 +5,7 @@
 #         """The operation called by name; without the executor its decomposition runs."""
 #         return thunder_flce.linear_cross_entropy(hidden, weight, labels)
 #
-# fused, gradients in forward, chunks of 2048 tokens, 256 rows of dW summed in float32, products tuned
+# fused, gradients in forward, chunks of 2048 tokens, 192 rows of dW summed in float32, products tuned
 # Saved for backward, beside the arguments and views of them:
 #     t3: i64[], 8 bytes
 #     t4: bf16[2, 4096, 4096], 67,108,864 bytes
@@ -23,7 +23,7 @@ def computation(hidden, weight, labels):
   # labels: "cuda:0 i64[2, 4096]"
 
   # return thunder_flce.linear_cross_entropy(hidden, weight, labels)
-  (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256, tune_products=True)
+  (t0, t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=192, tune_products=True)
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[], row_max = t1: f32[8192], row_logsumexp = t2: f32[8192], valid_count = t3: i64[], dX = t4: bf16[2, 4096, 4096], dW = t5: bf16[128256, 4096]
     # x, y = the rows whose target is not ignore_index                                                   PyTorch
@@ -32,7 +32,7 @@ def computation(hidden, weight, labels):
     #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))                  Triton
     #   dlogits bf16[2048, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  Triton, same kernel
     #   dW bf16[128256, 4096] += dlogits.t() @ x                                                         cuBLAS
-    #   dW[hot] f32[256, 4096] += dlogits[:, hot].t() @ x                                                cuBLAS
+    #   dW[hot] f32[192, 4096] += dlogits[:, hot].t() @ x                                                cuBLAS
     #   dX bf16[2048, 4096] = dlogits @ W                                                                cuBLAS
     # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                    PyTorch
     # loss = sum(cross_entropy) / valid_count                                                            PyTorch

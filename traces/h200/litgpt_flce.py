@@ -6,7 +6,7 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 #
-# fused, gradients in forward, chunks of 2048 tokens, 256 rows of dW summed in float32, products tuned
+# fused, gradients in forward, chunks of 2048 tokens, 192 rows of dW summed in float32, products tuned
 # Saved for backward, beside the arguments and views of them:
 #     t5: i64[], 8 bytes
 #     t6: bf16[2, 4096, 4096], 67,108,864 bytes
@@ -29,7 +29,7 @@ def computation(hidden, weight, labels):
   t0 = Tensor.view(labels, -1)  # t0: "cuda:0 i64[8192]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cuda:0 i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=256, tune_products=True)
+  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=192, tune_products=True)
     # x = hidden, W = weight, y = t1
     # loss = t2: bf16[], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[], dX = t6: bf16[2, 4096, 4096], dW = t7: bf16[128256, 4096]
     # x, y = the rows whose target is not ignore_index                                                   PyTorch
@@ -38,7 +38,7 @@ def computation(hidden, weight, labels):
     #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))                  Triton
     #   dlogits bf16[2048, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  Triton, same kernel
     #   dW bf16[128256, 4096] += dlogits.t() @ x                                                         cuBLAS
-    #   dW[hot] f32[256, 4096] += dlogits[:, hot].t() @ x                                                cuBLAS
+    #   dW[hot] f32[192, 4096] += dlogits[:, hot].t() @ x                                                cuBLAS
     #   dX bf16[2048, 4096] = dlogits @ W                                                                cuBLAS
     # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                    PyTorch
     # loss = sum(cross_entropy) / valid_count                                                            PyTorch
