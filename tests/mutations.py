@@ -155,6 +155,9 @@ MUTATIONS = [
     *_of(
         "engine.py",
         ("mask", "None if self._input is None else self._input[chunk])", "None)"),
+        ("mask", "fill=torch.finfo(operands.row_dtype).max", "fill=0"),
+        ("mask", "slab, valid_rows=valid_others", "slab, valid_rows=None"),
+        ("index", "valid_saved = None if saved is None else rows.valid_rows(saved.rows)", "valid_saved = valid_others"),
         tests=("tests/test_rows.py",),
     ),
     *_of(
@@ -165,7 +168,6 @@ MUTATIONS = [
         ("mask", "taken if self.valid is None else taken.masked_fill_", "taken if True else taken.masked_fill_"),
         ("index", "(self.valid_count - start).clamp", "self.valid_count.clamp"),
         ("mask", ".clamp(0, stop - start)", ".clamp(0)"),
-        ("mask", "torch.where(is_valid, target[index], 0)", "target[index]"),
         tests=("tests/test_rows.py",),
     ),
     *_of(

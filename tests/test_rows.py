@@ -1,9 +1,16 @@
 """Which rows are computed, and how what was computed of them finds its tokens."""
 
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from thunder_flce import Options, linear_cross_entropy, products, rows
+from reference import assert_as_exact_as_eager, make_case
+from thunder_flce import Options, functional, linear_cross_entropy, products, rows
+from thunder_flce.options import STRATEGIES
+from thunder_flce.plan import make_plan
 from thunder_flce.rows import RowPolicy, RowSelection
 
 
@@ -51,6 +58,62 @@ def test_on_the_device_valid_rows_come_first():
 def test_elsewhere_all_rows_of_a_chunk_count(policy):
     target = torch.tensor([-100, 3, -100, 1])
     assert RowSelection(target, 4, -100, RowPolicy(ignored_rows=policy)).rows().valid_rows(slice(0, 2)) is None
+
+
+@pytest.fixture
+def planned(monkeypatch, request):
+    """The name of a plan, one of which only larger problems get, and options for it."""
+    name = request.param
+
+    def plan_of(problem, options, device):
+        plan = make_plan(problem, options)
+        return replace(plan, saved_rows=14, slab_columns=5) if name == "some rows saved" else plan
+
+    monkeypatch.setattr(functional, "cached_plan", plan_of)
+    strategy = {"some rows saved": "save_logits"}.get(name, name)
+    chunk_rows = None if strategy == "save_logits" else 10
+    return SimpleNamespace(
+        name=name, options=Options(strategy=strategy, chunk_rows=chunk_rows, ignored_rows="skip_on_device")
+    )
+
+
+PLANS = [*STRATEGIES, "some rows saved"]
+
+
+@pytest.mark.parametrize("planned", PLANS, indirect=True)
+@pytest.mark.parametrize("ignored", [3, 25, 40])
+def test_products_know_how_many_rows_are_valid(ignored, planned, monkeypatch):
+    """Each of them; all products of a kind together, each valid row once for every column."""
+    seen = defaultdict(int)
+
+    def spy(name, out, a, b, *arguments, valid_rows, **settings):
+        (m, k), n = a.shape, b.shape[1]
+        seen[name] += int(valid_rows) * (m * n if name == "dW" else k * n)
+        assert int(valid_rows) <= (k if name == "dW" else m)
+        product(name, out, a, b, *arguments, valid_rows=valid_rows, **settings)
+
+    product = products._product_
+    monkeypatch.setattr(products, "_product_", spy)
+    case = make_case(tokens=40, hidden=8, vocab=12, ignored=0.0)
+    case.target[torch.randperm(40)[:ignored]] = -100
+    assert_as_exact_as_eager(case, options=planned.options)
+    operations = (40 - ignored) * 8 * 12
+    assert seen["dX"] == seen["dW"] == operations
+    # Where they are not kept, logits are computed twice.
+    kept = {"recompute_logits": 0, "some rows saved": min(14, 40 - ignored)}.get(planned.name, 40 - ignored)
+    assert seen["logits"] == operations + (40 - ignored - kept) * 8 * 12
+
+
+@pytest.mark.parametrize("planned", PLANS, indirect=True)
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_ignored_rows_whose_logits_are_the_bias(ends_early, planned, monkeypatch):
+    """On CUDA, products run over whole tiles, or all rows; the bias is large enough for its exponential to overflow."""
+    if not ends_early:
+        monkeypatch.setattr(products, "_of_valid_rows", lambda out, a, b, count, **settings: (out, a, b))
+    case = make_case(tokens=40, bias=True, ignored=0.5)
+    with torch.no_grad():
+        case.bias += 100
+    assert_as_exact_as_eager(case, options=planned.options)
 
 
 @pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits"])

@@ -104,7 +104,7 @@ def _problem(**changes):
 
 def _region(*, loss=None, options=None, has_class_weight=False, **changes):
     loss, options = loss or Loss(), options or Options()
-    problem = _problem(row_gradients=loss.has_row_gradients, **changes)
+    problem = _problem(row_gradients=loss.has_row_gradients, every_row=loss.needs_every_row, **changes)
     problem = replace(problem, float32_logits=options.has_float32_logits(problem.dtype))
     plan = make_plan(problem, options)
     return PlannedRegion(problem=problem, plan=plan, loss=loss, has_class_weight=has_class_weight)

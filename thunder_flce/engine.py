@@ -143,13 +143,13 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         gradients = GradientSums(region, rows)
     for chunk in rows.chunks(first, plan.chunk_rows):
         x = gradients.take(chunk) if in_forward else rows.take(operands.x, chunk)
-        target = rows.target[chunk]
+        target, valid_rows = rows.target[chunk], rows.valid_rows(chunk)
         if saved_logits is buffer.padded and chunk.start:
             buffer = region.buffer(min(plan.chunk_rows, rows.count - chunk.start))
         logits = buffer.rows(slice(0, x.shape[0]))
         if computed < x.shape[0]:
             missing = slice(computed, x.shape[0])
-            region.products_(logits.rows(missing), x[missing], valid_rows=rows.valid_rows(chunk))
+            region.products_(logits.rows(missing), x[missing], valid_rows=valid_rows)
         computed = 0
         dlogits, bias_grad = logits, None
         if one_pass:
@@ -164,7 +164,7 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
                 at = _Targets(target, target_product)
                 dlogits, bias_grad = region.dlogits(logits, statistics, coefficients, at, scales.class_weights)
         if in_forward:
-            gradients.add(dlogits.logits, bias_grad, x, chunk)
+            gradients.add(dlogits.logits, bias_grad, x, chunk, valid_rows)
         # The next chunk's are allocated before these names are bound again.
         del x, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
@@ -195,7 +195,9 @@ def backward(
     rows = reselect_rows(operands.target, operands.loss.ignore_index, saved.valid_count, _row_policy(operands, plan))
     scales = _Scales(region, rows)
     row_gradients = scales.row_gradients(incoming)
-    statistics = RowStatistics(rows.gather(saved.row_max), rows.gather(saved.row_logsumexp))
+    # What an ignored row's products are now need not go with its statistics: exp(z - the largest number) is 0.
+    logsumexp = rows.only_valid(rows.gather(saved.row_logsumexp), fill=torch.finfo(operands.row_dtype).max)
+    statistics = RowStatistics(rows.only_valid(rows.gather(saved.row_max)), logsumexp)
     entropy = None if saved.entropy is None else rows.gather(saved.entropy)
     gathered = _GatheredRows(rows, scales, row_gradients, statistics, entropy)
     if logits is None:
@@ -210,7 +212,8 @@ def backward(
     if saved_rows.stop < rows.count:
         return _backward_by_slabs(region, gathered, _SavedPart(saved_rows, dlogits.logits, bias_grad))
     gradients = GradientSums(region, rows)
-    gradients.add(dlogits.logits, bias_grad, gradients.take(saved_rows), saved_rows)
+    x, valid_rows = gradients.take(saved_rows), rows.valid_rows(saved_rows)
+    gradients.add(dlogits.logits, bias_grad, x, saved_rows, valid_rows)
     return gradients.finish()
 
 
@@ -484,16 +487,19 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
     def empty(needed: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         return torch.empty(shape, dtype=dtype, device=x.device) if needed else None
 
-    input_sum = empty(operands.input_grad, x_others.shape, operands.row_dtype)
+    # dX is summed in its own memory if that is wide enough.
+    is_wide, shape = x.dtype == operands.row_dtype, operands.x.shape
+    input_grad = empty(operands.input_grad and (is_wide or saved is not None), shape, x.dtype)
+    input_sum = input_grad[others] if is_wide and operands.input_grad else None
+    if input_sum is None:
+        input_sum = empty(operands.input_grad, x_others.shape, operands.row_dtype)
     weight_grad = empty(operands.weight_grad, operands.weight.shape, operands.weight.dtype)
     bias_grad = empty(operands.bias_grad, operands.weight.shape[:1], operands.row_dtype)
     for gradient in (weight_grad, bias_grad):
         if gradient is not None:
             gradient[vocab:] = 0
-    input_grad = None
     valid_saved = None if saved is None else rows.valid_rows(saved.rows)
     if saved is not None and operands.input_grad:
-        input_grad = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         out = input_grad[saved.rows]
         products.input_gradient_(out, saved.dlogits, region.weight, tune=tune, valid_rows=valid_saved)
     for start in range(0, vocab, width):
@@ -520,11 +526,11 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
         if bias_grad is not None:
             bias_grad[slab] = column_sums if saved is None else column_sums + saved.bias_grad[slab]
         del logits, dlogits
-    if input_grad is not None:
-        input_grad[others] = input_sum
-        input_grad = rows.scatter(input_grad)
-    elif input_sum is not None:
-        input_grad = rows.scatter(input_sum.to(x.dtype))
+    if operands.input_grad:
+        if not is_wide:
+            input_grad = empty(True, shape, x.dtype) if input_grad is None else input_grad
+            input_grad[others] = input_sum
+        rows.spread_(input_grad)
     return Gradients(input_grad, weight_grad, None if bias_grad is None else bias_grad.to(operands.bias.dtype))
 
 
@@ -556,13 +562,14 @@ class GradientSums:
         """
         return self._rows.take(self._region.operands.x, chunk, None if self._input is None else self._input[chunk])
 
-    def add(self, dlogits: Tensor, bias_grad: Tensor | None, x: Tensor, chunk: slice) -> None:
+    def add(
+        self, dlogits: Tensor, bias_grad: Tensor | None, x: Tensor, chunk: slice, valid_rows: Tensor | None
+    ) -> None:
         """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H) as taken.
 
-        `x` is used up.
+        `x` is used up; valid_rows: `Rows.valid_rows`.
         """
-        vocab = dlogits.shape[1]
-        tune, valid_rows = self._region.plan.tune_products, self._rows.valid_rows(chunk)
+        vocab, tune = dlogits.shape[1], self._region.plan.tune_products
         if self._weight is not None:
             out, accumulate = self._weight[:vocab], not self._is_first
             products.weight_gradient_(out, dlogits, x, accumulate=accumulate, tune=tune, valid_rows=valid_rows)

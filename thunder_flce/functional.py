@@ -151,6 +151,7 @@ def plan_for(operands: Operands, options: Options) -> Plan:
         dtype=x.dtype,
         device_type=x.device.type,
         row_gradients=operands.loss.has_row_gradients,
+        every_row=operands.loss.needs_every_row,
         input_grad=operands.input_grad,
         weight_grad=operands.weight_grad,
         bias_grad=operands.bias_grad,

@@ -20,6 +20,7 @@ loss_only                   logits, statistics                     none: no grad
 ==========================  =====================================  ===========================================
 """
 
+import importlib.util
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -57,6 +58,9 @@ CPU_SMALLEST_CHUNK = 64
 SAVED_LOGITS_BYTES = 4 * 2**30
 # To save the logits of fewer than an eighth of the tokens spares less than 3% of the products.
 SMALLEST_SAVED_PART = 1 / 8
+
+# The compute capability, its first number, that `product_tuning` and `triton_products` were tried on.
+HOPPER = 9
 
 # Products of so many operations, a quarter of a millisecond on an H200, are worth measuring cuBLAS's algorithms.
 TUNED_OPERATIONS = 2e11
@@ -118,6 +122,8 @@ class Problem:
     bias_grad: bool
     float32_logits: bool = False
     """Whether logits of 16-bit operands stay in float32."""
+    every_row: bool = False
+    """Whether the loss needs ignored rows, too: `loss.Loss.needs_every_row`."""
 
     @property
     def needs_grad(self) -> bool:
@@ -240,9 +246,19 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
         ValueError: where a chosen strategy cannot give the gradients asked for.
     """
     plan = _untuned_plan(problem, options, memory)
-    # Products that end on the device are not cuBLAS's.
-    tune_products = options.tune_products and plan.ignored_rows != "skip_on_device"
-    return replace(plan, tune_products=tune_products and _has_large_products(problem, plan))
+    are_cublas = not products_end_early(problem, plan)
+    return replace(plan, tune_products=options.tune_products and are_cublas and _has_large_products(problem, plan))
+
+
+def products_end_early(problem: Problem, plan: Plan) -> bool:
+    """Whether the products end after the valid rows, on the device: see `triton_products`.
+
+    A GPU that is not there is taken to be one for which they do.
+    """
+    is_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == HOPPER
+    is_possible = problem.device_type == "cuda" and problem.dtype.itemsize == 2 and problem.hidden % 8 == 0
+    has_kernel = is_hopper and importlib.util.find_spec("triton") is not None
+    return plan.ignored_rows == "skip_on_device" and is_possible and has_kernel
 
 
 def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | None) -> Plan:
@@ -255,7 +271,10 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
             "the incoming gradient is a vector that has to be applied before anything is summed over tokens"
         )
-    common = {"ignored_rows": options.ignored_rows, "float32_logits": problem.float32_logits}
+    ignored_rows = options.ignored_rows
+    if ignored_rows == "skip_on_device" and problem.every_row:
+        ignored_rows = "compute"
+    common = {"ignored_rows": ignored_rows, "float32_logits": problem.float32_logits}
     if strategy == "gradients_in_forward":
         rows, float32_accumulator = _accumulation(problem, options, budget.chunk)
         in_16_bits = problem.weight_grad and problem.dtype.itemsize < 4 and not float32_accumulator
@@ -298,8 +317,9 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
         chunk = problem.logits_bytes(min(plan.chunk_rows, tokens))
         slab = tokens * problem.row_stride(plan.slab_columns) * problem.logits_itemsize
         # dX is summed in float32 and rounded at the end, when the slab is gone; so is dW of a slab from two products.
-        input_sum = problem.input_grad * tokens * problem.hidden * max(problem.dtype.itemsize, 4)
-        rounded = problem.input_grad * problem.tokens * problem.hidden * problem.dtype.itemsize
+        is_rounded = problem.input_grad and problem.dtype.itemsize < 4
+        input_sum = is_rounded * tokens * problem.hidden * 4
+        rounded = is_rounded * problem.tokens * problem.hidden * problem.dtype.itemsize
         if plan.saved_rows:
             slab += 4 * problem.weight_grad * plan.slab_columns * problem.hidden
             rounded = 0

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.cublaslt import Algorithm, Product, Signature
-from thunder_flce.plan import TUNED_OPERATIONS
+from thunder_flce.plan import HOPPER, TUNED_OPERATIONS
 
 # Proposals that take up to this much longer than the fastest, run once or twice, are measured again, at length: under
 # load a GPU lowers its clock, and then an algorithm that moves less data gains. No more than _FINALISTS and the first
@@ -29,8 +29,6 @@ _CLOSE = 1.05
 _FINALISTS = 4
 _BURST_SECONDS = 0.03
 _UNLUCKY = 1.2
-
-_HOPPER = 9
 
 # Which of the sizes M, N and K is the number of tokens. It changes from chunk to chunk, so what was measured serves
 # all numbers of tokens between the same powers of two, and others where nothing can be measured. Of dX, a quarter of
@@ -99,7 +97,7 @@ def run(name: str, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
     if 2 * m * n * k < TUNED_OPERATIONS or torch.are_deterministic_algorithms_enabled():
         return False
     signature = Signature.of(out, a, b, bias)
-    if signature is None or torch.cuda.get_device_capability(out.device)[0] != _HOPPER:
+    if signature is None or torch.cuda.get_device_capability(out.device)[0] != HOPPER:
         return False
     sizes = [m, n, k]
     tokens = _bucket(name, sizes.pop(_TOKENS[name]))

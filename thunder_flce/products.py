@@ -7,8 +7,8 @@ one token was added to a tokenizer (8192 × 128257 × 4096: 202 ms for the three
 odd V is computed as an aligned main part and a tail of one to seven columns, both views of the weight as it is.
 
 Where `tune` is set, large products run by the algorithm that `product_tuning` measures to be the fastest. With
-`valid_rows`, (), the rows of x and dlogits from there on are zeros, and nobody needs those of logits and dX but as
-finite numbers: then products end after the valid rows where they can, on CUDA by `triton_products` (but for a tail).
+`valid_rows`, (), the rows of x and dlogits from there on are zeros, so that those of logits (but for a bias) and of dX
+are: then products end after the valid rows where they can, on CUDA by `triton_products` (but for a tail).
 """
 
 import importlib.util
@@ -199,12 +199,6 @@ def _of_valid_rows(
     if not accumulate:
         out[count:] = 0
     return out[:count], a[:count], b
-
-
-def can_end_early(*, dtype: torch.dtype, hidden: int) -> bool:
-    """Whether products on CUDA end after the valid rows; a GPU that is not there is taken to be Hopper or later."""
-    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9
-    return _triton_available() and dtype.itemsize == 2 and hidden % ALIGNMENT == 0 and not is_old
 
 
 def compile_seconds() -> float:

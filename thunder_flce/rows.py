@@ -118,18 +118,17 @@ class RowPolicy:
     every_row: bool = False
     """Whether ignored rows are computed whatever the user wants."""
 
-    @property
-    def skips(self) -> bool:
-        """Whether ignored rows are left out."""
-        return self.ignored_rows != "compute" and not self.every_row
-
     def waits_for(self, target: Tensor) -> bool:
         """Whether the host waits for what the device finds out about `target`: how many are valid, and if any is wrong.
 
         It never does while a CUDA graph is captured.
         """
-        is_capturing = target.is_cuda and torch.cuda.is_current_stream_capturing()
-        return self.ignored_rows == "skip" and not is_capturing
+        return self.ignored_rows == "skip" and not _is_capturing(target)
+
+    def skips(self, target: Tensor) -> bool:
+        """Whether ignored rows are left out."""
+        is_possible = self.waits_for(target) or self.ignored_rows == "skip_on_device"
+        return is_possible and not self.every_row
 
 
 class RowSelection:
@@ -152,7 +151,7 @@ class RowSelection:
         self._is_wrong = self._valid & ((target < 0) | (target >= vocab))
         self._valid_count = self._valid.sum()
         self._waits = policy.waits_for(target)
-        self._skips = policy.skips
+        self._skips = policy.skips(target)
         self._packed = self._counts = None
         if self._waits and target.is_cuda:
             if self._skips:
@@ -212,9 +211,13 @@ def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, policy
     """
     target = target.long()
     valid = target != ignore_index
-    if not (policy.skips and policy.waits_for(target)):
-        return _rows_without_waiting(target, valid_count, valid, policy.skips)
+    if not (policy.skips(target) and policy.waits_for(target)):
+        return _rows_without_waiting(target, valid_count, valid, policy.skips(target))
     return _valid_rows(target, valid_count, valid, int(valid_count), None)
+
+
+def _is_capturing(target: Tensor) -> bool:
+    return target.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _valid_first(valid: Tensor) -> Tensor:
@@ -232,7 +235,7 @@ def _rows_without_waiting(target: Tensor, valid_count: Tensor, valid: Tensor, sk
         return rows
     index = _valid_first(valid)
     is_valid = torch.arange(rows.count, device=target.device) < valid_count
-    return replace(rows, target=torch.where(is_valid, target[index], 0), index=index, valid=is_valid)
+    return replace(rows, target=rows.target[index], index=index, valid=is_valid)
 
 
 def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from thunder_flce.loss import Loss
-from thunder_flce.plan import Plan, Problem, VocabLayout, layout_for
-from thunder_flce.products import can_end_early
+from thunder_flce.plan import Plan, Problem, VocabLayout, layout_for, products_end_early
 from thunder_flce.row_kernels import SHORT_ROWS, runs_nvfuser
 
 _SHORT_NAMES = {
@@ -178,12 +177,7 @@ class _Steps:
         self._plan = region.plan
         self._loss = region.loss
         self._products = "cuBLAS" if problem.device_type == "cuda" else "PyTorch"
-        skips_on_device = self._plan.ignored_rows == "skip_on_device" and not self._loss.needs_every_row
-        self._ends_early = (
-            skips_on_device
-            and problem.device_type == "cuda"
-            and can_end_early(dtype=problem.dtype, hidden=problem.hidden)
-        )
+        self._large_products = "Triton" if products_end_early(problem, self._plan) else self._products
         self._fused = runs_nvfuser(dtype=region.logits_dtype, device_type=problem.device_type)
         self._reductions = "Triton" if self._fused else "PyTorch"
         self._row_dtype = torch.float64 if problem.dtype is torch.float64 else torch.float32
@@ -465,7 +459,7 @@ class _Steps:
         return Step(
             result=result,
             expression=expression + (f", the last {tail} columns apart" if tail else ""),
-            runs_in="Triton" if self._ends_early else self._products,
+            runs_in=self._large_products,
             assignment="+=" if adds else "=",
             call=call,
             operations=2 * tokens * problem.hidden * problem.vocab,

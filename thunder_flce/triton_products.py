@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from thunder_flce.plan import HOPPER
+
 # What TMA asks of addresses and strides, in bytes. It also writes so many at once, behind the end of a row if it must.
 _ALIGNMENT = 16
-_HOPPER = 9
 
 # Tried at S1, settled: tiles of 256 × 128 take 3.2 to 3.5 ms where these take 3.0, 128 × 128 3.2 to 3.9; four stages
 # take as long as three, and a depth of 128 a third longer.
@@ -35,7 +36,7 @@ _STAGES = 3
 _GROUP = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "K"])
 def _product_kernel(
     a,
     b,
@@ -125,14 +126,14 @@ def run(
         out: (M, N), in the operands' dtype or float32.
         a: (M, K), float16 or bfloat16.
         b: (K, N), in a's dtype.
-        bias: (N,) or None.
+        bias: (N,) or None, as it has to be where the product is added to something.
         valid_rows: () int32 on the device. Rows from there on are zeros: of a or, if they are summed over, of both.
-        sums_rows: whether the rows are those along K. Otherwise they are along M, and the product's rows behind the
-            valid ones are zeros, or the bias.
+        sums_rows: whether the rows are those along K. Otherwise they are along M, and the result's rows behind the
+            valid ones are zeros or the bias or, with `accumulate`, what they were.
         accumulate: whether the product is added to what out holds.
 
     Returns:
-        Whether it does: only on Hopper or later, and where TMA can read the operands and write the result, whose rows
+        Whether it does: only on Hopper, and where TMA can read the operands and write the result, whose rows
         must be whole multiples of 16 bytes, 16 bytes apart.
     """
     is_16_bit = a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
@@ -175,8 +176,11 @@ def compile_seconds() -> float:
 
 @cache
 def _programs(device: torch.device) -> int:
-    """How many run at the same time: one a multiprocessor. None where there is no TMA, before Hopper."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < _HOPPER:
+    """How many run at the same time: one a multiprocessor; 0 but on Hopper.
+
+    Before, there is no TMA; afterwards, not every GPU has as much shared memory.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
 
