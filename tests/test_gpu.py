@@ -44,7 +44,7 @@ SHAPES = [
     Shape(name="large H", tokens=4096, vocab=64000, hidden=2048),
     Shape(name="small H", tokens=8192, vocab=64000, hidden=512, bias=True),
     Shape(name="odd V", tokens=4096, vocab=50257, hidden=1600),
-    Shape(name="small V", tokens=16384, vocab=8192, hidden=2048),
+    Shape(name="many tokens", tokens=32768, vocab=32000, hidden=2048),
 ]
 OPTIONS = [
     Options(),

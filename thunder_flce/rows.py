@@ -102,6 +102,8 @@ class Rows:
             block = slice(start, min(start + _MOVED_ROWS, self.total))
             moved = tensor.index_select(0, source[block].clamp(min=0))
             tensor[block] = moved.masked_fill_(_beside(source[block] < 0, moved), 0)
+            # Before the next is allocated.
+            del moved
 
     def only_valid(self, tensor: Tensor, fill: float = 0) -> Tensor:
         """(N, …) with `fill` in ignored rows."""
