@@ -66,6 +66,11 @@ def test_unknown_devices_have_no_prediction(changes, device):
     assert cost.predicted_seconds(_region(SHAPES["S1"], **changes), device) is None
 
 
+def test_products_that_end_early_have_no_prediction():
+    """How long they take depends on how many rows are ignored, and their rates are others."""
+    assert cost.predicted_seconds(_region(SHAPES["S1"], Options(ignored_rows="skip_on_device")), H200) is None
+
+
 def test_alternatives_are_other_plans_that_can_run():
     region = _region(SHAPES["S1"])
     plan, others = region.plan, [other.plan for other in cost.alternatives(region)]

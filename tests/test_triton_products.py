@@ -49,7 +49,7 @@ def _matrix(rows, columns, dtype, *, transposed=False):
     """Random numbers, in the middle of a larger matrix of others."""
     if transposed:
         return _matrix(columns, rows, dtype).t()
-    around = torch.full((rows, columns + 24 - columns % 8), float("nan"), dtype=dtype, device=DEVICE)
+    around = torch.full((rows, columns + 32 - columns % 16), float("nan"), dtype=dtype, device=DEVICE)
     around[:, 8 : 8 + columns] = torch.randn(rows, columns, device=DEVICE)
     return around[:, 8 : 8 + columns]
 
@@ -128,9 +128,9 @@ def test_rows_behind_the_valid_ones_are_not_read(sums_rows):
     """Whole tiles of them, that is: or nothing would have ended early."""
     from thunder_flce import triton_products
 
-    a = _matrix(304 if sums_rows else ROWS, ROWS if sums_rows else 40, DTYPE, transposed=sums_rows)
-    b = _matrix(a.shape[1], 40, DTYPE)
-    out = a.new_empty(a.shape[0], 40)
+    a = _matrix(304 if sums_rows else ROWS, ROWS if sums_rows else 48, DTYPE, transposed=sums_rows)
+    b = _matrix(a.shape[1], 48, DTYPE)
+    out = a.new_empty(a.shape[0], 48)
     rows = a.t() if sums_rows else a
     valid = ROWS // 2
     rows[valid:] = 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from thunder_flce.options import Options
-from thunder_flce.plan import Problem, make_plan
+from thunder_flce.plan import Problem, make_plan, products_end_early
 from thunder_flce.row_kernels import runs_nvfuser
 from thunder_flce.steps import PlannedRegion, backward_stages, forward_stages
 
@@ -43,7 +43,7 @@ def predicted_seconds(region: PlannedRegion, device_name: str | None) -> float |
     """Time of forward and backward of the region, in seconds.
 
     None, "unknown", where there are no rates: on a CPU, for other devices than those of `DEVICE_RATES`, where nvFuser
-    is missing, and for float32 and float64.
+    is missing, for float32 and float64, and for products that end early, on the device.
 
     Args:
         region: the region and how it runs.
@@ -52,7 +52,7 @@ def predicted_seconds(region: PlannedRegion, device_name: str | None) -> float |
     rates = DEVICE_RATES.get(device_name)
     problem = region.problem
     is_known = problem.dtype.itemsize == 2 and runs_nvfuser(dtype=problem.dtype, device_type=problem.device_type)
-    if rates is None or not is_known:
+    if rates is None or not is_known or products_end_early(problem, region.plan):
         return None
     stages = (*forward_stages(region), *backward_stages(region))
     steps = [step for stage in stages for step in stage.steps]
