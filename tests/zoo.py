@@ -92,8 +92,7 @@ class WithCrossEntropy(nn.Module):
         return chunked_cross_entropy(logits, labels, chunk_size=self.chunk_size, ignore_index=-100)
 
 
-# One layer: what is in front of the head takes most of thunder's time, and is none of ours. None where the head is the
-# same as Llama's.
+# One layer at most: what is in front of the head takes most of thunder's time, and is none of ours.
 _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -122,7 +121,7 @@ def _gpt2(loss_type: str | None = None):
     """How to build GPT-2, whose class has a name from which transformers can't tell the type of its loss."""
 
     def build():
-        sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 64}
+        sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 0, "n_head": 4, "n_positions": 64}
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
         model.loss_type = loss_type
@@ -131,12 +130,13 @@ def _gpt2(loss_type: str | None = None):
     return build
 
 
-def _litgpt(name: str, **wrap: Any):
+def _litgpt(name: str, n_layer: int = 1, **wrap: Any):
     """How to build a small model of litgpt by the name of its configuration."""
 
     def build():
         full = litgpt.Config.from_name(name)
-        sizes = {"block_size": 32, "n_layer": 1, "n_embd": 32, "n_head": 4, "head_size": 8, "intermediate_size": 48}
+        sizes = {"block_size": 32, "n_embd": 32, "n_head": 4, "head_size": 8, "intermediate_size": 48}
+        sizes["n_layer"] = n_layer
         sizes["n_query_groups"] = {full.n_head: 4, 1: 1}.get(full.n_query_groups, 2)
         if full.n_expert:
             sizes |= {"n_expert": 4, "n_expert_per_token": 2}
@@ -163,13 +163,13 @@ ENTRIES = [
     Entry("transformers Mistral", _transformers("Mistral", num_hidden_layers=0)),
     Entry(
         "transformers Granite",
-        _transformers("Granite", logits_scaling=8.0),
+        _transformers("Granite", num_hidden_layers=0, logits_scaling=8.0),
         head="logits divided by `logits_scaling`",
         region={"logit_scale": 0.125},
     ),
     Entry(
         "transformers Cohere",
-        _transformers("Cohere", logit_scale=0.0625),
+        _transformers("Cohere", num_hidden_layers=0, logit_scale=0.0625),
         head="tied; logits times `logit_scale`",
         region={"logit_scale": 0.0625},
     ),
@@ -198,28 +198,28 @@ ENTRIES = [
         jit=Reason.LOGITS_RETURNED,
         thunderfx=Reason.LOGITS_RETURNED,
     ),
-    Entry("litgpt Pythia", _litgpt("pythia-14m")),
-    Entry("litgpt Llama 2", _litgpt("Llama-2-7b-hf")),
+    Entry("litgpt Pythia", _litgpt("pythia-14m", n_layer=0)),
+    Entry("litgpt Llama 2", _litgpt("Llama-2-7b-hf", n_layer=0)),
     Entry("litgpt Llama 3", _litgpt("Llama-3.2-1B")),
     Entry(
         "litgpt Llama 3",
-        _litgpt("Llama-3.2-1B", chunk_size=8),
+        _litgpt("Llama-3.2-1B", n_layer=0, chunk_size=8),
         head="`chunk_size=8`, 3 chunks that become one region",
     ),
     Entry(
         "litgpt Llama 3",
-        _litgpt("Llama-3.2-1B", chunk_size=8, lm_head_chunk_size=6),
+        _litgpt("Llama-3.2-1B", n_layer=0, chunk_size=8, lm_head_chunk_size=6),
         head="`lm_head_chunk_size`, 2 chunks",
         regions=2,
     ),
-    Entry("litgpt Gemma", _litgpt("Gemma-2b")),
+    Entry("litgpt Gemma", _litgpt("Gemma-2b", n_layer=0)),
     Entry("litgpt Gemma 2", _litgpt("Gemma-2-2b"), head="softcap", region={"softcap": 30.0}),
     Entry("litgpt Gemma 3", _litgpt("Gemma-3-1b-it")),
-    Entry("litgpt Phi 2", _litgpt("phi-2"), head="bias", region={"linear_bias": True}),
-    Entry("litgpt Falcon", _litgpt("falcon-7b")),
-    Entry("litgpt Qwen2.5", _litgpt("Qwen2.5-0.5B")),
-    Entry("litgpt Qwen3", _litgpt("Qwen3-0.6B")),
-    Entry("litgpt OLMo", _litgpt("OLMo-1B-hf")),
+    Entry("litgpt Phi 2", _litgpt("phi-2", n_layer=0), head="bias", region={"linear_bias": True}),
+    Entry("litgpt Falcon", _litgpt("falcon-7b", n_layer=0)),
+    Entry("litgpt Qwen2.5", _litgpt("Qwen2.5-0.5B", n_layer=0)),
+    Entry("litgpt Qwen3", _litgpt("Qwen3-0.6B", n_layer=0)),
+    Entry("litgpt OLMo", _litgpt("OLMo-1B-hf", n_layer=0)),
     Entry(
         "litgpt Mixtral",
         _litgpt("Mixtral-8x7B-v0.1"),
