@@ -1,48 +1,21 @@
 """Products that end after the valid rows, against float64: on a GPU and, in a process of its own, interpreted."""
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-
 import pytest
 import torch
 
+from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, run_in_the_interpreter, take_loop_ends
 from reference import error
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.fixture(autouse=INTERPRETED)
 def interpreter(monkeypatch):
     """Programs there are three of, and tiles are small."""
-    from triton.runtime import interpreter
-
     from thunder_flce import triton_products
 
     monkeypatch.setattr(triton_products, "_programs", lambda device: 3)
     monkeypatch.setattr(triton_products, "_TILE", (16, 32, 16))
     monkeypatch.setattr(triton_products, "_GROUP", 2)
-    patch = interpreter._patch_lang_tensor
-
-    def patch_too(tensor, *scope):
-        patch(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_too)
-
-
-def on_device(test):
-    """Marks a test that runs the kernel."""
-    marks = [
-        pytest.mark.skipif(not find_spec("triton"), reason="needs Triton"),
-        pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"),
-        *([] if INTERPRETED else [pytest.mark.gpu]),
-    ]
-    for mark in marks:
-        test = mark(test)
-    return test
+    take_loop_ends(monkeypatch)
 
 
 def _matrix(rows, columns, dtype, *, transposed=False):
@@ -166,7 +139,7 @@ def test_what_tma_cannot_read_is_refused():
     assert _run(out, a, b, valid=64, sums_rows=False)
 
 
-@pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
+@needs_compiler
 @pytest.mark.parametrize("out_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("transposed", "sums_rows", "accumulate", "has_bias"),
@@ -208,15 +181,7 @@ def test_compiles_for_a_gpu_that_is_not_there(transposed, sums_rows, accumulate,
     assert compiled.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
+@needs_compiler
 def test_in_the_interpreter():
-    """The tests above without a GPU; the interpreter is chosen when the kernels are imported."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-q", "-p", "no:cacheprovider"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert " passed" in run.stdout and "skipped" in run.stdout
+    """The tests above without a GPU."""
+    run_in_the_interpreter(__file__)

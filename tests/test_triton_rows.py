@@ -1,31 +1,21 @@
 """Triton's kernels against float64, on a GPU and, in a process of its own, in Triton's interpreter."""
 
 import math
-import os
 import re
-import subprocess
-import sys
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, run_in_the_interpreter, take_loop_ends
 from reference import error
 from thunder_flce import gradient_scaling
 from thunder_flce.plan import VocabLayout
 from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowStatistics
 from thunder_flce.row_kernels.torch_ops import TorchRowKernels
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MAPS = [LogitMap(), LogitMap(scale=0.5), LogitMap(scale=-2.0, softcap=5.0), LogitMap(softcap=30.0)]
-
-needs_kernels = [
-    pytest.mark.skipif(not find_spec("triton"), reason="needs Triton"),
-    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 @pytest.fixture(autouse=INTERPRETED)
@@ -34,27 +24,13 @@ def interpreter(monkeypatch):
     another, so that none may wait for the next, and takes no tensor of NumPy's for the end of a loop.
     """
     import triton.language as tl
-    from triton.runtime import interpreter
 
     from thunder_flce.row_kernels import triton_rows
 
     stand_in = SimpleNamespace(exp=lambda x: tl.exp(x), tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
     monkeypatch.setattr(triton_rows, "libdevice", stand_in)
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**30)
-    patch = interpreter._patch_lang_tensor
-
-    def patch_too(tensor, *scope):
-        patch(tensor, *scope)
-        tensor.__index__ = lambda self: int(self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_too)
-
-
-def on_device(test):
-    """Marks a test that runs the kernels."""
-    for mark in [*needs_kernels, *([] if INTERPRETED else [pytest.mark.gpu])]:
-        test = mark(test)
-    return test
+    take_loop_ends(monkeypatch)
 
 
 def _buffer(rows, vocab, dtype, fill=None):
@@ -307,7 +283,7 @@ def test_rows_that_are_not_aligned_are_refused():
         triton_rows.statistics(buffer, LogitMap())
 
 
-@pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
+@needs_compiler
 @pytest.mark.parametrize("logit_map", [MAPS[0], MAPS[2]], ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
@@ -376,15 +352,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
             assert stores[-2] < ptx.rindex("bar.sync") < stores[-1]
 
 
-@pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
+@needs_compiler
 def test_in_the_interpreter():
-    """The tests above without a GPU; the interpreter is chosen when the kernels are imported."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", __file__, "-x", "-q", "-p", "no:cacheprovider"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert " passed" in run.stdout and "skipped" in run.stdout
+    """The tests above without a GPU."""
+    run_in_the_interpreter(__file__)

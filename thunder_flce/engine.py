@@ -490,8 +490,9 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
     # dX is summed in its own memory if that is wide enough.
     is_wide, shape = x.dtype == operands.row_dtype, operands.x.shape
     input_grad = empty(operands.input_grad and (is_wide or saved is not None), shape, x.dtype)
-    input_sum = input_grad[others] if is_wide and operands.input_grad else None
-    if input_sum is None:
+    if is_wide and operands.input_grad:
+        input_sum = input_grad[others]
+    else:
         input_sum = empty(operands.input_grad, x_others.shape, operands.row_dtype)
     weight_grad = empty(operands.weight_grad, operands.weight.shape, operands.weight.dtype)
     bias_grad = empty(operands.bias_grad, operands.weight.shape[:1], operands.row_dtype)

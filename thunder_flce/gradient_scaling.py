@@ -1,10 +1,11 @@
 """Multiplying finished gradients by the incoming gradient, for nothing where it is 1 (as after `loss.backward()`)."""
 
-import importlib.util
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from thunder_flce.plan import triton_available
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> Tensor:
@@ -20,7 +21,7 @@ def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> 
         return gradient
     result = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
     is_small_float = gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if may_overwrite and gradient.is_cuda and is_small_float and gradient.is_contiguous() and _triton_available():
+    if may_overwrite and gradient.is_cuda and is_small_float and gradient.is_contiguous() and triton_available():
         _multiply_unless_one_(gradient, factor)
     else:
         _multiply(gradient, factor.to(gradient.device), result)
@@ -48,11 +49,6 @@ def graph_is_kept() -> bool:
     True outside a backward pass, where nothing is known.
     """
     return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-@cache
-def _triton_available() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 @cache

@@ -52,8 +52,8 @@ class Options:
     synchronisation on CUDA. "compute": no synchronisation (but once, to tune products) and static shapes, as CUDA
     graphs need; this is also what happens by itself while a CUDA graph is being captured. "skip_on_device": without
     synchronisation and with static shapes, too, but valid rows come first and products end after them, which a kernel
-    of Triton's does for 16-bit operands on Hopper. That is slower than "compute" where few targets are ignored: by 3%
-    to 18%, and as much faster as there are more. Other products on CUDA go over all rows."""
+    of Triton's does for 16-bit operands on Hopper. Where no target is ignored that is up to 18% slower than the
+    others, and faster than "compute" the more there are. Other products on CUDA go over all rows."""
 
     logits_dtype: str = "input"
     """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,

@@ -22,6 +22,7 @@ loss_only                   logits, statistics                     none: no grad
 
 import importlib.util
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -250,6 +251,12 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
     return replace(plan, tune_products=options.tune_products and are_cublas and _has_large_products(problem, plan))
 
 
+@cache
+def triton_available() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def products_end_early(problem: Problem, plan: Plan) -> bool:
     """Whether the products end after the valid rows, on the device: see `triton_products`.
 
@@ -257,8 +264,7 @@ def products_end_early(problem: Problem, plan: Plan) -> bool:
     """
     is_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] == HOPPER
     is_possible = problem.device_type == "cuda" and problem.dtype.itemsize == 2 and problem.hidden % 8 == 0
-    has_kernel = is_hopper and importlib.util.find_spec("triton") is not None
-    return plan.ignored_rows == "skip_on_device" and is_possible and has_kernel
+    return plan.ignored_rows == "skip_on_device" and is_possible and is_hopper and triton_available()
 
 
 def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | None) -> Plan:

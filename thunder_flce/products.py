@@ -11,15 +11,14 @@ Where `tune` is set, large products run by the algorithm that `product_tuning` m
 are: then products end after the valid rows where they can, on CUDA by `triton_products` (but for a tail).
 """
 
-import importlib.util
 import sys
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thunder_flce import product_tuning
+from thunder_flce.plan import triton_available
 
 ALIGNMENT = 8
 
@@ -143,12 +142,12 @@ def _product_(
     tune: bool,
     valid_rows: Tensor | None = None,
 ) -> None:
-    """out = a @ b + bias, or out += a @ b: 16-bit operands are multiplied in float32, and rounded to out's dtype."""
+    """out = a @ b + bias, or out += a @ b: 16-bit products are summed in float32 and rounded to out's dtype."""
     if valid_rows is not None:
         sums_rows = name == "dW"
         if not out.is_cuda:
             out, a, b = _of_valid_rows(out, a, b, int(valid_rows), sums_rows=sums_rows, accumulate=accumulate)
-        elif _triton_available():
+        elif triton_available():
             from thunder_flce import triton_products
 
             how = {"valid_rows": valid_rows, "sums_rows": sums_rows, "accumulate": accumulate}
@@ -205,11 +204,6 @@ def compile_seconds() -> float:
     """What Triton has taken in this process for products that end early."""
     module = sys.modules.get("thunder_flce.triton_products")
     return 0.0 if module is None else module.compile_seconds()
-
-
-@cache
-def _triton_available() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _readable(matrix: Tensor) -> Tensor:

@@ -125,7 +125,8 @@ class RowPolicy:
 
         It never does while a CUDA graph is captured.
         """
-        return self.ignored_rows == "skip" and not _is_capturing(target)
+        is_capturing = target.is_cuda and torch.cuda.is_current_stream_capturing()
+        return self.ignored_rows == "skip" and not is_capturing
 
     def skips(self, target: Tensor) -> bool:
         """Whether ignored rows are left out."""
@@ -216,10 +217,6 @@ def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, policy
     if not (policy.skips(target) and policy.waits_for(target)):
         return _rows_without_waiting(target, valid_count, valid, policy.skips(target))
     return _valid_rows(target, valid_count, valid, int(valid_count), None)
-
-
-def _is_capturing(target: Tensor) -> bool:
-    return target.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _valid_first(valid: Tensor) -> Tensor:

@@ -1,0 +1,52 @@
+"""Runs tests of Triton kernels on a GPU or, in a process of their own, in the interpreter that the environment sets."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+needs_compiler = pytest.mark.skipif(INTERPRETED or not find_spec("triton"), reason="needs Triton")
+needs_kernels = [
+    needs_triton,
+    pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def on_device(test):
+    """Marks a test that runs the kernels."""
+    for mark in [*needs_kernels, *([] if INTERPRETED else [pytest.mark.gpu])]:
+        test = mark(test)
+    return test
+
+
+def take_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the interpreter take a tensor for the end of a loop, which it does not where that is one of NumPy's."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_too(tensor, *scope):
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_too)
+
+
+def run_in_the_interpreter(file: str) -> None:
+    """Runs the tests of `file` there; it is chosen when kernels are imported."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", file, "-x", "-q", "-p", "no:cacheprovider"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-4000:]
+    assert " passed" in run.stdout and "skipped" in run.stdout
