@@ -36,6 +36,7 @@ def _region(shape, options=None, *, loss=None, **changes):
         "input_grad": True,
         "weight_grad": True,
         "bias_grad": shape.bias,
+        "is_plain_loss": (loss or Loss()).is_plain,
     }
     problem = Problem(**{**fields, **changes})
     plan = make_plan(problem, options or Options())

@@ -14,10 +14,10 @@ def test_applies(mutation):
     ast.parse(mutation.applied((ROOT / mutation.path).read_text(encoding="utf-8")))
 
 
-def test_every_kind_in_every_file():
+def test_every_kind_where_there_are_formulas():
     kinds = defaultdict(set)
     for mutation in MUTATIONS:
         kinds[mutation.file].add(mutation.kind)
-    # What maps logits is in a file with no mask and no index.
-    del kinds["row_kernels/__init__.py"]
-    assert all(found == set(KINDS) for found in kinds.values()), kinds
+    with_formulas = ["loss.py", "row_kernels/torch_ops.py", "row_kernels/nvfuser.py", "row_kernels/triton_rows.py"]
+    with_formulas += ["engine.py", "products.py", "product_tuning.py", "rows.py"]
+    assert all(kinds[file] == set(KINDS) for file in with_formulas), kinds

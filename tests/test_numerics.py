@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from reference import Case, assert_as_exact_as_eager, eager, error, make_case, ours, truth
 from thunder_flce import Options, Plan, engine, linear_cross_entropy
-from thunder_flce.engine import HotRows, Operands
+from thunder_flce.engine import Operands
 from thunder_flce.functional import plan_for
 from thunder_flce.gradient_scaling import scale_gradient
+from thunder_flce.gradient_sums import HotRows
 from thunder_flce.loss import IncomingGradients, Loss
 from thunder_flce.options import IGNORED_ROWS, STRATEGIES
 from thunder_flce.plan import layout_for

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import thunder
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -251,6 +251,29 @@ def planned_problems(draw: Callable, vocabularies: tuple[int, ...]) -> tuple[Pro
     return problem, Plan(strategy="save_logits", saved_rows=saved_rows, slab_columns=slab_columns, **common)
 
 
+@st.composite
+def slabbed_problems(draw: Callable, vocabularies: tuple[int, ...]) -> tuple[Problem, Plan]:
+    """Problems with plans whose first logits lie in the memory of dW."""
+    problem = replace(draw(one_pass_problems(vocabularies)), hidden=16)
+    one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    in_float32 = problem.dtype.itemsize < 4 and draw(st.booleans())
+    tokens = torch.Size(problem.shape).numel()
+    plan = Plan(
+        strategy="gradients_in_forward",
+        chunk_rows=one_of(1, 4, 64),
+        float32_accumulator=in_float32,
+        float32_rows=0 if in_float32 or problem.dtype.itemsize >= 4 else 256,
+        first_rows=one_of(tokens, tokens // 2, 1),
+        first_slabs=one_of(2, 3, 4, 15),
+        ignored_rows=one_of(*IGNORED_ROWS),
+    )
+    vocab = problem.loss["vocab_size"] or problem.vocab
+    slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=vocab, dtype=problem.dtype)
+    assume(slabs.rows and slabs.width and slabs.borrowed)
+    assume(slabs.free_elements * problem.dtype.itemsize >= 4 * slabs.rows * problem.hidden)
+    return replace(problem, needs_grad=(problem.needs_grad[0], True, False)), plan
+
+
 def run_examples(test: Callable[[Any], None], examples: st.SearchStrategy, count: int) -> None:
     """Calls `test` with `count` random examples, always the same ones."""
     profile = settings(deadline=None, derandomize=True, max_examples=count, print_blob=False, database=None)
@@ -271,7 +294,8 @@ def test_eager(device):
     run_examples(run, problems(VOCABULARIES[device]), EXAMPLES[device])
 
 
-def test_every_plan(device, monkeypatch):
+@pytest.mark.parametrize("examples", [planned_problems, slabbed_problems], ids=["chunks", "slabs"])
+def test_every_plan(examples, device, monkeypatch):
     # A few rows at a time where PyTorch's operations are the row kernels.
     monkeypatch.setattr(torch_ops, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
 
@@ -281,7 +305,8 @@ def test_every_plan(device, monkeypatch):
         arguments = problem.settings(device)
         assert_as_exact_as_eager(problem.case(device), problem.incoming(device), factor=2.0, tiny=True, **arguments)
 
-    run_examples(run, planned_problems(VOCABULARIES[device]), EXAMPLES[device])
+    vocabularies = tuple(vocab for vocab in VOCABULARIES[device] if vocab > 100 or examples is planned_problems)
+    run_examples(run, examples(vocabularies), EXAMPLES[device])
 
 
 @pytest.fixture

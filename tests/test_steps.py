@@ -62,9 +62,10 @@ CASES = [
 
 @pytest.mark.parametrize(("loss", "options", "grads"), CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "save_some_logits"])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "save_some_logits", "first_tokens_in_slabs"])
 def test_steps_are_the_calls_of_the_engine(strategy, dtype, loss, options, grads, calls):
-    if loss.has_row_gradients and strategy == "gradients_in_forward":
+    in_forward = strategy in ("gradients_in_forward", "first_tokens_in_slabs")
+    if loss.has_row_gradients and in_forward:
         pytest.skip("no such strategy")
     needed = dict(zip(("input_grad", "weight_grad", "bias_grad"), grads, strict=True))
     operands = Operands(
@@ -75,12 +76,16 @@ def test_steps_are_the_calls_of_the_engine(strategy, dtype, loss, options, grads
         loss=loss,
         **needed,
     )
-    named = "save_logits" if strategy == "save_some_logits" else strategy
+    named = {"save_some_logits": "save_logits", "first_tokens_in_slabs": "gradients_in_forward"}.get(strategy, strategy)
     plan = plan_for(operands, replace(options, strategy=named, chunk_rows=10, accumulate="parameter"))
     if plan.slab_columns:
         plan = replace(plan, slab_columns=20)
     if strategy == "save_some_logits":
         plan = replace(plan, saved_rows=15, chunk_rows=10, slab_columns=20)
+    if strategy == "first_tokens_in_slabs":
+        if not (needed["weight_grad"] and plan.takes_one_pass(is_plain_loss=loss.is_plain, bias_grad=grads[2])):
+            pytest.skip("no such plan")
+        plan = replace(plan, first_rows=8, first_slabs=2)
     region = PlannedRegion(
         problem=_problem(tokens=T, hidden=H, vocab=operands.vocab, dtype=dtype, device_type="cpu", **needed),
         plan=plan,
@@ -91,7 +96,7 @@ def test_steps_are_the_calls_of_the_engine(strategy, dtype, loss, options, grads
     result = engine.forward(operands, plan)
     assert calls == _expected(forward_stages(region))
     calls.clear()
-    if strategy != "gradients_in_forward":
+    if not in_forward:
         engine.backward(operands, plan, result.statistics, result.logits, IncomingGradients(torch.ones(())))
     assert calls == _expected(backward_stages(region))
 
@@ -104,7 +109,8 @@ def _problem(**changes):
 
 def _region(*, loss=None, options=None, has_class_weight=False, **changes):
     loss, options = loss or Loss(), options or Options()
-    problem = _problem(row_gradients=loss.has_row_gradients, every_row=loss.needs_every_row, **changes)
+    about_loss = {"row_gradients": loss.has_row_gradients, "every_row": loss.needs_every_row}
+    problem = _problem(**about_loss, is_plain_loss=loss.is_plain, **changes)
     problem = replace(problem, float32_logits=options.has_float32_logits(problem.dtype))
     plan = make_plan(problem, options)
     return PlannedRegion(problem=problem, plan=plan, loss=loss, has_class_weight=has_class_weight)

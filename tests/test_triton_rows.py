@@ -11,8 +11,9 @@ from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, run_in_t
 from reference import error
 from thunder_flce import gradient_scaling
 from thunder_flce.plan import VocabLayout
-from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowStatistics
+from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowStatistics, SlabbedLogits
 from thunder_flce.row_kernels.torch_ops import TorchRowKernels
+from thunder_flce.slabs import LogitsInSlabs
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MAPS = [LogitMap(), LogitMap(scale=0.5), LogitMap(scale=-2.0, softcap=5.0), LogitMap(softcap=30.0)]
@@ -67,7 +68,8 @@ def test_statistics_and_gradient(vocab, logit_map, dtype):
     _check_statistics_and_gradient(_buffer(3, vocab, dtype), logit_map)
 
 
-def _check_statistics_and_gradient(buffer, logit_map):
+def _check_statistics_and_gradient(buffer, logit_map, slabs=None):
+    """slabs: `SlabbedLogits` that get the same logits and are computed on; None for the buffer itself."""
     from thunder_flce.row_kernels import triton_rows
 
     (rows, vocab), dtype = buffer.logits.shape, buffer.logits.dtype
@@ -83,7 +85,13 @@ def _check_statistics_and_gradient(buffer, logit_map):
 
     alone = triton_rows.statistics(buffer, logit_map)
     at_target = buffer.logits.gather(1, target[:, None]).squeeze(1)
-    together, product = triton_rows.statistics_and_gradient(buffer, target, coefficients, logit_map)
+    if slabs is None:
+        together, product = triton_rows.statistics_and_gradient(buffer, target, coefficients, logit_map)
+    else:
+        for columns, of_slab in zip(slabs.columns, slabs.buffers, strict=True):
+            of_slab.logits.copy_(buffer.logits[:, columns])
+        together, product = triton_rows.statistics_and_gradient(slabs, target, coefficients, logit_map)
+        buffer.logits.copy_(torch.cat([of_slab.logits for of_slab in slabs.buffers], 1))
     for statistics in (alone, together):
         for computed, expected in zip(statistics, reference, strict=True):
             torch.testing.assert_close(computed.double(), expected, rtol=2e-6, atol=5e-6 if INTERPRETED else 2e-6)
@@ -117,26 +125,72 @@ def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 0)
     monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", vocab * dtype.itemsize // 2)
     monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 2, registers=40))
-    logits = logit_map(buffer.logits.float())
-    filled = []
-
-    def exchange(rows, parts, device):
-        assert parts.count == 3 and parts.slots == 4
-        slots = torch.zeros(rows, 4, 2, dtype=torch.float32, device=device)
-        for number, part in enumerate(logits.split(parts.columns, 1)):
-            slots[:, number, 1] = part.amax(1)
-            slots[:, number, 0] = (part - part.amax(1, keepdim=True)).exp().sum(1).nan_to_num(0)
-        memory = torch.zeros(1 + rows * 4, dtype=torch.int64, device=device)
-        if INTERPRETED:
-            memory[1:] = slots.view(torch.int64).flatten()
-        filled.extend([memory, slots])
-        return memory
-
+    exchange = _Exchange(lambda parts: logit_map(buffer.logits.float()).split(parts.columns, 1), parts=3, slots=4)
     monkeypatch.setattr(triton_rows, "_exchange", exchange)
     _check_statistics_and_gradient(buffer, logit_map)
-    memory, slots = filled
-    assert memory[0] == 3 * 5
-    torch.testing.assert_close(memory[1:].view(torch.float32).view_as(slots), slots, rtol=1e-5, atol=1e-5)
+    exchange.check()
+
+
+class _Exchange:
+    """Stands in for `triton_rows._exchange`. In the interpreter, what programs leave for each other is there before."""
+
+    def __init__(self, logits_of, *, parts, slots):
+        self._logits_of, self._parts, self._slots = logits_of, parts, slots
+
+    def __call__(self, rows, parts, device):
+        assert (parts.count, parts.slots) == (self._parts, self._slots)
+        self._right = torch.zeros(rows, parts.slots, 2, dtype=torch.float32, device=device)
+        for number, part in enumerate(self._logits_of(parts)):
+            self._right[:, number, 1] = part.amax(1)
+            self._right[:, number, 0] = (part - part.amax(1, keepdim=True)).exp().sum(1).nan_to_num(0)
+        self._memory = torch.zeros(1 + rows * parts.slots, dtype=torch.int64, device=device)
+        if INTERPRETED:
+            self._memory[1:] = self._right.view(torch.int64).flatten()
+        return self._memory
+
+    def check(self):
+        """What they have left for each other is right."""
+        assert self._memory[0] == self._parts * self._right.shape[0]
+        left = self._memory[1:].view(torch.float32).view_as(self._right)
+        torch.testing.assert_close(left, self._right, rtol=1e-5, atol=1e-5)
+
+
+@on_device
+@pytest.mark.parametrize(("dtype", "logit_map"), [(torch.bfloat16, MAPS[0]), (torch.float32, MAPS[2])], ids=str)
+@pytest.mark.parametrize("vocab", [1280, 1283])
+@pytest.mark.parametrize(("count", "room", "borrowed"), [(3, 8, 2), (4, 4, 2), (2, 8, 1)])
+@pytest.mark.parametrize("parts_of_slab", [1, 2])
+def test_rows_in_slabs(parts_of_slab, count, room, borrowed, vocab, logit_map, dtype, monkeypatch):
+    """In memory that holds other things, too, of which nothing changes; fewer rows than there is room for."""
+    from thunder_flce.row_kernels import triton_rows
+
+    layout = LogitsInSlabs(rows=6, vocab=vocab, count=count, row_room=room)
+    assert layout.borrowed == borrowed
+    last = VocabLayout.aligned(vocab - layout.columns[-1].start)
+    largest = last.row_stride * dtype.itemsize
+    monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", -(-largest // parts_of_slab))
+    monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 2, registers=40))
+    memory = [
+        torch.full((size,), 7, dtype=dtype, device=DEVICE)
+        for size in (vocab * room, layout.own_elements(last.row_stride))
+    ]
+    slabs = SlabbedLogits.lay_out(layout, *memory, last).rows(slice(0, 5))
+    buffer = _buffer(5, vocab, dtype)
+    buffer.logits[0] -= 60
+    buffer.logits[1, :1000] = float("-inf")
+
+    def logits_of(parts):
+        logits = logit_map(buffer.logits.float())
+        return [part for columns in slabs.columns for part in logits[:, columns].split(parts.columns, 1)]
+
+    parts = count * parts_of_slab
+    exchange = _Exchange(logits_of, parts=parts, slots=2 ** (parts - 1).bit_length())
+    monkeypatch.setattr(triton_rows, "_exchange", exchange)
+    _check_statistics_and_gradient(buffer, logit_map, slabs)
+    exchange.check()
+    for of_slab in slabs.buffers:
+        of_slab.padded[:] = 7
+    assert all(bool((numbers == 7).all()) for numbers in memory)
 
 
 @on_device
@@ -299,6 +353,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
         *((triton_rows._statistics_kernel, block, 1) for block in triton_rows._STATISTICS_BLOCKS),
         *((both, block, 1) for block in triton_rows._GRADIENT_BLOCKS),
         *((both, triton_rows._PART_BLOCK, parts) for parts in (3, 15)),
+        (both, triton_rows._PART_BLOCK, 6, 3),
         *((triton_rows._gradient_kernel, block, 1) for block in triton_rows._SHORT_BLOCKS),
         (triton_rows._gradient_with_column_sums_kernel, triton_rows._SUMS_BLOCK, 1),
     ]
@@ -308,9 +363,11 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
         "target": "*i64",
         "rows": "i32",
         "rows_each": "i32",
+        "own_products": f"*{dtype}",
+        "slab_elements": "i32",
         "exchange": "*i64",
     }
-    for kernel, block, parts in kernels:
+    for kernel, block, parts, *slabs in kernels:
         part = 2 * block.elements + 64
         vocab = block.elements - 63 if kernel is triton_rows._gradient_kernel else parts * part - 63
         constants = {"STRIDE": vocab + 63, "VOCAB": vocab, "SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap}
@@ -318,10 +375,17 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
         if kernel is triton_rows._gradient_with_column_sums_kernel:
             constants["ROWS"] = triton_rows._SUMS_ROWS
         if kernel is both:
-            constants |= {"PARTS": parts, "PART": part, "SLOTS": triton.next_power_of_2(parts)}
+            (count,) = slabs or (1,)
+            width = (parts // count) * part
+            constants |= {"SLABS": count, "BORROWED": count - 1, "WIDTH": width, "PARTS": parts, "PART": part}
+            constants |= {"STRIDE": vocab + 63 - (count - 1) * width, "SLOTS": triton.next_power_of_2(parts)}
         arguments = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constants}
         signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
-        aligned = {(at,): [["tt.divisibility", 16]] for at, type in enumerate(arguments.values()) if type[0] == "*"}
+        aligned = {
+            (at,): [["tt.divisibility", 16]]
+            for at, (name, type) in enumerate(arguments.items())
+            if type[0] == "*" or name == "slab_elements"
+        }
         source = ASTSource(kernel, signature, constants, aligned)
         compiled = triton.compile(
             source, target=GPUTarget("cuda", 90, 32), options={"num_warps": block.warps, "maxnreg": block.registers}

@@ -8,11 +8,11 @@ For input x (T, H), weight W (V, H), bias b (V,) and target y (T,):
 
 Legend: T tokens, N of them not ignored, C tokens in a chunk, H hidden size, V vocabulary.
 
-One buffer holds the products of one chunk, which become dz in place. The target's entry is written last, from the
+One buffer holds the products of one chunk, which become dz in place; those of a larger first chunk may lie in slabs, in
+the memory of dW (`slabs`). The target's entry is written last, from the
 product as it was before: (p − 1) in float32 keeps the digits that p, rounded to bf16, has lost near 1.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,69 +20,26 @@ from torch import Tensor
 
 from thunder_flce import products
 from thunder_flce.gradient_scaling import graph_is_kept, scale_gradient
+from thunder_flce.gradient_sums import GradientMemory, Gradients, GradientSums
 from thunder_flce.loss import (
     ClassWeights,
     Divisors,
     IncomingGradients,
-    Loss,
     RowGradients,
     reduce_terms,
     row_terms,
 )
-from thunder_flce.plan import Plan, VocabLayout, layout_for
+from thunder_flce.plan import Plan
+from thunder_flce.region import Operands, Region, Targets, at_target
 from thunder_flce.row_kernels import (
     LogitsBuffer,
     RowCoefficients,
-    RowKernels,
     RowMoments,
     RowStatistics,
-    kernels_for,
+    SlabbedLogits,
+    TargetColumns,
 )
-from thunder_flce.row_kernels.torch_ops import statistics_dtype
 from thunder_flce.rows import RowPolicy, Rows, RowSelection, reselect_rows
-
-
-@dataclass(frozen=True, kw_only=True)
-class Operands:
-    """The region's inputs and which of them need a gradient."""
-
-    x: Tensor
-    """(T, H)"""
-    weight: Tensor
-    """(V, H), x's dtype; of its rows, only the first `Loss.vocab_size` take part"""
-    bias: Tensor | None
-    """(V,), x's dtype"""
-    target: Tensor
-    """(T,) integers in [0, V), or ignore_index"""
-    loss: Loss
-    class_weight: Tensor | None = None
-    """(V,) floating point"""
-    num_items: Tensor | None = None
-    """() what "mean" divides by, in place of the number of valid targets"""
-    input_grad: bool = False
-    weight_grad: bool = False
-    bias_grad: bool = False
-
-    @property
-    def vocab(self) -> int:
-        """K, the columns of the vocabulary that take part: V, or `Loss.vocab_size`."""
-        return self.loss.vocab_size or self.weight.shape[0]
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """The dtype of the loss and of everything that is one number a row."""
-        return statistics_dtype(self.x.dtype)
-
-
-class Gradients(NamedTuple):
-    """None for what needs no gradient."""
-
-    input: Tensor | None
-    """(T, H)"""
-    weight: Tensor | None
-    """(V, H)"""
-    bias: Tensor | None
-    """(V,)"""
 
 
 class SavedStatistics(NamedTuple):
@@ -120,55 +77,57 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
             device-side assertion instead).
     """
     selection = RowSelection(operands.target, operands.vocab, operands.loss.ignore_index, _row_policy(operands, plan))
-    region = _Region(operands, plan)
-    # The first chunk is the largest, so its memory serves the others, unless it is kept.
-    first = min(plan.saved_rows or plan.chunk_rows, operands.target.shape[0])
-    buffer = region.buffer(first)
+    region = Region(operands, plan)
+    in_forward = plan.strategy == "gradients_in_forward"
+    memory = GradientMemory.allocate(region) if in_forward else None
+    first = min(plan.saved_rows or plan.first_rows or plan.chunk_rows, operands.target.shape[0])
+    # The first chunk needs the most memory, so it serves the others, unless it is kept.
+    first_logits, buffer = _logits_memory(region, first, memory)
     saved_logits = buffer.padded if plan.saved_rows else None
-    # The first product keeps the device busy while the host waits for the number of rows.
-    first_rows = selection.first_rows(operands.x, first)
+    # The first product keeps the device busy while the host waits for the number of rows. Rows of x that it needs in
+    # another order lie where dX will be.
+    first_rows = selection.first_rows(
+        operands.x, min(first, plan.saved_rows or plan.chunk_rows), out=None if memory is None else memory.input
+    )
     computed = 0
     if first_rows is not None:
         computed = first_rows.shape[0]
-        region.products_(buffer.rows(slice(0, computed)), first_rows)
+        region.products_(first_logits.buffers[0].rows(slice(0, computed)), first_rows, first_logits.columns[0])
         del first_rows
     rows = selection.rows()
 
     scales = _Scales(region, rows)
     results = _RowResults(region, rows)
-    in_forward = plan.strategy == "gradients_in_forward"
     one_pass = plan.takes_one_pass(is_plain_loss=operands.loss.is_plain, bias_grad=operands.bias_grad)
     if in_forward:
         row_gradients = scales.row_gradients(IncomingGradients(buffer.padded.new_ones((), dtype=operands.row_dtype)))
-        gradients = GradientSums(region, rows)
+        gradients = GradientSums(region, rows, memory)
     for chunk in rows.chunks(first, plan.chunk_rows):
         x = gradients.take(chunk) if in_forward else rows.take(operands.x, chunk)
         target, valid_rows = rows.target[chunk], rows.valid_rows(chunk)
         if saved_logits is buffer.padded and chunk.start:
             buffer = region.buffer(min(plan.chunk_rows, rows.count - chunk.start))
-        logits = buffer.rows(slice(0, x.shape[0]))
-        if computed < x.shape[0]:
-            missing = slice(computed, x.shape[0])
-            region.products_(logits.rows(missing), x[missing], valid_rows=valid_rows)
+        logits = (buffer if chunk.start else first_logits).rows(slice(0, x.shape[0]))
+        region.chunk_products_(logits, x, computed=computed, valid_rows=valid_rows)
         computed = 0
         dlogits, bias_grad = logits, None
         if one_pass:
             coefficients = row_gradients.coefficients(chunk, None)
             results.add(*region.kernels.statistics_and_gradient(logits, target, coefficients))
         else:
-            target_product = _at_target(logits, target)
+            target_product = at_target(logits, target)
             statistics = region.kernels.statistics(logits)
             results.add(statistics, target_product, *region.further_vectors(logits, statistics, scales.class_weights))
             if in_forward:
                 coefficients = row_gradients.coefficients(chunk, statistics)
-                at = _Targets(target, target_product)
+                at = Targets(target, target_product)
                 dlogits, bias_grad = region.dlogits(logits, statistics, coefficients, at, scales.class_weights)
         if in_forward:
-            gradients.add(dlogits.logits, bias_grad, x, chunk, valid_rows)
+            gradients.add(dlogits, bias_grad, x, chunk, valid_rows)
         # The next chunk's are allocated before these names are bound again.
         del x, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
-    buffer = logits = None
+    first_logits = buffer = logits = None
     loss, outputs, row_statistics = results.finish(scales)
     return ForwardResult(
         loss=loss,
@@ -191,7 +150,7 @@ def backward(
         logits: as returned by the forward; used up, unless the graph is kept.
         incoming: the gradients that arrive at the loss and its outputs.
     """
-    region = _Region(operands, plan)
+    region = Region(operands, plan)
     rows = reselect_rows(operands.target, operands.loss.ignore_index, saved.valid_count, _row_policy(operands, plan))
     scales = _Scales(region, rows)
     row_gradients = scales.row_gradients(incoming)
@@ -203,7 +162,7 @@ def backward(
     if logits is None:
         return _backward_by_slabs(region, gathered, None)
     if rows.count == 0:
-        return GradientSums(region, rows).finish()
+        return GradientSums(region, rows, GradientMemory.allocate(region)).finish()
     saved_rows = slice(0, min(plan.saved_rows, rows.count))
     # Where the products are overwritten but the graph is kept, autograd will read them again.
     is_overwritten = region.logits_dtype == operands.x.dtype
@@ -211,9 +170,9 @@ def backward(
     dlogits, bias_grad = gathered.dlogits(region, buffer.rows(saved_rows), saved_rows)
     if saved_rows.stop < rows.count:
         return _backward_by_slabs(region, gathered, _SavedPart(saved_rows, dlogits.logits, bias_grad))
-    gradients = GradientSums(region, rows)
+    gradients = GradientSums(region, rows, GradientMemory.allocate(region))
     x, valid_rows = gradients.take(saved_rows), rows.valid_rows(saved_rows)
-    gradients.add(dlogits.logits, bias_grad, x, saved_rows, valid_rows)
+    gradients.add(dlogits, bias_grad, x, saved_rows, valid_rows)
     return gradients.finish()
 
 
@@ -228,115 +187,10 @@ def scale_gradients(grad: Tensor, valid_count: Tensor, *gradients: Tensor | None
     return tuple(None if g is None else scale_gradient(g, grad, may_overwrite=may_overwrite) for g in gradients)
 
 
-class _Targets(NamedTuple):
-    """Where the targets of a chunk's rows are in its buffer."""
-
-    column: Tensor
-    """(C,) columns of the buffer"""
-    product: Tensor
-    """(C,) the products there"""
-    is_here: Tensor | None = None
-    """(C,) False in rows whose target lies in another slab of the vocabulary; `column` is then any column"""
-
-
-class _Region:
-    """Operands and a plan, and what follows from them for every chunk."""
-
-    def __init__(self, operands: Operands, plan: Plan):
-        self.operands = operands
-        self.plan = plan
-        self.loss = operands.loss
-        self.logits_dtype = torch.float32 if plan.float32_logits else operands.x.dtype
-        device_type = operands.x.device.type
-        self.kernels: RowKernels = kernels_for(
-            dtype=self.logits_dtype, device_type=device_type, logit_map=self.loss.logit_map
-        )
-        vocab = operands.vocab
-        self.weight = operands.weight[:vocab]
-        self.bias = None if operands.bias is None else operands.bias[:vocab]
-
-    def layout(self, columns: int | None = None) -> VocabLayout:
-        """How rows of products lie in memory, over the vocabulary or `columns` columns of it."""
-        device_type = self.operands.x.device.type
-        return layout_for(columns or self.operands.vocab, dtype=self.logits_dtype, device_type=device_type)
-
-    def buffer(self, rows: int, columns: int | None = None) -> LogitsBuffer:
-        """Memory for the products of `rows` rows, over the vocabulary or `columns` columns of it."""
-        return LogitsBuffer.allocate(rows, self.layout(columns), dtype=self.logits_dtype, device=self.operands.x.device)
-
-    def products_(
-        self, buffer: LogitsBuffer, x: Tensor, slab: slice = slice(None), *, valid_rows: Tensor | None = None
-    ) -> None:
-        """Fills the buffer with z = x Wᵀ + b, over the vocabulary or a slab of it; valid_rows: `Rows.valid_rows`."""
-        bias = None if self.bias is None else self.bias[slab]
-        products.logits_(buffer.logits, x, self.weight[slab], bias, tune=self.plan.tune_products, valid_rows=valid_rows)
-
-    def further_vectors(
-        self, buffer: LogitsBuffer, statistics: RowStatistics, class_weights: ClassWeights | None
-    ) -> tuple[RowMoments, Tensor | None]:
-        """What else the loss needs of a chunk's rows: moments, and the columns of the largest logits, (C,)."""
-        loss = self.loss
-        moments = RowMoments()
-        if loss.needs_entropy or loss.label_smoothing:
-            class_weight = None if class_weights is None else class_weights.columns
-            moments = self.kernels.moments(
-                buffer,
-                statistics,
-                class_weight,
-                expected=loss.needs_entropy,
-                weighted_sum=loss.label_smoothing != 0,
-            )
-        argmax = None
-        if loss.needs_argmax:
-            # Of the products: their map keeps the order, or turns it round.
-            argmax = (torch.argmax if loss.logit_scale > 0 else torch.argmin)(buffer.logits, 1)
-        return moments, argmax
-
-    def dlogits(
-        self,
-        buffer: LogitsBuffer,
-        statistics: RowStatistics,
-        coefficients: RowCoefficients,
-        targets: _Targets,
-        class_weights: ClassWeights | None,
-        slab: slice = slice(None),
-    ) -> tuple[LogitsBuffer, Tensor | None]:
-        """dz of a chunk (C, V), in x's dtype, and its sum over the rows, (V,), if the bias needs a gradient.
-
-        The products are overwritten, unless their dtype is another than x's.
-        """
-        dtype = self.operands.x.dtype
-        class_weight = None
-        if class_weights is not None and coefficients.uniform is not None:
-            class_weight = class_weights.columns[slab]
-        dlogits, column_sums = self.kernels.gradient(
-            buffer,
-            statistics,
-            coefficients,
-            class_weight,
-            dtype=dtype,
-            column_sums=self.operands.bias_grad,
-        )
-        column, product, is_here = targets
-        one_hot = coefficients.one_hot if is_here is None else torch.where(is_here, coefficients.one_hot, 0)
-        at_target = self.kernels.target_gradient(
-            product,
-            statistics,
-            coefficients._replace(one_hot=one_hot),
-            None if class_weight is None else class_weight[column],
-            dtype=dtype,
-        )
-        dlogits.logits.scatter_(1, column[:, None], at_target[:, None])
-        if column_sums is not None:
-            slope = self.loss.logit_map.slope(self.loss.logit_map(product.to(one_hot.dtype)))
-            column_sums.index_add_(0, column, one_hot if slope is None else one_hot * slope, alpha=-1)
-        return dlogits, column_sums
-
-
 class _Scales:
     """What depends on all rows at once: class weights and divisors."""
 
-    def __init__(self, region: _Region, rows: Rows):
+    def __init__(self, region: Region, rows: Rows):
         operands, loss = region.operands, region.loss
         self._operands = operands
         self._rows = rows
@@ -368,7 +222,7 @@ class _RowVectors(NamedTuple):
 class _RowResults:
     """Gathers what the chunks' rows give, and makes of it the loss, its outputs and the saved statistics."""
 
-    def __init__(self, region: _Region, rows: Rows):
+    def __init__(self, region: Region, rows: Rows):
         self._region = region
         self._rows = rows
         self._chunks: list[_RowVectors] = []
@@ -445,14 +299,14 @@ class _GatheredRows(NamedTuple):
         """Those of the rows of `chunk`."""
         return RowStatistics(*(vector[chunk] for vector in self.statistics))
 
-    def dlogits(self, region: _Region, buffer: LogitsBuffer, chunk: slice) -> tuple[LogitsBuffer, Tensor | None]:
-        """See `_Region.dlogits`: of the rows of `chunk`, from their products over the whole vocabulary."""
+    def dlogits(self, region: Region, buffer: LogitsBuffer, chunk: slice) -> tuple[LogitsBuffer, Tensor | None]:
+        """See `Region.dlogits`: of the rows of `chunk`, from their products over the whole vocabulary."""
         target = self.rows.target[chunk]
         return region.dlogits(
             buffer,
             self.chunk_statistics(chunk),
             self.coefficients(chunk),
-            _Targets(target, _at_target(buffer, target)),
+            Targets(target, at_target(buffer, target)),
             self.scales.class_weights,
         )
 
@@ -468,7 +322,7 @@ class _SavedPart(NamedTuple):
     """(V,) their sum over the rows"""
 
 
-def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPart | None) -> Gradients:
+def _backward_by_slabs(region: Region, gathered: _GatheredRows, saved: _SavedPart | None) -> Gradients:
     """Backward where logits were not saved: these again, a slab of the vocabulary at a time, for all such tokens.
 
     Each row of dW belongs to one slab, so it is written once and needs no accumulator. dX is summed over slabs in
@@ -508,10 +362,8 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
         weight = region.weight[slab]
         logits = region.buffer(x_others.shape[0], weight.shape[0])
         region.products_(logits, x_others, slab, valid_rows=valid_others)
-        target = target_others - slab.start
-        in_slab = (target >= 0) & (target < weight.shape[0])
-        target = target.clamp(0, weight.shape[0] - 1)
-        at = _Targets(target, _at_target(logits, target), in_slab)
+        column, is_here = TargetColumns.of(target_others, slab)
+        at = Targets(column, at_target(logits, column), is_here)
         dlogits, column_sums = region.dlogits(logits, statistics, coefficients, at, gathered.scales.class_weights, slab)
         if input_sum is not None:
             products.input_gradient_(
@@ -535,101 +387,23 @@ def _backward_by_slabs(region: _Region, gathered: _GatheredRows, saved: _SavedPa
     return Gradients(input_grad, weight_grad, None if bias_grad is None else bias_grad.to(operands.bias.dtype))
 
 
-class GradientSums:
-    """dX, dW and db while chunks of tokens add to them; no memory for those that are not needed."""
-
-    def __init__(self, region: _Region, rows: Rows):
-        operands, plan = region.operands, region.plan
-        self._region = region
-        self._rows = rows
-        self._is_first = True
-        x, weight = operands.x, operands.weight
-        self._input = torch.empty(x.shape, dtype=x.dtype, device=x.device) if operands.input_grad else None
-        accumulator = torch.float32 if plan.float32_accumulator else weight.dtype
-        self._weight = self._hot = None
-        if operands.weight_grad:
-            self._weight = torch.empty(weight.shape, dtype=accumulator, device=x.device)
-            self._weight[operands.vocab :] = 0
-            if plan.float32_rows:
-                self._hot = HotRows(rows.target, region.weight, plan.float32_rows)
-        self._bias = (
-            torch.zeros(weight.shape[0], dtype=operands.row_dtype, device=x.device) if operands.bias_grad else None
-        )
-
-    def take(self, chunk: slice) -> Tensor:
-        """The rows of x that belong to `chunk` of the rows, (C, H).
-
-        Where rows are skipped, this is a copy, in the memory that takes dX of the chunk afterwards.
-        """
-        return self._rows.take(self._region.operands.x, chunk, None if self._input is None else self._input[chunk])
-
-    def add(
-        self, dlogits: Tensor, bias_grad: Tensor | None, x: Tensor, chunk: slice, valid_rows: Tensor | None
-    ) -> None:
-        """Adds what the rows of `chunk` contribute: dlogits (C, V), their sum over rows (V,), x (C, H) as taken.
-
-        `x` is used up; valid_rows: `Rows.valid_rows`.
-        """
-        vocab, tune = dlogits.shape[1], self._region.plan.tune_products
-        if self._weight is not None:
-            out, accumulate = self._weight[:vocab], not self._is_first
-            products.weight_gradient_(out, dlogits, x, accumulate=accumulate, tune=tune, valid_rows=valid_rows)
-        if self._hot is not None:
-            self._hot.add(dlogits, x)
-        if self._bias is not None:
-            self._bias[:vocab].add_(bias_grad)
-        if self._input is not None:
-            out, weight = self._input[chunk], self._region.weight
-            products.input_gradient_(out, dlogits, weight, tune=tune, valid_rows=valid_rows)
-        self._is_first = False
-
-    def finish(self) -> Gradients:
-        """The gradients in the dtypes of what they belong to; zeros where no chunk was added."""
-        if self._weight is not None and self._is_first:
-            self._weight.zero_()
-        elif self._hot is not None:
-            self._hot.write(self._weight)
-        if self._input is not None:
-            self._rows.spread_(self._input)
-        weight, bias = self._region.operands.weight, self._region.operands.bias
-        return Gradients(
-            self._input,
-            None if self._weight is None else self._weight.to(weight.dtype),
-            None if self._bias is None else self._bias.to(bias.dtype),
-        )
-
-
-class HotRows:
-    """The rows of dW with the most targets, summed in float32 beside a dW that is summed in 16 bits.
-
-    Words are not spread evenly: a few columns of the vocabulary are the target of many tokens, get a large share from
-    every chunk, and hold most of what dW loses by rounding. With Zipf-distributed targets, 8192 × 128256 × 4096 and
-    four chunks, dW errs by 2.4e-3 without them, against 1.5e-3 of a single product.
-    """
-
-    def __init__(self, target: Tensor, weight: Tensor, count: int):
-        vocab, hidden = weight.shape
-        occurrences = torch.zeros(vocab, dtype=torch.float32, device=target.device)
-        occurrences.scatter_add_(0, target, torch.ones_like(target, dtype=torch.float32))
-        # topk goes over 8 bits at a time: 0.04 instead of 0.07 ms. With more than 255 tokens, any column is hot enough.
-        occurrences = occurrences.clamp_(max=255).to(torch.uint8)
-        self._columns = occurrences.topk(min(count, vocab), sorted=False).indices
-        self._sum = torch.zeros(self._columns.shape[0], hidden, dtype=torch.float32, device=target.device)
-
-    def add(self, dlogits: Tensor, x: Tensor) -> None:
-        """Adds what a chunk contributes: dlogits (C, V), x (C, H)."""
-        # gather, since index_select takes three times as long along this dimension.
-        hot = dlogits.gather(1, self._columns.expand(dlogits.shape[0], -1))
-        products.weight_gradient_(self._sum, hot, x, accumulate=True)
-
-    def write(self, weight_grad: Tensor) -> None:
-        """Puts the sums into dW (V, H), rounded once."""
-        weight_grad.index_copy_(0, self._columns, self._sum.to(weight_grad.dtype))
-
-
-def _at_target(buffer: LogitsBuffer, target: Tensor) -> Tensor:
-    """(C,) the product at each row's target, the same one that the statistics see."""
-    return buffer.logits.gather(1, target[:, None]).squeeze(1)
+def _logits_memory(
+    region: Region, first: int, memory: GradientMemory | None
+) -> tuple[LogitsBuffer | SlabbedLogits, LogitsBuffer]:
+    """Memory for the logits of the first chunk, of `first` rows, and for those of a later one; they may be the same."""
+    operands, plan, layout = region.operands, region.plan, region.layout()
+    tokens, hidden = operands.x.shape
+    slabs = plan.logits_in_slabs(hidden=hidden, vocab=operands.vocab, dtype=operands.x.dtype)
+    if slabs is None:
+        buffer = region.buffer(first)
+        return buffer, buffer
+    rows = min(plan.chunk_rows, tokens - first)
+    last = region.layout(slabs.columns[-1].stop - slabs.columns[-1].start)
+    elements = max(slabs.own_elements(last.row_stride), rows * layout.row_stride)
+    own = torch.empty(elements, dtype=region.logits_dtype, device=operands.x.device)
+    borrowed = memory.weight_as(region.logits_dtype, operands.vocab)
+    buffer = LogitsBuffer(own[: rows * layout.row_stride].view(rows, layout.row_stride), layout)
+    return SlabbedLogits.lay_out(slabs, borrowed, own, last), buffer
 
 
 def _row_policy(operands: Operands, plan: Plan) -> RowPolicy:

@@ -152,6 +152,7 @@ def plan_for(operands: Operands, options: Options) -> Plan:
         device_type=x.device.type,
         row_gradients=operands.loss.has_row_gradients,
         every_row=operands.loss.needs_every_row,
+        is_plain_loss=operands.loss.is_plain,
         input_grad=operands.input_grad,
         weight_grad=operands.weight_grad,
         bias_grad=operands.bias_grad,

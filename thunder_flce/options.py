@@ -41,7 +41,8 @@ class Options:
     """One of `STRATEGIES`, or None to let the plan choose."""
 
     chunk_rows: int | None = None
-    """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size."""
+    """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size. A first
+    chunk may be larger where that takes no more memory, because its logits lie where dW will be (`slabs`)."""
 
     accumulate: str = "auto"
     """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":

@@ -10,6 +10,8 @@ strategy                    forward, per chunk of C tokens         backward
 ==========================  =====================================  ===========================================
 gradients_in_forward        logits, statistics, dlogits in place,  multiplies dX, dW, db by the incoming
                             dX, dW, db accumulated                 gradient (nothing where it is 1)
+the same, slabs             the logits of the first tokens lie in  the same
+                            dW's memory: see `slabs`
 save_logits                 logits (kept: T × V), statistics       dlogits in place of the logits, dX, dW, db
 recompute_logits            logits, statistics                     per slab of the vocabulary: logits again,
                                                                    dlogits in place, dX accumulated, dW and db
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_flce.options import Options
+from thunder_flce.slabs import MOST_SLABS, LogitsInSlabs
 
 # A running sum of dW in 16 bits is rounded twice a chunk. Its error stays within 1.25 × that of a single product while
 # hardly any column is the target of more than one token; the few that are, in any real text, get their rows of dW
@@ -50,6 +53,12 @@ CUDA_SMALLEST_CHUNK = 512
 # memory than this factor times the gradients, which are there anyway. Two chunks would spare little of either.
 CUDA_ONE_CHUNK = 1.2
 CUDA_FEWEST_CHUNKS = 3
+# Chunks of fewer rows make room for a first one whose logits lie in dW's memory, slab by slab. At 8192 × 128256 × 4096,
+# 512 rows at a time take 1.13 times the three products, but 1.10 after a first chunk of 4096 rows in 8 slabs; from 1024
+# rows on (1.04) that gains nothing, unless it holds all tokens: at 4096 × 152064 × 3584, four slabs take no longer
+# than a single chunk of twice the memory (1.01 and 1.02).
+CUDA_SMALL_CHUNK = 1024
+CUDA_SMALLEST_SLAB = 4096
 # On a CPU, larger chunks only take more memory.
 CPU_CHUNK_BYTES = 32 * 2**20
 CPU_SMALLEST_CHUNK = 64
@@ -125,6 +134,8 @@ class Problem:
     """Whether logits of 16-bit operands stay in float32."""
     every_row: bool = False
     """Whether the loss needs ignored rows, too: `loss.Loss.needs_every_row`."""
+    is_plain_loss: bool = False
+    """`loss.Loss.is_plain`."""
 
     @property
     def needs_grad(self) -> bool:
@@ -172,6 +183,12 @@ class Plan:
     chunk_rows: int
     """Tokens in a chunk (C)."""
 
+    first_rows: int = 0
+    """Tokens of the first chunk, where it is larger than the others, because its logits lie in the memory of dW."""
+
+    first_slabs: int = 0
+    """In how many slabs of the vocabulary they are divided: see `slabs`."""
+
     saved_rows: int = 0
     """Tokens whose logits are kept for the backward; only "save_logits" has them. The others' are recomputed."""
 
@@ -207,9 +224,18 @@ class Plan:
         in_place = not self.float32_logits
         return self.strategy == "gradients_in_forward" and in_place and is_plain_loss and not bias_grad
 
+    def logits_in_slabs(self, *, hidden: int, vocab: int, dtype: torch.dtype) -> LogitsInSlabs | None:
+        """Where the logits of the first chunk lie, if that is in the memory of dW (V, H)."""
+        if not self.first_slabs:
+            return None
+        numbers = 4 // dtype.itemsize if self.float32_accumulator else 1
+        return LogitsInSlabs(rows=self.first_rows, vocab=vocab, count=self.first_slabs, row_room=hidden * numbers)
+
     def describe(self) -> str:
         """The plan in words."""
         words = [self.strategy.replace("_", " "), f"chunks of {self.chunk_rows} tokens"]
+        if self.first_slabs:
+            words[1:1] = [f"first {self.first_rows} tokens in {self.first_slabs} slabs in dW's memory"]
         if self.saved_rows:
             words = [f"save logits of {self.saved_rows} tokens", *(words[1:] if self.slab_columns else [])]
         if self.slab_columns:
@@ -282,21 +308,63 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
         ignored_rows = "compute"
     common = {"ignored_rows": ignored_rows, "float32_logits": problem.float32_logits}
     if strategy == "gradients_in_forward":
+        chunk_rows = options.chunk_rows or _largest_chunk(problem, budget.chunk, one_chunk=False)
+        whole = _with_slabs(problem, Plan(strategy=strategy, chunk_rows=chunk_rows, **common))
+        if whole.first_rows == problem.tokens:
+            return whole
         rows, float32_accumulator = _accumulation(problem, options, budget.chunk)
         in_16_bits = problem.weight_grad and problem.dtype.itemsize < 4 and not float32_accumulator
-        return Plan(
+        plan = Plan(
             strategy=strategy,
             chunk_rows=rows,
             float32_accumulator=float32_accumulator,
             float32_rows=_hot_rows(problem) if in_16_bits and rows < problem.tokens else 0,
             **common,
         )
+        return _with_slabs(problem, plan)
     if strategy == "save_logits" and saved_rows == problem.tokens:
         rows = max(problem.tokens, 1)
         return Plan(strategy=strategy, chunk_rows=rows, saved_rows=rows, **common)
     rows = options.chunk_rows or _recomputed_chunk(problem, budget)
     slab_columns = 0 if strategy == "loss_only" else _slab_columns(problem, problem.logits_bytes(rows))
     return Plan(strategy=strategy, chunk_rows=rows, saved_rows=saved_rows, slab_columns=slab_columns, **common)
+
+
+def _with_slabs(problem: Problem, plan: Plan) -> Plan:
+    """The plan with a first chunk in the memory of dW, where that pays and takes no more memory beside it.
+
+    It holds all tokens or, beside small chunks, as many as dW's memory has room for, but for one chunk.
+    """
+    tokens, rows = problem.tokens, plan.chunk_rows
+    can_borrow = problem.device_type == "cuda" and problem.weight_grad and problem.hidden % ROW_MULTIPLE == 0
+    one_pass = plan.takes_one_pass(is_plain_loss=problem.is_plain_loss, bias_grad=problem.bias_grad)
+    if not (can_borrow and one_pass and rows < tokens):
+        return plan
+    firsts = [tokens]
+    if rows < CUDA_SMALL_CHUNK:
+        largest = min(tokens - rows, 2 * problem.hidden + rows) // TILE_ROWS * TILE_ROWS
+        firsts += range(largest, 2 * rows, -TILE_ROWS)
+    for first in firsts:
+        for count in range(2, MOST_SLABS + 1):
+            divided = replace(plan, first_rows=first, first_slabs=count)
+            if _has_room(problem, divided):
+                return replace(divided, chunk_rows=min(rows, tokens - first) or tokens)
+    return plan
+
+
+def _has_room(problem: Problem, plan: Plan) -> bool:
+    """Whether the slabs take no more than a chunk beside dW's memory, where also the float32 sum of dX has room."""
+    slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
+    if slabs.width < CUDA_SMALLEST_SLAB or not slabs.borrowed:
+        return False
+    sum_bytes = 4 * slabs.rows * problem.hidden if problem.input_grad and problem.dtype.itemsize < 4 else 0
+    has_room_for_sum = sum_bytes <= slabs.free_elements * problem.dtype.itemsize
+    return has_room_for_sum and _own_bytes(problem, slabs) <= problem.logits_bytes(plan.chunk_rows)
+
+
+def _own_bytes(problem: Problem, slabs: LogitsInSlabs) -> int:
+    last = slabs.columns[-1]
+    return slabs.own_elements(problem.row_stride(last.stop - last.start)) * problem.logits_itemsize
 
 
 def _has_large_products(problem: Problem, plan: Plan) -> bool:
@@ -333,12 +401,16 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
         chunk += packed_rows * min(plan.chunk_rows, tokens)
         in_backward = packed + max(saved + slab + input_sum - rounded, input_sum)
         return max(saved + chunk - problem.gradient_bytes, in_backward)
-    chunk = problem.logits_bytes(min(plan.chunk_rows, problem.tokens))
+    rows = min(plan.chunk_rows, problem.tokens - plan.first_rows)
+    chunk = problem.logits_bytes(rows)
     if not problem.input_grad:
-        chunk += packed_rows * min(plan.chunk_rows, problem.tokens)
+        chunk += packed_rows * rows
     if problem.input_grad and problem.has_tail:
         # dX of a chunk is summed in float32 from the main part and the tail.
-        chunk += 4 * min(plan.chunk_rows, problem.tokens) * problem.hidden
+        chunk += 4 * rows * problem.hidden
+    if plan.first_slabs:
+        slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
+        chunk = max(chunk, _own_bytes(problem, slabs) + packed_rows * plan.first_rows)
     if plan.float32_accumulator:
         return max(chunk + problem.accumulator_bytes, 4 * problem.vocab * problem.hidden)
     return chunk
@@ -396,8 +468,12 @@ def _smallest_chunk(problem: Problem) -> int:
     return CPU_SMALLEST_CHUNK if problem.device_type == "cpu" else CUDA_SMALLEST_CHUNK
 
 
-def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -> int:
-    """Rows of the largest chunk that fits the budget, never under the smallest that is worth running."""
+def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0, *, one_chunk: bool = True) -> int:
+    """Rows of the largest chunk that fits the budget, never under the smallest that is worth running.
+
+    Without a budget, these are all tokens where their logits take little more memory than the gradients, if `one_chunk`
+    allows that.
+    """
     row_bytes = problem.logits_bytes(1)
     smallest = _smallest_chunk(problem)
     if budget is not None:
@@ -405,7 +481,7 @@ def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -
     if problem.device_type == "cpu":
         return max(CPU_CHUNK_BYTES // row_bytes, smallest)
     whole = problem.logits_bytes(problem.tokens)
-    if not problem.row_gradients and whole <= CUDA_ONE_CHUNK * problem.gradient_bytes:
+    if one_chunk and not problem.row_gradients and whole <= CUDA_ONE_CHUNK * problem.gradient_bytes:
         return max(problem.tokens, 1)
     enough = int(CUDA_CHUNK_OPERATIONS / (6 * max(problem.hidden, 1) * problem.vocab))
     third = -(-problem.tokens // (CUDA_FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS

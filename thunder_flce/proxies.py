@@ -51,6 +51,7 @@ def region_problem(region: Mapping[str, Any], needs_grad: Sequence[str], *, floa
         device_type=devices.to_torch_device(weight.device).type,
         row_gradients=loss.has_row_gradients,
         every_row=loss.needs_every_row,
+        is_plain_loss=loss.is_plain,
         input_grad="input" in needs_grad,
         weight_grad="linear_weight" in needs_grad,
         bias_grad="linear_bias" in needs_grad,

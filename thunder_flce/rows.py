@@ -164,16 +164,19 @@ class RowSelection:
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
-    def first_rows(self, x: Tensor, largest: int) -> Tensor | None:
+    def first_rows(self, x: Tensor, largest: int, out: Tensor | None = None) -> Tensor | None:
         """Up to `largest` rows of x (T, H) that a product can start with before `rows` is called, packed.
 
-        A quarter of all rows at most: more would often be ignored ones. None where there is nothing to wait for.
+        A quarter of all rows at most: more would often be ignored ones. None where there is nothing to wait for. They
+        are a view, or a copy: in the first rows of `out` (T, H), if that is given.
         """
         if self._counts is None:
             return None
         quarter = -(-self._target.shape[0] // (4 * TILE_ROWS)) * TILE_ROWS
         count = min(largest, quarter)
-        return x[:count] if self._packed is None else x.index_select(0, self._packed[:count])
+        if self._packed is None:
+            return x[:count]
+        return torch.index_select(x, 0, self._packed[:count], out=None if out is None else out[:count])
 
     def rows(self) -> Rows:
         """The rows to compute.

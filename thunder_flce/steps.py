@@ -102,8 +102,8 @@ def forward_stages(region: PlannedRegion) -> tuple[Stage, ...]:
     """What the forward of the region runs."""
     steps = _Steps(region)
     in_forward = region.plan.strategy == "gradients_in_forward"
-    of_tiles = []
-    for tiles in (*steps.saved_part(), steps.chunks()):
+    of_tiles = steps.first_part()
+    for tiles in (*steps.saved_part(), *steps.chunks()):
         of_tile = [steps.logits(tiles)]
         if region.takes_one_pass:
             of_tile += steps.statistics_and_gradient(tiles)
@@ -122,8 +122,8 @@ def backward_stages(region: PlannedRegion) -> tuple[Stage, ...]:
     if region.plan.strategy == "gradients_in_forward":
         return (Stage(title="", steps=(steps.scale_gradients(),)),)
     if not region.plan.slab_columns:
-        chunks = steps.chunks()
-        return _stages(steps.select(), [(chunks, steps.gradients(chunks))], steps.finish())
+        of_tiles = [(chunks, steps.gradients(chunks)) for chunks in steps.chunks()]
+        return _stages(steps.select(), of_tiles, steps.finish())
     # The slabs give dW of all tokens, those whose logits were saved included.
     of_tiles = [(tiles, steps.gradients(tiles, with_weight=False)) for tiles in steps.saved_part()]
     slabs = steps.slabs()
@@ -150,22 +150,26 @@ class _Tiles:
     columns: int
     count: int
     by_columns: bool = False
-    is_saved: bool = False
+    part: str = ""
+    """"saved", "first" or "later", where tokens are divided into such whose logits are kept, or lie in dW's memory, and
+    others."""
 
     @property
     def again(self) -> int:
         """How many add to what another has written."""
-        return max(self.count - 1, 0)
+        return max(self.count - (self.part != "later"), 0)
 
     @property
     def title(self) -> str:
-        if self.is_saved:
+        if self.part == "saved":
             return f"for the first {self.rows} tokens, whose logits are kept"
-        size, unit = (self.columns, "columns of the vocabulary") if self.by_columns else (self.rows, "tokens")
+        if self.part == "first" and not self.by_columns:
+            return f"for the first {self.rows} tokens, whose logits lie in dW's memory"
+        size = f"{self.columns} columns of the vocabulary" if self.by_columns else f"{self.rows} tokens"
+        size += {"": "", "first": f", of the first {self.rows} tokens", "later": ", of the others"}[self.part]
         kind = "slab" if self.by_columns else "chunk"
-        if self.count == 1:
-            return f"for the only {kind}, of {size} {unit}"
-        return f"for each {kind} of {size} {unit}, {self.count} in all"
+        one, each = f"for the only {kind}, of {size}", f"for each {kind} of {size}, {self.count} in all"
+        return one if self.count == 1 else each
 
 
 class _Steps:
@@ -190,15 +194,38 @@ class _Steps:
         """Whether some logits are saved and the others recomputed."""
         return self._plan.saved_rows > 0 and self._plan.slab_columns > 0
 
+    def first_part(self) -> "list[tuple[_Tiles, list[Step]]]":
+        """What comes first where the first tokens' logits lie in the memory of dW, slab by slab."""
+        problem, plan = self._problem, self._plan
+        layout = plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
+        if layout is None:
+            return []
+        rows = layout.rows
+        slabs = _Tiles(rows, rows, layout.width, layout.count, by_columns=True, part="first")
+        whole = _Tiles(rows, rows, problem.vocab, 1, part="first")
+        of_tiles = [(slabs, [self.logits(slabs)]), (whole, self.statistics_and_gradient(whole))]
+        if problem.input_grad:
+            of_tiles.append((slabs, [self._input_gradient(slabs)]))
+            if problem.dtype.itemsize < 4:
+                of_tiles.append((whole, [self._rounded_input_gradient(rows)]))
+        of_tiles.append((slabs, self._weight_gradient(slabs)))
+        if plan.float32_rows:
+            of_tiles.append((whole, [self._torch(f"dW[hot] {self._hot_type}", "dW[hot] of the first tokens")]))
+        return of_tiles
+
     def saved_part(self) -> list[_Tiles]:
         """The tokens whose logits are saved, where the others' are not."""
         rows = self._plan.saved_rows
-        return [_Tiles(rows, rows, self._problem.vocab, 1, is_saved=True)] if self._is_mixed else []
+        return [_Tiles(rows, rows, self._problem.vocab, 1, part="saved")] if self._is_mixed else []
 
-    def chunks(self) -> _Tiles:
-        tokens = self._problem.tokens - (self._plan.saved_rows if self._is_mixed else 0)
+    def chunks(self) -> list[_Tiles]:
+        """The tokens that are neither first nor saved apart, if there are any."""
+        tokens, first = self._problem.tokens, self._plan.first_rows
+        tokens -= self._plan.saved_rows if self._is_mixed else first
+        if first and not tokens:
+            return []
         rows = max(min(self._plan.chunk_rows, tokens), 1)
-        return _Tiles(tokens, rows, self._problem.vocab, -(-tokens // rows))
+        return [_Tiles(tokens, rows, self._problem.vocab, -(-tokens // rows), part="later" if first else "")]
 
     def slabs(self) -> _Tiles:
         columns = min(self._plan.slab_columns, self._problem.vocab)
@@ -345,8 +372,9 @@ class _Steps:
     def _weight_gradient(self, tiles: _Tiles) -> list[Step]:
         problem, plan = self._problem, self._plan
         size = problem.vocab * problem.hidden
+        dtype = torch.float32 if plan.float32_accumulator else problem.dtype
         if tiles.by_columns:
-            result = f"dW[slab] {self._type(tiles.columns, problem.hidden)}"
+            result = f"dW[slab] {self._type(tiles.columns, problem.hidden, dtype=dtype)}"
             if not self._is_mixed:
                 return [self._product(result, "dlogits.t() @ x", tiles.tokens, call="products.weight_gradient_")]
             saved = self._plan.saved_rows
@@ -357,24 +385,22 @@ class _Steps:
                 self._product(wide, "kept dlogits[:, slab].t() @ x", saved, call=call, adds=True),
                 self._torch(result, "dW[slab], rounded once"),
             ]
-        dtype = torch.float32 if plan.float32_accumulator else problem.dtype
         steps = [
             self._product(
                 f"dW {self._type(problem.vocab, problem.hidden, dtype=dtype)}",
                 "dlogits.t() @ x",
                 tiles.tokens,
                 call="products.weight_gradient_",
-                adds=tiles.count > 1,
+                adds=tiles.again > 0,
                 # Read and written once more by each chunk but the first. A third of that shows where products are
                 # tuned: 0.15 of 0.51 ms at 512 × 128256 × 4096 (traces/h200/regions.jsonl).
                 bytes=tiles.again * 2 * size * dtype.itemsize // (3 if plan.tune_products else 1),
             )
         ]
         if plan.float32_rows:
-            rows = min(plan.float32_rows, problem.vocab)
             steps.append(
                 Step(
-                    result=f"dW[hot] {self._type(rows, problem.hidden, dtype=torch.float32)}",
+                    result=f"dW[hot] {self._hot_type}",
                     expression="dlogits[:, hot].t() @ x",
                     runs_in=self._products,
                     assignment="+=",
@@ -438,10 +464,18 @@ class _Steps:
             result, moved = f"dW {self._type(problem.vocab, problem.hidden)}", (4 + problem.dtype.itemsize) * size
             steps.append(self._torch(result, "dW, rounded once", bytes=moved))
         if plan.slab_columns and problem.input_grad and problem.dtype.itemsize < 4:
-            result = f"dX {self._type(problem.tokens, problem.hidden)}"
-            moved = (4 + problem.dtype.itemsize) * problem.tokens * problem.hidden
-            steps.append(self._torch(result, "dX, rounded once", bytes=moved))
+            steps.append(self._rounded_input_gradient(problem.tokens))
         return steps
+
+    def _rounded_input_gradient(self, tokens: int) -> Step:
+        problem = self._problem
+        moved = (4 + problem.dtype.itemsize) * tokens * problem.hidden
+        return self._torch(f"dX {self._type(tokens, problem.hidden)}", "dX, rounded once", bytes=moved)
+
+    @property
+    def _hot_type(self) -> str:
+        rows = min(self._plan.float32_rows, self._problem.vocab)
+        return self._type(rows, self._problem.hidden, dtype=torch.float32)
 
     def scale_gradients(self) -> Step:
         problem = self._problem

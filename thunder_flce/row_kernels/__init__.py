@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.plan import VocabLayout
+from thunder_flce.slabs import LogitsInSlabs
 
 # Elements of rows, padding included, whose gradient is Triton's where it is a plain loss's and made in place: nvFuser
 # reaches 82% to 84% of a copy's speed at 1000 to 3000 columns, and 97% to 103% elsewhere; Triton 96% (one H200).
@@ -93,9 +94,73 @@ class LogitsBuffer:
         """(C, V), the view without the padding."""
         return self.padded[:, : self.layout.vocab]
 
+    @property
+    def buffers(self) -> "tuple[LogitsBuffer, ...]":
+        """This one: as `SlabbedLogits.buffers`."""
+        return (self,)
+
+    @property
+    def columns(self) -> list[slice]:
+        """All columns: as `SlabbedLogits.columns`."""
+        return [slice(0, self.layout.vocab)]
+
     def rows(self, rows: slice) -> "LogitsBuffer":
         """Some rows of the buffer, as a view."""
         return LogitsBuffer(self.padded[rows], self.layout)
+
+
+@dataclass(frozen=True)
+class SlabbedLogits:
+    """The logits of a chunk in slabs of the vocabulary."""
+
+    slabs: LogitsInSlabs
+
+    buffers: tuple[LogitsBuffer, ...]
+    """Of each slab, (C, w): those in dW's memory follow each other at `slabs.slab_elements`, and so do the others."""
+
+    @classmethod
+    def lay_out(cls, slabs: LogitsInSlabs, borrowed: Tensor, own: Tensor, last: VocabLayout) -> "SlabbedLogits":
+        """Slabs for all `slabs.rows` rows.
+
+        Args:
+            slabs: how the logits are divided.
+            borrowed: the memory of dW, one-dimensional, of the logits' dtype.
+            own: the other memory, at least `slabs.own_elements`.
+            last: the layout of the last slab.
+        """
+        step, width = slabs.slab_elements, VocabLayout.contiguous(slabs.width)
+        starts = [(borrowed, slabs.free_elements + number * step) for number in range(slabs.borrowed)]
+        starts += [(own, number * step) for number in range(slabs.count - slabs.borrowed)]
+        layouts = [*[width] * (slabs.count - 1), last]
+        sizes = [(slabs.rows, layout.row_stride) for layout in layouts]
+        memory = [of[start : start + rows * stride] for (of, start), (rows, stride) in zip(starts, sizes, strict=True)]
+        buffers = zip(memory, sizes, layouts, strict=True)
+        return cls(slabs, tuple(LogitsBuffer(flat.view(size), layout) for flat, size, layout in buffers))
+
+    @property
+    def columns(self) -> list[slice]:
+        """The columns of each slab."""
+        return self.slabs.columns
+
+    def rows(self, rows: slice) -> "SlabbedLogits":
+        """Some rows, as a view."""
+        return SlabbedLogits(self.slabs, tuple(buffer.rows(rows) for buffer in self.buffers))
+
+
+class TargetColumns(NamedTuple):
+    """Where targets are in a slab of the vocabulary."""
+
+    column: Tensor
+    """(C,) columns of the slab"""
+
+    is_here: Tensor
+    """(C,) bool, False where the target lies in another slab; `column` is then any column"""
+
+    @classmethod
+    def of(cls, target: Tensor, slab: slice) -> "TargetColumns":
+        """target: (C,); slab: its columns, a slice with both ends."""
+        column, last = target - slab.start, slab.stop - slab.start - 1
+        return cls(column.clamp(0, last), (column >= 0) & (column <= last))
 
 
 class RowKernels(Protocol):
@@ -135,7 +200,7 @@ class RowKernels(Protocol):
         """
 
     def statistics_and_gradient(
-        self, buffer: LogitsBuffer, target: Tensor, coefficients: RowCoefficients
+        self, logits: LogitsBuffer | SlabbedLogits, target: Tensor, coefficients: RowCoefficients
     ) -> tuple[RowStatistics, Tensor]:
         """Everything at once, where coefficients need no statistics and consist of `probability` and `one_hot`.
 
@@ -143,7 +208,7 @@ class RowKernels(Protocol):
         most of it.
 
         Args:
-            buffer: of C rows.
+            logits: of C rows.
             target: (C,) int64, each row's column.
             coefficients: of (C,).
 

@@ -29,6 +29,7 @@ from thunder_flce.row_kernels import (
     RowCoefficients,
     RowMoments,
     RowStatistics,
+    SlabbedLogits,
     triton_rows,
 )
 from thunder_flce.row_kernels.torch_ops import TorchRowKernels
@@ -310,10 +311,10 @@ class NvFuserRowKernels:
         return out, outputs[0][: layout.vocab] if column_sums else None
 
     def statistics_and_gradient(
-        self, buffer: LogitsBuffer, target: Tensor, coefficients: RowCoefficients
+        self, logits: LogitsBuffer | SlabbedLogits, target: Tensor, coefficients: RowCoefficients
     ) -> tuple[RowStatistics, Tensor]:
         """See `RowKernels.statistics_and_gradient`."""
-        return triton_rows.statistics_and_gradient(buffer, target, coefficients, self.logit_map)
+        return triton_rows.statistics_and_gradient(logits, target, coefficients, self.logit_map)
 
     def target_gradient(
         self,

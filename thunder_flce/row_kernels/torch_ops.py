@@ -5,7 +5,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowMoments, RowStatistics
+from thunder_flce.row_kernels import (
+    LogitMap,
+    LogitsBuffer,
+    RowCoefficients,
+    RowMoments,
+    RowStatistics,
+    SlabbedLogits,
+    TargetColumns,
+)
 
 # Rows are taken a block at a time, so that the temporaries stay in a CPU's cache and small beside the chunk on CUDA.
 BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}
@@ -16,9 +24,9 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _row_blocks(logits: Tensor):
-    """Slices over the rows of logits (C, V), each of about BLOCK_BYTES once converted."""
-    row_bytes = max(logits.shape[1], 1) * statistics_dtype(logits.dtype).itemsize
+def _row_blocks(logits: Tensor, columns: int | None = None):
+    """Slices over the rows of logits (C, V), each of about BLOCK_BYTES once converted; V may be given as `columns`."""
+    row_bytes = max(columns or logits.shape[1], 1) * statistics_dtype(logits.dtype).itemsize
     rows = max(BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cuda"]) // row_bytes, 1)
     for start in range(0, logits.shape[0], rows):
         yield slice(start, start + rows)
@@ -102,27 +110,32 @@ class TorchRowKernels:
         return out, sums
 
     def statistics_and_gradient(
-        self, buffer: LogitsBuffer, target: Tensor, coefficients: RowCoefficients
+        self, logits: LogitsBuffer | SlabbedLogits, target: Tensor, coefficients: RowCoefficients
     ) -> tuple[RowStatistics, Tensor]:
         """See `RowKernels.statistics_and_gradient`."""
-        products = buffer.logits
-        row_dtype = statistics_dtype(products.dtype)
-        target_product = products.gather(1, target[:, None])
-        row_max = torch.empty(products.shape[0], dtype=row_dtype, device=products.device)
+        slabs = [buffer.logits for buffer in logits.buffers]
+        row_dtype = statistics_dtype(slabs[0].dtype)
+        row_max = torch.empty(slabs[0].shape[0], dtype=row_dtype, device=target.device)
         row_sum = torch.empty_like(row_max)
-        for rows in _row_blocks(products):
-            logits = self._logits(products[rows])
-            torch.amax(logits, 1, out=row_max[rows])
-            slope = self.logit_map.slope(logits)
-            gradient = torch.sub(logits, row_max[rows, None], out=logits).exp_()
-            torch.sum(gradient, 1, out=row_sum[rows])
-            gradient.mul_((coefficients.probability[rows] / row_sum[rows])[:, None])
-            gradient.scatter_add_(1, target[rows, None], -coefficients.one_hot[rows, None])
-            if slope is not None:
-                gradient.mul_(slope)
-            if gradient.data_ptr() != products[rows].data_ptr():
-                products[rows] = gradient
-        return RowStatistics(row_max, row_sum.log_()), target_product.squeeze(1)
+        target_product = slabs[0].new_empty(row_max.shape)
+        columns = [TargetColumns.of(target, slab) for slab in logits.columns]
+        for products, (column, is_here) in zip(slabs, columns, strict=True):
+            torch.where(is_here, products.gather(1, column[:, None])[:, 0], target_product, out=target_product)
+        for rows in _row_blocks(slabs[0], sum(products.shape[1] for products in slabs)):
+            parts = [self._logits(products[rows]) for products in slabs]
+            torch.amax(torch.stack([part.amax(1) for part in parts]), 0, out=row_max[rows])
+            slopes = [self.logit_map.slope(part) for part in parts]
+            gradients = [torch.sub(part, row_max[rows, None], out=part).exp_() for part in parts]
+            torch.sum(torch.stack([gradient.sum(1) for gradient in gradients]), 0, out=row_sum[rows])
+            share = (coefficients.probability[rows] / row_sum[rows])[:, None]
+            for products, gradient, slope, (column, is_here) in zip(slabs, gradients, slopes, columns, strict=True):
+                one_hot = coefficients.one_hot[rows] * is_here[rows]
+                gradient.mul_(share).scatter_add_(1, column[rows, None], -one_hot[:, None])
+                if slope is not None:
+                    gradient.mul_(slope)
+                if gradient.data_ptr() != products[rows].data_ptr():
+                    products[rows] = gradient
+        return RowStatistics(row_max, row_sum.log_()), target_product
 
     def target_gradient(
         self,

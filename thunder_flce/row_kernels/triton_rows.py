@@ -16,6 +16,7 @@ asynchronously while the row before is written (0.334 ms), and persistent progra
 import math
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from thunder_flce.plan import PADDED_ROW_MULTIPLE, ROW_MULTIPLE
-from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowStatistics
+from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowStatistics, SlabbedLogits
+from thunder_flce.slabs import MOST_SLABS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -165,6 +167,8 @@ def _statistics_kernel(
 @triton.jit(do_not_specialize_on_alignment=["target", "probability", "one_hot"])
 def _statistics_and_gradient_kernel(
     products,
+    own_products,
+    slab_elements,
     target,
     probability,
     one_hot,
@@ -177,6 +181,9 @@ def _statistics_and_gradient_kernel(
     SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLABS: tl.constexpr,
+    BORROWED: tl.constexpr,
+    WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -188,22 +195,33 @@ def _statistics_and_gradient_kernel(
         start = 0
         vocab = VOCAB
         stride = STRIDE
+        row = products + index.to(tl.int64) * STRIDE
     else:
         # Numbered as they start, not by program_id: who waits for others waits for programs that run already, or that
         # are the next to start.
         number = tl.atomic_add(exchange, 1, sem="relaxed").to(tl.int32)
         index = number // PARTS
         part = number % PARTS
-        start = part * PART
-        vocab = tl.minimum(VOCAB - start, PART)
-        stride = tl.multiple_of(tl.minimum(STRIDE - start, PART), 8)
-    row = products + index.to(tl.int64) * STRIDE
-    column = tl.load(target + index)
-    has_target = (column >= start) & (column < start + PART)
-    z_target = tl.load(row + column, mask=has_target, other=0.0)
+        # A part of a slab, which is the whole row where there is one. STRIDE is the last one's.
+        PARTS_OF_SLAB: tl.constexpr = PARTS // SLABS
+        slab = part // PARTS_OF_SLAB
+        first = part % PARTS_OF_SLAB * PART
+        is_last = slab == SLABS - 1
+        vocab = tl.minimum(tl.where(is_last, VOCAB - (SLABS - 1) * WIDTH, WIDTH) - first, PART)
+        row_stride = tl.where(is_last, STRIDE, WIDTH)
+        stride = tl.multiple_of(tl.minimum(row_stride - first, PART), 8)
+        start = slab * WIDTH + first
+        row = products
+        if SLABS > 1:
+            if slab < BORROWED:
+                row = products + slab.to(tl.int64) * slab_elements
+            else:
+                row = own_products + (slab - BORROWED).to(tl.int64) * slab_elements
+        row += tl.multiple_of(index.to(tl.int64) * row_stride + first, 8)
+    offset = tl.load(target + index) - start
+    has_target = (offset >= 0) & (offset < vocab)
+    z_target = tl.load(row + offset, mask=has_target, other=0.0)
     tl.store(target_product + index, z_target, mask=has_target)
-    at_target = row + column
-    row += start
     # Kept until the gradient: to wait for it a second time took 5% longer.
     rest_columns, rest = None, None
     if PARTS > 1 or VOCAB % BLOCK:
@@ -227,7 +245,7 @@ def _statistics_and_gradient_kernel(
     # The target's entry is written once more, after all others.
     tl.debug_barrier()
     gradient = _gradient(z_target, largest, logsumexp, share, tl.load(one_hot + index), SCALE, SOFTCAP, IS_EXACT)
-    tl.store(at_target, gradient.to(z_target.dtype), mask=has_target)
+    tl.store(row + offset, gradient.to(z_target.dtype), mask=has_target)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_max", "row_logsumexp", "probability"])
@@ -320,7 +338,7 @@ _PART_BLOCK = _Block(math.inf, 4096, 16, registers=40)
 _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
 # All parts of a row have to run at a time, and do on eight multiprocessors; on an H200, those of 28 kernels at once.
-_MOST_PARTS = 15
+_MOST_PARTS = MOST_SLABS
 # For `row_kernels.SHORT_ROWS`; a program has a row.
 _SHORT_BLOCKS = (_Block(1024, 1024, 4), _Block(2048, 2048, 4), _Block(4096, 4096, 8))
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
@@ -342,24 +360,35 @@ def statistics(buffer: LogitsBuffer, logit_map: LogitMap) -> RowStatistics:
 
 
 def statistics_and_gradient(
-    buffer: LogitsBuffer, target: Tensor, coefficients: RowCoefficients, logit_map: LogitMap
+    logits: LogitsBuffer | SlabbedLogits, target: Tensor, coefficients: RowCoefficients, logit_map: LogitMap
 ) -> tuple[RowStatistics, Tensor]:
     """See `RowKernels.statistics_and_gradient`; logits as for `statistics`."""
-    padded = buffer.padded
-    rows = padded.shape[0]
-    result = RowStatistics(*(padded.new_empty(rows, dtype=torch.float32) for _ in range(2)))
-    target_product = padded.new_empty(rows)
+    first, last = logits.buffers[0], logits.buffers[-1]
+    rows = last.padded.shape[0]
+    result = RowStatistics(*(last.padded.new_empty(rows, dtype=torch.float32) for _ in range(2)))
+    target_product = last.padded.new_empty(rows)
+    slabs = logits.slabs if isinstance(logits, SlabbedLogits) else None
+    borrowed = slabs.borrowed if slabs else 0
+    own = logits.buffers[borrowed].padded, slabs.slab_elements if slabs else 0
     vectors = [coefficients.probability.contiguous(), coefficients.one_hot.contiguous()]
-    arguments = [target.contiguous(), *vectors, *result, target_product]
-    parts = _parts(buffer)
+    parts = _parts(last, len(logits.buffers))
     exchange = None
     if parts.count == 1:
-        block = _block_for(buffer, _GRADIENT_BLOCKS)
+        block = _block_for(last, _GRADIENT_BLOCKS)
     else:
-        block, exchange = _PART_BLOCK, _exchange(rows, parts, padded.device)
-    constants = {"PARTS": parts.count, "PART": parts.columns, "SLOTS": parts.slots}
-    arguments.append(exchange)
-    _launch(_statistics_and_gradient_kernel, (rows * parts.count,), buffer, logit_map, arguments, block, **constants)
+        block, exchange = _PART_BLOCK, _exchange(rows, parts, last.padded.device)
+    constants = {
+        "SLABS": len(logits.buffers),
+        "BORROWED": borrowed,
+        "WIDTH": first.layout.vocab,
+        "PARTS": parts.count,
+        "PART": parts.columns,
+        "SLOTS": parts.slots,
+    }
+    arguments = [*own, target.contiguous(), *vectors, *result, target_product, exchange]
+    whole = LogitsBuffer(first.padded, replace(last.layout, vocab=logits.columns[-1].stop))
+    grid = (rows * parts.count,)
+    _launch(_statistics_and_gradient_kernel, grid, whole, logit_map, arguments, block, **constants)
     return result, target_product
 
 
@@ -396,7 +425,7 @@ class _Parts(NamedTuple):
 
     count: int
     columns: int
-    """Of each but the last, padding included"""
+    """Of each but the last of a slab, padding included"""
 
     @property
     def slots(self) -> int:
@@ -404,12 +433,14 @@ class _Parts(NamedTuple):
         return triton.next_power_of_2(self.count)
 
 
-def _parts(buffer: LogitsBuffer) -> _Parts:
+def _parts(buffer: LogitsBuffer, slabs: int = 1) -> _Parts:
+    """Of rows in so many slabs, of which `buffer` has the widest."""
     stride, itemsize = buffer.layout.row_stride, buffer.padded.element_size()
-    if stride * itemsize <= _LARGEST_ROW_BYTES:
+    if slabs == 1 and stride * itemsize <= _LARGEST_ROW_BYTES:
         return _Parts(1, stride)
-    count = min(triton.cdiv(stride * itemsize, _LARGEST_PART_BYTES) | 1, _MOST_PARTS)
-    return _Parts(count, triton.cdiv(stride, count * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE)
+    of_slab = triton.cdiv(stride * itemsize, _LARGEST_PART_BYTES)
+    of_slab = min(of_slab | 1 if slabs == 1 else of_slab, _MOST_PARTS // slabs)
+    return _Parts(slabs * of_slab, triton.cdiv(stride, of_slab * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE)
 
 
 def _exchange(rows: int, parts: _Parts, device: torch.device) -> Tensor:

@@ -1,0 +1,215 @@
+"""Logits in the memory of dW: nothing is overwritten before it is used up, and the result is as exact as ever."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from reference import assert_as_exact_as_eager, make_case
+from thunder_flce import Options, Plan, functional
+from thunder_flce.options import IGNORED_ROWS
+from thunder_flce.plan import CUDA_SMALLEST_SLAB, Problem, VocabLayout, make_plan, temporary_bytes
+from thunder_flce.row_kernels import SlabbedLogits
+from thunder_flce.row_kernels.torch_ops import TorchRowKernels
+from thunder_flce.slabs import MOST_SLABS, LogitsInSlabs
+
+S1 = Problem(
+    tokens=8192,
+    hidden=4096,
+    vocab=128256,
+    dtype=torch.bfloat16,
+    device_type="cuda",
+    input_grad=True,
+    weight_grad=True,
+    bias_grad=False,
+    is_plain_loss=True,
+)
+
+
+def _problem(**changes):
+    return dataclasses.replace(S1, **changes)
+
+
+ROOM = 40
+LAYOUTS = [
+    LogitsInSlabs(rows=rows, vocab=vocab, count=count, row_room=ROOM)
+    for rows, vocab, count in itertools.product((1, 20, 39, 40, 41, 50, 79, 200), (240, 241, 999), range(2, MOST_SLABS))
+]
+
+
+def _overwrites(layout, borrowed):
+    """Whether a slab is overwritten before it is used up if so many lie in dW's memory, its end included."""
+    size = layout.vocab * ROOM
+    starts = [size - (borrowed - number) * layout.slab_elements for number in range(borrowed)]
+    for number, columns in enumerate(layout.columns):
+        # The slab itself is read while its rows of dW are written.
+        if any(start < columns.stop * ROOM for start in starts[number:]):
+            return True
+    return any(start < 0 for start in starts)
+
+
+def test_nothing_is_overwritten_before_it_is_used_up():
+    """And as many slabs as can be lie in dW's memory."""
+    for layout in LAYOUTS:
+        assert layout.borrowed < layout.count
+        assert not _overwrites(layout, layout.borrowed)
+        assert layout.borrowed == layout.count - 1 or _overwrites(layout, layout.borrowed + 1), layout
+    assert {layout.borrowed for layout in LAYOUTS} == set(range(MOST_SLABS - 1))
+
+
+def test_slabs_lie_beside_each_other():
+    """All columns are there once, and what the slabs do not need is left free at the front of dW's memory."""
+    for layout in LAYOUTS:
+        assert [c.start for c in layout.columns] == [0, *(c.stop for c in layout.columns[:-1])]
+        assert layout.columns[-1].stop == layout.vocab
+        assert all(c.stop - c.start == layout.width for c in layout.columns[:-1])
+        last = VocabLayout.aligned(layout.vocab - layout.columns[-1].start)
+        memory = [torch.zeros(layout.vocab * ROOM), torch.zeros(layout.own_elements(last.row_stride))]
+        slabs = SlabbedLogits.lay_out(layout, *memory, last)
+        for buffer in slabs.buffers:
+            buffer.padded.add_(1)
+        assert all(bool((numbers <= 1).all()) for numbers in memory)
+        assert memory[0][layout.free_elements :].eq(1).all() and not memory[0][: layout.free_elements].any()
+        assert memory[1].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "first", "slabs"),
+    [
+        # Chunks that are large enough need nothing of that.
+        ({}, Options(), 0, 0),
+        ({}, Options(chunk_rows=1024), 0, 0),
+        ({}, Options(chunk_rows=512), 4096, 8),
+        ({"vocab": 128257}, Options(chunk_rows=512), 4096, 9),
+        # All tokens: S4, and models with a larger hidden size.
+        ({"tokens": 4096, "vocab": 152064, "hidden": 3584}, Options(), 4096, 4),
+        ({"tokens": 4096, "vocab": 152064, "hidden": 3584}, Options(chunk_rows=512), 3584, 8),
+        ({"tokens": 4096, "vocab": 129280, "hidden": 7168}, Options(), 4096, 2),
+        ({"hidden": 8192}, Options(), 8192, 4),
+        ({"hidden": 8192}, Options(memory_budget=2**29), 8192, 4),
+        # Here dX would have no room for its sum.
+        ({"hidden": 8192}, Options(memory_budget=2**28), 0, 0),
+        ({"hidden": 8192, "input_grad": False}, Options(memory_budget=2**28), 8192, 8),
+        ({"tokens": 4096}, Options(accumulate="float32"), 4096, 2),
+        # Summed in float32, dW has room for twice as many.
+        ({"tokens": 16384}, Options(chunk_rows=512), 7552, 15),
+        # Where there is no dW, or no memory for it yet, or another kernel makes the gradient.
+        ({"tokens": 4096, "weight_grad": False}, Options(), 0, 0),
+        ({"tokens": 4096, "bias_grad": True}, Options(), 0, 0),
+        ({"tokens": 4096, "is_plain_loss": False}, Options(), 0, 0),
+        ({"tokens": 4096, "float32_logits": True}, Options(), 0, 0),
+        ({"tokens": 4096}, Options(strategy="recompute_logits"), 0, 0),
+        ({"tokens": 4096, "device_type": "cpu"}, Options(chunk_rows=512), 0, 0),
+        ({"tokens": 4096, "hidden": 4100}, Options(), 0, 0),
+    ],
+    ids=str,
+)
+def test_where_the_first_tokens_are_in_slabs(changes, options, first, slabs):
+    plan = make_plan(_problem(**changes), options)
+    assert (plan.first_rows, plan.first_slabs) == (first, slabs)
+
+
+def _chunk_bytes(problem, rows):
+    return problem.logits_bytes(rows) + 4 * problem.has_tail * rows * problem.hidden
+
+
+@pytest.mark.parametrize("hidden", [2048, 4096, 8192])
+@pytest.mark.parametrize("vocab", [32000, 128256, 128257, 256000])
+@pytest.mark.parametrize("tokens", [2048, 4096, 8192])
+def test_slabs_take_no_more_memory_than_chunks(tokens, vocab, hidden):
+    for rows in (256, 512, 768, 2048):
+        problem = _problem(tokens=tokens, vocab=vocab, hidden=hidden)
+        plan = make_plan(problem, Options(chunk_rows=rows, accumulate="parameter"))
+        assert temporary_bytes(problem, plan) <= _chunk_bytes(problem, min(rows, tokens))
+        if not plan.first_slabs:
+            continue
+        slabs = plan.logits_in_slabs(hidden=hidden, vocab=vocab, dtype=problem.dtype)
+        assert slabs.width >= CUDA_SMALLEST_SLAB and slabs.borrowed
+        # dX, in float32, before the first of them.
+        assert 4 * slabs.rows * hidden <= 2 * slabs.free_elements
+        # What is left are whole chunks, or nothing.
+        assert plan.first_rows == tokens or tokens - plan.first_rows >= plan.chunk_rows == rows
+
+
+def test_a_single_chunk_has_nothing_to_sum():
+    plan = make_plan(_problem(hidden=8192), Options())
+    assert plan.chunk_rows == 8192 and not plan.float32_rows and not plan.float32_accumulator
+    assert plan.describe().startswith(
+        "gradients in forward, first 8192 tokens in 4 slabs in dW's memory, chunks of 8192 tokens"
+    )
+
+
+def _with_plan(monkeypatch, **fields):
+    plan = Plan(strategy="gradients_in_forward", **fields)
+    monkeypatch.setattr(functional, "plan_for", lambda operands, options: plan)
+
+
+@pytest.mark.parametrize("rows", IGNORED_ROWS)
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 0.9])
+@pytest.mark.parametrize("accumulator", [False, True], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("first", "count"), [(96, 3), (64, 5), (200, 4)])
+def test_error(first, count, accumulator, ignored, rows, monkeypatch, device):
+    """As large as PyTorch's; with many rows ignored, fewer are left than there is room for."""
+    case = make_case(tokens=200, vocab=4003, hidden=112, dtype=torch.bfloat16, device=device, ignored=ignored)
+    if first > 112 and not accumulator:
+        pytest.skip("dW's memory has no room for so many")
+    fields = {"float32_accumulator": accumulator, "float32_rows": 0 if accumulator else 256, "ignored_rows": rows}
+    _with_plan(monkeypatch, chunk_rows=32, first_rows=first, first_slabs=count, **fields)
+    assert_as_exact_as_eager(case, torch.tensor(0.5, device=device))
+
+
+@pytest.mark.parametrize("first", [64, 256])
+def test_error_with_targets_as_frequent_as_words(first, monkeypatch, device):
+    """The most frequent ones' rows of dW go on, in float32, from what the first tokens have given."""
+    case = make_case(tokens=512, vocab=8192, hidden=256, dtype=torch.bfloat16, device=device, ignored=0.0)
+    frequency = 1 / torch.arange(1, 8193, dtype=torch.float64)
+    case.target = torch.multinomial(frequency, 512, replacement=True).to(device)
+    _with_plan(monkeypatch, chunk_rows=64, first_rows=first, first_slabs=4, float32_rows=256)
+    assert_as_exact_as_eager(case)
+
+
+def test_row_kernels_see_whole_rows(monkeypatch, device):
+    """The first chunk's statistics and gradient come from one call, over all slabs."""
+    seen = []
+    for lowering in _lowerings(device):
+        original = lowering.statistics_and_gradient
+
+        def recorded(self, logits, *arguments, original=original):
+            seen.append((len(logits.buffers), logits.buffers[0].padded.shape[0]))
+            return original(self, logits, *arguments)
+
+        monkeypatch.setattr(lowering, "statistics_and_gradient", recorded)
+    case = make_case(tokens=90, vocab=1003, hidden=64, device=device, ignored=0.0)
+    _with_plan(monkeypatch, chunk_rows=30, first_rows=50, first_slabs=4)
+    assert_as_exact_as_eager(case)
+    assert seen == [(4, 50), (1, 20), (1, 20)]
+
+
+def _lowerings(device):
+    if device == "cpu":
+        return [TorchRowKernels]
+    nvfuser = pytest.importorskip("thunder_flce.row_kernels.nvfuser")
+    return [nvfuser.NvFuserRowKernels]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", IGNORED_ROWS)
+@pytest.mark.parametrize("vocab", [32000, 32003])
+def test_plans_of_its_own(vocab, rows):
+    """As the plan chooses them, with tuned products where these are large enough."""
+    case = make_case(tokens=2048, vocab=vocab, hidden=1536, dtype=torch.bfloat16, device="cuda", ignored=0.3)
+    options = Options(chunk_rows=600, ignored_rows=rows)
+    plan = functional.plan_for(case_operands(case), options)
+    assert plan.first_slabs > 1 and plan.first_rows < 2048
+    assert_as_exact_as_eager(case, torch.tensor(0.5, device="cuda"), options=options)
+
+
+def case_operands(case):
+    from thunder_flce.engine import Operands
+    from thunder_flce.loss import Loss
+
+    return Operands(
+        x=case.x, weight=case.weight, bias=None, target=case.target, loss=Loss(), input_grad=True, weight_grad=True
+    )

@@ -1,0 +1,74 @@
+"""Where the logits of many tokens lie while dW's memory is still free for them.
+
+dW (V, H) takes as much memory as the logits of H tokens, and nothing is written there before the first chunk of tokens
+has its logits. So those of L tokens go there, in slabs of w columns of the vocabulary, but for the last few slabs:
+
+    dW's memory   | free | slab 0 | slab 1 | … | slab m-1 |        own memory   | slab m | … | slab k-1 |
+
+A slab is (L, w), contiguous; the last one may be a little wider. First dX is summed over the slabs, in float32, in the
+free part. Then each slab, in order, becomes w rows of dW, which are written where memory is free or held slabs that are
+used up: the free part must be large enough for that. With L = H it is for m = k - 1.
+"""
+
+from dataclasses import dataclass
+
+# As many as the programs that may share a row in `row_kernels.triton_rows`.
+MOST_SLABS = 15
+# What TMA asks of 16-bit rows. Nothing larger: slabs of one width share what is measured about cuBLAS's algorithms.
+_WIDTH_MULTIPLE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitsInSlabs:
+    """How the logits of L tokens are divided and where they lie; everything is counted in elements of their dtype."""
+
+    rows: int
+    """L"""
+
+    vocab: int
+    """V"""
+
+    count: int
+    """k, at least 2"""
+
+    row_room: int
+    """How many elements the memory of a row of dW has: H, or 2 H where dW of 16-bit operands is summed in float32."""
+
+    @property
+    def width(self) -> int:
+        """w, columns of a slab but the last."""
+        return self.vocab // (self.count * _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+
+    @property
+    def slab_elements(self) -> int:
+        """From one slab to the next, in dW's memory and in own memory alike: L·w."""
+        return self.rows * self.width
+
+    @property
+    def columns(self) -> list[slice]:
+        """The columns of each slab."""
+        ends = [*(number * self.width for number in range(1, self.count)), self.vocab]
+        return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+    @property
+    def borrowed(self) -> int:
+        """m, how many slabs lie in dW's memory: as many as are used up before they are overwritten."""
+        return next((m for m in range(self.count - 1, 0, -1) if self._is_safe(m)), 0)
+
+    def _is_safe(self, borrowed: int) -> bool:
+        # Linear in the number of the slab, so true for all where it is for the first and the last.
+        return all(
+            self._start(number, borrowed) >= (number + 1) * self.width * self.row_room for number in (0, borrowed - 1)
+        )
+
+    def _start(self, number: int, borrowed: int) -> int:
+        return self.vocab * self.row_room - (borrowed - number) * self.slab_elements
+
+    @property
+    def free_elements(self) -> int:
+        """What is free in front of slab 0, in dW's memory."""
+        return self._start(0, self.borrowed)
+
+    def own_elements(self, last_stride: int) -> int:
+        """What lies elsewhere, with so many elements from one row of the last slab to the next."""
+        return (self.count - self.borrowed - 1) * self.slab_elements + self.rows * last_stride
