@@ -8,10 +8,12 @@ import torch
 
 from reference import assert_as_exact_as_eager, make_case
 from thunder_flce import Options, Plan, functional
+from thunder_flce import plan as plan_module
 from thunder_flce.options import IGNORED_ROWS
 from thunder_flce.plan import CUDA_SMALLEST_SLAB, Problem, VocabLayout, make_plan, temporary_bytes
 from thunder_flce.row_kernels import SlabbedLogits
 from thunder_flce.row_kernels.torch_ops import TorchRowKernels
+from thunder_flce.rows import RowSelection
 from thunder_flce.slabs import MOST_SLABS, LogitsInSlabs
 
 S1 = Problem(
@@ -27,6 +29,9 @@ S1 = Problem(
 )
 
 
+S4 = {"tokens": 4096, "vocab": 152064, "hidden": 3584}
+
+
 def _problem(**changes):
     return dataclasses.replace(S1, **changes)
 
@@ -34,7 +39,9 @@ def _problem(**changes):
 ROOM = 40
 LAYOUTS = [
     LogitsInSlabs(rows=rows, vocab=vocab, count=count, row_room=ROOM)
-    for rows, vocab, count in itertools.product((1, 20, 39, 40, 41, 50, 79, 200), (240, 241, 999), range(2, MOST_SLABS))
+    for rows, vocab, count in itertools.product(
+        (1, 20, 39, 40, 41, 50, 79, 200), (240, 241, 999), range(2, MOST_SLABS + 1)
+    )
 ]
 
 
@@ -55,7 +62,7 @@ def test_nothing_is_overwritten_before_it_is_used_up():
         assert layout.borrowed < layout.count
         assert not _overwrites(layout, layout.borrowed)
         assert layout.borrowed == layout.count - 1 or _overwrites(layout, layout.borrowed + 1), layout
-    assert {layout.borrowed for layout in LAYOUTS} == set(range(MOST_SLABS - 1))
+    assert {layout.borrowed for layout in LAYOUTS} == set(range(MOST_SLABS))
 
 
 def test_slabs_lie_beside_each_other():
@@ -83,17 +90,25 @@ def test_slabs_lie_beside_each_other():
         ({}, Options(chunk_rows=512), 4096, 8),
         ({"vocab": 128257}, Options(chunk_rows=512), 4096, 9),
         # All tokens: S4, and models with a larger hidden size.
-        ({"tokens": 4096, "vocab": 152064, "hidden": 3584}, Options(), 4096, 4),
-        ({"tokens": 4096, "vocab": 152064, "hidden": 3584}, Options(chunk_rows=512), 3584, 8),
-        ({"tokens": 4096, "vocab": 129280, "hidden": 7168}, Options(), 4096, 2),
-        ({"hidden": 8192}, Options(), 8192, 4),
-        ({"hidden": 8192}, Options(memory_budget=2**29), 8192, 4),
+        (S4, Options(), 4096, 5),
+        (S4, Options(ignored_rows="compute"), 4096, 4),
+        (S4, Options(chunk_rows=512), 3584, 9),
+        ({"tokens": 4096, "vocab": 129280, "hidden": 7168}, Options(), 4096, 3),
+        ({"hidden": 8192}, Options(), 8192, 6),
+        ({"tokens": 4096}, Options(accumulate="float32"), 4096, 3),
+        # More memory than that is the user's wish.
+        (S4, Options(chunk_rows=4096), 0, 0),
+        (S4, Options(memory_budget=2**31), 0, 0),
         # Here dX would have no room for its sum.
         ({"hidden": 8192}, Options(memory_budget=2**28), 0, 0),
-        ({"hidden": 8192, "input_grad": False}, Options(memory_budget=2**28), 8192, 8),
-        ({"tokens": 4096}, Options(accumulate="float32"), 4096, 2),
+        ({"hidden": 8192, "input_grad": False}, Options(memory_budget=2**28, ignored_rows="compute"), 8192, 8),
         # Summed in float32, dW has room for twice as many.
         ({"tokens": 16384}, Options(chunk_rows=512), 7552, 15),
+        # Not the most tokens that there is room for, which would be 2560, in 15 slabs.
+        ({"vocab": 64001, "hidden": 2048, "tokens": 4096}, Options(chunk_rows=700), 2048, 3),
+        # They would cost more than the chunks that they spare, or more memory.
+        ({"vocab": 32000, "hidden": 512, "tokens": 2100}, Options(), 0, 0),
+        ({"vocab": 32000, "hidden": 2048, "tokens": 5000}, Options(), 0, 0),
         # Where there is no dW, or no memory for it yet, or another kernel makes the gradient.
         ({"tokens": 4096, "weight_grad": False}, Options(), 0, 0),
         ({"tokens": 4096, "bias_grad": True}, Options(), 0, 0),
@@ -110,34 +125,52 @@ def test_where_the_first_tokens_are_in_slabs(changes, options, first, slabs):
     assert (plan.first_rows, plan.first_slabs) == (first, slabs)
 
 
-def _chunk_bytes(problem, rows):
-    return problem.logits_bytes(rows) + 4 * problem.has_tail * rows * problem.hidden
-
-
-@pytest.mark.parametrize("hidden", [2048, 4096, 8192])
-@pytest.mark.parametrize("vocab", [32000, 128256, 128257, 256000])
-@pytest.mark.parametrize("tokens", [2048, 4096, 8192])
-def test_slabs_take_no_more_memory_than_chunks(tokens, vocab, hidden):
-    for rows in (256, 512, 768, 2048):
-        problem = _problem(tokens=tokens, vocab=vocab, hidden=hidden)
-        plan = make_plan(problem, Options(chunk_rows=rows, accumulate="parameter"))
-        assert temporary_bytes(problem, plan) <= _chunk_bytes(problem, min(rows, tokens))
+@pytest.mark.parametrize("options", [Options(), *(Options(chunk_rows=rows) for rows in (256, 512, 768, 2048))], ids=str)
+@pytest.mark.parametrize("ignored_rows", IGNORED_ROWS)
+def test_slabs_take_no_more_memory_than_chunks(options, ignored_rows, monkeypatch):
+    """The copy of the rows of x that are not ignored included, which a chunk's dX has room for."""
+    options = dataclasses.replace(options, ignored_rows=ignored_rows)
+    sizes = itertools.product((2048, 2100, 4095, 8192), (32000, 128256, 128257), (512, 2048, 4096, 8192))
+    problems = [_problem(tokens=tokens, vocab=vocab, hidden=hidden) for tokens, vocab, hidden in sizes]
+    plans = [make_plan(problem, options) for problem in problems]
+    monkeypatch.setattr(plan_module, "_with_slabs", lambda problem, plan, limit: plan)
+    count = 0
+    for problem, plan in zip(problems, plans, strict=True):
+        without = make_plan(problem, options)
         if not plan.first_slabs:
+            assert plan == without
             continue
-        slabs = plan.logits_in_slabs(hidden=hidden, vocab=vocab, dtype=problem.dtype)
+        count += 1
+        # Then the copy is always there, and counted.
+        if ignored_rows != "compute":
+            plan, without = (dataclasses.replace(p, ignored_rows="skip_on_device") for p in (plan, without))
+        assert temporary_bytes(problem, plan) <= temporary_bytes(problem, without)
+        slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
         assert slabs.width >= CUDA_SMALLEST_SLAB and slabs.borrowed
         # dX, in float32, before the first of them.
-        assert 4 * slabs.rows * hidden <= 2 * slabs.free_elements
+        assert 4 * slabs.rows * problem.hidden <= 2 * slabs.free_elements
         # What is left are whole chunks, or nothing.
-        assert plan.first_rows == tokens or tokens - plan.first_rows >= plan.chunk_rows == rows
+        assert plan.first_rows == problem.tokens or problem.tokens - plan.first_rows >= plan.chunk_rows
+    assert count > 3
 
 
 def test_a_single_chunk_has_nothing_to_sum():
     plan = make_plan(_problem(hidden=8192), Options())
     assert plan.chunk_rows == 8192 and not plan.float32_rows and not plan.float32_accumulator
-    assert plan.describe().startswith(
-        "gradients in forward, first 8192 tokens in 4 slabs in dW's memory, chunks of 8192 tokens"
+    assert plan.describe() == "gradients in forward, one chunk of 8192 tokens in 6 slabs in dW's memory, products tuned"
+    plan = make_plan(S1, Options(chunk_rows=512, tune_products=False))
+    assert plan.describe() == (
+        "gradients in forward, first 4096 tokens in 8 slabs in dW's memory, chunks of 512 tokens, "
+        "192 rows of dW summed in float32"
     )
+
+
+def test_products_are_tuned_where_those_of_slabs_are_large():
+    """These of 8000 columns are not, though all columns at once would be."""
+    problem = _problem(tokens=1024, vocab=32000)
+    plan = make_plan(problem, Options(chunk_rows=400))
+    assert plan.first_slabs == 4 and not plan.tune_products
+    assert make_plan(problem, Options(chunk_rows=1024)).tune_products
 
 
 def _with_plan(monkeypatch, **fields):
@@ -167,6 +200,25 @@ def test_error_with_targets_as_frequent_as_words(first, monkeypatch, device):
     case.target = torch.multinomial(frequency, 512, replacement=True).to(device)
     _with_plan(monkeypatch, chunk_rows=64, first_rows=first, first_slabs=4, float32_rows=256)
     assert_as_exact_as_eager(case)
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 0.9])
+@pytest.mark.parametrize("first", [96, 160])
+def test_the_first_product_starts_before_the_rows_are_known(first, ignored, monkeypatch, device):
+    """On CUDA it does by itself. Its rows of x are packed where dX will be; all others of its slab follow."""
+
+    def first_rows(self, x, largest, out=None):
+        count = min(largest, 40)
+        order = torch.argsort(self._valid, descending=True, stable=True)[:count]
+        seen.append(out is not None)
+        return torch.index_select(x, 0, order, out=None if out is None else out[:count])
+
+    seen = []
+    monkeypatch.setattr(RowSelection, "first_rows", first_rows)
+    case = make_case(tokens=200, vocab=4003, hidden=160, dtype=torch.bfloat16, device=device, ignored=ignored)
+    _with_plan(monkeypatch, chunk_rows=64, first_rows=first, first_slabs=3, float32_rows=256)
+    assert_as_exact_as_eager(case, torch.tensor(0.5, device=device))
+    assert seen == [True]
 
 
 def test_row_kernels_see_whole_rows(monkeypatch, device):

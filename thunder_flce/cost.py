@@ -54,11 +54,13 @@ def predicted_seconds(region: PlannedRegion, device_name: str | None) -> float |
     is_known = problem.dtype.itemsize == 2 and runs_nvfuser(dtype=problem.dtype, device_type=problem.device_type)
     if rates is None or not is_known or products_end_early(problem, region.plan):
         return None
-    stages = (*forward_stages(region), *backward_stages(region))
-    steps = [step for stage in stages for step in stage.steps]
+    directions = (forward_stages(region), backward_stages(region))
+    steps = [step for stages in directions for stage in stages for step in stage.steps]
     products = sum(step.operations for step in steps) / rates.product_rate
     passes = sum(step.bytes for step in steps) / rates.bandwidth
-    return products + passes + sum(stage.repeats for stage in stages if stage.title) * rates.chunk_seconds
+    # Stages of one title go over the same chunk or slabs, one after another.
+    parts = [{stage.title: stage.repeats for stage in stages if stage.title} for stages in directions]
+    return products + passes + sum(sum(part.values()) for part in parts) * rates.chunk_seconds
 
 
 def device_name(device_type: str) -> str | None:
@@ -69,6 +71,7 @@ def device_name(device_type: str) -> str | None:
 def alternatives(region: PlannedRegion) -> list[PlannedRegion]:
     """Other ways to run a region: half and twice the chunk, and the other strategies, each with its own chunks.
 
+    A smaller chunk may come with more tokens whose logits lie in the memory of dW.
     They keep what its plan does with ignored rows, and heed no memory budget.
     """
     problem, plan = region.problem, region.plan

@@ -72,11 +72,16 @@ class GradientSums:
     def take(self, chunk: slice) -> Tensor:
         """The rows of x that belong to `chunk` of the rows, (C, H).
 
-        Where rows are skipped, this is a copy, in the memory that takes dX of the chunk afterwards; but for slabs, for
-        which dX comes first.
+        Where rows are skipped, this is a copy, in the memory that takes dX of the chunk afterwards; for slabs, whose dX
+        comes first, in the last rows of that memory, or elsewhere if they are not enough.
         """
-        is_in_slabs = self._region.plan.first_slabs and chunk.start == 0
-        out = None if self._input is None or is_in_slabs else self._input[chunk]
+        if self._input is None:
+            out = None
+        elif self._region.plan.first_slabs and chunk.start == 0:
+            tokens = self._rows.total
+            out = self._input[tokens - chunk.stop :] if 2 * chunk.stop <= tokens else None
+        else:
+            out = self._input[chunk]
         return self._rows.take(self._region.operands.x, chunk, out)
 
     def add(

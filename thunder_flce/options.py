@@ -41,8 +41,8 @@ class Options:
     """One of `STRATEGIES`, or None to let the plan choose."""
 
     chunk_rows: int | None = None
-    """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size. A first
-    chunk may be larger where that takes no more memory, because its logits lie where dW will be (`slabs`)."""
+    """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size. The
+    first chunk may be larger where that takes no more memory, as its logits lie where dW will be (`slabs`)."""
 
     accumulate: str = "auto"
     """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":

@@ -53,11 +53,13 @@ CUDA_SMALLEST_CHUNK = 512
 # memory than this factor times the gradients, which are there anyway. Two chunks would spare little of either.
 CUDA_ONE_CHUNK = 1.2
 CUDA_FEWEST_CHUNKS = 3
-# Chunks of fewer rows make room for a first one whose logits lie in dW's memory, slab by slab. At 8192 × 128256 × 4096,
-# 512 rows at a time take 1.13 times the three products, but 1.10 after a first chunk of 4096 rows in 8 slabs; from 1024
-# rows on (1.04) that gains nothing, unless it holds all tokens: at 4096 × 152064 × 3584, four slabs take no longer
-# than a single chunk of twice the memory (1.01 and 1.02).
+# Where the logits of the first tokens lie in dW's memory, slab by slab, chunks are spared, or memory. Beside its
+# products, a chunk of fewer rows than CUDA_SMALL_CHUNK costs about what three slabs do, a larger one half of that, and
+# four slabs nothing: 512 rows at a time, 8192 × 128256 × 4096 takes 1.13 times the three products, and 1.10 after 4096
+# rows in 8 slabs; 4096 × 152064 × 3584 takes 1.02 in one piece, and 1.02, 1.01, 1.03 and 1.04 in 2, 4, 8 and 14 slabs.
 CUDA_SMALL_CHUNK = 1024
+CUDA_SMALL_CHUNK_SLABS = 3
+CUDA_FREE_SLABS = 4
 CUDA_SMALLEST_SLAB = 4096
 # On a CPU, larger chunks only take more memory.
 CPU_CHUNK_BYTES = 32 * 2**20
@@ -184,7 +186,8 @@ class Plan:
     """Tokens in a chunk (C)."""
 
     first_rows: int = 0
-    """Tokens of the first chunk, where it is larger than the others, because its logits lie in the memory of dW."""
+    """Tokens of the first chunk, where its logits lie in the memory of dW; it is larger than the others, or the only
+    one."""
 
     first_slabs: int = 0
     """In how many slabs of the vocabulary they are divided: see `slabs`."""
@@ -235,7 +238,9 @@ class Plan:
         """The plan in words."""
         words = [self.strategy.replace("_", " "), f"chunks of {self.chunk_rows} tokens"]
         if self.first_slabs:
-            words[1:1] = [f"first {self.first_rows} tokens in {self.first_slabs} slabs in dW's memory"]
+            is_only = self.first_rows == self.chunk_rows
+            chunk = f"{'one chunk of' if is_only else 'first'} {self.first_rows} tokens"
+            words[1:] = [f"{chunk} in {self.first_slabs} slabs in dW's memory", *([] if is_only else words[1:])]
         if self.saved_rows:
             words = [f"save logits of {self.saved_rows} tokens", *(words[1:] if self.slab_columns else [])]
         if self.slab_columns:
@@ -308,10 +313,6 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
         ignored_rows = "compute"
     common = {"ignored_rows": ignored_rows, "float32_logits": problem.float32_logits}
     if strategy == "gradients_in_forward":
-        chunk_rows = options.chunk_rows or _largest_chunk(problem, budget.chunk, one_chunk=False)
-        whole = _with_slabs(problem, Plan(strategy=strategy, chunk_rows=chunk_rows, **common))
-        if whole.first_rows == problem.tokens:
-            return whole
         rows, float32_accumulator = _accumulation(problem, options, budget.chunk)
         in_16_bits = problem.weight_grad and problem.dtype.itemsize < 4 and not float32_accumulator
         plan = Plan(
@@ -321,7 +322,10 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
             float32_rows=_hot_rows(problem) if in_16_bits and rows < problem.tokens else 0,
             **common,
         )
-        return _with_slabs(problem, plan)
+        is_free = options.chunk_rows is None and budget.chunk is None
+        return _with_slabs(
+            problem, plan, min(rows, _largest_chunk(problem, None, one_chunk=False)) if is_free else rows
+        )
     if strategy == "save_logits" and saved_rows == problem.tokens:
         rows = max(problem.tokens, 1)
         return Plan(strategy=strategy, chunk_rows=rows, saved_rows=rows, **common)
@@ -330,36 +334,66 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
     return Plan(strategy=strategy, chunk_rows=rows, saved_rows=saved_rows, slab_columns=slab_columns, **common)
 
 
-def _with_slabs(problem: Problem, plan: Plan) -> Plan:
-    """The plan with a first chunk in the memory of dW, where that pays and takes no more memory beside it.
+def _with_slabs(problem: Problem, plan: Plan, limit: int) -> Plan:
+    """The plan, or one like it whose first chunk is in the memory of dW, if that spares chunks or much memory.
 
-    It holds all tokens or, beside small chunks, as many as dW's memory has room for, but for one chunk.
+    That chunk holds all tokens or, beside small chunks, as many as spare the most of these.
+
+    Args:
+        problem: what is computed.
+        plan: with chunks of one size.
+        limit: as many rows of logits are as much memory as the slabs may take beside that of dW.
     """
-    tokens, rows = problem.tokens, plan.chunk_rows
+    tokens = problem.tokens
     can_borrow = problem.device_type == "cuda" and problem.weight_grad and problem.hidden % ROW_MULTIPLE == 0
     one_pass = plan.takes_one_pass(is_plain_loss=problem.is_plain_loss, bias_grad=problem.bias_grad)
-    if not (can_borrow and one_pass and rows < tokens):
+    if not (can_borrow and one_pass and limit < tokens):
         return plan
-    firsts = [tokens]
-    if rows < CUDA_SMALL_CHUNK:
-        largest = min(tokens - rows, 2 * problem.hidden + rows) // TILE_ROWS * TILE_ROWS
-        firsts += range(largest, 2 * rows, -TILE_ROWS)
-    for first in firsts:
-        for count in range(2, MOST_SLABS + 1):
-            divided = replace(plan, first_rows=first, first_slabs=count)
-            if _has_room(problem, divided):
-                return replace(divided, chunk_rows=min(rows, tokens - first) or tokens)
-    return plan
+    firsts = []
+    if plan.chunk_rows < CUDA_SMALL_CHUNK:
+        largest = min(tokens - plan.chunk_rows, 2 * problem.hidden + limit) // TILE_ROWS * TILE_ROWS
+        firsts = range(largest, plan.chunk_rows, -TILE_ROWS)
+    whole = replace(plan, chunk_rows=tokens, float32_accumulator=False, float32_rows=0)
+    candidates = [_divided(problem, whole, tokens, limit), *(_divided(problem, plan, first, limit) for first in firsts)]
+    best = min(filter(None, candidates), key=lambda candidate: _slab_cost(problem, candidate, limit), default=plan)
+    more = _slab_cost(problem, best, limit) - _slab_cost(problem, plan, limit)
+    spares_memory = 4 * temporary_bytes(problem, best) <= 3 * temporary_bytes(problem, plan)
+    return best if more < 0 or (spares_memory and more <= CUDA_FREE_SLABS / 2) else plan
 
 
-def _has_room(problem: Problem, plan: Plan) -> bool:
-    """Whether the slabs take no more than a chunk beside dW's memory, where also the float32 sum of dX has room."""
-    slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
+def _slab_cost(problem: Problem, plan: Plan, limit: int) -> float:
+    """What chunks and slabs cost beside their products, in slabs."""
+    chunks = -(-(problem.tokens - plan.first_rows) // plan.chunk_rows) + (plan.first_slabs > 0)
+    per_chunk = CUDA_SMALL_CHUNK_SLABS if limit < CUDA_SMALL_CHUNK else CUDA_SMALL_CHUNK_SLABS / 2
+    return chunks * per_chunk + max(plan.first_slabs - CUDA_FREE_SLABS, 0)
+
+
+def _divided(problem: Problem, plan: Plan, first: int, limit: int) -> Plan | None:
+    """The plan with `first` tokens in as few slabs as have room, if any number does."""
+    divided = (replace(plan, first_rows=first, first_slabs=count) for count in range(2, MOST_SLABS + 1))
+    return next((candidate for candidate in divided if _has_room(problem, candidate, limit)), None)
+
+
+def _has_room(problem: Problem, plan: Plan, limit: int) -> bool:
+    """Whether the slabs take no more than `limit` rows of logits beside dW, where also dX's float32 sum has room."""
+    dtype, hidden = problem.dtype, problem.hidden
+    slabs = plan.logits_in_slabs(hidden=hidden, vocab=problem.vocab, dtype=dtype)
     if slabs.width < CUDA_SMALLEST_SLAB or not slabs.borrowed:
         return False
-    sum_bytes = 4 * slabs.rows * problem.hidden if problem.input_grad and problem.dtype.itemsize < 4 else 0
-    has_room_for_sum = sum_bytes <= slabs.free_elements * problem.dtype.itemsize
-    return has_room_for_sum and _own_bytes(problem, slabs) <= problem.logits_bytes(plan.chunk_rows)
+    sum_bytes = 4 * slabs.rows * hidden if problem.input_grad and dtype.itemsize < 4 else 0
+    has_room_for_sum = sum_bytes <= slabs.free_elements * dtype.itemsize
+    own_bytes = _own_bytes(problem, slabs) + _copied_bytes(problem, plan)
+    return has_room_for_sum and own_bytes <= problem.logits_bytes(limit)
+
+
+def _copied_bytes(problem: Problem, plan: Plan) -> int:
+    """What a copy of the first rows of x takes, which is made where rows are ignored.
+
+    It has to last longer than for a chunk without slabs: dX of these rows comes first, so it needs other memory of dX.
+    """
+    has_room = problem.input_grad and 2 * plan.first_rows <= problem.tokens
+    is_copied = plan.ignored_rows != "compute" and not has_room
+    return is_copied * plan.first_rows * problem.hidden * problem.dtype.itemsize
 
 
 def _own_bytes(problem: Problem, slabs: LogitsInSlabs) -> int:
@@ -370,9 +404,12 @@ def _own_bytes(problem: Problem, slabs: LogitsInSlabs) -> int:
 def _has_large_products(problem: Problem, plan: Plan) -> bool:
     """Whether cuBLAS's algorithms are worth measuring, for the largest products at least; see `product_tuning`."""
     logits = max(
-        max(min(plan.chunk_rows, problem.tokens), plan.saved_rows) * problem.vocab,
+        max(min(plan.chunk_rows, problem.tokens - plan.first_rows), plan.saved_rows) * problem.vocab,
         (problem.tokens - plan.saved_rows) * plan.slab_columns,
     )
+    if plan.first_slabs:
+        slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
+        logits = max(logits, slabs.slab_elements)
     is_16_bit = problem.device_type == "cuda" and problem.dtype.itemsize == 2
     return is_16_bit and 2 * logits * problem.hidden >= TUNED_OPERATIONS
 
@@ -381,8 +418,8 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
     """The region's predicted peak of memory above its inputs and the gradients that it returns.
 
     Leaves out vectors of one number a token and, where rows are ignored, copies of rows of x: of a chunk, or of all
-    rows in a backward that recomputes logits. (Where dX is made a chunk at a time, its memory takes them.) Where rows
-    are skipped on the device, these are always there.
+    rows in a backward that recomputes logits. (Where dX is made a chunk at a time, its memory takes them, but for more
+    than half of the tokens in slabs.) Where rows are skipped on the device, these are always there.
     """
     packed_rows = problem.hidden * problem.dtype.itemsize if plan.ignored_rows == "skip_on_device" else 0
     if plan.slab_columns:
@@ -410,7 +447,8 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
         chunk += 4 * rows * problem.hidden
     if plan.first_slabs:
         slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
-        chunk = max(chunk, _own_bytes(problem, slabs) + packed_rows * plan.first_rows)
+        is_packed = plan.ignored_rows == "skip_on_device"
+        chunk = max(chunk, _own_bytes(problem, slabs) + is_packed * _copied_bytes(problem, plan))
     if plan.float32_accumulator:
         return max(chunk + problem.accumulator_bytes, 4 * problem.vocab * problem.hidden)
     return chunk

@@ -52,22 +52,19 @@ class LogitsInSlabs:
 
     @property
     def borrowed(self) -> int:
-        """m, how many slabs lie in dW's memory: as many as are used up before they are overwritten."""
-        return next((m for m in range(self.count - 1, 0, -1) if self._is_safe(m)), 0)
+        """m, how many slabs lie in dW's memory: as many as are used up before they are overwritten.
 
-    def _is_safe(self, borrowed: int) -> bool:
-        # Linear in the number of the slab, so true for all where it is for the first and the last.
-        return all(
-            self._start(number, borrowed) >= (number + 1) * self.width * self.row_room for number in (0, borrowed - 1)
-        )
-
-    def _start(self, number: int, borrowed: int) -> int:
-        return self.vocab * self.row_room - (borrowed - number) * self.slab_elements
+        Slab i begins at V·H - (m - i)·L·w; the rows of dW that it becomes end at (i + 1)·w·H. If it lies behind these
+        for i = 0, it does for all: the distance grows with i where L > H, and elsewhere it is at least w·H - L·w, since
+        m < k.
+        """
+        room = (self.vocab - self.width) * self.row_room
+        return min(self.count - 1, room // max(self.slab_elements, 1))
 
     @property
     def free_elements(self) -> int:
         """What is free in front of slab 0, in dW's memory."""
-        return self._start(0, self.borrowed)
+        return self.vocab * self.row_room - self.borrowed * self.slab_elements
 
     def own_elements(self, last_stride: int) -> int:
         """What lies elsewhere, with so many elements from one row of the last slab to the next."""

@@ -213,10 +213,11 @@ def _statistics_and_gradient_kernel(
         start = slab * WIDTH + first
         row = products
         if SLABS > 1:
+            # Without the hint, an odd number of rows means loads of 2 bytes each.
             if slab < BORROWED:
-                row = products + slab.to(tl.int64) * slab_elements
+                row = products + tl.multiple_of(slab.to(tl.int64) * slab_elements, 8)
             else:
-                row = own_products + (slab - BORROWED).to(tl.int64) * slab_elements
+                row = own_products + tl.multiple_of((slab - BORROWED).to(tl.int64) * slab_elements, 8)
         row += tl.multiple_of(index.to(tl.int64) * row_stride + first, 8)
     offset = tl.load(target + index) - start
     has_target = (offset >= 0) & (offset < vocab)
