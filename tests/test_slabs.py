@@ -154,6 +154,16 @@ def test_slabs_take_no_more_memory_than_chunks(options, ignored_rows, monkeypatc
     assert count > 3
 
 
+@pytest.mark.parametrize(("input_grad", "first", "copies"), [(True, 4096, 0), (True, 4224, 1), (False, 4096, 1)])
+def test_the_copy_of_x_needs_memory_unless_dx_has_room_for_it(input_grad, first, copies):
+    """Beside dX of the same rows, which comes before the last use of the copy."""
+    plan = Plan(strategy="gradients_in_forward", chunk_rows=512, first_rows=first, first_slabs=4)
+    problem = _problem(input_grad=input_grad)
+    skipping, computing = (dataclasses.replace(plan, ignored_rows=how) for how in ("skip_on_device", "compute"))
+    more = temporary_bytes(problem, skipping) - temporary_bytes(problem, computing)
+    assert more == copies * first * problem.hidden * 2
+
+
 def test_a_single_chunk_has_nothing_to_sum():
     plan = make_plan(_problem(hidden=8192), Options())
     assert plan.chunk_rows == 8192 and not plan.float32_rows and not plan.float32_accumulator
