@@ -60,6 +60,7 @@ SHAPES = {
         Shape(name="gpt-oss-20b", tokens=8192, vocab=201088, hidden=2880),
         Shape(name="llama-2-7b", tokens=8192, vocab=32000, hidden=4096),
         Shape(name="llama-3.1-8b", tokens=8192, vocab=128256, hidden=4096),
+        Shape(name="llama-3.1-70b", tokens=8192, vocab=128256, hidden=8192),
         Shape(name="llama-3.2-1b", tokens=16384, vocab=128256, hidden=2048),
         Shape(name="mistral-7b", tokens=8192, vocab=32768, hidden=4096),
         Shape(name="phi-4", tokens=8192, vocab=100352, hidden=5120),
