@@ -53,10 +53,11 @@ CUDA_SMALLEST_CHUNK = 512
 # memory than this factor times the gradients, which are there anyway. Two chunks would spare little of either.
 CUDA_ONE_CHUNK = 1.2
 CUDA_FEWEST_CHUNKS = 3
-# Where the logits of the first tokens lie in dW's memory, slab by slab, chunks are spared, or memory. Beside its
-# products, a chunk of fewer rows than CUDA_SMALL_CHUNK costs about what three slabs do, a larger one half of that, and
-# four slabs nothing: 512 rows at a time, 8192 × 128256 × 4096 takes 1.13 times the three products, and 1.10 after 4096
-# rows in 8 slabs; 4096 × 152064 × 3584 takes 1.02 in one piece, and 1.02, 1.01, 1.03 and 1.04 in 2, 4, 8 and 14 slabs.
+# Chunks of fewer rows than CUDA_SMALL_CHUNK are spared by a first one whose logits lie in dW's memory, slab by slab.
+# Such a chunk costs about what three slabs do, beside its products, and four slabs cost nothing. At 8192 × 128256 ×
+# 4096, the products and row kernels of 512 rows at a time take 1.13 times the three products, and 1.10 after 4096 rows
+# in 8 slabs, but 1024 rows take 1.04 either way; those of 4096 × 152064 × 3584 take 1.02 in one piece, and 1.02, 1.01,
+# 1.03 and 1.04 in 2, 4, 8 and 14 slabs.
 CUDA_SMALL_CHUNK = 1024
 CUDA_SMALL_CHUNK_SLABS = 3
 CUDA_FREE_SLABS = 4
@@ -322,10 +323,7 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
             float32_rows=_hot_rows(problem) if in_16_bits and rows < problem.tokens else 0,
             **common,
         )
-        is_free = options.chunk_rows is None and budget.chunk is None
-        return _with_slabs(
-            problem, plan, min(rows, _largest_chunk(problem, None, one_chunk=False)) if is_free else rows
-        )
+        return _with_slabs(problem, plan)
     if strategy == "save_logits" and saved_rows == problem.tokens:
         rows = max(problem.tokens, 1)
         return Plan(strategy=strategy, chunk_rows=rows, saved_rows=rows, **common)
@@ -334,42 +332,30 @@ def _untuned_plan(problem: Problem, options: Options, memory: DeviceMemory | Non
     return Plan(strategy=strategy, chunk_rows=rows, saved_rows=saved_rows, slab_columns=slab_columns, **common)
 
 
-def _with_slabs(problem: Problem, plan: Plan, limit: int) -> Plan:
-    """The plan, or one like it whose first chunk is in the memory of dW, if that spares chunks or much memory.
+def _with_slabs(problem: Problem, plan: Plan) -> Plan:
+    """The plan, or one like it whose first chunk is in the memory of dW, where that spares small chunks.
 
-    That chunk holds all tokens or, beside small chunks, as many as spare the most of these.
-
-    Args:
-        problem: what is computed.
-        plan: with chunks of one size.
-        limit: as many rows of logits are as much memory as the slabs may take beside that of dW.
+    It takes the memory of one of these, and holds all tokens, or as many as spare the most chunks.
     """
-    tokens = problem.tokens
+    tokens, rows = problem.tokens, plan.chunk_rows
     can_borrow = problem.device_type == "cuda" and problem.weight_grad and problem.hidden % ROW_MULTIPLE == 0
     one_pass = plan.takes_one_pass(is_plain_loss=problem.is_plain_loss, bias_grad=problem.bias_grad)
-    if not (can_borrow and one_pass and limit < tokens):
+    if not (can_borrow and one_pass and rows < min(tokens, CUDA_SMALL_CHUNK)):
         return plan
-    firsts = []
-    if plan.chunk_rows < CUDA_SMALL_CHUNK:
-        largest = min(tokens - plan.chunk_rows, 2 * problem.hidden + limit) // TILE_ROWS * TILE_ROWS
-        firsts = range(largest, plan.chunk_rows, -TILE_ROWS)
     whole = replace(plan, chunk_rows=tokens, float32_accumulator=False, float32_rows=0)
-    candidates = [_divided(problem, whole, tokens, limit), *(_divided(problem, plan, first, limit) for first in firsts)]
-    best = min(filter(None, candidates), key=lambda candidate: _slab_cost(problem, candidate, limit), default=plan)
-    more = _slab_cost(problem, best, limit) - _slab_cost(problem, plan, limit)
-    spares_memory = 4 * temporary_bytes(problem, best) <= 3 * temporary_bytes(problem, plan)
-    return best if more < 0 or (spares_memory and more <= CUDA_FREE_SLABS / 2) else plan
+    largest = min(tokens - rows, 2 * problem.hidden + rows) // TILE_ROWS * TILE_ROWS
+    candidates = [_divided(problem, whole, tokens, rows)]
+    candidates += [_divided(problem, plan, first, rows) for first in range(largest, rows, -TILE_ROWS)]
 
+    def cost(candidate: Plan) -> int:
+        chunks = -(-(tokens - candidate.first_rows) // candidate.chunk_rows) + (candidate.first_slabs > 0)
+        return CUDA_SMALL_CHUNK_SLABS * chunks + max(candidate.first_slabs - CUDA_FREE_SLABS, 0)
 
-def _slab_cost(problem: Problem, plan: Plan, limit: int) -> float:
-    """What chunks and slabs cost beside their products, in slabs."""
-    chunks = -(-(problem.tokens - plan.first_rows) // plan.chunk_rows) + (plan.first_slabs > 0)
-    per_chunk = CUDA_SMALL_CHUNK_SLABS if limit < CUDA_SMALL_CHUNK else CUDA_SMALL_CHUNK_SLABS / 2
-    return chunks * per_chunk + max(plan.first_slabs - CUDA_FREE_SLABS, 0)
+    return min([*filter(None, candidates), plan], key=cost)
 
 
 def _divided(problem: Problem, plan: Plan, first: int, limit: int) -> Plan | None:
-    """The plan with `first` tokens in as few slabs as have room, if any number does."""
+    """The plan with `first` tokens in as few slabs as take no more than `limit` rows of logits, if any number does."""
     divided = (replace(plan, first_rows=first, first_slabs=count) for count in range(2, MOST_SLABS + 1))
     return next((candidate for candidate in divided if _has_room(problem, candidate, limit)), None)
 
@@ -506,12 +492,8 @@ def _smallest_chunk(problem: Problem) -> int:
     return CPU_SMALLEST_CHUNK if problem.device_type == "cpu" else CUDA_SMALLEST_CHUNK
 
 
-def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0, *, one_chunk: bool = True) -> int:
-    """Rows of the largest chunk that fits the budget, never under the smallest that is worth running.
-
-    Without a budget, these are all tokens where their logits take little more memory than the gradients, if `one_chunk`
-    allows that.
-    """
+def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -> int:
+    """Rows of the largest chunk that fits the budget, never under the smallest that is worth running."""
     row_bytes = problem.logits_bytes(1)
     smallest = _smallest_chunk(problem)
     if budget is not None:
@@ -519,7 +501,7 @@ def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0, *
     if problem.device_type == "cpu":
         return max(CPU_CHUNK_BYTES // row_bytes, smallest)
     whole = problem.logits_bytes(problem.tokens)
-    if one_chunk and not problem.row_gradients and whole <= CUDA_ONE_CHUNK * problem.gradient_bytes:
+    if not problem.row_gradients and whole <= CUDA_ONE_CHUNK * problem.gradient_bytes:
         return max(problem.tokens, 1)
     enough = int(CUDA_CHUNK_OPERATIONS / (6 * max(problem.hidden, 1) * problem.vocab))
     third = -(-problem.tokens // (CUDA_FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
