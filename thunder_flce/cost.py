@@ -71,8 +71,8 @@ def device_name(device_type: str) -> str | None:
 def alternatives(region: PlannedRegion) -> list[PlannedRegion]:
     """Other ways to run a region: half and twice the chunk, and the other strategies, each with its own chunks.
 
-    A smaller chunk may come with more tokens whose logits lie in the memory of dW.
-    They keep what its plan does with ignored rows, and heed no memory budget.
+    They keep what its plan does with ignored rows, and heed no memory budget. A smaller chunk may come with tokens
+    whose logits lie in the memory of dW.
     """
     problem, plan = region.problem, region.plan
     chosen = Options(ignored_rows=plan.ignored_rows)

@@ -9,8 +9,8 @@ For input x (T, H), weight W (V, H), bias b (V,) and target y (T,):
 Legend: T tokens, N of them not ignored, C tokens in a chunk, H hidden size, V vocabulary.
 
 One buffer holds the products of one chunk, which become dz in place; those of a larger first chunk may lie in slabs, in
-the memory of dW (`slabs`). The target's entry is written last, from the
-product as it was before: (p − 1) in float32 keeps the digits that p, rounded to bf16, has lost near 1.
+the memory of dW (`slabs`). The target's entry is written last, from the product as it was before: (p − 1) in float32
+keeps the digits that p, rounded to bf16, has lost near 1.
 """
 
 from typing import NamedTuple
@@ -86,9 +86,8 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
     saved_logits = buffer.padded if plan.saved_rows else None
     # The first product keeps the device busy while the host waits for the number of rows. Rows of x that it needs in
     # another order lie where dX will be.
-    first_rows = selection.first_rows(
-        operands.x, min(first, plan.saved_rows or plan.chunk_rows), out=None if memory is None else memory.input
-    )
+    largest = min(first, plan.saved_rows or plan.chunk_rows)
+    first_rows = selection.first_rows(operands.x, largest, out=None if memory is None else memory.input)
     computed = 0
     if first_rows is not None:
         computed = first_rows.shape[0]
