@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.loss import Loss
+from thunder_flce.region import Operands
 
 
 @dataclass
@@ -27,6 +29,13 @@ class Case:
     def needing_grad(self) -> list[Tensor]:
         """The tensors that need one."""
         return [t for t in self.operands() if t.requires_grad]
+
+
+def plain_region(case: Case) -> Operands:
+    """The region of the mean loss without a bias, which gives dX and dW."""
+    return Operands(
+        x=case.x, weight=case.weight, bias=None, target=case.target, loss=Loss(), input_grad=True, weight_grad=True
+    )
 
 
 def make_case(

@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from reference import Case, assert_as_exact_as_eager, eager, error, make_case, ours, truth
+from reference import Case, assert_as_exact_as_eager, eager, error, make_case, ours, plain_region, truth
 from thunder_flce import Options, Plan, engine, linear_cross_entropy
-from thunder_flce.engine import Operands
 from thunder_flce.functional import plan_for
 from thunder_flce.gradient_scaling import scale_gradient
 from thunder_flce.gradient_sums import HotRows
@@ -318,12 +317,6 @@ def test_chunks_of_one_row_of_a_transposed_input(strategy, dtype, device):
     assert_as_exact_as_eager(case, factor=1.5, options=Options(strategy=strategy, chunk_rows=1))
 
 
-def _operands(case):
-    return Operands(
-        x=case.x, weight=case.weight, bias=None, target=case.target, loss=Loss(), input_grad=True, weight_grad=True
-    )
-
-
 def _one(device):
     return IncomingGradients(torch.ones((), device=device))
 
@@ -333,7 +326,7 @@ def test_targets_at_the_edges_of_slabs(position, device):
     case = make_case(tokens=2, hidden=8, vocab=10000, device=device, ignored=0.0)
     case.target.fill_(position)
     plan = Plan(strategy="recompute_logits", chunk_rows=2, slab_columns=4096)
-    operands = _operands(case)
+    operands = plain_region(case)
     with torch.no_grad():
         forward = engine.forward(operands, plan)
         gradients = engine.backward(operands, plan, forward.statistics, None, _one(device))
@@ -348,7 +341,7 @@ def test_logits_saved_of_some_tokens(dtype, ignored, device):
     case = make_case(tokens=700, dtype=dtype, device=device, bias=True, ignored=ignored)
     row_bytes = layout_for(101, dtype=dtype, device_type=device).row_stride * dtype.itemsize
     options = Options(memory_budget=430 * row_bytes, chunk_rows=100)
-    plan = plan_for(dataclasses.replace(_operands(case), loss=Loss(reduction="none"), bias_grad=True), options)
+    plan = plan_for(dataclasses.replace(plain_region(case), loss=Loss(reduction="none"), bias_grad=True), options)
     assert plan.strategy == "save_logits" and plan.saved_rows == 256 and plan.slab_columns
     assert_as_exact_as_eager(case, torch.randn(700, device=device), reduction="none", options=options)
     loss = linear_cross_entropy(
@@ -364,7 +357,7 @@ def test_many_slabs_round_dx_once(device):
     """bfloat16, a hundred slabs: dX is summed in float32."""
     case = make_case(tokens=64, hidden=32, vocab=6400, dtype=torch.bfloat16, device=device, ignored=0.0)
     plan = Plan(strategy="recompute_logits", chunk_rows=64, slab_columns=64)
-    operands = _operands(case)
+    operands = plain_region(case)
     with torch.no_grad():
         forward = engine.forward(operands, plan)
         gradients = engine.backward(operands, plan, forward.statistics, None, _one(device))

@@ -57,7 +57,7 @@ CUDA_FEWEST_CHUNKS = 3
 # Such a chunk costs about what three slabs do, beside its products, and four slabs cost nothing. At 8192 × 128256 ×
 # 4096, the products and row kernels of 512 rows at a time take 1.13 times the three products, and 1.10 after 4096 rows
 # in 8 slabs, but 1024 rows take 1.04 either way; those of 4096 × 152064 × 3584 take 1.02 in one piece, and 1.02, 1.01,
-# 1.03 and 1.04 in 2, 4, 8 and 14 slabs.
+# 1.03 and 1.04 in 2, 4, 8 and 14 slabs. Slabs narrower than CUDA_SMALLEST_SLAB columns were not tried.
 CUDA_SMALL_CHUNK = 1024
 CUDA_SMALL_CHUNK_SLABS = 3
 CUDA_FREE_SLABS = 4
@@ -363,7 +363,7 @@ def _divided(problem: Problem, plan: Plan, first: int, limit: int) -> Plan | Non
 def _has_room(problem: Problem, plan: Plan, limit: int) -> bool:
     """Whether the slabs take no more than `limit` rows of logits beside dW, where also dX's float32 sum has room."""
     dtype, hidden = problem.dtype, problem.hidden
-    slabs = plan.logits_in_slabs(hidden=hidden, vocab=problem.vocab, dtype=dtype)
+    slabs = _slabs_of(problem, plan)
     if slabs.width < CUDA_SMALLEST_SLAB or not slabs.borrowed:
         return False
     sum_bytes = 4 * slabs.rows * hidden if problem.input_grad and dtype.itemsize < 4 else 0
@@ -382,6 +382,10 @@ def _copied_bytes(problem: Problem, plan: Plan) -> int:
     return is_copied * plan.first_rows * problem.hidden * problem.dtype.itemsize
 
 
+def _slabs_of(problem: Problem, plan: Plan) -> LogitsInSlabs | None:
+    return plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
+
+
 def _own_bytes(problem: Problem, slabs: LogitsInSlabs) -> int:
     last = slabs.columns[-1]
     return slabs.own_elements(problem.row_stride(last.stop - last.start)) * problem.logits_itemsize
@@ -394,7 +398,7 @@ def _has_large_products(problem: Problem, plan: Plan) -> bool:
         (problem.tokens - plan.saved_rows) * plan.slab_columns,
     )
     if plan.first_slabs:
-        slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
+        slabs = _slabs_of(problem, plan)
         logits = max(logits, slabs.slab_elements)
     is_16_bit = problem.device_type == "cuda" and problem.dtype.itemsize == 2
     return is_16_bit and 2 * logits * problem.hidden >= TUNED_OPERATIONS
@@ -432,7 +436,7 @@ def temporary_bytes(problem: Problem, plan: Plan) -> int:
         # dX of a chunk is summed in float32 from the main part and the tail.
         chunk += 4 * rows * problem.hidden
     if plan.first_slabs:
-        slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=problem.vocab, dtype=problem.dtype)
+        slabs = _slabs_of(problem, plan)
         is_packed = plan.ignored_rows == "skip_on_device"
         chunk = max(chunk, _own_bytes(problem, slabs) + is_packed * _copied_bytes(problem, plan))
     if plan.float32_accumulator:
