@@ -5,6 +5,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from thunder_flce.compile_times import first_run_timed
 from thunder_flce.plan import triton_available
 
 
@@ -82,5 +83,6 @@ def _multiply_unless_one_(gradient: Tensor, factor: Tensor) -> None:
         return
     multiprocessors = torch.cuda.get_device_properties(gradient.device).multi_processor_count
     programs = min(-(-size // _BLOCK), multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR)
-    with torch.cuda.device(gradient.device):
+    kind = gradient.device, gradient.dtype
+    with torch.cuda.device(gradient.device), first_run_timed("Triton gradient scaling", kind):
         _kernel()[(programs,)](gradient, factor, size, BLOCK=_BLOCK, num_warps=8)

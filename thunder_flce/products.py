@@ -11,7 +11,6 @@ Where `tune` is set, large products run by the algorithm that `product_tuning` m
 are: then products end after the valid rows where they can, on CUDA by `triton_products` (but for a tail).
 """
 
-import sys
 from typing import NamedTuple
 
 import torch
@@ -198,12 +197,6 @@ def _of_valid_rows(
     if not accumulate:
         out[count:] = 0
     return out[:count], a[:count], b
-
-
-def compile_seconds() -> float:
-    """What Triton has taken in this process for products that end early."""
-    module = sys.modules.get("thunder_flce.triton_products")
-    return 0.0 if module is None else module.compile_seconds()
 
 
 def _readable(matrix: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ all rows, at 2048 × 128256 × 4096 in bfloat16 on an H200, a settled product ta
 and 3.57 for dW, which is added to, against 3.09, 3.14 and 3.11 of the fastest of cuBLAS's algorithms.
 """
 
-import time
 from contextlib import nullcontext
 from functools import cache
 
@@ -20,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from thunder_flce.compile_times import first_run_timed
 from thunder_flce.plan import HOPPER
 
 # What TMA asks of addresses and strides, in bytes. It also writes so many at once, behind the end of a row if it must.
@@ -106,10 +106,6 @@ def _write(values, out, bias, m, n, N, ACCUMULATE: tl.constexpr):
     out.store([m, n], values.to(out.dtype))
 
 
-_first_run_seconds: dict[tuple, float] = {}
-"""By what the kernel was compiled for."""
-
-
 def run(
     out: Tensor,
     a: Tensor,
@@ -144,8 +140,9 @@ def run(
     (m, k), n = a.shape, b.shape[1]
     tile_m, tile_n, tile_k = _TILE
     stored_a, stored_b, _ = stored
-    start = time.perf_counter()
-    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+    kind = (a.device, a.dtype, out.dtype, stored_a is a, stored_b is b, bias is None, sums_rows, accumulate)
+    on_device = torch.cuda.device(a.device) if a.is_cuda else nullcontext()
+    with on_device, first_run_timed("Triton products", kind):
         _product_kernel[(programs,)](
             _tiled(stored_a, (tile_m, tile_k) if stored_a is a else (tile_k, tile_m)),
             _tiled(stored_b, (tile_k, tile_n) if stored_b is b else (tile_n, tile_k)),
@@ -164,14 +161,7 @@ def run(
             num_warps=_WARPS,
             num_stages=_STAGES,
         )
-    kind = (a.device, a.dtype, out.dtype, stored_a is a, stored_b is b, bias is None, sums_rows, accumulate)
-    _first_run_seconds.setdefault(kind, time.perf_counter() - start)
     return True
-
-
-def compile_seconds() -> float:
-    """What the first runs of all kinds of product have taken in this process, which is when Triton compiles them."""
-    return sum(_first_run_seconds.values())
 
 
 @cache

@@ -10,7 +10,8 @@ from typing import Any
 import thunder
 from thunder.core.trace import TraceCtx
 
-from thunder_flce import cost, products
+from thunder_flce import cost
+from thunder_flce.compile_times import compile_seconds
 from thunder_flce.inspection import layout
 from thunder_flce.inspection.fusions import fusion_definitions
 from thunder_flce.inspection.saved import SavedTensor, plain_thunder_traces, saved_tensors
@@ -18,7 +19,6 @@ from thunder_flce.inspection.subgraphs import parts
 from thunder_flce.plan import Plan, temporary_bytes
 from thunder_flce.printer import stage_rows
 from thunder_flce.product_tuning import tunings
-from thunder_flce.row_kernels import compile_seconds
 from thunder_flce.steps import Stage, backward_stages, forward_stages
 from thunder_flce.transform import Compilation, Decision, FuseLinearCrossEntropy
 
@@ -90,9 +90,9 @@ class CompilationReport:
     def compile_seconds(self) -> dict[str, float]:
         """Time by step, in seconds: ours, and what thunder recorded of its own, to the millisecond.
 
-        "tracing" is the interpreter's time; thunder keeps it for the last compilation only. "nvFuser row kernels",
-        "Triton row kernels", "Triton products" and "products tuned" are those of all row kernels and products that ran
-        for the first time in this process, whichever compilation they belong to.
+        "tracing" is the interpreter's time; thunder keeps it for the last compilation only. What nvFuser and Triton
+        compiled ("nvFuser row kernels", "Triton row kernels", "Triton products" and so on) and "products tuned" are
+        what ran for the first time in this process, whichever compilation it belongs to.
         """
         stats = thunder.compile_stats(self._jitted)
         seconds = {}
@@ -103,9 +103,7 @@ class CompilationReport:
             provenance = str(trace.get_provenance() or "")
             if found := re.search(r"Constructed by (.*) \(took (\d+) milliseconds\)", provenance):
                 seconds[found[1]] = seconds.get(found[1], 0.0) + int(found[2]) / 1e3
-        seconds |= {f"{compiler} row kernels": taken for compiler, taken in compile_seconds().items()}
-        if taken := products.compile_seconds():
-            seconds["Triton products"] = taken
+        seconds |= compile_seconds()
         if tuned := tunings():
             seconds["products tuned"] = sum(tuning.seconds for tuning in tuned)
         return seconds

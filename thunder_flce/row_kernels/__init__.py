@@ -7,7 +7,6 @@ float64).
 """
 
 import importlib.util
-import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -245,15 +244,6 @@ def fusions_available() -> bool:
 def runs_nvfuser(*, dtype: torch.dtype, device_type: str) -> bool:
     """Whether the row kernels for logits of this dtype are nvFuser's fusions and Triton's kernels."""
     return device_type == "cuda" and dtype is not torch.float64 and fusions_available()
-
-
-def compile_seconds() -> dict[str, float]:
-    """What each compiler has taken for row kernels in this process, in seconds; empty where none was compiled."""
-    modules = {"nvFuser": "nvfuser", "Triton": "triton_rows"}
-    loaded = {name: sys.modules.get(f"{__name__}.{module}") for name, module in modules.items()}
-    return {
-        name: seconds for name, module in loaded.items() if module is not None and (seconds := module.compile_seconds())
-    }
 
 
 def kernels_for(*, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:

@@ -11,7 +11,6 @@ Legend: C rows of logits.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +20,7 @@ import torch
 from nvfuser_direct import DataType, FusionDefinition
 from torch import Tensor
 
+from thunder_flce.compile_times import first_run_timed
 from thunder_flce.plan import VocabLayout
 from thunder_flce.row_kernels import (
     SHORT_ROWS,
@@ -221,21 +221,10 @@ _target_gradient = cache(target_gradient_fusion)
 _lock = threading.Lock()
 
 
-_first_run_seconds: dict[int, float] = {}
-"""By the identity of a definition, which its cache keeps alive."""
-
-
 def _execute(fusion: FusionDefinition, inputs: list[Tensor], *, fast_math: bool = False) -> list[Tensor]:
-    with _lock:
-        start = time.perf_counter()
-        outputs = fusion.execute(inputs, _enable_options=["fast_math"] if fast_math else [])
-        _first_run_seconds.setdefault(id(fusion), time.perf_counter() - start)
-        return outputs
-
-
-def compile_seconds() -> float:
-    """What the first runs of all fusions have taken in this process, which is when nvFuser compiles them."""
-    return sum(_first_run_seconds.values())
+    # Its cache keeps a definition alive, so no other has its identity.
+    with _lock, first_run_timed("nvFuser row kernels", id(fusion)):
+        return fusion.execute(inputs, _enable_options=["fast_math"] if fast_math else [])
 
 
 @dataclass(frozen=True)

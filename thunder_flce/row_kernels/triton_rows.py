@@ -14,7 +14,6 @@ asynchronously while the row before is written (0.334 ms), and persistent progra
 """
 
 import math
-import time
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from thunder_flce.compile_times import first_run_timed
 from thunder_flce.plan import PADDED_ROW_MULTIPLE, ROW_MULTIPLE
 from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowStatistics, SlabbedLogits
 from thunder_flce.slabs import MOST_SLABS
@@ -453,10 +453,6 @@ def _block_for(buffer: LogitsBuffer, blocks: tuple[_Block, ...]) -> _Block:
     return next(block for block in blocks if buffer.layout.vocab <= block.largest_vocab)
 
 
-_first_run_seconds: dict[tuple, float] = {}
-"""By what a kernel was compiled for."""
-
-
 def _launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -490,14 +486,7 @@ def _launch(
         "BLOCK": block.elements,
         **more,
     }
-    start = time.perf_counter()
-    with torch.cuda.device(padded.device) if padded.is_cuda else nullcontext():
+    kind = (kernel.__name__, padded.device, padded.dtype, *constants.values())
+    on_device = torch.cuda.device(padded.device) if padded.is_cuda else nullcontext()
+    with on_device, first_run_timed("Triton row kernels", kind):
         kernel[grid](padded, *arguments, **constants, num_warps=block.warps, maxnreg=block.registers)
-    _first_run_seconds.setdefault(
-        (kernel.__name__, padded.device, padded.dtype, *constants.values()), time.perf_counter() - start
-    )
-
-
-def compile_seconds() -> float:
-    """What the first runs of all kernels have taken in this process, which is when Triton compiles or loads them."""
-    return sum(_first_run_seconds.values())
