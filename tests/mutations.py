@@ -203,9 +203,9 @@ MUTATIONS = [
     *_of(
         "rows.py",
         ("index", "reversed(range(0, self.total, _MOVED_ROWS))", "range(0, self.total, _MOVED_ROWS)"),
-        ("mask", "moved.masked_fill_(_beside(source[block] < 0, moved), 0)", "moved"),
+        ("mask", "return taken.masked_fill_(_beside(index < 0, taken), 0)", "return taken"),
         ("mask", "torch.where(self.valid, numbers, -1)", "numbers"),
-        ("mask", "taken if self.valid is None else taken.masked_fill_", "taken if True else taken.masked_fill_"),
+        ("mask", "torch.where(self.valid[chunk], self.index[chunk], -1)", "self.index[chunk]"),
         ("index", "(self.valid_count - start).clamp", "self.valid_count.clamp"),
         ("mask", ".clamp(0, stop - start)", ".clamp(0)"),
         tests=("tests/test_rows.py",),
@@ -239,13 +239,13 @@ MUTATIONS = [
     *_of(
         "rows.py",
         ("sign", "torch.argsort(valid, descending=True, stable=True)", "torch.argsort(valid, stable=True)"),
-        ("divisor", "self._valid_count = self._valid.sum()", "self._valid_count = self._valid.sum() + 1"),
+        ("divisor", "torch.stack([valid.sum(),", "torch.stack([valid.sum() + 1,"),
         (
             "mask",
             "return tensor if self.valid is None else torch.where(_beside(",
             "return tensor if True else (_beside(",
         ),
-        ("mask", "self._valid = target != ignore_index", "self._valid = target >= 0"),
+        ("mask", "    valid = target != ignore_index\n    counts", "    valid = target >= 0\n    counts"),
         (
             "mask",
             "tensor.new_full((self.total, *tensor.shape[1:]), fill)",
@@ -290,6 +290,17 @@ MUTATIONS = [
         ("index", "return out, a[:, :count], b[:count]", "return out, a[:, count:], b[count:]"),
         ("mask", "        out[count:] = 0\n", "        pass\n"),
         ("mask", "    if not accumulate:\n        out[count:]", "    if accumulate:\n        out[count:]"),
+    ),
+    *_of(
+        "triton_packing.py",
+        ("mask", "(token < tokens) & (targets != ignore_index)", "targets != ignore_index"),
+        ("mask", "(targets < 0) | (targets >= vocab)", "(targets < 0) | (targets > vocab)"),
+        ("sign", "valid_count + token - ahead", "token - ahead"),
+        ("index", "        valid_before += tl.sum", "        valid_before = tl.sum"),
+        ("mask", "(column < columns) & (source >= 0)", "column < columns"),
+        ("index", "source * row_stride + column * column_stride", "source * row_stride + column"),
+        ("index", "out + row * out_stride", "out + source * out_stride"),
+        tests=("tests/test_triton_packing.py::test_in_the_interpreter",),
     ),
     *_of(
         "triton_products.py",

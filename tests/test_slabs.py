@@ -8,7 +8,7 @@ import torch
 
 from reference import assert_as_exact_as_eager, make_case, plain_region
 from test_plan import S1 as ANY_LOSS
-from thunder_flce import Options, Plan, functional
+from thunder_flce import Options, Plan, functional, products
 from thunder_flce import plan as plan_module
 from thunder_flce.options import IGNORED_ROWS
 from thunder_flce.plan import CUDA_SMALLEST_SLAB, VocabLayout, make_plan, temporary_bytes
@@ -203,21 +203,25 @@ def test_error_with_targets_as_frequent_as_words(first, monkeypatch, device):
 
 @pytest.mark.parametrize("ignored", [0.0, 0.4, 0.9])
 @pytest.mark.parametrize("first", [96, 160])
-def test_the_first_product_starts_before_the_rows_are_known(first, ignored, monkeypatch, device):
-    """On CUDA it does by itself. Its rows of x are packed where dX will be; all others of its slab follow."""
+def test_the_first_products_start_before_the_rows_are_known(first, ignored, monkeypatch, device):
+    """On CUDA they do by themselves. Their rows of x are packed where dX will be; all other rows follow."""
 
     def first_rows(self, x, largest, out=None):
-        count = min(largest, 40)
-        order = torch.argsort(self._valid, descending=True, stable=True)[:count]
-        seen.append(out is not None)
-        return torch.index_select(x, 0, order, out=None if out is None else out[:count])
+        assert largest == first and out is not None
+        return torch.index_select(x, 0, self._packed[:40], out=out[:40])
 
-    seen = []
+    def logits_(out, x, *arguments, **settings):
+        seen.append(x.shape[0])
+        product(out, x, *arguments, **settings)
+
+    seen, product = [], products.logits_
+    monkeypatch.setattr(products, "logits_", logits_)
     monkeypatch.setattr(RowSelection, "first_rows", first_rows)
     case = make_case(tokens=200, vocab=4003, hidden=160, dtype=torch.bfloat16, device=device, ignored=ignored)
     _with_plan(monkeypatch, chunk_rows=64, first_rows=first, first_slabs=3, float32_rows=256)
     assert_as_exact_as_eager(case, torch.tensor(0.5, device=device))
-    assert seen == [True]
+    valid = min(int((case.target != -100).sum()), first)
+    assert seen[:6] == [40] * 3 + [valid - 40] * 3 if valid > 40 else seen == [40] * 3
 
 
 def test_row_kernels_see_whole_rows(monkeypatch, device):

@@ -84,14 +84,13 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
     # The first chunk needs the most memory, so it serves the others, unless it is kept.
     first_logits, buffer = _logits_memory(region, first, memory)
     saved_logits = buffer.padded if plan.saved_rows else None
-    # The first product keeps the device busy while the host waits for the number of rows. Rows of x that it needs in
+    # The first products keep the device busy while the host waits for the number of rows. Rows of x that they need in
     # another order lie where dX will be.
-    largest = min(first, plan.saved_rows or plan.chunk_rows)
-    first_rows = selection.first_rows(operands.x, largest, out=None if memory is None else memory.input)
+    first_rows = selection.first_rows(operands.x, first, out=None if memory is None else memory.input)
     computed = 0
     if first_rows is not None:
         computed = first_rows.shape[0]
-        region.products_(first_logits.buffers[0].rows(slice(0, computed)), first_rows, first_logits.columns[0])
+        region.chunk_products_(first_logits.rows(slice(0, computed)), first_rows)
         del first_rows
     rows = selection.rows()
 
@@ -150,7 +149,9 @@ def backward(
         incoming: the gradients that arrive at the loss and its outputs.
     """
     region = Region(operands, plan)
-    rows = reselect_rows(operands.target, operands.loss.ignore_index, saved.valid_count, _row_policy(operands, plan))
+    rows = reselect_rows(
+        operands.target, operands.vocab, operands.loss.ignore_index, saved.valid_count, _row_policy(operands, plan)
+    )
     scales = _Scales(region, rows)
     row_gradients = scales.row_gradients(incoming)
     # What an ignored row's products are now need not go with its statistics: exp(z - the largest number) is 0.

@@ -100,14 +100,18 @@ class Region:
         products.logits_(buffer.logits, x, self.weight[slab], bias, tune=self.plan.tune_products, valid_rows=valid_rows)
 
     def chunk_products_(
-        self, logits: LogitsBuffer | SlabbedLogits, x: Tensor, *, computed: int, valid_rows: Tensor | None
+        self,
+        logits: LogitsBuffer | SlabbedLogits,
+        x: Tensor,
+        *,
+        computed: int = 0,
+        valid_rows: Tensor | None = None,
     ) -> None:
-        """Fills the logits of a chunk, (C, V); of the first slab, the first `computed` rows are there already."""
-        for slab, buffer in zip(logits.columns, logits.buffers, strict=True):
-            if computed < x.shape[0]:
-                missing = slice(computed, x.shape[0])
+        """Fills the logits of a chunk, (C, V), of which the first `computed` rows are there already."""
+        missing = slice(computed, x.shape[0])
+        if computed < x.shape[0]:
+            for slab, buffer in zip(logits.columns, logits.buffers, strict=True):
                 self.products_(buffer.rows(missing), x[missing], slab, valid_rows=valid_rows)
-            computed = 0
 
     def further_vectors(
         self, buffer: LogitsBuffer, statistics: RowStatistics, class_weights: ClassWeights | None
