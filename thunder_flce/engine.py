@@ -85,8 +85,10 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
     first_logits, buffer = _logits_memory(region, first, memory)
     saved_logits = buffer.padded if plan.saved_rows else None
     # The first products keep the device busy while the host waits for the number of rows. Rows of x that they need in
-    # another order lie where dX will be.
-    first_rows = selection.first_rows(operands.x, first, out=None if memory is None else memory.input)
+    # another order lie where dX will be; without dX they take memory, so they are no more than a chunk's.
+    packed = None if memory is None else memory.input
+    largest = min(first, plan.saved_rows or plan.chunk_rows) if packed is None else first
+    first_rows = selection.first_rows(operands.x, largest, out=packed)
     computed = 0
     if first_rows is not None:
         computed = first_rows.shape[0]
