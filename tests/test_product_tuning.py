@@ -1,5 +1,6 @@
 """Which of cuBLAS's algorithms is taken, and that the choice changes time only."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -128,11 +129,11 @@ class StandIn:
     def proposals(self):
         return ["slow", "impossible", "fast"]
 
-    def run(self, algorithm, out, a, b, bias, *, accumulate):
+    def run(self, algorithm, out, a, b, bias, *, accumulate, alpha=1.0):
         if algorithm == "impossible" or self.signature.b.leading_dimension == 72:
             return False
         self.ran.append((algorithm, accumulate))
-        result = a.double() @ b.double() + (0 if bias is None else bias)
+        result = alpha * (a.double() @ b.double()) + (0 if bias is None else bias)
         out.copy_(result + out if accumulate else result)
         return True
 
@@ -186,38 +187,43 @@ def test_sizes_of_dx_are_four_an_octave(stand_in):
     assert seen == [1, 1, 2, 2, 3, 4, 4, 5]
 
 
-def test_a_sum_is_measured_as_a_sum_and_not_disturbed(stand_in):
-    dlogits, x = torch.randn(64, 32), torch.randn(64, 40)
+@pytest.mark.parametrize("name", ["dW", "dX"])
+def test_a_sum_is_measured_as_a_sum_and_not_disturbed(name, stand_in):
+    a, b = torch.randn(32, 64), torch.randn(64, 40)
     out = torch.randn(32, 40)
     before = out.clone()
-    assert not product_tuning.run("dW", out, dlogits.t(), x, accumulate=True)
-    assert torch.equal(out, before)
-    assert product_tuning.run("dW", out, dlogits.t(), x)
+    assert product_tuning.run(name, out, a, b, accumulate=True)
+    assert {accumulate for _, accumulate in stand_in} == {True} and len(stand_in) > 4
+    torch.testing.assert_close(out, before + a @ b)
+    stand_in.clear()
+    assert product_tuning.run(name, out, a, b, accumulate=True)
+    torch.testing.assert_close(out, before + 2 * a @ b)
+    assert stand_in == [("fast", True)]
+
+
+def test_dw_is_measured_as_a_sum(stand_in):
+    """Which it is for most chunks; what lies where the first one's goes is not added to it."""
+    a, b, out = torch.randn(32, 64), torch.randn(64, 40), torch.randn(32, 40)
+    assert product_tuning.run("dW", out, a, b)
     assert {accumulate for _, accumulate in stand_in[:-1]} == {True}
-    torch.testing.assert_close(out, dlogits.t() @ x)
-    assert product_tuning.run("dW", out, dlogits.t(), x, accumulate=True)
-    torch.testing.assert_close(out, 2 * dlogits.t() @ x)
-    # A sum takes what was measured for the nearest number of tokens.
-    for tokens in (48, 20, 130):
-        assert product_tuning.run("dW", out, torch.randn(tokens, 32).t(), torch.randn(tokens, 40), accumulate=True)
-    assert stand_in[-3:] == [("fast", True)] * 3 and len(product_tuning.tunings()) == 1
+    torch.testing.assert_close(out, a @ b)
 
 
 def test_nearest_number_of_tokens(stand_in, monkeypatch):
     weight = torch.randn(32, 64)
 
-    def algorithm(tokens, **settings):
+    def algorithm(tokens):
         stand_in.clear()
-        if not product_tuning.run("dX", torch.zeros(tokens, 64), torch.zeros(tokens, 32), weight, **settings):
+        if not product_tuning.run("dX", torch.zeros(tokens, 64), torch.zeros(tokens, 32), weight):
             return None
         return stand_in[-1][0]
 
     assert algorithm(64) == "fast"
     monkeypatch.setattr(StandIn, "proposals", lambda self: ["slow"])
     assert algorithm(1024) == "slow"
-    assert [algorithm(tokens, accumulate=True) for tokens in (1, 128, 400, 4096)] == ["fast", "fast", "slow", "slow"]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert algorithm(128) == "fast" and len(product_tuning.tunings()) == 2
+    assert [algorithm(tokens) for tokens in (1, 128, 400, 4096)] == ["fast", "fast", "slow", "slow"]
+    assert len(product_tuning.tunings()) == 2
 
 
 def test_products_that_differ_are_measured_apart(stand_in):
@@ -399,6 +405,28 @@ def test_each_algorithm_gives_the_same_bits(name, m, n, k, out_dtype, strides, d
 
 
 @on_gpu
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_measuring_does_not_disturb_a_sum(out_dtype, fresh):
+    """Not by a bit, whatever the sum holds."""
+    dtype = torch.bfloat16 if out_dtype is torch.float32 else out_dtype
+    a, b = 10 * _matrix(512, 256, dtype, transposed=True), 10 * _matrix(256, 1024, dtype)
+    before = _matrix(512, 1024, out_dtype)
+    smallest = torch.finfo(out_dtype).smallest_normal
+    for row, number in enumerate((0.0, -0.0, smallest, smallest / 2, 1e4, -1e4, math.inf, math.nan)):
+        before[row] = number
+    # What is measured is a sum, once; what is computed then is the next one.
+    results = []
+    for measured in range(2):
+        out = before.clone()
+        assert len(product_tuning.tunings()) == measured
+        assert product_tuning.run("dW", out, a, b, accumulate=True)
+        results.append(out)
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+    exact = before.double() + a.double() @ b.double()
+    assert error(results[0][8:], exact[8:]) < torch.finfo(dtype).eps
+
+
+@on_gpu
 def test_a_bias_is_added_before_rounding(fresh):
     x, weight = _matrix(512, 256, torch.bfloat16), _matrix(4104, 256, torch.bfloat16)
     bias = 16 * torch.randn(4104, device="cuda").bfloat16()
@@ -429,7 +457,6 @@ def test_what_cannot_run_is_left_to_pytorch(fresh):
     assert not product_tuning.run("dX", padded[:, :64], x, weight), "stride"
     assert not product_tuning.run("dX", out.t(), x, weight), "column-major"
     assert not product_tuning.run("dX", out.double(), x.double(), weight.double()), "dtype"
-    assert not product_tuning.run("dW", out, x, weight, accumulate=True), "nothing measured yet"
     assert not product_tuning.run("logits", out, x, weight, bias=torch.zeros(64, device="cuda")), "dtype of the bias"
     assert product_tuning.tunings() == []
     assert product_tuning.run("dW", out, x, weight)

@@ -151,15 +151,23 @@ class Product:
         return [p.algorithm for p in proposals if p.status == _SUCCESS and _split_k(p.algorithm) == 1]
 
     def run(
-        self, algorithm: Algorithm, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, *, accumulate: bool
+        self,
+        algorithm: Algorithm,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        *,
+        accumulate: bool,
+        alpha: float = 1.0,
     ) -> bool:
-        """Computes the product on the current stream, from tensors of the signature.
+        """Computes alpha times the product on the current stream, from tensors of the signature.
 
         Returns:
             Whether it does. If not, cuBLAS has refused, as it does where an algorithm was proposed for another product,
             and `out` is left as it is.
         """
-        alpha, beta = ctypes.c_float(1.0), ctypes.c_float(float(accumulate))
+        factors = ctypes.c_float(alpha), ctypes.c_float(float(accumulate))
         # The bias is a part of the description, and handles are not meant to be shared at the same time.
         with _running:
             if bias is not None:
@@ -167,10 +175,10 @@ class Product:
             status = _library().cublasLtMatmul(
                 self._handle,
                 self._description,
-                ctypes.byref(alpha),
+                ctypes.byref(factors[0]),
                 *(ctypes.c_void_p(b.data_ptr()), self._b),
                 *(ctypes.c_void_p(a.data_ptr()), self._a),
-                ctypes.byref(beta),
+                ctypes.byref(factors[1]),
                 *(ctypes.c_void_p(out.data_ptr()), self._out),
                 *(ctypes.c_void_p(out.data_ptr()), self._out),
                 ctypes.byref(algorithm),

@@ -29,6 +29,9 @@ _CLOSE = 1.05
 _FINALISTS = 4
 _BURST_SECONDS = 0.03
 _UNLUCKY = 1.2
+# What a product is multiplied by while it is measured, the smallest number above 0. Added to a sum in 16 bits, it leaves
+# every bit as it is, and in 32 bits all but those of a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
+_MEASURED_FACTOR = 2.0**-149
 
 # Which of the sizes M, N and K is the number of tokens. It changes from chunk to chunk, so what was measured serves
 # all numbers of tokens between the same powers of two, and others where nothing can be measured. Of dX, a quarter of
@@ -77,12 +80,12 @@ def tunings() -> list[Tuning]:
 def run(name: str, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, *, accumulate: bool = False) -> bool:
     """Runs a product by the algorithm that is the fastest for it, which is measured if it is the first of its kind.
 
-    Measuring runs the product some dozens of times and waits for the device. It needs no memory: each time, the product
-    goes to `out`. So nothing is measured for a product that is added to `out`, nor while a CUDA graph is captured: then
+    Measuring runs the product some dozens of times and waits for the device. It needs no memory: each time, hardly more
+    than 0 times the product goes to `out`, or is added to it. While a CUDA graph is captured nothing is measured: then
     what was measured for the nearest number of tokens has to do.
 
     Args:
-        name: "logits", "dX" or "dW", the last for a product whose out will be added to.
+        name: "logits", "dX" or "dW".
         out: (M, N).
         a: (M, K).
         b: (K, N).
@@ -105,8 +108,8 @@ def run(name: str, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
     of_kind = _tunings.setdefault(kind, {})
     with torch.cuda.device(out.device):
         if tokens not in of_kind:
-            if not (accumulate or torch.cuda.is_current_stream_capturing()):
-                of_kind[tokens] = _measured(name, signature, out, a, b, bias)
+            if not torch.cuda.is_current_stream_capturing():
+                of_kind[tokens] = _measured(name, signature, out, a, b, bias, accumulate=accumulate)
             elif of_kind:
                 tokens = min(of_kind, key=lambda measured: max(measured / tokens, tokens / measured))
             else:
@@ -125,16 +128,18 @@ def _bucket(name: str, tokens: int) -> int:
 _product = lru_cache(maxsize=64)(Product)
 
 
-def _measured(name: str, signature: Signature, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> Tuning:
+def _measured(
+    name: str, signature: Signature, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, *, accumulate: bool
+) -> Tuning:
     start = time.perf_counter()
     # dW is measured as a sum, which it is for all chunks but the first; what is in its memory now does not matter.
     # Where it is not a sum, the choice may cost 3% (S2; at S1, S3 and U1 the same algorithm is the fastest for both).
-    accumulate = name == "dW"
+    how = {"accumulate": accumulate or name == "dW", "alpha": _MEASURED_FACTOR}
     proposals, runs = [], []
     try:
         product = _product(signature)
         for proposal in product.proposals():
-            run_proposal = partial(product.run, proposal, out, a, b, bias, accumulate=accumulate)
+            run_proposal = partial(product.run, proposal, out, a, b, bias, **how)
             if run_proposal():
                 proposals.append(proposal)
                 runs.append(run_proposal)
