@@ -240,13 +240,13 @@ MUTATIONS = [
     *_of(
         "rows.py",
         ("sign", "torch.argsort(valid, descending=True, stable=True)", "torch.argsort(valid, stable=True)"),
-        ("divisor", "torch.stack([valid.sum(),", "torch.stack([valid.sum() + 1,"),
+        ("divisor", ".sum(1)\n        self._waits", ".sum(1) + 1\n        self._waits"),
         (
             "mask",
             "return tensor if self.valid is None else torch.where(_beside(",
             "return tensor if True else (_beside(",
         ),
-        ("mask", "    valid = target != ignore_index\n    counts", "    valid = target >= 0\n    counts"),
+        ("mask", "self._valid = target != ignore_index", "self._valid = target >= 0"),
         (
             "mask",
             "tensor.new_full((self.total, *tensor.shape[1:]), fill)",
@@ -261,8 +261,8 @@ MUTATIONS = [
     ),
     *_of(
         "rows.py",
-        ("mask", "(target < 0) | (target >= vocab)", "(target < 0) | (target > vocab)"),
-        ("mask", "(target < 0) | (target >= vocab)", "target >= vocab"),
+        ("mask", "(target != target.clamp(0, vocab - 1))", "(target != target.clamp(0, vocab))"),
+        ("mask", "(target != target.clamp(0, vocab - 1))", "(target != target.clamp(max=vocab - 1))"),
         tests=("tests/test_numerics.py::test_target_out_of_range",),
     ),
     *_of(
@@ -293,15 +293,17 @@ MUTATIONS = [
         ("mask", "    if not accumulate:\n        out[count:]", "    if accumulate:\n        out[count:]"),
     ),
     *_of(
-        "triton_packing.py",
-        ("mask", "(token < tokens) & (targets != ignore_index)", "targets != ignore_index"),
-        ("mask", "(targets < 0) | (targets >= vocab)", "(targets < 0) | (targets > vocab)"),
-        ("sign", "valid_count + token - ahead", "token - ahead"),
-        ("index", "        valid_before += tl.sum", "        valid_before = tl.sum"),
+        "compile_times.py",
+        ("index", ".setdefault(kind, time.perf_counter() - start)", ".update({kind: time.perf_counter() - start})"),
+        tests=("tests/test_triton_take.py::test_in_the_interpreter", "tests/test_explain.py"),
+    ),
+    *_of(
+        "triton_take.py",
+        ("mask", "with on_device, first_run_timed", "with on_device, nullcontext() if True else first_run_timed"),
         ("mask", "(column < columns) & (source >= 0)", "column < columns"),
         ("index", "source * row_stride + column * column_stride", "source * row_stride + column"),
-        ("index", "out + row * out_stride", "out + source * out_stride"),
-        tests=("tests/test_triton_packing.py::test_in_the_interpreter",),
+        ("index", "out + row * columns", "out + source * columns"),
+        tests=("tests/test_triton_take.py::test_in_the_interpreter",),
     ),
     *_of(
         "triton_products.py",

@@ -15,7 +15,7 @@ from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.engine import Operands
 from thunder_flce.functional import plan_for
 from thunder_flce.loss import Loss
-from thunder_flce.options import IGNORED_ROWS
+from thunder_flce.options import IGNORED_ROWS, STRATEGIES
 from thunder_flce.plan import Problem, temporary_bytes
 
 pytestmark = [
@@ -245,3 +245,37 @@ def test_every_way_to_turn_it_on(dtype):
         got = torch.autograd.grad(loss, list(jitted.parameters()))
         for gradient, reference in zip(got, right, strict=True):
             torch.testing.assert_close(gradient, reference, **tolerance)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("rows", IGNORED_ROWS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_device_that_is_not_the_current_one(strategy, rows):
+    """And that is late: what the host waits for is its stream, not the current device's."""
+    with torch.cuda.device(0):
+        case = make_case(tokens=700, hidden=256, vocab=4003, dtype=torch.bfloat16, device="cuda:1", ignored=0.6)
+        torch.cuda.synchronize(1)
+        with torch.cuda.device(1):
+            torch.cuda._sleep(10**9)
+        assert_as_exact_as_eager(case, options=Options(strategy=strategy, ignored_rows=rows))
+
+
+def test_rows_that_are_left_out_are_taken_by_triton(monkeypatch):
+    """PyTorch would be as right, and four times as slow."""
+    from thunder_flce import triton_take
+
+    taken = []
+
+    def take_rows(tensor, index, out=None):
+        taken.append(index.shape[0])
+        return original(tensor, index, out)
+
+    original = triton_take.take_rows
+    monkeypatch.setattr(triton_take, "take_rows", take_rows)
+    case = make_case(tokens=300, device="cuda", ignored=0.6)
+    assert_as_exact_as_eager(case, options=Options(ignored_rows="skip_on_device", chunk_rows=200))
+    # Two chunks of x, and dX.
+    assert taken == [200, 100, 300]
+    taken.clear()
+    assert_as_exact_as_eager(case, options=Options(chunk_rows=200))
+    assert taken == [300]

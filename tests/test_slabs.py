@@ -210,7 +210,8 @@ def test_the_first_products_start_before_the_rows_are_known(input_grad, first, i
     def first_rows(self, x, largest, out=None):
         # Elsewhere they take memory: a chunk's and no more.
         assert largest == (first if input_grad else 64) and (out is not None) == input_grad
-        return torch.index_select(x, 0, self._packed[:40], out=out[:40] if input_grad else None)
+        order = torch.argsort(self._valid, descending=True, stable=True)[:40]
+        return torch.index_select(x, 0, order, out=out[:40] if input_grad else None)
 
     def logits_(out, x, *arguments, **settings):
         seen.append(x.shape[0])

@@ -151,9 +151,7 @@ def backward(
         incoming: the gradients that arrive at the loss and its outputs.
     """
     region = Region(operands, plan)
-    rows = reselect_rows(
-        operands.target, operands.vocab, operands.loss.ignore_index, saved.valid_count, _row_policy(operands, plan)
-    )
+    rows = reselect_rows(operands.target, operands.loss.ignore_index, saved.valid_count, _row_policy(operands, plan))
     scales = _Scales(region, rows)
     row_gradients = scales.row_gradients(incoming)
     # What an ignored row's products are now need not go with its statistics: exp(z - the largest number) is 0.

@@ -29,8 +29,8 @@ _CLOSE = 1.05
 _FINALISTS = 4
 _BURST_SECONDS = 0.03
 _UNLUCKY = 1.2
-# What a product is multiplied by while it is measured, the smallest number above 0. Added to a sum in 16 bits, it leaves
-# every bit as it is, and in 32 bits all but those of a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
+# What a product is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
+# but the sign of a 0 and, in 32 bits, a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
 _MEASURED_FACTOR = 2.0**-149
 
 # Which of the sizes M, N and K is the number of tokens. It changes from chunk to chunk, so what was measured serves

@@ -2,7 +2,7 @@
 
 Rows whose target is ignore_index contribute nothing, neither to the loss nor to a gradient, so they can leave before
 the first product. How many stay must then be known on the host, which on CUDA means waiting for the device once. The
-wait is hidden: valid rows are packed first on the device, and the first product is launched before asking.
+wait is hidden: valid rows are packed first on the device, and the first products are launched before asking.
 
 Where the host may not wait, all rows keep their place in a chunk, but valid rows are packed first all the same, and
 zeros follow. Then products can end after the valid rows, whose number the device knows.
@@ -19,9 +19,6 @@ from thunder_flce.plan import TILE_ROWS, triton_available
 
 # Rows that are copied at a time where a tensor is rearranged in place.
 _MOVED_ROWS = 2048
-# More tokens take one Triton program longer than PyTorch's sort takes: 8 and 36 µs for 8192 tokens on an H200, 28 and
-# 42 µs for 32768, 56 and 49 µs for 65536.
-_PACKED_TOKENS = 2**15
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Rows:
             return tensor[chunk]
         if self.valid is None:
             return torch.index_select(tensor, 0, self.index[chunk], out=out)
-        return _rows_at(tensor, torch.where(self.valid[chunk], self.index[chunk], -1), out)
+        return _take_rows(tensor, torch.where(self.valid[chunk], self.index[chunk], -1), out)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """(T, …) to (N, …)."""
@@ -104,7 +101,7 @@ class Rows:
         # written over yet, unless it is a part of the block itself.
         for start in reversed(range(0, self.total, _MOVED_ROWS)):
             block = slice(start, min(start + _MOVED_ROWS, self.total))
-            tensor[block] = _rows_at(tensor, source[block])
+            tensor[block] = _take_rows(tensor, source[block])
 
     def only_valid(self, tensor: Tensor, fill: float = 0) -> Tensor:
         """(N, …) with `fill` in ignored rows."""
@@ -126,8 +123,11 @@ class RowPolicy:
 
         It never does while a CUDA graph is captured.
         """
-        is_capturing = target.is_cuda and torch.cuda.is_current_stream_capturing()
-        return self.ignored_rows == "skip" and not is_capturing
+        if target.is_cuda:
+            # Streams are asked for by the current device, which need not be the target's.
+            with torch.cuda.device(target.device):
+                return self.ignored_rows == "skip" and not torch.cuda.is_current_stream_capturing()
+        return self.ignored_rows == "skip"
 
     def skips(self, target: Tensor) -> bool:
         """Whether ignored rows are left out."""
@@ -150,19 +150,25 @@ class RowSelection:
         self._target = target = target.long()
         self._vocab = vocab
         self._ignore_index = ignore_index
+        self._valid = target != ignore_index
+        self._is_wrong = self._valid & (target != target.clamp(0, vocab - 1))
+        self._counts = torch.stack([self._valid, self._is_wrong]).sum(1)
         self._waits = policy.waits_for(target)
-        self._counts, self._packed = _count_and_pack(target, vocab, ignore_index, pack=policy.skips(target))
-        self._arrived = None
+        self._skips = policy.skips(target)
+        self._packed = self._arrived = None
         if self._waits and target.is_cuda:
+            if self._skips:
+                # A stable sort puts the valid rows first, in order, without knowing their number.
+                self._packed = _valid_first(self._valid)
             self._host_counts = self._counts.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(target.device))
 
     def first_rows(self, x: Tensor, largest: int, out: Tensor | None = None) -> Tensor | None:
         """Up to `largest` rows of x (T, H) that a product can start with before `rows` is called, packed.
 
-        A quarter of all rows at most: more would often be ignored ones. None where there is nothing to wait for. They
-        are a view, or a copy: in the first rows of `out` (T, H), if that is given.
+        A quarter of all rows, in whole tiles, at most: more would often be ignored ones. None where there is nothing to
+        wait for. They are a view, or a copy: in the first rows of `out` (T, H), if that is given.
         """
         if self._arrived is None:
             return None
@@ -180,70 +186,53 @@ class RowSelection:
                 device, a device-side assertion instead, as in PyTorch.
         """
         target, vocab, ignore_index = self._target, self._vocab, self._ignore_index
-        valid_count, packed = self._counts[0], self._packed
+        valid_count = self._counts[0]
         if not self._waits:
             message = f"target is neither in [0, {vocab}) nor ignore_index ({ignore_index})"
             torch._assert_async(self._counts[1] == 0, message)
             # The clamp only matters to a kernel that runs before the assertion stops the device.
-            valid = target != ignore_index
-            return _rows_without_waiting(target.clamp(0, vocab - 1), valid_count, valid, packed)
+            return _rows_without_waiting(target.clamp(0, vocab - 1), valid_count, self._valid, self._skips)
         if self._arrived is None:
             count, wrong = self._counts.tolist()
         else:
             self._arrived.synchronize()
             count, wrong = self._host_counts.tolist()
         if wrong:
-            first = target[_is_wrong(target, vocab, ignore_index)][0].item()
             raise IndexError(
                 f"target has {wrong} of {target.shape[0]} values that are neither in [0, {vocab}), the "
-                f"vocabulary, nor ignore_index ({ignore_index}); the first is {first}"
+                f"vocabulary, nor ignore_index ({ignore_index}); the first is {target[self._is_wrong][0].item()}"
             )
-        if packed is None:
-            return _all_rows(target, valid_count, target != ignore_index)
-        return _valid_rows(target, valid_count, count, packed)
+        if not self._skips:
+            return _all_rows(target, valid_count, self._valid)
+        return _valid_rows(target, valid_count, self._valid, count, self._packed)
 
 
-def reselect_rows(target: Tensor, vocab: int, ignore_index: int, valid_count: Tensor, policy: RowPolicy) -> Rows:
+def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, policy: RowPolicy) -> Rows:
     """The rows that a `RowSelection` chose in the forward, for the backward.
 
     Args:
         target: (T,) as in the forward, and checked there.
-        vocab: as in the forward.
         ignore_index: as in the forward.
         valid_count: () saved by the forward.
         policy: as in the forward.
     """
     target = target.long()
-    packed = None
-    if policy.skips(target):
-        _, packed = _count_and_pack(target, vocab, ignore_index, pack=True)
-    if packed is None or not policy.waits_for(target):
-        return _rows_without_waiting(target, valid_count, target != ignore_index, packed)
-    return _valid_rows(target, valid_count, int(valid_count), packed)
-
-
-def _count_and_pack(target: Tensor, vocab: int, ignore_index: int, *, pack: bool) -> tuple[Tensor, Tensor | None]:
-    """See `triton_packing.count_and_pack`."""
-    if target.is_cuda and triton_available() and target.shape[0] <= _PACKED_TOKENS:
-        from thunder_flce import triton_packing
-
-        return triton_packing.count_and_pack(target, vocab, ignore_index, pack=pack)
     valid = target != ignore_index
-    counts = torch.stack([valid.sum(), _is_wrong(target, vocab, ignore_index).sum()])
-    # A stable sort puts the valid rows first, in order.
-    return counts, torch.argsort(valid, descending=True, stable=True) if pack else None
+    if not (policy.skips(target) and policy.waits_for(target)):
+        return _rows_without_waiting(target, valid_count, valid, policy.skips(target))
+    return _valid_rows(target, valid_count, valid, int(valid_count), None)
 
 
-def _is_wrong(target: Tensor, vocab: int, ignore_index: int) -> Tensor:
-    return (target != ignore_index) & ((target < 0) | (target >= vocab))
+def _valid_first(valid: Tensor) -> Tensor:
+    return torch.argsort(valid, descending=True, stable=True)
 
 
-def _rows_at(tensor: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """See `triton_packing.rows_at`."""
+def _take_rows(tensor: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
+    """See `triton_take.take_rows`."""
     if tensor.is_cuda and triton_available():
-        from thunder_flce import triton_packing
+        from thunder_flce import triton_take
 
-        return triton_packing.rows_at(tensor, index, out)
+        return triton_take.take_rows(tensor, index, out)
     taken = torch.index_select(tensor, 0, index.clamp(min=0), out=out)
     return taken.masked_fill_(_beside(index < 0, taken), 0)
 
@@ -253,12 +242,13 @@ def _beside(vector: Tensor, tensor: Tensor) -> Tensor:
     return vector.view(-1, *[1] * (tensor.dim() - 1))
 
 
-def _rows_without_waiting(target: Tensor, valid_count: Tensor, valid: Tensor, packed: Tensor | None) -> Rows:
+def _rows_without_waiting(target: Tensor, valid_count: Tensor, valid: Tensor, skips: bool) -> Rows:
     rows = _all_rows(target, valid_count, valid)
-    if packed is None:
+    if not skips:
         return rows
+    index = _valid_first(valid)
     is_valid = torch.arange(rows.count, device=target.device) < valid_count
-    return replace(rows, target=rows.target[packed], index=packed, valid=is_valid)
+    return replace(rows, target=rows.target[index], index=index, valid=is_valid)
 
 
 def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
@@ -267,10 +257,10 @@ def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
     return Rows(count=total, total=total, target=target, valid_count=valid_count, index=None, valid=valid)
 
 
-def _valid_rows(target: Tensor, valid_count: Tensor, count: int, packed: Tensor) -> Rows:
+def _valid_rows(target: Tensor, valid_count: Tensor, valid: Tensor, count: int, packed: Tensor | None) -> Rows:
     total = target.shape[0]
     if count == total:
         return Rows(count=total, total=total, target=target, valid_count=valid_count, index=None, valid=None)
-    index = packed[:count]
+    index = (_valid_first(valid) if packed is None else packed)[:count]
     target = target.index_select(0, index)
     return Rows(count=count, total=total, target=target, valid_count=valid_count, index=index, valid=None)

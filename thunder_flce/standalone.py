@@ -145,7 +145,7 @@ def probabilities_backward_impl(
 def _all_rows(
     loss: Loss, logits: Tensor, target: Tensor, valid_count: Tensor, weight: Tensor | None
 ) -> tuple[Rows, ClassWeights | None, Divisors]:
-    rows = reselect_rows(target, logits.shape[1], loss.ignore_index, valid_count, RowPolicy(every_row=True))
+    rows = reselect_rows(target, loss.ignore_index, valid_count, RowPolicy(every_row=True))
     weights = ClassWeights.of(weight, rows.target, statistics_dtype(logits.dtype))
     return rows, weights, Divisors.of(loss, rows, weights, None)
 
