@@ -1,9 +1,10 @@
 """Which of cuBLAS's algorithms runs a large product: the one that was the fastest when the product first ran.
 
 cuBLAS's first proposal, the one that PyTorch runs, is not the fastest for the region's products, whose outputs are
-large for the work behind them. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 12% less time for what is
-added to dW, and at 512 tokens 19% (small tiles, so that one is written while the next is summed). For the logits it is
-up to 7%; dX, whose output is small, hardly gains (`tuned_products` in traces/h200/regions.jsonl).
+large for the work behind them. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 11% to 15% less time for
+what is added to dW, and at 512 tokens 15% to 27% (small tiles, so that one is written while the next is summed). For
+the logits it is up to 8%, and 15% at 512 tokens; dX, whose output is small, hardly gains, but up to 11% where a single
+chunk holds all tokens, and 27% at 512 × 256000 × 2304 (`tuned_products` in traces/h200/regions.jsonl).
 
 Only on Hopper: elsewhere nobody has looked whether all proposals add in the same order.
 """
@@ -132,8 +133,8 @@ def _measured(
     name: str, signature: Signature, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, *, accumulate: bool
 ) -> Tuning:
     start = time.perf_counter()
-    # dW is measured as a sum, which it is for all chunks but the first; what is in its memory now does not matter.
-    # Where it is not a sum, the choice may cost 3% (S2; at S1, S3 and U1 the same algorithm is the fastest for both).
+    # dW is measured as a sum even for the first chunk, since it is one for all others; whatever is in its memory then
+    # does not matter. Where it is never a sum, that may cost 3% (S2; at S1, S3 and U1 the same one is the fastest).
     how = {"accumulate": accumulate or name == "dW", "alpha": _MEASURED_FACTOR}
     proposals, runs = [], []
     try:
