@@ -29,6 +29,7 @@ from litgpt.model import GPT
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from thunder_flce.inspection.text import format_bytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -36,8 +37,7 @@ from tqdm import tqdm
 import thunder_flce
 from peak_memory import peak_bytes
 from show_traces import loss_region, print_side_by_side
-from thunder_flce.inspection.layout import format_bytes
-from thunder_flce.row_kernels import fusions_available
+from thunder_flce.execution.row_kernels.interface import fusions_available
 
 SEED = 1
 WIDTH = 120

@@ -72,11 +72,11 @@ def _of(file: str, *changes: tuple[str, str, str], tests: tuple[str, ...] = (PLA
 
 MUTATIONS = [
     *_of(
-        "loss.py",
-        ("sign", "row_logsumexp - (target_logit - row_max)", "row_logsumexp - (target_logit + row_max)"),
+        "operation/loss.py",
+        ("sign", "row_log_sum - (target_logit - row_max)", "row_log_sum - (target_logit + row_max)"),
         ("sign", "self._one_hot = self._one_hot - log_prob", "self._one_hot = self._one_hot + log_prob"),
-        ("sign", "row_logsumexp * total - weighted_sum", "row_logsumexp * total + weighted_sum"),
-        ("sign", "(statistics.row_logsumexp - entropy)", "(statistics.row_logsumexp + entropy)"),
+        ("sign", "row_log_sum * total - weighted_sum", "row_log_sum * total + weighted_sum"),
+        ("sign", "(statistics.row_log_sum - entropy)", "(statistics.row_log_sum + entropy)"),
         ("sign", "self._one_hot = (1 - smoothing) * self._one_hot", "self._one_hot = (1 + smoothing) * self._one_hot"),
         ("divisor", "sums = [None if s is None else s / divisor", "sums = [None if s is None else s / divisor / 2"),
         ("divisor", "label_smoothing / vocab * smooth", "label_smoothing / (vocab + 1) * smooth"),
@@ -92,8 +92,8 @@ MUTATIONS = [
         ("mask", "return RowTerms(rows.only_valid(cross_entropy), z_term)", "return RowTerms(cross_entropy, z_term)"),
         (
             "mask",
-            "rows.only_valid(loss.z_loss * (row_max + row_logsumexp).square())",
-            "loss.z_loss * (row_max + row_logsumexp).square()",
+            "rows.only_valid(loss.z_loss * (row_max + row_log_sum).square())",
+            "loss.z_loss * (row_max + row_log_sum).square()",
         ),
         (
             "mask",
@@ -105,30 +105,30 @@ MUTATIONS = [
         ("index", "self._one_hot[chunk]\n", "self._one_hot[: chunk.stop - chunk.start]\n"),
     ),
     *_of(
-        "region.py",
+        "execution/region.py",
         ("sign", "one_hot * slope, alpha=-1)", "one_hot * slope, alpha=1)"),
         ("sign", "torch.argmax if loss.logit_scale > 0 else torch.argmin", "torch.argmax"),
         ("mask", "torch.where(is_here, coefficients.one_hot, 0)", "coefficients.one_hot"),
         ("index", "class_weight = class_weights.columns[slab]", "class_weight = class_weights.columns[: slab.stop]"),
     ),
     *_of(
-        "row_kernels/__init__.py",
+        "execution/row_kernels/interface.py",
         ("mask", "(column >= 0) & (column <= last)", "column <= last"),
         ("index", "column, last = target - slab.start, ", "column, last = target - slab.start + 1, "),
     ),
     *_of(
-        "row_kernels/torch_ops.py",
+        "execution/row_kernels/torch_rows.py",
         ("mask", "coefficients.one_hot[rows] * is_here[rows]", "coefficients.one_hot[rows]"),
         ("mask", "torch.where(is_here, products.gather(", "torch.where(is_here | True, products.gather("),
     ),
     *_of(
-        "engine.py",
+        "execution/engine.py",
         (
             "sign",
-            "rows.only_valid(vectors.row_logsumexp - vectors.expected)",
-            "rows.only_valid(vectors.row_logsumexp + vectors.expected)",
+            "rows.only_valid(vectors.row_log_sum - vectors.expected)",
+            "rows.only_valid(vectors.row_log_sum + vectors.expected)",
         ),
-        ("sign", "target_logit - vectors.row_max - vectors.row_logsumexp", "target_logit - vectors.row_max"),
+        ("sign", "target_logit - vectors.row_max - vectors.row_log_sum", "target_logit - vectors.row_max"),
         (
             "divisor",
             "(argmax == rows.target).sum().to(value.dtype) / rows.valid_count",
@@ -141,7 +141,7 @@ MUTATIONS = [
         ("index", "column_sums + saved.bias_grad[slab]", "column_sums"),
     ),
     *_of(
-        "gradient_sums.py",
+        "execution/gradient_accumulation.py",
         ("mask", "weight_grad[operands.vocab :] = 0", "pass"),
         ("mask", "self._weight[: dlogits.shape[1]], not self._is_first", "self._weight[: dlogits.shape[1]], True"),
         ("index", "(self._input[chunk], dlogits, self", "(self._input[: dlogits.shape[0]], dlogits, self"),
@@ -152,14 +152,14 @@ MUTATIONS = [
         ("index", "self._weight[slab], of_slab", "self._weight[: of_slab.shape[1]], of_slab"),
     ),
     *_of(
-        "gradient_sums.py",
+        "execution/gradient_accumulation.py",
         ("divisor", "occurrences.clamp_(max=255)", "occurrences"),
         ("index", "dlogits.gather(1, self._columns.expand(", "dlogits.gather(1, 0 * self._columns.expand("),
         ("mask", "accumulate=not is_first)", "accumulate=False)"),
         tests=(HOT_ROWS,),
     ),
     *_of(
-        "slabs.py",
+        "execution/slabs.py",
         ("index", "room = (self.vocab - self.width) * self.row_room", "room = self.vocab * self.row_room"),
         (
             "mask",
@@ -171,7 +171,7 @@ MUTATIONS = [
         tests=("tests/test_slabs.py",),
     ),
     *_of(
-        "plan.py",
+        "planning/plan.py",
         ("mask", "return has_room_for_sum and ", "return "),
         ("mask", "numbers = 4 // dtype.itemsize if self.float32_accumulator else 1", "numbers = 1"),
         ("mask", " and own_bytes <= problem.logits_bytes(limit)", ""),
@@ -179,29 +179,29 @@ MUTATIONS = [
         tests=("tests/test_slabs.py",),
     ),
     *_of(
-        "engine.py",
+        "execution/engine.py",
         ("mask", "logits.clone() if is_overwritten and graph_is_kept() else logits", "logits"),
         tests=(SECOND_BACKWARD,),
     ),
     *_of(
-        "gradient_sums.py",
+        "execution/gradient_accumulation.py",
         ("mask", "            self._rows.spread_(self._input)", "            pass"),
         tests=("tests/test_numerics.py::test_ignored_rows",),
     ),
     *_of(
-        "gradient_sums.py",
+        "execution/gradient_accumulation.py",
         ("mask", "            out = self._input[chunk]\n", "            out = None\n"),
         tests=("tests/test_rows.py",),
     ),
     *_of(
-        "engine.py",
+        "execution/engine.py",
         ("mask", "fill=torch.finfo(operands.row_dtype).max", "fill=0"),
         ("mask", "slab, valid_rows=valid_others", "slab, valid_rows=None"),
         ("index", "valid_saved = None if saved is None else rows.valid_rows(saved.rows)", "valid_saved = valid_others"),
         tests=("tests/test_rows.py",),
     ),
     *_of(
-        "rows.py",
+        "execution/row_selection.py",
         ("index", "reversed(range(0, self.total, _MOVED_ROWS))", "range(0, self.total, _MOVED_ROWS)"),
         ("mask", "return taken.masked_fill_(_beside(index < 0, taken), 0)", "return taken"),
         ("mask", "torch.where(self.valid, numbers, -1)", "numbers"),
@@ -211,7 +211,7 @@ MUTATIONS = [
         tests=("tests/test_rows.py",),
     ),
     *_of(
-        "product_tuning.py",
+        "execution/matmul/tuning.py",
         ("mask", "if not torch.cuda.is_current_stream_capturing()", "if True"),
         ("divisor", "_MEASURED_FACTOR = 2.0**-149", "_MEASURED_FACTOR = 1.0"),
         ("mask", " or torch.are_deterministic_algorithms_enabled()", ""),
@@ -233,12 +233,12 @@ MUTATIONS = [
         tests=("tests/test_product_tuning.py",),
     ),
     *_of(
-        "engine.py",
+        "execution/engine.py",
         ("mask", "grad = torch.where(valid_count == 0, 0, grad)", "pass"),
         tests=("tests/test_numerics.py::test_gradient_of_nothing_is_zero_whatever_comes_in",),
     ),
     *_of(
-        "rows.py",
+        "execution/row_selection.py",
         ("sign", "torch.argsort(valid, descending=True, stable=True)", "torch.argsort(valid, stable=True)"),
         ("divisor", ".sum(1)\n        self._waits", ".sum(1) + 1\n        self._waits"),
         (
@@ -260,13 +260,13 @@ MUTATIONS = [
         ),
     ),
     *_of(
-        "rows.py",
+        "execution/row_selection.py",
         ("mask", "(target != target.clamp(0, vocab - 1))", "(target != target.clamp(0, vocab))"),
         ("mask", "(target != target.clamp(0, vocab - 1))", "(target != target.clamp(max=vocab - 1))"),
         tests=("tests/test_numerics.py::test_target_out_of_range",),
     ),
     *_of(
-        "products.py",
+        "execution/matmul/matmul.py",
         (
             "sign",
             "weight_gradient_(total, dlogits, x, accumulate=number > 0,",
@@ -282,23 +282,23 @@ MUTATIONS = [
         ),
     ),
     *_of(
-        "products.py",
+        "execution/matmul/matmul.py",
         ("index", "_column_blocks(main, vocab, step):", "_column_blocks(step, step, step):"),
         tests=("tests/test_numerics.py::test_float32_logits_lose_nothing",),
     ),
     *_of(
-        "products.py",
+        "execution/matmul/matmul.py",
         ("index", "return out, a[:, :count], b[:count]", "return out, a[:, count:], b[count:]"),
         ("mask", "        out[count:] = 0\n", "        pass\n"),
         ("mask", "    if not accumulate:\n        out[count:]", "    if accumulate:\n        out[count:]"),
     ),
     *_of(
-        "compile_times.py",
+        "execution/compile_times.py",
         ("index", ".setdefault(kind, time.perf_counter() - start)", ".update({kind: time.perf_counter() - start})"),
         tests=("tests/test_triton_take.py::test_in_the_interpreter", "tests/test_explain.py"),
     ),
     *_of(
-        "triton_take.py",
+        "execution/triton_take.py",
         ("mask", "with on_device, first_run_timed", "with on_device, nullcontext() if True else first_run_timed"),
         ("mask", "(column < columns) & (source >= 0)", "column < columns"),
         ("index", "source * row_stride + column * column_stride", "source * row_stride + column"),
@@ -306,7 +306,7 @@ MUTATIONS = [
         tests=("tests/test_triton_take.py::test_in_the_interpreter",),
     ),
     *_of(
-        "triton_products.py",
+        "execution/matmul/triton_matmul.py",
         ("divisor", "tl.dot(of_a, of_b, total)", "tl.dot(of_a, of_b, total / 2)"),
         ("mask", "k_tiles = tl.cdiv(valid, TILE_K)", "k_tiles = tl.cdiv(K, TILE_K)"),
         ("mask", "        m_tiles = tl.cdiv(valid, TILE_M)\n", "        m_tiles = tl.cdiv(M, TILE_M)\n"),
@@ -321,7 +321,7 @@ MUTATIONS = [
         tests=("tests/test_triton_products.py::test_in_the_interpreter",),
     ),
     *_of(
-        "products.py",
+        "execution/matmul/matmul.py",
         (
             "index",
             "return matrix.contiguous() if is_strided_vector and not matrix.is_cuda else matrix",
@@ -330,7 +330,7 @@ MUTATIONS = [
         tests=("tests/test_numerics.py::test_chunks_of_one_row_of_a_transposed_input",),
     ),
     *_of(
-        "gradient_scaling.py",
+        "execution/gradient_scaling.py",
         ("sign", "source.float().mul_(factor)", "source.float().mul_(-factor)"),
         ("divisor", "torch.mul(gradient, factor.to(gradient.dtype), out=out)", "torch.div(gradient, factor, out=out)"),
         ("mask", "and factor == 1 and may_overwrite", "and may_overwrite"),
@@ -342,17 +342,17 @@ MUTATIONS = [
         tests=(SCALING,),
     ),
     *_of(
-        "gradient_scaling.py",
+        "execution/gradient_scaling.py",
         ("mask", "result = gradient if may_overwrite else", "result = gradient if True else"),
         tests=(SECOND_BACKWARD, SCALING),
     ),
     *_of(
-        "row_kernels/__init__.py",
+        "execution/row_kernels/interface.py",
         ("sign", "1 - (u / self.softcap).square_()", "1 + (u / self.softcap).square_()"),
         ("divisor", "torch.tanh(z * (self.scale / self.softcap))", "torch.tanh(z * self.scale)"),
     ),
     *_of(
-        "row_kernels/torch_ops.py",
+        "execution/row_kernels/torch_rows.py",
         ("sign", "gradient.sub_(uniform if class_weight", "gradient.add_(uniform if class_weight"),
         (
             "sign",
@@ -376,7 +376,7 @@ MUTATIONS = [
         ("mask", "and self.logit_map.softcap is None else None", "else None"),
     ),
     *_of(
-        "row_kernels/torch_ops.py",
+        "execution/row_kernels/torch_rows.py",
         ("sign", "-one_hot[:, None])", "one_hot[:, None])"),
         ("sign", "torch.sub(part, row_max[rows, None], out=part)", "torch.add(part, row_max[rows, None])"),
         ("divisor", "(coefficients.probability[rows] / row_sum[rows])", "coefficients.probability[rows]"),
@@ -387,21 +387,21 @@ MUTATIONS = [
         tests=(ONE_PASS,),
     ),
     *_of(
-        "row_kernels/torch_ops.py",
+        "execution/row_kernels/torch_rows.py",
         ("index", "sums.add_(gradient.sum(0))", "sums.copy_(gradient.sum(0))"),
         tests=("tests/test_numerics.py::test_more_logits_than_one_block_of_rows",),
     ),
     *_of(
-        "row_kernels/torch_ops.py",
+        "execution/row_kernels/torch_rows.py",
         ("mask", "shifted.masked_fill_(probability == 0, 0)", "shifted"),
         tests=(SPECIAL,),
     ),
     *_of(
-        "standalone.py",
+        "graph/unfused_cross_entropy/torch_impl.py",
         (
             "sign",
-            "row_logsumexp - (logits.to(row_max.dtype) - row_max)",
-            "row_logsumexp - (logits.to(row_max.dtype) + row_max)",
+            "row_log_sum - (logits.to(row_max.dtype) - row_max)",
+            "row_log_sum - (logits.to(row_max.dtype) + row_max)",
         ),
         ("sign", ".mul_(smooth.sum(1, keepdim=True)) - smooth)", ".mul_(smooth.sum(1, keepdim=True)) + smooth)"),
         ("divisor", "row_loss = row_loss / logits.shape[0]", "row_loss = row_loss / logits.shape[1]"),
@@ -428,7 +428,7 @@ MUTATIONS = [
         tests=(ALONE,),
     ),
     *_of(
-        "decomposition.py",
+        "graph/decomposition.py",
         (
             "sign",
             "cross_entropy = -log_prob if row_weight is None else -log_prob * row_weight",
@@ -451,7 +451,7 @@ MUTATIONS = [
         tests=(f"{TRACED}_with_everything", f"{TRACED}[cpu-through_decomposition]"),
     ),
     *_of(
-        "row_kernels/nvfuser.py",
+        "execution/row_kernels/nvfuser_rows.py",
         ("sign", "gradient = ops.sub(gradient, vectors.one_hot)", "gradient = ops.add(gradient, vectors.one_hot)"),
         ("sign", "ops.sub(self.number(1.0), ops.mul(tanh, tanh))", "ops.add(self.number(1.0), ops.mul(tanh, tanh))"),
         ("sign", "ops.sub(gradient, ops.mul(self.times_finite", "ops.add(gradient, ops.mul(self.times_finite"),
@@ -471,7 +471,7 @@ MUTATIONS = [
         tests=(NVFUSER,),
     ),
     *_of(
-        "row_kernels/triton_rows.py",
+        "execution/row_kernels/triton_rows.py",
         ("sign", "* probability - one_hot", "* probability + one_hot"),
         ("sign", "gradient *= 1 - tanh * tanh", "gradient *= 1 + tanh * tanh"),
         ("sign", "_exp(maxima - shift, IS_EXACT)", "_exp(maxima + shift, IS_EXACT)"),
@@ -497,8 +497,8 @@ MUTATIONS = [
         ("index", "VOCAB - (SLABS - 1) * WIDTH, WIDTH) - first, PART)", "VOCAB - (SLABS - 1) * WIDTH, WIDTH), PART)"),
         (
             "index",
-            "tl.store(row_max + index, largest)\n    tl.store(row_logsumexp",
-            "tl.store(row_logsumexp",
+            "tl.store(row_max + index, largest)\n    tl.store(row_log_sum",
+            "tl.store(row_log_sum",
         ),
         ("mask", "is_row = index < rows", "is_row = index >= 0"),
         ("index", "first = tl.program_id(1) * rows_each", "first = 0 * rows_each"),
@@ -507,7 +507,7 @@ MUTATIONS = [
         tests=("tests/test_triton_rows.py::test_in_the_interpreter",),
     ),
     *_of(
-        "gradient_scaling.py",
+        "execution/gradient_scaling.py",
         ("sign", "(old.to(tl.float32) * value)", "(old.to(tl.float32) * -value)"),
         ("mask", "if value != 1.0:", "if value == 1.0:"),
         ("mask", "mask = offsets < size\n", "mask = offsets <= size\n"),
@@ -516,14 +516,14 @@ MUTATIONS = [
         tests=("tests/test_triton_rows.py::test_in_the_interpreter",),
     ),
     *_of(
-        "row_kernels/triton_rows.py",
+        "execution/row_kernels/triton_rows.py",
         ("index", "tl.debug_barrier()", "pass"),
         ("index", 'tl.atomic_xchg(slots + part, packed, sem="relaxed")', "pass"),
         ("index", 'tl.atomic_add(exchange, 1, sem="relaxed").to(tl.int32)', "tl.program_id(0)"),
         tests=("tests/test_triton_rows.py::test_kernels_compile_for_a_gpu_that_is_not_there",),
     ),
     *_of(
-        "nvfuser_translation.py",
+        "graph/unfused_cross_entropy/nvfuser_impl.py",
         ("sign", "ops.sub(target_logit, row_max)", "ops.add(target_logit, row_max)"),
         ("divisor", "loss = ops.div(loss, valid_count)", "pass"),
         ("mask", "ops.where(valid, loss, zero)", "loss"),

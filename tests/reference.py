@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thunder_flce import Options, linear_cross_entropy
-from thunder_flce.loss import Loss
-from thunder_flce.region import Operands
+from thunder_flce.execution.region import Operands
+from thunder_flce.operation.loss import Loss
 
 
 @dataclass

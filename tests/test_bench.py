@@ -17,8 +17,8 @@ from thunder_flce.bench.methods import METHODS, SLOW_TO_START, build
 from thunder_flce.bench.profiling import slug
 from thunder_flce.bench.reference import make_reference, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
-from thunder_flce.product_tuning import Tuning
-from thunder_flce.row_kernels.torch_ops import TorchRowKernels
+from thunder_flce.execution.matmul.tuning import Tuning
+from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
 
 pytest.importorskip("rich", reason="needs the extra 'bench'")
 image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'")
@@ -195,9 +195,9 @@ def test_kernels_and_their_figures(tmp_path):
         moved = row["rows"] * row["vocab"] * 2 * (1 if row["method"] == "statistics" else 2)
         assert row["gb_per_s"] == pytest.approx(moved / row["time_ms"] / 1e6)
         assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"])
-        assert row["lowering"] == "torch_ops"
+        assert row["lowering"] == "torch_rows"
     assert main(["bench", "figures", str(path), "--output", str(folder)]) == 0
-    assert_figures(folder, ["kernels-bfloat16-torch_ops"])
+    assert_figures(folder, ["kernels-bfloat16-torch_rows"])
 
 
 def test_figures_of_committed_measurements(tmp_path):

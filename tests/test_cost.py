@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from thunder_flce import Options, cost
+from thunder_flce import Options
 from thunder_flce.bench.shapes import SHAPES
-from thunder_flce.loss import Loss
-from thunder_flce.plan import Problem, make_plan
-from thunder_flce.steps import PlannedRegion
+from thunder_flce.operation.loss import Loss
+from thunder_flce.planning import cost
+from thunder_flce.planning.plan import Problem, make_plan
+from thunder_flce.planning.steps import PlannedRegion
 
 pytest.importorskip("nvfuser_direct", reason="the model is of nvFuser's kernels")
 

@@ -18,10 +18,11 @@ from thunder.dynamo.utils import SplitReason, SplitReasonType
 from torch import nn
 
 import thunder_flce
-from thunder_flce import FuseLinearCrossEntropy, Options, product_tuning
-from thunder_flce.inspection import layout, programs
-from thunder_flce.match import Reason
-from thunder_flce.product_tuning import Tuning
+from thunder_flce import FuseLinearCrossEntropy, Options
+from thunder_flce.execution.matmul import tuning
+from thunder_flce.execution.matmul.tuning import Tuning
+from thunder_flce.graph.matching.match import Reason
+from thunder_flce.inspection import formatting, programs
 
 SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
 T, H, V = SIZES.tokens, SIZES.hidden, SIZES.vocab
@@ -116,7 +117,7 @@ def test_saved_tensors_are_those_of_the_trace_with_their_sizes():
 def test_saved_statistics_have_their_names(strategy):
     (compilation,) = _explained(programs.litgpt, options=Options(strategy=strategy))
     roles = {tensor.role for tensor in compilation.saved if not tensor.is_argument}
-    assert roles == {"row_max", "row_logsumexp", "valid_count"} | ({"logits"} if strategy == "save_logits" else set())
+    assert roles == {"row_max", "row_log_sum", "valid_count"} | ({"logits"} if strategy == "save_logits" else set())
 
 
 @pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.__name__)
@@ -148,8 +149,8 @@ def test_nothing_is_saved_without_gradients():
 @pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
 def test_compile_times_of_row_kernels(monkeypatch):
     """A definition compiles when it is first executed."""
-    from thunder_flce import compile_times
-    from thunder_flce.row_kernels import nvfuser
+    from thunder_flce.execution import compile_times
+    from thunder_flce.execution.row_kernels import nvfuser_rows as nvfuser
 
     class Fusion:
         def execute(self, inputs, **options):
@@ -173,11 +174,11 @@ def test_tuned_products(monkeypatch):
     report = _explained(programs.litgpt)
     assert report.to_dict()["tuned_products"] == []
     assert "products tuned in" not in str(report)
-    tuning = Tuning(
+    found = Tuning(
         product="dW", sizes=(128256, 4096, 2048), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25
     )
-    other = replace(tuning, product="dX", gain=1.0)
-    monkeypatch.setattr(product_tuning, "_tunings", {"dW": {11: tuning}, "dX": {11: other}})
+    other = replace(found, product="dX", gain=1.0)
+    monkeypatch.setattr(tuning, "_tunings", {"dW": {11: found}, "dX": {11: other}})
     assert [row.split() for row in str(report).splitlines()[-2:]] == [
         ["dW", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.079"],
         ["dX", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.000"],
@@ -260,7 +261,7 @@ def test_rich_on_a_terminal(monkeypatch):
 
 
 def test_rich_is_optional():
-    program = f"import sys; sys.modules['rich'] = None; from {layout.__name__} import Text, print_blocks as p\n"
+    program = f"import sys; sys.modules['rich'] = None; from {formatting.__name__} import Text, print_blocks as p\n"
     program += "import importlib.util; sys.stdout.isatty = lambda: True\n"
     program += "importlib.util.find_spec = lambda name: None; p([Text('plain')])"
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
@@ -268,7 +269,7 @@ def test_rich_is_optional():
 
 
 def test_format_bytes():
-    assert [layout.format_bytes(size) for size in (0, 1536, 3 * 2**20, 2**31)] == [
+    assert [formatting.format_bytes(size) for size in (0, 1536, 3 * 2**20, 2**31)] == [
         "0 B",
         "1.5 KiB",
         "3.0 MiB",

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import thunder_flce
 from doors import DOORS, assert_agrees, decisions, gradients
 from thunder_flce import FuseLinearCrossEntropy, NotFusedError
-from thunder_flce.match import Reason
+from thunder_flce.graph.matching.match import Reason
 
 V, H = 97, 16
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

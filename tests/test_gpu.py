@@ -12,11 +12,11 @@ from reference import assert_as_exact_as_eager, error, make_case, ours, truth
 from test_thunder import Head, V, shifted_loss
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.engine import Operands
+from thunder_flce.execution.engine import Operands
 from thunder_flce.functional import plan_for
-from thunder_flce.loss import Loss
+from thunder_flce.operation.loss import Loss
 from thunder_flce.options import IGNORED_ROWS, STRATEGIES
-from thunder_flce.plan import Problem, temporary_bytes
+from thunder_flce.planning.plan import Problem, temporary_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -190,7 +190,7 @@ def test_no_synchronisation_when_asked_for_none(rows, dtype):
 @pytest.mark.parametrize("vocab", [4096, 4099])
 def test_rows_skipped_on_the_device(vocab, needs, strategy, monkeypatch):
     """As exact as where the host knows their number, and none of what is left out shows."""
-    triton_products = pytest.importorskip("thunder_flce.triton_products")
+    triton_products = pytest.importorskip("thunder_flce.execution.matmul.triton_matmul")
     case = make_case(tokens=1000, hidden=128, vocab=vocab, dtype=torch.bfloat16, device="cuda", bias=True, ignored=0.6)
     for name, tensor in (("input", case.x), ("weight", case.weight), ("bias", case.bias)):
         tensor.requires_grad_(needs in ("all", name))
@@ -258,7 +258,7 @@ def test_a_device_that_is_not_the_current_one(strategy, rows):
 
 def test_rows_that_are_left_out_are_taken_by_triton(monkeypatch):
     """PyTorch would be as right, and four times as slow."""
-    from thunder_flce import triton_take
+    from thunder_flce.execution import triton_take
 
     taken = []
 

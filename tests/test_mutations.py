@@ -18,6 +18,16 @@ def test_every_kind_where_there_are_formulas():
     kinds = defaultdict(set)
     for mutation in MUTATIONS:
         kinds[mutation.file].add(mutation.kind)
-    with_formulas = ["loss.py", "row_kernels/torch_ops.py", "row_kernels/nvfuser.py", "row_kernels/triton_rows.py"]
-    with_formulas += ["engine.py", "products.py", "product_tuning.py", "rows.py"]
+    with_formulas = [
+        "operation/loss.py",
+        "execution/row_kernels/torch_rows.py",
+        "execution/row_kernels/nvfuser_rows.py",
+        "execution/row_kernels/triton_rows.py",
+    ]
+    with_formulas += [
+        "execution/engine.py",
+        "execution/matmul/matmul.py",
+        "execution/matmul/tuning.py",
+        "execution/row_selection.py",
+    ]
     assert all(kinds[file] == set(KINDS) for file in with_formulas), kinds

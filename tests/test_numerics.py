@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from reference import Case, assert_as_exact_as_eager, eager, error, make_case, ours, plain_region, truth
-from thunder_flce import Options, Plan, engine, linear_cross_entropy
+from thunder_flce import Options, Plan, linear_cross_entropy
+from thunder_flce.execution import engine
+from thunder_flce.execution.gradient_accumulation import HotRows
+from thunder_flce.execution.gradient_scaling import scale_gradient
 from thunder_flce.functional import plan_for
-from thunder_flce.gradient_scaling import scale_gradient
-from thunder_flce.gradient_sums import HotRows
-from thunder_flce.loss import IncomingGradients, Loss
+from thunder_flce.operation.loss import IncomingGradients, Loss
 from thunder_flce.options import IGNORED_ROWS, STRATEGIES
-from thunder_flce.plan import layout_for
+from thunder_flce.planning.plan import layout_for
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 REDUCTIONS = ["mean", "sum", "none"]

@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 
 from reference import error
-from thunder_flce.plan import VocabLayout
-from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients
-from thunder_flce.row_kernels.torch_ops import TorchRowKernels
+from thunder_flce.execution.row_kernels.interface import LogitMap, LogitsBuffer, RowCoefficients
+from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
+from thunder_flce.planning.plan import VocabLayout
 
 pytest.importorskip("nvfuser_direct", reason="needs nvFuser's Python package")
 
 import fusion_interpreter
 from fusion_interpreter import DataType, FusionDefinition
-from thunder_flce import nvfuser_translation
-from thunder_flce.row_kernels import nvfuser
+from thunder_flce.execution.row_kernels import nvfuser_rows as nvfuser
+from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
 
 MAPS = [LogitMap(), LogitMap(scale=-0.5), LogitMap(softcap=3.0), LogitMap(scale=2.0, softcap=30.0)]
 DTYPES = {torch.float32: DataType.Float, torch.bfloat16: DataType.BFloat16, torch.float16: DataType.Half}
@@ -147,23 +147,21 @@ def test_cross_entropy(dtype, ignore_index, reduction):
     loss = F.cross_entropy(exact, target, ignore_index=ignore_index, reduction=reduction)
     loss.backward(grad.double())
 
-    value, *saved = _run(nvfuser_translation.forward_fusion, dtype, ignore_index, reduction, logits, target)
-    (dlogits,) = _run(nvfuser_translation.backward_fusion, dtype, ignore_index, reduction, grad, logits, target, *saved)
-    row_max, row_logsumexp, valid_count = saved
+    value, *saved = _run(nvfuser_impl.forward_fusion, dtype, ignore_index, reduction, logits, target)
+    (dlogits,) = _run(nvfuser_impl.backward_fusion, dtype, ignore_index, reduction, grad, logits, target, *saved)
+    row_max, row_log_sum, valid_count = saved
     eps = max(torch.finfo(dtype).eps, 1e-6)
     assert value.dtype == dlogits.dtype == dtype
     assert error(value, loss) < eps and error(dlogits, exact.grad) < 2 * eps
-    assert error(row_max + row_logsumexp, exact.logsumexp(1)) < 1e-6
+    assert error(row_max + row_log_sum, exact.logsumexp(1)) < 1e-6
     assert valid_count == (target != ignore_index).sum()
 
 
 @pytest.mark.parametrize("wrong", [-1, 11, 2**40])
 def test_a_target_out_of_range_is_nan(wrong):
     logits, target = torch.randn(C, 11), torch.tensor([0, wrong, 10, -100, 3, 1])
-    value, *saved = _run(nvfuser_translation.forward_fusion, torch.float32, -100, "none", logits, target)
-    (dlogits,) = _run(
-        nvfuser_translation.backward_fusion, torch.float32, -100, "none", torch.ones(C), logits, target, *saved
-    )
+    value, *saved = _run(nvfuser_impl.forward_fusion, torch.float32, -100, "none", logits, target)
+    (dlogits,) = _run(nvfuser_impl.backward_fusion, torch.float32, -100, "none", torch.ones(C), logits, target, *saved)
     assert value.isnan().tolist() == dlogits.isnan().all(1).tolist() == [False, True, False, False, False, False]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from thunder_flce import Options
-from thunder_flce.plan import EXACT_CHUNKS, DeviceMemory, Problem, VocabLayout, make_plan, temporary_bytes
-from thunder_flce.rows import RowPolicy, RowSelection
+from thunder_flce.execution.row_selection import RowPolicy, RowSelection
+from thunder_flce.planning.plan import EXACT_CHUNKS, DeviceMemory, Problem, VocabLayout, make_plan, temporary_bytes
 
 S1 = Problem(
     tokens=8192,

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from reference import error
-from thunder_flce import Options, cublaslt, functional, linear_cross_entropy, product_tuning, products
-from thunder_flce.cublaslt import Product, Signature, StoredMatrix
-from thunder_flce.plan import Problem, make_plan
-from thunder_flce.product_tuning import fastest
+from thunder_flce import Options, functional, linear_cross_entropy
+from thunder_flce.execution.matmul import cublaslt, matmul, tuning
+from thunder_flce.execution.matmul.cublaslt import Product, Signature, StoredMatrix
+from thunder_flce.execution.matmul.tuning import fastest
+from thunder_flce.planning.plan import Problem, make_plan
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -109,10 +110,10 @@ def test_which_plans_have_tuned_products(tokens, dtype, device_type, options, tu
 
 
 def test_a_cpu_leaves_products_to_pytorch(monkeypatch):
-    monkeypatch.setattr(product_tuning, "TUNED_OPERATIONS", 0)
+    monkeypatch.setattr(tuning, "TUNED_OPERATIONS", 0)
     out, a, b = (torch.empty(64, 64, dtype=torch.bfloat16) for _ in range(3))
-    assert not product_tuning.run("logits", out, a, b)
-    assert product_tuning.tunings() == []
+    assert not tuning.run("logits", out, a, b)
+    assert tuning.tunings() == []
 
 
 def test_an_option_must_be_a_bool():
@@ -150,8 +151,8 @@ def stand_in(fresh, monkeypatch):
         run()
         return 1.0 if run.args[0] == "slow" else 0.5
 
-    monkeypatch.setattr(product_tuning, "_product", lru_cache(StandIn))
-    monkeypatch.setattr(product_tuning, "_seconds", seconds)
+    monkeypatch.setattr(tuning, "_product", lru_cache(StandIn))
+    monkeypatch.setattr(tuning, "_seconds", seconds)
     monkeypatch.setattr(Signature, "of", signature)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -163,27 +164,27 @@ def stand_in(fresh, monkeypatch):
 def test_the_fastest_runs_from_then_on(stand_in):
     x, weight = torch.randn(40, 64), torch.randn(32, 64)
     out = torch.empty(40, 32)
-    assert product_tuning.run("logits", out, x, weight.t())
+    assert tuning.run("logits", out, x, weight.t())
     torch.testing.assert_close(out, x @ weight.t())
-    (tuning,) = product_tuning.tunings()
-    assert (tuning.product, tuning.sizes, tuning.algorithm) == ("logits", (40, 32, 64), "fast")
-    assert (tuning.gain, tuning.milliseconds) == (2.0, 500.0)
+    (found,) = tuning.tunings()
+    assert (found.product, found.sizes, found.algorithm) == ("logits", (40, 32, 64), "fast")
+    assert (found.gain, found.milliseconds) == (2.0, 500.0)
     stand_in.clear()
     # Other numbers of tokens, up to the next power of two, are the same kind of product.
     for tokens, kinds in ((64, 1), (33, 1), (32, 2)):
         x = torch.randn(tokens, 64)
         out = torch.empty(tokens, 32)
-        assert product_tuning.run("logits", out, x, weight.t())
+        assert tuning.run("logits", out, x, weight.t())
         torch.testing.assert_close(out, x @ weight.t())
-        assert len(product_tuning.tunings()) == kinds
+        assert len(tuning.tunings()) == kinds
     assert stand_in[:2] == [("fast", False)] * 2
 
 
 def test_sizes_of_dx_are_four_an_octave(stand_in):
     weight, seen = torch.randn(32, 64), []
     for tokens in (64, 57, 56, 49, 48, 40, 33, 32):
-        assert product_tuning.run("dX", torch.empty(tokens, 64), torch.randn(tokens, 32), weight)
-        seen.append(len(product_tuning.tunings()))
+        assert tuning.run("dX", torch.empty(tokens, 64), torch.randn(tokens, 32), weight)
+        seen.append(len(tuning.tunings()))
     assert seen == [1, 1, 2, 2, 3, 4, 4, 5]
 
 
@@ -192,11 +193,11 @@ def test_a_sum_is_measured_as_a_sum_and_not_disturbed(name, stand_in):
     a, b = torch.randn(32, 64), torch.randn(64, 40)
     out = torch.randn(32, 40)
     before = out.clone()
-    assert product_tuning.run(name, out, a, b, accumulate=True)
+    assert tuning.run(name, out, a, b, accumulate=True)
     assert {accumulate for _, accumulate in stand_in} == {True} and len(stand_in) > 4
     torch.testing.assert_close(out, before + a @ b)
     stand_in.clear()
-    assert product_tuning.run(name, out, a, b, accumulate=True)
+    assert tuning.run(name, out, a, b, accumulate=True)
     torch.testing.assert_close(out, before + 2 * a @ b)
     assert stand_in == [("fast", True)]
 
@@ -204,13 +205,13 @@ def test_a_sum_is_measured_as_a_sum_and_not_disturbed(name, stand_in):
 def test_dw_is_measured_as_a_sum(stand_in):
     """Which it is for most chunks; what lies where the first one's goes is not added to it."""
     a, b, out = torch.randn(32, 64), torch.randn(64, 40), torch.randn(32, 40)
-    assert product_tuning.run("dW", out, a, b)
+    assert tuning.run("dW", out, a, b)
     assert {accumulate for _, accumulate in stand_in[:-1]} == {True}
     torch.testing.assert_close(out, a @ b)
     # Tokens are what is summed over.
     for tokens in (48, 40):
-        assert product_tuning.run("dW", out, torch.randn(32, tokens), torch.randn(tokens, 40), accumulate=True)
-    assert stand_in[-2:] == [("fast", True)] * 2 and len(product_tuning.tunings()) == 1
+        assert tuning.run("dW", out, torch.randn(32, tokens), torch.randn(tokens, 40), accumulate=True)
+    assert stand_in[-2:] == [("fast", True)] * 2 and len(tuning.tunings()) == 1
 
 
 def test_nearest_number_of_tokens(stand_in, monkeypatch):
@@ -218,7 +219,7 @@ def test_nearest_number_of_tokens(stand_in, monkeypatch):
 
     def algorithm(tokens):
         stand_in.clear()
-        if not product_tuning.run("dX", torch.zeros(tokens, 64), torch.zeros(tokens, 32), weight):
+        if not tuning.run("dX", torch.zeros(tokens, 64), torch.zeros(tokens, 32), weight):
             return None
         return stand_in[-1][0]
 
@@ -227,7 +228,7 @@ def test_nearest_number_of_tokens(stand_in, monkeypatch):
     assert algorithm(1024) == "slow"
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert [algorithm(tokens) for tokens in (1, 128, 400, 4096)] == ["fast", "fast", "slow", "slow"]
-    assert len(product_tuning.tunings()) == 2
+    assert len(tuning.tunings()) == 2
 
 
 def test_products_that_differ_are_measured_apart(stand_in):
@@ -235,22 +236,22 @@ def test_products_that_differ_are_measured_apart(stand_in):
 
     def logits(out_dtype=torch.float32, dtype=torch.float32, bias=None, transposed=False):
         x, weight = torch.randn(32, 32, dtype=dtype), torch.randn(32, 32, dtype=dtype)
-        assert product_tuning.run("logits", torch.empty(32, 32, dtype=out_dtype), x, weight.t(), bias)
-        return len(product_tuning.tunings())
+        assert tuning.run("logits", torch.empty(32, 32, dtype=out_dtype), x, weight.t(), bias)
+        return len(tuning.tunings())
 
     assert logits() == 1
     assert logits(dtype=torch.bfloat16) == 2
     assert logits(dtype=torch.bfloat16, out_dtype=torch.bfloat16) == 3
     assert logits(bias=torch.randn(32)) == 4
-    assert product_tuning.run("logits", torch.empty(32, 32), torch.randn(32, 32), torch.randn(32, 32))
-    assert product_tuning.run("dX", torch.empty(32, 32), torch.randn(32, 32), torch.randn(32, 32))
-    assert len(product_tuning.tunings()) == 6
+    assert tuning.run("logits", torch.empty(32, 32), torch.randn(32, 32), torch.randn(32, 32))
+    assert tuning.run("dX", torch.empty(32, 32), torch.randn(32, 32), torch.randn(32, 32))
+    assert len(tuning.tunings()) == 6
     assert logits() == 6
 
 
 def test_pytorch_keeps_what_is_not_known_to_be_right(stand_in, monkeypatch):
     def runs():
-        return product_tuning.run("logits", torch.empty(32, 32), torch.ones(32, 32), torch.ones(32, 32))
+        return tuning.run("logits", torch.empty(32, 32), torch.ones(32, 32), torch.ones(32, 32))
 
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not runs()
@@ -271,28 +272,28 @@ def test_a_library_that_fails_is_not_the_end(stand_in, monkeypatch):
     monkeypatch.setattr(StandIn, "proposals", fail)
     arguments = "logits", torch.empty(32, 32), torch.ones(32, 32), torch.ones(32, 32)
     with pytest.warns(UserWarning, match="products are PyTorch's: .* returned status 3"):
-        assert not product_tuning.run(*arguments)
-    assert not product_tuning.run(*arguments)
+        assert not tuning.run(*arguments)
+    assert not tuning.run(*arguments)
 
 
 def test_a_product_that_the_algorithm_cannot_compute_is_left_to_pytorch(stand_in):
     x, weight, out = torch.randn(64, 64), torch.randn(64, 72), torch.empty(64, 64)
-    assert product_tuning.run("dX", out, x, weight[:, :64].contiguous())
+    assert tuning.run("dX", out, x, weight[:, :64].contiguous())
     before = out.clone()
-    assert not product_tuning.run("dX", out, x, weight[:, :64])
+    assert not tuning.run("dX", out, x, weight[:, :64])
     assert torch.equal(out, before)
 
 
 def test_nothing_proposed(stand_in, monkeypatch):
     monkeypatch.setattr(StandIn, "proposals", lambda self: [])
-    assert not product_tuning.run("logits", torch.empty(8, 8), torch.ones(8, 8), torch.ones(8, 8))
+    assert not tuning.run("logits", torch.empty(8, 8), torch.ones(8, 8), torch.ones(8, 8))
     assert stand_in == []
 
 
 def test_small_products_are_left_to_pytorch(stand_in, monkeypatch):
-    monkeypatch.setattr(product_tuning, "TUNED_OPERATIONS", 2 * 8**3)
-    assert not product_tuning.run("logits", torch.empty(7, 8), torch.ones(7, 8), torch.ones(8, 8))
-    assert product_tuning.run("logits", torch.empty(8, 8), torch.ones(8, 8), torch.ones(8, 8))
+    monkeypatch.setattr(tuning, "TUNED_OPERATIONS", 2 * 8**3)
+    assert not tuning.run("logits", torch.empty(7, 8), torch.ones(7, 8), torch.ones(8, 8))
+    assert tuning.run("logits", torch.empty(8, 8), torch.ones(8, 8), torch.ones(8, 8))
 
 
 @pytest.mark.parametrize("name", ["logits", "dX", "dW"])
@@ -305,18 +306,18 @@ def test_each_product_can_be_tuned(name, stand_in):
         out = {"logits": (24, 32), "dX": (24, 16), "dW": (32, 16)}[name]
         out = torch.zeros(out)
         if name == "logits":
-            products.logits_(out, x, weight, bias, tune=tune)
+            matmul.logits_(out, x, weight, bias, tune=tune)
         elif name == "dX":
-            products.input_gradient_(out, dlogits, weight, tune=tune)
+            matmul.input_gradient_(out, dlogits, weight, tune=tune)
         else:
-            products.weight_gradient_(out, dlogits, x, accumulate=False, tune=tune)
-            products.weight_gradient_(out, dlogits, x, accumulate=True, tune=tune)
+            matmul.weight_gradient_(out, dlogits, x, accumulate=False, tune=tune)
+            matmul.weight_gradient_(out, dlogits, x, accumulate=True, tune=tune)
         return out
 
     untuned = compute(tune=False)
     assert stand_in == []
     torch.testing.assert_close(compute(tune=True), untuned)
-    assert [tuning.product for tuning in product_tuning.tunings()] == [name]
+    assert [tuning.product for tuning in tuning.tunings()] == [name]
 
 
 @pytest.mark.parametrize("plan", ["gradients_in_forward", "save_logits", "recompute_logits", "some rows saved"])
@@ -346,18 +347,18 @@ def test_a_region_tunes_what_its_plan_says(plan, stand_in, monkeypatch):
     monkeypatch.setattr(torch, "mm", no_product)
     monkeypatch.setattr(torch, "addmm", no_product)
     torch.testing.assert_close(gradients(tune=True), untuned)
-    assert {tuning.product for tuning in product_tuning.tunings()} == {"logits", "dX", "dW"}
+    assert {tuning.product for tuning in tuning.tunings()} == {"logits", "dX", "dW"}
 
 
 @pytest.fixture
 def fresh(monkeypatch):
     """Nothing measured, and every product large enough to be."""
-    monkeypatch.setattr(product_tuning, "TUNED_OPERATIONS", 0)
-    monkeypatch.setattr(product_tuning, "_BURST_SECONDS", 1e-3)
-    monkeypatch.setattr(product_tuning, "_tunings", {})
-    product_tuning._product.cache_clear()
+    monkeypatch.setattr(tuning, "TUNED_OPERATIONS", 0)
+    monkeypatch.setattr(tuning, "_BURST_SECONDS", 1e-3)
+    monkeypatch.setattr(tuning, "_tunings", {})
+    tuning._product.cache_clear()
     yield
-    product_tuning._product.cache_clear()
+    tuning._product.cache_clear()
 
 
 def _matrix(rows, columns, dtype, *, stride=None, transposed=False):
@@ -419,13 +420,13 @@ def test_measuring_does_not_disturb_a_sum(out_dtype, fresh):
     for row, number in enumerate((0.0, -0.0, smallest, smallest / 2, 1e4, -1e4, math.inf, math.nan)):
         before[row] = number
     out = before.clone()
-    product_tuning._measured("dW", Signature.of(out, a, b, None), out, a, b, None, accumulate=True)
+    tuning._measured("dW", Signature.of(out, a, b, None), out, a, b, None, accumulate=True)
     if out_dtype is torch.float32:
         torch.testing.assert_close(out, before, rtol=0, atol=1e-37, equal_nan=True)
     else:
         # Not even zeros, but for their sign.
         torch.testing.assert_close(out, before, rtol=0, atol=0, equal_nan=True)
-    assert product_tuning.run("dW", out, a, b, accumulate=True)
+    assert tuning.run("dW", out, a, b, accumulate=True)
     exact = before.double() + a.double() @ b.double()
     assert error(out[8:], exact[8:]) < torch.finfo(dtype).eps
 
@@ -436,7 +437,7 @@ def test_a_bias_is_added_before_rounding(fresh):
     bias = 16 * torch.randn(4104, device="cuda").bfloat16()
     contiguous = torch.addmm(bias, x, weight.t())
     out = _matrix(512, 4104, torch.bfloat16, stride=4160)
-    assert product_tuning.run("logits", out, x, weight.t(), bias)
+    assert tuning.run("logits", out, x, weight.t(), bias)
     exact = x.double() @ weight.double().t() + bias.double()
     assert error(out, exact) <= 1.01 * error(contiguous, exact)
     result = out.clone()
@@ -446,10 +447,10 @@ def test_a_bias_is_added_before_rounding(fresh):
         if product.run(algorithm, *arguments, accumulate=False):
             assert torch.equal(out, result)
         out.zero_()
-    assert product_tuning.run("logits", *arguments)
+    assert tuning.run("logits", *arguments)
     # Another bias of the same size: its address is no part of what is kept.
     other = bias + 1
-    assert product_tuning.run("logits", out, x, weight.t(), other)
+    assert tuning.run("logits", out, x, weight.t(), other)
     assert error(out, exact + 1) < 3e-3
 
 
@@ -457,17 +458,17 @@ def test_a_bias_is_added_before_rounding(fresh):
 def test_what_cannot_run_is_left_to_pytorch(fresh):
     x, weight, out = (torch.randn(64, 64, device="cuda").bfloat16() for _ in range(3))
     padded = torch.zeros(64, 66, device="cuda", dtype=torch.bfloat16)
-    assert not product_tuning.run("dX", padded[:, 1:65], x, weight), "address"
-    assert not product_tuning.run("dX", padded[:, :64], x, weight), "stride"
-    assert not product_tuning.run("dX", out.t(), x, weight), "column-major"
-    assert not product_tuning.run("dX", out.double(), x.double(), weight.double()), "dtype"
-    assert not product_tuning.run("logits", out, x, weight, bias=torch.zeros(64, device="cuda")), "dtype of the bias"
-    assert product_tuning.tunings() == []
-    assert product_tuning.run("dW", out, x, weight)
-    assert product_tuning.run("dW", out, x, weight, accumulate=True)
-    (tuning,) = product_tuning.tunings()
-    assert (tuning.product, tuning.sizes) == ("dW", (64, 64, 64))
-    assert tuning.gain >= 1 and tuning.seconds > 0
+    assert not tuning.run("dX", padded[:, 1:65], x, weight), "address"
+    assert not tuning.run("dX", padded[:, :64], x, weight), "stride"
+    assert not tuning.run("dX", out.t(), x, weight), "column-major"
+    assert not tuning.run("dX", out.double(), x.double(), weight.double()), "dtype"
+    assert not tuning.run("logits", out, x, weight, bias=torch.zeros(64, device="cuda")), "dtype of the bias"
+    assert tuning.tunings() == []
+    assert tuning.run("dW", out, x, weight)
+    assert tuning.run("dW", out, x, weight, accumulate=True)
+    (found,) = tuning.tunings()
+    assert (found.product, found.sizes) == ("dW", (64, 64, 64))
+    assert found.gain >= 1 and found.seconds > 0
 
 
 @on_gpu
@@ -477,9 +478,9 @@ def test_numbers_of_tokens_between_powers_of_two_share_what_was_measured(fresh):
     def logits(tokens):
         x = torch.randn(tokens, 64, device="cuda").bfloat16()
         out = x.new_empty(tokens, 512)
-        assert product_tuning.run("logits", out, x, weight.t())
+        assert tuning.run("logits", out, x, weight.t())
         torch.testing.assert_close(out, x @ weight.t())
-        return len(product_tuning.tunings())
+        return len(tuning.tunings())
 
     assert [logits(tokens) for tokens in (256, 129, 200, 128, 257, 512)] == [1, 1, 1, 2, 3, 3]
 
@@ -492,11 +493,11 @@ def test_nothing_is_measured_while_a_graph_is_captured(fresh):
     def capture():
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            has_run = product_tuning.run("logits", out, x, weight)
+            has_run = tuning.run("logits", out, x, weight)
         return graph, has_run
 
     assert not capture()[1]
-    assert product_tuning.run("logits", out, x, weight)
+    assert tuning.run("logits", out, x, weight)
     graph, has_run = capture()
     assert has_run
     x.normal_()
@@ -510,7 +511,7 @@ def test_nothing_is_measured_while_a_graph_is_captured(fresh):
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_region(strategy, vocab, has_bias, fresh, monkeypatch):
     """Tuned or not: as exact, and in the same memory."""
-    monkeypatch.setattr("thunder_flce.plan.TUNED_OPERATIONS", 0)
+    monkeypatch.setattr("thunder_flce.planning.plan.TUNED_OPERATIONS", 0)
     functional.cached_plan.cache_clear()
     tokens, hidden = 1000, 512
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -536,7 +537,7 @@ def test_a_region(strategy, vocab, has_bias, fresh, monkeypatch):
 
     results = [step(tune=False), step(tune=True)]
     plain, tuned = results
-    assert {tuning.product for tuning in product_tuning.tunings()} == {"logits", "dX", "dW"}
+    assert {tuning.product for tuning in tuning.tunings()} == {"logits", "dX", "dW"}
     doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
     logits = torch.nn.functional.linear(*([doubles[0], doubles[1]] + doubles[2:]))
     loss = torch.nn.functional.cross_entropy(logits, target)
@@ -552,8 +553,8 @@ def test_products_are_those_of_pytorch(fresh):
     """The bits of PyTorch's own product, as long as it does not split the sum either."""
     x, weight = _matrix(512, 256, torch.bfloat16), _matrix(8192, 256, torch.bfloat16)
     out = x.new_empty(512, 8192)
-    products.logits_(out, x, weight, None, tune=True)
-    assert len(product_tuning.tunings()) == 1
+    matmul.logits_(out, x, weight, None, tune=True)
+    assert len(tuning.tunings()) == 1
     assert torch.equal(out, x @ weight.t())
 
 

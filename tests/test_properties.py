@@ -14,9 +14,10 @@ from torch import Tensor
 import thunder_flce
 from reference import Case, assert_as_exact_as_eager, assert_close_to_truth, differentiate
 from thunder_flce import Options, Plan, functional, linear_cross_entropy
-from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
+from thunder_flce.execution.row_kernels import torch_rows
+from thunder_flce.execution.row_kernels.interface import fusions_available
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
 from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATEGIES
-from thunder_flce.row_kernels import fusions_available, torch_ops
 
 # A new vocabulary, dtype or map of the logits is a new nvFuser definition, which takes a third of a second to compile.
 VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 1009, 16385)}
@@ -297,7 +298,7 @@ def test_eager(device):
 @pytest.mark.parametrize("examples", [planned_problems, slabbed_problems], ids=["chunks", "slabs"])
 def test_every_plan(examples, device, monkeypatch):
     # A few rows at a time where PyTorch's operations are the row kernels.
-    monkeypatch.setattr(torch_ops, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
+    monkeypatch.setattr(torch_rows, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
 
     def run(planned: tuple[Problem, Plan]) -> None:
         problem, plan = planned
@@ -313,9 +314,9 @@ def test_every_plan(examples, device, monkeypatch):
 def kernel_calls(monkeypatch):
     """How often each of the row kernels that every loss needs one of was called."""
     calls = dict.fromkeys(("statistics", "statistics_and_gradient"), 0)
-    lowerings = [torch_ops.TorchRowKernels]
+    lowerings = [torch_rows.TorchRowKernels]
     if torch.cuda.is_available() and fusions_available():
-        from thunder_flce.row_kernels.nvfuser import NvFuserRowKernels
+        from thunder_flce.execution.row_kernels.nvfuser_rows import NvFuserRowKernels
 
         lowerings.append(NvFuserRowKernels)
 
@@ -333,7 +334,7 @@ def kernel_calls(monkeypatch):
 
 
 def test_one_pass(device, monkeypatch, kernel_calls):
-    monkeypatch.setattr(torch_ops, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
+    monkeypatch.setattr(torch_rows, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
 
     def run(problem: Problem) -> None:
         case, incoming = problem.case(device), problem.incoming(device)

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from reference import assert_as_exact_as_eager, make_case
-from thunder_flce import Options, functional, linear_cross_entropy, products, rows
+from thunder_flce import Options, functional, linear_cross_entropy
+from thunder_flce.execution import row_selection
+from thunder_flce.execution.matmul import matmul
+from thunder_flce.execution.row_selection import RowPolicy, RowSelection
 from thunder_flce.options import STRATEGIES
-from thunder_flce.plan import make_plan
-from thunder_flce.rows import RowPolicy, RowSelection
+from thunder_flce.planning.plan import make_plan
 
 
 @pytest.mark.parametrize("block", [1, 3, 100])
@@ -19,7 +21,7 @@ from thunder_flce.rows import RowPolicy, RowSelection
 @pytest.mark.parametrize("policy", ["skip", "skip_on_device"])
 def test_spread(policy, ignored, block, monkeypatch):
     """In place what `scatter` does; what lay in the other rows, were it NaN, is gone."""
-    monkeypatch.setattr(rows, "_MOVED_ROWS", block)
+    monkeypatch.setattr(row_selection, "_MOVED_ROWS", block)
     target = torch.arange(20) % 7
     target[list(ignored)] = -100
     selected = RowSelection(target, 7, -100, RowPolicy(ignored_rows=policy)).rows()
@@ -92,8 +94,8 @@ def test_products_know_how_many_rows_are_valid(ignored, planned, monkeypatch):
         assert int(valid_rows) <= (k if name == "dW" else m)
         product(name, out, a, b, *arguments, valid_rows=valid_rows, **settings)
 
-    product = products._product_
-    monkeypatch.setattr(products, "_product_", spy)
+    product = matmul._product_
+    monkeypatch.setattr(matmul, "_product_", spy)
     case = make_case(tokens=40, hidden=8, vocab=12, ignored=0.0)
     case.target[torch.randperm(40)[:ignored]] = -100
     assert_as_exact_as_eager(case, options=planned.options)
@@ -109,7 +111,7 @@ def test_products_know_how_many_rows_are_valid(ignored, planned, monkeypatch):
 def test_ignored_rows_whose_logits_are_the_bias(ends_early, planned, monkeypatch):
     """On CUDA, products run over whole tiles, or all rows; the bias is large enough for its exponential to overflow."""
     if not ends_early:
-        monkeypatch.setattr(products, "_of_valid_rows", lambda out, a, b, count, **settings: (out, a, b))
+        monkeypatch.setattr(matmul, "_of_valid_rows", lambda out, a, b, count, **settings: (out, a, b))
     case = make_case(tokens=40, bias=True, ignored=0.5)
     with torch.no_grad():
         case.bias += 100
@@ -122,13 +124,13 @@ def test_rows_of_x_take_no_memory_beside_dx(strategy, monkeypatch):
     addresses = []
 
     def spy(name, read):
-        function = getattr(products, name)
+        function = getattr(matmul, name)
 
         def call(*arguments, **settings):
             addresses.append(read(*arguments).data_ptr())
             return function(*arguments, **settings)
 
-        monkeypatch.setattr(products, name, call)
+        monkeypatch.setattr(matmul, name, call)
 
     spy("weight_gradient_", lambda out, dlogits, x: x)
     spy("input_gradient_", lambda out, dlogits, weight: out)

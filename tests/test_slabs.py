@@ -8,14 +8,15 @@ import torch
 
 from reference import assert_as_exact_as_eager, make_case, plain_region
 from test_plan import S1 as ANY_LOSS
-from thunder_flce import Options, Plan, functional, products
-from thunder_flce import plan as plan_module
+from thunder_flce import Options, Plan, functional
+from thunder_flce.execution.matmul import matmul
+from thunder_flce.execution.row_kernels.interface import SlabbedLogits
+from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
+from thunder_flce.execution.row_selection import RowSelection
+from thunder_flce.execution.slabs import MOST_SLABS, LogitsInSlabs
 from thunder_flce.options import IGNORED_ROWS
-from thunder_flce.plan import CUDA_SMALLEST_SLAB, VocabLayout, make_plan, temporary_bytes
-from thunder_flce.row_kernels import SlabbedLogits
-from thunder_flce.row_kernels.torch_ops import TorchRowKernels
-from thunder_flce.rows import RowSelection
-from thunder_flce.slabs import MOST_SLABS, LogitsInSlabs
+from thunder_flce.planning import plan as plan_module
+from thunder_flce.planning.plan import CUDA_SMALLEST_SLAB, VocabLayout, make_plan, temporary_bytes
 
 S1 = dataclasses.replace(ANY_LOSS, is_plain_loss=True)
 S4 = {"tokens": 4096, "vocab": 152064, "hidden": 3584}
@@ -217,8 +218,8 @@ def test_the_first_products_start_before_the_rows_are_known(input_grad, first, i
         seen.append(x.shape[0])
         product(out, x, *arguments, **settings)
 
-    seen, product = [], products.logits_
-    monkeypatch.setattr(products, "logits_", logits_)
+    seen, product = [], matmul.logits_
+    monkeypatch.setattr(matmul, "logits_", logits_)
     monkeypatch.setattr(RowSelection, "first_rows", first_rows)
     case = make_case(tokens=200, vocab=4003, hidden=160, dtype=torch.bfloat16, device=device, ignored=ignored)
     case.x.requires_grad_(input_grad)
@@ -248,7 +249,7 @@ def test_row_kernels_see_whole_rows(monkeypatch, device):
 def _lowerings(device):
     if device == "cpu":
         return [TorchRowKernels]
-    nvfuser = pytest.importorskip("thunder_flce.row_kernels.nvfuser")
+    nvfuser = pytest.importorskip("thunder_flce.execution.row_kernels.nvfuser_rows")
     return [nvfuser.NvFuserRowKernels]
 
 

@@ -10,19 +10,21 @@ import torch
 import torch.nn.functional as F
 
 import thunder_flce
-from thunder_flce import Options, engine, products
-from thunder_flce.engine import Operands
+from thunder_flce import Options
+from thunder_flce.execution import engine
+from thunder_flce.execution.engine import Operands
+from thunder_flce.execution.matmul import matmul
+from thunder_flce.execution.row_kernels.interface import LogitsBuffer, RowCoefficients, RowStatistics
+from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
 from thunder_flce.functional import plan_for
-from thunder_flce.loss import IncomingGradients, Loss
+from thunder_flce.operation.loss import IncomingGradients, Loss
 from thunder_flce.options import STRATEGIES
-from thunder_flce.plan import Problem, layout_for, make_plan
-from thunder_flce.row_kernels import LogitsBuffer, RowCoefficients, RowStatistics
-from thunder_flce.row_kernels.torch_ops import TorchRowKernels
-from thunder_flce.steps import PlannedRegion, backward_stages, forward_stages
+from thunder_flce.planning.plan import Problem, layout_for, make_plan
+from thunder_flce.planning.steps import PlannedRegion, backward_stages, forward_stages
 
 T, H, V = 40, 8, 50
 CALLS = {
-    products: ("logits_", "input_gradient_", "weight_gradient_"),
+    matmul: ("logits_", "input_gradient_", "weight_gradient_"),
     TorchRowKernels: ("statistics", "moments", "gradient", "statistics_and_gradient", "target_gradient"),
 }
 
@@ -40,7 +42,7 @@ def calls(monkeypatch):
         return wrapper
 
     for owner, names in CALLS.items():
-        prefix = "products" if owner is products else "kernels"
+        prefix = "products" if owner is matmul else "kernels"
         for name in names:
             monkeypatch.setattr(owner, name, recorded(f"{prefix}.{name}", getattr(owner, name)))
     return seen
@@ -205,7 +207,8 @@ def test_the_last_slab_may_be_narrower(tokens, vocab, runner):
 @pytest.mark.parametrize("vocab", [1000, 128256, 50257])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_fusions_are_those_that_the_kernels_execute(smoothing, vocab, bias_grad, monkeypatch):
-    from thunder_flce.row_kernels import nvfuser, triton_rows
+    from thunder_flce.execution.row_kernels import nvfuser_rows as nvfuser
+    from thunder_flce.execution.row_kernels import triton_rows
 
     executed = []
 
@@ -260,9 +263,9 @@ def test_a_loss_with_everything_shows_its_terms():
     assert "W = W[:128000]" in text
     assert "max(u), log(sum(exp(u - row_max))), u = 30 * tanh(0.5 * z / 30)" in text
     assert "weighted_sum f32[2048] = sum(w * (u - row_max))" in text
-    assert "(exp(u - row_max - row_logsumexp) * A - C * w) * 0.5 * (1 - (u / 30)**2), in place" in text
+    assert "(exp(u - row_max - row_log_sum) * A - C * w) * 0.5 * (1 - (u / 30)**2), in place" in text
     assert "- C * w[y] - B) * 0.5 * (1 - (u[y] / 30)**2)" in text
-    assert "cross_entropy f32[8192] = 0.9 * w[y] * (row_logsumexp - (u[y] - row_max)) + " in text
+    assert "cross_entropy f32[8192] = 0.9 * w[y] * (row_log_sum - (u[y] - row_max)) + " in text
     assert "loss = sum(cross_entropy) / sum(w[y]) + sum(z_term) / valid_count" in text
 
 
@@ -277,11 +280,11 @@ def test_the_printed_loss_is_the_loss(has_class_weight, smoothing):
     region = _region(loss=Loss(label_smoothing=smoothing), vocab=V, has_class_weight=has_class_weight)
     steps = {step.result.split(" ")[0]: step for stage in forward_stages(region) for step in stage.steps}
     row_max = z.amax(1)
-    row_logsumexp = (z - row_max[:, None]).exp().sum(1).log()
+    row_log_sum = (z - row_max[:, None]).exp().sum(1).log()
     names = {
         "sum": torch.sum,
         "row_max": row_max,
-        "row_logsumexp": row_logsumexp,
+        "row_log_sum": row_log_sum,
         "target_logit": z[torch.arange(7), y],
         "weighted_sum": (w * (z - row_max[:, None])).sum(1),
         "w": w,
@@ -315,11 +318,11 @@ def test_the_names_of_an_expression_give_the_gradient_of_the_engine():
     (one_pass,) = (step for stage in stages for step in stage.steps if "[v == y]" in step.expression)
     logits, s, rows = z.detach(), 1 / 7, torch.arange(7)
     row_max = logits.amax(1, keepdim=True)
-    row_logsumexp = (logits - row_max).exp().sum(1, keepdim=True).log()
-    names = {"exp": torch.exp, "s": s, "logits": logits, "row_max": row_max, "row_logsumexp": row_logsumexp}
+    row_log_sum = (logits - row_max).exp().sum(1, keepdim=True).log()
+    names = {"exp": torch.exp, "s": s, "logits": logits, "row_max": row_max, "row_log_sum": row_log_sum}
     gradient = eval(steps["kernels.gradient"].expression.partition(", in place")[0], names)
     at_target = steps["kernels.target_gradient"].expression.replace("logits[y]", "target_logit")
-    vectors = {"row_max": row_max[:, 0], "row_logsumexp": row_logsumexp[:, 0], "target_logit": logits[rows, y]}
+    vectors = {"row_max": row_max[:, 0], "row_log_sum": row_log_sum[:, 0], "target_logit": logits[rows, y]}
     gradient[rows, y] = eval(at_target, {**names, **vectors})
     torch.testing.assert_close(gradient, z.grad)
     expression = one_pass.expression.partition(", in place")[0].replace("[v == y]", "is_target")
@@ -337,7 +340,7 @@ def test_a_trace_prints_one_chunk_beneath_the_region():
     at = next(i for i, line in enumerate(lines) if "linear_cross_entropy_fwd(" in line)
     comments = list(itertools.takewhile(lambda line: line.startswith("    #"), lines[at + 1 :]))
     assert comments[0] == "    # x = hidden, W = weight, y = labels"
-    for name in ("loss = ", "row_max = ", "row_logsumexp = ", "valid_count = ", "dX = ", "dW = "):
+    for name in ("loss = ", "row_max = ", "row_log_sum = ", "valid_count = ", "dX = ", "dW = "):
         assert name in comments[1]
     text = "\n".join(comments)
     assert "for each chunk of 10 tokens, 4 in all:" in text

@@ -10,11 +10,11 @@ from reference import error
 @pytest.fixture(autouse=INTERPRETED)
 def interpreter(monkeypatch):
     """Programs there are three of, and tiles are small."""
-    from thunder_flce import triton_products
+    from thunder_flce.execution.matmul import triton_matmul
 
-    monkeypatch.setattr(triton_products, "_programs", lambda device: 3)
-    monkeypatch.setattr(triton_products, "_TILE", (16, 32, 16))
-    monkeypatch.setattr(triton_products, "_GROUP", 2)
+    monkeypatch.setattr(triton_matmul, "_programs", lambda device: 3)
+    monkeypatch.setattr(triton_matmul, "_TILE", (16, 32, 16))
+    monkeypatch.setattr(triton_matmul, "_GROUP", 2)
     take_loop_ends(monkeypatch)
 
 
@@ -28,9 +28,9 @@ def _matrix(rows, columns, dtype, *, transposed=False):
 
 
 def _run(*arguments, valid, **settings):
-    from thunder_flce import triton_products
+    from thunder_flce.execution.matmul import triton_matmul
 
-    return triton_products.run(*arguments, valid_rows=torch.tensor(valid, dtype=torch.int32, device=DEVICE), **settings)
+    return triton_matmul.run(*arguments, valid_rows=torch.tensor(valid, dtype=torch.int32, device=DEVICE), **settings)
 
 
 # Of the largest size, the GPU's programs have several tiles each.
@@ -99,7 +99,7 @@ def test_rows_that_are_summed(valid, columns, dtypes, accumulate):
 @pytest.mark.parametrize("sums_rows", [False, True])
 def test_rows_behind_the_valid_ones_are_not_read(sums_rows):
     """Whole tiles of them, that is: or nothing would have ended early."""
-    from thunder_flce import triton_products
+    from thunder_flce.execution.matmul import triton_matmul
 
     a = _matrix(304 if sums_rows else ROWS, ROWS if sums_rows else 48, DTYPE, transposed=sums_rows)
     b = _matrix(a.shape[1], 48, DTYPE)
@@ -108,7 +108,7 @@ def test_rows_behind_the_valid_ones_are_not_read(sums_rows):
     valid = ROWS // 2
     rows[valid:] = 0
     assert _run(out, a, b, valid=valid, sums_rows=sums_rows)
-    tile = triton_products._TILE[2 if sums_rows else 0]
+    tile = triton_matmul._TILE[2 if sums_rows else 0]
     behind = -(-valid // tile) * tile
     expected = out.clone()
     rows[behind:] = float("nan")
@@ -152,9 +152,9 @@ def test_compiles_for_a_gpu_that_is_not_there(transposed, sums_rows, accumulate,
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from thunder_flce import triton_products
+    from thunder_flce.execution.matmul import triton_matmul
 
-    tile_m, tile_n, tile_k = triton_products._TILE
+    tile_m, tile_n, tile_k = triton_matmul._TILE
     tiles = [(tile_m, tile_k), (tile_k, tile_n), (tile_m, tile_n // 2)]
     tiles = [tile[::-1] if turned else tile for tile, turned in zip(tiles, (*transposed, False), strict=True)]
     descriptors = [f"tensordesc<{d}[{r}, {c}]>" for d, (r, c) in zip(("bf16", "bf16", out_dtype), tiles, strict=True)]
@@ -166,16 +166,14 @@ def test_compiles_for_a_gpu_that_is_not_there(transposed, sums_rows, accumulate,
         "TILE_M": tile_m,
         "TILE_N": tile_n,
         "TILE_K": tile_k,
-        "GROUP": triton_products._GROUP,
+        "GROUP": triton_matmul._GROUP,
         **({} if has_bias else {"bias": None}),
     }
     bias = {"bias": f"*{out_dtype}"} if has_bias else {}
     signature = dict(zip("a b out".split(), descriptors, strict=True)) | bias | {"valid_rows": "*i32"}
     signature |= dict.fromkeys("MNK", "i32")
-    source = ASTSource(
-        triton_products._product_kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, constants
-    )
-    options = {"num_warps": triton_products._WARPS, "num_stages": triton_products._STAGES}
+    source = ASTSource(triton_matmul._product_kernel, {**signature, **dict.fromkeys(constants, "constexpr")}, constants)
+    options = {"num_warps": triton_matmul._WARPS, "num_stages": triton_matmul._STAGES}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     assert "wgmma.mma_async" in compiled.asm["ptx"] and "cp.async.bulk.tensor" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 227 * 1024

@@ -9,11 +9,17 @@ import torch
 
 from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, run_in_the_interpreter, take_loop_ends
 from reference import error
-from thunder_flce import gradient_scaling
-from thunder_flce.plan import VocabLayout
-from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowStatistics, SlabbedLogits
-from thunder_flce.row_kernels.torch_ops import TorchRowKernels
-from thunder_flce.slabs import LogitsInSlabs
+from thunder_flce.execution import gradient_scaling
+from thunder_flce.execution.row_kernels.interface import (
+    LogitMap,
+    LogitsBuffer,
+    RowCoefficients,
+    RowStatistics,
+    SlabbedLogits,
+)
+from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
+from thunder_flce.execution.slabs import LogitsInSlabs
+from thunder_flce.planning.plan import VocabLayout
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MAPS = [LogitMap(), LogitMap(scale=0.5), LogitMap(scale=-2.0, softcap=5.0), LogitMap(softcap=30.0)]
@@ -26,7 +32,7 @@ def interpreter(monkeypatch):
     """
     import triton.language as tl
 
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     stand_in = SimpleNamespace(exp=lambda x: tl.exp(x), tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
     monkeypatch.setattr(triton_rows, "libdevice", stand_in)
@@ -70,7 +76,7 @@ def test_statistics_and_gradient(vocab, logit_map, dtype):
 
 def _check_statistics_and_gradient(buffer, logit_map, slabs=None):
     """slabs: `SlabbedLogits` that get the same logits and are computed on; None for the buffer itself."""
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     (rows, vocab), dtype = buffer.logits.shape, buffer.logits.dtype
     coefficients = _coefficients(rows, vocab)
@@ -117,7 +123,7 @@ def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
 
     In one row all logits are below those of absent parts, which are 0, and in one all of a part are -inf.
     """
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     buffer = _buffer(5, vocab, dtype)
     buffer.logits[0] -= 60
@@ -162,7 +168,7 @@ class _Exchange:
 @pytest.mark.parametrize("parts_of_slab", [1, 2])
 def test_rows_in_slabs(parts_of_slab, count, room, borrowed, vocab, logit_map, dtype, monkeypatch):
     """In memory that holds other things, too, of which nothing changes; fewer rows than there is room for."""
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     layout = LogitsInSlabs(rows=6, vocab=vocab, count=count, row_room=room)
     assert layout.borrowed == borrowed
@@ -197,7 +203,7 @@ def test_rows_in_slabs(parts_of_slab, count, room, borrowed, vocab, logit_map, d
 @pytest.mark.parametrize("vocab", [40, 5000, 90_000])
 def test_rows_that_are_not_finite(vocab):
     """As torch.log_softmax: NaN for a row of -inf, with +inf, or with NaN; -inf alone is a logit like another."""
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     logits = torch.randn(5, vocab, device=DEVICE)
     logits[0] = float("-inf")
@@ -210,7 +216,7 @@ def test_rows_that_are_not_finite(vocab):
     target = torch.full((5,), vocab - 1, device=DEVICE)
     ones = torch.ones(5, device=DEVICE)
     statistics, product = triton_rows.statistics_and_gradient(buffer, target, RowCoefficients(ones, ones), LogitMap())
-    log_prob = product - statistics.row_max - statistics.row_logsumexp
+    log_prob = product - statistics.row_max - statistics.row_log_sum
     torch.testing.assert_close(log_prob.double(), expected[:, -1], equal_nan=True, rtol=1e-5, atol=1e-5)
     gradient = expected.exp()
     gradient[:, -1] -= 1
@@ -219,22 +225,22 @@ def test_rows_that_are_not_finite(vocab):
 
 @on_device
 def test_large_offsets_keep_their_digits():
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     logits = torch.randn(2, 3000, device=DEVICE).bfloat16().float()
     shifted = _buffer(2, 3000, torch.bfloat16, fill=logits + 8192)
     exact = _double(shifted)
     statistics = triton_rows.statistics(shifted, LogitMap())
-    row_max, row_logsumexp = TorchRowKernels().statistics(exact)
+    row_max, row_log_sum = TorchRowKernels().statistics(exact)
     assert torch.equal(statistics.row_max.double(), row_max)
-    torch.testing.assert_close(statistics.row_logsumexp.double(), row_logsumexp, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(statistics.row_log_sum.double(), row_log_sum, rtol=1e-6, atol=1e-6)
 
 
 @on_device
 @pytest.mark.parametrize("vocab", [1500, 9000, 20001, 70001, 100_003])
 def test_targets_everywhere(vocab):
     """In many rows at a time, the target's entry is the one that is written last."""
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     rows = 4 if INTERPRETED else 2000
     buffer, coefficients = _buffer(rows, vocab, torch.bfloat16), _coefficients(rows, vocab)
@@ -253,7 +259,8 @@ def test_targets_everywhere(vocab):
 )
 @pytest.mark.parametrize("vocab", [500, 1000, 1024, 2001, 4096])
 def test_gradient_of_short_rows(vocab, logit_map, dtype):
-    from thunder_flce.row_kernels import SHORT_ROWS, triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels.interface import SHORT_ROWS
 
     buffer = _buffer(5, vocab, dtype)
     assert buffer.layout.row_stride in SHORT_ROWS
@@ -278,7 +285,7 @@ def test_gradient_of_short_rows(vocab, logit_map, dtype):
 )
 def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monkeypatch):
     """Whatever divides rows and columns among programs; what lies behind the last row is left alone."""
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     monkeypatch.setattr(triton_rows, "_SUMS_PROGRAMS", programs)
     memory, probability = _buffer(rows + 3, vocab, dtype), vocab * torch.randn(rows, device=DEVICE)
@@ -303,7 +310,7 @@ def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monk
 
 @on_device
 def test_no_rows():
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     buffer, none = _buffer(0, 40, torch.bfloat16), torch.zeros(0, device=DEVICE)
     sums = triton_rows.gradient_with_column_sums(buffer, RowStatistics(none, none), none, LogitMap())
@@ -330,7 +337,7 @@ def test_finished_gradients_are_multiplied(size, factor, dtype):
 
 @on_device
 def test_rows_that_are_not_aligned_are_refused():
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     buffer = LogitsBuffer(torch.zeros(2, 33, device=DEVICE), VocabLayout.contiguous(33))
     with pytest.raises(ValueError, match="row_stride must be a multiple of 8, but is 33"):
@@ -346,7 +353,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from thunder_flce.row_kernels import triton_rows
+    from thunder_flce.execution.row_kernels import triton_rows
 
     both = triton_rows._statistics_and_gradient_kernel
     kernels = [

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, run_in_the_interpreter, take_loop_ends
-from thunder_flce import compile_times
+from thunder_flce.execution import compile_times
 
 
 @pytest.fixture(autouse=INTERPRETED)
 def interpreter(monkeypatch):
     """A program goes over its row in several blocks."""
-    from thunder_flce import triton_take
+    from thunder_flce.execution import triton_take
 
     monkeypatch.setattr(triton_take, "_COLUMNS", 32)
     take_loop_ends(monkeypatch)
@@ -24,7 +24,7 @@ def interpreter(monkeypatch):
 @pytest.mark.parametrize("layout", ["contiguous", "columns of a wider matrix", "transposed"])
 def test_taken_rows(layout, columns, dtype):
     """Zeros for negative indices, whatever lies in front of the matrix; what is around the result stays."""
-    from thunder_flce import triton_take
+    from thunder_flce.execution import triton_take
 
     tokens, index = 9, torch.tensor([8, -1, 0, 0, 3, -1, 7])
     around = torch.full((tokens + 1, columns + 3), float("nan"), dtype=dtype, device=DEVICE)
@@ -45,7 +45,7 @@ def test_taken_rows(layout, columns, dtype):
 @on_device
 def test_the_first_run_is_timed(monkeypatch):
     """It compiles the kernel; the second one does not."""
-    from thunder_flce import triton_take
+    from thunder_flce.execution import triton_take
 
     monkeypatch.setattr(compile_times, "_first_runs", defaultdict(dict))
     tensor, index = torch.ones(3, 8, device=DEVICE), torch.zeros(2, dtype=torch.long, device=DEVICE)
@@ -58,7 +58,7 @@ def test_the_first_run_is_timed(monkeypatch):
 
 @on_device
 def test_no_rows():
-    from thunder_flce import triton_take
+    from thunder_flce.execution import triton_take
 
     none = torch.zeros(0, dtype=torch.long, device=DEVICE)
     assert triton_take.take_rows(torch.ones(3, 8, device=DEVICE), none).shape == (0, 8)
@@ -67,7 +67,7 @@ def test_no_rows():
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offsets_above_31_bits():
-    from thunder_flce import triton_take
+    from thunder_flce.execution import triton_take
 
     tensor = torch.zeros(2**16 + 8, 2**16, dtype=torch.uint8, device=DEVICE)
     tensor[-1] = 3
@@ -83,7 +83,7 @@ def test_rows_are_moved_16_bytes_at_a_time():
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from thunder_flce import triton_take
+    from thunder_flce.execution import triton_take
 
     kernel = triton_take._take_rows_kernel
     pointers = {"tensor": "*bf16", "index": "*i64", "out": "*bf16"}

@@ -19,7 +19,7 @@ import transformers
 from litgpt.utils import chunked_cross_entropy
 from torch import nn
 
-from thunder_flce.reason import Reason
+from thunder_flce.graph.matching.reasons import Reason
 
 VOCAB = 199
 README = Path(__file__).parent.parent / "README.md"

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce import engine
-from thunder_flce.arguments import check_linear_cross_entropy
-from thunder_flce.engine import Operands, SavedStatistics
-from thunder_flce.loss import DIFFERENTIABLE_OUTPUTS, IncomingGradients, Loss
+from thunder_flce.execution import engine
+from thunder_flce.execution.engine import Operands, SavedStatistics
+from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
+from thunder_flce.operation.arguments import check_linear_cross_entropy
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, IncomingGradients, Loss
 from thunder_flce.options import Options, as_options
-from thunder_flce.plan import DeviceMemory, Plan, Problem, make_plan
-from thunder_flce.row_kernels.torch_ops import statistics_dtype
+from thunder_flce.planning.plan import DeviceMemory, Plan, Problem, make_plan
 
 
 # Dynamo, which torch.compile and thunderfx trace with, would trace into the engine, which depends on the data.

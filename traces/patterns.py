@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from thunder_flce.reason import Reason
+from thunder_flce.graph.matching.reasons import Reason
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 NLL_LOSS = nn.NLLLoss()

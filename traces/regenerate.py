@@ -132,11 +132,12 @@ def build_fusions() -> dict[str, str]:
     """The printed nvFuser definitions for bfloat16 logits over a vocabulary of 128256."""
     from nvfuser_direct import DataType, FusionDefinition
 
-    from thunder_flce import nvfuser_translation
+    from thunder_flce.execution.row_kernels import nvfuser_rows as nvfuser
+    from thunder_flce.execution.row_kernels.interface import LogitMap
+    from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
     from thunder_flce.inspection.programs import Sizes
     from thunder_flce.inspection.trace_text import commented
-    from thunder_flce.plan import VocabLayout
-    from thunder_flce.row_kernels import LogitMap, nvfuser
+    from thunder_flce.planning.plan import VocabLayout
 
     rows, vocab = Sizes().tokens, Sizes().vocab
     layout = VocabLayout.aligned(vocab)
@@ -172,9 +173,9 @@ def build_fusions() -> dict[str, str]:
             layout.row_stride, dtype, dtype, capped, everything, column_sums=True
         ),
         "target_gradient": nvfuser.target_gradient_fusion(dtype, dtype, identity, plain._replace(one_hot=True)),
-        "cross_entropy_fwd": standalone(nvfuser_translation.forward_fusion, logits, target),
+        "cross_entropy_fwd": standalone(nvfuser_impl.forward_fusion, logits, target),
         "cross_entropy_bwd": standalone(
-            nvfuser_translation.backward_fusion, grad, logits, target, row_vector, row_vector, scalar
+            nvfuser_impl.backward_fusion, grad, logits, target, row_vector, row_vector, scalar
         ),
     }
     header = commented(f"Printed by: {_command('cpu')}\n{nvfuser_versions()}, bfloat16 logits, vocabulary {vocab}.")

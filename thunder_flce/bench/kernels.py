@@ -13,8 +13,14 @@ import torch
 
 from thunder_flce.bench.measuring import DeviceLost, Mark, Progress, Schedule, Step, attempt, release, take_turns
 from thunder_flce.bench.shapes import dtype_name
-from thunder_flce.plan import layout_for
-from thunder_flce.row_kernels import LogitMap, LogitsBuffer, RowCoefficients, RowKernels, kernels_for
+from thunder_flce.execution.row_kernels.interface import (
+    LogitMap,
+    LogitsBuffer,
+    RowCoefficients,
+    RowKernels,
+    kernels_for,
+)
+from thunder_flce.planning.plan import layout_for
 
 VOCABS = {
     "cuda": [1000, 4099, 16384, 32000, 50257, 65537, 100352, 128256, 128257, 151936, 200064, 256000, 300007],
@@ -38,7 +44,7 @@ class Row:
     """Elements from one row to the next, the padding included."""
     dtype: str
     lowering: str
-    """The module that the kernels come from: "nvfuser" or "torch_ops"."""
+    """The module that the kernels come from: "nvfuser" or "torch_rows"."""
     method: str
     time_ms: float | None = None
     time_ms_p20: float | None = None

@@ -28,7 +28,7 @@ from thunder_flce.bench.methods import Method, build
 from thunder_flce.bench.profiling import write_profile
 from thunder_flce.bench.reference import Reference, make_reference, relative_error, three_products
 from thunder_flce.bench.shapes import Inputs, Shape, dtype_name
-from thunder_flce.product_tuning import tunings
+from thunder_flce.execution.matmul.tuning import tunings
 
 FLOOR = "three products"
 

@@ -1,7 +1,7 @@
 """The nvFuser definitions of the fusions that a plan runs."""
 
-from thunder_flce.plan import layout_for
-from thunder_flce.steps import PlannedRegion, backward_stages, forward_stages
+from thunder_flce.planning.plan import layout_for
+from thunder_flce.planning.steps import PlannedRegion, backward_stages, forward_stages
 
 
 def fusion_names(region: PlannedRegion) -> list[str]:
@@ -19,7 +19,7 @@ def fusion_definitions(region: PlannedRegion) -> dict[str, str]:
     names = fusion_names(region)
     if not names:
         return {}
-    from thunder_flce.row_kernels import nvfuser
+    from thunder_flce.execution.row_kernels import nvfuser_rows as nvfuser
 
     problem, loss = region.problem, region.loss
     dtype, out_dtype, logit_map = region.logits_dtype, problem.dtype, loss.logit_map
@@ -29,7 +29,7 @@ def fusion_definitions(region: PlannedRegion) -> dict[str, str]:
     has_class_weight = region.has_class_weight and loss.label_smoothing != 0
     vectors = nvfuser.GradientVectors(
         row_max=True,
-        row_logsumexp=True,
+        row_log_sum=True,
         probability=True,
         uniform=True if loss.label_smoothing else None,
         entropy=True if loss.needs_entropy else None,

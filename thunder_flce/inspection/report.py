@@ -10,17 +10,17 @@ from typing import Any
 import thunder
 from thunder.core.trace import TraceCtx
 
-from thunder_flce import cost
-from thunder_flce.compile_times import compile_seconds
-from thunder_flce.inspection import layout
+from thunder_flce.execution.compile_times import compile_seconds
+from thunder_flce.execution.matmul.tuning import tunings
+from thunder_flce.graph.trace_printer import stage_rows
+from thunder_flce.graph.transform import Compilation, Decision, FuseLinearCrossEntropy
+from thunder_flce.inspection import formatting
 from thunder_flce.inspection.fusions import fusion_definitions
 from thunder_flce.inspection.saved import SavedTensor, plain_thunder_traces, saved_tensors
 from thunder_flce.inspection.subgraphs import parts
-from thunder_flce.plan import Plan, temporary_bytes
-from thunder_flce.printer import stage_rows
-from thunder_flce.product_tuning import tunings
-from thunder_flce.steps import Stage, backward_stages, forward_stages
-from thunder_flce.transform import Compilation, Decision, FuseLinearCrossEntropy
+from thunder_flce.planning import cost
+from thunder_flce.planning.plan import Plan, temporary_bytes
+from thunder_flce.planning.steps import Stage, backward_stages, forward_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,22 +125,22 @@ class CompilationReport:
             runs = {name: [asdict(stage) for stage in stages] for name, stages in _stages(decision).items()}
         return {**decision_dict(decision), "plans": [asdict(plan) for plan in plans], "runs": runs}
 
-    def blocks(self) -> Iterator[layout.Block]:
+    def blocks(self) -> Iterator[formatting.Block]:
         """The report as headings, text and tables."""
         for decision in self.decisions:
             yield from decision_blocks(decision)
             if decision.fused:
                 for direction, stages in _stages(decision).items():
-                    yield layout.Table(columns=(direction, "runs in"), rows=stage_rows(stages))
+                    yield formatting.Table(columns=(direction, "runs in"), rows=stage_rows(stages))
                 yield _plan_table(self.plans(decision))
         if self._passes.backward:
             yield from _saved_blocks("saved for backward", self.saved)
             if (plain := self.saved_by_plain_thunder) is not None:
                 yield from _saved_blocks("saved by plain thunder", plain)
         else:
-            yield layout.Text("nothing is saved: there is no backward")
+            yield formatting.Text("nothing is saved: there is no backward")
         times = sorted(self.compile_seconds.items(), key=lambda item: -item[1])
-        yield layout.Text("compile times: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times))
+        yield formatting.Text("compile times: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times))
 
 
 @dataclass(frozen=True)
@@ -177,15 +177,15 @@ class GraphReport:
             "cross_entropies_not_compiled_by_thunder": [decision_dict(decision) for decision in self.others],
         }
 
-    def blocks(self) -> Iterator[layout.Block]:
+    def blocks(self) -> Iterator[formatting.Block]:
         """The report as headings, text and tables."""
         if self.name:
-            yield layout.Heading(f"{self.name}, compiled by {self.compiled_by}")
+            yield formatting.Heading(f"{self.name}, compiled by {self.compiled_by}")
         for decision in self.others:
             yield from decision_blocks(decision)
         for number, compilation in enumerate(self.compilations):
             if len(self.compilations) > 1:
-                yield layout.Heading(f"compilation {number}")
+                yield formatting.Heading(f"compilation {number}")
             yield from compilation.blocks()
 
 
@@ -233,41 +233,41 @@ class Report(Sequence):
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
         return {"graphs": [graph.to_dict() for graph in self.graphs], "tuned_products": _tuned_products()}
 
-    def blocks(self) -> Iterator[layout.Block]:
+    def blocks(self) -> Iterator[formatting.Block]:
         """The report as headings, text and tables."""
         decisions = self.decisions
         if not self.compilations and not decisions:
-            yield layout.Heading("nothing is compiled yet: call it first")
+            yield formatting.Heading("nothing is compiled yet: call it first")
             return
         fused = sum(decision.fused for decision in decisions)
-        yield layout.Heading(f"thunder_flce: {fused} of {len(decisions)} cross-entropies fused")
+        yield formatting.Heading(f"thunder_flce: {fused} of {len(decisions)} cross-entropies fused")
         reasons = dict.fromkeys(reason for graph in self.graphs for reason in graph.split_reasons)
         if reasons:
-            yield layout.Text("thunder cut a graph because of:\n" + "\n".join(f"- {reason}" for reason in reasons))
+            yield formatting.Text("thunder cut a graph because of:\n" + "\n".join(f"- {reason}" for reason in reasons))
         for graph in self.graphs:
             yield from graph.blocks()
         if tuned := _tuned_products():
-            yield layout.Text("products tuned in this process:")
+            yield formatting.Text("products tuned in this process:")
             rows = [
                 (t["product"], " × ".join(map(str, t["sizes"])), f"{t['milliseconds']:.3f} ms", f"{t['gain']:.3f}")
                 for t in tuned
             ]
             columns = ("product", "M × N × K", "time", "times as fast as cuBLAS's first choice")
-            yield layout.Table(columns=columns, rows=rows, right=(1, 2, 3))
+            yield formatting.Table(columns=columns, rows=rows, right=(1, 2, 3))
 
     def print(self) -> None:
         """Prints the report: with rich on a terminal, if it is installed, and as plain text otherwise."""
-        layout.print_blocks(self.blocks())
+        formatting.print_blocks(self.blocks())
 
     def __str__(self) -> str:
-        return layout.plain(self.blocks())
+        return formatting.plain(self.blocks())
 
     def __repr__(self) -> str:
         fused = sum(decision.fused for decision in self.decisions)
         return f"<Report: {len(self)} compilations, {fused} of {len(self.decisions)} cross-entropies fused>"
 
     def __rich__(self):
-        return layout.rich_group(self.blocks())
+        return formatting.rich_group(self.blocks())
 
 
 def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:
@@ -359,11 +359,11 @@ def decision_dict(decision: Decision) -> dict[str, Any]:
     }
 
 
-def decision_blocks(decision: Decision) -> Iterator[layout.Block]:
+def decision_blocks(decision: Decision) -> Iterator[formatting.Block]:
     """A decision as text: where, what and why, and the line of the user's source."""
-    yield layout.Text(str(decision), style="green" if decision.fused else "yellow")
+    yield formatting.Text(str(decision), style="green" if decision.fused else "yellow")
     if line := _source_line(decision):
-        yield layout.Text(line, indent=1, style="dim")
+        yield formatting.Text(line, indent=1, style="dim")
 
 
 def _source_line(decision: Decision) -> str:
@@ -377,34 +377,32 @@ def _stages(decision: Decision) -> dict[str, tuple[Stage, ...]]:
     return {name: stages for name, stages in directions.items() if stages}
 
 
-def _plan_table(plans: list[PredictedPlan]) -> layout.Table:
+def _plan_table(plans: list[PredictedPlan]) -> formatting.Table:
     rows = [
         (
             "▸" if plan.chosen else "",
             plan.plan.describe(),
-            layout.format_bytes(plan.temporary_bytes),
+            formatting.format_bytes(plan.temporary_bytes),
             "unknown" if plan.seconds is None else f"{plan.seconds * 1e3:.1f} ms",
         )
         for plan in plans
     ]
-    return layout.Table(columns=("", "plan", "memory, predicted", "time, predicted"), rows=rows, right=(2, 3))
+    return formatting.Table(columns=("", "plan", "memory, predicted", "time, predicted"), rows=rows, right=(2, 3))
 
 
 # A large model saves hundreds of tensors; text shows the largest, and `to_dict` has all.
 _LONGEST_TABLE = 12
 
 
-def _saved_blocks(title: str, tensors: list[SavedTensor]) -> Iterator[layout.Block]:
+def _saved_blocks(title: str, tensors: list[SavedTensor]) -> Iterator[formatting.Block]:
     own = [tensor for tensor in tensors if not tensor.is_argument]
     arguments = sum(tensor.bytes for tensor in tensors if tensor.is_argument)
     total = sum(tensor.bytes for tensor in own)
-    yield layout.Text(
-        f"{title}: {layout.format_bytes(total)} ({total:,} bytes), and {layout.format_bytes(arguments)} of arguments",
-        style="bold",
-    )
+    size = formatting.format_bytes
+    yield formatting.Text(f"{title}: {size(total)} ({total:,} bytes), and {size(arguments)} of arguments", style="bold")
     own.sort(key=lambda tensor: (not tensor.role, -tensor.bytes))
     rows = [(tensor.name, tensor.role, tensor.type, f"{tensor.bytes:,}") for tensor in own[:_LONGEST_TABLE]]
     if rest := own[_LONGEST_TABLE:]:
         rows.append((f"{len(rest)} more", "", "", f"{sum(tensor.bytes for tensor in rest):,}"))
     if rows:
-        yield layout.Table(columns=("tensor", "of a loss", "type", "bytes"), rows=rows, right=(3,))
+        yield formatting.Table(columns=("tensor", "of a loss", "type", "bytes"), rows=rows, right=(3,))

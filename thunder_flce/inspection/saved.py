@@ -9,8 +9,8 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
-from thunder_flce import symbols
-from thunder_flce.printer import STATISTICS, output_names, type_of
+from thunder_flce.graph import symbols
+from thunder_flce.graph.trace_printer import STATISTICS, output_names, type_of
 
 # Everything else that thunder asks of a compilation is read from the traces themselves.
 _CACHE_INFO = {"no_grad_sync": False, "alias_tensor_indices": ""}

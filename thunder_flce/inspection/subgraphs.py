@@ -13,8 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from thunder_flce.match import Reason
-from thunder_flce.transform import Decision
+from thunder_flce.graph.matching.match import Reason
+from thunder_flce.graph.transform import Decision
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import thunder
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thunder_flce.inspection import layout, programs
+from thunder_flce.graph.plugin import jit
+from thunder_flce.graph.transform import NotFusedWarning
+from thunder_flce.inspection import formatting, programs
 from thunder_flce.inspection.report import explain
 from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
-from thunder_flce.plugin import jit
-from thunder_flce.transform import NotFusedWarning
 
 VARIANTS = {"before": thunder.jit, "after": jit}
 EXAMPLES = {program.__name__: program for program in programs.PROGRAMS}
@@ -106,7 +106,7 @@ def _imported(name: str, parser: argparse.ArgumentParser) -> Callable:
 
 
 def _print(text: str) -> None:
-    if layout.rich_terminal():
+    if formatting.rich_terminal():
         from rich.console import Console
         from rich.syntax import Syntax
 

@@ -1,0 +1,1 @@
+"""Runs a region on tensors."""

@@ -1,0 +1,1 @@
+"""The matrix products of a region."""

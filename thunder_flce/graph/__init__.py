@@ -1,0 +1,1 @@
+"""Everything that touches thunder: symbols, rules, the transform and its front ends."""

@@ -1,0 +1,1 @@
+"""Finds linear + cross-entropy in a trace."""

@@ -1,0 +1,1 @@
+"""Cross-entropy on logits that have other users."""

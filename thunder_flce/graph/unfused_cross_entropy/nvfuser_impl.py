@@ -1,0 +1,145 @@
+"""`cross_entropy_fwd` and `cross_entropy_bwd` for thunder's nvFuser executor.
+
+There they fuse with what surrounds them: logits are read in the dtype they were written in, and their gradient is
+written in the dtype it is read in. This is the only module that uses private helpers of thunder's nvFuser executor.
+
+A target that is neither in [0, V) nor ignore_index makes the loss and its row's gradient NaN: a fusion can't raise.
+Legend: N rows, V vocabulary.
+"""
+
+import sys
+from typing import Any
+
+import nvfuser_direct
+from nvfuser_direct import DataType, FusionDefinition
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+
+from thunder_flce.graph import symbols
+
+_FUSED_DTYPES = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
+
+
+def forward_fusion(
+    fd: FusionDefinition,
+    logits: Any,
+    target: Any,
+    *,
+    rows: int,
+    vocab: int,
+    dtype: DataType,
+    reduction: str,
+    ignore_index: int,
+) -> tuple[Any, Any, Any, Any]:
+    """Adds the forward to a definition; mirrors `standalone.forward_impl`."""
+    ops = fd.ops
+    target = ops.cast(target, DataType.Int)
+    valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
+    zero = fd.define_scalar(0.0, DataType.Float)
+
+    safe_target = ops.where(ops.logical_or(ops.logical_not(valid), wrong), fd.define_scalar(0, DataType.Int), target)
+    column = ops.broadcast_in_dim(safe_target, shape=[rows, 1], broadcast_dims=[0])
+    target_logit = ops.reshape(ops.take_along_axis(logits, column, dim=1), new_shape=[rows])
+    target_logit = ops.cast(target_logit, DataType.Float)
+
+    values = ops.cast(logits, DataType.Float)
+    row_max = ops.max(values, [1])
+    shifted = ops.sub(values, ops.broadcast(row_max, [False, True]))
+    row_log_sum = ops.log(ops.sum(ops.exp(shifted), [1]))
+
+    loss = ops.sub(row_log_sum, ops.sub(target_logit, row_max))
+    loss = ops.where(wrong, fd.define_scalar(float("nan"), DataType.Float), ops.where(valid, loss, zero))
+    valid_count = ops.sum(ops.cast(valid, DataType.Float), [0])
+    if reduction != "none":
+        loss = ops.sum(loss, [0])
+    if reduction == "mean":
+        loss = ops.div(loss, valid_count)
+    return ops.cast(loss, dtype), row_max, row_log_sum, valid_count
+
+
+def backward_fusion(
+    fd: FusionDefinition,
+    grad: Any,
+    logits: Any,
+    target: Any,
+    row_max: Any,
+    row_log_sum: Any,
+    valid_count: Any,
+    *,
+    rows: int,
+    vocab: int,
+    dtype: DataType,
+    reduction: str,
+    ignore_index: int,
+) -> Any:
+    """Adds the backward to a definition; mirrors `standalone.backward_impl`."""
+    ops = fd.ops
+    target = ops.cast(target, DataType.Int)
+    valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
+    scale = ops.cast(grad, DataType.Float)
+    if reduction == "mean":
+        scale = ops.div(scale, valid_count)
+    if reduction != "none":
+        scale = ops.broadcast_in_dim(scale, shape=[rows], broadcast_dims=[])
+    scale = ops.where(valid, scale, fd.define_scalar(0.0, DataType.Float))
+    scale = ops.where(wrong, fd.define_scalar(float("nan"), DataType.Float), scale)
+
+    def column(vector: Any) -> Any:
+        return ops.broadcast(vector, [False, True])
+
+    shifted = ops.sub(ops.cast(logits, DataType.Float), column(row_max))
+    probability = ops.exp(ops.sub(shifted, column(row_log_sum)))
+    columns = ops.iota(
+        fd.define_scalar(vocab, DataType.Int),
+        fd.define_scalar(0, DataType.Int),
+        fd.define_scalar(1, DataType.Int),
+        dtype=DataType.Int,
+    )
+    is_target = ops.eq(ops.broadcast(columns, [True, False]), column(target))
+    one_hot = ops.where(is_target, fd.define_scalar(1.0, DataType.Float), fd.define_scalar(0.0, DataType.Float))
+    return ops.cast(ops.mul(ops.sub(probability, one_hot), column(scale)), dtype)
+
+
+def _classify(fd: FusionDefinition, target: Any, *, vocab: int, ignore_index: int) -> tuple[Any, Any]:
+    """(N,) which targets are not ignored, and which of those lie outside the vocabulary."""
+    ops = fd.ops
+    valid = ops.ne(target, fd.define_scalar(ignore_index, DataType.Int))
+    outside = ops.logical_or(
+        ops.lt(target, fd.define_scalar(0, DataType.Int)), ops.ge(target, fd.define_scalar(vocab, DataType.Int))
+    )
+    return valid, ops.logical_and(valid, outside)
+
+
+def register() -> None:
+    """Teaches thunder's nvFuser executor the two symbols."""
+    from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
+
+    # thunder 0.2.6 imports compute_tensor_descriptor from `nvfuser`, which nvFuser 0.2.36 offers as `nvfuser_direct`.
+    try:
+        from nvfuser import compute_tensor_descriptor  # noqa: F401
+    except ImportError:
+        sys.modules["nvfuser"] = nvfuser_direct
+
+    def checker(*tensors: Any, **settings: Any) -> bool:
+        if settings.get("weight") is not None or settings.get("label_smoothing"):
+            return False
+        logits = next(tensor for tensor in tensors if isinstance(tensor, TensorProxy) and tensor.ndim == 2)
+        return logits.device.type == "cuda" and dtypes.to_strong_dtype(logits.dtype) in _FUSED_DTYPES
+
+    def sizes(logits: TensorProxy) -> dict[str, Any]:
+        return {"rows": logits.shape[0], "vocab": logits.shape[1], "dtype": lcdtype_to_nvdtype(logits.dtype)}
+
+    def forward(
+        logits: TensorProxy, target: TensorProxy, *, fd: FusionDefinition, lc_to_nv_map: Any, **settings: Any
+    ) -> Any:
+        inputs = (getnv(tensor, fd, lc_to_nv_map) for tensor in (logits, target))
+        return forward_fusion(fd, *inputs, **sizes(logits), **settings)
+
+    def backward(
+        grad: TensorProxy, logits: TensorProxy, *others: Any, fd: FusionDefinition, lc_to_nv_map: Any, **settings: Any
+    ) -> Any:
+        inputs = (getnv(tensor, fd, lc_to_nv_map) for tensor in (grad, logits, *others))
+        return backward_fusion(fd, *inputs, **sizes(logits), **settings)
+
+    register_supported(symbols.cross_entropy_fwd.id, forward, checker)
+    register_supported(symbols.cross_entropy_bwd.id, backward, checker)

@@ -1,0 +1,41 @@
+"""Sums over a row of logits that only some losses and outputs need, beside the row's maximum and log-sum-exp.
+
+Each is stated once, as plain arithmetic. The row kernels put their own values into it: PyTorch's tensors, Triton's
+blocks, nvFuser's symbolic values. So a further sum is a further entry of `MOMENTS`. Legend: V vocabulary; u the logits
+of a row, m their maximum, p their softmax, w the class weights (1 where there are none).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A sum over the columns of the vocabulary."""
+
+    term: Callable[[Any, Any, Any], Any]
+    """(u - m, p, w) to what is summed: `+`, `-`, `*` and numbers only, so that Triton can compile it. A logit of -inf
+    comes as the lowest finite number instead, so that 0 · (u - m) is 0, unless `keeps_infinity`."""
+
+    is_weighted: bool = False
+    """Whether the term reads w."""
+
+    keeps_infinity: bool = False
+    """Whether u - m is -inf where the logit is."""
+
+
+def _expected(shifted, probability, weight):
+    return probability * shifted
+
+
+def _weighted_sum(shifted, probability, weight):
+    return shifted * weight
+
+
+MOMENTS = {
+    # Σ p (u - m): the row's entropy is its log Σ exp(u - m) less this.
+    "expected": Moment(_expected),
+    # Σ w (u - m), for label smoothing.
+    "weighted_sum": Moment(_weighted_sum, is_weighted=True, keeps_infinity=True),
+}

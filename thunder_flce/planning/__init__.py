@@ -1,0 +1,1 @@
+"""How a region is run: its plan, as integers, and what that is predicted to take."""
