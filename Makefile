@@ -1,5 +1,8 @@
 # make demo     trains a small GPT with and without the executor and shows what changes
 # make test     all tests; those that need a GPU skip without one
+# make check    style, the order of imports and types, then all tests: what .ci/run does
+# make lint     the same without the tests
+# make matrix   a short suite on every supported version of Python and PyTorch, with and without nvFuser: an hour
 # make traces   prints the traces in traces/ anew
 # make mutants  breaks the implementation a hundred times, one line each, and shows that the tests notice
 #
@@ -8,6 +11,7 @@
 #   make demo ARGS="--steps 50 --text FILE"
 #   make test ARGS="-k ignore_index"
 #   make test VENV=.venv311 PYTHON=python3.11
+#   make matrix ARGS="-s 'matrix(python 3.11, torch 2.8)'"
 
 SHELL := /bin/bash
 
@@ -28,13 +32,25 @@ STAMP := $(VENV)/installed
 GOMP_SPINCOUNT ?= 10000
 export GOMP_SPINCOUNT
 
-.PHONY: demo mutants test traces
+.PHONY: check demo lint matrix mutants test traces
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+
+check: lint
+	$(MAKE) test
+
+matrix: $(STAMP)
+	$(BIN)/nox $(ARGS)
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutations.py $(ARGS)
@@ -46,5 +62,5 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "found no Python from 3.10 to 3.13 with venv; name one: make PYTHON=…" >&2; exit 1; }
 	@echo "Installing into $(VENV) with $(PYTHON): some minutes, the first time"
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[nvfuser,examples,test]'
+	@$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[nvfuser,examples,test,dev]'
 	@touch $@

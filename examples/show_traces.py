@@ -13,9 +13,9 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
-from thunder_flce.inspection.text import format_bytes
 
 import thunder_flce
+from thunder_flce.inspection.formatting import format_bytes
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,15 @@ from litgpt.model import GPT
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from thunder_flce.inspection.text import format_bytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
 
 import thunder_flce
-from peak_memory import peak_bytes
 from show_traces import loss_region, print_side_by_side
-from thunder_flce.execution.row_kernels.interface import fusions_available
+from thunder_flce.bench.measuring import TOTAL, Mark, peak_bytes
+from thunder_flce.execution.row_kernels.dispatch import is_installed
+from thunder_flce.inspection.formatting import format_bytes
 
 SEED = 1
 WIDTH = 120
@@ -222,13 +222,13 @@ def loss_peak_bytes(run: Run, setup: Setup, targets: Tensor) -> int:
     region = run.jit(NextToken(run.module.model.lm_head))
     hidden = torch.randn(*targets.shape, setup.width, device=targets.device, dtype=setup.dtype, requires_grad=True)
 
-    def forward_and_backward() -> None:
-        hidden.grad = run.module.model.lm_head.weight.grad = None
+    def forward_and_backward(mark: Mark) -> None:
         region(hidden, targets).backward()
+        mark("forward and backward")
 
-    forward_and_backward()  # Compiles.
+    forward_and_backward(lambda phase: None)  # Compiles.
     hidden.grad = run.module.model.lm_head.weight.grad = None
-    return peak_bytes(forward_and_backward, targets.device)
+    return peak_bytes(forward_and_backward, targets.device.type)[TOTAL]
 
 
 def report_traces(console: Console, runs: dict[str, Run], logits_numel: int) -> None:
@@ -298,7 +298,7 @@ def main() -> int:
     parameters = sum(parameter.numel() for parameter in plain.module.parameters())
     on_cuda = device.type == "cuda"
     processor = torch.cuda.get_device_name(device) if on_cuda else "CPU"
-    lowering = "nvFuser and Triton" if on_cuda and fusions_available() else "PyTorch operations"
+    lowering = "Triton" if on_cuda and is_installed("triton") else "PyTorch operations"
     console.print(f"text       {arguments.text or SOURCE}: {len(tokens):,} tokens, {vocab:,} different ones")
     console.print(f"model      litgpt GPT, {setup.layers} layers of width {setup.width}, {parameters:,} parameters")
     console.print(f"batch      {setup.batch} × {setup.length} tokens: the logits are T × V = {rows:,} × {vocab:,}")

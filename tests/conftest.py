@@ -45,8 +45,8 @@ def poisoned_memory(monkeypatch):
 
         return wrapper
 
-    monkeypatch.setattr("thunder_flce.execution.engine.torch.empty", poisoned(torch.empty))
-    monkeypatch.setattr("thunder_flce.execution.engine.torch.empty_like", poisoned(torch.empty_like))
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,8 @@ class FusionDefinition:
         known: dict[Value, Any] = {}
         for tensor, (value, shape, contiguity, dtype) in zip(inputs, self._inputs, strict=True):
             assert tensor.dtype == dtype
-            assert all(defined in (-1, size) for defined, size in zip(shape, tensor.shape, strict=True))
+            sizes = zip(shape, tensor.shape, strict=True)
+            assert all(defined == size or (defined == -1 and size != 1) for defined, size in sizes)
             assert tensor.is_contiguous() or not all(contiguity)
             known[value] = tensor
         values = [(value.get(known), alias) for value, alias in self._outputs]

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,22 @@ def on_device(test):
     for mark in [*needs_kernels, *([] if INTERPRETED else [pytest.mark.gpu])]:
         test = mark(test)
     return test
+
+
+def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `triton_rows` run in the interpreter.
+
+    It has no device library, from where float32 takes its exponential and hyperbolic tangent, runs one program after
+    another, so that none may wait for the next, and takes no tensor of NumPy's for the end of a loop.
+    """
+    import triton.language as tl
+
+    from thunder_flce.execution.row_kernels import triton_rows
+
+    stand_in = SimpleNamespace(exp=lambda x: tl.exp(x), tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
+    monkeypatch.setattr(triton_rows, "libdevice", stand_in)
+    monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**30)
+    take_loop_ends(monkeypatch)
 
 
 def take_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:

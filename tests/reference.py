@@ -1,6 +1,7 @@
 """The truth that tests compare with: eager PyTorch in float64, and its own error in the dtype under test."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thunder_flce import Options, linear_cross_entropy
-from thunder_flce.execution.region import Operands
+from thunder_flce.execution.operands import Operands, Term
 from thunder_flce.operation.loss import Loss
 
 
@@ -21,21 +22,47 @@ class Case:
     bias: Tensor | None
     target: Tensor
     class_weight: Tensor | None = None
+    terms: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Further linears that are added to the logits"""
 
     def operands(self) -> list[Tensor]:
         """The tensors that may need a gradient."""
-        return [t for t in (self.x, self.weight, self.bias) if t is not None]
+        of_terms = [tensor for term in self.terms for tensor in term]
+        return [t for t in (self.x, self.weight, self.bias, *of_terms) if t is not None]
+
+    def linears(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """All pairs of an input and a weight."""
+        return ((self.x, self.weight), *self.terms)
+
+    def exact_products(self) -> Tensor:
+        """(..., V) the sum of the linears in float64, without gradients."""
+        with torch.no_grad():
+            return linear(Case(*map(doubled, (self.x, self.weight, self.bias)), self.target, None, doubled(self.terms)))
 
     def needing_grad(self) -> list[Tensor]:
         """The tensors that need one."""
         return [t for t in self.operands() if t.requires_grad]
 
 
+def doubled(value):
+    """A tensor in float64, or each of a tuple; None for None."""
+    if value is None or isinstance(value, tuple):
+        return None if value is None else tuple(map(doubled, value))
+    return value.detach().double().requires_grad_(value.requires_grad)
+
+
+def linear(case: Case) -> Tensor:
+    """(..., V) the sum of the linears, as a model with an adapter beside its head has it."""
+    products = F.linear(case.x, case.weight, case.bias)
+    for x, weight in case.terms:
+        products = products + F.linear(x, weight)
+    return products
+
+
 def plain_region(case: Case) -> Operands:
-    """The region of the mean loss without a bias, which gives dX and dW."""
-    return Operands(
-        x=case.x, weight=case.weight, bias=None, target=case.target, loss=Loss(), input_grad=True, weight_grad=True
-    )
+    """The region of the mean loss without a bias, which gives dX and dW of all terms."""
+    terms = tuple(Term(x=x, weight=weight, input_grad=True, weight_grad=True) for x, weight in case.linears())
+    return Operands(terms=terms, bias=None, target=case.target, loss=Loss())
 
 
 def make_case(
@@ -50,8 +77,12 @@ def make_case(
     ignore_index: int = -100,
     scale: float = 1.0,
     class_weight: bool = False,
+    ranks: tuple[int, ...] = (),
 ) -> Case:
-    """Random inputs, logits of standard deviation about `scale`, and a fraction of the targets ignored."""
+    """Random inputs, logits of standard deviation about `scale`, and a fraction of the targets ignored.
+
+    Further terms have hidden sizes `ranks`.
+    """
 
     def randn(*shape, factor=1.0):
         return (torch.randn(*shape, device=device, dtype=torch.float32) * factor).to(dtype).requires_grad_()
@@ -64,6 +95,7 @@ def make_case(
         randn(vocab, factor=scale) if bias else None,
         target,
         torch.rand(vocab, device=device).to(dtype) if class_weight else None,
+        tuple((randn(tokens, rank), randn(vocab, rank, factor=scale * rank**-0.5)) for rank in ranks),
     )
 
 
@@ -84,6 +116,7 @@ def ours(case: Case, grad: Tensor | None = None, *, options: Options | None = No
         case.target,
         linear_bias=case.bias,
         weight=case.class_weight,
+        terms=case.terms,
         options=options,
         **settings,
     )
@@ -92,7 +125,7 @@ def ours(case: Case, grad: Tensor | None = None, *, options: Options | None = No
 
 def eager(case: Case, grad: Tensor | None = None, **settings) -> Result:
     """What eager PyTorch computes in the case's dtype, with logits converted to float32 as models do it."""
-    logits = F.linear(case.x, case.weight, case.bias)
+    logits = linear(case)
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     results = composed(logits, case.target.long(), case.class_weight, **settings)
@@ -101,11 +134,9 @@ def eager(case: Case, grad: Tensor | None = None, **settings) -> Result:
 
 def truth(case: Case, grad: Tensor | None = None, **settings) -> Result:
     """Eager PyTorch in float64."""
-
-    def double(tensor):
-        return None if tensor is None else tensor.detach().double().requires_grad_(tensor.requires_grad)
-
-    exact = Case(*map(double, (case.x, case.weight, case.bias)), case.target, double(case.class_weight))
+    exact = Case(
+        *map(doubled, (case.x, case.weight, case.bias)), case.target, doubled(case.class_weight), doubled(case.terms)
+    )
     return eager(exact, None if grad is None else grad.double(), **settings)
 
 
@@ -165,6 +196,10 @@ def composed(
             return logits.argmax(1).reshape(shape)
         if name == "valid_argmax":
             return of_all(argmax, -1).reshape(shape)
+        if name == "mean_logit":
+            return of_all(valid_logits.mean(1)).reshape(shape)
+        if name == "log_sum_sq_probs":
+            return of_all(torch.logsumexp(2 * log_probs, 1)).reshape(shape)
         return (argmax == valid_target).sum().to(logits.dtype) / valid.sum()
 
     return (loss, *map(output, outputs)) if outputs else loss
@@ -192,6 +227,8 @@ def differentiate(
 
 
 DIFFERENTIABLE = ("log_prob", "entropy")
+CHOICES = ("argmax", "valid_argmax", "accuracy")
+"""Outputs that hang on how logits are rounded"""
 
 
 def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -229,6 +266,7 @@ def assert_close_to_truth(
     row_dtype = torch.float64 if case.x.dtype == torch.float64 else torch.float32
     names = settings.get("outputs", ())
     sizes = Magnitudes.of(case, grad, **settings) if tiny else Magnitudes()
+    of_terms = _rounding_of_sums(case, **settings)
 
     def check(what: str, got: Tensor, theirs: Tensor, right: Tensor, size: float) -> None:
         assert got.shape == theirs.shape, f"{what}: {tuple(got.shape)}, not {tuple(theirs.shape)}"
@@ -236,12 +274,14 @@ def assert_close_to_truth(
         infinities = [torch.where(tensor.isinf(), tensor, 0).sign().double() for tensor in (got, right)]
         assert torch.equal(*infinities), f"{what}: infinity elsewhere than in PyTorch"
         got, theirs, right = (tensor.double().nan_to_num(0, 0, 0) for tensor in (got, theirs, right))
-        # A sum of V terms, one by one, as a BLAS takes it for a single row.
-        units = 64 + 2 * math.sqrt(case.weight.shape[0]) if tiny else 8
+        # A sum of V terms, one by one, as a BLAS takes it for a single row; equal terms round alike.
+        units = 64 + 4 * math.sqrt(case.weight.shape[0]) if tiny else 8
         slack = units * torch.finfo(row_dtype).eps * (right.norm() + size)
         if tiny and case.x.dtype.itemsize < 4:
             # The logits' rounding, of which the two may have another, and that of the result.
             slack += torch.finfo(case.x.dtype).eps * (right.norm() + size / 2)
+        if what == "loss":
+            slack += of_terms
         bound = factor * (theirs - right).norm() + slack
         assert (got - right).norm() <= bound, f"{what} errs by {(got - right).norm():.2e} > {bound:.2e}"
 
@@ -249,15 +289,31 @@ def assert_close_to_truth(
     check("loss", result.loss, peer.loss, exact.loss, sizes.loss)
     for name, got, theirs, right in zip(names, result.outputs, peer.outputs, exact.outputs, strict=True):
         assert got.dtype == (torch.int64 if "argmax" in name else row_dtype)
-        if name in DIFFERENTIABLE:
-            check(name, got, theirs, right, sizes.output)
-        else:
+        if name in CHOICES:
             _check_choice(name, got, case, **settings)
+        else:
+            if name == "mean_logit":
+                # Relative to the largest logit: nothing is left where that is infinite.
+                got = torch.where(_largest_is_infinite(case, **settings), right.to(got.dtype), got)
+            check(name, got, theirs, right, sizes.output)
     for operand, size, *gradients in zip(
         case.needing_grad(), sizes.gradients(case), result.gradients, peer.gradients, exact.gradients, strict=True
     ):
         assert gradients[0].dtype == operand.dtype
         check(f"gradient {tuple(operand.shape)}", *gradients, size)
+
+
+def _rounding_of_sums(case: Case, **settings) -> float:
+    """How much the loss may err because a sum of several linears in 16 bits is rounded in another order than eager's.
+
+    The errors of the rows' losses, as likely up as down, are of the size of a logit's rounding.
+    """
+    rows = int((case.target != settings.get("ignore_index", -100)).sum())
+    if not case.terms or case.x.dtype.itemsize >= 4 or not rows:
+        return 0.0
+    logit = case.exact_products().nan_to_num(0, 0, 0).square().mean().sqrt().item()
+    of_row = 2 * torch.finfo(case.x.dtype).eps * logit
+    return of_row / math.sqrt(rows) if settings.get("reduction", "mean") == "mean" else of_row * math.sqrt(rows)
 
 
 @dataclass
@@ -274,7 +330,7 @@ class Magnitudes:
         """Of the results of `linear_cross_entropy`."""
         rows = max(case.target.numel(), 1)
         z_loss, names, reduction = settings.get("z_loss", 0.0), settings.get("outputs", ()), settings.get("reduction")
-        products = F.linear(*(None if t is None else t.detach().double() for t in (case.x, case.weight, case.bias)))
+        products = case.exact_products()
         transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
         logits = map_logits(products, logit_scale=settings.get("logit_scale", 1.0), **transforms).nan_to_num(0, 0, 0)
         logit = float(logits.abs().max()) + math.log(logits.shape[-1]) if logits.numel() else 0.0
@@ -295,7 +351,7 @@ class Magnitudes:
 
     def gradients(self, case: Case) -> list[float]:
         """Of the gradients, in the order of `Case.needing_grad`."""
-        others = {id(case.x): case.weight, id(case.weight): case.x}
+        others = {id(one): other for x, weight in case.linears() for one, other in ((x, weight), (weight, x))}
 
         def size(operand: Tensor) -> float:
             other = others.get(id(operand))
@@ -307,6 +363,13 @@ class Magnitudes:
         return [size(operand) for operand in case.needing_grad()]
 
 
+def _largest_is_infinite(case: Case, **settings) -> Tensor:
+    """(...) whether the largest logit of a row is."""
+    transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
+    logits = map_logits(case.exact_products(), logit_scale=settings.get("logit_scale", 1.0), **transforms)
+    return logits.amax(-1).isinf()
+
+
 def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
     """Of "argmax", "valid_argmax" and "accuracy", what does not hang on how logits are rounded."""
     ignore_index = settings.get("ignore_index", -100)
@@ -314,17 +377,19 @@ def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
     valid = target != ignore_index
     transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
     logit_scale = settings.get("logit_scale", 1.0)
-    products = F.linear(*(None if t is None else t.detach().double() for t in (case.x, case.weight, case.bias)))
+    products = case.exact_products()
     products = products.reshape(target.numel(), products.shape[-1])
     if name == "argmax":
         valid = torch.ones_like(valid)
     products = products[valid]
     logits = map_logits(products, logit_scale=logit_scale, **transforms)
-    # A product is rounded once, after a sum in float32; a softcap only brings logits together.
+    # A product is rounded once, after a sum in float32, or once a term; a softcap only brings logits together.
     largest, rounding = logits.new_zeros(0), 0.0
     if products.numel():
         largest = logits.max(1).values
         largest_product = products.nan_to_num(0, 0, 0).abs().max()
+        for x, weight in case.terms:
+            largest_product += (x.detach().double() @ weight.detach().double().t()).nan_to_num(0, 0, 0).abs().max()
         rounding = (torch.finfo(case.x.dtype).eps + 1e-6) * abs(logit_scale) * largest_product
     has_nan = logits.isnan().any(1)
     if name != "accuracy":

@@ -1,19 +1,32 @@
 """The benchmark command end to end, every subset on sizes that a CPU runs in a second."""
 
 import json
+import shutil
 import sys
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import thunder
 import torch
 import torch.nn.functional as F
 
 from thunder_flce.__main__ import main
-from thunder_flce.bench import chunked_loop, cli, measuring, methods, records, regions
-from thunder_flce.bench.measuring import TOTAL, Outcome, Schedule, Unavailable, attempt, peak_bytes, take_turns
-from thunder_flce.bench.methods import METHODS, SLOW_TO_START, build
+from thunder_flce.bench import chunked_loop, cli, kernels, measuring, methods, other_copy, predictions, records, regions
+from thunder_flce.bench.measuring import (
+    TOTAL,
+    Outcome,
+    PairedOutcome,
+    Schedule,
+    Unavailable,
+    attempt,
+    peak_bytes,
+    take_paired_turns,
+    take_turns,
+)
+from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
 from thunder_flce.bench.profiling import slug
 from thunder_flce.bench.reference import make_reference, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
@@ -24,7 +37,8 @@ pytest.importorskip("rich", reason="needs the extra 'bench'")
 image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'")
 
 SHAPE = "tokens=40,vocab=70,hidden=16,bias=1,ignored=0.5,dtype=float32"
-H200 = Path(__file__).parents[1] / "traces" / "h200" / "regions.jsonl"
+ROOT = Path(__file__).parents[1]
+H200 = ROOT / "traces" / "h200" / "regions.jsonl"
 
 
 def bench(path, subset, *options):
@@ -49,7 +63,7 @@ def broken_methods(monkeypatch):
         return method
 
     def without_gradient():
-        return lambda inputs: F.cross_entropy(F.linear(inputs.x, inputs.weight.detach()), inputs.target)
+        return lambda inputs: F.cross_entropy(F.linear(inputs.x, inputs.weight.detach(), inputs.bias), inputs.target)
 
     broken = {
         "unavailable": unavailable,
@@ -66,7 +80,7 @@ def test_regions(tmp_path, capsys, broken_methods):
     good = ["eager", "flce", "flce, recompute_logits", "grad_and_value loop"]
     options = ["--shapes", SHAPE, "--memory-budgets", "1e6", "--methods", *broken_methods, *good]
     rows = {row["method"]: row for row in bench(tmp_path / "results.jsonl", "regions", *options)}
-    assert set(rows) == {"three products", "flce, budget 1000000", *good, *broken_methods}
+    assert set(rows) == {"three matmuls", "flce, budget 1000000", *good, *broken_methods}
     for name in (*good, "flce, budget 1000000"):
         row = rows[name]
         assert row["subset"] == "regions" and (row["tokens"], row["vocab"], row["hidden"]) == (40, 70, 16)
@@ -74,7 +88,7 @@ def test_regions(tmp_path, capsys, broken_methods):
         for phase in ("time_ms", "forward_ms", "backward_ms"):
             assert 0 < row[f"{phase}_p20"] <= row[phase] <= row[f"{phase}_p80"]
         assert row["time_ms"] > max(row["forward_ms"], row["backward_ms"])
-        assert row["ratio"] == pytest.approx(row["time_ms"] / rows["three products"]["time_ms"])
+        assert row["ratio"] == pytest.approx(row["time_ms"] / rows["three matmuls"]["time_ms"])
         assert row["tflops"] == pytest.approx(6 * 20 * 70 * 16 / row["time_ms"] / 1e9)
         assert max(row[f"{name}_error"] for name in ("loss", "dx", "dw", "dbias")) < 1e-5
         assert row["memory_gb"] == max(row["forward_memory_gb"], row["backward_memory_gb"])
@@ -84,12 +98,12 @@ def test_regions(tmp_path, capsys, broken_methods):
         "not here",
         "RuntimeError: broken",
         "out of memory",
-        "RuntimeError: not all of x, weight and bias got a gradient",
+        "RuntimeError: no dw came of the backward",
     ]
     assert all(row["torch"] == torch.__version__.partition("+")[0] and row["date"] for row in rows.values())
     assert all(row["command"].startswith("python -m thunder_flce bench regions") for row in rows.values())
     printed = capsys.readouterr().out
-    assert "three products" in printed and "out of memory: out of memory" in printed
+    assert "three matmuls" in printed and "out of memory: out of memory" in printed
 
 
 def test_without_a_subset_it_measures_regions_and_profiles(tmp_path):
@@ -147,6 +161,131 @@ def test_sweep_and_its_figures(tmp_path):
     assert_figures(folder, ["sweep-context", "sweep-vocabulary"])
 
 
+def test_a_low_rank_adapter_beside_a_frozen_head(tmp_path):
+    """Those that take one linear only say so; this project gets the adapter as a term of its own."""
+    names = ["eager", "thunder", "flce", "grad_and_value loop"]
+    rows = {
+        row["method"]: row
+        for row in bench(tmp_path / "results.jsonl", "regions", "--shapes", "tiny-a", "--methods", *names)
+    }
+    for name in ("eager", "thunder", "flce"):
+        row = rows[name]
+        assert (row["shape"], row["frozen"], row["rank"]) == (
+            "tiny-a 64 × 500 × 32, frozen head, rank 4, float32",
+            True,
+            4,
+        )
+        assert "dw_error" not in row
+        assert max(row[f"{gradient}_error"] for gradient in ("loss", "dx", "dy", "db")) < 1e-5
+        assert row["ratio"] == pytest.approx(row["time_ms"] / rows["three matmuls"]["time_ms"])
+    assert rows["grad_and_value loop"]["failed"] == "takes one linear, and no adapter beside it"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the package that waits for 20 ms in each forward, and holds a million bytes more."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(ROOT / "thunder_flce", folder / "thunder_flce", ignore=shutil.ignore_patterns("__pycache__"))
+    functional = folder / "thunder_flce" / "functional.py"
+    start = "    loss = Loss(\n        reduction=reduction,"
+    slower = "    import time\n\n    time.sleep(0.02)\n    held = torch.empty(250_000)\n"
+    text = functional.read_text(encoding="utf-8")
+    assert text.count(start) == 1
+    functional.write_text(text.replace(start, slower + start), encoding="utf-8")
+    return folder
+
+
+def test_against_another_checkout(tmp_path, checkout, capsys):
+    executors = thunder.get_all_executors()
+    options = [str(checkout), "--base-commit", "abc", "--shapes", "tiny", "--methods", "flce", "flce, recompute_logits"]
+    rows = bench(tmp_path / "results.jsonl", "against", *options)
+    assert [row["method"] for row in rows] == ["flce", "flce, recompute_logits"]
+    for row in rows:
+        assert (row["subset"], row["base"], row["name"], row["pairs"]) == ("against", "abc", "tiny", 2)
+        assert row["time_ms"] < 20 <= row["base_time_ms"] and row["ratio"] < 0.9
+        assert row["ratio_p20"] <= row["ratio"] <= row["ratio_p80"]
+        assert row["base_above_outputs_gb"] - row["above_outputs_gb"] > 0.9e-3
+        assert row["memory_ratio"] == pytest.approx(row["above_outputs_gb"] / row["base_above_outputs_gb"])
+    # The copy took no thunder symbol, nor an executor, in place of this package's.
+    assert thunder.get_all_executors() == executors
+    assert "tiny 64 × 500 × 32, float32, against abc" in capsys.readouterr().out
+
+
+def test_against_a_method(tmp_path, broken_methods):
+    options = ["flce", "--shapes", "tiny", "--methods", "eager", *broken_methods[:2], "flce"]
+    rows = {row["method"]: row for row in bench(tmp_path / "results.jsonl", "against", *options)}
+    assert rows["eager"]["base"] == "flce" and rows["eager"]["memory_ratio"] > 1.5
+    assert rows["flce"]["memory_ratio"] == 1
+    assert [rows[name]["failed"] for name in broken_methods[:2]] == ["not here", "RuntimeError: broken"]
+
+
+def test_options_that_another_checkout_lacks_are_named(checkout):
+    text = (checkout / "thunder_flce" / "options.py").read_text(encoding="utf-8")
+    (checkout / "thunder_flce" / "options.py").write_text(
+        text.replace("chunk_rows", "rows_of_chunks"), encoding="utf-8"
+    )
+    with pytest.raises(Unavailable, match="no such option in this version: .*chunk_rows"):
+        our_function("flce, 512 rows", checkout)
+    with pytest.raises(FileNotFoundError, match="functional.py"):
+        other_copy.load(checkout / "nowhere")
+
+
+def test_a_copy_without_nvfuser_finds_none(tmp_path):
+    """As if it were not installed: neither an import nor a search finds it, whoever asks."""
+    package = tmp_path / "thunder_flce"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('registers with thunder')")
+    (package / "options.py").write_text("Options = dict")
+    (package / "functional.py").write_text(
+        "import importlib.util, sys\nfrom thunder_flce.options import Options\n"
+        "def linear_cross_entropy(): return importlib.util.find_spec('nvfuser_direct'), __name__, Options\n"
+    )
+    found = SimpleNamespace(name="nvfuser_direct")
+    finder = SimpleNamespace(find_spec=lambda name, *others: found if name == "nvfuser_direct" else None)
+    sys.meta_path.insert(0, finder)
+    loaded = sys.modules.pop("nvfuser_direct", None)
+    try:
+        with_it, without = (other_copy.load(tmp_path, without_nvfuser=hidden) for hidden in (False, True))
+        assert with_it.linear_cross_entropy()[0] is found
+        assert without.linear_cross_entropy()[0] is None
+    finally:
+        sys.meta_path.remove(finder)
+        if loaded is not None:
+            sys.modules["nvfuser_direct"] = loaded
+    names = {copy.linear_cross_entropy()[1] for copy in (with_it, without)}
+    assert len(names) == 2 and "thunder_flce.functional" not in names
+
+
+def test_without_nvfuser_the_results_are_the_same(tmp_path):
+    (row,) = [
+        row
+        for row in bench(tmp_path / "results.jsonl", "regions", "--shapes", "tiny", "--methods", WITHOUT_NVFUSER)
+        if row["method"] == WITHOUT_NVFUSER
+    ]
+    assert max(row[f"{name}_error"] for name in ("loss", "dx", "dw")) < 1e-5
+
+
+def test_predictions(tmp_path):
+    options = ["--shapes", "tokens=300,vocab=4000,hidden=64,bias=1,dtype=float32"]
+    rows = {row["method"]: row for row in bench(tmp_path / "results.jsonl", "predictions", *options)}
+    assert set(rows) == set(predictions.WAYS)
+    for row in rows.values():
+        assert row["subset"] == "predictions" and row["time_ms"] > 0 and "predicted_ms" not in row
+        assert row["memory_ratio"] == pytest.approx(row["predicted_gb"] / row["memory_gb"])
+    # Half of what all logits take is the budget: some are saved, and only a few more are there at a time.
+    logits_gb = 300 * 4000 * 4 / 1e9
+    assert rows["save_logits"]["predicted_gb"] > logits_gb > rows["save_logits, some rows"]["memory_gb"]
+    assert rows["save_logits, some rows"]["memory_ratio"] == pytest.approx(1, rel=0.05)
+
+
+def test_predicted_times_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(predictions, "predicted", lambda *inputs, **how: predictions.Prediction(1000, 0.5))
+    row, with_adapter = bench(tmp_path / "results.jsonl", "predictions", "--methods", "loss_only")
+    assert (row["name"], with_adapter["name"]) == ("tiny", "tiny-a")
+    assert row["predicted_ms"] == 500 and row["ratio"] == pytest.approx(500 / row["time_ms"])
+    assert row["memory_ratio"] == pytest.approx(1e-6 / row["memory_gb"])
+
+
 def test_what_a_method_tunes_is_kept(tmp_path, monkeypatch):
     """With the method that ran first, and only there."""
     tuning = Tuning(product="dW", sizes=(500, 32, 64), algorithm=None, gain=1.25, milliseconds=0.5, seconds=0.1)
@@ -189,15 +328,15 @@ def test_models_that_are_not_installed_say_so(tmp_path, monkeypatch):
 def test_kernels_and_their_figures(tmp_path):
     path, folder = tmp_path / "results.jsonl", tmp_path / "figures"
     rows = bench(path, "kernels", "--vocabs", "1000", "4099", "--dtype", "bfloat16")
-    names = ["statistics", "statistics and dlogits", "dlogits", "dlogits, column sums"]
-    assert [(row["vocab"], row["method"]) for row in rows] == [(v, name) for v in (1000, 4099) for name in names]
+    assert [(row["vocab"], row["method"]) for row in rows] == [(v, n) for v in (1000, 4099) for n in kernels.KERNELS]
     for row in rows:
-        moved = row["rows"] * row["vocab"] * 2 * (1 if row["method"] == "statistics" else 2)
+        moved = row["rows"] * row["vocab"] * 2 * (1 if row["method"] in ("statistics", "moments") else 2)
+        moved = row["rows"] * 20 if row["method"] == "target entries" else moved
         assert row["gb_per_s"] == pytest.approx(moved / row["time_ms"] / 1e6)
         assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"])
-        assert row["lowering"] == "torch_rows"
+        assert row["backend"] == "torch"
     assert main(["bench", "figures", str(path), "--output", str(folder)]) == 0
-    assert_figures(folder, ["kernels-bfloat16-torch_rows"])
+    assert_figures(folder, ["kernels-bfloat16-torch"])
 
 
 def test_figures_of_committed_measurements(tmp_path):
@@ -219,19 +358,23 @@ def assert_figures(folder, names):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_reference_is_that_of_autograd(dtype):
-    inputs = Inputs.random(Shape(name="", tokens=50, vocab=33, hidden=8, bias=True, ignored=0.3, dtype=dtype), "cpu")
-    operands = [tensor.detach().double().requires_grad_() for tensor in inputs.operands()]
-    loss = F.cross_entropy(F.linear(*operands), inputs.target)
+    shape = Shape(name="", tokens=50, vocab=33, hidden=8, bias=True, ignored=0.3, dtype=dtype, rank=3)
+    inputs = Inputs.random(shape, "cpu")
+    operands = {name: tensor.detach().double().requires_grad_() for name, tensor in inputs.named_operands().items()}
+    logits = F.linear(operands["dx"], operands["dw"], operands["dbias"]) + F.linear(operands["dy"], operands["db"])
+    loss = F.cross_entropy(logits, inputs.target)
     loss.backward()
     reference = make_reference(inputs, rows=7)
-    right = [loss.detach(), *(operand.grad for operand in operands)]
-    for got, expected in zip([reference.loss, *reference.gradients], right, strict=True):
+    assert reference.gradients.keys() == operands.keys()
+    pairs = [(reference.loss, loss.detach())]
+    pairs += [(reference.gradients[name], operand.grad) for name, operand in operands.items()]
+    for got, expected in pairs:
         assert got.dtype is (torch.float64 if dtype is torch.float32 else torch.float32)
         assert relative_error(got, expected) < (1e-14 if dtype is torch.float32 else 1e-6)
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_loop_of_chunks_with_any_incoming_gradient(monkeypatch, bias):
+def test_loop_of_chunks_with_any_upstream_gradient(monkeypatch, bias):
     monkeypatch.setattr(chunked_loop, "CHUNK_ROWS", 16)
     shape = Shape(name="", tokens=40, vocab=33, hidden=8, bias=bias, ignored=0.3, dtype=torch.float32)
     inputs = Inputs.random(shape, "cpu")
@@ -239,8 +382,9 @@ def test_loop_of_chunks_with_any_incoming_gradient(monkeypatch, bias):
     (3 * loss).backward()
     expected = F.cross_entropy(F.linear(*(t.detach() for t in inputs.operands())), inputs.target)
     torch.testing.assert_close(loss.detach(), expected)
-    for operand, right in zip(inputs.operands(), make_reference(inputs).gradients, strict=True):
-        assert relative_error(operand.grad, 3 * right) < 1e-6
+    reference = make_reference(inputs)
+    for name, operand in inputs.named_operands().items():
+        assert relative_error(operand.grad, 3 * reference.gradients[name]) < 1e-6
 
 
 def test_peers_that_are_not_installed_say_so(monkeypatch):
@@ -255,9 +399,10 @@ def test_peers_that_are_not_installed_say_so(monkeypatch):
             build(name)
 
 
-def test_slow_peers_only_when_named():
+def test_backends_and_slow_peers_only_when_named():
     parsed = cli._parser().parse_args(["regions", "--device", "cpu"])
-    assert set(METHODS) - set(cli._regions(parsed).methods) == SLOW_TO_START
+    assert set(METHODS) - set(cli._regions(parsed).methods) == ONLY_WHEN_NAMED
+    assert {"flce, nvfuser", "flce, triton", "flce, torch", "quack, tuned"} < ONLY_WHEN_NAMED
 
 
 def test_turns_leave_out_what_fails():
@@ -284,6 +429,33 @@ def test_turns_leave_out_what_fails():
     assert all(lap[TOTAL] >= lap["first"] >= 1 and lap["second"] < 1 for lap in laps)
     spread = Outcome([{"a": float(value)} for value in (5, 1, 2, 3, 4, 6)]).spread("a", "x")
     assert spread == {"x": 3.5, "x_p20": 2.0, "x_p80": 5.0}
+
+
+def test_paired_turns():
+    calls = []
+
+    def step(name, seconds):
+        def run(mark):
+            calls.append(name)
+            time.sleep(seconds)
+            mark("phase")
+
+        return run
+
+    def bad(mark):
+        raise MemoryError
+
+    schedule = Schedule(rounds=2, calls=3, turn_ms=1e4, settle_ms=0)
+    pairs = {"one": (step("a", 2e-3), step("b", 8e-3)), "bad": (step("c", 0), bad)}
+    outcomes = take_paired_turns(pairs, schedule, device="cpu", progress=lambda words: None)
+    assert outcomes["bad"] == PairedOutcome(failed="MemoryError: ")
+    # A pair to settle, one that is not timed, and three in alternating order; in each of two rounds.
+    assert "".join(name for name in calls if name in "ab") == 2 * ("ab" + "ab" + "abbaab")
+    assert all(2 <= first < 8 <= second for first, second in outcomes["one"].pairs_ms)
+    spread = PairedOutcome([(1.0, 2.0), (9.0, 3.0), (4.0, 4.0)]).spread()
+    assert spread == {
+        "time_ms": 4.0, "base_time_ms": 3.0, "ratio": 1.0, "ratio_p20": 0.5, "ratio_p80": 3.0, "pairs": 3
+    }  # fmt: skip
 
 
 def test_slow_methods_are_timed_less_often():
@@ -347,6 +519,9 @@ def test_shapes_that_make_no_sense(text):
         (["--memory-budgets", "-1"], "a memory budget must be a positive number"),
         (["--ignored", "2"], "must be between 0 and 1"),
         (["--rounds", "0"], "must be a positive integer"),
+        (["against", "nowhere"], "the base must be a method or a folder with the folder thunder_flce"),
+        (["against", "flce", "--methods", "none"], "unknown methods"),
+        (["against", str(ROOT), "--methods", "eager"], "only this project's methods are in another checkout"),
         (["kernels", "--json", "nowhere/results.jsonl"], "--json: there is no folder nowhere"),
         (["sweep", "--points", "depth=3"], "a point must be one of context, vocabulary"),
         (["sweep", "--points", "context=x"], "a point must be one of context, vocabulary"),
@@ -374,6 +549,24 @@ def test_names_of_shapes():
     assert parse_shape("U1") is SHAPES["U1"]
     assert str(SHAPES["S1i"]) == "S1i 8192 × 128256 × 4096, 60% ignored"
     assert str(SHAPES["tiny"]) == "tiny 64 × 500 × 32, float32"
+    assert str(SHAPES["S1a"]) == "S1a 8192 × 128256 × 4096, frozen head, rank 16"
+    custom = parse_shape("tokens=3,vocab=5,hidden=2,frozen=1,rank=4,bias=0,dtype=float16")
+    assert (custom.frozen, custom.rank, custom.bias, custom.dtype) == (True, 4, False, torch.float16)
+    sizes = [
+        (shape.tokens, shape.vocab, shape.hidden, shape.bias, shape.ignored, shape.rank) for shape in SHAPES.values()
+    ]
+    assert len(set(sizes)) == len(sizes)
+
+
+def test_bytes_and_operations_of_a_frozen_head_with_an_adapter():
+    shape = Shape(name="", tokens=10, vocab=7, hidden=5, ignored=0.2, frozen=True, rank=2)
+    # dx, dy and db, in bfloat16.
+    assert shape.output_bytes == 2 * (10 * 5 + 10 * 2 + 7 * 2)
+    # Logits and dx of x W, then logits, dy and db of y B.
+    assert shape.operations == 2 * 8 * 7 * (5 + 5 + 2 + 2 + 2)
+    inputs = Inputs.random(shape, "cpu")
+    assert list(inputs.named_operands()) == ["dx", "dy", "db"]
+    assert not inputs.without_gradients().operands()
 
 
 def test_a_reference_or_inputs_that_do_not_fit(tmp_path, monkeypatch):
@@ -381,11 +574,11 @@ def test_a_reference_or_inputs_that_do_not_fit(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(regions, "make_reference", out_of_memory)
-    monkeypatch.setattr(regions, "three_products", out_of_memory)
+    monkeypatch.setattr(regions, "three_matmuls", out_of_memory)
     rows = bench(tmp_path / "1.jsonl", "regions", "--shapes", "tiny", "--methods", "eager")
     assert [(row["method"], row.get("failed")) for row in rows] == [
         ("reference", "out of memory"),
-        ("three products", "out of memory"),
+        ("three matmuls", "out of memory"),
         ("eager", None),
     ]
     assert rows[-1]["time_ms"] > 0 and not {"ratio", "dx_error"} & set(rows[-1])
@@ -404,9 +597,5 @@ def test_a_kernel_that_fails_leaves_the_others(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TorchRowKernels, "gradient", broken)
     rows = bench(tmp_path / "results.jsonl", "kernels", "--vocabs", "1000")
-    assert {row["method"]: row.get("failed") for row in rows} == {
-        "statistics": None,
-        "statistics and dlogits": None,
-        "dlogits": None,
-        "dlogits, column sums": "NotImplementedError: no sums",
-    }
+    failed = {"dlogits, column sums": "NotImplementedError: no sums"}
+    assert {row["method"]: row.get("failed") for row in rows} == {**dict.fromkeys(kernels.KERNELS), **failed}

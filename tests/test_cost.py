@@ -1,19 +1,22 @@
 """The cost model against what was measured on the device that its constants are from."""
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from thunder_flce import Options
-from thunder_flce.bench.shapes import SHAPES
+from thunder_flce.bench.shapes import SHAPES, Shape
+from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits
 from thunder_flce.operation.loss import Loss
-from thunder_flce.planning import cost
-from thunder_flce.planning.plan import Problem, make_plan
-from thunder_flce.planning.steps import PlannedRegion
-
-pytest.importorskip("nvfuser_direct", reason="the model is of nvFuser's kernels")
+from thunder_flce.operation.problem import Problem, TermShape
+from thunder_flce.planning import choose, cost
+from thunder_flce.planning.choose import make_plan
+from thunder_flce.planning.cost import DeviceRates, predicted_seconds, seconds
+from thunder_flce.planning.program import program
 
 MEASURED = Path(__file__).parent.parent / "traces" / "h200" / "regions.jsonl"
 H200 = "NVIDIA H200"
@@ -26,25 +29,27 @@ OPTIONS = {
 }
 
 
-def _region(shape, options=None, *, loss=None, **changes):
+def problem_of(shape: Shape, **changes) -> Problem:
+    """The region of a measured shape."""
+    head = TermShape(hidden=shape.hidden, input_grad=True, weight_grad=not shape.frozen)
+    adapter = TermShape(hidden=shape.rank, input_grad=True, weight_grad=True)
     fields = {
         "tokens": shape.tokens,
-        "hidden": shape.hidden,
+        "terms": (head, adapter) if shape.rank else (head,),
         "vocab": shape.vocab,
         "dtype": shape.dtype,
         "device_type": "cuda",
-        "row_gradients": (loss or Loss()).has_row_gradients,
-        "input_grad": True,
-        "weight_grad": True,
+        "loss": Loss(),
+        "has_bias": shape.bias,
         "bias_grad": shape.bias,
-        "is_plain_loss": (loss or Loss()).is_plain,
     }
-    problem = Problem(**{**fields, **changes})
-    plan = make_plan(problem, options or Options())
-    return PlannedRegion(problem=problem, plan=plan, loss=loss or Loss(), has_bias=shape.bias)
+    return Problem(**{**fields, **changes})
 
 
-def _measurements():
+S1 = problem_of(SHAPES["S1"])
+
+
+def _measurements() -> Iterator:
     records = map(json.loads, MEASURED.read_text(encoding="utf-8").splitlines())
     for record in records:
         shape = SHAPES[record["shape"].split()[0]]
@@ -53,10 +58,12 @@ def _measurements():
             yield pytest.param(shape, record, id=f"{shape.name} {record['method']}")
 
 
-@pytest.mark.parametrize(("shape", "record"), _measurements())
+@pytest.mark.parametrize(("shape", "record"), list(_measurements()))
 def test_predictions_are_near_the_measurements(shape, record):
-    predicted_ms = cost.predicted_seconds(_region(shape, OPTIONS[record["method"]]), H200) * 1e3
-    # Products of a tenth of a millisecond, one after the other, leave the device waiting for the host.
+    problem = problem_of(shape)
+    plan = make_plan(problem, OPTIONS[record["method"]])
+    predicted_ms = predicted_seconds(problem, plan, H200) * 1e3
+    # Matmuls of a tenth of a millisecond, one after the other, leave the device waiting for the host.
     waits_for_host = (shape.name, record["method"]) == ("U2", "flce, 512 rows")
     assert predicted_ms == pytest.approx(record["time_ms"], rel=0.08 if waits_for_host else 0.04)
 
@@ -67,30 +74,76 @@ def test_predictions_are_near_the_measurements(shape, record):
     ids=str,
 )
 def test_unknown_devices_have_no_prediction(changes, device):
-    assert cost.predicted_seconds(_region(SHAPES["S1"], **changes), device) is None
+    problem = replace(S1, **changes)
+    assert predicted_seconds(problem, make_plan(problem, Options()), device) is None
 
 
-def test_products_that_end_early_have_no_prediction():
-    """How long they take depends on how many rows are ignored, and their rates are others."""
-    assert cost.predicted_seconds(_region(SHAPES["S1"], Options(ignored_rows="skip_on_device")), H200) is None
+@pytest.mark.parametrize("options", [Options(ignored_rows="skip_on_device"), Options(row_kernels="torch")], ids=str)
+def test_what_was_never_measured_has_no_prediction(options):
+    """How long matmuls that end early take depends on how many rows are ignored, and their rates are others."""
+    assert predicted_seconds(S1, make_plan(S1, options), H200) is None
 
 
-def test_alternatives_are_other_plans_that_can_run():
-    region = _region(SHAPES["S1"])
-    plan, others = region.plan, [other.plan for other in cost.alternatives(region)]
-    assert plan not in others and len(set(others)) == len(others)
-    assert {other.strategy for other in others} == {"gradients_in_forward", "save_logits", "recompute_logits"}
-    in_forward = {other.chunk_rows for other in others if other.strategy == "gradients_in_forward"}
-    assert in_forward == {plan.chunk_rows // 2, plan.chunk_rows * 2}
+RATES = DeviceRates(matmul_rate=1e12, bandwidth=1e10, part_seconds=0.0)
 
 
-def test_one_loss_a_token_has_no_gradients_in_forward():
-    others = cost.alternatives(_region(SHAPES["S1"], loss=Loss(reduction="none")))
-    assert {other.plan.strategy for other in others} == {"save_logits", "recompute_logits"}
+def _seconds(plan: Plan, problem: Problem = S1, **rates: float) -> float:
+    return seconds(program(problem, plan), replace(RATES, **rates))
 
 
-def test_without_gradients_only_the_chunk_can_differ():
-    region = _region(SHAPES["S1"], Options(ignored_rows="compute"), input_grad=False, weight_grad=False)
-    others = [other.plan for other in cost.alternatives(region)]
-    assert {other.strategy for other in others} == {"loss_only"}
-    assert {other.ignored_rows for other in others} == {"compute"}
+def test_matmuls_are_counted_once_for_each_time_they_run():
+    """The logits twice where they are computed again; without gradients, nothing else."""
+    infinitely_fast = {"bandwidth": float("inf")}
+    once = 2 * S1.tokens * S1.hidden * S1.vocab / 1e12
+    frozen = replace(S1, terms=(TermShape(hidden=S1.hidden, input_grad=False, weight_grad=False),))
+    for plan, problem, times in (
+        (GradientsInForward(chunk_rows=2048), S1, 3),
+        (GradientsInForward(chunk_rows=512, staged=(4096, 8)), S1, 3),
+        (SaveLogits(), S1, 3),
+        (RecomputeLogits(chunk_rows=2048, block_columns=16384), S1, 4),
+        (LossOnly(chunk_rows=2048), frozen, 1),
+    ):
+        assert _seconds(plan, problem, **infinitely_fast) == pytest.approx(times * once)
+
+
+def test_each_chunk_costs_something():
+    """Those of a loop that goes on and on over the same blocks, once."""
+    free = {"matmul_rate": float("inf"), "bandwidth": float("inf"), "part_seconds": 1.0}
+    assert _seconds(GradientsInForward(chunk_rows=2048), **free) == 4
+    assert _seconds(GradientsInForward(chunk_rows=512, staged=(4096, 8)), **free) == 8 + 8
+    assert _seconds(RecomputeLogits(chunk_rows=4096, block_columns=65536), **free) == 2 + 2
+
+
+def test_a_sum_of_dw_is_read_and_written_once_more_by_each_later_chunk():
+    free = {"matmul_rate": float("inf")}
+    chunks = [_seconds(GradientsInForward(chunk_rows=rows), **free) for rows in (8192, 4096, 2048)]
+    sum_seconds = 2 * S1.vocab * S1.hidden * 2 / 1e10
+    assert chunks[1] - chunks[0] == pytest.approx(sum_seconds)
+    assert chunks[2] - chunks[0] == pytest.approx(3 * sum_seconds)
+
+
+@pytest.fixture
+def at_rates(monkeypatch):
+    """Lets the planner compare candidates at other rates."""
+
+    def use(**rates: float) -> None:
+        of_device = replace(cost.DEVICE_RATES[H200], **rates)
+        monkeypatch.setattr(choose, "seconds", lambda found: seconds(found, of_device))
+
+    return use
+
+
+def test_the_planner_takes_what_is_predicted_to_be_fastest(at_rates):
+    """Staged blocks spare chunks, each of which reads and writes dW; but blocks cost something, too: here one more."""
+    u1, options = problem_of(SHAPES["U1"]), Options(chunk_rows=512)
+    assert make_plan(u1, options).staged == (4096, 9)
+    at_rates(part_seconds=1e-3, bandwidth=1e15)
+    assert make_plan(u1, options).staged is None
+
+
+def test_one_chunk_or_more_by_the_prediction(at_rates):
+    """S4 of the benchmarks: one chunk spares the sum over chunks. If that were free, more take less memory."""
+    s4 = problem_of(SHAPES["S4"])
+    assert make_plan(s4, Options()).chunk_rows == s4.tokens
+    at_rates(bandwidth=1e18, part_seconds=-1e-3)
+    assert make_plan(s4, Options()).chunk_rows < s4.tokens

@@ -16,13 +16,17 @@ import torch.nn.functional as F
 from thunder.dynamo import splitter, thunderfx
 from thunder.dynamo.utils import SplitReason, SplitReasonType
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, Options
 from thunder_flce.execution.matmul import tuning
 from thunder_flce.execution.matmul.tuning import Tuning
-from thunder_flce.graph.matching.match import Reason
+from thunder_flce.execution.row_kernels import dispatch
+from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.inspection import formatting, programs
+from thunder_flce.inspection.trace_text import compile_only
+from thunder_flce.planning.program import program
 
 SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
 T, H, V = SIZES.tokens, SIZES.hidden, SIZES.vocab
@@ -67,8 +71,8 @@ def test_fused():
     assert "1 of 1 cross-entropies fused" in text
     assert f"{decision.source}: fused, gradients in forward, chunks of 10 tokens" in text
     assert "return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))" in text
-    assert "for each chunk of 10 tokens, 5 in all:" in text
-    assert f"logits f32[10, {V}] = x @ W.t()" in text
+    assert "for each chunk of 10 (4 times) and 8 tokens:" in text
+    assert f"logits f32[C, {V}] = x[chunk] @ W.t()" in text
 
 
 def test_plans_have_the_chosen_one_first_and_no_time_on_a_cpu():
@@ -157,12 +161,13 @@ def test_compile_times_of_row_kernels(monkeypatch):
             time.sleep(0.02)
             return inputs
 
+    monkeypatch.setattr(nvfuser, "fusion", lambda *settings: Fusion())
     (compilation,) = _explained(programs.litgpt)
     monkeypatch.setattr(compile_times, "_first_runs", defaultdict(dict))
     assert "nvFuser row kernels" not in compilation.compile_seconds
-    first, second = Fusion(), Fusion()
-    for fusion in (first, second, first, first):
-        nvfuser._execute(fusion, [])
+    kernels = nvfuser.NvFuserRowKernels()
+    for rows in (2, 1, 2, 3):
+        kernels._run([torch.zeros(rows, 4)], nvfuser.merge_parts, torch.float32, 4)
     taken = compile_times._first_runs["nvFuser row kernels"]
     assert len(taken) == 2 and compilation.compile_seconds["nvFuser row kernels"] == sum(taken.values()) >= 0.04
     compile_times._first_runs["Triton products"] = {"logits": 0.25, "dX": 0.5}
@@ -226,7 +231,8 @@ def test_to_dict_is_plain_values():
     fused = next(entry for entry in compilation["cross_entropies"] if entry["fused"])
     declined = next(entry for entry in compilation["cross_entropies"] if not entry["fused"])
     assert fused["plan"]["strategy"] == "gradients_in_forward" and fused["plans"][0]["chosen"]
-    assert fused["runs"]["forward"][1]["steps"][0]["call"] == "products.logits_"
+    loop = next(stage for stage in fused["runs"]["forward"] if stage["title"])
+    assert loop["steps"][0]["result"] == "logits" and loop["steps"][0]["runs_in"] == "PyTorch"
     assert declined["plan"] is None and declined["plans"] == [] and declined["reason"] == "TRANSFORMED_LOGITS"
     assert {"name", "type", "bytes", "is_argument", "role"} == set(compilation["saved_for_backward"][0])
 
@@ -357,3 +363,39 @@ def test_thunderfx_where_thunder_leaves_the_loss_to_others(compiled_by, monkeypa
 def test_thunderfx_without_our_transform():
     with pytest.raises(ValueError, match="no FuseLinearCrossEntropy transform"):
         thunder_flce.explain(thunderfx(Model()))
+
+
+@pytest.mark.parametrize(
+    ("installed", "instead", "slower"),
+    [(("torch",), "PyTorch", "1.4 to 2 times as long"), (("nvfuser", "torch"), "nvFuser", "a few percent longer")],
+)
+def test_missing_row_kernels(installed, instead, slower, monkeypatch):
+    """What "auto" would run with, were it installed, and what that costs; nothing where it was not asked for."""
+    if "nvfuser" in installed:
+        pytest.importorskip("nvfuser_direct")
+    monkeypatch.setattr(dispatch, "is_installed", lambda name: name in installed)
+    program.cache_clear()
+    try:
+        for row_kernels in ("auto", "torch"):
+            report = _compiled_for_cuda(Options(row_kernels=row_kernels))
+            (entry,) = report[0].to_dict()["cross_entropies"]
+            missing = entry["missing_row_kernels"]
+            if row_kernels == "torch":
+                assert missing is None and "not installed" not in str(report)
+            else:
+                assert "Triton (pip install triton)" in missing and missing in str(report)
+                assert f"{instead} runs their share" in missing and slower in missing
+    finally:
+        program.cache_clear()
+
+
+def test_no_row_kernels_are_missing_on_a_cpu():
+    assert _explained(programs.litgpt)[0].to_dict()["cross_entropies"][0]["missing_row_kernels"] is None
+
+
+def _compiled_for_cuda(options: Options) -> thunder_flce.Report:
+    jitted = thunder_flce.jit(programs.litgpt, options=options)
+    with FakeTensorMode():
+        arguments = programs.arguments(programs.litgpt, programs.Sizes(), device="cuda", dtype=torch.bfloat16)
+        compile_only(jitted, arguments)
+    return thunder_flce.explain(jitted, against_plain_thunder=False)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from doors import DOORS, assert_agrees, decisions, gradients
+from front_ends import FRONT_ENDS, assert_agrees, decisions, gradients
 from thunder_flce import FuseLinearCrossEntropy, NotFusedError
-from thunder_flce.graph.matching.match import Reason
+from thunder_flce.graph.matching.reasons import Reason
 
 V, H = 97, 16
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -59,16 +59,16 @@ def assert_fused(compiled, times=None):
     assert times is None or len(found) == times
 
 
-both_doors = pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+both_front_ends = pytest.mark.parametrize("front_end", FRONT_ENDS.values(), ids=FRONT_ENDS)
 
 SHAPES = [(3, 8), (2, 9), (4, 5), (3, 8)]
 
 
-@both_doors
-def test_new_shapes(door):
+@both_front_ends
+def test_new_shapes(front_end):
     """Dynamo makes the first dimension that changes a dynamic one; thunder still gets a trace for each of its sizes."""
     model = Model()
-    compiled = door(model)
+    compiled = front_end(model)
     for shape in SHAPES:
         arguments = batch(*shape)
         assert_agrees(model, lambda a=arguments: model(*a), lambda a=arguments: compiled(*a), **CLOSE)
@@ -79,15 +79,15 @@ def test_new_shapes(door):
     assert len(decisions(compiled)) == compiled_so_far
 
 
-@both_doors
-def test_symbolic_values(door):
+@both_front_ends
+def test_symbolic_values(front_end):
     """Of a function: thunder can't trace an nn.Embedding with symbolic values."""
     weight = torch.randn(V, H, requires_grad=True)
 
     def step(hidden, weight, labels):
         return F.cross_entropy(F.linear(hidden, weight), labels)
 
-    compiled = door(step, cache="symbolic values")
+    compiled = front_end(step, cache="symbolic values")
     for tokens in (8, 9, 5, 8):
         results = []
         hidden, labels = torch.randn(tokens, H, requires_grad=True), torch.randint(0, V, (tokens,))
@@ -98,11 +98,11 @@ def test_symbolic_values(door):
     assert {decision.reason for decision in decisions(compiled)} == {Reason.DYNAMIC}
 
 
-@both_doors
-def test_no_grad_and_eval(door):
+@both_front_ends
+def test_no_grad_and_eval(front_end):
     model = Model(dropout=0.5)
     arguments = batch()
-    compiled = door(model)
+    compiled = front_end(model)
     compiled(*arguments).backward()
     model.eval()
     compiled.eval() if hasattr(compiled, "eval") else None
@@ -115,10 +115,10 @@ def test_no_grad_and_eval(door):
     assert_fused(compiled)
 
 
-@both_doors
-def test_gradient_accumulation(door):
+@both_front_ends
+def test_gradient_accumulation(front_end):
     model = Model()
-    compiled = door(model)
+    compiled = front_end(model)
     micro_batches = [batch(), batch()]
     results = []
     for forward in (model, compiled):
@@ -131,10 +131,10 @@ def test_gradient_accumulation(door):
     assert_fused(compiled, times=1)
 
 
-@both_doors
-def test_retained_graph(door):
+@both_front_ends
+def test_retained_graph(front_end):
     model = Model()
-    compiled = door(model)
+    compiled = front_end(model)
     arguments = batch()
     results = []
     for forward in (model, compiled):
@@ -148,8 +148,8 @@ def test_retained_graph(door):
     assert_fused(compiled, times=1)
 
 
-@both_doors
-def test_a_step_that_drops_the_logits(door):
+@both_front_ends
+def test_a_step_that_drops_the_logits(front_end):
     model = Model()
 
     class WithLogits(nn.Module):
@@ -163,16 +163,16 @@ def test_a_step_that_drops_the_logits(door):
         return with_logits(tokens, labels)[0]
 
     arguments = batch()
-    compiled = door(step)
+    compiled = front_end(step)
     assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
     assert_fused(compiled, times=1)
 
 
-@both_doors
-def test_autocast(door):
+@both_front_ends
+def test_autocast(front_end):
     model = Model()
     arguments = batch()
-    compiled = door(model)
+    compiled = front_end(model)
 
     def under_autocast(forward):
         with torch.autocast("cpu", torch.bfloat16):
@@ -183,8 +183,8 @@ def test_autocast(door):
     assert_fused(compiled, times=1)
 
 
-@both_doors
-def test_autocast_inside(door):
+@both_front_ends
+def test_autocast_inside(front_end):
     model = Model()
     arguments = batch()
 
@@ -193,13 +193,13 @@ def test_autocast_inside(door):
             logits = model.logits(tokens)
         return F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
 
-    compiled = door(step)
+    compiled = front_end(step)
     assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), rtol=2e-2, atol=2e-2)
     assert_fused(compiled, times=1)
 
 
-@both_doors
-def test_checkpointed_loss(door):
+@both_front_ends
+def test_checkpointed_loss(front_end):
     model = Model()
     arguments = batch()
 
@@ -211,19 +211,19 @@ def test_checkpointed_loss(door):
 
         return checkpoint(loss, hidden, labels, use_reentrant=False)
 
-    compiled = door(step)
+    compiled = front_end(step)
     assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
     assert_fused(compiled, times=1)
 
 
-@both_doors
-def test_ignore_index_as_an_argument(door):
+@both_front_ends
+def test_ignore_index_as_an_argument(front_end):
     model = Model()
 
     def step(tokens, labels, ignore_index):
         return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), ignore_index=ignore_index)
 
-    compiled = door(step)
+    compiled = front_end(step)
     tokens, labels = batch()
     labels[labels == -100] = 5
     for ignore_index in (5, 6, 7):
@@ -313,9 +313,9 @@ def test_transforms_of_the_user_come_after_ours():
             seen.append([bsym.sym.name for bsym in computation.bound_symbols])
             return prologue, computation, epilogue
 
-    for door in DOORS.values():
+    for front_end in FRONT_ENDS.values():
         seen, transforms = [], [Recorder()]
-        door(Model(), transforms=transforms)(*batch())
+        front_end(Model(), transforms=transforms)(*batch())
         assert len(transforms) == 1
         assert "linear_cross_entropy" in seen[0] and "cross_entropy" not in seen[0]
 
@@ -323,8 +323,8 @@ def test_transforms_of_the_user_come_after_ours():
 def test_options_reach_the_plan():
     model = Model()
     arguments = batch()
-    for door in DOORS.values():
-        compiled = door(model, options=thunder_flce.Options(chunk_rows=8))
+    for front_end in FRONT_ENDS.values():
+        compiled = front_end(model, options=thunder_flce.Options(chunk_rows=8))
         compiled(*arguments)
         assert decisions(compiled)[0].plan.chunk_rows == 8
 

@@ -8,7 +8,7 @@ pytest.importorskip("litgpt", reason="needs the extra 'examples'")
 pytest.importorskip("transformers", reason="needs the extra 'examples'")
 
 import zoo  # noqa: E402
-from doors import DOORS, assert_agrees, decisions  # noqa: E402
+from front_ends import FRONT_ENDS, assert_agrees, decisions  # noqa: E402
 
 IDS = [f"{entry.model}, {entry.head}" if entry.head else entry.model for entry in zoo.ENTRIES]
 
@@ -24,8 +24,8 @@ def _loss(result):
     return result if isinstance(result, torch.Tensor) else result.loss
 
 
-def _regions(compiled, door) -> list[thunder.core.symbol.BoundSymbol]:
-    traces = [thunder.last_traces(compiled)[-1]] if door == "thunder.jit" else compiled.last_traces
+def _regions(compiled, front_end) -> list[thunder.core.symbol.BoundSymbol]:
+    traces = [thunder.last_traces(compiled)[-1]] if front_end == "thunder.jit" else compiled.last_traces
     return [b for trace in traces for b in trace.bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
 
 
@@ -37,14 +37,14 @@ def _settings(region) -> dict:
     return found | ({"linear_bias": True} if bias is not None else {})
 
 
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize("entry", zoo.ENTRIES, ids=IDS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_model(entry, door):
+def test_model(entry, front_end):
     model = entry.build()
-    compiled = DOORS[door](model)
+    compiled = FRONT_ENDS[front_end](model)
     arguments = zoo.batch()
-    expected = entry.jit if door == "thunder.jit" else entry.thunderfx
+    expected = entry.jit if front_end == "thunder.jit" else entry.thunderfx
     if isinstance(expected, zoo.Raises):
         with pytest.raises(expected.error):
             compiled(*arguments)
@@ -53,7 +53,7 @@ def test_model(entry, door):
         return
     assert_agrees(model, lambda: _loss(model(*arguments)), lambda: _loss(compiled(*arguments)), rtol=1e-4, atol=1e-5)
     found = decisions(compiled)
-    regions = _regions(compiled, door)
+    regions = _regions(compiled, front_end)
     if expected == zoo.FUSED:
         assert found and all(decision.fused for decision in found), [str(decision) for decision in found]
         assert len(regions) == entry.regions
@@ -75,6 +75,6 @@ def test_tied(entry):
     assert is_tied == ("tied" in entry.head)
 
 
-def test_readme_has_the_table():
-    text = zoo.README.read_text()
+def test_page_has_the_table():
+    text = zoo.PAGE.read_text(encoding="utf-8")
     assert f"{zoo.BEGIN}\n{zoo.table()}\n{zoo.END}" in text, "run: python tests/zoo.py --write"

@@ -9,14 +9,17 @@ import torch
 import torch.nn.functional as F
 
 from reference import Case, assert_as_exact_as_eager, eager, error, make_case, ours, plain_region, truth
-from thunder_flce import Options, Plan, linear_cross_entropy
+from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.execution import engine
-from thunder_flce.execution.gradient_accumulation import HotRows
+from thunder_flce.execution.gradient_accumulation import FrequentRows
 from thunder_flce.execution.gradient_scaling import scale_gradient
+from thunder_flce.execution.layout import layout_for
+from thunder_flce.execution.operands import Operands, Term, UpstreamGradients
+from thunder_flce.execution.plan import GradientsInForward, RecomputeLogits, SaveSomeLogits
+from thunder_flce.execution.region import Region
 from thunder_flce.functional import plan_for
-from thunder_flce.operation.loss import IncomingGradients, Loss
+from thunder_flce.operation.loss import Loss
 from thunder_flce.options import IGNORED_ROWS, STRATEGIES
-from thunder_flce.planning.plan import layout_for
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -41,7 +44,7 @@ def test_every_strategy(strategy, reduction, bias, dtype, device):
     case = make_case(tokens=150, vocab=1009, hidden=64, dtype=dtype, device=device, bias=bias)
     grad = _random_grad(case, reduction).to(torch.float64 if dtype == torch.float64 else torch.float32)
     if strategy in (None, "gradients_in_forward") and reduction != "none":
-        # The finished gradients are rounded once more unless the incoming gradient is a power of two.
+        # The finished gradients are rounded once more unless the upstream gradient is a power of two.
         grad = torch.full_like(grad, 0.25)
     if strategy == "gradients_in_forward" and dtype == torch.float16:
         pytest.skip("float16 is for strategies that know the loss scale")
@@ -50,7 +53,7 @@ def test_every_strategy(strategy, reduction, bias, dtype, device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_incoming_gradient_that_is_no_power_of_two(reduction, device):
+def test_upstream_gradient_that_is_no_power_of_two(reduction, device):
     """One more rounding of the finished gradients: at most √2 times the error of one."""
     case = make_case(tokens=150, vocab=1009, hidden=64, dtype=torch.bfloat16, device=device, bias=True)
     grad = torch.tensor(0.7, device=device)
@@ -78,11 +81,13 @@ def test_rows_of_dw_with_the_most_targets(device):
     target = torch.tensor([3] * 512 + [7] * 256 + [9] * 255 + [11] * 4 + [0, 1, 2], device=device)
     dlogits = torch.randn(len(target), 20, dtype=torch.bfloat16, device=device)
     x = torch.randn(len(target), 8, dtype=torch.bfloat16, device=device)
-    rows = HotRows(target, torch.empty(20, 8, device=device), 3)
+    term = Term(x=x, weight=torch.empty(20, 8, dtype=torch.bfloat16, device=device), weight_grad=True)
+    operands = Operands(terms=(term,), bias=None, target=target, loss=Loss())
+    rows = FrequentRows(Region(operands, GradientsInForward(chunk_rows=500)), target, 3)
     for half in (slice(0, 500), slice(500, None)):
-        rows.add(dlogits[half], x[half])
+        rows.add(0, rows.columns_of(dlogits[half]), x[half])
     weight_grad = torch.zeros(20, 8, dtype=torch.bfloat16, device=device)
-    rows.write(weight_grad)
+    rows.write(0, weight_grad)
     assert weight_grad.any(1).nonzero().flatten().tolist() == [3, 7, 9]
     exact = dlogits.double().t() @ x.double()
     assert error(weight_grad[[3, 7, 9]], exact[[3, 7, 9]]) < 2**-8
@@ -189,7 +194,7 @@ def test_only_what_needs_a_gradient_gets_one(needs, reduction, strategy, device)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("first", [1.0, 0.0, 0.7])
 def test_second_backward(first, strategy, device):
-    """Two incoming gradients through one retained graph, and nothing that anybody holds is changed."""
+    """Two upstream gradients through one retained graph, and nothing that anybody holds is changed."""
     case = make_case(device=device, bias=True)
     before = [t.detach().clone() for t in case.operands()]
     loss = linear_cross_entropy(
@@ -247,7 +252,7 @@ def test_second_derivatives_are_refused(device):
 
 @pytest.mark.parametrize("strategy", ["save_logits", "recompute_logits"])
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "zero first"])
-def test_layout_of_the_incoming_gradient(kind, strategy, device):
+def test_layout_of_the_upstream_gradient(kind, strategy, device):
     case = make_case(tokens=24, device=device)
     x = case.x.detach().view(4, 6, -1).requires_grad_()
     target = case.target.view(4, 6)
@@ -319,19 +324,19 @@ def test_chunks_of_one_row_of_a_transposed_input(strategy, dtype, device):
 
 
 def _one(device):
-    return IncomingGradients(torch.ones((), device=device))
+    return UpstreamGradients(torch.ones((), device=device))
 
 
 @pytest.mark.parametrize("position", [0, 4095, 4096, 8191, 8192, 9999])
-def test_targets_at_the_edges_of_slabs(position, device):
+def test_targets_at_the_edges_of_blocks(position, device):
     case = make_case(tokens=2, hidden=8, vocab=10000, device=device, ignored=0.0)
     case.target.fill_(position)
-    plan = Plan(strategy="recompute_logits", chunk_rows=2, slab_columns=4096)
+    plan = RecomputeLogits(chunk_rows=2, block_columns=4096)
     operands = plain_region(case)
     with torch.no_grad():
         forward = engine.forward(operands, plan)
         gradients = engine.backward(operands, plan, forward.statistics, None, _one(device))
-    for got, right in zip(gradients[:2], truth(case).gradients, strict=True):
+    for got, right in zip((gradients.inputs[0], gradients.weights[0]), truth(case).gradients, strict=True):
         torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
 
 
@@ -342,8 +347,9 @@ def test_logits_saved_of_some_tokens(dtype, ignored, device):
     case = make_case(tokens=700, dtype=dtype, device=device, bias=True, ignored=ignored)
     row_bytes = layout_for(101, dtype=dtype, device_type=device).row_stride * dtype.itemsize
     options = Options(memory_budget=430 * row_bytes, chunk_rows=100)
-    plan = plan_for(dataclasses.replace(plain_region(case), loss=Loss(reduction="none"), bias_grad=True), options)
-    assert plan.strategy == "save_logits" and plan.saved_rows == 256 and plan.slab_columns
+    operands = dataclasses.replace(plain_region(case), loss=Loss(reduction="none"), bias=case.bias, bias_grad=True)
+    plan = plan_for(operands, options)
+    assert isinstance(plan, SaveSomeLogits) and plan.saved_rows == 256
     assert_as_exact_as_eager(case, torch.randn(700, device=device), reduction="none", options=options)
     loss = linear_cross_entropy(
         case.x, case.weight, case.target, linear_bias=case.bias, reduction="none", options=options
@@ -354,16 +360,17 @@ def test_logits_saved_of_some_tokens(dtype, ignored, device):
             assert error(gradient, right) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
-def test_many_slabs_round_dx_once(device):
-    """bfloat16, a hundred slabs: dX is summed in float32."""
+def test_many_blocks_round_dx_once(device):
+    """bfloat16, a hundred vocabulary blocks: dX is summed in float32."""
     case = make_case(tokens=64, hidden=32, vocab=6400, dtype=torch.bfloat16, device=device, ignored=0.0)
-    plan = Plan(strategy="recompute_logits", chunk_rows=64, slab_columns=64)
+    plan = RecomputeLogits(chunk_rows=64, block_columns=64)
     operands = plain_region(case)
     with torch.no_grad():
         forward = engine.forward(operands, plan)
         gradients = engine.backward(operands, plan, forward.statistics, None, _one(device))
     peer, exact = eager(case), truth(case)
-    for got, theirs, right in zip(gradients[:2], peer.gradients, exact.gradients, strict=True):
+    found = (gradients.inputs[0], gradients.weights[0])
+    for got, theirs, right in zip(found, peer.gradients, exact.gradients, strict=True):
         assert error(got, right) <= 1.1 * error(theirs, right)
 
 

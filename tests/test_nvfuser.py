@@ -1,138 +1,59 @@
-"""nvFuser's definitions, run with PyTorch's operations by `fusion_interpreter`, against float64."""
+"""What only nvFuser's definitions have, and those of the unfused cross-entropy against float64.
 
-import itertools
+`fusion_interpreter` runs them with PyTorch's operations. Results of the row kernels: test_row_kernels.
+"""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from reference import error
-from thunder_flce.execution.row_kernels.interface import LogitMap, LogitsBuffer, RowCoefficients
-from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
-from thunder_flce.planning.plan import VocabLayout
+from thunder_flce.execution.layout import VocabLayout
+from thunder_flce.execution.row_kernels.interface import LogitMap, RowWork
 
 pytest.importorskip("nvfuser_direct", reason="needs nvFuser's Python package")
 
 import fusion_interpreter
 from fusion_interpreter import DataType, FusionDefinition
-from thunder_flce.execution.row_kernels import nvfuser_rows as nvfuser
+from thunder_flce.execution.row_kernels import nvfuser_rows
 from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
 
-MAPS = [LogitMap(), LogitMap(scale=-0.5), LogitMap(softcap=3.0), LogitMap(scale=2.0, softcap=30.0)]
 DTYPES = {torch.float32: DataType.Float, torch.bfloat16: DataType.BFloat16, torch.float16: DataType.Half}
 C = 6
 
 
-@pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    monkeypatch.setattr(nvfuser, "FusionDefinition", FusionDefinition)
-    for name in ("moments", "gradient", "target_gradient"):
-        # Not those that are cached.
-        monkeypatch.setattr(nvfuser, f"_{name}", getattr(nvfuser, f"{name}_fusion"))
-
-
-class Rows:
-    """Products with NaN in the padding, their statistics, and all that a gradient may take; `exact` in float64."""
-
-    def __init__(self, vocab, dtype, logit_map, *, uniform=True, entropy=True, class_weight=True):
-        self.logit_map = logit_map
-        layout = VocabLayout.aligned(vocab)
-        padded = torch.full((C, layout.row_stride), float("nan"), dtype=dtype)
-        padded[:, :vocab] = 3 * torch.randn(C, vocab)
-        # Columns that are masked: their probability is 0, and 0 · -inf must not show.
-        padded[:, 1] = float("-inf") * logit_map.scale if logit_map.softcap is None else 0
-        self.buffer = LogitsBuffer(padded, layout)
-        self.exact = LogitsBuffer(padded[:, :vocab].double(), VocabLayout.contiguous(vocab))
-        self.exact_statistics = TorchRowKernels(logit_map).statistics(self.exact)
-        self.statistics = type(self.exact_statistics)(*(vector.float() for vector in self.exact_statistics))
-        self.class_weight = torch.rand(vocab) if class_weight else None
-        vectors = [torch.randn(C) for _ in range(4)]
-        self.coefficients = RowCoefficients(
-            *vectors[:2], vectors[2] if uniform else None, vectors[3] if entropy else None
-        )
-        self.target = torch.randint(2, vocab, (C,))
-
-    def double(self, value):
-        if value is None or isinstance(value, torch.Tensor):
-            return None if value is None else value.double()
-        return type(value)(*map(self.double, value))
-
-
-GIVEN = list(itertools.product([False, True], repeat=3))
-
-
-@pytest.mark.parametrize("given", GIVEN, ids=str)
-@pytest.mark.parametrize("logit_map", MAPS, ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "out_dtype"),
-    [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float16,) * 2, (torch.float32, torch.bfloat16)],
-    ids=str,
+    ("row_stride", "parts"),
+    [(64, 1), (16384, 1), (32000, 2), (50304, 4), (128256, 8), (151936, 16), (256000, 16), (300032, 32), (128264, 1)],
 )
-@pytest.mark.parametrize("vocab", [40, 409])
-def test_gradient(vocab, dtype, out_dtype, logit_map, given):
-    uniform, entropy, class_weight = given
-    rows = Rows(vocab, dtype, logit_map, uniform=uniform, entropy=entropy, class_weight=class_weight)
-    # Without either term the sums come from Triton's kernel, unless the gradient takes new memory.
-    column_sums = not class_weight and (uniform or entropy or out_dtype != dtype)
-    products = rows.buffer.logits.clone()
-    at_target = products.gather(1, rows.target[:, None]).squeeze(1)
-    weight_at_target = None if rows.class_weight is None else rows.class_weight[rows.target]
-
-    exact, exact_sums = TorchRowKernels(logit_map).gradient(
-        rows.exact,
-        rows.exact_statistics,
-        rows.double(rows.coefficients),
-        rows.double(rows.class_weight),
-        dtype=torch.float64,
-        column_sums=column_sums,
-    )
-    kernels = nvfuser.NvFuserRowKernels(logit_map)
-    result, sums = kernels.gradient(
-        rows.buffer, rows.statistics, rows.coefficients, rows.class_weight, dtype=out_dtype, column_sums=column_sums
-    )
-    eps = max(torch.finfo(out_dtype).eps, 5e-6)
-    assert result.logits.dtype == out_dtype and error(result.logits, exact.logits) < eps
-    if out_dtype == dtype:
-        assert result is rows.buffer
-    else:
-        torch.testing.assert_close(rows.buffer.logits, products, rtol=0, atol=0)
-    assert (sums is None) == (exact_sums is None)
-    if sums is not None:
-        assert sums.shape == (vocab,) and error(sums, exact_sums) < 1e-5
-
-    exact_at_target = TorchRowKernels(logit_map).target_gradient(
-        at_target.double(),
-        rows.exact_statistics,
-        rows.double(rows.coefficients),
-        rows.double(weight_at_target),
-        dtype=torch.float64,
-    )
-    there = kernels.target_gradient(at_target, rows.statistics, rows.coefficients, weight_at_target, dtype=out_dtype)
-    assert there.dtype == out_dtype and error(there, exact_at_target) < eps
+def test_parts_of_a_row(row_stride, parts):
+    """As few as fit in registers, each of a multiple of 16 bytes; the whole row where there are no such ones."""
+    assert nvfuser_rows.parts_of(row_stride) == parts
+    assert parts == 1 or (row_stride % (8 * parts) == 0 and row_stride // parts <= 16384)
 
 
-@pytest.mark.parametrize(("expected", "weighted_sum"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("class_weight", [False, True])
-@pytest.mark.parametrize("logit_map", MAPS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab", [40, 1009])
-def test_moments(vocab, dtype, logit_map, class_weight, expected, weighted_sum):
-    rows = Rows(vocab, dtype, logit_map, class_weight=class_weight)
-    asked = {"expected": expected, "weighted_sum": weighted_sum}
-    if weighted_sum:
-        # A sum over masked columns is -inf.
-        for buffer in (rows.buffer, rows.exact):
-            buffer.logits[:, 1] = 0
-        rows.exact_statistics = TorchRowKernels(logit_map).statistics(rows.exact)
-        rows.statistics = type(rows.statistics)(*(vector.float() for vector in rows.exact_statistics))
-    exact = TorchRowKernels(logit_map).moments(
-        rows.exact, rows.exact_statistics, rows.double(rows.class_weight), **asked
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(scale=-0.5), LogitMap(scale=0.0), LogitMap(softcap=3.0)])
+def test_padding_is_masked_only_where_a_fill_does_not_do(logit_map):
+    (text, without_padding) = (
+        str(nvfuser_rows.fusion(nvfuser_rows.part_statistics, logit_map, torch.bfloat16, -1, VocabLayout.aligned(v)))
+        for v in (1003, 1000)
     )
-    moments = nvfuser.NvFuserRowKernels(logit_map).moments(rows.buffer, rows.statistics, rows.class_weight, **asked)
-    for result, reference in zip(moments, exact, strict=True):
-        assert (result is None) == (reference is None)
-        if result is not None:
-            assert result.shape == (C,) and error(result, reference) < 5e-6
+    assert ("iota" in text) == (logit_map.softcap is not None or logit_map.scale == 0)
+    assert "iota" not in without_padding
+
+
+def test_the_gradient_has_no_broadcast():
+    """With one, nvFuser would copy the whole chunk before it writes in place."""
+    everything = {"uniform": True, "entropy": True, "has_class_weight": True}
+    work = RowWork(
+        method="gradient",
+        layouts=(VocabLayout.aligned(1003),),
+        dtype=torch.bfloat16,
+        out_dtype=torch.bfloat16,
+        **everything,
+    )
+    (fusion,) = nvfuser_rows.definitions(work, LogitMap(softcap=3.0)).values()
+    assert "broadcast" not in str(fusion)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

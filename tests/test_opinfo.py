@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import thunder_flce
+from thunder_flce.inspection.saved import saved_tensors
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}
 # Each sample is compiled, which takes its time: another dtype than float32 takes every third.
@@ -72,7 +73,7 @@ def _assert_agrees(
     truths = _differentiated(exact or fn, sample.map(_double), backward=backward)
     for got, right in zip(results, truths, strict=True):
         tolerance = TOLERANCES[dtype]
-        # What cancels is as exact as the largest of what it is made of.
+        # The error of a sum that cancels is relative to its largest summand.
         largest = float(right.nan_to_num(0, 0, 0).abs().max()) if right.numel() else 0.0
         torch.testing.assert_close(
             got.double(),
@@ -86,23 +87,22 @@ def _assert_agrees(
 
 
 def _forward_symbols(bound_symbols: Iterable) -> set[str]:
-    """Which of ours there are, on their own or in a fusion."""
+    """Our symbol, and thunder's own, on their own or in a fusion."""
     found = set()
     for bsym in bound_symbols:
-        found |= {bsym.sym.name} & {"cross_entropy_fwd", "cross_entropy_probabilities_fwd"}
+        found |= {bsym.sym.name} & {"cross_entropy_fwd", "cross_entropy"}
         found |= _forward_symbols(bsym.subsymbols)
     return found
 
 
 def _assert_ours(jitted: Callable, logits: Tensor, target: Tensor) -> None:
-    """That the symbol for the kind of target ran; an empty batch is left to thunder."""
-    name = "cross_entropy_probabilities_fwd" if target.is_floating_point() else "cross_entropy_fwd"
+    """That our symbol ran, or our operations for class probabilities; an empty batch is left to thunder."""
     found = _forward_symbols(thunder.last_traces(jitted)[-1].bound_symbols)
-    assert found == ({name} if logits.numel() else set())
+    assert found == ({"cross_entropy_fwd"} if logits.numel() and not target.is_floating_point() else set())
 
 
 def _thunder_samples(name: str, device: str, dtype: torch.dtype) -> Iterable[Sample]:
-    # Not every way to install thunder brings its tests along.
+    # Some ways to install thunder leave out its tests.
     opinfos = pytest.importorskip("thunder.tests.opinfos")
 
     (info,) = (info for info in opinfos.opinfos if info.name == name)
@@ -149,3 +149,13 @@ def test_module_inputs_of_torch(dtype, device):
         _assert_ours(jitted, *sample.args)
         count += 1
     assert count >= 100 // STEPS[dtype]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_class_probabilities_save_one_number_a_row(reduction):
+    logits = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.rand(8, 32, dtype=torch.bfloat16)
+    jitted = thunder_flce.jit(lambda logits, target: F.cross_entropy(logits, target, reduction=reduction))
+    jitted(logits, target)
+    saved = saved_tensors(thunder.last_traces(jitted)[-1])
+    assert sorted(tensor.type for tensor in saved) == ["bf16[8, 32]", "bf16[8, 32]", "f32[8, 1]"]

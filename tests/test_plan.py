@@ -1,55 +1,105 @@
-"""Plans are integers: strategies, chunks and accumulators for the shapes that matter."""
+"""Plans are plain values: strategies, chunks and accumulators for the shapes that matter."""
 
-import dataclasses
+import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
 from thunder_flce import Options
-from thunder_flce.execution.row_selection import RowPolicy, RowSelection
-from thunder_flce.planning.plan import EXACT_CHUNKS, DeviceMemory, Problem, VocabLayout, make_plan, temporary_bytes
-
-S1 = Problem(
-    tokens=8192,
-    hidden=4096,
-    vocab=128256,
-    dtype=torch.bfloat16,
-    device_type="cuda",
-    row_gradients=False,
-    input_grad=True,
-    weight_grad=True,
-    bias_grad=False,
+from thunder_flce.device import DeviceMemory
+from thunder_flce.execution.layout import VocabLayout, layout_for
+from thunder_flce.execution.plan import (
+    PLANS,
+    GradientsInForward,
+    LossOnly,
+    Plan,
+    RecomputeLogits,
+    SaveLogits,
+    SaveSomeLogits,
 )
+from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.problem import Problem, TermShape
+from thunder_flce.options import IGNORED_ROWS
+from thunder_flce.planning import choose
+from thunder_flce.planning.choose import (
+    CUDA_SMALLEST_BLOCK,
+    EXACT_CHUNKS,
+    alternatives,
+    logits_bytes,
+    make_plan,
+    temporary_bytes,
+)
+from thunder_flce.planning.program import program
+
+EACH_ROW = Loss(reduction="none")
 
 
-def _problem(**changes):
-    return dataclasses.replace(S1, **changes)
+def problem(*, hidden: int = 4096, input_grad: bool = True, weight_grad: bool = True, **changes) -> Problem:
+    """S1 of the benchmarks, with changes."""
+    defaults = {"tokens": 8192, "vocab": 128256, "dtype": torch.bfloat16, "device_type": "cuda", "loss": Loss()}
+    terms = (TermShape(hidden=hidden, input_grad=input_grad, weight_grad=weight_grad),)
+    return Problem(**{**defaults, "terms": terms, **changes})
 
 
-def test_scalar_reductions_compute_their_gradients_in_the_forward():
-    assert make_plan(_problem(), Options()).strategy == "gradients_in_forward"
+S1 = problem()
+S4 = {"tokens": 4096, "vocab": 152064, "hidden": 3584}
+U2 = {"vocab": 50257, "hidden": 1600}
 
 
-def test_a_vector_gradient_has_to_wait_for_the_backward():
-    assert make_plan(_problem(row_gradients=True), Options()).strategy == "recompute_logits"
+# Strategies.
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_scalar_reductions_compute_their_gradients_in_the_forward(reduction):
+    assert isinstance(make_plan(problem(loss=Loss(reduction=reduction)), Options()), GradientsInForward)
+
+
+@pytest.mark.parametrize("loss", [EACH_ROW, Loss(outputs=("log_prob",)), Loss(outputs=("entropy", "argmax"))], ids=str)
+def test_gradients_of_rows_have_to_wait_for_the_backward(loss):
+    assert isinstance(make_plan(problem(loss=loss), Options()), RecomputeLogits)
     with pytest.raises(ValueError, match='strategy "gradients_in_forward" needs reduction "mean" or "sum"'):
-        make_plan(_problem(row_gradients=True), Options(strategy="gradients_in_forward"))
+        make_plan(problem(loss=loss), Options(strategy="gradients_in_forward"))
+
+
+def test_outputs_without_gradients_change_nothing():
+    loss = Loss(outputs=("argmax", "accuracy", "mean_logit", "log_sum_sq_probs"))
+    assert make_plan(problem(loss=loss), Options()) == make_plan(S1, Options())
 
 
 def test_float16_has_to_wait_for_the_loss_scale():
-    assert make_plan(_problem(dtype=torch.float16), Options()).strategy == "recompute_logits"
+    assert isinstance(make_plan(problem(dtype=torch.float16), Options()), RecomputeLogits)
+    in_forward = make_plan(problem(dtype=torch.float16), Options(strategy="gradients_in_forward"))
+    assert isinstance(in_forward, GradientsInForward)
+
+
+def test_no_gradient_no_plan_for_one():
+    frozen = problem(input_grad=False, weight_grad=False)
+    assert type(make_plan(frozen, Options())) is LossOnly
+    assert type(make_plan(frozen, Options(strategy="save_logits"))) is LossOnly
+    assert type(make_plan(replace(frozen, has_bias=True, bias_grad=True), Options())) is GradientsInForward
+
+
+@pytest.mark.parametrize("kind", [GradientsInForward, SaveLogits, RecomputeLogits])
+def test_a_strategy_can_be_asked_for(kind):
+    assert type(make_plan(S1, Options(strategy=kind.strategy))) is kind
+
+
+def _saved_rows(plan: Plan, tokens: int) -> int:
+    return tokens if isinstance(plan, SaveLogits) else getattr(plan, "saved_rows", 0)
 
 
 def test_as_many_logits_are_saved_as_the_budget_allows():
-    problem = _problem(row_gradients=True)
-    whole = problem.logits_bytes(problem.tokens)
+    each_row = problem(loss=EACH_ROW)
+    whole = logits_bytes(each_row, each_row.tokens)
 
-    def saved(budget):
-        plan = make_plan(problem, Options(memory_budget=budget))
-        assert (plan.strategy == "save_logits") == (plan.saved_rows > 0)
-        assert (plan.slab_columns > 0) == (plan.saved_rows < problem.tokens)
-        assert problem.logits_bytes(plan.saved_rows + (plan.chunk_rows if plan.slab_columns else 0)) <= budget
-        return plan.saved_rows
+    def saved(budget: int) -> int:
+        plan = make_plan(each_row, Options(memory_budget=budget))
+        rows = _saved_rows(plan, each_row.tokens)
+        assert (plan.strategy == "save_logits") == (rows > 0)
+        chunk = 0 if isinstance(plan, SaveLogits) else plan.chunk_rows
+        assert logits_bytes(each_row, rows + chunk) <= budget
+        return rows
 
     assert saved(whole) == 8192
     assert 4096 < saved(whole - 1) < 8192
@@ -58,25 +108,26 @@ def test_as_many_logits_are_saved_as_the_budget_allows():
 
 
 def test_without_a_budget_the_device_decides_how_many_logits_are_saved():
-    problem = _problem(row_gradients=True)
+    each_row = problem(loss=EACH_ROW)
     gigabyte = 10**9
-    assert make_plan(problem, Options()).strategy == "recompute_logits"
+    assert type(make_plan(each_row, Options())) is RecomputeLogits
     for total, free, rows in ((140, 100, 8192), (24, 20, 8192), (16, 14, 5500), (140, 3, 4000), (140, 0.2, 0)):
-        memory = DeviceMemory(total * gigabyte, int(free * gigabyte))
-        assert make_plan(problem, Options(), memory=memory).saved_rows == pytest.approx(rows, rel=0.12)
+        plan = make_plan(each_row, Options(), memory=DeviceMemory(total * gigabyte, int(free * gigabyte)))
+        assert _saved_rows(plan, 8192) == pytest.approx(rows, rel=0.12)
 
 
-def test_a_chunk_beside_a_float32_accumulator_takes_the_memory_of_dw():
-    problem = _problem(tokens=16384)
-    plan = make_plan(problem, Options())
-    assert plan.float32_accumulator and plan.chunk_rows == 4096
-    assert temporary_bytes(problem, plan) == temporary_bytes(problem, dataclasses.replace(plan, chunk_rows=512))
+def test_logits_are_never_saved_by_themselves_on_a_cpu():
+    on_cpu = problem(loss=EACH_ROW, tokens=64, vocab=1000, device_type="cpu", dtype=torch.float32)
+    assert type(make_plan(on_cpu, Options())) is RecomputeLogits
+
+
+# Chunks.
 
 
 def test_one_chunk_where_it_takes_no_more_than_the_gradients():
     """S4 of the benchmarks, whose logits are 1.1 times as large as its gradients; U2's are 4 times as large."""
-    assert make_plan(_problem(tokens=4096, vocab=152064, hidden=3584), Options()).chunk_rows == 4096
-    assert make_plan(_problem(vocab=50257, hidden=1600), Options()).chunk_rows == 2816
+    assert make_plan(problem(**S4), Options()).chunk_rows == 4096
+    assert make_plan(problem(**U2), Options()).chunk_rows == 2816
     assert make_plan(S1, Options()).chunk_rows == 2048
 
 
@@ -90,32 +141,21 @@ def test_budget_as_a_fraction_of_the_device():
 @pytest.mark.parametrize("megabytes", [140, 280, 530, 1100, 2200])
 def test_a_chunk_stays_within_the_budget(megabytes):
     plan = make_plan(S1, Options(memory_budget=megabytes * 10**6, accumulate="parameter"))
-    assert S1.logits_bytes(plan.chunk_rows) <= megabytes * 10**6
-    assert S1.logits_bytes(plan.chunk_rows) > megabytes * 10**6 // 2
+    assert megabytes * 10**6 // 2 < logits_bytes(S1, plan.chunk_rows) <= megabytes * 10**6
 
 
-def test_rows_skipped_on_the_device_are_packed_in_any_case():
-    """Where dX is made a chunk at a time, its memory takes them."""
-    on_device, row = Options(ignored_rows="skip_on_device"), S1.hidden * 2
-    assert make_plan(S1, on_device).describe().endswith("ignored rows skipped on the device")
-    assert make_plan(S1, Options(ignored_rows="compute", tune_products=False)).describe().endswith("rows computed")
-
-    def more_bytes(options, **changes):
-        problem = _problem(**changes)
-        plan = make_plan(problem, options)
-        skipping = dataclasses.replace(plan, ignored_rows="skip_on_device")
-        return temporary_bytes(problem, skipping) - temporary_bytes(problem, plan)
-
-    assert more_bytes(Options()) == 0
-    assert more_bytes(Options(), input_grad=False) == 2048 * row
-    assert more_bytes(Options(strategy="recompute_logits", chunk_rows=1024)) == 8192 * row
-    assert more_bytes(Options(), input_grad=False, weight_grad=False) == 2048 * row
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+@pytest.mark.parametrize("strategy", [None, "save_logits", "recompute_logits"])
+def test_no_tokens(strategy, device_type):
+    """What runs moves nothing, and takes the memory of the gradients."""
+    nothing = problem(tokens=0, device_type=device_type)
+    found = program(nothing, make_plan(nothing, Options(strategy=strategy)))
+    steps = [step for stage in found.stages for step in stage.every_step()]
+    assert steps and all(step.operations == 0 for step in steps)
+    assert all(step.bytes >= 0 for step in steps)
 
 
-def test_no_gradient_no_plan_for_one():
-    problem = _problem(input_grad=False, weight_grad=False)
-    assert make_plan(problem, Options()).strategy == "loss_only"
-    assert make_plan(problem, Options(strategy="save_logits")).strategy == "loss_only"
+# The sum of dW.
 
 
 def test_accumulator():
@@ -124,22 +164,280 @@ def test_accumulator():
     assert -(-S1.tokens // make_plan(S1, Options()).chunk_rows) <= EXACT_CHUNKS
     assert not make_plan(S1, Options(chunk_rows=512)).float32_accumulator
     assert make_plan(S1, Options(chunk_rows=256)).float32_accumulator
-    assert make_plan(_problem(tokens=32768, hidden=768), Options()).float32_accumulator
-    assert make_plan(_problem(vocab=32000), Options(chunk_rows=2048)).float32_accumulator
+    assert make_plan(problem(tokens=32768, hidden=768), Options()).float32_accumulator
+    assert make_plan(problem(vocab=32000), Options(chunk_rows=2048)).float32_accumulator
     # Here all tokens in one chunk take less memory than the accumulator.
-    assert make_plan(_problem(vocab=32000), Options()).chunk_rows == 8192
-    assert not make_plan(_problem(vocab=32000, tokens=1024), Options()).float32_accumulator
+    assert make_plan(problem(vocab=32000), Options()).chunk_rows == 8192
+    assert not make_plan(problem(vocab=32000, tokens=1024), Options()).float32_accumulator
     assert not make_plan(S1, Options(chunk_rows=512, accumulate="parameter")).float32_accumulator
     assert make_plan(S1, Options(accumulate="float32")).float32_accumulator
-    assert not make_plan(_problem(dtype=torch.float32), Options(accumulate="float32")).float32_accumulator
-    assert not make_plan(_problem(weight_grad=False), Options(chunk_rows=256)).float32_accumulator
+    assert not make_plan(problem(dtype=torch.float32), Options(accumulate="float32")).float32_accumulator
+    assert not make_plan(problem(weight_grad=False), Options(chunk_rows=256)).float32_accumulator
     assert make_plan(S1, Options()).float32_rows and not make_plan(S1, Options(chunk_rows=8192)).float32_rows
 
 
 def test_rows_summed_in_float32_take_three_mebibytes_at_most():
+    """Those of all terms together; a frozen head has none."""
     for hidden, rows in ((64, 256), (2048, 256), (4096, 192), (8192, 96)):
-        plan = make_plan(_problem(hidden=hidden), Options(chunk_rows=2048))
+        plan = make_plan(problem(hidden=hidden), Options(chunk_rows=2048))
         assert plan.float32_rows == rows and 4 * rows * hidden <= 3 * 2**20
+    adapter = TermShape(hidden=512, input_grad=True, weight_grad=True)
+    for frozen, rows in ((False, 170), (True, 256)):
+        head = TermShape(hidden=4096, input_grad=True, weight_grad=not frozen)
+        assert make_plan(problem(terms=(head, adapter)), Options(chunk_rows=2048)).float32_rows == rows
+
+
+def test_a_chunk_beside_a_float32_accumulator_takes_the_memory_of_dw():
+    larger = problem(tokens=16384)
+    plan = make_plan(larger, Options())
+    assert plan.float32_accumulator and plan.chunk_rows == 4096
+    assert temporary_bytes(larger, plan) == temporary_bytes(larger, replace(plan, chunk_rows=512))
+
+
+def test_a_single_chunk_has_nothing_to_sum():
+    plan = make_plan(problem(tokens=2048), Options(chunk_rows=512, accumulate="float32"))
+    assert plan.staged == (2048, 5)
+    assert plan.chunk_rows == 2048 and not plan.float32_rows and not plan.float32_accumulator
+
+
+# Ignored rows.
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "copied_rows"),
+    [
+        # Where dX is made a chunk at a time, its memory takes the copies.
+        ({}, Options(), 0),
+        ({"input_grad": False}, Options(), 2048),
+        ({}, Options(strategy="recompute_logits", chunk_rows=1024), 8192),
+        ({"input_grad": False, "weight_grad": False}, Options(), 2048),
+    ],
+    ids=str,
+)
+def test_rows_skipped_on_the_device_are_copied_in_any_case(changes, options, copied_rows):
+    """Where the host knows their number, that is certain of the first ones only, whose logits start before it does."""
+    region = problem(**changes)
+    plan = make_plan(region, options)
+    on_device, on_host, nothing = (
+        temporary_bytes(region, replace(plan, ignored_rows=how)) for how in ("skip_on_device", "skip", "compute")
+    )
+    assert on_device - nothing == copied_rows * region.hidden * 2
+    assert nothing <= on_host <= on_device
+
+
+# Logits staged in the memory of dW.
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "staged"),
+    [
+        # Chunks that are large enough need nothing of that.
+        ({}, Options(), None),
+        ({}, Options(chunk_rows=1024), None),
+        ({}, Options(chunk_rows=512), (4096, 8)),
+        ({"vocab": 128257}, Options(chunk_rows=512), (4096, 9)),
+        ({"hidden": 8192}, Options(chunk_rows=512), (4096, 8)),
+        (S4, Options(chunk_rows=512), (3584, 9)),
+        (S4, Options(memory_budget=2**28), (3328, 5)),
+        # All tokens.
+        ({"tokens": 4096, "vocab": 129280, "hidden": 7168}, Options(chunk_rows=512), (4096, 15)),
+        ({"tokens": 4096, "vocab": 129280, "hidden": 7168}, Options(chunk_rows=512, ignored_rows="compute"), (4096, 8)),
+        ({"tokens": 2048}, Options(chunk_rows=512), (2048, 5)),
+        # Not where nobody asked for little memory.
+        (S4, Options(), None),
+        ({"hidden": 8192}, Options(), None),
+        (S4, Options(chunk_rows=2048), None),
+        (S4, Options(memory_budget=2**31), None),
+        # With dX, its sum needs room, too.
+        ({"hidden": 8192}, Options(chunk_rows=960, ignored_rows="compute"), (7296, 8)),
+        ({"hidden": 8192, "input_grad": False}, Options(chunk_rows=960, ignored_rows="compute"), (8192, 9)),
+        # Summed in float32, dW has room for twice as many.
+        ({"tokens": 16384}, Options(chunk_rows=512), (7168, 15)),
+        # Not the most tokens that there is room for, which would be 2560, in 15 blocks.
+        ({"vocab": 64001, "hidden": 2048, "tokens": 4096}, Options(chunk_rows=700), (2048, 3)),
+        # Where there is no dW, or no memory for it yet, or another kernel makes the gradient.
+        ({"tokens": 4096, "weight_grad": False}, Options(chunk_rows=512), None),
+        ({"tokens": 4096, "has_bias": True, "bias_grad": True}, Options(chunk_rows=512), None),
+        ({"tokens": 4096, "loss": Loss(z_loss=0.1)}, Options(chunk_rows=512), None),
+        ({"tokens": 4096, "float32_logits": True}, Options(chunk_rows=512, logits_dtype="float32"), None),
+        ({"tokens": 4096, "device_type": "cpu"}, Options(chunk_rows=512), None),
+        ({"tokens": 4096, "hidden": 4100}, Options(chunk_rows=512), None),
+    ],
+    ids=str,
+)
+def test_where_the_first_tokens_are_staged(changes, options, staged):
+    assert make_plan(problem(**changes), options).staged == staged
+
+
+@pytest.mark.parametrize("options", [Options(chunk_rows=rows) for rows in (256, 512, 768, 1000)], ids=str)
+@pytest.mark.parametrize("ignored_rows", IGNORED_ROWS)
+def test_staged_logits_take_no_more_memory_than_chunks(options, ignored_rows, monkeypatch):
+    """But for the copy of rows of x that are not ignored, where dX has no room for it and chunks follow."""
+    options = replace(options, ignored_rows=ignored_rows)
+    sizes = itertools.product((2048, 4095, 8192), (32000, 128256, 128257), (512, 4096, 8192))
+    problems = [problem(tokens=tokens, vocab=vocab, hidden=hidden) for tokens, vocab, hidden in sizes]
+    plans = [make_plan(region, options) for region in problems]
+    monkeypatch.setattr(choose, "_with_staged_logits", lambda problem, plan: plan)
+    count = 0
+    for region, plan in zip(problems, plans, strict=True):
+        without = make_plan(region, options)
+        if plan.staged is None:
+            assert plan == without
+            continue
+        count += 1
+        first, _ = plan.staged
+        copied = 0
+        if ignored_rows != "compute":
+            # Then the copy is always there, and counted.
+            plan, without = (replace(each, ignored_rows="skip_on_device") for each in (plan, without))
+            copied = first * region.hidden * 2 if region.tokens > first > region.tokens / 2 else 0
+        assert temporary_bytes(region, plan) <= temporary_bytes(region, without) + copied
+        blocks = plan.staged_logits(hidden=region.hidden, vocab=region.vocab, itemsize=2)
+        assert blocks.width >= CUDA_SMALLEST_BLOCK and blocks.borrowed
+        # dX, in float32, before the first of them.
+        assert 4 * blocks.rows * region.hidden <= 2 * blocks.free_elements
+        assert first == region.tokens or first > plan.chunk_rows
+    assert count > 3
+
+
+@pytest.mark.parametrize(("input_grad", "first", "copies"), [(True, 4096, 0), (True, 4224, 1), (False, 4096, 1)])
+def test_the_copy_of_x_needs_memory_unless_dx_has_room_for_it(input_grad, first, copies):
+    """Beside dX of the same rows, which comes before the last use of the copy."""
+    region = problem(input_grad=input_grad)
+    skipping, computing = (
+        GradientsInForward(chunk_rows=512, staged=(first, 4), ignored_rows=how) for how in ("skip_on_device", "compute")
+    )
+    more = temporary_bytes(region, skipping) - temporary_bytes(region, computing)
+    assert more == copies * first * region.hidden * 2
+
+
+# Matmuls.
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "tuned"),
+    [
+        ({}, Options(), True),
+        ({}, Options(tune_products=False), False),
+        ({"dtype": torch.float32}, Options(), False),
+        ({"device_type": "cpu"}, Options(), False),
+        # 8000 columns at a time are not worth measuring, though all columns at once are.
+        ({"tokens": 1024, "vocab": 32000}, Options(chunk_rows=400), False),
+        ({"tokens": 1024, "vocab": 32000}, Options(chunk_rows=1024), True),
+    ],
+    ids=str,
+)
+def test_large_matmuls_are_tuned(changes, options, tuned):
+    assert make_plan(problem(**changes), options).tune_products == tuned
+
+
+# Row kernels.
+
+
+@pytest.mark.parametrize("row_kernels", ["triton", "nvfuser"])
+@pytest.mark.parametrize("changes", [{"device_type": "cpu"}, {"dtype": torch.float64}], ids=str)
+def test_row_kernels_that_cannot_run_are_an_error(changes, row_kernels):
+    with pytest.raises(ValueError, match=f'row_kernels="{row_kernels}"'):
+        make_plan(problem(**changes), Options(row_kernels=row_kernels))
+
+
+def test_row_kernels_are_part_of_the_plan():
+    assert make_plan(S1, Options(row_kernels="torch")).row_kernels == "torch"
+    assert make_plan(S1, Options()).row_kernels == "auto"
+
+
+# Other plans, for `explain`.
+
+
+def test_alternatives_are_other_plans_that_can_run():
+    plan = make_plan(S1, Options())
+    others = alternatives(S1, plan)
+    assert plan not in others and len(set(others)) == len(others)
+    assert {other.strategy for other in others} == {"gradients_in_forward", "save_logits", "recompute_logits"}
+    in_forward = {other.chunk_rows for other in others if isinstance(other, GradientsInForward)}
+    assert in_forward == {plan.chunk_rows // 2, plan.chunk_rows * 2}
+
+
+def test_one_loss_a_token_has_no_gradients_in_forward():
+    each_row = problem(loss=EACH_ROW)
+    others = alternatives(each_row, make_plan(each_row, Options()))
+    assert {other.strategy for other in others} == {"save_logits", "recompute_logits"}
+
+
+def test_without_gradients_only_the_chunk_can_differ():
+    frozen = problem(input_grad=False, weight_grad=False)
+    others = alternatives(frozen, make_plan(frozen, Options(ignored_rows="compute")))
+    assert {other.strategy for other in others} == {"loss_only"}
+    assert {other.ignored_rows for other in others} == {"compute"}
+
+
+# Plans as values.
+
+
+EVERY_PLAN = [
+    *(kind(**fields) for kind in (GradientsInForward, LossOnly) for fields in ({"chunk_rows": 7},)),
+    GradientsInForward(chunk_rows=7, float32_accumulator=True, staged=(8, 2), ignored_rows="compute"),
+    GradientsInForward(chunk_rows=7, float32_rows=3, float32_logits=True, row_kernels="torch", tune_products=True),
+    SaveLogits(),
+    SaveLogits(ignored_rows="skip_on_device"),
+    RecomputeLogits(chunk_rows=7, block_columns=8),
+    SaveSomeLogits(saved_rows=5, chunk_rows=7, block_columns=8),
+]
+
+
+@pytest.mark.parametrize("plan", EVERY_PLAN, ids=lambda plan: plan.describe())
+def test_a_plan_is_what_a_trace_carries_of_it(plan):
+    """Beside the fields of a loss, and with whatever belongs to no plan."""
+    carried = plan.non_defaults()
+    assert Plan.of(carried) == plan and type(Plan.of(carried)) is type(plan)
+    assert Plan.of({**Loss(z_loss=0.1).non_defaults(), "needs_grad": ("input",), **carried}) == plan
+    assert carried["strategy"] == plan.strategy
+    assert all(value != getattr(Plan, name, None) for name, value in carried.items())
+
+
+def test_every_kind_of_plan_is_tried():
+    assert {type(plan) for plan in EVERY_PLAN} == set(PLANS)
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (GradientsInForward(chunk_rows=8), "gradients in forward, chunks of 8 tokens"),
+        (
+            GradientsInForward(chunk_rows=8, float32_accumulator=True, ignored_rows="skip_on_device"),
+            "gradients in forward, chunks of 8 tokens, dW summed in float32, ignored rows skipped on the device",
+        ),
+        (
+            GradientsInForward(chunk_rows=8, float32_logits=True, ignored_rows="compute", row_kernels="torch"),
+            "gradients in forward, chunks of 8 tokens, float32 logits, ignored rows computed, row kernels by torch",
+        ),
+        (SaveLogits(tune_products=True), "save logits, products tuned"),
+        (
+            RecomputeLogits(chunk_rows=8, block_columns=16),
+            "recompute logits, chunks of 8 tokens, blocks of 16 columns of the vocabulary",
+        ),
+        (
+            SaveSomeLogits(saved_rows=4, chunk_rows=8, block_columns=16),
+            "save logits of 4 tokens, chunks of 8 tokens, blocks of 16 columns of the vocabulary",
+        ),
+        (LossOnly(chunk_rows=8), "loss only, chunks of 8 tokens"),
+        (
+            make_plan(problem(tokens=2048), Options(chunk_rows=512)),
+            "gradients in forward, one chunk of 2048 tokens staged in dW's memory in 5 blocks, products tuned",
+        ),
+        (
+            make_plan(S1, Options(chunk_rows=512, tune_products=False)),
+            "gradients in forward, first 4096 tokens staged in dW's memory in 8 blocks, chunks of 512 tokens, "
+            "192 rows of dW summed in float32",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_a_plan_in_words(plan, words):
+    assert plan.describe() == words
+
+
+# Layouts and options.
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 8, 1009, 32000, 50257, 128256, 128257, 152064, 256000, 299993])
@@ -148,17 +446,9 @@ def test_layout_of_a_row(vocab):
     assert layout.vocab == vocab and layout.row_stride % 8 == 0
     assert 0 <= layout.padding < 64
     assert layout.padding == 0 or vocab % 8
-
-
-@pytest.mark.parametrize(("count", "largest"), [(0, 5), (1, 5), (5, 5), (6, 5), (4100, 2048), (4096, 2048)])
-def test_chunks_cover_all_rows_and_are_about_equal(count, largest):
-    rows = RowSelection(torch.zeros(count, dtype=torch.long), 3, -100, RowPolicy()).rows()
-    chunks = list(rows.chunks(largest, largest))
-    assert [i for chunk in chunks for i in range(chunk.start, chunk.stop)] == list(range(count))
-    sizes = [chunk.stop - chunk.start for chunk in chunks]
-    assert all(size <= largest for size in sizes)
-    if len(sizes) > 1:
-        assert max(sizes[1:]) - min(sizes[1:]) <= 128 * len(sizes)
+    assert layout_for(vocab, dtype=torch.bfloat16, device_type="cuda") == layout
+    assert layout_for(vocab, dtype=torch.bfloat16, device_type="cpu").padding == 0
+    assert layout_for(vocab, dtype=torch.float64, device_type="cuda").padding == 0
 
 
 @pytest.mark.parametrize(
@@ -174,6 +464,9 @@ def test_chunks_cover_all_rows_and_are_about_equal(count, largest):
         ("chunk_rows", 1.0),
         ("accumulate", "float64"),
         ("ignored_rows", "drop"),
+        ("logits_dtype", "float64"),
+        ("row_kernels", "cuda"),
+        ("tune_products", 1),
     ],
 )
 def test_options_name_the_field_that_is_wrong(field, value):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,9 +14,16 @@ from torch import Tensor
 
 import thunder_flce
 from reference import Case, assert_as_exact_as_eager, assert_close_to_truth, differentiate
-from thunder_flce import Options, Plan, functional, linear_cross_entropy
-from thunder_flce.execution.row_kernels import torch_rows
-from thunder_flce.execution.row_kernels.interface import fusions_available
+from thunder_flce import Options, functional, linear_cross_entropy
+from thunder_flce.execution.plan import (
+    GradientsInForward,
+    LossOnly,
+    Plan,
+    RecomputeLogits,
+    SaveLogits,
+    SaveSomeLogits,
+)
+from thunder_flce.execution.row_kernels import dispatch, torch_rows
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
 from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATEGIES
 
@@ -47,6 +55,9 @@ class Problem:
     """How the targets are distributed over the columns"""
     ignored: str
     needs_grad: tuple[bool, bool, bool]
+    """The input, the weight, the bias"""
+    terms: tuple[tuple[int, bool, bool], ...]
+    """Of each further term its hidden size, and whether its input and weight need a gradient"""
     grad: str
     """What the gradient at the loss is like"""
     layouts: tuple[str, ...]
@@ -102,7 +113,18 @@ class Problem:
         for tensor, needed in zip((x, weight, bias), self.needs_grad, strict=True):
             if tensor is not None:
                 tensor.requires_grad_(needed)
-        return Case(x, weight, bias, target, class_weight)
+        terms = []
+        for rank, *needs_grad in self.terms:
+            pair = (randn(*self.shape, rank), randn(self.vocab, rank, factor=self.scale * rank**-0.5))
+            # Not the layouts of the head.
+            laid = zip(pair, reversed(self.layouts[:2]), needs_grad, strict=True)
+            terms.append(tuple(laid_out(t.to(device), layout).requires_grad_(needed) for t, layout, needed in laid))
+        return Case(x, weight, bias, target, class_weight, tuple(terms))
+
+    @property
+    def any_grad(self) -> bool:
+        """Whether anything needs a gradient."""
+        return any(self.needs_grad[: 2 + self.bias]) or any(any(needs_grad) for _, *needs_grad in self.terms)
 
     def incoming(self, device: str) -> Tensor:
         """The gradient at the loss."""
@@ -150,14 +172,23 @@ def gradients_can_come_first(dtype: torch.dtype, reduction: str, outputs: tuple[
     return dtype is not torch.float16 and reduction != "none" and not set(outputs) & set(DIFFERENTIABLE_OUTPUTS)
 
 
+ADAPTERS = st.tuples(st.sampled_from((2, 1, 8)), st.booleans(), st.booleans())
+
+
+def row_kernels(dtype: torch.dtype, device: str) -> list[str]:
+    """Every choice of row kernels that can run."""
+    runs_on = ["torch"] if device == "cpu" or dtype is torch.float64 else dispatch.BACKENDS
+    return ["auto", *(name for name in runs_on if dispatch.is_installed(name))]
+
+
 @st.composite
-def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
+def problems(draw: Callable, device: str, vocabularies: tuple[int, ...] = ()) -> Problem:
     """Everything that the arguments allow; the simplest problem comes first in each choice."""
     one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     dtype = one_of(*DTYPES)
-    vocab = one_of(*vocabularies)
+    vocab = one_of(*(vocabularies or VOCABULARIES[device]))
     reduction = one_of("mean", "sum", "none")
-    outputs = one_of((), tuple(draw(st.lists(st.sampled_from(OUTPUTS), unique=True, max_size=4))))
+    outputs = one_of((), tuple(draw(st.lists(st.sampled_from(tuple(OUTPUTS)), unique=True, max_size=4))))
     vocab_size = one_of(None, vocab, max(vocab - 2, 1), 1 + vocab // 2)
     in_forward = gradients_can_come_first(dtype, reduction, outputs)
     strategy = one_of(None, *(s for s in STRATEGIES if s != "gradients_in_forward" or in_forward))
@@ -173,6 +204,7 @@ def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
         targets=one_of("anywhere", "first", "last"),
         ignored=one_of("none", "some", "some", "first", "last", "all"),
         needs_grad=draw(st.tuples(*[st.sampled_from((True, False))] * 3)),
+        terms=one_of((), (), tuple(draw(st.lists(ADAPTERS, min_size=1, max_size=3)))),
         grad=one_of("one", "power of two", "random", "expanded", "transposed", "zero first"),
         layouts=draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 5)),
         num_items=one_of(None, None, 17, 2.5, "5", "0") if reduction == "mean" else None,
@@ -193,14 +225,15 @@ def problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
             accumulate=one_of(*ACCUMULATE) if dtype.itemsize >= 4 else one_of("auto", "float32"),
             ignored_rows=one_of(*IGNORED_ROWS),
             logits_dtype=one_of(*LOGITS_DTYPES),
+            row_kernels=one_of(*row_kernels(dtype, device)),
         ),
     )
 
 
 @st.composite
-def one_pass_problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
-    """Those whose statistics and gradient come from one kernel, see `Plan.takes_one_pass`, with small chunks."""
-    problem = draw(problems(vocabularies))
+def one_pass_problems(draw: Callable, device: str, vocabularies: tuple[int, ...] = ()) -> Problem:
+    """Those whose statistics and gradient come from one kernel, see `engine`, with small chunks."""
+    problem = draw(problems(device, vocabularies))
     plain = {"label_smoothing": 0.0, "z_loss": 0.0, "outputs": ()}
     reduction = draw(st.sampled_from(("mean", "sum")))
     input_grad, weight_grad, _ = problem.needs_grad
@@ -224,54 +257,58 @@ def one_pass_problems(draw: Callable, vocabularies: tuple[int, ...]) -> Problem:
 
 
 @st.composite
-def planned_problems(draw: Callable, vocabularies: tuple[int, ...]) -> tuple[Problem, Plan]:
-    """Problems with plans that `make_plan` only has for larger ones, such as slabs of a few columns."""
-    problem = draw(problems(vocabularies))
+def planned_problems(draw: Callable, device: str) -> tuple[Problem, Plan]:
+    """Problems with plans that `make_plan` only has for larger ones, such as vocabulary blocks of a few columns."""
+    problem = draw(problems(device))
     one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     tokens = torch.Size(problem.shape).numel()
     is_narrow = problem.dtype.itemsize < 4
     common = {
-        "chunk_rows": one_of(1, 4, 5, 64),
         "ignored_rows": one_of(*IGNORED_ROWS),
         "float32_logits": is_narrow and draw(st.booleans()),
+        "row_kernels": problem.options.row_kernels,
     }
-    if not any(problem.needs_grad[: 2 + problem.bias]):
-        return problem, Plan(strategy="loss_only", **common)
+    chunk_rows = one_of(1, 4, 5, 64)
+    if not problem.any_grad:
+        return problem, LossOnly(chunk_rows=chunk_rows, **common)
     loss = problem.loss
     if gradients_can_come_first(problem.dtype, loss["reduction"], loss["outputs"]) and draw(st.booleans()):
         in_float32 = is_narrow and draw(st.booleans())
         rows = 0 if in_float32 or not is_narrow else 256
-        return problem, Plan(
-            strategy="gradients_in_forward", float32_accumulator=in_float32, float32_rows=rows, **common
+        return problem, GradientsInForward(
+            chunk_rows=chunk_rows, float32_accumulator=in_float32, float32_rows=rows, **common
         )
     # Fewer columns than 1/32 of them would only be slow.
-    slab_columns = one_of(*(columns for columns in (1, 3, 64, 1000, 16384) if 32 * columns >= problem.vocab))
-    saved_rows = one_of(0, 1, tokens // 2, tokens)
-    if saved_rows == 0:
-        return problem, Plan(strategy="recompute_logits", slab_columns=slab_columns, **common)
-    return problem, Plan(strategy="save_logits", saved_rows=saved_rows, slab_columns=slab_columns, **common)
+    block_columns = one_of(*(columns for columns in (1, 3, 64, 1000, 16384) if 32 * columns >= problem.vocab))
+    sizes = {"chunk_rows": chunk_rows, "block_columns": block_columns}
+    saved_rows = one_of(None, 1, max(tokens // 2, 1), tokens)
+    if saved_rows is None:
+        return problem, RecomputeLogits(**sizes, **common)
+    if saved_rows == tokens:
+        return problem, SaveLogits(**common)
+    return problem, SaveSomeLogits(saved_rows=saved_rows, **sizes, **common)
 
 
 @st.composite
-def slabbed_problems(draw: Callable, vocabularies: tuple[int, ...]) -> tuple[Problem, Plan]:
-    """Problems with plans whose first logits lie in the memory of dW."""
-    problem = replace(draw(one_pass_problems(vocabularies)), hidden=16)
+def staged_problems(draw: Callable, device: str) -> tuple[Problem, Plan]:
+    """Problems with plans whose first logits are staged in the memory of dW."""
+    vocabularies = tuple(vocab for vocab in VOCABULARIES[device] if vocab > 100)
+    problem = replace(draw(one_pass_problems(device, vocabularies)), hidden=16, terms=())
     one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     in_float32 = problem.dtype.itemsize < 4 and draw(st.booleans())
     tokens = torch.Size(problem.shape).numel()
-    plan = Plan(
-        strategy="gradients_in_forward",
+    plan = GradientsInForward(
         chunk_rows=one_of(1, 4, 64),
         float32_accumulator=in_float32,
         float32_rows=0 if in_float32 or problem.dtype.itemsize >= 4 else 256,
-        first_rows=one_of(tokens, tokens // 2, 1),
-        first_slabs=one_of(2, 3, 4, 15),
+        staged=(one_of(tokens, tokens // 2, 1), one_of(2, 3, 4, 15)),
         ignored_rows=one_of(*IGNORED_ROWS),
+        row_kernels=problem.options.row_kernels,
     )
     vocab = problem.loss["vocab_size"] or problem.vocab
-    slabs = plan.logits_in_slabs(hidden=problem.hidden, vocab=vocab, dtype=problem.dtype)
-    assume(slabs.rows and slabs.width and slabs.borrowed)
-    assume(slabs.free_elements * problem.dtype.itemsize >= 4 * slabs.rows * problem.hidden)
+    staged = plan.staged_logits(hidden=problem.hidden, vocab=vocab, itemsize=problem.dtype.itemsize)
+    assume(staged.rows and staged.width and staged.borrowed)
+    assume(staged.free_elements * problem.dtype.itemsize >= 4 * staged.rows * problem.hidden)
     return replace(problem, needs_grad=(problem.needs_grad[0], True, False)), plan
 
 
@@ -292,10 +329,10 @@ def test_eager(device):
             **problem.settings(device),
         )
 
-    run_examples(run, problems(VOCABULARIES[device]), EXAMPLES[device])
+    run_examples(run, problems(device), EXAMPLES[device])
 
 
-@pytest.mark.parametrize("examples", [planned_problems, slabbed_problems], ids=["chunks", "slabs"])
+@pytest.mark.parametrize("examples", [planned_problems, staged_problems], ids=["chunks", "staged"])
 def test_every_plan(examples, device, monkeypatch):
     # A few rows at a time where PyTorch's operations are the row kernels.
     monkeypatch.setattr(torch_rows, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
@@ -306,19 +343,16 @@ def test_every_plan(examples, device, monkeypatch):
         arguments = problem.settings(device)
         assert_as_exact_as_eager(problem.case(device), problem.incoming(device), factor=2.0, tiny=True, **arguments)
 
-    vocabularies = tuple(vocab for vocab in VOCABULARIES[device] if vocab > 100 or examples is planned_problems)
-    run_examples(run, examples(vocabularies), EXAMPLES[device])
+    run_examples(run, examples(device), EXAMPLES[device])
 
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """How often each of the row kernels that every loss needs one of was called."""
     calls = dict.fromkeys(("statistics", "statistics_and_gradient"), 0)
-    lowerings = [torch_rows.TorchRowKernels]
-    if torch.cuda.is_available() and fusions_available():
-        from thunder_flce.execution.row_kernels.nvfuser_rows import NvFuserRowKernels
-
-        lowerings.append(NvFuserRowKernels)
+    names = [name for name in dispatch.BACKENDS if name == "torch" or torch.cuda.is_available()]
+    kernels = [dispatch.BACKENDS[name].kernels.split(":") for name in names if dispatch.is_installed(name)]
+    lowerings = [getattr(import_module(module), name) for module, name in kernels]
 
     def counted(name: str, kernel: Callable) -> Callable:
         def call(*arguments):
@@ -341,7 +375,7 @@ def test_one_pass(device, monkeypatch, kernel_calls):
         arguments = problem.settings(device)
         assert_as_exact_as_eager(case, incoming, factor=2.0, tiny=True, options=problem.options, **arguments)
 
-    run_examples(run, one_pass_problems(VOCABULARIES[device]), ONE_PASS_EXAMPLES[device])
+    run_examples(run, one_pass_problems(device), ONE_PASS_EXAMPLES[device])
     assert kernel_calls["statistics"] == 0
     assert kernel_calls["statistics_and_gradient"] > ONE_PASS_EXAMPLES[device] / 2
 
@@ -391,7 +425,7 @@ def test_logits_that_are_not_ordinary(special, drawn_from, device, kernel_calls)
             case, problem.incoming(device), factor=2.0, tiny=True, options=problem.options, **arguments
         )
 
-    run_examples(run, drawn_from(VOCABULARIES[device]), SPECIAL_EXAMPLES[device])
+    run_examples(run, drawn_from(device), SPECIAL_EXAMPLES[device])
     needed = "statistics_and_gradient" if drawn_from is one_pass_problems else "statistics"
     assert kernel_calls[needed] > SPECIAL_EXAMPLES[device] / 4
 
@@ -420,13 +454,19 @@ def check_traced(problem: Problem, compiled: Callable, device: str) -> None:
     case, grad = problem.case(device), problem.incoming(device)
     arguments = problem.settings(device)
 
-    def program(x, weight, target, bias, class_weight, num_items):
+    def program(x, weight, target, bias, terms, class_weight, num_items):
         return linear_cross_entropy(
-            x, weight, target, linear_bias=bias, weight=class_weight, **{**arguments, "num_items": num_items}
+            x,
+            weight,
+            target,
+            linear_bias=bias,
+            terms=terms,
+            weight=class_weight,
+            **{**arguments, "num_items": num_items},
         )
 
     jitted = compiled(program, problem.options)
-    results = jitted(case.x, case.weight, case.target, case.bias, case.class_weight, arguments["num_items"])
+    results = jitted(case.x, case.weight, case.target, case.bias, case.terms, case.class_weight, arguments["num_items"])
     result = differentiate(results, case, grad, arguments["outputs"])
     assert_close_to_truth(result, case, grad, factor=2.0, tiny=True, **arguments)
     symbols = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
@@ -438,7 +478,7 @@ def test_traced(compiled, device):
     def run(problem: Problem) -> None:
         check_traced(problem, compiled, device)
 
-    run_examples(run, problems(VOCABULARIES[device]), TRACED_EXAMPLES[device])
+    run_examples(run, problems(device), TRACED_EXAMPLES[device])
 
 
 @each_way
@@ -456,6 +496,7 @@ def test_traced_with_everything(num_items, compiled, device):
         targets="anywhere",
         ignored="some",
         needs_grad=(True, True, True),
+        terms=((2, True, True), (1, False, True), (3, True, False)),
         grad="random",
         layouts=("contiguous",) * 5,
         num_items=num_items,
@@ -467,7 +508,7 @@ def test_traced_with_everything(num_items, compiled, device):
             "logit_scale": 0.25,
             "z_loss": 0.1,
             "vocab_size": 31,
-            "outputs": OUTPUTS,
+            "outputs": tuple(OUTPUTS),
         },
         options=Options(chunk_rows=4),
     )

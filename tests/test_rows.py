@@ -1,7 +1,6 @@
 """Which rows are computed, and how what was computed of them finds its tokens."""
 
 from collections import defaultdict
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,55 +10,77 @@ from reference import assert_as_exact_as_eager, make_case
 from thunder_flce import Options, functional, linear_cross_entropy
 from thunder_flce.execution import row_selection
 from thunder_flce.execution.matmul import matmul
-from thunder_flce.execution.row_selection import RowPolicy, RowSelection
-from thunder_flce.options import STRATEGIES
-from thunder_flce.planning.plan import make_plan
+from thunder_flce.execution.operands import Operands, Term
+from thunder_flce.execution.plan import LossOnly, SaveSomeLogits
+from thunder_flce.execution.region import Region
+from thunder_flce.execution.row_selection import RowPolicy, Rows, select_rows
+from thunder_flce.operation.loss import Loss
+from thunder_flce.options import IGNORED_ROWS, STRATEGIES
+from thunder_flce.planning.choose import make_plan
+
+
+def selected(target: torch.Tensor, *, vocab: int = 7, ignored_rows: str = "skip") -> Rows:
+    """The rows of a region with these targets."""
+    x, weight = torch.zeros(target.shape[0], 1), torch.zeros(vocab, 1)
+    operands = Operands(terms=(Term(x=x, weight=weight),), bias=None, target=target, loss=Loss())
+    region = Region(operands, LossOnly(chunk_rows=1))
+    return select_rows(region, RowPolicy(ignored_rows=ignored_rows)).rows()
 
 
 @pytest.mark.parametrize("block", [1, 3, 100])
 @pytest.mark.parametrize("ignored", [(), (0,), (0, 1, 5, 6, 7, 19), (17, 18, 19), tuple(range(20)), tuple(range(19))])
 @pytest.mark.parametrize("policy", ["skip", "skip_on_device"])
-def test_spread(policy, ignored, block, monkeypatch):
+def test_scatter_in_place(policy, ignored, block, monkeypatch):
     """In place what `scatter` does; what lay in the other rows, were it NaN, is gone."""
     monkeypatch.setattr(row_selection, "_MOVED_ROWS", block)
     target = torch.arange(20) % 7
     target[list(ignored)] = -100
-    selected = RowSelection(target, 7, -100, RowPolicy(ignored_rows=policy)).rows()
-    packed = torch.randn(selected.count, 3)
+    rows = selected(target, ignored_rows=policy)
+    packed = torch.randn(rows.count, 3)
     tensor = torch.full((20, 3), float("nan"))
-    tensor[: selected.count] = packed
-    selected.spread_(tensor)
-    assert torch.equal(tensor, selected.scatter(packed))
+    tensor[: rows.count] = packed
+    rows.scatter_(tensor)
+    assert torch.equal(tensor, rows.scatter(packed))
 
 
-def test_take_and_scatter():
+def test_gather_and_scatter():
     target = torch.tensor([3, -100, 1, 2, -100])
-    selected = RowSelection(target, 4, -100, RowPolicy()).rows()
+    rows = selected(target)
     x = torch.randn(5, 2)
-    assert torch.equal(selected.take(x, slice(1, 3)), x[[2, 3]])
-    assert torch.equal(selected.scatter(selected.gather(x)), torch.where((target == -100)[:, None], 0, x))
+    assert torch.equal(rows.gather_chunk(x, slice(1, 3)), x[[2, 3]])
+    assert torch.equal(rows.scatter(rows.gather(x)), torch.where((target == -100)[:, None], 0, x))
+
+
+@pytest.mark.parametrize("policy", IGNORED_ROWS)
+def test_scattered_rows_are_filled(policy):
+    """What ignored rows hold, were it NaN, does not come through."""
+    target = torch.tensor([3, -100, 1, -100])
+    rows = selected(target, ignored_rows=policy)
+    values = torch.where(target == -100, float("nan"), torch.arange(4.0))
+    expected = torch.tensor([0.0, -7.0, 2.0, -7.0])
+    assert torch.equal(rows.scatter(rows.mask_ignored(rows.gather(values), -7.0), -7.0), expected)
 
 
 def test_on_the_device_valid_rows_come_first():
     """Of each chunk, too; zeros follow, whatever the ignored rows hold."""
     target = torch.tensor([-100, 3, -100, 1, 2, -100])
-    selected = RowSelection(target, 4, -100, RowPolicy(ignored_rows="skip_on_device")).rows()
-    assert selected.count == 6
-    assert [int(selected.valid_rows(chunk)) for chunk in selected.chunks(2, 2)] == [2, 1, 0]
-    assert int(selected.valid_rows(slice(None))) == 3
-    assert selected.target.tolist() == [3, 1, 2, 0, 0, 0]
+    rows = selected(target, ignored_rows="skip_on_device")
+    assert rows.count == 6
+    assert [int(rows.valid_rows(chunk)) for chunk in rows.chunks(2, 2)] == [2, 1, 0]
+    assert int(rows.valid_rows(slice(None))) == 3
+    assert rows.target.tolist() == [3, 1, 2, 0, 0, 0]
     x = torch.randn(6, 2)
     x[target == -100] = float("nan")
-    taken = [selected.take(x, chunk) for chunk in selected.chunks(2, 2)]
+    taken = [rows.gather_chunk(x, chunk) for chunk in rows.chunks(2, 2)]
     assert torch.equal(torch.cat(taken), torch.cat([x[[1, 3, 4]], torch.zeros(3, 2)]))
     out = torch.empty(2, 2)
-    assert selected.take(x, slice(2, 4), out).data_ptr() == out.data_ptr() and torch.equal(out, taken[1])
+    assert rows.gather_chunk(x, slice(2, 4), out).data_ptr() == out.data_ptr() and torch.equal(out, taken[1])
 
 
 @pytest.mark.parametrize("policy", ["skip", "compute"])
 def test_elsewhere_all_rows_of_a_chunk_count(policy):
     target = torch.tensor([-100, 3, -100, 1])
-    assert RowSelection(target, 4, -100, RowPolicy(ignored_rows=policy)).rows().valid_rows(slice(0, 2)) is None
+    assert selected(target, ignored_rows=policy).valid_rows(slice(0, 2)) is None
 
 
 @pytest.fixture
@@ -68,8 +89,9 @@ def planned(monkeypatch, request):
     name = request.param
 
     def plan_of(problem, options, device):
-        plan = make_plan(problem, options)
-        return replace(plan, saved_rows=14, slab_columns=5) if name == "some rows saved" else plan
+        if name == "some rows saved":
+            return SaveSomeLogits(saved_rows=14, chunk_rows=26, block_columns=5, ignored_rows=options.ignored_rows)
+        return make_plan(problem, options)
 
     monkeypatch.setattr(functional, "cached_plan", plan_of)
     strategy = {"some rows saved": "save_logits"}.get(name, name)
@@ -88,14 +110,14 @@ def test_products_know_how_many_rows_are_valid(ignored, planned, monkeypatch):
     """Each of them; all products of a kind together, each valid row once for every column."""
     seen = defaultdict(int)
 
-    def spy(name, out, a, b, *arguments, valid_rows, **settings):
-        (m, k), n = a.shape, b.shape[1]
-        seen[name] += int(valid_rows) * (m * n if name == "dW" else k * n)
-        assert int(valid_rows) <= (k if name == "dW" else m)
-        product(name, out, a, b, *arguments, valid_rows=valid_rows, **settings)
+    def spy(call, *, valid_rows, tune):
+        m, n, k = call.sizes
+        seen[call.kind] += int(valid_rows) * (m * n if call.kind == "dW" else k * n)
+        assert int(valid_rows) <= (k if call.kind == "dW" else m)
+        run(call, valid_rows=valid_rows, tune=tune)
 
-    product = matmul._product_
-    monkeypatch.setattr(matmul, "_product_", spy)
+    run = matmul._run
+    monkeypatch.setattr(matmul, "_run", spy)
     case = make_case(tokens=40, hidden=8, vocab=12, ignored=0.0)
     case.target[torch.randperm(40)[:ignored]] = -100
     assert_as_exact_as_eager(case, options=planned.options)
@@ -111,7 +133,7 @@ def test_products_know_how_many_rows_are_valid(ignored, planned, monkeypatch):
 def test_ignored_rows_whose_logits_are_the_bias(ends_early, planned, monkeypatch):
     """On CUDA, products run over whole tiles, or all rows; the bias is large enough for its exponential to overflow."""
     if not ends_early:
-        monkeypatch.setattr(matmul, "_of_valid_rows", lambda out, a, b, count, **settings: (out, a, b))
+        monkeypatch.setattr(matmul, "_of_valid_rows", lambda call, count: call)
     case = make_case(tokens=40, bias=True, ignored=0.5)
     with torch.no_grad():
         case.bias += 100

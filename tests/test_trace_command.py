@@ -117,7 +117,7 @@ def test_examples_that_make_no_sense(example, message, capsys):
 def test_dtype_and_other_strategies_are_in_the_trace(capsys):
     assert main(["trace", "reduction_none", *SMALL, "--dtype", "bfloat16"]) == 0
     backward = _sections(capsys.readouterr().out)["# after, backward"]
-    assert "for the only slab, of 100 columns" in backward and "dX f32[48, 16] = dlogits @ W[slab]" in backward
+    assert "for the only block, of 100 columns" in backward and "= dlogits @ W[block]" in backward
 
 
 def test_fusions_of_a_cpu(capsys):
@@ -127,11 +127,31 @@ def test_fusions_of_a_cpu(capsys):
 
 @pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
 def test_fusions_of_cuda_need_no_gpu(capsys):
-    assert main(["trace", "bias_and_sum", "--device", "cuda", "--fusions"]) == 0
+    command = ["trace", "bias_and_sum", "--device", "cuda", "--fusions", "--row-kernels", "nvfuser"]
+    assert main(command) == 0
     printed = capsys.readouterr().out
-    names = ("target_gradient",)
-    assert [line.removeprefix("# nvFuser: ") for line in printed.splitlines() if line.startswith("# nvFuser: ")] == [
-        *names
+    names = ("part_statistics", "merge_parts", "gradient_with_column_sums", "target_gradient")
+    assert [line for line in printed.splitlines() if line.startswith("# nvFuser, ")] == [
+        f"# nvFuser, forward: {name}" for name in names
     ]
     assert printed.count("def nvfuser_fusion(fd : FusionDefinition)") == len(names)
-    assert all(name in _sections(printed)["# after, forward"] for name in names)
+
+
+@pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
+def test_fusions_of_both_directions(capsys):
+    assert main(["trace", "reduction_none", "--device", "cuda", "--fusions", "--row-kernels", "nvfuser"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("forward: part_statistics", "forward: merge_parts", "backward: gradient"):
+        assert printed.count(f"# nvFuser, {name}\n") == 1
+
+
+def test_fusions_of_other_row_kernels(capsys):
+    assert main(["trace", "litgpt", "--device", "cuda", "--fusions", "--row-kernels", "torch"]) == 0
+    printed = capsys.readouterr().out
+    assert "no nvFuser fusions" in printed and "row kernels by torch" in printed
+
+
+def test_row_kernels_that_cannot_run(capsys):
+    with pytest.raises(SystemExit):
+        main(["trace", "litgpt", *SMALL, "--row-kernels", "nvfuser"])
+    assert 'row_kernels="nvfuser" runs on CUDA' in capsys.readouterr().err

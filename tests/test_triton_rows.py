@@ -1,4 +1,7 @@
-"""Triton's kernels against float64, on a GPU and, in a process of its own, in Triton's interpreter."""
+"""What only Triton's row kernels have: blocks of many sizes, rows divided among programs, and what they compile to.
+
+On a GPU and, in a process of its own, in Triton's interpreter. Their results in general: test_row_kernels.
+"""
 
 import math
 import re
@@ -7,37 +10,33 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, run_in_the_interpreter, take_loop_ends
+from interpreted import (
+    DEVICE,
+    INTERPRETED,
+    needs_compiler,
+    needs_triton,
+    on_device,
+    prepare_row_kernels,
+    run_in_the_interpreter,
+)
 from reference import error
 from thunder_flce.execution import gradient_scaling
+from thunder_flce.execution.layout import VocabLayout
 from thunder_flce.execution.row_kernels.interface import (
     LogitMap,
     LogitsBuffer,
+    LogitsInBlocks,
     RowCoefficients,
-    RowStatistics,
-    SlabbedLogits,
 )
 from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
-from thunder_flce.execution.slabs import LogitsInSlabs
-from thunder_flce.planning.plan import VocabLayout
+from thunder_flce.execution.staged_logits import BlockLayout
 
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 MAPS = [LogitMap(), LogitMap(scale=0.5), LogitMap(scale=-2.0, softcap=5.0), LogitMap(softcap=30.0)]
 
 
 @pytest.fixture(autouse=INTERPRETED)
 def interpreter(monkeypatch):
-    """It has no device library, from where float32 takes its exponential and hyperbolic tangent, runs one program after
-    another, so that none may wait for the next, and takes no tensor of NumPy's for the end of a loop.
-    """
-    import triton.language as tl
-
-    from thunder_flce.execution.row_kernels import triton_rows
-
-    stand_in = SimpleNamespace(exp=lambda x: tl.exp(x), tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
-    monkeypatch.setattr(triton_rows, "libdevice", stand_in)
-    monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**30)
-    take_loop_ends(monkeypatch)
+    prepare_row_kernels(monkeypatch)
 
 
 def _buffer(rows, vocab, dtype, fill=None):
@@ -46,6 +45,12 @@ def _buffer(rows, vocab, dtype, fill=None):
     padded = torch.full((rows, layout.row_stride), float("nan"), dtype=dtype, device=DEVICE)
     padded[:, :vocab] = torch.randn(rows, vocab, device=DEVICE).mul_(4) if fill is None else fill
     return LogitsBuffer(padded, layout)
+
+
+def _triton(logit_map=LogitMap()):  # noqa: B008
+    from thunder_flce.execution.row_kernels.triton_rows import TritonRowKernels
+
+    return TritonRowKernels(logit_map)
 
 
 def _double(buffer):
@@ -57,27 +62,22 @@ def _coefficients(rows, vocab):
     return RowCoefficients(vocab * torch.randn(rows, device=DEVICE), torch.randn(rows, device=DEVICE))
 
 
-# Every choice of a block, with and without a rest.
-SIZES = [
-    *((vocab, logit_map) for vocab in (1, 5, 1000, 1024, 4099) for logit_map in MAPS),
-    *((vocab, MAPS[0]) for vocab in (8, 2047, 2048, 16384, 57343, 57344)),
-    *((vocab, MAPS[2]) for vocab in (17001, 70001)),
-    # On a GPU, rows are divided from 160 KiB on.
-    *((vocab, MAPS[0]) for vocab in ((81_921,) if INTERPRETED else (81_920, 81_921, 300_007))),
-]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# Every choice of a block, with and without a rest; smaller sizes are in test_row_kernels.
+SIZES = [(2047, MAPS[0], BF16), (2048, MAPS[2], FP32), (4099, MAPS[2], FP16), (16384, MAPS[0], FP32)]
+SIZES += [(17001, MAPS[2], BF16), (57343, MAPS[1], FP16), (57344, MAPS[0], BF16)]
+# On a GPU, rows are divided from 160 KiB on.
+SIZES += [(v, MAPS[0], BF16) for v in ((81_921,) if INTERPRETED else (81_920, 81_921, 300_007))]
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("vocab", "logit_map"), SIZES, ids=str)
+@pytest.mark.parametrize(("vocab", "logit_map", "dtype"), SIZES, ids=str)
 def test_statistics_and_gradient(vocab, logit_map, dtype):
     _check_statistics_and_gradient(_buffer(3, vocab, dtype), logit_map)
 
 
-def _check_statistics_and_gradient(buffer, logit_map, slabs=None):
-    """slabs: `SlabbedLogits` that get the same logits and are computed on; None for the buffer itself."""
-    from thunder_flce.execution.row_kernels import triton_rows
-
+def _check_statistics_and_gradient(buffer, logit_map, blocks=None):
+    """blocks: `LogitsInBlocks` that get the same logits and are computed on; None for the buffer itself."""
     (rows, vocab), dtype = buffer.logits.shape, buffer.logits.dtype
     coefficients = _coefficients(rows, vocab)
     exact = _double(buffer)
@@ -89,15 +89,16 @@ def _check_statistics_and_gradient(buffer, logit_map, slabs=None):
     eager = LogitsBuffer(buffer.logits.clone(), VocabLayout.contiguous(vocab))
     kernels.statistics_and_gradient(eager, target, coefficients)
 
-    alone = triton_rows.statistics(buffer, logit_map)
+    triton = _triton(logit_map)
+    alone = triton.statistics(buffer)
     at_target = buffer.logits.gather(1, target[:, None]).squeeze(1)
-    if slabs is None:
-        together, product = triton_rows.statistics_and_gradient(buffer, target, coefficients, logit_map)
+    if blocks is None:
+        together, product = triton.statistics_and_gradient(buffer, target, coefficients)
     else:
-        for columns, of_slab in zip(slabs.columns, slabs.buffers, strict=True):
-            of_slab.logits.copy_(buffer.logits[:, columns])
-        together, product = triton_rows.statistics_and_gradient(slabs, target, coefficients, logit_map)
-        buffer.logits.copy_(torch.cat([of_slab.logits for of_slab in slabs.buffers], 1))
+        for columns, of_block in zip(blocks.columns, blocks.buffers, strict=True):
+            of_block.logits.copy_(buffer.logits[:, columns])
+        together, product = triton.statistics_and_gradient(blocks, target, coefficients)
+        buffer.logits.copy_(torch.cat([of_block.logits for of_block in blocks.buffers], 1))
     for statistics in (alone, together):
         for computed, expected in zip(statistics, reference, strict=True):
             torch.testing.assert_close(computed.double(), expected, rtol=2e-6, atol=5e-6 if INTERPRETED else 2e-6)
@@ -115,9 +116,11 @@ def _check_statistics_and_gradient(buffer, logit_map, slabs=None):
 
 
 @on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("logit_map", [MAPS[0], MAPS[2]], ids=str)
-@pytest.mark.parametrize("vocab", [1280, 1281, 1999, 2048])
+@pytest.mark.parametrize(
+    ("vocab", "logit_map", "dtype"),
+    [(1280, MAPS[2], BF16), (1281, MAPS[0], BF16), (1999, MAPS[2], FP32), (2048, MAPS[0], FP16)],
+    ids=str,
+)
 def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
     """Into three parts, of full blocks and of others. What each program leaves for the others is right, too.
 
@@ -144,7 +147,7 @@ class _Exchange:
         self._logits_of, self._parts, self._slots = logits_of, parts, slots
 
     def __call__(self, rows, parts, device):
-        assert (parts.count, parts.slots) == (self._parts, self._slots)
+        assert (parts.total, parts.slots) == (self._parts, self._slots)
         self._right = torch.zeros(rows, parts.slots, 2, dtype=torch.float32, device=device)
         for number, part in enumerate(self._logits_of(parts)):
             self._right[:, number, 1] = part.amax(1)
@@ -162,49 +165,53 @@ class _Exchange:
 
 
 @on_device
-@pytest.mark.parametrize(("dtype", "logit_map"), [(torch.bfloat16, MAPS[0]), (torch.float32, MAPS[2])], ids=str)
-@pytest.mark.parametrize("vocab", [1280, 1283])
-@pytest.mark.parametrize(("count", "room", "borrowed"), [(3, 8, 2), (4, 4, 2), (2, 8, 1)])
-@pytest.mark.parametrize("parts_of_slab", [1, 2])
-def test_rows_in_slabs(parts_of_slab, count, room, borrowed, vocab, logit_map, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("parts_each", "count", "room", "borrowed", "vocab", "dtype", "logit_map"),
+    [
+        (1, 3, 8, 2, 1280, BF16, MAPS[0]),
+        (1, 4, 4, 2, 1283, FP32, MAPS[2]),
+        (2, 2, 8, 1, 1283, BF16, MAPS[0]),
+        (2, 4, 4, 2, 1280, FP16, MAPS[2]),
+    ],
+    ids=str,
+)
+def test_rows_in_blocks(parts_each, count, room, borrowed, vocab, logit_map, dtype, monkeypatch):
     """In memory that holds other things, too, of which nothing changes; fewer rows than there is room for."""
     from thunder_flce.execution.row_kernels import triton_rows
 
-    layout = LogitsInSlabs(rows=6, vocab=vocab, count=count, row_room=room)
+    layout = BlockLayout(rows=6, vocab=vocab, count=count, row_room=room)
     assert layout.borrowed == borrowed
     last = VocabLayout.aligned(vocab - layout.columns[-1].start)
     largest = last.row_stride * dtype.itemsize
-    monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", -(-largest // parts_of_slab))
+    monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", -(-largest // parts_each))
     monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 2, registers=40))
     memory = [
         torch.full((size,), 7, dtype=dtype, device=DEVICE)
         for size in (vocab * room, layout.own_elements(last.row_stride))
     ]
-    slabs = SlabbedLogits.lay_out(layout, *memory, last).rows(slice(0, 5))
+    blocks = LogitsInBlocks.lay_out(layout, *memory, last).rows(slice(0, 5))
     buffer = _buffer(5, vocab, dtype)
     buffer.logits[0] -= 60
     buffer.logits[1, :1000] = float("-inf")
 
     def logits_of(parts):
         logits = logit_map(buffer.logits.float())
-        return [part for columns in slabs.columns for part in logits[:, columns].split(parts.columns, 1)]
+        return [part for columns in blocks.columns for part in logits[:, columns].split(parts.columns, 1)]
 
-    parts = count * parts_of_slab
+    parts = count * parts_each
     exchange = _Exchange(logits_of, parts=parts, slots=2 ** (parts - 1).bit_length())
     monkeypatch.setattr(triton_rows, "_exchange", exchange)
-    _check_statistics_and_gradient(buffer, logit_map, slabs)
+    _check_statistics_and_gradient(buffer, logit_map, blocks)
     exchange.check()
-    for of_slab in slabs.buffers:
-        of_slab.padded[:] = 7
+    for of_block in blocks.buffers:
+        of_block.padded[:] = 7
     assert all(bool((numbers == 7).all()) for numbers in memory)
 
 
 @on_device
-@pytest.mark.parametrize("vocab", [40, 5000, 90_000])
-def test_rows_that_are_not_finite(vocab):
+@pytest.mark.parametrize("vocab", [5000, 90_000])
+def test_long_rows_that_are_not_finite(vocab):
     """As torch.log_softmax: NaN for a row of -inf, with +inf, or with NaN; -inf alone is a logit like another."""
-    from thunder_flce.execution.row_kernels import triton_rows
-
     logits = torch.randn(5, vocab, device=DEVICE)
     logits[0] = float("-inf")
     logits[1, 3] = float("inf")
@@ -215,7 +222,7 @@ def test_rows_that_are_not_finite(vocab):
     expected = buffer.logits.double().log_softmax(1)
     target = torch.full((5,), vocab - 1, device=DEVICE)
     ones = torch.ones(5, device=DEVICE)
-    statistics, product = triton_rows.statistics_and_gradient(buffer, target, RowCoefficients(ones, ones), LogitMap())
+    statistics, product = _triton().statistics_and_gradient(buffer, target, RowCoefficients(ones, ones))
     log_prob = product - statistics.row_max - statistics.row_log_sum
     torch.testing.assert_close(log_prob.double(), expected[:, -1], equal_nan=True, rtol=1e-5, atol=1e-5)
     gradient = expected.exp()
@@ -224,64 +231,30 @@ def test_rows_that_are_not_finite(vocab):
 
 
 @on_device
-def test_large_offsets_keep_their_digits():
-    from thunder_flce.execution.row_kernels import triton_rows
-
-    logits = torch.randn(2, 3000, device=DEVICE).bfloat16().float()
-    shifted = _buffer(2, 3000, torch.bfloat16, fill=logits + 8192)
-    exact = _double(shifted)
-    statistics = triton_rows.statistics(shifted, LogitMap())
-    row_max, row_log_sum = TorchRowKernels().statistics(exact)
-    assert torch.equal(statistics.row_max.double(), row_max)
-    torch.testing.assert_close(statistics.row_log_sum.double(), row_log_sum, rtol=1e-6, atol=1e-6)
-
-
-@on_device
 @pytest.mark.parametrize("vocab", [1500, 9000, 20001, 70001, 100_003])
 def test_targets_everywhere(vocab):
     """In many rows at a time, the target's entry is the one that is written last."""
-    from thunder_flce.execution.row_kernels import triton_rows
-
     rows = 4 if INTERPRETED else 2000
     buffer, coefficients = _buffer(rows, vocab, torch.bfloat16), _coefficients(rows, vocab)
     target = torch.arange(rows, device=DEVICE) * (vocab - 1) // (rows - 1)
     exact = _double(buffer)
     as_double = RowCoefficients(*(None if c is None else c.double() for c in coefficients))
     TorchRowKernels().statistics_and_gradient(exact, target, as_double)
-    triton_rows.statistics_and_gradient(buffer, target, coefficients, LogitMap())
+    _triton().statistics_and_gradient(buffer, target, coefficients)
     at_target = buffer.logits.gather(1, target[:, None]).double()
     torch.testing.assert_close(at_target, exact.logits.gather(1, target[:, None]), rtol=2**-7, atol=1e-5)
 
 
 @on_device
 @pytest.mark.parametrize(
-    ("dtype", "logit_map"), [(torch.bfloat16, MAPS[0]), (torch.float16, MAPS[2]), (torch.float32, MAPS[3])], ids=str
-)
-@pytest.mark.parametrize("vocab", [500, 1000, 1024, 2001, 4096])
-def test_gradient_of_short_rows(vocab, logit_map, dtype):
-    from thunder_flce.execution.row_kernels import triton_rows
-    from thunder_flce.execution.row_kernels.interface import SHORT_ROWS
-
-    buffer = _buffer(5, vocab, dtype)
-    assert buffer.layout.row_stride in SHORT_ROWS
-    statistics = triton_rows.statistics(buffer, logit_map)
-    probability = vocab * torch.randn(5, device=DEVICE)
-    kernels, none = TorchRowKernels(logit_map), torch.zeros(5, device=DEVICE)
-    exact, eager = _double(buffer), LogitsBuffer(buffer.logits.clone(), VocabLayout.contiguous(vocab))
-    as_double = RowStatistics(*(vector.double() for vector in statistics))
-    kernels.gradient(exact, as_double, RowCoefficients(probability.double(), none.double()), None, dtype=torch.float64)
-    kernels.gradient(eager, statistics, RowCoefficients(probability, none), None, dtype=dtype)
-    triton_rows.gradient(buffer, statistics, probability, logit_map)
-    eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
-    assert error(buffer.logits, exact.logits) < max(1.5 * error(eager.logits, exact.logits), eps)
-
-
-@on_device
-@pytest.mark.parametrize(
-    ("dtype", "logit_map"), [(torch.bfloat16, MAPS[0]), (torch.float16, MAPS[1]), (torch.float32, MAPS[2])], ids=str
-)
-@pytest.mark.parametrize(
-    ("rows", "vocab", "programs"), [(1, 5, 1), (7, 1000, 1), (130, 1030, 8), (64, 2500, 1), (200, 40, 10_000)]
+    ("rows", "vocab", "programs", "dtype", "logit_map"),
+    [
+        (7, 1000, 1, BF16, MAPS[0]),
+        (66, 1030, 2, FP16, MAPS[1]),
+        (24, 2500, 1, FP32, MAPS[2]),
+        (130, 40, 10_000, BF16, MAPS[2]),
+    ],
+    ids=str,
 )
 def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monkeypatch):
     """Whatever divides rows and columns among programs; what lies behind the last row is left alone."""
@@ -292,14 +265,14 @@ def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monk
     buffer = memory.rows(slice(0, rows))
     behind = memory.logits[rows:].clone()
     exact, kernels = _double(buffer), TorchRowKernels(logit_map)
-    statistics = triton_rows.statistics(buffer, logit_map)
-    coefficients = RowCoefficients(probability, torch.zeros_like(probability))
+    statistics = _triton(logit_map).statistics(buffer)
+    coefficients = RowCoefficients(probability, torch.zeros_like(probability), probability / vocab)
     as_double = RowCoefficients(*(None if c is None else c.double() for c in coefficients))
     of_double = kernels.statistics(exact)
     expected, sums = kernels.gradient(exact, of_double, as_double, None, dtype=torch.float64, column_sums=True)
     eager = LogitsBuffer(buffer.logits.clone(), VocabLayout.contiguous(vocab))
     _, eager_sums = kernels.gradient(eager, statistics, coefficients, None, dtype=dtype, column_sums=True)
-    computed = triton_rows.gradient_with_column_sums(buffer, statistics, probability, logit_map)
+    _, computed = _triton(logit_map).gradient(buffer, statistics, coefficients, None, dtype=dtype, column_sums=True)
     assert computed.shape == (vocab,) and computed.dtype == torch.float32
     eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
     assert error(buffer.logits, expected.logits) < max(1.5 * error(eager.logits, expected.logits), eps)
@@ -309,21 +282,8 @@ def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monk
 
 
 @on_device
-def test_no_rows():
-    from thunder_flce.execution.row_kernels import triton_rows
-
-    buffer, none = _buffer(0, 40, torch.bfloat16), torch.zeros(0, device=DEVICE)
-    sums = triton_rows.gradient_with_column_sums(buffer, RowStatistics(none, none), none, LogitMap())
-    assert torch.equal(sums, torch.zeros(40, device=DEVICE))
-    statistics = triton_rows.statistics(buffer, LogitMap())
-    again, product = triton_rows.statistics_and_gradient(buffer, none.long(), RowCoefficients(none, none), LogitMap())
-    assert [vector.shape for vector in (*statistics, *again, product)] == [(0,)] * 5
-
-
-@on_device
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [1.0, -0.75])
-@pytest.mark.parametrize("size", [1, 64, 300])
+@pytest.mark.parametrize(("size", "dtype"), [(1, BF16), (64, FP16), (300, FP32), (300, BF16)], ids=str)
 def test_finished_gradients_are_multiplied(size, factor, dtype):
     """By two programs, 64 elements at a time; what lies behind them is left alone."""
     memory = torch.randn(size + 100, device=DEVICE).to(dtype)
@@ -337,87 +297,176 @@ def test_finished_gradients_are_multiplied(size, factor, dtype):
 
 @on_device
 def test_rows_that_are_not_aligned_are_refused():
-    from thunder_flce.execution.row_kernels import triton_rows
-
     buffer = LogitsBuffer(torch.zeros(2, 33, device=DEVICE), VocabLayout.contiguous(33))
     with pytest.raises(ValueError, match="row_stride must be a multiple of 8, but is 33"):
-        triton_rows.statistics(buffer, LogitMap())
+        _triton().statistics(buffer)
+
+
+@needs_triton
+def test_rows_are_divided_only_where_their_parts_run_at_a_time(monkeypatch):
+    """Programs wait for the others of their row."""
+    from thunder_flce.execution.row_kernels import triton_rows
+
+    monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**10)
+    monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", 2**10)
+    buffer = LogitsBuffer(torch.zeros(2, 2048, dtype=torch.float16), VocabLayout.aligned(2048))
+    for most, parts in [(math.inf, 5), (5, 5), (4, 1)]:
+        monkeypatch.setattr(triton_rows, "_parts_at_a_time", lambda device, most=most: most)
+        assert triton_rows._parts(buffer).total == parts
+    with pytest.raises(RuntimeError, match="too small for rows of logits in 3 vocabulary blocks"):
+        triton_rows._parts(buffer, 3)
+
+
+@needs_triton
+def test_how_many_programs_run_at_a_time(monkeypatch):
+    """By the numbers of an H200: 2048 threads and 65536 registers on each of 132 multiprocessors."""
+    from thunder_flce.execution.row_kernels import triton_rows
+
+    h200 = SimpleNamespace(
+        multi_processor_count=132, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    count = triton_rows._parts_at_a_time.__wrapped__
+    assert count(torch.device("cuda")) == 3 * 132
+    monkeypatch.setattr(triton_rows, "_PART_REGISTERS", 32)
+    assert count(torch.device("cuda")) == 4 * 132
+    assert count(torch.device("cpu")) == math.inf
+
+
+class Compiler:
+    """Compiles kernels for a GPU that is not there; the interpreter takes more than the compiler does."""
+
+    TYPES = {"target": "*i64", "rows": "i32", "rows_each": "i32", "block_elements": "i32", "exchange": "*i64"}
+
+    def __init__(self, dtype, logit_map):
+        of_logits = ("z", "own_z", "z_target", "out")
+        self._types = {**self.TYPES, **dict.fromkeys(of_logits, f"*{dtype}")}
+        self._map = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap}
+
+    def ptx(self, kernel, block, *, absent=(), **constants):
+        """Of a kernel without the arguments named in `absent`."""
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        constants = {**self._map, "BLOCK": block.elements, **constants, **dict.fromkeys(absent)}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        arguments = {name: self._types.get(name, "*fp32") for name in kernel.arg_names}
+        signature = {name: "constexpr" if name in constants else type for name, type in arguments.items()}
+        aligned = {
+            (at,): [["tt.divisibility", 16]] for at, type in enumerate(signature.values()) if type.startswith("*")
+        }
+        source = ASTSource(kernel, signature, constants, aligned)
+        options = {"num_warps": block.warps, "maxnreg": block.registers}
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+@pytest.fixture(params=[("bf16", MAPS[0]), ("fp32", MAPS[2])], ids=str)
+def compiler(request):
+    return Compiler(*request.param)
+
+
+LOADS = r"ld\.global\S*\.v4\.b32"
 
 
 @needs_compiler
-@pytest.mark.parametrize("logit_map", [MAPS[0], MAPS[2]], ids=str)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_kernels_compile_for_a_gpu_that_is_not_there(dtype, logit_map):
-    """The interpreter takes more than the compiler does."""
+def test_compiled_statistics(compiler):
+    """Rows are loaded 16 bytes at a time."""
+    from thunder_flce.execution.row_kernels import triton_rows
+
+    for block in triton_rows._STATISTICS_BLOCKS:
+        vocab = 2 * block.elements + 1
+        assert re.search(LOADS, compiler.ptx(triton_rows._statistics_kernel, block, STRIDE=vocab + 63, VOCAB=vocab))
+
+
+@needs_compiler
+@pytest.mark.parametrize("absent", [(), ("class_weight",)], ids=str)
+def test_compiled_moments(compiler, absent):
+    """16 bytes at a time; what no term reads costs nothing."""
+    from thunder_flce.execution.row_kernels import triton_rows
+
+    for block in triton_rows._MOMENTS_BLOCKS:
+        vocab, loads = 2 * block.elements + 1, []
+        for names in (("expected",), ("weighted_sum",), ("expected", "weighted_sum")):
+            constants, kernel = triton_rows._terms(names), triton_rows._moments_kernel
+            ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, VOCAB=vocab, **constants)
+            loads.append(len(re.findall(LOADS, ptx)))
+            if "expected" not in names and compiler._map["SOFTCAP"] is None:
+                assert "ex2" not in ptx
+        assert all(loads)
+
+
+@needs_compiler
+@pytest.mark.parametrize("column_sums", [False, True])
+@pytest.mark.parametrize("absent", [(), ("uniform", "entropy", "class_weight")], ids=str)
+def test_compiled_gradient(compiler, absent, column_sums):
+    """16 bytes at a time, and nothing to exchange between threads."""
+    from thunder_flce.execution.row_kernels import triton_rows
+
+    blocks = [triton_rows._SUMS_BLOCK] if column_sums else triton_rows._GRADIENT_BLOCKS
+    rows = triton_rows._SUMS_ROWS if column_sums else 1
+    absent = ("one_hot", *absent) if column_sums else ("one_hot", *absent, "column_sums")
+    for block in blocks:
+        vocab = 2 * block.elements + 1
+        kernel = triton_rows._gradient_kernel
+        ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, VOCAB=vocab, ROWS=rows)
+        assert len(re.findall(LOADS, ptx)) >= rows
+        assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= rows
+        assert "shfl" not in ptx and ("bar.sync" not in ptx or column_sums)
+
+
+@needs_compiler
+def test_compiled_target_gradient(compiler):
+    """Threads next to each other have targets next to each other."""
+    from thunder_flce.execution.row_kernels import triton_rows
+
+    constants = {"STRIDE": 1, "VOCAB": 1, "ROWS": triton_rows._TARGETS_ROWS}
+    absent = ("class_weight", "column_sums")
+    assert "st.global" in compiler.ptx(
+        triton_rows._gradient_kernel, triton_rows._TARGETS_BLOCK, absent=absent, **constants
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize(("parts", "blocks"), [(1, 1), (3, 1), (15, 1), (6, 3)])
+def test_compiled_statistics_and_gradient(compiler, parts, blocks):
+    """Of rows that a program has to itself, that are divided, and that lie in vocabulary blocks."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from thunder_flce.execution.row_kernels import triton_rows
 
-    both = triton_rows._statistics_and_gradient_kernel
-    kernels = [
-        *((triton_rows._statistics_kernel, block, 1) for block in triton_rows._STATISTICS_BLOCKS),
-        *((both, block, 1) for block in triton_rows._GRADIENT_BLOCKS),
-        *((both, triton_rows._PART_BLOCK, parts) for parts in (3, 15)),
-        (both, triton_rows._PART_BLOCK, 6, 3),
-        *((triton_rows._gradient_kernel, block, 1) for block in triton_rows._SHORT_BLOCKS),
-        (triton_rows._gradient_with_column_sums_kernel, triton_rows._SUMS_BLOCK, 1),
-    ]
-    types = {
-        "products": f"*{dtype}",
-        "target_product": f"*{dtype}",
-        "target": "*i64",
-        "rows": "i32",
-        "rows_each": "i32",
-        "own_products": f"*{dtype}",
-        "slab_elements": "i32",
-        "exchange": "*i64",
-    }
-    for kernel, block, parts, *slabs in kernels:
+    for block in triton_rows._ONE_PASS_BLOCKS if parts == 1 else [triton_rows._PART_BLOCK]:
         part = 2 * block.elements + 64
-        vocab = block.elements - 63 if kernel is triton_rows._gradient_kernel else parts * part - 63
-        constants = {"STRIDE": vocab + 63, "VOCAB": vocab, "SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap}
-        constants["BLOCK"] = block.elements
-        if kernel is triton_rows._gradient_with_column_sums_kernel:
-            constants["ROWS"] = triton_rows._SUMS_ROWS
-        if kernel is both:
-            (count,) = slabs or (1,)
-            width = (parts // count) * part
-            constants |= {"SLABS": count, "BORROWED": count - 1, "WIDTH": width, "PARTS": parts, "PART": part}
-            constants |= {"STRIDE": vocab + 63 - (count - 1) * width, "SLOTS": triton.next_power_of_2(parts)}
-        arguments = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constants}
-        signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
-        aligned = {(at,): [["tt.divisibility", 16]] for at, type in enumerate(arguments.values()) if type[0] == "*"}
-        source = ASTSource(kernel, signature, constants, aligned)
-        compiled = triton.compile(
-            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": block.warps, "maxnreg": block.registers}
+        width = (parts // blocks) * part
+        vocab = parts * part - 63
+        ptx = compiler.ptx(
+            triton_rows._statistics_and_gradient_kernel,
+            block,
+            absent=("exchange",) if parts == 1 else (),
+            STRIDE=vocab + 63 - (blocks - 1) * width,
+            VOCAB=vocab,
+            VOCAB_BLOCKS=blocks,
+            BORROWED=blocks - 1,
+            WIDTH=width,
+            PARTS=parts,
+            PART=part,
+            SLOTS=triton.next_power_of_2(parts),
         )
-        ptx = compiled.asm["ptx"]
-        if kernel is triton_rows._gradient_with_column_sums_kernel:
-            # 16 bytes at a time, and nothing to exchange between threads.
-            assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= triton_rows._SUMS_ROWS
-            assert "shfl" not in ptx
-            continue
-        if kernel is triton_rows._gradient_kernel:
-            assert re.search(r"ld\.global\S*\.v4\.b32", ptx) and "bar.sync" not in ptx
-            continue
         # Rows are loaded 16 bytes at a time, the first time to stay in the cache; so they are stored.
         assert re.search(r"ld\.global\S*evict_last\S*\.v4\.b32", ptx)
-        assert kernel is not both or re.search(r"st\.global\S*evict_first\S*\.v4\.b32", ptx)
-        if kernel is both:
-            # Who waits for other programs reads what they have written, not what it has read before.
-            reads = [match.start() for match in re.finditer(r"ld\.volatile\.global", ptx)]
-            assert len(reads) == (2 if parts > 1 else 0)
-            if parts > 1:
-                # It has left its own statistics before, and its warps need not wait for each other meanwhile. Which
-                # part it is follows from when it started.
-                assert ptx.index("exch.b64") < reads[0] and "bar.sync" not in ptx[reads[0] : reads[1]]
-                assert "add.u64" in re.search(r"atom\S+", ptx)[0] and "%ctaid" not in ptx
-            assert re.search(r"ld\.global\S*evict_first\S*\.v4\.b32", ptx)
-            # The target's entry is written when all threads have written theirs.
-            stores = [match.start() for match in re.finditer(r"st\.global", ptx)]
-            assert stores[-2] < ptx.rindex("bar.sync") < stores[-1]
+        assert re.search(r"ld\.global\S*evict_first\S*\.v4\.b32", ptx)
+        assert re.search(r"st\.global\S*evict_first\S*\.v4\.b32", ptx)
+        # Who waits for other programs reads what they have written, not what it has read before.
+        reads = [match.start() for match in re.finditer(r"ld\.volatile\.global", ptx)]
+        assert len(reads) == (2 if parts > 1 else 0)
+        if parts > 1:
+            # It has left its own statistics before, and its warps need not wait for each other meanwhile. Which part
+            # it is follows from when it started.
+            assert ptx.index("exch.b64") < reads[0] and "bar.sync" not in ptx[reads[0] : reads[1]]
+            assert "add.u64" in re.search(r"atom\S+", ptx)[0] and "%ctaid" not in ptx
+        # The target's entry is written when all threads have written theirs.
+        stores = [match.start() for match in re.finditer(r"st\.global", ptx)]
+        assert stores[-2] < ptx.rindex("bar.sync") < stores[-1]
 
 
 @needs_compiler

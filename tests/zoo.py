@@ -1,6 +1,6 @@
 """Real models, tiny and random, and what becomes of each under `thunder.jit` and `thunderfx`.
 
-    python tests/zoo.py            prints the table of README.md
+    python tests/zoo.py            prints the table of docs/models.md
     python tests/zoo.py --write    puts it there
 
 `test_model_zoo.py` asserts every row.
@@ -22,7 +22,7 @@ from torch import nn
 from thunder_flce.graph.matching.reasons import Reason
 
 VOCAB = 199
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- models: python tests/zoo.py --write -->", "<!-- end of models -->"
 
 FUSED = "fused"
@@ -252,15 +252,15 @@ def _cell(outcome: Outcome, regions: int) -> str:
     return f"{outcome}, {regions} regions" if outcome == FUSED and regions > 1 else str(outcome)
 
 
-def write_readme() -> None:
-    """Replaces the table of README.md."""
-    before, _, rest = README.read_text().partition(BEGIN)
+def write_page() -> None:
+    """Replaces the table of docs/models.md."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        write_readme()
+        write_page()
     else:
         print(table())

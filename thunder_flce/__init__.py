@@ -6,6 +6,7 @@ Reading order: `functional` (the operation), `plan` (how it is run), `engine` (r
 which explains what was compiled.
 """
 
+from thunder_flce.execution.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.graph.plugin import FlcePlugin, jit
 from thunder_flce.graph.rules import executor
@@ -13,7 +14,6 @@ from thunder_flce.graph.thunderfx import thunderfx
 from thunder_flce.graph.transform import FuseLinearCrossEntropy, NotFusedError, NotFusedWarning
 from thunder_flce.inspection.report import Report, explain
 from thunder_flce.options import Options
-from thunder_flce.planning.plan import Plan
 
 __all__ = [
     "FlcePlugin",

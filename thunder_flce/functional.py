@@ -1,19 +1,21 @@
 """`linear_cross_entropy` for eager PyTorch, with autograd."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thunder_flce.execution import engine
-from thunder_flce.execution.engine import Operands, SavedStatistics
+from thunder_flce.execution.operands import Operands, SavedStatistics, Term, UpstreamGradients
+from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.operation.arguments import check_linear_cross_entropy
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, IncomingGradients, Loss
+from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operation.problem import Problem, TermShape
 from thunder_flce.options import Options, as_options
-from thunder_flce.planning.plan import DeviceMemory, Plan, Problem, make_plan
+from thunder_flce.planning.choose import cached_plan
 
 
 # Dynamo, which torch.compile and thunderfx trace with, would trace into the engine, which depends on the data.
@@ -34,14 +36,17 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     num_items: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
+    terms: Sequence[tuple[Tensor, Tensor]] = (),
     options: Options | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Cross-entropy of a linear layer's output, without ever holding all of that output.
 
-    Computes ``cross_entropy(logits, target, ...)`` a chunk of tokens at a time, for ``logits = softcap * tanh(
-    logit_scale * linear(input, linear_weight, linear_bias).float() / softcap)``. Works eagerly, with autograd, and
-    inside `thunder.jit`. Under `torch.autocast` it is the linear
-    that is cast. The formulas are in `loss`.
+    Computes ``cross_entropy(logits, target, ...)`` a chunk of tokens at a time, for
+
+        logits = softcap * tanh(logit_scale * linear(input, linear_weight, linear_bias).float() / softcap)
+
+    Works eagerly, with autograd, and inside `thunder.jit`. Under `torch.autocast`, the linears' operands are cast. The
+    formulas are in `operation.loss`.
 
     Args:
         input: (..., H) float16, bfloat16, float32 or float64: the hidden states.
@@ -62,12 +67,16 @@ def linear_cross_entropy(
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
-        outputs: names of what is to be returned beside the loss, from the same pass: "log_prob", the target's
-            log-probability, and "entropy", both (...) in the loss's dtype, differentiable, 0 for ignored tokens;
-            "argmax", (...) int64, the column of the largest logit before a softcap, which keeps their order but may
-            make equals of the largest; for it, ignored tokens are computed, too;
-            "valid_argmax", the same for less, since it is -1 for ignored tokens; "accuracy", (), the fraction of the
-            valid tokens whose argmax is their target. The last three have no gradient.
+        outputs: names of what is to be returned beside the loss, from the same logits. (...) each in the loss's dtype
+            and 0 for ignored tokens: "log_prob", the target's log-probability, and "entropy", both differentiable;
+            "mean_logit", the mean of the logits over their columns (NaN where the largest is infinite), and
+            "log_sum_sq_probs", the logarithm of the sum of the squared probabilities, without gradients. "argmax",
+            (...) int64, the column of the largest logit before a softcap, which keeps their order but may make equals
+            of the largest; for it, ignored tokens are computed, too; "valid_argmax", the same for less, since it is -1
+            for ignored tokens; "accuracy", (), the fraction of the valid tokens whose argmax is their target. These
+            three have no gradient, and take a pass of their own.
+        terms: further linears that are added to the logits, such as a low-rank adapter beside the head: pairs of an
+            input (..., H_i) and a weight (V, H_i), of input's dtype and device.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 
@@ -90,127 +99,144 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         outputs=outputs,
     )
-    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    input, linear_weight, linear_bias, terms = _autocast(input, linear_weight, linear_bias, terms)
     check_linear_cross_entropy(
-        input, linear_weight, target, linear_bias=linear_bias, weight=weight, num_items=num_items, loss=loss
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        terms=terms,
+        weight=weight,
+        num_items=num_items,
+        loss=loss,
     )
-    needs_grad = [
-        tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
-        for tensor in (input, linear_weight, linear_bias)
-    ]
     operands = Operands(
-        x=input.reshape(target.numel(), input.shape[-1]),
-        weight=linear_weight,
+        terms=tuple(
+            Term(
+                x=x.reshape(target.numel(), x.shape[-1]),
+                weight=of_x,
+                input_grad=_needs_grad(x),
+                weight_grad=_needs_grad(of_x),
+            )
+            for x, of_x in ((input, linear_weight), *terms)
+        ),
         bias=linear_bias,
         target=target.reshape(-1),
         loss=loss,
         class_weight=weight,
-        num_items=as_row_scalar(num_items, input),
-        input_grad=needs_grad[0],
-        weight_grad=needs_grad[1],
-        bias_grad=needs_grad[2],
+        num_items=as_row_scalar(num_items, target, dtype=statistics_dtype(input.dtype)),
+        bias_grad=_needs_grad(linear_bias),
     )
     plan = plan_for(operands, as_options(options))
-    value, *others = _LinearCrossEntropy.apply(operands.x, operands.weight, operands.bias, operands, plan)
+    value, *others = _LinearCrossEntropy.apply(operands, plan, *_tensors_of(operands))
     results = [value.reshape(target.shape) if reduction == "none" else value]
     results += [other.reshape(target.shape) if other.ndim else other for other in others]
     return tuple(results) if outputs else results[0]
 
 
-def _autocast(*operands: Any) -> tuple[Any, ...]:
-    """Under `torch.autocast`, the linear's operands in its dtype, but for float64, as `torch.nn.functional.linear`."""
-    device_type = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
+def _needs_grad(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _autocast(
+    input: Any, linear_weight: Any, linear_bias: Any, terms: Any
+) -> tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]]:
+    """Under `torch.autocast`, the linears' operands in its dtype, but for float64, as `torch.nn.functional.linear`."""
+    device_type = input.device.type if isinstance(input, Tensor) else "cpu"
     if not torch.is_autocast_enabled(device_type):
-        return operands
+        return input, linear_weight, linear_bias, terms
     dtype = torch.get_autocast_dtype(device_type)
 
     def cast(operand: Any) -> Any:
+        if isinstance(operand, list | tuple):
+            return tuple(map(cast, operand))
         is_cast = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype is not torch.float64
         return operand.to(dtype) if is_cast else operand
 
-    return tuple(map(cast, operands))
+    return cast(input), cast(linear_weight), cast(linear_bias), cast(terms)
 
 
-def as_row_scalar(number: Tensor | float | None, like: Tensor) -> Tensor | None:
-    """num_items as a tensor of the dtype that rows of `like` are computed in, on its device."""
+def as_row_scalar(number: Tensor | float | None, like: Tensor, *, dtype: torch.dtype) -> Tensor | None:
+    """num_items as a tensor of a dtype, on the device of `like`."""
     if number is None:
         return None
-    dtype = statistics_dtype(like.dtype)
     if isinstance(number, Tensor):
         return number.to(dtype)
     return torch.full((), number, dtype=dtype, device=like.device)
 
 
+def problem_of(operands: Operands, options: Options) -> Problem:
+    """What is known of a call before it runs."""
+    return Problem(
+        tokens=operands.tokens,
+        terms=tuple(
+            TermShape(hidden=term.x.shape[1], input_grad=term.input_grad, weight_grad=term.weight_grad)
+            for term in operands.terms
+        ),
+        vocab=operands.vocab,
+        weight_rows=operands.weight_rows,
+        dtype=operands.dtype,
+        device_type=operands.device.type,
+        loss=operands.loss,
+        has_bias=operands.bias is not None,
+        bias_grad=operands.bias_grad,
+        has_class_weight=operands.class_weight is not None,
+        has_num_items=operands.num_items is not None,
+        float32_logits=options.has_float32_logits(operands.dtype),
+    )
+
+
 def plan_for(operands: Operands, options: Options) -> Plan:
     """The plan for tensors that are there."""
-    x = operands.x
-    problem = Problem(
-        tokens=x.shape[0],
-        hidden=x.shape[1],
-        vocab=operands.vocab,
-        dtype=x.dtype,
-        device_type=x.device.type,
-        row_gradients=operands.loss.has_row_gradients,
-        every_row=operands.loss.needs_every_row,
-        is_plain_loss=operands.loss.is_plain,
-        input_grad=operands.input_grad,
-        weight_grad=operands.weight_grad,
-        bias_grad=operands.bias_grad,
-        float32_logits=options.has_float32_logits(x.dtype),
-    )
-    return cached_plan(problem, options, x.device)
+    return cached_plan(problem_of(operands, options), options, operands.device)
 
 
-@lru_cache(maxsize=1024)
-def cached_plan(problem: Problem, options: Options, device: torch.device) -> Plan:
-    """`make_plan` with the memory that the device has when a problem is first met: afterwards its plan stays."""
-    return make_plan(problem, options, memory=device_memory(device))
+def _tensors_of(operands: Operands) -> tuple[Tensor | None, ...]:
+    """All tensors, in the order that autograd sees: those of the linears first, as `Gradients.in_order` has them."""
+    head, *others = operands.terms
+    of_others = [tensor for term in others for tensor in (term.x, term.weight)]
+    plain = (operands.target, operands.class_weight, operands.num_items)
+    return (head.x, head.weight, operands.bias, *of_others, *plain)
 
 
-def device_memory(device: torch.device) -> DeviceMemory | None:
-    """The memory of a CUDA device; None for any other device, and without a GPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return DeviceMemory(total, free + cached)
+def _with_tensors(operands: Operands, tensors: Sequence[Any]) -> Operands:
+    """The operands with other tensors, in the order of `_tensors_of`."""
+    x, weight, bias, *of_others, target, class_weight, num_items = tensors
+    pairs = [(x, weight), *zip(of_others[::2], of_others[1::2], strict=True)]
+    terms = tuple(replace(term, x=x, weight=w) for term, (x, w) in zip(operands.terms, pairs, strict=True))
+    return replace(operands, terms=terms, bias=bias, target=target, class_weight=class_weight, num_items=num_items)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operands: Operands, plan: Plan
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, operands: Operands, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         result = engine.forward(operands, plan)
         ctx.plan = plan
         # Tensors are kept by autograd alone.
-        ctx.operands = replace(operands, **dict.fromkeys(_TENSORS))
+        ctx.operands = _with_tensors(operands, [None] * len(tensors))
+        ctx.tensors = len(tensors)
         ctx.set_materialize_grads(False)
         outputs = dict(zip(operands.loss.outputs, result.outputs, strict=True))
-        ctx.mark_non_differentiable(*(out for name, out in outputs.items() if name not in DIFFERENTIABLE_OUTPUTS))
-        if plan.strategy == "gradients_in_forward":
-            ctx.save_for_backward(result.statistics.valid_count, *result.gradients)
-        elif plan.strategy != "loss_only":
-            tensors = (x, weight, bias, *(getattr(operands, name) for name in _TENSORS[3:]))
+        ctx.mark_non_differentiable(*(out for name, out in outputs.items() if not OUTPUTS[name].is_differentiable))
+        if result.gradients is not None:
+            ctx.save_for_backward(result.statistics.valid_count, *result.gradients.in_order())
+        elif not isinstance(plan, LossOnly):
             ctx.save_for_backward(*tensors, *result.statistics, result.logits)
         return result.loss, *result.outputs
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Under create_graph, once_differentiable would return gradients that silently lack their own.
         if torch.is_grad_enabled():
             raise RuntimeError("linear_cross_entropy has no second derivative; call backward without create_graph=True")
-        if ctx.plan.strategy == "gradients_in_forward":
+        if isinstance(ctx.plan, GradientsInForward):
             gradients = engine.scale_gradients(grad, *ctx.saved_tensors)
         else:
             saved = ctx.saved_tensors
-            tensors, (*statistics, logits) = saved[: len(_TENSORS)], saved[len(_TENSORS) :]
-            operands = replace(ctx.operands, **dict(zip(_TENSORS, tensors, strict=True)))
+            tensors, (*statistics, logits) = saved[: ctx.tensors], saved[ctx.tensors :]
+            operands = _with_tensors(ctx.operands, tensors)
             grads = dict(zip(operands.loss.outputs, output_grads, strict=True))
-            incoming = IncomingGradients(grad, grads.get("log_prob"), grads.get("entropy"))
-            gradients = engine.backward(operands, ctx.plan, SavedStatistics(*statistics), logits, incoming)
-        return *gradients, None, None
-
-
-_TENSORS = ("x", "weight", "bias", "target", "class_weight", "num_items")
-"""The fields of `Operands` that are tensors; those that autograd differentiates come first."""
+            upstream = UpstreamGradients(grad, grads.get("log_prob"), grads.get("entropy"))
+            found = engine.backward(operands, ctx.plan, SavedStatistics(*statistics), logits, upstream)
+            gradients = found.in_order()
+        return None, None, *gradients, None, None, None

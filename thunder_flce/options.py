@@ -8,6 +8,7 @@ STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 ACCUMULATE = ("auto", "parameter", "float32")
 IGNORED_ROWS = ("skip", "skip_on_device", "compute")
 LOGITS_DTYPES = ("input", "float32")
+ROW_KERNELS = ("auto", "triton", "nvfuser", "torch")
 
 
 def as_options(options: "Options | None") -> "Options":
@@ -42,30 +43,34 @@ class Options:
 
     chunk_rows: int | None = None
     """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size. The
-    first chunk may be larger where that takes no more memory, as its logits lie where dW will be (`slabs`)."""
+    first chunk may be larger where that takes no more memory, as its logits lie where dW will be (`staged_logits`)."""
 
     accumulate: str = "auto"
     """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":
     the parameter's dtype while that is as good (`plan.EXACT_CHUNKS`, `plan.EXACT_TOKENS_PER_COLUMN`), else float32."""
 
     ignored_rows: str = "skip"
-    """"skip": rows whose target is ignore_index leave the region before the first product, at the price of one host
-    synchronisation on CUDA. "compute": no synchronisation (but once, to tune products) and static shapes, as CUDA
-    graphs need; this is also what happens by itself while a CUDA graph is being captured. "skip_on_device": without
-    synchronisation and with static shapes, too, but valid rows come first and products end after them, which a kernel
-    of Triton's does for 16-bit operands on Hopper. Where no target is ignored that is up to 18% slower than the
-    others, and faster than "compute" the more there are. Other products on CUDA go over all rows."""
+    """"skip": rows whose target is ignore_index are dropped before the first matmul, at the price of one device
+    synchronisation on CUDA. "compute": no synchronisation (but once, to tune matmuls) and static shapes, as CUDA graphs
+    need; this is also what happens by itself while a CUDA graph is captured. "skip_on_device": no synchronisation and
+    static shapes, too, but valid rows come first and a Triton matmul ends after them, for 16-bit operands on Hopper.
+    Where no target is ignored that is up to 18% slower than the others, and faster than "compute" the more there are.
+    Other matmuls on CUDA go over all rows."""
 
     logits_dtype: str = "input"
     """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,
     as an unfused model does, or "float32", as the product has summed them, for three times the memory a chunk."""
 
+    row_kernels: str = "auto"
+    """Who runs the row work, which is everything but the matmuls: "triton", "nvfuser" or "torch" (PyTorch operations),
+    each alone, or "auto": for each step the fastest of those that are installed. Neither Triton nor nvFuser runs
+    float64, or on a CPU; to ask for them there is an error."""
+
     tune_products: bool = True
-    """Whether, on a Hopper GPU, the large products of 16-bit operands try the algorithms that cuBLAS proposes when they
+    """Whether, on a Hopper GPU, the large matmuls of 16-bit operands try the algorithms that cuBLAS proposes when they
     first run, and then run with the fastest. That waits for the device, and takes a third of a second or so for each
-    kind of product, once a process: for logits, dX and dW of some size, for each power of two of tokens (for dX, four
-    sizes between two of them). Without it, and while `torch.use_deterministic_algorithms` is on, they are PyTorch's
-    products."""
+    kind of matmul, once a process: for logits, dX and dW of some size, for each power of two of tokens (for dX, four
+    sizes between two of them). Without it, and while `torch.use_deterministic_algorithms` is on, PyTorch's run."""
 
     def __post_init__(self):
         budget = self.memory_budget
@@ -89,6 +94,8 @@ class Options:
             raise ValueError(f"ignored_rows must be one of {IGNORED_ROWS}, but got {self.ignored_rows!r}")
         if self.logits_dtype not in LOGITS_DTYPES:
             raise ValueError(f"logits_dtype must be one of {LOGITS_DTYPES}, but got {self.logits_dtype!r}")
+        if self.row_kernels not in ROW_KERNELS:
+            raise ValueError(f"row_kernels must be one of {ROW_KERNELS}, but got {self.row_kernels!r}")
         if not isinstance(self.tune_products, bool):
             raise ValueError(f"tune_products must be True or False, but got {self.tune_products!r}")
 

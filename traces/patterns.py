@@ -1,6 +1,6 @@
 """The ways to write a language model's loss, each as a small program: those that are fused, and those that are not.
 
-The arguments are told apart by name, see `programs.arguments`.
+The name of an argument says which tensor it is; see `programs.arguments`.
 """
 
 from collections.abc import Callable
@@ -297,7 +297,7 @@ def accuracy_by_max(hidden, weight, labels):
 
 
 def accuracies_of_two_heads(hidden, weight, second_weight, labels):
-    """What is computed from both comes after both losses."""
+    """The operation that uses both argmaxes has to move after both losses."""
     first, second = F.linear(hidden, weight), F.linear(hidden, second_weight)
     right = (first.argmax(-1) == labels).sum() + (second.argmax(-1) == labels).sum()
     return _loss(first, labels) + _loss(second, labels), right
@@ -465,7 +465,7 @@ def rows_picked_by_a_tensor(hidden, weight, labels):
     return F.cross_entropy(F.linear(hidden, weight)[rows, rows + 1], labels[:, 3])
 
 
-DECLINED: dict[Callable, Reason] = {
+NOT_FUSED: dict[Callable, Reason] = {
     accuracy_of_other_rows: Reason.LOGITS_USED,
     labels_from_predictions: Reason.LOGITS_USED,
     logits_returned: Reason.LOGITS_RETURNED,

@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -74,11 +75,11 @@ def build_traces(device: str) -> dict[str, str]:
 
 def build_patterns() -> dict[str, str]:
     """The printed traces of every way to write a loss, fused or not, on a CPU."""
-    from patterns import DECLINED, FUSED
+    from patterns import FUSED, NOT_FUSED
 
     return {
         f"patterns/{program.__name__}.py": _print_program(program, "flce", "cpu", run=False)
-        for program in (*FUSED, *DECLINED)
+        for program in (*FUSED, *NOT_FUSED)
     }
 
 
@@ -132,15 +133,15 @@ def build_fusions() -> dict[str, str]:
     """The printed nvFuser definitions for bfloat16 logits over a vocabulary of 128256."""
     from nvfuser_direct import DataType, FusionDefinition
 
-    from thunder_flce.execution.row_kernels import nvfuser_rows as nvfuser
-    from thunder_flce.execution.row_kernels.interface import LogitMap
+    from thunder_flce.execution.layout import VocabLayout
+    from thunder_flce.execution.row_kernels import dispatch
+    from thunder_flce.execution.row_kernels.interface import LogitMap, RowWork
     from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
     from thunder_flce.inspection.programs import Sizes
     from thunder_flce.inspection.trace_text import commented
-    from thunder_flce.planning.plan import VocabLayout
+    from thunder_flce.operation.moments import MOMENTS
 
     rows, vocab = Sizes().tokens, Sizes().vocab
-    layout = VocabLayout.aligned(vocab)
     settings = {"rows": rows, "vocab": vocab, "dtype": DataType.BFloat16, "reduction": "mean", "ignore_index": -100}
 
     def standalone(translation: Callable, *tensors: tuple[tuple[int, ...], DataType]) -> FusionDefinition:
@@ -155,27 +156,25 @@ def build_fusions() -> dict[str, str]:
         return fd
 
     logits, target = ((rows, vocab), DataType.BFloat16), ((rows,), DataType.Int)
-    row_vector, scalar = ((rows,), DataType.Float), ((), DataType.Float)
+    row_vector, count = ((rows,), DataType.Float), ((), DataType.Int)
     grad = ((), DataType.BFloat16)
-    dtype, identity = torch.bfloat16, LogitMap()
-    plain = nvfuser.GradientVectors(True, True, True, uniform=None, entropy=None, class_weight=None)
-    everything = nvfuser.GradientVectors(True, True, True, uniform=True, entropy=True, class_weight=True)
-    capped = LogitMap(scale=0.5, softcap=30.0)
+
+    def of_rows(method: str, logit_map: LogitMap, **asked: Any) -> dict[str, FusionDefinition]:
+        layouts = () if method == "target_gradient" else (VocabLayout.aligned(vocab),)
+        work = RowWork(method=method, layouts=layouts, dtype=torch.bfloat16, out_dtype=torch.bfloat16, **asked)
+        return dispatch.definitions(work, logit_map)
+
+    everything = {"uniform": True, "entropy": True, "has_class_weight": True, "column_sums": True}
+    (of_everything,) = of_rows("gradient", LogitMap(scale=0.5, softcap=30.0), **everything).values()
     fusions = {
-        "moments": nvfuser.moments_fusion(
-            layout, dtype, identity, expected=True, weighted_sum=True, has_class_weight=True
-        ),
-        "gradient": nvfuser.gradient_fusion(layout.row_stride, dtype, dtype, identity, plain, column_sums=False),
-        "gradient_with_column_sums": nvfuser.gradient_fusion(
-            layout.row_stride, dtype, dtype, identity, plain, column_sums=True
-        ),
-        "gradient_of_everything": nvfuser.gradient_fusion(
-            layout.row_stride, dtype, dtype, capped, everything, column_sums=True
-        ),
-        "target_gradient": nvfuser.target_gradient_fusion(dtype, dtype, identity, plain._replace(one_hot=True)),
+        # Statistics, gradient and the targets' entries are all that a Llama-like region takes.
+        **of_rows("statistics_and_gradient", LogitMap()),
+        **of_rows("moments", LogitMap(), moments=tuple(MOMENTS), has_class_weight=True),
+        **of_rows("gradient", LogitMap(), column_sums=True),
+        "gradient_of_everything": of_everything,
         "cross_entropy_fwd": standalone(nvfuser_impl.forward_fusion, logits, target),
         "cross_entropy_bwd": standalone(
-            nvfuser_impl.backward_fusion, grad, logits, target, row_vector, row_vector, scalar
+            nvfuser_impl.backward_fusion, grad, logits, target, row_vector, row_vector, count
         ),
     }
     header = commented(f"Printed by: {_command('cpu')}\n{nvfuser_versions()}, bfloat16 logits, vocabulary {vocab}.")

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench import columns, kernels, methods, models, records, regions, sweep
+from thunder_flce.bench import against, columns, kernels, methods, models, predictions, records, regions, sweep
 from thunder_flce.bench.columns import Column
 from thunder_flce.bench.measuring import DeviceLost, Progress, Schedule
+from thunder_flce.bench.other_copy import PACKAGE
 from thunder_flce.bench.shapes import DTYPES, SHAPES, Shape, parse_shape
 
 PROGRAM = "python -m thunder_flce bench"
@@ -127,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     subsets = parser.add_subparsers(dest="subset", required=True, metavar="SUBSET")
 
     subset = _subset(subsets, "regions", "time, memory and error of loss regions, against every installed peer")
-    subset.add_argument("--shapes", nargs="+", metavar="SHAPE", help=f"{', '.join(SHAPES)}, or {_CUSTOM}")
+    _shape_option(subset)
     _region_options(subset)
     subset.add_argument("--dtype", choices=DTYPES, help="instead of the shapes' own")
     subset.add_argument("--bias", action=argparse.BooleanOptionalAction, help="instead of the shapes' own")
@@ -142,6 +143,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     subset.add_argument("--base", metavar="SHAPE", help=f"what is changed: a name, or {_CUSTOM} (default: S1)")
     _region_options(subset)
+
+    subset = _subset(
+        subsets, "against", "time and memory against another checkout, or a method, in turns", against.SCHEDULE
+    )
+    subset.add_argument("base", help="a folder with another checkout of this project, or a method")
+    subset.add_argument("--base-commit", metavar="COMMIT", help="what is checked out there, where git cannot tell")
+    _shape_option(subset)
+    subset.add_argument("--methods", nargs="+", default=["flce"], metavar="METHOD", help="; ".join(methods.METHODS))
+
+    subset = _subset(subsets, "predictions", "predicted and measured time and memory of every way to run a region")
+    _shape_option(subset)
+    subset.add_argument(
+        "--methods", nargs="+", choices=predictions.WAYS, default=list(predictions.WAYS), metavar="METHOD"
+    )
 
     subset = _subset(subsets, "models", "training steps of whole models, and the time to the first one")
     subset.add_argument("--models", nargs="+", choices=models.MODELS, metavar="MODEL", help=", ".join(models.MODELS))
@@ -159,18 +174,23 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_CUSTOM = "tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…]"
+_CUSTOM = "tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…]"
 
 
-def _subset(subsets: Any, name: str, help: str) -> argparse.ArgumentParser:
+def _subset(subsets: Any, name: str, help: str, default: Schedule | None = None) -> argparse.ArgumentParser:
     subset = subsets.add_parser(name, help=help, description=help)
-    default = Schedule()
+    default = default or Schedule()
+    subset.set_defaults(default_schedule=default)
     subset.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     subset.add_argument("--rounds", type=_positive, default=default.rounds, help="turns (default: %(default)s)")
     subset.add_argument("--calls", type=_positive, default=default.calls, help="timings a turn (default: %(default)s)")
     subset.add_argument("--json", type=Path, help="append the results to this file, a line each")
     subset.add_argument("--commit", help="what is measured, where git cannot tell")
     return subset
+
+
+def _shape_option(subset: argparse.ArgumentParser) -> None:
+    subset.add_argument("--shapes", nargs="+", metavar="SHAPE", help=f"{', '.join(SHAPES)}, or {_CUSTOM}")
 
 
 def _region_options(subset: argparse.ArgumentParser) -> None:
@@ -192,7 +212,11 @@ def _fraction(text: str) -> float:
 
 def _schedule(parsed: argparse.Namespace) -> Schedule:
     settle_ms = {"settle_ms": 0.0} if parsed.device == "cpu" else {}
-    return Schedule(rounds=parsed.rounds, calls=parsed.calls, **settle_ms)
+    return replace(parsed.default_schedule, rounds=parsed.rounds, calls=parsed.calls, **settle_ms)
+
+
+def _shape_texts(parsed: argparse.Namespace) -> list[str]:
+    return parsed.shapes or (["S1"] if parsed.device == "cuda" else ["cpu"])
 
 
 def _known(names: list[str]) -> list[str]:
@@ -202,12 +226,12 @@ def _known(names: list[str]) -> list[str]:
 
 
 def _regions(parsed: argparse.Namespace) -> Run:
-    chosen = parsed.methods or [name for name in methods.METHODS if name not in methods.SLOW_TO_START]
+    chosen = parsed.methods or [name for name in methods.METHODS if name not in methods.ONLY_WHEN_NAMED]
     budgets = [methods.budget_method(methods.parse_budget(text)) for text in parsed.memory_budgets]
     settings = regions.Settings(device=parsed.device, schedule=_schedule(parsed), profile=parsed.profile)
     changes = {"bias": parsed.bias, "ignored": parsed.ignored, "dtype": parsed.dtype and DTYPES[parsed.dtype]}
     changes = {name: value for name, value in changes.items() if value is not None}
-    texts = parsed.shapes or (["S1"] if parsed.device == "cuda" else ["cpu"])
+    texts = _shape_texts(parsed)
     shapes = [replace(parse_shape(text), **changes) for text in texts]
     return Run(
         subset="regions",
@@ -240,6 +264,60 @@ def _region_case(text: str, shape: Shape, settings: regions.Settings) -> Case:
         return regions.measure(shape, names, settings, progress)
 
     return Case(text=text, title=str(shape), measure=measure)
+
+
+def _against(parsed: argparse.Namespace) -> Run:
+    base, names = _base(parsed.base, parsed.base_commit), _known(parsed.methods)
+    if base.folder is not None and (others := [name for name in names if not methods.is_ours(name)]):
+        raise ValueError(f"only this project's methods are in another checkout, not {others}")
+
+    def case(text: str) -> Case:
+        shape = parse_shape(text)
+
+        def measure(names: list[str], progress: Progress) -> Iterator[against.Row]:
+            return against.measure(
+                shape, names, base, device=parsed.device, schedule=_schedule(parsed), progress=progress
+            )
+
+        return Case(text=text, title=f"{shape}, against {base.name}", measure=measure)
+
+    return Run(
+        subset="against",
+        case_option="shapes",
+        cases=[case(text) for text in _shape_texts(parsed)],
+        methods=names,
+        columns=columns.AGAINST,
+    )
+
+
+def _base(text: str, commit: str | None) -> against.Base:
+    if methods.is_method(text):
+        return against.Base(name=text)
+    folder = Path(text).resolve()
+    package = folder / PACKAGE
+    if not package.is_dir():
+        raise ValueError(f"the base must be a method or a folder with the folder {PACKAGE}, but got {text!r}")
+    return against.Base(name=commit or records.commit_of(package) or folder.name, folder=folder)
+
+
+def _predictions(parsed: argparse.Namespace) -> Run:
+    def case(text: str) -> Case:
+        shape = parse_shape(text)
+
+        def measure(names: list[str], progress: Progress) -> Iterator[predictions.Row]:
+            return predictions.measure(
+                shape, names, device=parsed.device, schedule=_schedule(parsed), progress=progress
+            )
+
+        return Case(text=text, title=str(shape), measure=measure)
+
+    return Run(
+        subset="predictions",
+        case_option="shapes",
+        cases=[case(text) for text in parsed.shapes or predictions.SHAPES[parsed.device]],
+        methods=parsed.methods,
+        columns=columns.PREDICTIONS,
+    )
 
 
 def _models(parsed: argparse.Namespace) -> Run:
@@ -282,4 +360,11 @@ def _kernels(parsed: argparse.Namespace) -> Run:
     )
 
 
-_RUNS = {"regions": _regions, "sweep": _sweep, "models": _models, "kernels": _kernels}
+_RUNS = {
+    "regions": _regions,
+    "sweep": _sweep,
+    "against": _against,
+    "predictions": _predictions,
+    "models": _models,
+    "kernels": _kernels,
+}

@@ -21,15 +21,34 @@ REGIONS = [
     Column("time_ms", "both, ms", _TIME),
     Column("forward_ms", "forward", _TIME),
     Column("backward_ms", "backward", _TIME),
-    Column("ratio", "× products", "{:.3f}"),
+    Column("ratio", "× matmuls", "{:.3f}"),
     Column("tflops", "TFLOP/s", "{:.4g}"),
     Column("memory_gb", "peak, GB", _GB),
     Column("above_outputs_gb", "− gradients", _GB),
     Column("loss_error", "loss error", _ERROR),
     Column("dx_error", "dX error", _ERROR),
     Column("dw_error", "dW error", _ERROR),
-    Column("dbias_error", "db error", _ERROR),
+    Column("dbias_error", "dbias error", _ERROR),
+    Column("dy_error", "dy error", _ERROR),
+    Column("db_error", "dB error", _ERROR),
     Column("first_call_s", "first call, s", "{:.1f}"),
+]
+AGAINST = [
+    Column("time_ms", "both, ms", _TIME),
+    Column("base_time_ms", "base", _TIME),
+    Column("ratio", "ratio", "{:.4f}"),
+    Column("pairs", "pairs", "{}"),
+    Column("above_outputs_gb", "peak − gradients, GB", _GB),
+    Column("base_above_outputs_gb", "base", _GB),
+    Column("memory_ratio", "ratio", "{:.3f}"),
+]
+PREDICTIONS = [
+    Column("predicted_ms", "predicted, ms", _TIME),
+    Column("time_ms", "measured", _TIME),
+    Column("ratio", "ratio", "{:.3f}"),
+    Column("predicted_gb", "predicted peak, GB", _GB),
+    Column("memory_gb", "measured", _GB),
+    Column("memory_ratio", "ratio", "{:.3f}"),
 ]
 MODELS = [
     Column("time_ms", "step, ms", _TIME),
@@ -41,6 +60,7 @@ MODELS = [
     Column("loss_error", "loss error", _ERROR),
 ]
 KERNELS = [
+    Column("backend", "backend", "{}"),
     Column("time_ms", "time, ms", "{:.3f}"),
     Column("gb_per_s", "GB/s", "{:.0f}"),
     Column("copy_gb_per_s", "copy, GB/s", "{:.0f}"),

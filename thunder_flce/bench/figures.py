@@ -72,7 +72,7 @@ def _style(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _time_against_memory(title: str, records: list[Record]) -> Figure:
-    """Every method as a point; the three products as a line, since they have no memory to speak of."""
+    """Every method as a point; the three matmuls as a line, since they have no memory to speak of."""
     latest = {record["method"]: record for record in records}
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     if FLOOR in latest:
@@ -169,7 +169,7 @@ def _finish(figure: Figure, axes: Axes, title: str) -> Figure:
 _FIGURES: dict[str, tuple[Callable[[Record], str], Callable[[str, list[Record]], Figure]]] = {
     "regions": (lambda record: record["shape"], _time_against_memory),
     "sweep": (lambda record: record["axis"], _sweep),
-    "kernels": (lambda record: f"{record['dtype']}, {record['lowering']}", _kernels),
+    "kernels": (lambda record: f"{record['dtype']}, {record['backend']}", _kernels),
     "models": (lambda record: record["model"], _models),
 }
 """For each subset, what one figure is made of, and how."""

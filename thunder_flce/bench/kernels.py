@@ -1,8 +1,8 @@
-"""The row kernels alone: bytes a second, against a device copy of as many bytes.
+"""The row kernels alone: bytes a second of each backend, against a device copy of as many bytes.
 
-"statistics" reads the logits of a chunk once; "dlogits" reads and writes them, and "statistics and dlogits" do both as
-one kernel, which is held to the bytes that it has to move, one read and one write. A copy reads half of its bytes and
-writes the other half, so the copy that statistics are compared with is of half the logits.
+"statistics" and "moments" read the logits of a chunk once; "dlogits" reads and writes them, and "statistics and
+dlogits" do both, which are held to the bytes that they have to move, one read and one write. "target entries" are a few
+numbers a row. A copy reads half of its bytes and writes the other half.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,14 +13,10 @@ import torch
 
 from thunder_flce.bench.measuring import DeviceLost, Mark, Progress, Schedule, Step, attempt, release, take_turns
 from thunder_flce.bench.shapes import dtype_name
-from thunder_flce.execution.row_kernels.interface import (
-    LogitMap,
-    LogitsBuffer,
-    RowCoefficients,
-    RowKernels,
-    kernels_for,
-)
-from thunder_flce.planning.plan import layout_for
+from thunder_flce.execution.layout import layout_for
+from thunder_flce.execution.row_kernels.dispatch import BACKENDS, check_available, kernels_for
+from thunder_flce.execution.row_kernels.interface import LogitMap, LogitsBuffer, RowCoefficients, RowKernels
+from thunder_flce.operation.moments import MOMENTS
 
 VOCABS = {
     "cuda": [1000, 4099, 16384, 32000, 50257, 65537, 100352, 128256, 128257, 151936, 200064, 256000, 300007],
@@ -29,8 +25,15 @@ VOCABS = {
 LOGITS_BYTES = {"cuda": 512 * 2**20, "cpu": 8 * 2**20}
 """Bytes of the logits of a chunk: ten times what a GPU's cache holds."""
 
-KERNELS = ["statistics", "statistics and dlogits", "dlogits", "dlogits, column sums"]
-_COPIES = {name: "copy of half" if name == "statistics" else "copy" for name in KERNELS}
+KERNELS = [
+    "statistics",
+    "moments",
+    "statistics and dlogits",
+    "dlogits",
+    "dlogits, every term",
+    "dlogits, column sums",
+    "target entries",
+]
 _PHASE = "kernel"
 
 
@@ -43,14 +46,14 @@ class Row:
     row_stride: int
     """Elements from one row to the next, the padding included."""
     dtype: str
-    lowering: str
-    """The module that the kernels come from: "nvfuser" or "torch_rows"."""
+    backend: str
+    """One of `dispatch.BACKENDS`."""
     method: str
     time_ms: float | None = None
     time_ms_p20: float | None = None
     time_ms_p80: float | None = None
     gb_per_s: float | None = None
-    """10⁹ bytes of logits a second, padding not counted."""
+    """10⁹ bytes a second of those that have to be moved, padding not counted."""
     copy_gb_per_s: float | None = None
     """The same of a copy that moves as many bytes."""
     ratio: float | None = None
@@ -68,7 +71,7 @@ def measure(
     progress: Progress,
     logits_bytes: int | None = None,
 ) -> Iterator[Row]:
-    """Measures kernels at one vocabulary.
+    """Measures kernels at one vocabulary, of each backend that can run there, in turns.
 
     Args:
         vocab: V, at least 2.
@@ -85,73 +88,107 @@ def measure(
     release(device)
     layout = layout_for(vocab, dtype=dtype, device_type=device)
     rows = max((logits_bytes or LOGITS_BYTES[device]) // (layout.row_stride * dtype.itemsize), 2)
-    kernels = kernels_for(dtype=dtype, device_type=device, logit_map=LogitMap())
-    row = partial(
-        Row,
-        vocab=vocab,
-        rows=rows,
-        row_stride=layout.row_stride,
-        dtype=dtype_name(dtype),
-        lowering=type(kernels).__module__.rpartition(".")[2],
-    )
-    steps: dict[str, Step] = {}
+    row = partial(Row, vocab=vocab, rows=rows, row_stride=layout.row_stride, dtype=dtype_name(dtype))
+    steps: dict[tuple[str, str], Step] = {}
+    copies: dict[str, Step] = {}
     try:
         with attempt("logits", device) as tried:
             buffer = LogitsBuffer.allocate(rows, layout, dtype=dtype, device=torch.device(device))
             buffer.padded.normal_()
-            available = _kernel_steps(kernels, buffer)
-            copies = {"copy": _copy_step(buffer, 1), "copy of half": _copy_step(buffer, 2)}
+            copies = {name: _copy_step(buffer, _bytes_moved(name, buffer)) for name in methods}
         if tried.failed is not None:
-            yield row(method="logits", failed=tried.failed)
+            yield row(backend="torch", method="logits", failed=tried.failed)
             return
-        for name in methods:
-            progress(f"{name}: first call")
-            with attempt(name, device) as tried:
-                available[name](lambda phase: None)
-                steps[name] = available[name]
+        for backend in available_backends(dtype, device):
+            with attempt(f"{backend}: statistics", device) as tried:
+                kernels = kernels_for(backend, dtype=dtype, device_type=device, logit_map=LogitMap())
+                available = _kernel_steps(kernels, buffer)
             if tried.failed is not None:
-                yield row(method=name, failed=tried.failed)
-        outcomes = take_turns({**copies, **steps}, schedule, device=device, progress=progress)
+                yield row(backend=backend, method="statistics", failed=tried.failed)
+                continue
+            for name in methods:
+                progress(f"{backend}, {name}: first call")
+                with attempt(f"{backend}: {name}", device) as tried:
+                    available[name](lambda phase: None)
+                    steps[backend, name] = available[name]
+                if tried.failed is not None:
+                    yield row(backend=backend, method=name, failed=tried.failed)
+        named = {f"{backend}: {name}": step for (backend, name), step in steps.items()}
+        turns = {**{f"copy: {name}": step for name, step in copies.items()}, **named}
+        outcomes = take_turns(turns, schedule, device=device, progress=progress)
     except DeviceLost as lost:
-        yield row(method=lost.method, failed=lost.reason)
+        backend, _, name = lost.method.rpartition(": ")
+        yield row(backend=backend or "torch", method=name, failed=lost.reason)
         raise
-    for name in steps:
-        outcome, copied = outcomes[name], outcomes[_COPIES[name]]
+    for backend, name in steps:
+        outcome, copied = outcomes[f"{backend}: {name}"], outcomes[f"copy: {name}"]
         if outcome.failed is not None:
-            yield row(method=name, failed=outcome.failed)
+            yield row(backend=backend, method=name, failed=outcome.failed)
             continue
-        moved = rows * vocab * dtype.itemsize * (1 if name == "statistics" else 2)
-        bandwidth = moved / outcome.median(_PHASE) / 1e6
-        copy_bandwidth = copied.median(_PHASE) and moved / copied.median(_PHASE) / 1e6
+        moved = _bytes_moved(name, buffer)
+        spread, copy_ms = outcome.spread(_PHASE, "time_ms"), copied.median(_PHASE)
+        bandwidth = moved / spread["time_ms"] / 1e6
+        copy_bandwidth = moved / copy_ms / 1e6 if copy_ms else None
         yield row(
+            backend=backend,
             method=name,
-            **outcome.spread(_PHASE, "time_ms"),
+            **spread,
             gb_per_s=bandwidth,
             copy_gb_per_s=copy_bandwidth,
             ratio=copy_bandwidth and bandwidth / copy_bandwidth,
         )
 
 
+def available_backends(dtype: torch.dtype, device: str) -> list[str]:
+    """Those of `dispatch.BACKENDS` that can run there."""
+
+    def is_available(name: str) -> bool:
+        try:
+            check_available(name, dtype=dtype, device_type=device)
+        except ValueError:
+            return False
+        return True
+
+    return [name for name in BACKENDS if is_available(name)]
+
+
+def _bytes_moved(name: str, buffer: LogitsBuffer) -> int:
+    """What a kernel has to read and write at least."""
+    itemsize = buffer.padded.element_size()
+    if name == "target entries":
+        # Row maximum and sum, two coefficients, and z and its gradient.
+        return buffer.logits.shape[0] * (4 * 4 + 2 * itemsize)
+    return buffer.logits.numel() * itemsize * (1 if name in ("statistics", "moments") else 2)
+
+
 def _kernel_steps(kernels: RowKernels, buffer: LogitsBuffer) -> dict[str, Step]:
+    """A step for each of `KERNELS`."""
+    rows, vocab = buffer.logits.shape
+    dtype = buffer.padded.dtype
+    row = buffer.padded.new_full((rows,), 1 / rows, dtype=torch.float32)
     statistics = kernels.statistics(buffer)
-    share = torch.full_like(statistics.row_max, 1 / statistics.row_max.shape[0])
-    coefficients = RowCoefficients(share, share)
+    plain, everything = RowCoefficients(row, row), RowCoefficients(row, row, row, row)
+    class_weight = row.new_ones(vocab)
+    target, z = torch.zeros_like(row, dtype=torch.long), row.to(dtype)
+    names = tuple(MOMENTS)
 
-    def gradient(column_sums: bool) -> None:
-        dtype = buffer.padded.dtype
-        kernels.gradient(buffer, statistics, coefficients, None, dtype=dtype, column_sums=column_sums)
+    def gradient(coefficients: RowCoefficients, *, column_sums: bool = False) -> None:
+        kernels.gradient(buffer, statistics, coefficients, class_weight, dtype=dtype, column_sums=column_sums)
 
-    target = torch.zeros_like(share, dtype=torch.long)
     return {
         "statistics": _timed(lambda: kernels.statistics(buffer)),
-        "statistics and dlogits": _timed(lambda: kernels.statistics_and_gradient(buffer, target, coefficients)),
-        "dlogits": _timed(lambda: gradient(False)),
-        "dlogits, column sums": _timed(lambda: gradient(True)),
+        "moments": _timed(lambda: kernels.moments(buffer, statistics, class_weight, names)),
+        "statistics and dlogits": _timed(lambda: kernels.statistics_and_gradient(buffer, target, plain)),
+        "dlogits": _timed(lambda: gradient(plain)),
+        "dlogits, every term": _timed(lambda: gradient(everything)),
+        "dlogits, column sums": _timed(lambda: gradient(plain, column_sums=True)),
+        "target entries": _timed(lambda: kernels.target_gradient(z, statistics, plain, None, dtype=dtype)),
     }
 
 
-def _copy_step(buffer: LogitsBuffer, share: int) -> Step:
-    source, destination = (buffer.padded.new_zeros(buffer.logits.numel() // share) for _ in range(2))
+def _copy_step(buffer: LogitsBuffer, moved: int) -> Step:
+    """A copy that reads and writes so many bytes in all."""
+    source, destination = (buffer.padded.new_zeros(moved // 2, dtype=torch.uint8) for _ in range(2))
     return _timed(lambda: destination.copy_(source))
 
 

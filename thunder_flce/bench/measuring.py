@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -119,7 +120,7 @@ class _Clock:
 
     def __init__(self, device: str):
         self._device = device
-        self._laps: list[list[tuple[str, object]]] = []
+        self._laps: list[list[tuple[str, torch.cuda.Event | float]]] = []
 
     def start(self) -> None:
         self._laps.append([])
@@ -127,22 +128,26 @@ class _Clock:
 
     def mark(self, phase: str) -> None:
         if self._device == "cuda":
-            moment = torch.cuda.Event(enable_timing=True)
-            moment.record()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._laps[-1].append((phase, event))
         else:
-            moment = time.perf_counter()
-        self._laps[-1].append((phase, moment))
+            self._laps[-1].append((phase, time.perf_counter()))
 
     def laps_ms(self) -> list[dict[str, float]]:
         synchronize(self._device)
         laps = []
         for marks in self._laps:
-            lap = {phase: self._ms(before, end) for (_, before), (phase, end) in zip(marks, marks[1:], strict=False)}
-            laps.append({**lap, TOTAL: self._ms(marks[0][1], marks[-1][1])})
+            lap = {phase: _ms(before, end) for (_, before), (phase, end) in zip(marks, marks[1:], strict=False)}
+            laps.append({**lap, TOTAL: _ms(marks[0][1], marks[-1][1])})
         return laps
 
-    def _ms(self, start: object, end: object) -> float:
-        return start.elapsed_time(end) if self._device == "cuda" else (end - start) * 1e3
+
+def _ms(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    if isinstance(start, torch.cuda.Event):
+        return start.elapsed_time(end)
+    assert not isinstance(end, torch.cuda.Event)
+    return (end - start) * 1e3
 
 
 def _laps_ms(step: Step, calls: int, device: str) -> list[dict[str, float]]:
@@ -175,7 +180,7 @@ class Outcome:
         """Milliseconds; None where there is no timing."""
         return statistics.median(lap[phase] for lap in self.laps_ms) if self.laps_ms else None
 
-    def spread(self, phase: str, name: str) -> dict[str, float]:
+    def spread(self, phase: str, name: str) -> dict[str, Any]:
         """Median and 20th and 80th percentile of a phase, under `name` with "", "_p20" and "_p80"."""
         ordered = sorted(lap[phase] for lap in self.laps_ms)
         last = len(ordered) - 1
@@ -203,6 +208,70 @@ def take_turns(steps: Mapping[str, Step], schedule: Schedule, *, device: str, pr
             if tried.failed is not None:
                 outcomes[name] = Outcome(failed=tried.failed)
     return outcomes
+
+
+@dataclass(frozen=True)
+class PairedOutcome:
+    """What the timing of two steps in turns gave: two times for each pair of calls, or a failure."""
+
+    pairs_ms: list[tuple[float, float]] = field(default_factory=list)
+    failed: str | None = None
+
+    def spread(self) -> dict[str, Any]:
+        """The median of both times, and of the ratio of the first to the second, with 20th and 80th percentile."""
+        ratios = sorted(first / second for first, second in self.pairs_ms)
+        last = len(ratios) - 1
+        return {
+            "time_ms": statistics.median(first for first, _ in self.pairs_ms),
+            "base_time_ms": statistics.median(second for _, second in self.pairs_ms),
+            "ratio": statistics.median(ratios),
+            "ratio_p20": ratios[round(0.2 * last)],
+            "ratio_p80": ratios[round(0.8 * last)],
+            "pairs": len(ratios),
+        }
+
+
+def take_paired_turns(
+    pairs: Mapping[str, tuple[Step, Step]], schedule: Schedule, *, device: str, progress: Progress
+) -> dict[str, PairedOutcome]:
+    """Times two steps in turns, call by call, for each of several pairs, which take longer turns; see `take_turns`.
+
+    Both calls of a pair find the chip as warm, so their ratio is known better than either of their times.
+
+    Raises:
+        DeviceLost: where a pair makes further measurements impossible.
+    """
+    outcomes = {name: PairedOutcome() for name in pairs}
+    for turn in range(schedule.rounds):
+        for name, pair in pairs.items():
+            progress(f"round {turn + 1} of {schedule.rounds}: {name}")
+            if outcomes[name].failed is not None:
+                continue
+            with attempt(name, device) as tried:
+                outcomes[name].pairs_ms.extend(_paired_turn_ms(pair, schedule, device))
+            if tried.failed is not None:
+                outcomes[name] = PairedOutcome(failed=tried.failed)
+    return outcomes
+
+
+def _paired_turn_ms(pair: tuple[Step, Step], schedule: Schedule, device: str) -> list[tuple[float, float]]:
+    settled = time.perf_counter() + schedule.settle_ms / 1e3
+    while True:
+        pair_ms = sum(_laps_ms(step, 1, device)[0][TOTAL] for step in pair)
+        if time.perf_counter() >= settled:
+            break
+    for step in pair:
+        step(lambda phase: None)
+    count = max(min(schedule.calls, int(schedule.turn_ms / max(pair_ms, 1e-3))), 2)
+    # First, second, second, first, and so on: neither always follows the other.
+    order = [place for number in range(count) for place in ((0, 1) if number % 2 == 0 else (1, 0))]
+    clock = _Clock(device)
+    for place in order:
+        clock.start()
+        pair[place](clock.mark)
+    times = [lap[TOTAL] for lap in clock.laps_ms()]
+    in_turn = zip(times[::2], times[1::2], order[::2], strict=True)
+    return [(one, other) if first == 0 else (other, one) for one, other, first in in_turn]
 
 
 def peak_bytes(step: Step, device: str) -> dict[str, int]:
@@ -245,9 +314,10 @@ class _CpuMeter:
     def mark(self, phase: str) -> None:
         self._profiler.__exit__(None, None, None)
         peak = self._held
-        for event in self._profiler.kineto_results.events():
+        results = self._profiler.kineto_results
+        for event in results.events() if results is not None else ():
             if event.name() == "[memory]":
-                self._held += event.nbytes()
+                self._held += event.nbytes()  # type: ignore[attr-defined]
                 peak = max(peak, self._held)
         self.peaks[phase] = peak
         self._start()

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from thunder_flce.bench.chunked_loop import chunked_loop
 from thunder_flce.bench.measuring import Unavailable
+from thunder_flce.bench.other_copy import HERE, OtherCopy, load
 from thunder_flce.bench.shapes import Inputs
 
 Method = Callable[[Inputs], Tensor]
@@ -25,18 +28,78 @@ def _program(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> 
     return F.cross_entropy(F.linear(x, weight, bias).float(), target)
 
 
-def _compiled(compile_program: Callable) -> Method:
-    program = compile_program(_program)
-    return lambda inputs: program(inputs.x, inputs.weight, inputs.bias, inputs.target)
+def _program_with_adapter(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, adapter_input: Tensor, adapter_weight: Tensor
+) -> Tensor:
+    logits = F.linear(x, weight, bias) + F.linear(adapter_input, adapter_weight)
+    return F.cross_entropy(logits.float(), target)
+
+
+def _compiled(compile_program: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Method:
+    program, with_adapter = compile_program(_program), compile_program(_program_with_adapter)
+
+    def method(inputs: Inputs) -> Tensor:
+        arguments = (inputs.x, inputs.weight, inputs.bias, inputs.target)
+        if not inputs.terms:
+            return program(*arguments)
+        (adapter,) = inputs.terms
+        return with_adapter(*arguments, *adapter)
+
+    return method
 
 
 def _thunder() -> Method:
     return _compiled(import_module("thunder").jit)
 
 
-def _ours(**options) -> Method:
+def _jitted(**options: Any) -> Method:
     thunder_flce = import_module("thunder_flce")
-    return _compiled(partial(thunder_flce.jit, options=thunder_flce.Options(**options)))
+    options = _options(thunder_flce.Options, options)
+    program = _compiled(partial(thunder_flce.jit, options=options))
+    function = _function(thunder_flce.linear_cross_entropy, options)
+    # thunder is not asked for what is said by one call: a sum of linears is given as such.
+    return lambda inputs: function(inputs) if inputs.terms else program(inputs)
+
+
+def our_function(name: str, folder: Path | None = None) -> Method:
+    """A method of ours as a call of `linear_cross_entropy`, without thunder, so that two versions take the same way.
+
+    Args:
+        name: one of `OURS`, or a `budget_method`.
+        folder: the folder that holds another version of the package; None for this one.
+
+    Raises:
+        Unavailable: where that version does not have an option.
+        FileNotFoundError: where there is no package in the folder.
+    """
+    without_nvfuser = name == WITHOUT_NVFUSER
+    if folder is None and not without_nvfuser:
+        thunder_flce = import_module("thunder_flce")
+        copy = OtherCopy(thunder_flce.linear_cross_entropy, thunder_flce.Options)
+    else:
+        copy = load(folder or HERE, without_nvfuser=without_nvfuser)
+    return _function(copy.linear_cross_entropy, _options(copy.options, _our_options(name)))
+
+
+def _function(linear_cross_entropy: Callable[..., Tensor], options: Any) -> Method:
+    def method(inputs: Inputs) -> Tensor:
+        terms = {"terms": inputs.terms} if inputs.terms else {}
+        return linear_cross_entropy(
+            inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options, **terms
+        )
+
+    return method
+
+
+def _options(make: Callable[..., Any], options: dict[str, Any]) -> Any:
+    try:
+        return make(**options)
+    except TypeError as error:
+        raise Unavailable(f"no such option in this version: {error}") from None
+
+
+def _our_options(name: str) -> dict[str, Any]:
+    return {"memory_budget": parse_budget(name.removeprefix(BUDGET))} if name.startswith(BUDGET) else OURS[name]
 
 
 def _auto_chunker() -> Method:
@@ -45,20 +108,21 @@ def _auto_chunker() -> Method:
     from torch._inductor import config, metrics
 
     # By default it chunks only what makes its operands eight times as large, which few language models' heads do.
-    options = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 0}
+    options: dict[str, Any] = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 0}
     program = torch.compile(_program, options=options, dynamic=False)
     chunked = False
 
     def method(inputs: Inputs) -> Tensor:
         nonlocal chunked
+        _reject_terms(inputs)
         arguments = (inputs.x, inputs.weight, inputs.bias, inputs.target)
         if chunked:
             return program(*arguments)
         # It declines without a word. What comes out of a cache has not been seen to be chunked.
-        before = metrics.num_auto_chunking
+        before = metrics.num_auto_chunking  # type: ignore[attr-defined]
         with config.patch(force_disable_caches=True):
             loss = program(*arguments)
-        chunked = metrics.num_auto_chunking > before
+        chunked = metrics.num_auto_chunking > before  # type: ignore[attr-defined]
         if not chunked:
             raise Unavailable("declined by the auto chunker")
         return loss
@@ -66,27 +130,34 @@ def _auto_chunker() -> Method:
     return method
 
 
-def _liger(**settings) -> Method:
+def _liger(**settings: Any) -> Method:
     liger = _peer("liger_kernel.transformers.functional")
-    return lambda inputs: liger.liger_fused_linear_cross_entropy(
-        inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings
-    )
+
+    def method(inputs: Inputs) -> Tensor:
+        _reject_terms(inputs)
+        return liger.liger_fused_linear_cross_entropy(
+            inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings
+        )
+
+    return method
 
 
-def _cut_cross_entropy(**settings) -> Method:
+def _cut_cross_entropy(**settings: Any) -> Method:
     cut_cross_entropy = _peer("cut_cross_entropy")
 
     def method(inputs: Inputs) -> Tensor:
+        _reject_terms(inputs)
         _reject_bias(inputs)
         return cut_cross_entropy.linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
 
     return method
 
 
-def _quack(**settings) -> Method:
+def _quack(**settings: Any) -> Method:
     quack = _peer("quack.linear_cross_entropy")
 
     def method(inputs: Inputs) -> Tensor:
+        _reject_terms(inputs)
         _reject_bias(inputs)
         return quack.chunked_linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
 
@@ -96,10 +167,24 @@ def _quack(**settings) -> Method:
 def _torch_linear_cross_entropy() -> Method:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    function: Callable[..., Tensor] = F.linear_cross_entropy  # type: ignore[attr-defined]
     options = torch.nn.LinearCrossEntropyOptions()
-    return lambda inputs: F.linear_cross_entropy(
-        inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options
-    )
+
+    def method(inputs: Inputs) -> Tensor:
+        _reject_terms(inputs)
+        return function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options)
+
+    return method
+
+
+def _chunked_loop(**settings: Any) -> Method:
+    loop = chunked_loop(**settings)
+
+    def method(inputs: Inputs) -> Tensor:
+        _reject_terms(inputs)
+        return loop(inputs)
+
+    return method
 
 
 def _peer(module: str) -> ModuleType:
@@ -114,18 +199,36 @@ def _reject_bias(inputs: Inputs) -> None:
         raise Unavailable("no bias in this version")
 
 
+def _reject_terms(inputs: Inputs) -> None:
+    if inputs.terms:
+        raise Unavailable("takes one linear, and no adapter beside it")
+
+
+WITHOUT_NVFUSER = "flce, without nvfuser"
+
+OURS: dict[str, dict[str, Any]] = {
+    "flce": {},
+    "flce, 512 rows": {"chunk_rows": 512},
+    "flce, 4096 rows": {"chunk_rows": 4096},
+    "flce, save_logits": {"strategy": "save_logits"},
+    "flce, recompute_logits": {"strategy": "recompute_logits"},
+    "flce, skip_on_device": {"ignored_rows": "skip_on_device"},
+    "flce, untuned": {"tune_products": False},
+    "flce, nvfuser": {"row_kernels": "nvfuser"},
+    "flce, triton": {"row_kernels": "triton"},
+    "flce, torch": {"row_kernels": "torch"},
+    WITHOUT_NVFUSER: {},
+}
+"""This project's methods: the arguments of `Options`. `WITHOUT_NVFUSER` is what runs where nvFuser is not installed."""
+
 METHODS: dict[str, Callable[[], Method]] = {
     "eager": lambda: _compiled(lambda program: program),
     "torch.compile": lambda: _compiled(partial(torch.compile, dynamic=False)),
     "thunder": _thunder,
-    "flce": _ours,
-    "flce, 512 rows": partial(_ours, chunk_rows=512),
-    "flce, 4096 rows": partial(_ours, chunk_rows=4096),
-    "flce, save_logits": partial(_ours, strategy="save_logits"),
-    "flce, recompute_logits": partial(_ours, strategy="recompute_logits"),
-    "flce, skip_on_device": partial(_ours, ignored_rows="skip_on_device"),
-    "grad_and_value loop": chunked_loop,
-    "grad_and_value loop, compiled": partial(chunked_loop, compiled=True),
+    **{name: partial(_jitted, **options) for name, options in OURS.items()},
+    WITHOUT_NVFUSER: partial(our_function, WITHOUT_NVFUSER),
+    "grad_and_value loop": _chunked_loop,
+    "grad_and_value loop, compiled": partial(_chunked_loop, compiled=True),
     "torch linear_cross_entropy": _torch_linear_cross_entropy,
     "auto chunker": _auto_chunker,
     "liger": _liger,
@@ -143,8 +246,16 @@ METHODS: dict[str, Callable[[], Method]] = {
 Those that may leave the device unusable come last.
 """
 
-SLOW_TO_START = {"quack, tuned"}
-"""These search for minutes before their first result, and are measured only when they are named."""
+ONLY_WHEN_NAMED = {
+    "quack, tuned",
+    "flce, untuned",
+    "flce, nvfuser",
+    "flce, triton",
+    "flce, torch",
+    WITHOUT_NVFUSER,
+}
+"""Measured only when they are named: the first searches for minutes before its first result, and the others are of
+interest to this project alone."""
 
 BUDGET = "flce, budget "
 
@@ -162,7 +273,7 @@ def build(name: str) -> Method:
         KeyError: where there is no such method.
     """
     if name.startswith(BUDGET):
-        return _ours(memory_budget=parse_budget(name.removeprefix(BUDGET)))
+        return _jitted(**_our_options(name))
     return METHODS[name]()
 
 
@@ -176,6 +287,11 @@ def parse_budget(text: str) -> int | float:
     if not value > 0:
         raise ValueError(f"a memory budget must be a positive number, but got {text!r}")
     return value if value < 1 else int(value)
+
+
+def is_ours(name: str) -> bool:
+    """Whether `our_function` knows the name."""
+    return name in OURS or name.startswith(BUDGET)
 
 
 def is_method(name: str) -> bool:

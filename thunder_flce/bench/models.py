@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,7 @@ class Model:
     library: str
     """"litgpt" or "transformers"."""
 
-    config: str | dict
+    config: str | dict[str, Any]
     """litgpt's name of the model, or the arguments of its Config; the arguments of transformers' LlamaConfig."""
 
     layers: int
@@ -277,6 +278,7 @@ def _llama(model: Model, layers: int) -> tuple[nn.Module, int]:
         import transformers
     except ImportError as error:
         raise Unavailable(f"{error}; it is in the extra 'examples'") from None
+    assert not isinstance(model.config, str), "a name of litgpt's"
     config = transformers.LlamaConfig(
         **model.config, num_hidden_layers=layers, max_position_embeddings=model.length, attn_implementation="sdpa"
     )

@@ -3,7 +3,6 @@
 import datetime
 import json
 import platform
-import re
 import subprocess
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -46,15 +45,18 @@ def context(command: str, *, device: str, commit: str | None = None) -> dict[str
         "cuda": torch.version.cuda or "",
         "python": platform.python_version(),
         **versions,
-        **({"commit": commit} if (commit := commit or _commit()) else {}),
+        **({"commit": commit} if (commit := commit or commit_of(Path(__file__).parents[1])) else {}),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "command": command,
     }
 
 
-def _commit() -> str | None:
-    """The commit that is checked out, with "-dirty" where the package differs from it."""
-    package = Path(__file__).parents[1]
+def commit_of(package: Path) -> str | None:
+    """The commit that a package is checked out at, with "-dirty" where it differs; None where git does not know it.
+
+    Args:
+        package: a folder.
+    """
 
     def git(*arguments: str) -> str | None:
         try:
@@ -63,7 +65,8 @@ def _commit() -> str | None:
             return None
         return result.stdout.strip() if result.returncode == 0 else None
 
-    head = git("rev-parse", "--short=12", "HEAD")
+    # A folder that git ignores is not of the commit that the folder around it is at.
+    head = git("rev-parse", "--short=12", "HEAD") if git("ls-files", ".") else None
     return f"{head}-dirty" if head and git("status", "--porcelain", "--", ".") else head
 
 
@@ -79,26 +82,5 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """All records in the order of the files; lines from before there were subsets get the fields they lack."""
-    records = [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]
-    return [record if "subset" in record else {**_shape_fields(record["shape"]), **record} for record in records]
-
-
-_OLD_SHAPE = re.compile(
-    r"(?P<name>\S+) (?P<tokens>\d+) × (?P<vocab>\d+) × (?P<hidden>\d+)(?P<bias>, bias)?(, (?P<ignored>\d+)% ignored)?"
-)
-
-
-def _shape_fields(text: str) -> dict[str, Any]:
-    fields = _OLD_SHAPE.fullmatch(text)
-    if fields is None:
-        raise ValueError(f"shape must be as in 'S1 8192 × 128256 × 4096', but got {text!r}")
-    sizes = {name: int(fields[name]) for name in ("tokens", "vocab", "hidden")}
-    return {
-        "subset": "regions",
-        "name": fields["name"],
-        **sizes,
-        "bias": fields["bias"] is not None,
-        "ignored": int(fields["ignored"] or 0) / 100,
-        "dtype": "bfloat16",
-    }
+    """All records, in the order of the files."""
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.strip()]

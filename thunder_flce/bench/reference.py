@@ -1,4 +1,4 @@
-"""What a loss region is compared with: the right gradients, and the time of its three products alone."""
+"""What a loss region is compared with: the right gradients, and the time of its three matmuls."""
 
 from dataclasses import dataclass
 
@@ -17,8 +17,8 @@ class Reference:
     loss: Tensor
     """() the mean loss"""
 
-    gradients: list[Tensor]
-    """dX, dW and, where there is a bias, db"""
+    gradients: dict[str, Tensor]
+    """By the names of `Inputs.named_operands`, those of a frozen weight included."""
 
 
 @torch.no_grad()
@@ -28,23 +28,37 @@ def make_reference(inputs: Inputs, *, rows: int = 512) -> Reference:
     In float32 for 16-bit inputs, and in float64 otherwise.
     """
     dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
-    x, weight = inputs.x.to(dtype), inputs.weight.to(dtype)
     bias = None if inputs.bias is None else inputs.bias.to(dtype)
-    dx, dweight, dbias = torch.zeros_like(x), torch.zeros_like(weight), x.new_zeros(weight.shape[0])
-    loss = x.new_zeros(())
+    # The logits are the bias and a sum of linears.
+    linears = {("dx", "dw"): (inputs.x.to(dtype), inputs.weight.to(dtype))}
+    for y, b in inputs.terms:
+        linears["dy", "db"] = (y.to(dtype), b.to(dtype))
+    gradients = {
+        name: torch.zeros_like(tensor)
+        for names, tensors in linears.items()
+        for name, tensor in zip(names, tensors, strict=True)
+    }
+    if bias is not None:
+        gradients["dbias"] = torch.zeros_like(bias)
+    loss = torch.zeros((), dtype=dtype, device=inputs.x.device)
     valid = inputs.target != -100
-    for start in range(0, x.shape[0], rows):
+    for start in range(0, inputs.x.shape[0], rows):
         chunk = slice(start, start + rows)
+        (x, weight), *terms = linears.values()
         logits = F.linear(x[chunk], weight, bias)
+        for y, b in terms:
+            logits.addmm_(y[chunk], b.t())
         loss += F.cross_entropy(logits, inputs.target[chunk], reduction="sum")
         dlogits = logits.softmax(1)
         targets = inputs.target[chunk].clamp(min=0)[:, None]
         dlogits.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=dlogits.dtype))
         dlogits.mul_(valid[chunk, None] / valid.sum().to(dtype))
-        dx[chunk] = dlogits @ weight
-        dweight.addmm_(dlogits.t(), x[chunk])
-        dbias.add_(dlogits.sum(0))
-    return Reference(loss / valid.sum(), [dx, dweight, *([] if inputs.bias is None else [dbias])])
+        for (input_name, weight_name), (input, weight) in linears.items():
+            gradients[input_name][chunk] = dlogits @ weight
+            gradients[weight_name].addmm_(dlogits.t(), input[chunk])
+        if bias is not None:
+            gradients["dbias"].add_(dlogits.sum(0))
+    return Reference(loss / valid.sum(), gradients)
 
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
@@ -53,10 +67,11 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
     return (difference / torch.linalg.vector_norm(reference)).item()
 
 
-def three_products(inputs: Inputs) -> Step:
-    """logits ("forward"), dX and dW ("backward") as three products over all tokens: the floor for time.
+def three_matmuls(inputs: Inputs) -> Step:
+    """logits ("forward"), dX and dW ("backward") as three matmuls over all tokens: what times are compared with.
 
-    An odd vocabulary is rounded down to a multiple of 8, where cuBLAS is fast.
+    They are those of x and W, frozen or not, and not those of an adapter. An odd vocabulary is rounded down to a
+    multiple of 8, where cuBLAS is fast.
     """
     vocab = inputs.weight.shape[0]
     vocab = vocab - vocab % 8 or vocab

@@ -1,7 +1,7 @@
 """Whole loss regions: forward, backward and both; time, peak memory and error of all methods in one run."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,25 +26,20 @@ from thunder_flce.bench.measuring import (
 )
 from thunder_flce.bench.methods import Method, build
 from thunder_flce.bench.profiling import write_profile
-from thunder_flce.bench.reference import Reference, make_reference, relative_error, three_products
-from thunder_flce.bench.shapes import Inputs, Shape, dtype_name
+from thunder_flce.bench.reference import Reference, make_reference, relative_error, three_matmuls
+from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.execution.matmul.tuning import tunings
 
-FLOOR = "three products"
+FLOOR = "three matmuls"
+
+RegionStep = Callable[[Mark], tuple[Tensor, dict[str, Tensor]]]
+"""As `measuring.Step`; returns the loss and the gradients by the names of `Inputs.named_operands`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(ShapeRow):
     """What was measured of one method on one shape."""
 
-    shape: str
-    name: str
-    tokens: int
-    vocab: int
-    hidden: int
-    bias: bool
-    ignored: float
-    dtype: str
     axis: str | None = None
     """What a sweep changes: "context" or "vocabulary"."""
     method: str
@@ -59,9 +54,9 @@ class Row:
     backward_ms_p20: float | None = None
     backward_ms_p80: float | None = None
     ratio: float | None = None
-    """Time over that of the three products alone."""
+    """Time over that of the three matmuls alone."""
     tflops: float | None = None
-    """10¹² operations a second, counting the three products over the tokens that are not ignored, and nothing else."""
+    """10¹² operations a second, counting `Shape.operations` and nothing else."""
     memory_gb: float | None = None
     """Peak above the inputs, in 10⁹ bytes."""
     above_outputs_gb: float | None = None
@@ -75,10 +70,13 @@ class Row:
     """‖dX − reference‖ / ‖reference‖, the reference being float32 (float64 for float32 and float64 inputs)."""
     dw_error: float | None = None
     dbias_error: float | None = None
+    dy_error: float | None = None
+    """Of the gradients of an adapter: y (tokens, rank) and B (vocab, rank)."""
+    db_error: float | None = None
     first_call_s: float | None = None
     """The first forward + backward, with all that is compiled for it."""
     tuned_products: list[dict[str, Any]] | None = None
-    """The products whose algorithm was chosen during that: `product_tuning.Tuning`."""
+    """The matmuls whose algorithm was chosen during that: `tuning.Tuning`."""
     failed: str | None = None
 
 
@@ -123,20 +121,8 @@ def measure(shape: Shape, methods: list[str], settings: Settings, progress: Prog
         raise
 
 
-def _row(shape: Shape, settings: Settings, method: str, **numbers: object) -> Row:
-    return Row(
-        shape=str(shape),
-        name=shape.name,
-        tokens=shape.tokens,
-        vocab=shape.vocab,
-        hidden=shape.hidden,
-        bias=shape.bias,
-        ignored=shape.ignored,
-        dtype=dtype_name(shape.dtype),
-        axis=settings.axis,
-        method=method,
-        **numbers,
-    )
+def _row(shape: Shape, settings: Settings, method: str, **numbers: Any) -> Row:
+    return Row(**ShapeRow.fields_of(shape), axis=settings.axis, method=method, **numbers)
 
 
 class _Region:
@@ -165,7 +151,7 @@ class _Region:
         for name in methods:
             progress(f"{name}: first call")
             with attempt(name, device) as tried:
-                step = partial(self._step, build(name))
+                step = partial(run_step, self._inputs, build(name))
                 known = tunings()
                 numbers[name] = self._first_calls(step, reference)
                 if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
@@ -175,7 +161,7 @@ class _Region:
                 yield self._row(name, failed=tried.failed)
         del reference
         with attempt(FLOOR, device) as tried:
-            steps = {FLOOR: three_products(self._inputs), **steps}
+            steps = {FLOOR: three_matmuls(self._inputs), **steps}
         if tried.failed is not None:
             yield self._row(FLOOR, failed=tried.failed)
 
@@ -193,10 +179,11 @@ class _Region:
                     write_profile(steps[name], self._settings.profile, f"{self._shape} {name}", device=device)
 
     def _timed_row(self, name: str, outcome: Outcome, floor_ms: float | None, numbers: dict[str, Any]) -> Row:
-        time_ms = outcome.median(TOTAL)
+        times = outcome.spread(TOTAL, "time_ms")
+        time_ms = times["time_ms"]
         return self._row(
             name,
-            **outcome.spread(TOTAL, "time_ms"),
+            **times,
             **outcome.spread("forward", "forward_ms"),
             **outcome.spread("backward", "backward_ms"),
             ratio=floor_ms and time_ms / floor_ms,
@@ -204,7 +191,7 @@ class _Region:
             **numbers,
         )
 
-    def _first_calls(self, step: Step, reference: Reference | None) -> dict[str, float]:
+    def _first_calls(self, step: RegionStep, reference: Reference | None) -> dict[str, float]:
         """Compiles; then errors, once, and memory, once."""
         device = self._settings.device
         start = time.perf_counter()
@@ -213,9 +200,8 @@ class _Region:
         numbers = {"first_call_s": time.perf_counter() - start}
         if reference is not None:
             numbers["loss_error"] = relative_error(loss, reference.loss)
-            names = ("dx_error", "dw_error", "dbias_error")
-            for name, gradient, right in zip(names, gradients, reference.gradients, strict=False):
-                numbers[name] = relative_error(gradient, right)
+            for name, gradient in gradients.items():
+                numbers[f"{name}_error"] = relative_error(gradient, reference.gradients[name])
         del loss, gradients
         peaks = peak_bytes(step, device)
         return {
@@ -226,18 +212,24 @@ class _Region:
             "backward_memory_gb": peaks["backward"] / 1e9,
         }
 
-    def _step(self, method: Method, mark: Mark) -> tuple[Tensor, list[Tensor]]:
-        """Forward and backward; returns the loss and the gradients, which it takes away from the inputs."""
-        operands = self._inputs.operands()
-        try:
-            loss = method(self._inputs)
-            mark("forward")
+
+def run_step(inputs: Inputs, method: Method, mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:
+    """Forward and backward; returns the loss and the gradients by name, which it takes away from the inputs.
+
+    Raises:
+        RuntimeError: where an operand got no gradient.
+    """
+    operands = inputs.named_operands()
+    try:
+        loss = method(inputs)
+        mark("forward")
+        if operands:
             loss.backward()
-            mark("backward")
-            gradients = [tensor.grad for tensor in operands]
-        finally:
-            for tensor in operands:
-                tensor.grad = None
-        if any(gradient is None for gradient in gradients):
-            raise RuntimeError("not all of x, weight and bias got a gradient")
-        return loss.detach(), gradients
+        mark("backward")
+        gradients = {name: tensor.grad for name, tensor in operands.items() if tensor.grad is not None}
+    finally:
+        for tensor in operands.values():
+            tensor.grad = None
+    if missing := operands.keys() - gradients.keys():
+        raise RuntimeError(f"no {' and no '.join(sorted(missing))} came of the backward")
+    return loss.detach(), gradients

@@ -1,6 +1,8 @@
 """The shapes that are measured, by name, and their inputs."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +22,16 @@ class Shape:
 
     dtype: torch.dtype = torch.bfloat16
 
+    frozen: bool = False
+    """Whether the weight requires no gradient."""
+
+    rank: int = 0
+    """Of a low-rank adapter beside the weight: the logits have a second term, y Bᵀ, with y (tokens, rank) and B (vocab,
+    rank), which both require a gradient; 0 for none."""
+
     def __str__(self) -> str:
         extras = (", bias" if self.bias else "") + (f", {self.ignored:.0%} ignored" if self.ignored else "")
+        extras += (", frozen head" if self.frozen else "") + (f", rank {self.rank}" if self.rank else "")
         if self.dtype is not torch.bfloat16:
             extras += f", {dtype_name(self.dtype)}"
         return f"{self.name} {self.tokens} × {self.vocab} × {self.hidden}{extras}"
@@ -29,7 +39,8 @@ class Shape:
     @property
     def output_bytes(self) -> int:
         """Bytes of the gradients alone: what every method has to write."""
-        elements = self.tokens * self.hidden + self.vocab * self.hidden + (self.vocab if self.bias else 0)
+        elements = self.tokens * self.hidden + (self.tokens + self.vocab) * self.rank
+        elements += self.vocab * self.hidden * (not self.frozen) + self.vocab * self.bias
         return elements * self.dtype.itemsize
 
     @property
@@ -39,8 +50,35 @@ class Shape:
 
     @property
     def operations(self) -> int:
-        """Floating point operations of the three products, over the tokens that count."""
-        return 6 * (self.tokens - self.ignored_tokens) * self.vocab * self.hidden
+        """Floating-point operations of the matmuls that the loss and the gradients need, over the tokens that count.
+
+        Those are the logits, dX and dW, but for dW of a frozen head, and the same three of an adapter.
+        """
+        columns = (2 if self.frozen else 3) * self.hidden + 3 * self.rank
+        return 2 * (self.tokens - self.ignored_tokens) * self.vocab * columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeRow:
+    """The fields of a record that say which shape was measured."""
+
+    shape: str
+    """All of it, for people."""
+    name: str
+    tokens: int
+    vocab: int
+    hidden: int
+    bias: bool
+    ignored: float
+    dtype: str
+    frozen: bool = False
+    rank: int = 0
+
+    @staticmethod
+    def fields_of(shape: Shape) -> dict[str, Any]:
+        """The fields, by name."""
+        values = {field.name: getattr(shape, field.name) for field in fields(Shape)}
+        return {**values, "shape": str(shape), "dtype": dtype_name(shape.dtype)}
 
 
 SHAPES = {
@@ -48,18 +86,17 @@ SHAPES = {
     for shape in (
         Shape(name="S1", tokens=8192, vocab=128256, hidden=4096),
         Shape(name="S1i", tokens=8192, vocab=128256, hidden=4096, ignored=0.6),
+        Shape(name="S1a", tokens=8192, vocab=128256, hidden=4096, frozen=True, rank=16),
         Shape(name="S2", tokens=32768, vocab=128256, hidden=768, bias=True),
         Shape(name="S3", tokens=8192, vocab=256000, hidden=2304),
         Shape(name="S4", tokens=4096, vocab=152064, hidden=3584),
         Shape(name="U1", tokens=8192, vocab=128257, hidden=4096),
         Shape(name="U2", tokens=8192, vocab=50257, hidden=1600),
         Shape(name="deepseek-v3", tokens=4096, vocab=129280, hidden=7168),
-        Shape(name="gemma-2-2b", tokens=8192, vocab=256000, hidden=2304),
         Shape(name="gemma-2-9b", tokens=8192, vocab=256000, hidden=3584),
         Shape(name="gpt2", tokens=32768, vocab=50257, hidden=768),
         Shape(name="gpt-oss-20b", tokens=8192, vocab=201088, hidden=2880),
         Shape(name="llama-2-7b", tokens=8192, vocab=32000, hidden=4096),
-        Shape(name="llama-3.1-8b", tokens=8192, vocab=128256, hidden=4096),
         Shape(name="llama-3.1-70b", tokens=8192, vocab=128256, hidden=8192),
         Shape(name="llama-3.2-1b", tokens=16384, vocab=128256, hidden=2048),
         Shape(name="mistral-7b", tokens=8192, vocab=32768, hidden=4096),
@@ -69,24 +106,26 @@ SHAPES = {
         Shape(name="qwen3-8b", tokens=8192, vocab=151936, hidden=4096),
         Shape(name="cpu", tokens=512, vocab=32000, hidden=512, dtype=torch.float32),
         Shape(name="tiny", tokens=64, vocab=500, hidden=32, dtype=torch.float32),
+        Shape(name="tiny-a", tokens=64, vocab=500, hidden=32, dtype=torch.float32, frozen=True, rank=4),
     )
 }
-"""S1 to S4 and the uneven U1 and U2 are those of the README; then the heads of models, with tokens that fill a GPU."""
+"""S1 to S4 and the uneven U1 and U2 are those of the README; then the heads of models, with tokens that fill a GPU.
+
+S1 is also the head of Llama 3.1 8B, and S3 that of Gemma 2 2B. "i" stands for ignored tokens, "a" for an adapter.
+"""
 
 
 def parse_shape(text: str) -> Shape:
-    """A shape by name, or as "tokens=8192,vocab=32000,hidden=4096[,bias=1][,ignored=0.5][,dtype=float32]".
+    """A shape by name, or by its fields, as in "tokens=8192,vocab=32000,hidden=4096,bias=1,dtype=float32".
 
     Raises:
         ValueError: where the text is neither.
     """
     if text in SHAPES:
         return SHAPES[text]
-    kinds = {"tokens": int, "vocab": int, "hidden": int, "bias": lambda v: bool(int(v)), "ignored": float}
-    kinds["dtype"] = DTYPES.__getitem__
     try:
-        fields = dict(pair.split("=", 1) for pair in text.split(","))
-        return Shape(name="custom", **{name: kinds[name](value) for name, value in fields.items()})
+        pairs = [pair.split("=", 1) for pair in text.split(",")]
+        return Shape(name="custom", **{name: _FIELDS[name](value) for name, value in pairs})
     except (ValueError, KeyError, TypeError):
         names = ", ".join(SHAPES)
         raise ValueError(f"a shape must be one of {names}, or tokens=…,vocab=…,hidden=…, but got {text!r}") from None
@@ -100,14 +139,28 @@ def dtype_name(dtype: torch.dtype) -> str:
 DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
-@dataclass(frozen=True)
+_FIELDS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("tokens", "vocab", "hidden", "rank"), int),
+    **dict.fromkeys(("bias", "frozen"), lambda value: bool(int(value))),
+    "ignored": float,
+    "dtype": DTYPES.__getitem__,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a method gets; x, weight and bias require a gradient."""
+    """What a method gets: tensors that require a gradient, but for target and a frozen weight."""
 
     x: Tensor
+    """(T, H)"""
     weight: Tensor
+    """(V, H)"""
     bias: Tensor | None
+    """(V,)"""
     target: Tensor
+    """(T,) int64"""
+    terms: tuple[tuple[Tensor, Tensor], ...] = ()
+    """Low-rank adapters, pairs of y (T, r) and B (V, r): the logits are the sum of x Wᵀ and all y Bᵀ."""
 
     @classmethod
     def random(cls, shape: Shape, device: str) -> "Inputs":
@@ -121,13 +174,32 @@ class Inputs:
         target = torch.randint(0, shape.vocab, (shape.tokens,), device=device, generator=generator)
         dropped = torch.randperm(shape.tokens, device=device, generator=generator)
         target[dropped[: shape.ignored_tokens]] = -100
+        adapter = (shape.tokens, shape.rank), (shape.vocab, shape.rank)
         return cls(
-            randn(shape.tokens, shape.hidden),
-            randn(shape.vocab, shape.hidden, scale=shape.hidden**-0.5),
-            randn(shape.vocab) if shape.bias else None,
-            target,
+            x=randn(shape.tokens, shape.hidden),
+            weight=randn(shape.vocab, shape.hidden, scale=shape.hidden**-0.5).requires_grad_(not shape.frozen),
+            bias=randn(shape.vocab) if shape.bias else None,
+            target=target,
+            terms=((randn(*adapter[0]), randn(*adapter[1], scale=shape.rank**-0.5)),) if shape.rank else (),
         )
 
     def operands(self) -> list[Tensor]:
         """What gets a gradient."""
-        return [tensor for tensor in (self.x, self.weight, self.bias) if tensor is not None]
+        return list(self.named_operands().values())
+
+    def without_gradients(self) -> "Inputs":
+        """The same, and nothing requires a gradient."""
+        return replace(
+            self,
+            x=self.x.detach(),
+            weight=self.weight.detach(),
+            bias=None if self.bias is None else self.bias.detach(),
+            terms=tuple((input.detach(), weight.detach()) for input, weight in self.terms),
+        )
+
+    def named_operands(self) -> dict[str, Tensor]:
+        """What gets a gradient, by the gradient's name: "dx", "dw", "dbias" and, of an adapter, "dy" and "db"."""
+        tensors = {"dx": self.x, "dw": self.weight, "dbias": self.bias}
+        for term in self.terms:
+            tensors |= zip(("dy", "db"), term, strict=True)
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad}

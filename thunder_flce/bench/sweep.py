@@ -1,6 +1,7 @@
 """Loss regions over context length and vocabulary: time and memory, as far as the device goes."""
 
 from dataclasses import replace
+from typing import Any
 
 from thunder_flce.bench.shapes import Shape
 
@@ -43,4 +44,5 @@ def parse_points(texts: list[str], device: str) -> list[tuple[str, int]]:
 
 def shape_at(base: Shape, axis: str, size: int) -> Shape:
     """The base shape with one of its sizes changed."""
-    return replace(base, **{AXES[axis]: size})
+    change: dict[str, Any] = {AXES[axis]: size}
+    return replace(base, **change)

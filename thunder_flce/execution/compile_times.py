@@ -3,23 +3,29 @@
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 _first_runs: defaultdict[str, dict[Hashable, float]] = defaultdict(dict)
 """Seconds, by what was compiled and what for."""
 
 
-@contextmanager
-def first_run_timed(kernels: str, kind: Hashable) -> Iterator[None]:
-    """Adds what runs inside to `compile_seconds`, where nothing of its `kind` ran before.
+def first_run_timed(kernels: str, kind: Hashable) -> AbstractContextManager[None]:
+    """Adds what runs inside to `compile_seconds`, under a name, where nothing of its `kind` ran before."""
+    return nullcontext() if kind in _first_runs[kernels] else _timed(kernels, kind)
 
-    Args:
-        kernels: under which name.
-        kind: what tells apart kernels that are compiled one by one.
-    """
+
+@contextmanager
+def _timed(kernels: str, kind: Hashable) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    _first_runs[kernels].setdefault(kind, time.perf_counter() - start)
+    note_first_run(kernels, kind, start)
+
+
+def note_first_run(kernels: str, kind: Hashable, start: float) -> None:
+    """The same for what began at `start`, by `time.perf_counter`, and has run."""
+    first_runs = _first_runs[kernels]
+    if kind not in first_runs:
+        first_runs[kind] = time.perf_counter() - start
 
 
 def compile_seconds() -> dict[str, float]:

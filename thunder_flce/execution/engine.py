@@ -1,16 +1,14 @@
-"""The region itself: linear and cross-entropy, forward and backward, over chunks of tokens as a `Plan` says.
+"""The region itself: linear and cross-entropy, forward and backward, as a `Plan` says. One function a strategy.
 
-For input x (T, H), weight W (V, H), bias b (V,) and target y (T,):
+For inputs x (T, H), weights W (V, H), bias b (V,) and targets y (T,):
 
-    z = x Wᵀ + b                 the products, rounded to x's dtype as an unfused model does, or float32 if so planned
-    loss, dz = …                 row by row, from statistics of z's rows: see `loss`
+    z = Σ x Wᵀ + b               over the terms; rounded to x's dtype as an unfused model does, or float32 if so planned
+    loss, dz = …                 row by row, from statistics of z's rows: `operation.loss`
     dX = dz W,  dW = dzᵀ x,  db = Σ_t dz
 
-Legend: T tokens, N of them not ignored, C tokens in a chunk, H hidden size, V vocabulary.
-
-One buffer holds the products of one chunk, which become dz in place; those of a larger first chunk may lie in slabs, in
-the memory of dW (`slabs`). The target's entry is written last, from the product as it was before: (p − 1) in float32
-keeps the digits that p, rounded to bf16, has lost near 1.
+This is ordinary code on tensors. Run on the values of `record` it is written down instead: traces, `explain` and the
+planner read from that what a region runs. Legend: T tokens, N of them not ignored, C tokens in a chunk, H hidden size,
+V vocabulary.
 """
 
 from typing import NamedTuple
@@ -18,55 +16,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thunder_flce.execution.gradient_accumulation import GradientMemory, Gradients, GradientSums
-from thunder_flce.execution.gradient_scaling import graph_is_kept, scale_gradient
-from thunder_flce.execution.matmul import matmul
-from thunder_flce.execution.region import Operands, Region, Targets, at_target
-from thunder_flce.execution.row_kernels.interface import (
-    LogitsBuffer,
-    RowCoefficients,
-    RowMoments,
-    RowStatistics,
-    SlabbedLogits,
-    TargetColumns,
+from thunder_flce.execution import steps
+from thunder_flce.execution.gradient_accumulation import (
+    BlockSums,
+    GradientSums,
+    SavedPart,
+    rounded_bias,
+    zero_unused_rows,
 )
-from thunder_flce.execution.row_selection import RowPolicy, Rows, RowSelection, reselect_rows
-from thunder_flce.operation.loss import (
-    ClassWeights,
-    Divisors,
-    IncomingGradients,
-    RowGradients,
-    reduce_terms,
-    row_terms,
-)
-from thunder_flce.planning.plan import Plan
-
-
-class SavedStatistics(NamedTuple):
-    """What the forward saves for the backward, beside its inputs."""
-
-    row_max: Tensor
-    """(T,) 0 in ignored rows"""
-    row_log_sum: Tensor
-    """(T,) relative to row_max; 0 in ignored rows"""
-    valid_count: Tensor
-    """() int64, the number of targets that are not ignore_index"""
-    entropy: Tensor | None = None
-    """(T,) 0 in ignored rows; only where it is one of the loss's outputs"""
-
-
-class ForwardResult(NamedTuple):
-    """What the forward returns; everything but the loss may be saved for the backward."""
-
-    loss: Tensor
-    """() or, for reduction "none", (T,)"""
-    outputs: tuple[Tensor, ...]
-    """What `Loss.outputs` names, in its order: (T,), or () for the accuracy"""
-    statistics: SavedStatistics
-    logits: Tensor | None
-    """(S, row stride) products of the first S rows, as the plan says: only strategy "save_logits" keeps them"""
-    gradients: Gradients
-    """For an incoming gradient of 1; only strategy "gradients_in_forward" has them"""
+from thunder_flce.execution.gradient_scaling import graph_is_kept
+from thunder_flce.execution.operands import ForwardResult, Gradients, Operands, SavedStatistics, UpstreamGradients
+from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits, SaveSomeLogits
+from thunder_flce.execution.region import Region
+from thunder_flce.execution.row_kernels.interface import LogitsBuffer, RowStatistics
+from thunder_flce.execution.row_loss import ChunkResult, RowGradients, RowScales, chunk_result, finish_loss
+from thunder_flce.execution.row_selection import Rows, reselect_rows, select_rows
+from thunder_flce.operation.loss import RowCoefficients
 
 
 def forward(operands: Operands, plan: Plan) -> ForwardResult:
@@ -76,335 +41,274 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
         IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
             device-side assertion instead).
     """
-    selection = RowSelection(operands.target, operands.vocab, operands.loss.ignore_index, _row_policy(operands, plan))
     region = Region(operands, plan)
-    in_forward = plan.strategy == "gradients_in_forward"
-    memory = GradientMemory.allocate(region) if in_forward else None
-    first = min(plan.saved_rows or plan.first_rows or plan.chunk_rows, operands.target.shape[0])
-    # The first chunk needs the most memory, so it serves the others, unless it is kept.
-    first_logits, buffer = _logits_memory(region, first, memory)
-    saved_logits = buffer.padded if plan.saved_rows else None
-    # The first products keep the device busy while the host waits for the number of rows. Rows of x that they need in
-    # another order lie where dX will be; without dX they take memory, so they are no more than a chunk's.
-    packed = None if memory is None else memory.input
-    largest = min(first, plan.saved_rows or plan.chunk_rows) if packed is None else first
-    first_rows = selection.first_rows(operands.x, largest, out=packed)
-    computed = 0
-    if first_rows is not None:
-        computed = first_rows.shape[0]
-        region.chunk_products_(first_logits.rows(slice(0, computed)), first_rows)
-        del first_rows
+    if isinstance(plan, GradientsInForward):
+        return _forward_with_gradients(region, plan)
+    if isinstance(plan, SaveLogits):
+        return _forward_for_backward(region, max(operands.tokens, 1), operands.tokens)
+    assert isinstance(plan, RecomputeLogits | LossOnly)
+    return _forward_for_backward(region, plan.chunk_rows, _saved_rows(plan, operands.tokens))
+
+
+def _forward_with_gradients(region: Region, plan: GradientsInForward) -> ForwardResult:
+    """Each chunk's logits become gradients at once; nothing is kept but these."""
+    selection = select_rows(region)
+    sums = GradientSums(region, plan)
+    staged = sums.staged_logits()
+    first = plan.chunk_rows if plan.staged is None else plan.staged[0]
+    buffer = staged.rest if staged else steps.logits_buffer(region, min(first, region.operands.tokens))
+    first_logits = staged.logits if staged else buffer
+    # The first rows of x that the host need not wait for are where dX will be.
+    # Elsewhere they take memory, so they are no more than a chunk's.
+    largest = first if all(memory is not None for memory in sums.inputs) else min(first, plan.chunk_rows)
+    computed = _start_first_logits(region, selection, first_logits, largest=largest, outs=sums.inputs)
     rows = selection.rows()
 
-    scales = _Scales(region, rows)
-    results = _RowResults(region, rows)
-    one_pass = plan.takes_one_pass(is_plain_loss=operands.loss.is_plain, bias_grad=operands.bias_grad)
-    if in_forward:
-        row_gradients = scales.row_gradients(IncomingGradients(buffer.padded.new_ones((), dtype=operands.row_dtype)))
-        gradients = GradientSums(region, rows, memory)
-    for chunk in rows.chunks(first, plan.chunk_rows):
-        x = gradients.take(chunk) if in_forward else rows.take(operands.x, chunk)
-        target, valid_rows = rows.target[chunk], rows.valid_rows(chunk)
-        if saved_logits is buffer.padded and chunk.start:
-            buffer = region.buffer(min(plan.chunk_rows, rows.count - chunk.start))
-        logits = (buffer if chunk.start else first_logits).rows(slice(0, x.shape[0]))
-        region.chunk_products_(logits, x, computed=computed, valid_rows=valid_rows)
-        computed = 0
-        dlogits, bias_grad = logits, None
-        if one_pass:
-            coefficients = row_gradients.coefficients(chunk, None)
-            results.add(*region.kernels.statistics_and_gradient(logits, target, coefficients))
+    scales = RowScales.of(region, rows)
+    row_gradients = RowGradients(region, scales, UpstreamGradients(region.scalar(1.0)))
+    sums.begin(rows)
+    results = []
+    if staged and rows.count:
+        chunk = slice(0, min(first, rows.count))
+        xs, valid_rows, blocks = sums.gather_staged(chunk), rows.valid_rows(chunk), staged.logits.rows(chunk)
+        _fill_blocks(region, blocks, xs, computed, valid_rows)
+        results.append(_gradient_in_one_pass(region, rows, row_gradients, blocks, chunk))
+        sums.add_staged(blocks, xs, chunk, valid_rows)
+        del xs, blocks
+    chunks = rows.chunks(plan.chunk_rows, first)
+    if staged:
+        next(chunks, None)
+    for chunk in region.loop(chunks, "chunk"):
+        xs, valid_rows = sums.gather(chunk), rows.valid_rows(chunk)
+        logits = steps.first_rows(buffer, chunk.stop - chunk.start)
+        _fill(region, logits, xs, 0 if chunk.start else computed, valid_rows)
+        if _takes_one_pass(region):
+            results.append(_gradient_in_one_pass(region, rows, row_gradients, logits, chunk))
+            dlogits, bias_grad = _as_dlogits(region, logits), None
         else:
-            target_product = at_target(logits, target)
-            statistics = region.kernels.statistics(logits)
-            results.add(statistics, target_product, *region.further_vectors(logits, statistics, scales.class_weights))
-            if in_forward:
-                coefficients = row_gradients.coefficients(chunk, statistics)
-                at = Targets(target, target_product)
-                dlogits, bias_grad = region.dlogits(logits, statistics, coefficients, at, scales.class_weights)
-        if in_forward:
-            gradients.add(dlogits, bias_grad, x, chunk, valid_rows)
+            result = chunk_result(region, scales, logits, chunk)
+            results.append(result)
+            coefficients = row_gradients.coefficients(chunk, result.statistics)
+            targets = steps.Targets(rows.target[chunk])
+            dlogits, bias_grad = steps.gradient_(
+                region, logits, result.statistics, coefficients, targets, scales.class_weight()
+            )
+        sums.add(dlogits, xs, chunk, bias_grad=bias_grad, valid_rows=valid_rows)
         # The next chunk's are allocated before these names are bound again.
-        del x, dlogits
+        del xs, logits, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
-    first_logits = buffer = logits = None
-    loss, outputs, row_statistics = results.finish(scales)
-    return ForwardResult(
-        loss=loss,
-        outputs=outputs,
-        statistics=row_statistics,
-        logits=saved_logits,
-        gradients=gradients.finish() if in_forward else Gradients(None, None, None),
-    )
+    del first_logits, buffer, staged
+    loss, outputs, statistics = finish_loss(region, scales, results)
+    return ForwardResult(loss, outputs, statistics, logits=None, gradients=sums.finish())
+
+
+def _forward_for_backward(region: Region, chunk_rows: int, saved_rows: int | None) -> ForwardResult:
+    """The statistics of each chunk's logits; those of the first `saved_rows` rows are kept."""
+    selection = select_rows(region)
+    first = min(chunk_rows, region.operands.tokens) if saved_rows is None else saved_rows
+    buffer = steps.logits_buffer(region, first)
+    saved_logits = None if saved_rows is None else buffer.padded
+    # Copies of the first rows of x take memory, so they are no more than a chunk's.
+    largest = min(first, chunk_rows)
+    outs: list[Tensor | None] = [None] * len(region.terms)
+    computed = _start_first_logits(region, selection, buffer, largest=largest, outs=outs)
+    rows = selection.rows()
+
+    scales = RowScales.of(region, rows)
+    results = []
+    for chunk in region.loop(rows.chunks(chunk_rows, first), "chunk"):
+        if saved_logits is not None and chunk.start:
+            # What is kept can't be written over. All later chunks share memory of their own.
+            if buffer.padded is saved_logits:
+                buffer = steps.logits_buffer(region, chunk.stop - chunk.start)
+        xs, valid_rows = _gathered(region, rows, chunk), rows.valid_rows(chunk)
+        logits = steps.first_rows(buffer, chunk.stop - chunk.start)
+        _fill(region, logits, xs, 0 if chunk.start else computed, valid_rows)
+        results.append(chunk_result(region, scales, logits, chunk))
+        del xs, logits
+    del buffer
+    loss, outputs, statistics = finish_loss(region, scales, results)
+    return ForwardResult(loss, outputs, statistics, logits=saved_logits, gradients=None)
 
 
 def backward(
-    operands: Operands, plan: Plan, saved: SavedStatistics, logits: Tensor | None, incoming: IncomingGradients
+    operands: Operands, plan: Plan, saved: SavedStatistics, logits: Tensor | None, upstream: UpstreamGradients
 ) -> Gradients:
-    """The gradients, for the strategies that compute them in the backward.
+    """The gradients, for the plans that compute them in the backward.
 
     Args:
         operands: as in the forward.
         plan: as in the forward.
         saved: as returned by the forward.
         logits: as returned by the forward; used up, unless the graph is kept.
-        incoming: the gradients that arrive at the loss and its outputs.
+        upstream: the gradients of the loss and its outputs.
     """
     region = Region(operands, plan)
-    rows = reselect_rows(operands.target, operands.loss.ignore_index, saved.valid_count, _row_policy(operands, plan))
-    scales = _Scales(region, rows)
-    row_gradients = scales.row_gradients(incoming)
-    # What an ignored row's products are now need not go with its statistics: exp(z - the largest number) is 0.
-    logsumexp = rows.only_valid(rows.gather(saved.row_log_sum), fill=torch.finfo(operands.row_dtype).max)
-    statistics = RowStatistics(rows.only_valid(rows.gather(saved.row_max)), logsumexp)
-    entropy = None if saved.entropy is None else rows.gather(saved.entropy)
-    gathered = _GatheredRows(rows, scales, row_gradients, statistics, entropy)
-    if logits is None:
-        return _backward_by_slabs(region, gathered, None)
-    if rows.count == 0:
-        return GradientSums(region, rows, GradientMemory.allocate(region)).finish()
-    saved_rows = slice(0, min(plan.saved_rows, rows.count))
-    # Where the products are overwritten but the graph is kept, autograd will read them again.
-    is_overwritten = region.logits_dtype == operands.x.dtype
-    buffer = LogitsBuffer(logits.clone() if is_overwritten and graph_is_kept() else logits, region.layout())
-    dlogits, bias_grad = gathered.dlogits(region, buffer.rows(saved_rows), saved_rows)
-    if saved_rows.stop < rows.count:
-        return _backward_by_slabs(region, gathered, _SavedPart(saved_rows, dlogits.logits, bias_grad))
-    gradients = GradientSums(region, rows, GradientMemory.allocate(region))
-    x, valid_rows = gradients.take(saved_rows), rows.valid_rows(saved_rows)
-    gradients.add(dlogits, bias_grad, x, saved_rows, valid_rows)
-    return gradients.finish()
+    rows = reselect_rows(region, saved.valid_count)
+    known = _known_rows(region, rows, saved, upstream)
+    if isinstance(plan, RecomputeLogits) and (logits is None or rows.count == 0):
+        return _backward_in_blocks(region, known, None, plan.block_columns)
+    if rows.count == 0 or logits is None:
+        return GradientSums(region, plan, rows).finish()
+    saved_rows = slice(0, min(_saved_rows(plan, operands.tokens) or 0, rows.count))
+    # Where the logits are overwritten but the graph is kept, autograd will read them again. A plan counts on neither.
+    is_overwritten = region.logits_dtype == operands.dtype
+    padded = logits.clone() if region.tape is None and is_overwritten and graph_is_kept() else logits
+    buffer = steps.first_rows(LogitsBuffer(padded, region.layout(operands.vocab)), saved_rows.stop)
+    steps.name_logits(region, buffer)
+    targets, valid_rows = steps.Targets(rows.target[saved_rows]), rows.valid_rows(saved_rows)
+    statistics, coefficients = known.statistics_of(saved_rows), known.coefficients_of(saved_rows)
+    is_all = saved_rows.stop == rows.count
+    dlogits, bias_grad = steps.gradient_(
+        region, buffer, statistics, coefficients, targets, known.scales.class_weight(),
+        name="dlogits" if is_all else "saved_dlogits",
+    )  # fmt: skip
+    if isinstance(plan, RecomputeLogits) and not is_all:
+        part = SavedPart(saved_rows, dlogits.logits, bias_grad, valid_rows)
+        return _backward_in_blocks(region, known, part, plan.block_columns)
+    sums = GradientSums(region, plan, rows)
+    sums.add(dlogits, sums.gather(saved_rows), saved_rows, bias_grad=bias_grad, valid_rows=valid_rows)
+    return sums.finish()
 
 
 def scale_gradients(grad: Tensor, valid_count: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Backward of "gradients_in_forward": the gradients times the incoming gradient, grad ().
+    """Backward of `GradientsInForward`: the gradients times the upstream gradient, grad ().
 
     What autograd will read again, because the graph is kept, is left as it is. Without a valid row the gradients are
-    zeros even for an incoming gradient of NaN, which a function of the NaN that is the mean of nothing may have.
+    zeros even for an upstream gradient of NaN, which a function of the NaN that is the mean of nothing may have.
     """
     grad = torch.where(valid_count == 0, 0, grad)
-    may_overwrite = not graph_is_kept()
-    return tuple(None if g is None else scale_gradient(g, grad, may_overwrite=may_overwrite) for g in gradients)
+    return tuple(None if gradient is None else steps.scaled(gradient, grad) for gradient in gradients)
 
 
-class _Scales:
-    """What depends on all rows at once: class weights and divisors."""
+def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | None, block_columns: int) -> Gradients:
+    """The logits that were not saved are computed again, a vocabulary block at a time, for all their tokens.
 
-    def __init__(self, region: Region, rows: Rows):
-        operands, loss = region.operands, region.loss
-        self._operands = operands
-        self._rows = rows
-        class_weight = operands.class_weight
-        if class_weight is not None:
-            class_weight = class_weight[: operands.vocab]
-        self.class_weights = ClassWeights.of(class_weight, rows.target, operands.row_dtype)
-        self.divisors = Divisors.of(loss, rows, self.class_weights, operands.num_items)
-
-    def row_gradients(self, incoming: IncomingGradients) -> RowGradients:
-        """The rows' shares of the incoming gradients."""
-        operands = self._operands
-        return RowGradients(
-            operands.loss, self._rows, incoming, self.divisors, self.class_weights, operands.vocab, operands.row_dtype
-        )
-
-
-class _RowVectors(NamedTuple):
-    """What the forward finds out about rows; (C,) or (N,) each, None where the loss does not need it."""
-
-    row_max: Tensor
-    row_log_sum: Tensor
-    target_product: Tensor
-    expected: Tensor | None
-    weighted_sum: Tensor | None
-    argmax: Tensor | None
-
-
-class _RowResults:
-    """Gathers what the chunks' rows give, and makes of it the loss, its outputs and the saved statistics."""
-
-    def __init__(self, region: Region, rows: Rows):
-        self._region = region
-        self._rows = rows
-        self._chunks: list[_RowVectors] = []
-
-    def add(
-        self,
-        statistics: RowStatistics,
-        target_product: Tensor,
-        moments: RowMoments | None = None,
-        argmax: Tensor | None = None,
-    ) -> None:
-        """Keeps what a chunk's rows have given, (C,) each."""
-        self._chunks.append(_RowVectors(*statistics, target_product, *(moments or RowMoments()), argmax))
-
-    def finish(self, scales: _Scales) -> tuple[Tensor, tuple[Tensor, ...], SavedStatistics]:
-        """The loss, its further outputs and the saved statistics."""
-        region, rows, loss = self._region, self._rows, self._region.loss
-        vectors = self._concatenated()
-        statistics = RowStatistics(vectors.row_max, vectors.row_log_sum)
-        target_logit = loss.logit_map(vectors.target_product.to(vectors.row_max.dtype))
-        terms = row_terms(
-            loss, rows, statistics, target_logit, vectors.weighted_sum, scales.class_weights, region.operands.vocab
-        )
-        value = reduce_terms(loss, terms, scales.divisors)
-        entropy = None
-        if loss.needs_entropy:
-            entropy = rows.scatter(rows.only_valid(vectors.row_log_sum - vectors.expected))
-        saved = SavedStatistics(*(rows.scatter(vector) for vector in statistics), rows.valid_count, entropy)
-
-        def output(name: str) -> Tensor:
-            if name == "entropy":
-                return entropy
-            if name == "log_prob":
-                return rows.scatter(rows.only_valid(target_logit - vectors.row_max - vectors.row_log_sum))
-            if name == "argmax":
-                return vectors.argmax
-            argmax = rows.only_valid(vectors.argmax, fill=-1)
-            if name == "valid_argmax":
-                return rows.scatter(argmax, fill=-1)
-            return (argmax == rows.target).sum().to(value.dtype) / rows.valid_count
-
-        outputs = tuple(output(name) for name in loss.outputs)
-        return rows.scatter(value) if loss.reduction == "none" else value, outputs, saved
-
-    def _concatenated(self) -> _RowVectors:
-        if self._chunks:
-            columns = zip(*self._chunks, strict=True)
-            return _RowVectors(*(None if parts[0] is None else torch.cat(parts) for parts in columns))
-        operands, loss = self._region.operands, self._region.loss
-        nothing = operands.x.new_empty(0, dtype=operands.row_dtype)
-        expected = nothing if loss.needs_entropy else None
-        weighted_sum = nothing if loss.label_smoothing else None
-        argmax = nothing.long() if loss.needs_argmax else None
-        return _RowVectors(nothing, nothing, nothing, expected, weighted_sum, argmax)
+    The statistics make each block independent of the others.
+    """
+    rows, operands, class_weight = known.scales.rows, region.operands, known.scales.class_weight
+    others = slice(0 if saved is None else saved.rows.stop, rows.count)
+    xs = _gathered(region, rows, slice(0, rows.count))
+    sums = [BlockSums(region, at, x, saved) for at, x in enumerate(xs)]
+    x_others, target_others, valid_others = [each.x for each in sums], rows.target[others], rows.valid_rows(others)
+    statistics, coefficients = known.statistics_of(others), known.coefficients_of(others)
+    bias_grad = None
+    if operands.bias_grad:
+        bias_grad = region.empty("db", (operands.weight_rows,), operands.row_dtype)
+        zero_unused_rows(bias_grad, operands)
+    vocab, width = operands.vocab, min(block_columns, operands.vocab)
+    blocks = (slice(start, min(start + width, vocab)) for start in range(0, vocab, width))
+    for block in region.loop(blocks, "block"):
+        logits = steps.logits_buffer(region, others.stop - others.start, block.stop - block.start)
+        steps.logits_(region, logits, x_others, columns=block, valid_rows=valid_others)
+        targets = steps.target_columns(region, target_others, block)
+        dlogits, column_sums = steps.gradient_(region, logits, statistics, coefficients, targets, class_weight(block))
+        for each in sums:
+            each.add(block, dlogits.logits, valid_others)
+        if bias_grad is not None and column_sums is not None:
+            of_saved = None if saved is None else saved.bias_grad
+            bias_grad[block] = column_sums if of_saved is None else column_sums + of_saved[block]
+        # Nothing else may hold on to this block while the next is allocated.
+        del logits, dlogits
+    inputs = tuple(each.finish_input(rows) for each in sums)
+    return Gradients(inputs, tuple(each.weight for each in sums), rounded_bias(bias_grad, operands))
 
 
-class _GatheredRows(NamedTuple):
-    """The rows of a backward, and what the forward has found out about them."""
+class _KnownRows(NamedTuple):
+    """What the backward knows of all rows."""
 
-    rows: Rows
-    scales: _Scales
+    scales: RowScales
     row_gradients: RowGradients
     statistics: RowStatistics
     """Two (N,)"""
     entropy: Tensor | None
     """(N,)"""
 
-    def coefficients(self, chunk: slice) -> RowCoefficients:
-        """Those of the rows of `chunk`."""
-        entropy = None if self.entropy is None else self.entropy[chunk]
-        return self.row_gradients.coefficients(chunk, self.chunk_statistics(chunk), entropy)
-
-    def chunk_statistics(self, chunk: slice) -> RowStatistics:
-        """Those of the rows of `chunk`."""
+    def statistics_of(self, chunk: slice) -> RowStatistics:
+        """(C,) those of the rows of `chunk`."""
         return RowStatistics(*(vector[chunk] for vector in self.statistics))
 
-    def dlogits(self, region: Region, buffer: LogitsBuffer, chunk: slice) -> tuple[LogitsBuffer, Tensor | None]:
-        """See `Region.dlogits`: of the rows of `chunk`, from their products over the whole vocabulary."""
-        target = self.rows.target[chunk]
-        return region.dlogits(
-            buffer,
-            self.chunk_statistics(chunk),
-            self.coefficients(chunk),
-            Targets(target, at_target(buffer, target)),
-            self.scales.class_weights,
-        )
+    def coefficients_of(self, chunk: slice) -> RowCoefficients:
+        """(C,) those of the rows of `chunk`."""
+        entropy = None if self.entropy is None else self.entropy[chunk]
+        return self.row_gradients.coefficients(chunk, self.statistics_of(chunk), entropy)
 
 
-class _SavedPart(NamedTuple):
-    """What the backward has made of the logits that were saved."""
+def _known_rows(region: Region, rows: Rows, saved: SavedStatistics, upstream: UpstreamGradients) -> _KnownRows:
+    scales = RowScales.of(region, rows)
+    row_gradients = RowGradients(region, scales, upstream)
+    row_max = steps.let(region, "row_max", rows.mask_ignored(rows.gather(saved.row_max)))
+    # An ignored row's logits need not match the saved statistics: exp(z - the largest number) is 0.
+    largest = torch.finfo(region.operands.row_dtype).max
+    row_log_sum = steps.let(region, "row_log_sum", rows.mask_ignored(rows.gather(saved.row_log_sum), fill=largest))
+    entropy = None if saved.entropy is None else steps.let(region, "entropy", rows.gather(saved.entropy))
+    return _KnownRows(scales, row_gradients, RowStatistics(row_max, row_log_sum), entropy)
 
-    rows: slice
-    """The first rows"""
-    dlogits: Tensor
-    """(S, V)"""
-    bias_grad: Tensor | None
-    """(V,) their sum over the rows"""
 
+def _takes_one_pass(region: Region) -> bool:
+    """Whether one kernel makes the statistics of a chunk's rows and, in place of its logits, their gradient.
 
-def _backward_by_slabs(region: Region, gathered: _GatheredRows, saved: _SavedPart | None) -> Gradients:
-    """Backward where logits were not saved: these again, a slab of the vocabulary at a time, for all such tokens.
-
-    Each row of dW belongs to one slab, so it is written once and needs no accumulator. dX is summed over slabs in
-    float32. The statistics make each slab independent of the others.
+    Not where the gradient needs new memory, where the loss asks more of a row than its statistics, or where db is
+    needed: a sum over the rows, of which the kernel sees one at a time.
     """
-    rows, operands = gathered.rows, region.operands
-    x = rows.take(operands.x, slice(None))
-    others = slice(0 if saved is None else saved.rows.stop, rows.count)
-    valid_others = rows.valid_rows(others)
-    x_others, target_others = x[others], rows.target[others]
-    statistics, coefficients = gathered.chunk_statistics(others), gathered.coefficients(others)
-    vocab = operands.vocab
-    width = min(region.plan.slab_columns, vocab)
-    tune = region.plan.tune_products
-
-    def empty(needed: bool, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-        return torch.empty(shape, dtype=dtype, device=x.device) if needed else None
-
-    # dX is summed in its own memory if that is wide enough.
-    is_wide, shape = x.dtype == operands.row_dtype, operands.x.shape
-    input_grad = empty(operands.input_grad and (is_wide or saved is not None), shape, x.dtype)
-    if is_wide and operands.input_grad:
-        input_sum = input_grad[others]
-    else:
-        input_sum = empty(operands.input_grad, x_others.shape, operands.row_dtype)
-    weight_grad = empty(operands.weight_grad, operands.weight.shape, operands.weight.dtype)
-    bias_grad = empty(operands.bias_grad, operands.weight.shape[:1], operands.row_dtype)
-    for gradient in (weight_grad, bias_grad):
-        if gradient is not None:
-            gradient[vocab:] = 0
-    valid_saved = None if saved is None else rows.valid_rows(saved.rows)
-    if saved is not None and operands.input_grad:
-        out = input_grad[saved.rows]
-        matmul.input_gradient_(out, saved.dlogits, region.weight, tune=tune, valid_rows=valid_saved)
-    for start in range(0, vocab, width):
-        slab = slice(start, min(start + width, vocab))
-        weight = region.weight[slab]
-        logits = region.buffer(x_others.shape[0], weight.shape[0])
-        region.products_(logits, x_others, slab, valid_rows=valid_others)
-        column, is_here = TargetColumns.of(target_others, slab)
-        at = Targets(column, at_target(logits, column), is_here)
-        dlogits, column_sums = region.dlogits(logits, statistics, coefficients, at, gathered.scales.class_weights, slab)
-        if input_sum is not None:
-            matmul.input_gradient_(
-                input_sum, dlogits.logits, weight, accumulate=start > 0, tune=tune, valid_rows=valid_others
-            )
-        if weight_grad is not None:
-            # Nothing else may hold on to this slab while the next is allocated.
-            parts = [matmul.Part(dlogits.logits, x_others, valid_others)]
-            if saved is not None:
-                parts.append(matmul.Part(saved.dlogits[:, slab], x[saved.rows], valid_saved))
-            matmul.weight_gradient_of_parts_(weight_grad[slab], parts, tune=tune)
-            del parts
-        if bias_grad is not None:
-            bias_grad[slab] = column_sums if saved is None else column_sums + saved.bias_grad[slab]
-        del logits, dlogits
-    if operands.input_grad:
-        if not is_wide:
-            input_grad = empty(True, shape, x.dtype) if input_grad is None else input_grad
-            input_grad[others] = input_sum
-        rows.spread_(input_grad)
-    return Gradients(input_grad, weight_grad, None if bias_grad is None else bias_grad.to(operands.bias.dtype))
+    in_place = region.logits_dtype == region.operands.dtype
+    return in_place and region.loss.is_plain and not region.operands.bias_grad
 
 
-def _logits_memory(
-    region: Region, first: int, memory: GradientMemory | None
-) -> tuple[LogitsBuffer | SlabbedLogits, LogitsBuffer]:
-    """Memory for the logits of the first chunk, of `first` rows, and for those of a later one; they may be the same."""
-    operands, plan, layout = region.operands, region.plan, region.layout()
-    tokens, hidden = operands.x.shape
-    slabs = plan.logits_in_slabs(hidden=hidden, vocab=operands.vocab, dtype=operands.x.dtype)
-    if slabs is None:
-        buffer = region.buffer(first)
-        return buffer, buffer
-    rows = min(plan.chunk_rows, tokens - first)
-    last = region.layout(slabs.columns[-1].stop - slabs.columns[-1].start)
-    elements = max(slabs.own_elements(last.row_stride), rows * layout.row_stride)
-    own = torch.empty(elements, dtype=region.logits_dtype, device=operands.x.device)
-    borrowed = memory.weight_as(region.logits_dtype, operands.vocab)
-    buffer = LogitsBuffer(own[: rows * layout.row_stride].view(rows, layout.row_stride), layout)
-    return SlabbedLogits.lay_out(slabs, borrowed, own, last), buffer
+def _gradient_in_one_pass(region: Region, rows: Rows, row_gradients: RowGradients, logits, chunk: slice) -> ChunkResult:
+    coefficients = row_gradients.coefficients(chunk, None)
+    found, z_y = steps.statistics_and_gradient_(region, logits, rows.target[chunk], coefficients)
+    return ChunkResult(found, z_y, {})
 
 
-def _row_policy(operands: Operands, plan: Plan) -> RowPolicy:
-    return RowPolicy(ignored_rows=plan.ignored_rows, every_row=operands.loss.needs_every_row)
+def _as_dlogits(region: Region, logits: LogitsBuffer) -> LogitsBuffer:
+    """The buffer, whose logits have become their gradient."""
+    return logits if region.tape is None else LogitsBuffer(steps.named(logits.padded, "dlogits"), logits.layout)
+
+
+def _start_first_logits(region: Region, selection, logits, *, largest: int, outs) -> int:
+    """The logits of the first rows, which keep the device busy while the host waits for the number of rows.
+
+    Returns:
+        Of how many rows.
+    """
+    xs = selection.first_rows(largest, outs)
+    if xs is None:
+        return 0
+    count = xs[0].shape[0]
+    for columns, buffer in zip(logits.columns, logits.buffers, strict=True):
+        steps.logits_(region, buffer.rows(slice(0, count)), xs, columns=columns)
+    return count
+
+
+def _fill(region: Region, logits: LogitsBuffer, xs, computed: int, valid_rows: Tensor | None) -> None:
+    """Fills the logits of a chunk, (C, V), of which the first `computed` rows are there already."""
+    count = xs[0].shape[0]
+    if computed < count:
+        missing = slice(computed, count)
+        steps.logits_(region, logits.rows(missing), [x[missing] for x in xs], valid_rows=valid_rows)
+
+
+def _fill_blocks(region: Region, logits, xs, computed: int, valid_rows: Tensor | None) -> None:
+    """The same for logits that are staged, a vocabulary block at a time."""
+    count = xs[0].shape[0]
+    if computed < count:
+        missing = slice(computed, count)
+        buffers = dict(zip((block.start for block in logits.columns), logits.buffers, strict=True))
+        for block in region.loop(logits.columns, "block"):
+            steps.logits_(
+                region, buffers[block.start].rows(missing), [x[missing] for x in xs], columns=block,
+                valid_rows=valid_rows,
+            )  # fmt: skip
+
+
+def _gathered(region: Region, rows: Rows, chunk: slice) -> list[Tensor]:
+    """The rows of each term's x that belong to `chunk` of the rows."""
+    return [rows.gather_chunk(term.x, chunk) for term in region.terms]
+
+
+def _saved_rows(plan: Plan, tokens: int) -> int | None:
+    """Of how many rows the logits are kept, which may be 0 without tokens; None for plans that keep none."""
+    if isinstance(plan, SaveLogits):
+        return tokens
+    return plan.saved_rows if isinstance(plan, SaveSomeLogits) else None

@@ -1,12 +1,12 @@
-"""Multiplying finished gradients by the incoming gradient, for nothing where it is 1 (as after `loss.backward()`)."""
+"""Multiplying finished gradients by the upstream gradient, for nothing where it is 1 (as after `loss.backward()`)."""
 
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from thunder_flce.device import multiprocessors, triton_available
 from thunder_flce.execution.compile_times import first_run_timed
-from thunder_flce.planning.plan import triton_available
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> Tensor:
@@ -14,19 +14,24 @@ def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> 
 
     Args:
         gradient: any shape, as saved by the forward.
-        factor: () the incoming gradient.
+        factor: () the upstream gradient.
         may_overwrite: whether nobody will read `gradient` again. The product then takes its place, and on CUDA a
             factor of 1 ends the kernel before it touches memory, without the host knowing the factor.
     """
     if not factor.is_cuda and factor == 1 and may_overwrite:
         return gradient
     result = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
-    is_small_float = gradient.dtype in (torch.float32, torch.bfloat16, torch.float16)
-    if may_overwrite and gradient.is_cuda and is_small_float and gradient.is_contiguous() and triton_available():
+    if may_overwrite and gradient.is_contiguous() and library(gradient.dtype, gradient.device) == "Triton":
         _multiply_unless_one_(gradient, factor)
     else:
         _multiply(gradient, factor.to(gradient.device), result)
     return result
+
+
+def library(dtype: torch.dtype, device: torch.device) -> str:
+    """Who multiplies a contiguous gradient that may be overwritten: "Triton" or "PyTorch"."""
+    is_small_float = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return "Triton" if device.type == "cuda" and is_small_float and triton_available() else "PyTorch"
 
 
 # Elements converted at a time: temporary memory of 64 MiB.
@@ -81,8 +86,7 @@ def _multiply_unless_one_(gradient: Tensor, factor: Tensor) -> None:
     size = gradient.numel()
     if size == 0:
         return
-    multiprocessors = torch.cuda.get_device_properties(gradient.device).multi_processor_count
-    programs = min(-(-size // _BLOCK), multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR)
+    programs = min(-(-size // _BLOCK), multiprocessors(gradient.device) * _PROGRAMS_PER_MULTIPROCESSOR)
     kind = gradient.device, gradient.dtype
     with torch.cuda.device(gradient.device), first_run_timed("Triton gradient scaling", kind):
         _kernel()[(programs,)](gradient, factor, size, BLOCK=_BLOCK, num_warps=8)

@@ -1,21 +1,24 @@
 """Which rows of the region are computed.
 
-Rows whose target is ignore_index contribute nothing, neither to the loss nor to a gradient, so they can leave before
-the first product. How many stay must then be known on the host, which on CUDA means waiting for the device once. The
-wait is hidden: valid rows are packed first on the device, and the first products are launched before asking.
+Rows whose target is ignore_index contribute nothing, neither to the loss nor to a gradient, so they are dropped before
+the first matmul. Their number must then be known on the host, which on CUDA takes one device synchronisation. It is
+overlapped: valid rows are put first on the device, and the first logits are launched before the host asks.
 
-Where the host may not wait, all rows keep their place in a chunk, but valid rows are packed first all the same, and
-zeros follow. Then products can end after the valid rows, whose number the device knows.
+Where the host may not wait, all rows keep their place in a chunk, but valid rows come first all the same, and zeros
+follow. Then matmuls can end after the valid rows, whose number the device knows.
 
 Legend: T tokens, N rows computed, C rows in a chunk, H hidden size, V vocabulary.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from thunder_flce.planning.plan import TILE_ROWS, triton_available
+from thunder_flce.device import TILE_ROWS
+from thunder_flce.execution.record import Value, as_value
+from thunder_flce.execution.region import Region
 
 # Rows that are copied at a time where a tensor is rearranged in place.
 _MOVED_ROWS = 2048
@@ -43,8 +46,8 @@ class Rows:
     valid: Tensor | None
     """(N,) bool, False in ignored rows, which come last where there is an index; None where there are none"""
 
-    def chunks(self, first: int, largest: int):
-        """Slices that cover all rows: `first` of them, then about equal ones of at most `largest`.
+    def chunks(self, largest: int, first: int = 0) -> Iterator[slice]:
+        """Slices that cover all rows: `first` of them, if any, then about equal ones of at most `largest`.
 
         Equal, because a small last chunk would read all of W and dW for the sake of a few rows.
         """
@@ -67,7 +70,7 @@ class Rows:
         start, stop, _ = chunk.indices(self.count)
         return (self.valid_count - start).clamp(0, stop - start).to(torch.int32)
 
-    def take(self, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
+    def gather_chunk(self, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
         """The rows of `chunk` from a tensor (T, H) over all tokens: a view where all are taken, in order.
 
         Otherwise a copy, in `out` if that is given, with zeros in place of rows that come last because they are
@@ -88,9 +91,9 @@ class Rows:
         if self.index is None:
             return tensor
         everywhere = tensor.new_full((self.total, *tensor.shape[1:]), fill)
-        return everywhere.index_copy_(0, self.index, self.only_valid(tensor, fill))
+        return everywhere.index_copy_(0, self.index, self.mask_ignored(tensor, fill))
 
-    def spread_(self, tensor: Tensor) -> None:
+    def scatter_(self, tensor: Tensor) -> None:
         """Moves the valid ones of the first N rows of `tensor` (T, H) to their tokens, in place; 0 in all others."""
         if self.index is None:
             return
@@ -103,9 +106,48 @@ class Rows:
             block = slice(start, min(start + _MOVED_ROWS, self.total))
             tensor[block] = _take_rows(tensor, source[block])
 
-    def only_valid(self, tensor: Tensor, fill: float = 0) -> Tensor:
+    def mask_ignored(self, tensor: Tensor, fill: float = 0) -> Tensor:
         """(N, …) with `fill` in ignored rows."""
         return tensor if self.valid is None else torch.where(_beside(self.valid, tensor), tensor, fill)
+
+
+@dataclass(frozen=True)
+class PlannedRows(Rows):
+    """Rows while a run is written down: how many targets are ignored is not known, so all are counted."""
+
+    on_device: bool = False
+    """Whether only the device will know how many are valid."""
+
+    def valid_rows(self, chunk: slice) -> Tensor | None:
+        """Something, where the device would know the number."""
+        return self.valid_count if self.on_device else None
+
+    def gather_chunk(self, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
+        """What `select_rows` has written down. Its memory counts where it is certain that rows are copied."""
+        rows = as_value(tensor)[chunk]
+        if not self.on_device or out is not None:
+            return rows
+        return Value(rows.tape, str(rows), shape=rows.shape, dtype=rows.dtype, storage=rows.tape.allocate(rows.nbytes))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """(T, …) to (N, …)."""
+        return tensor if self.index is None else tensor[self.index]
+
+    def scatter(self, tensor: Tensor, fill: float = 0) -> Tensor:
+        """(N, …) to (T, …), `fill` for tokens that were left out."""
+        if self.index is None:
+            return tensor
+        words = f"scatter({tensor}, {fill})" if fill else f"scatter({tensor})"
+        return Value(as_value(tensor).tape, words, shape=tensor.shape, dtype=tensor.dtype)
+
+    def scatter_(self, tensor: Tensor) -> None:
+        """Writes down that the rows of `tensor` are moved to their tokens."""
+        if self.index is not None:
+            as_value(tensor).tape.write(tensor, f"scatter({tensor})")
+
+    def mask_ignored(self, tensor: Tensor, fill: float = 0) -> Tensor:
+        """(N, …) with `fill` in ignored rows."""
+        return tensor if self.valid is None else torch.where(self.valid, tensor, fill)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +159,11 @@ class RowPolicy:
 
     every_row: bool = False
     """Whether ignored rows are computed whatever the user wants."""
+
+    @classmethod
+    def of(cls, region: Region) -> "RowPolicy":
+        """What a region's plan and loss ask for."""
+        return cls(ignored_rows=region.plan.ignored_rows, every_row=region.loss.needs_every_row)
 
     def waits_for(self, target: Tensor) -> bool:
         """Whether the host waits for what the device finds out about `target`: how many are valid, and if any is wrong.
@@ -139,44 +186,51 @@ class RowSelection:
     """Checks the targets and chooses the rows to compute.
 
     Args:
-        target: (T,) integers.
-        vocab: V.
-        ignore_index: the target that marks a row as ignored; may lie in [0, V).
+        region: whose targets are (T,) integers.
         policy: what may be done about ignored rows.
     """
 
-    def __init__(self, target: Tensor, vocab: int, ignore_index: int, policy: RowPolicy):
+    def __init__(self, region: Region, policy: RowPolicy):
+        self._region = region
         # In a narrow dtype, V and ignore_index would wrap around before they are compared with.
-        self._target = target = target.long()
-        self._vocab = vocab
-        self._ignore_index = ignore_index
-        self._valid = target != ignore_index
-        self._is_wrong = self._valid & (target != target.clamp(0, vocab - 1))
+        self._target = target = region.operands.target.long()
+        self._vocab = region.operands.vocab
+        self._ignore_index = region.loss.ignore_index
+        self._valid = target != self._ignore_index
+        self._is_wrong = self._valid & (target != target.clamp(0, self._vocab - 1))
         self._counts = torch.stack([self._valid, self._is_wrong]).sum(1)
         self._waits = policy.waits_for(target)
         self._skips = policy.skips(target)
-        self._packed = self._arrived = None
+        self._valid_first = self._arrived = None
         if self._waits and target.is_cuda:
             if self._skips:
                 # A stable sort puts the valid rows first, in order, without knowing their number.
-                self._packed = _valid_first(self._valid)
+                self._valid_first = _valid_first(self._valid)
             self._host_counts = self._counts.to("cpu", non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(target.device))
 
-    def first_rows(self, x: Tensor, largest: int, out: Tensor | None = None) -> Tensor | None:
-        """Up to `largest` rows of x (T, H) that a product can start with before `rows` is called, packed.
+    def first_rows(self, largest: int, outs: Sequence[Tensor | None]) -> list[Tensor] | None:
+        """Up to `largest` rows of each term's x that a matmul can start with before `rows` is called.
 
-        A quarter of all rows, in whole tiles, at most: more would often be ignored ones. None where there is nothing to
-        wait for. They are a view, or a copy: in the first rows of `out` (T, H), if that is given.
+        Args:
+            largest: how many rows at most.
+            outs: memory for each term's rows, (T, H), or None where there is none.
+
+        Returns:
+            None where there is nothing to wait for. Otherwise views, or copies in the first rows of `outs`.
         """
         if self._arrived is None:
             return None
-        quarter = -(-self._target.shape[0] // (4 * TILE_ROWS)) * TILE_ROWS
-        count = min(largest, quarter)
-        if self._packed is None:
-            return x[:count]
-        return torch.index_select(x, 0, self._packed[:count], out=None if out is None else out[:count])
+        count = _first_count(self._target.shape[0], largest)
+        xs = [term.x for term in self._region.terms]
+        if self._valid_first is None:
+            return [x[:count] for x in xs]
+        index = self._valid_first[:count]
+        return [
+            torch.index_select(x, 0, index, out=None if out is None else out[:count])
+            for x, out in zip(xs, outs, strict=True)
+        ]
 
     def rows(self) -> Rows:
         """The rows to compute.
@@ -204,23 +258,93 @@ class RowSelection:
             )
         if not self._skips:
             return _all_rows(target, valid_count, self._valid)
-        return _valid_rows(target, valid_count, self._valid, count, self._packed)
+        return _valid_rows(target, valid_count, self._valid, count, self._valid_first)
 
 
-def reselect_rows(target: Tensor, ignore_index: int, valid_count: Tensor, policy: RowPolicy) -> Rows:
-    """The rows that a `RowSelection` chose in the forward, for the backward.
+def _first_count(tokens: int, largest: int) -> int:
+    """How many rows a matmul starts with: a quarter in whole tiles at most, since more would often be ignored ones."""
+    return min(largest, -(-tokens // (4 * TILE_ROWS)) * TILE_ROWS)
+
+
+class PlannedSelection:
+    """In place of `RowSelection` while a run is written down."""
+
+    def __init__(self, region: Region):
+        self._region = region
+        self._rows = _planned_rows(region, "the host waits for their number while the first logits are computed")
+
+    def first_rows(self, largest: int, outs: Sequence[Tensor | None]) -> None:
+        """Nothing: the matmul that hides the wait for the device is counted with the first chunk's.
+
+        What counts is the memory of rows that are copied for it.
+        """
+        region, rows = self._region, self._rows
+        if not region.is_cuda or rows.index is None or rows.on_device:
+            return
+        count = _first_count(rows.total, largest)
+        copied = sum(term.x[:count].nbytes for term, out in zip(region.terms, outs, strict=True) if out is None)
+        # It is free again when the first logits are there.
+        region.written_to.allocate(copied)
+
+    def rows(self) -> Rows:
+        """The rows to compute."""
+        return self._rows
+
+
+def select_rows(region: Region, policy: RowPolicy | None = None) -> RowSelection | PlannedSelection:
+    """Starts to choose the rows to compute, by the region's policy if none is given, without waiting for the device."""
+    return PlannedSelection(region) if region.tape else RowSelection(region, policy or RowPolicy.of(region))
+
+
+def reselect_rows(region: Region, valid_count: Tensor) -> Rows:
+    """The rows that `select_rows` chose in the forward, for the backward; the targets were checked there.
 
     Args:
-        target: (T,) as in the forward, and checked there.
-        ignore_index: as in the forward.
+        region: as in the forward.
         valid_count: () saved by the forward.
-        policy: as in the forward.
     """
-    target = target.long()
-    valid = target != ignore_index
+    if region.tape is not None:
+        return _planned_rows(region, "the host waits for their number")
+    policy, target = RowPolicy.of(region), region.operands.target.long()
+    valid = target != region.loss.ignore_index
     if not (policy.skips(target) and policy.waits_for(target)):
         return _rows_without_waiting(target, valid_count, valid, policy.skips(target))
     return _valid_rows(target, valid_count, valid, int(valid_count), None)
+
+
+def _planned_rows(region: Region, waits: str) -> PlannedRows:
+    """All rows.
+
+    Args:
+        region: the region.
+        waits: a note that the host waits for the number of valid rows, where it does.
+    """
+    tape, operands = region.written_to, region.operands
+    target, ignore_index = operands.target, region.loss.ignore_index
+
+    def row_value(text: str, dtype: torch.dtype) -> Value:
+        return Value(tape, text, shape=target.shape, dtype=dtype)
+
+    tape.write("valid, valid_count", f"y != {ignore_index}, sum(y != {ignore_index})")
+    valid, y = row_value("valid", torch.bool), row_value("y", torch.int64)
+    skips = region.plan.ignored_rows != "compute" and not region.loss.needs_every_row
+    if skips:
+        names = [str(term.x) for term in region.terms] + ["y"]
+        on_device = region.plan.ignored_rows == "skip_on_device"
+        note = "zeros follow" if on_device else waits
+        words = ", ".join(f"{name}[valid]" for name in names)
+        tape.write(", ".join(names), words, note=note if region.is_cuda else "")
+    else:
+        tape.write("y", "where(valid, y, 0)")
+    return PlannedRows(
+        count=target.shape[0],
+        total=target.shape[0],
+        target=y,
+        valid_count=Value(tape, "valid_count", dtype=torch.int64),
+        index=valid if skips else None,
+        valid=None if skips else valid,
+        on_device=skips and region.plan.ignored_rows == "skip_on_device",
+    )
 
 
 def _valid_first(valid: Tensor) -> Tensor:
@@ -228,11 +352,7 @@ def _valid_first(valid: Tensor) -> Tensor:
 
 
 def _take_rows(tensor: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """See `triton_take.take_rows`."""
-    if tensor.is_cuda and triton_available():
-        from thunder_flce.execution import triton_take
-
-        return triton_take.take_rows(tensor, index, out)
+    """(N, H) rows of a tensor (T, H), and zeros for a negative index."""
     taken = torch.index_select(tensor, 0, index.clamp(min=0), out=out)
     return taken.masked_fill_(_beside(index < 0, taken), 0)
 
@@ -257,10 +377,10 @@ def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
     return Rows(count=total, total=total, target=target, valid_count=valid_count, index=None, valid=valid)
 
 
-def _valid_rows(target: Tensor, valid_count: Tensor, valid: Tensor, count: int, packed: Tensor | None) -> Rows:
+def _valid_rows(target: Tensor, valid_count: Tensor, valid: Tensor, count: int, valid_first: Tensor | None) -> Rows:
     total = target.shape[0]
     if count == total:
         return Rows(count=total, total=total, target=target, valid_count=valid_count, index=None, valid=None)
-    index = (_valid_first(valid) if packed is None else packed)[:count]
+    index = (_valid_first(valid) if valid_first is None else valid_first)[:count]
     target = target.index_select(0, index)
     return Rows(count=count, total=total, target=target, valid_count=valid_count, index=index, valid=None)

@@ -1,4 +1,4 @@
-"""The user's doors to thunder: `jit` and the plugin "flce"."""
+"""`jit` and the plugin "flce": two ways to use the fusion with thunder. To import this module registers all rules."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,9 @@ from thunder.core.transform_common import Transform
 from thunder.extend import Executor
 from thunder.plugins import register_plugin
 
-from thunder_flce.graph.rules import executor
+import thunder_flce.graph.rules
+import thunder_flce.graph.unfused_cross_entropy.rules  # noqa: F401
+from thunder_flce.graph.executor import executor
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.options import Options
 
@@ -29,8 +31,8 @@ def jit(
         fn: the function or module to compile.
         options: choices about the time and memory of the fused regions.
         strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
-        executors: as in `thunder.jit`; `thunder_flce.executor` goes before them.
-        transforms: as in `thunder.jit`; the fusion goes before them, since it needs to see the program as written.
+        executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
+        transforms: as in `thunder.jit`; the fusion runs before them, on the program as the user wrote it.
         **thunder_options: passed on to `thunder.jit`.
     """
     fusion = FuseLinearCrossEntropy(options, strict=strict)
@@ -42,7 +44,7 @@ def with_fusion(
     executors: Sequence[Executor | str] | None,
     transforms: Sequence[Transform] | None,
 ) -> dict[str, Any]:
-    """The executors and transforms to give to thunder, by argument; None stands for its defaults."""
+    """thunder's arguments `executors` and `transforms`; None means thunder's defaults."""
     executors = thunder.get_default_executors() if executors is None else executors
     return {"executors": [executor, *executors], "transforms": [fusion, *(transforms or ())]}
 
@@ -60,7 +62,7 @@ class FlcePlugin(thunder.Plugin):
         self.strict = strict
 
     def setup_executors(self) -> list[Executor]:
-        """The executor, which has to come before thunder's own."""
+        """The executor; thunder puts it before its own."""
         return [executor]
 
     def setup_transforms(self) -> list[Transform]:

@@ -7,8 +7,6 @@ linear_cross_entropy        the region; its subsymbols are the plain decompositi
 linear_cross_entropy_fwd    its forward: the loss, the rows' statistics, and what else the plan keeps
 linear_cross_entropy_bwd    its backward, for plans that compute the gradients there
 scale_gradients             its backward, for plans that computed the gradients in the forward
-cross_entropy_fwd, _bwd     cross-entropy on logits that somebody else needs, too
-cross_entropy_probabilities_fwd, _bwd               the same for targets that are class probabilities
 ==========================  ======================================================================================
 
 All but the first belong to the executor `flce` and are primitives: opaque to every pass, and tagged so that no pass
@@ -17,34 +15,26 @@ computes a forward again in the backward.
 The forwards return the loss, row_max, row_log_sum (relative to row_max) and valid_count; see `engine`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import thunder.torch as ltorch
 import torch
-from thunder.core import dtypes, prims
+from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.extend import OperatorExecutor
 from torch import Tensor
 
 from thunder_flce import functional
 from thunder_flce.execution import engine
-from thunder_flce.execution.engine import Gradients, Operands, SavedStatistics
+from thunder_flce.execution.layout import layout_for
+from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, Term, UpstreamGradients
+from thunder_flce.execution.plan import GradientsInForward, Plan, SaveLogits, SaveSomeLogits
+from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.graph import decomposition, trace_printer
-from thunder_flce.graph.trace_arguments import from_settings
-from thunder_flce.graph.unfused_cross_entropy.torch_impl import (
-    backward_impl,
-    forward_impl,
-    probabilities_backward_impl,
-    probabilities_forward_impl,
-)
-from thunder_flce.operation.arguments import check_linear_cross_entropy
-from thunder_flce.operation.loss import INDEX_OUTPUTS, IncomingGradients, Loss
-from thunder_flce.planning.plan import Plan, layout_for
-
-executor = OperatorExecutor("flce", version="0.1")
-
-# REDUCTION_OP is what nvFuser's rematerialisation heeds, DONT_RECOMPUTE_IN_BACKWARD what thunder's own does.
-FORWARD_TAGS = (prims.OpTags.REDUCTION_OP, prims.OpTags.DONT_RECOMPUTE_IN_BACKWARD)
+from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
+from thunder_flce.graph.trace_arguments import loss_of
+from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
+from thunder_flce.operation.loss import OUTPUTS, Loss
 
 
 @ltorch.torchsymbol(functional.linear_cross_entropy, id="thunder_flce.linear_cross_entropy", tags=FORWARD_TAGS)
@@ -54,6 +44,7 @@ def linear_cross_entropy(
     target: TensorProxy,
     *,
     linear_bias: TensorProxy | None = None,
+    terms: Sequence[tuple[TensorProxy, TensorProxy]] = (),
     weight: TensorProxy | None = None,
     reduction: str = "mean",
     ignore_index: int = -100,
@@ -85,11 +76,19 @@ def linear_cross_entropy(
         outputs=outputs,
     )
     check_linear_cross_entropy(
-        input, linear_weight, target, linear_bias=linear_bias, weight=weight, num_items=num_items, loss=loss
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        terms=terms,
+        weight=weight,
+        num_items=num_items,
+        loss=loss,
     )
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
-    logits = decomposition.logits(input, linear_weight, linear_bias, loss, loss_dtype(input))
+    linears = ((input, linear_weight), *terms)
+    logits = decomposition.logits(linears, linear_bias, loss=loss, dtype=loss_dtype(input))
     flat_target = ltorch.reshape(target, (-1,))
     if dtypes.to_strong_dtype(target.dtype) is not dtypes.int64:
         flat_target = ltorch.to(flat_target, dtypes.int64)
@@ -97,13 +96,9 @@ def linear_cross_entropy(
     if dtype is not None and dtype != value.dtype:
         value = ltorch.to(value, dtype)
     results = [ltorch.reshape(value, target.shape) if reduction == "none" else value]
-    results += [ltorch.reshape(other, target.shape) if other.ndim else other for other in others]
+    # Reshaped in any case: thunder differentiates nothing of an operation that returns what was computed without grad.
+    results += [ltorch.reshape(other, target.shape if other.ndim else ()) for other in others]
     return tuple(results) if outputs else results[0]
-
-
-def loss_dtype(tensor: TensorProxy) -> dtypes.dtype:
-    """float32, or float64 for float64: the dtype of the loss and of everything that is one number a row."""
-    return dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
 
 
 def _rows_like(tensor: TensorProxy, shape: tuple[int, ...]) -> TensorProxy:
@@ -124,11 +119,12 @@ def _linear_cross_entropy_fwd_meta(
     target: TensorProxy,
     linear_bias: TensorProxy | None,
     *,
+    terms: Sequence[tuple[TensorProxy, TensorProxy]] = (),
     needs_grad: tuple[str, ...],
     **settings: Any,
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `_linear_cross_entropy_fwd_impl`; a trace prints optional arguments only where they are not declared."""
-    loss, plan = _loss_and_plan(settings)
+    loss, plan = loss_of(settings), Plan.of(settings)
     dtype = settings.get("dtype")
     tokens = target.numel
     shape = tuple(target.shape) if loss.reduction == "none" else ()
@@ -136,52 +132,64 @@ def _linear_cross_entropy_fwd_meta(
     valid_count = TensorProxy(shape=(), device=input.device, dtype=dtypes.int64, requires_grad=False)
     outputs = [value, *(_output_like(name, input, target) for name in loss.outputs)]
     outputs += [*_statistics_like(input, tokens), valid_count]
-    if plan.strategy == "gradients_in_forward":
-        tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    if isinstance(plan, GradientsInForward):
+        tensors = named_operands(input, linear_weight, linear_bias, terms)
         outputs += [TensorProxy(like=tensors[name], requires_grad=False) for name in needs_grad]
-    elif plan.strategy == "save_logits":
+    elif isinstance(plan, SaveLogits | SaveSomeLogits):
         torch_dtype = torch.float32 if plan.float32_logits else dtypes.to_torch_dtype(input.dtype)
         layout = layout_for(loss.vocab_size or linear_weight.shape[0], dtype=torch_dtype, device_type=input.device.type)
         logits_dtype = dtypes.to_dtype(torch_dtype)
-        shape = (min(plan.saved_rows, tokens), layout.row_stride)
+        rows = min(plan.saved_rows, tokens) if isinstance(plan, SaveSomeLogits) else tokens
+        shape = (rows, layout.row_stride)
         outputs.append(TensorProxy(shape=shape, device=input.device, dtype=logits_dtype, requires_grad=False))
     return tuple(outputs)
 
 
 def _output_like(name: str, input: TensorProxy, target: TensorProxy) -> TensorProxy:
     """One of the loss's further outputs."""
-    shape = () if name == "accuracy" else tuple(target.shape)
-    dtype = dtypes.int64 if name in INDEX_OUTPUTS else loss_dtype(input)
+    output = OUTPUTS[name]
+    shape = () if output.is_mean else tuple(target.shape)
+    dtype = dtypes.int64 if output.is_index else loss_dtype(input)
     return TensorProxy(shape=shape, device=input.device, dtype=dtype, requires_grad=False)
 
 
-def _loss_and_plan(settings: dict[str, Any]) -> tuple[Loss, Plan]:
-    """The plain values among a symbol's arguments, put together again."""
-    return from_settings(Loss, settings), from_settings(Plan, settings)
-
-
 def _operands(
-    input: Tensor,
-    linear_weight: Tensor,
+    pairs: Sequence[tuple[Tensor, Tensor]],
     target: Tensor,
-    linear_bias: Tensor | None,
+    bias: Tensor | None,
+    *,
     weight: Tensor | None,
     num_items: Tensor | float | None,
     needs_grad: tuple[str, ...],
     loss: Loss,
 ) -> Operands:
+    """The engine's operands, from the inputs and weights of the linears and what else the symbols take."""
+    names = ["input", "linear_weight"]
+    names += [f"terms[{number}].{kind}" for number in range(len(pairs) - 1) for kind in ("input", "weight")]
+    needed = iter([name in needs_grad for name in names])
     return Operands(
-        x=input.reshape(target.numel(), input.shape[-1]),
-        weight=linear_weight,
-        bias=linear_bias,
+        terms=tuple(
+            Term(
+                x=x.reshape(target.numel(), x.shape[-1]),
+                weight=of_x,
+                input_grad=next(needed),
+                weight_grad=next(needed),
+            )
+            for x, of_x in pairs
+        ),
+        bias=bias,
         target=target.reshape(-1),
         loss=loss,
         class_weight=weight,
-        num_items=functional.as_row_scalar(num_items, input),
-        input_grad="input" in needs_grad,
-        weight_grad="linear_weight" in needs_grad,
+        num_items=functional.as_row_scalar(num_items, target, dtype=statistics_dtype(pairs[0][0].dtype)),
         bias_grad="linear_bias" in needs_grad,
     )
+
+
+def _needed(gradients: Gradients, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The gradients that are there, those of the inputs in their shapes."""
+    shaped = tuple(None if dx is None else dx.view(x.shape) for dx, (x, _) in zip(gradients.inputs, pairs, strict=True))
+    return [gradient for gradient in gradients._replace(inputs=shaped).in_order() if gradient is not None]
 
 
 def _linear_cross_entropy_fwd_impl(
@@ -190,6 +198,7 @@ def _linear_cross_entropy_fwd_impl(
     target: Tensor,
     linear_bias: Tensor | None,
     *,
+    terms: Sequence[tuple[Tensor, Tensor]] = (),
     weight: Tensor | None = None,
     num_items: Tensor | float | None = None,
     needs_grad: tuple[str, ...],
@@ -197,8 +206,11 @@ def _linear_cross_entropy_fwd_impl(
     **settings: Any,
 ) -> tuple[Tensor, ...]:
     """See `engine.forward`: the loss, its further outputs, the statistics, and the logits or the needed gradients."""
-    loss, plan = _loss_and_plan(settings)
-    operands = _operands(input, linear_weight, target, linear_bias, weight, num_items, needs_grad, loss)
+    loss, plan = loss_of(settings), Plan.of(settings)
+    pairs = ((input, linear_weight), *terms)
+    operands = _operands(
+        pairs, target, linear_bias, weight=weight, num_items=num_items, needs_grad=needs_grad, loss=loss
+    )
     result = engine.forward(operands, plan)
     value = result.loss.reshape(target.shape) if loss.reduction == "none" else result.loss
     outputs = [value if dtype is None else value.to(dtypes.to_torch_dtype(dtype))]
@@ -206,14 +218,9 @@ def _linear_cross_entropy_fwd_impl(
     outputs += result.statistics[:3]
     if result.logits is not None:
         outputs.append(result.logits)
-    return *outputs, *_present(result.gradients, input.shape)
-
-
-def _present(gradients: Gradients, input_shape: torch.Size) -> list[Tensor]:
-    """The gradients that are not None, dX in the shape of the input."""
-    if gradients.input is not None:
-        gradients = gradients._replace(input=gradients.input.view(input_shape))
-    return [gradient for gradient in gradients if gradient is not None]
+    if result.gradients is not None:
+        outputs += _needed(result.gradients, pairs)
+    return tuple(outputs)
 
 
 def _linear_cross_entropy_bwd_meta(
@@ -227,11 +234,12 @@ def _linear_cross_entropy_bwd_meta(
     valid_count: TensorProxy,
     logits: TensorProxy | None,
     *,
+    terms: Sequence[tuple[TensorProxy, TensorProxy]] = (),
     needs_grad: tuple[str, ...],
     **settings: Any,
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `_linear_cross_entropy_bwd_impl`."""
-    tensors = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    tensors = named_operands(input, linear_weight, linear_bias, terms)
     return tuple(TensorProxy(like=tensors[name], requires_grad=False) for name in needs_grad)
 
 
@@ -246,6 +254,7 @@ def _linear_cross_entropy_bwd_impl(
     valid_count: Tensor,
     logits: Tensor | None,
     *,
+    terms: Sequence[tuple[Tensor, Tensor]] = (),
     weight: Tensor | None = None,
     num_items: Tensor | float | None = None,
     log_prob_grad: Tensor | None = None,
@@ -255,12 +264,15 @@ def _linear_cross_entropy_bwd_impl(
     **settings: Any,
 ) -> tuple[Tensor, ...]:
     """See `engine.backward`. Returns the needed gradients."""
-    loss, plan = _loss_and_plan(settings)
-    operands = _operands(input, linear_weight, target, linear_bias, weight, num_items, needs_grad, loss)
+    loss, plan = loss_of(settings), Plan.of(settings)
+    pairs = ((input, linear_weight), *terms)
+    operands = _operands(
+        pairs, target, linear_bias, weight=weight, num_items=num_items, needs_grad=needs_grad, loss=loss
+    )
     statistics = SavedStatistics(row_max, row_log_sum, valid_count, None if entropy is None else entropy.reshape(-1))
-    incoming = IncomingGradients(grad, log_prob_grad, entropy_grad)
-    gradients = engine.backward(operands, plan, statistics, logits, incoming)
-    return tuple(_present(gradients, input.shape))
+    upstream = UpstreamGradients(grad, log_prob_grad, entropy_grad)
+    gradients = engine.backward(operands, plan, statistics, logits, upstream)
+    return tuple(_needed(gradients, pairs))
 
 
 def _scale_gradients_meta(
@@ -268,47 +280,6 @@ def _scale_gradients_meta(
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `engine.scale_gradients`."""
     return tuple(TensorProxy(like=gradient) for gradient in gradients)
-
-
-def _cross_entropy_fwd_meta(
-    logits: TensorProxy, target: TensorProxy, *, reduction: str, **settings: Any
-) -> tuple[TensorProxy, ...]:
-    """Mirrors `standalone.forward_impl`."""
-    loss = TensorProxy(like=logits, shape=(logits.shape[0],) if reduction == "none" else (), requires_grad=False)
-    return loss, *_statistics_like(logits, target.shape[0]), _rows_like(logits, ())
-
-
-def _cross_entropy_bwd_meta(
-    grad: TensorProxy,
-    logits: TensorProxy,
-    target: TensorProxy,
-    row_max: TensorProxy,
-    row_log_sum: TensorProxy,
-    valid_count: TensorProxy,
-    **settings: Any,
-) -> TensorProxy:
-    """Mirrors `standalone.backward_impl`."""
-    return TensorProxy(like=logits, requires_grad=False)
-
-
-def _probabilities_fwd_meta(
-    logits: TensorProxy, target: TensorProxy, *, reduction: str, **settings: Any
-) -> tuple[TensorProxy, ...]:
-    """Mirrors `standalone.probabilities_forward_impl`."""
-    loss = TensorProxy(like=logits, shape=(logits.shape[0],) if reduction == "none" else (), requires_grad=False)
-    return loss, *_statistics_like(logits, logits.shape[0])
-
-
-def _probabilities_bwd_meta(
-    grad: TensorProxy,
-    logits: TensorProxy,
-    target: TensorProxy,
-    row_max: TensorProxy,
-    row_log_sum: TensorProxy,
-    **settings: Any,
-) -> tuple[TensorProxy, TensorProxy]:
-    """Mirrors `standalone.probabilities_backward_impl`."""
-    return TensorProxy(like=logits, requires_grad=False), TensorProxy(like=target, requires_grad=False)
 
 
 linear_cross_entropy_fwd = executor.register_operator(
@@ -329,14 +300,4 @@ scale_gradients = executor.register_operator(
     meta=_scale_gradients_meta,
     fn=engine.scale_gradients,
     python_printer=trace_printer.print_scaling,
-)
-cross_entropy_fwd = executor.register_operator(
-    "cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=forward_impl, tags=FORWARD_TAGS
-)
-cross_entropy_bwd = executor.register_operator("cross_entropy_bwd", meta=_cross_entropy_bwd_meta, fn=backward_impl)
-cross_entropy_probabilities_fwd = executor.register_operator(
-    "cross_entropy_probabilities_fwd", meta=_probabilities_fwd_meta, fn=probabilities_forward_impl, tags=FORWARD_TAGS
-)
-cross_entropy_probabilities_bwd = executor.register_operator(
-    "cross_entropy_probabilities_bwd", meta=_probabilities_bwd_meta, fn=probabilities_backward_impl
 )

@@ -15,12 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from thunder.core import dtypes
+from thunder.core.devices import to_torch_device
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol, default_python_printer
+from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.graph.trace_arguments import from_settings, planned_region
-from thunder_flce.planning.plan import Plan
-from thunder_flce.planning.steps import PlannedRegion, Stage, backward_stages, forward_stages
+from thunder_flce.execution import engine
+from thunder_flce.execution.plan import GradientsInForward, Plan, SaveLogits
+from thunder_flce.execution.record import Stage, Step, Tape, Value
+from thunder_flce.graph.thunder_private import default_python_printer
+from thunder_flce.graph.trace_arguments import region_problem
+from thunder_flce.planning.program import Program, program, term_names
 
 _OPERANDS = ("input", "linear_weight", "target", "linear_bias")
 STATISTICS = ("row_max", "row_log_sum", "valid_count")
@@ -33,15 +37,23 @@ _LETTERS = {
     "weight": "w",
     "num_items": "num_items",
 }
-_GRADIENTS = {"input": "dX", "linear_weight": "dW", "linear_bias": "db"}
+
+
+def _gradient_name(operand: str) -> str:
+    """What the engine calls the gradient of an operand, by its name in `needs_grad`: such as dX, dW or dX1."""
+    names = {"input": "dX", "linear_weight": "dW", "linear_bias": "db"}
+    if operand in names:
+        return names[operand]
+    number, _, kind = operand.removeprefix("terms[").partition("].")
+    return f"{names['input' if kind == 'input' else 'linear_weight']}{int(number) + 1}"
 
 
 def output_names(settings: Mapping[str, Any]) -> list[str]:
     """What `linear_cross_entropy_fwd` returns, in order, by its keyword arguments."""
     names = ["loss", *settings.get("outputs", ()), *STATISTICS]
-    if settings["strategy"] == "gradients_in_forward":
-        names += [_GRADIENTS[name] for name in settings["needs_grad"]]
-    elif settings["strategy"] == "save_logits":
+    if settings["strategy"] == GradientsInForward.strategy:
+        names += map(_gradient_name, settings["needs_grad"])
+    elif settings["strategy"] == SaveLogits.strategy:
         names.append("logits")
     return names
 
@@ -50,21 +62,27 @@ def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `linear_cross_entropy_fwd`."""
     yield default_python_printer(bsym, *printables)
     region = {**dict(zip(_OPERANDS, bsym.args, strict=True)), **bsym.kwargs}
-    yield from _region_comments(bsym, region, output_names(bsym.kwargs), forward_stages)
+    yield from _region_comments(bsym, region, output_names(bsym.kwargs), lambda found: found.forward)
 
 
 def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `linear_cross_entropy_bwd`."""
     yield default_python_printer(bsym, *printables)
     region = {**dict(zip(("grad", *_OPERANDS), bsym.args[:5], strict=True)), **bsym.kwargs}
-    yield from _region_comments(bsym, region, [_GRADIENTS[name] for name in region["needs_grad"]], backward_stages)
+    gradients = [_gradient_name(name) for name in region["needs_grad"]]
+    yield from _region_comments(bsym, region, gradients, lambda found: found.backward)
 
 
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `scale_gradients`."""
     yield default_python_printer(bsym, *printables)
-    grad, _, *gradients = (proxy.name for proxy in bsym.flat_proxy_args)
-    yield from _commented([f"{', '.join(gradients)} of the forward *= {grad}, where that is not 1"])
+    tape = Tape(to_torch_device(bsym.flat_proxy_args[0].device))
+    grad, valid_count, *gradients = (
+        Value(tape, proxy.name, shape=proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype))
+        for proxy in bsym.flat_proxy_args
+    )
+    engine.scale_gradients(grad, valid_count, *gradients)
+    yield from _commented(stage_lines(tape.take_stages()))
 
 
 def stage_rows(stages: Sequence[Stage]) -> list[tuple[str, str]]:
@@ -73,8 +91,14 @@ def stage_rows(stages: Sequence[Stage]) -> list[tuple[str, str]]:
     for stage in stages:
         if stage.title:
             rows.append((f"{stage.title}:", ""))
-        rows += [("  " * bool(stage.title) + str(step), step.runner) for step in stage.steps]
+        rows += [("  " * bool(stage.title) + str(step), _runner(step)) for step in stage.steps]
     return rows
+
+
+def _runner(step: Step) -> str:
+    """The library, and what nvFuser runs in its fusions, such as "nvFuser: gradient"."""
+    methods = dict.fromkeys(work.method for work in step.fusions)
+    return f"{step.runs_in}: {', '.join(methods)}" if methods else step.runs_in
 
 
 def stage_lines(stages: Sequence[Stage]) -> list[str]:
@@ -93,13 +117,16 @@ def _region_comments(
     bsym: BoundSymbol,
     region: Mapping[str, Any],
     outputs: Sequence[str],
-    stages: Callable[[PlannedRegion], Sequence[Stage]],
+    stages: Callable[[Program], Sequence[Stage]],
 ) -> Iterator[str]:
     given = {letter: region[name] for name, letter in _LETTERS.items() if region.get(name) is not None}
+    for number, term in enumerate(region.get("terms", ()), start=1):
+        given |= zip(term_names(number), term, strict=True)
     operands = [f"{letter} = {getattr(value, 'name', value)}" for letter, value in given.items()]
     named = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in zip(outputs, bsym.output, strict=True)]
-    planned = planned_region(region, region["needs_grad"], from_settings(Plan, region))
-    yield from _commented([", ".join(operands), ", ".join(named), *stage_lines(stages(planned))])
+    plan = Plan.of(region)
+    problem = region_problem(region, region["needs_grad"], float32_logits=plan.float32_logits)
+    yield from _commented([", ".join(operands), ", ".join(named), *stage_lines(stages(program(problem, plan)))])
 
 
 def _commented(lines: Sequence[str]) -> Iterator[str]:

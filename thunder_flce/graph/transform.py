@@ -1,6 +1,5 @@
 """The transform: makes linear + cross-entropy one region, and gives every region its plan."""
 
-import inspect
 import time
 import warnings
 from dataclasses import dataclass, field
@@ -11,20 +10,21 @@ from thunder.core import dtypes
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
-from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 from thunder.core.transform_common import Transform, dce
 
+from thunder_flce.execution.plan import Plan
 from thunder_flce.graph import symbols
-from thunder_flce.graph.matching.chunked_losses import join_pieces
-from thunder_flce.graph.matching.logits_path import LogitsPath
-from thunder_flce.graph.matching.match import Declined, Match, find_cross_entropies, is_loss, is_region
+from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses
+from thunder_flce.graph.matching.logits_path import LogitsPath, Term
+from thunder_flce.graph.matching.losses import is_loss
+from thunder_flce.graph.matching.match import Match, NotFusedLoss, find_cross_entropies
 from thunder_flce.graph.matching.reasons import Reason
-from thunder_flce.graph.matching.trace_index import Program, carries_grad
-from thunder_flce.graph.rules import is_static, plan_region
-from thunder_flce.graph.trace_arguments import planned_region
+from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
+from thunder_flce.graph.rules import PlannedRegion, plan_region
+from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor, disable_autocast
+from thunder_flce.graph.trace_arguments import region_arguments, region_operands
+from thunder_flce.operation.arguments import named_operands
 from thunder_flce.options import Options, as_options
-from thunder_flce.planning.plan import Plan
-from thunder_flce.planning.steps import PlannedRegion
 
 
 class NotFusedWarning(UserWarning):
@@ -41,23 +41,28 @@ class Decision:
 
     source: str
     """"file:line" of the user's call, as far as it is known."""
-    plan: Plan | None
+    region: PlannedRegion | None = None
     """None where it was not fused."""
     reason: Reason | None = None
     """None where it was fused."""
     detail: str = ""
-    region: PlannedRegion | None = field(default=None, repr=False)
-    """What the plan was made for; None where it was not fused."""
+    """The operation or value that prevents fusion."""
 
     @property
     def fused(self) -> bool:
         """Whether the linear and the loss are one region."""
-        return self.plan is not None
+        return self.region is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        """How the region runs; None where it was not fused."""
+        return None if self.region is None else self.region.plan
 
     def __str__(self) -> str:
-        if self.fused:
+        if self.plan is not None:
             return f"{self.source}: fused, {self.plan.describe()}"
-        return f"{self.source}: not fused, because {self.reason.value}" + (f" ({self.detail})" if self.detail else "")
+        reason = self.reason.value if self.reason else ""
+        return f"{self.source}: not fused, because {reason}" + (f" ({self.detail})" if self.detail else "")
 
 
 @dataclass
@@ -84,12 +89,12 @@ class FuseLinearCrossEntropy(Transform):
         rows = ltorch.view(logits, -1, 32000)                 loss = linear_cross_entropy(h, w, labels, …, plan={…})
         loss = ltorch.cross_entropy(rows, labels, …)
 
-    What can't be fused stays as it is; `decisions` has the reason, and a `NotFusedWarning` says it once where the
-    logits do come from a linear.
+    What can't be fused stays as it is. Its decision in `compilations` has the reason; where the logits do come from a
+    linear, a `NotFusedWarning` reports it.
 
     Args:
         options: choices about time and memory.
-        strict: raise a `NotFusedError` in place of the warning. It comes when the program is compiled, from the call.
+        strict: raise a `NotFusedError` in place of the warning, in the call that compiles the program.
     """
 
     def __init__(self, options: Options | None = None, *, strict: bool = False):
@@ -109,25 +114,26 @@ class FuseLinearCrossEntropy(Transform):
         compilation = Compilation(computation_trace)
         self.compilations.append(compilation)
         computation_trace = _open_checkpoints(computation_trace)
-        # Reading logits.shape leaves a symbol that uses the logits, though nothing uses what it returned.
+        # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
         live_trace = dce(computation_trace)
-        live_trace, program, found = _search(live_trace)
+        live_trace, index, found = _search(live_trace)
         _keep_forwards_out_of_backward(live_trace)
-        declined = [_decision(match) for match in found if isinstance(match, Declined)]
-        compilation.decisions.extend(declined)
-        self._report([decision for decision in declined if decision.reason is not Reason.NO_LINEAR])
-        has_regions = any(is_region(bsym) for bsym in live_trace.bound_symbols)
-        if has_regions or any(isinstance(match, Match) for match in found):
-            matches = [match for match in found if isinstance(match, Match)]
-            rewrite = _Rewrite(live_trace, matches, program.need_grad, self.options, compilation)
-            computation_trace, _ = rewrite()
+        not_fused = [_decision(loss) for loss in found if isinstance(loss, NotFusedLoss)]
+        compilation.decisions.extend(not_fused)
+        self._report([decision for decision in not_fused if decision.reason is not Reason.NO_LINEAR])
+        matches = [match for match in found if isinstance(match, Match)]
+        if matches or any(_is_region(bsym) for bsym in live_trace.bound_symbols):
+            rewrite = _Rewrite(live_trace, matches, index.need_grad, self.options, compilation)
+            # The trace has its casts already; the region's symbol would be cast by them once more.
+            with disable_autocast():
+                computation_trace, _ = rewrite()
             computation_trace = dce(computation_trace)
             computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         compilation.seconds = time.perf_counter() - start
         return prologue_trace, computation_trace, epilogue_trace
 
     def _report(self, missed: list[Decision]) -> None:
-        """Says what was not fused though its logits come from a linear."""
+        """Warns of what was not fused though its logits come from a linear, or raises if strict."""
         messages = [f"thunder_flce: the cross-entropy at {decision}" for decision in missed]
         if self.strict and messages:
             raise NotFusedError("\n".join(messages))
@@ -135,17 +141,17 @@ class FuseLinearCrossEntropy(Transform):
             warnings.warn(message, NotFusedWarning, stacklevel=3)
 
 
-def _search(trace: TraceCtx) -> tuple[TraceCtx, Program, list[Match | Declined]]:
-    """What there is to fuse, and the trace that has it: with its losses in one piece, if these can all be fused."""
-    whole, losses = join_pieces(trace)
+def _search(trace: TraceCtx) -> tuple[TraceCtx, TraceIndex, list[Match | NotFusedLoss]]:
+    """The losses of a trace, and the trace that has them: with chunked losses merged, if these can all be fused."""
+    merged, losses = merge_chunked_losses(trace)
     if losses:
-        program = Program(whole)
-        found = find_cross_entropies(program)
+        index = TraceIndex(merged)
+        found = find_cross_entropies(index)
         fused = {match.cross_entropy.output.name for match in found if isinstance(match, Match)}
         if all(loss.name in fused for loss in losses):
-            return whole, program, found
-    program = Program(trace)
-    return trace, program, find_cross_entropies(program)
+            return merged, index, found
+    index = TraceIndex(trace)
+    return trace, index, find_cross_entropies(index)
 
 
 class _Rewrite(TraceSubstitutionProcessor):
@@ -164,9 +170,9 @@ class _Rewrite(TraceSubstitutionProcessor):
         self._compilation = compilation
         self._argmaxes = {id(argmax.bsym) for match in matches for argmax in match.argmaxes}
         self._waits_for: dict[int, set[int]] = {}
-        """Of each operation that is late, the losses that have to come before it."""
+        """For each operation that has to move after losses: these losses."""
         for match in matches:
-            for bsym in match.late:
+            for bsym in match.after_loss:
                 self._waits_for.setdefault(id(bsym), set()).add(id(match.cross_entropy))
         self._waiting: list[BoundSymbol] = []
 
@@ -175,18 +181,18 @@ class _Rewrite(TraceSubstitutionProcessor):
             self._waiting.append(bsym)
         elif id(bsym) in self._matches:
             self._fuse(self._matches[id(bsym)])
-        elif is_region(bsym) and is_static(*bsym.flat_args):
+        elif _is_region(bsym) and is_static(*bsym.flat_args):
             self.add_bsyms_from_function(self._planned, bsym, tags=bsym.tags)
         elif id(bsym) not in self._argmaxes:
             self.add_processed_bsyms([bsym.from_bsym()])
             self.set_result(bsym.output)
 
     def _fuse(self, match: Match) -> None:
-        """Puts the region in place of the loss, and what waits for one of its outputs behind it."""
+        """Puts the region in place of the loss, and after it the operations that wait for one of its outputs."""
         loss, *indices = self.add_bsyms_from_function(self._fused, match, tags=match.cross_entropy.tags)
         self.set_result(loss)
         for argmax, result in zip(match.argmaxes, indices, strict=True):
-            # What the program returns is read before names are swapped.
+            # thunder reads the program's outputs before it swaps names.
             self.write(argmax.indices, argmax.indices)
             self.add_to_swap_map(argmax.indices, result)
         for losses in self._waits_for.values():
@@ -195,87 +201,87 @@ class _Rewrite(TraceSubstitutionProcessor):
         self._waiting = [bsym for bsym in self._waiting if self._waits_for[id(bsym)]]
 
     def _fused(self, match: Match) -> tuple[TensorProxy, ...]:
-        """The loss, and what takes the place of each argmax."""
-        target = match.arguments["target"]
-        input, weight, bias = _operands(match.path)
-        # After the rows have been selected, they keep their order: the labels can take the hidden states' shape.
+        """The loss, and the result that replaces each argmax."""
+        loss = match.arguments
+        target = loss.target
+        (input, weight), *terms = (_operands(term, match.path) for term in _head_first(match.path))
+        # After the selection, rows keep their order, so the labels can be reshaped to the hidden states' rows.
         rows = input.shape[:-1]
         arguments = {
-            **match.arguments,
+            "weight": loss.weight,
+            "ignore_index": loss.ignore_index,
+            "reduction": loss.reduction,
+            "label_smoothing": loss.label_smoothing,
             **match.path.logit_map,
             "input": input,
             "linear_weight": weight,
             "target": target if target.shape == rows else ltorch.reshape(target, rows),
-            "linear_bias": bias,
+            "linear_bias": match.path.bias,
         }
+        if terms:
+            arguments["terms"] = tuple(terms)
         if match.argmaxes:
             arguments["outputs"] = (match.argmax_output,)
         unfused = match.cross_entropy.output
         if unfused.dtype != symbols.loss_dtype(input):
             arguments["dtype"] = dtypes.to_strong_dtype(unfused.dtype)
         result = self._region(arguments, match.cross_entropy, self._operands_that_need_grad(match.path))
-        loss, *argmax = result if match.argmaxes else (result,)
+        value, *indices = result if match.argmaxes else (result,)
         shapes = [unfused.shape, *(argmax.indices.shape for argmax in match.argmaxes)]
-        results = [loss, *(argmax * len(match.argmaxes))]
+        results = [value, *(indices * len(match.argmaxes))]
         return tuple(
             result if result.shape == shape else ltorch.reshape(result, shape)
             for result, shape in zip(results, shapes, strict=True)
         )
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
-        products = [product for product in path.products if path.carries_grad and product.carries_grad]
-        sources = {
-            "input": [product.input for product in products],
-            "linear_weight": [product.weight for product in products],
-            "linear_bias": [path.bias] if path.bias is not None and path.bias_carries_grad else [],
-        }
-        return tuple(
-            name for name, tensors in sources.items() if any(tensor.name in self._need_grad for tensor in tensors)
-        )
+        def need_grad(term: Term) -> tuple[bool, bool]:
+            carries_grad = path.carries_grad and term.carries_grad
+            input, weight = (tensor.name in self._need_grad for tensor in (term.input, term.weight))
+            return carries_grad and input, carries_grad and weight
+
+        (input, weight), *terms = map(need_grad, _head_first(path))
+        bias = None if path.bias is None else path.bias_carries_grad and path.bias.name in self._need_grad
+        return tuple(name for name, needed in named_operands(input, weight, bias, terms).items() if needed)
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
-        arguments = dict(inspect.signature(symbols.linear_cross_entropy.meta).bind(*bsym.args, **bsym.kwargs).arguments)
-        needs_grad = ()
+        arguments = region_arguments(*bsym.args, **bsym.kwargs)
+        needs_grad: tuple[str, ...] = ()
         if carries_grad(bsym.flat_proxy_outs[0]):
-            needs_grad = tuple(
-                name
-                for name in ("input", "linear_weight", "linear_bias")
-                if arguments.get(name) is not None and arguments[name].name in self._need_grad
-            )
+            operands = region_operands(arguments)
+            needs_grad = tuple(name for name, operand in operands.items() if operand.name in self._need_grad)
         return self._region(arguments, bsym, needs_grad)
 
     def _region(self, arguments: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
-        plan = plan_region(arguments, needs_grad, self._options)
-        region = planned_region(arguments, needs_grad, plan)
-        self._compilation.decisions.append(Decision(_source(source), plan, region=region))
+        region = plan_region(arguments, needs_grad, self._options)
+        self._compilation.decisions.append(Decision(_source(source), region))
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
-        arguments.update(needs_grad=needs_grad, plan=plan.chosen())
+        arguments.update(needs_grad=needs_grad, plan=region.plan.non_defaults())
         return symbols.linear_cross_entropy(*tensors, **arguments)
 
 
-def _operands(path: LogitsPath) -> tuple[TensorProxy, TensorProxy, TensorProxy | None]:
-    """Input, weight and bias of the one linear that a path amounts to; may add operations to the trace.
+def _head_first(path: LogitsPath) -> list[Term]:
+    """The terms of a path: first the one with the largest hidden size, whose operands the region takes by name."""
+    head = max(path.terms, key=lambda term: term.hidden)
+    return [head, *(term for term in path.terms if term is not head)]
 
-    A sum of products is the product of their operands, side by side along the hidden dimension.
-    """
-    inputs, weights = [], []
-    for product in path.products:
-        input, weight = product.input, product.weight
-        if path.carries_grad and not product.carries_grad:
-            input, weight = ltorch.detach(input), ltorch.detach(weight)
-        for step in path.selection:
-            input = step(input)
-        inputs.append(input if product.factor == 1 else ltorch.mul(input, float(product.factor)))
-        weights.append(ltorch.transpose(weight, 0, 1) if product.transposed else weight)
-    if len(path.products) == 1:
-        return inputs[0], weights[0], path.bias
-    return ltorch.cat(inputs, -1), ltorch.cat(weights, 1), path.bias
+
+def _operands(term: Term, path: LogitsPath) -> tuple[TensorProxy, TensorProxy]:
+    """A term's input, (..., H) of the rows that the loss reads, and weight, (V, H); may add operations to a trace."""
+    input, weight = term.input, term.weight
+    if path.carries_grad and not term.carries_grad:
+        input, weight = ltorch.detach(input), ltorch.detach(weight)
+    for step in path.selection:
+        input = step(input)
+    if term.factor != 1:
+        input = ltorch.mul(input, float(term.factor))
+    return input, ltorch.transpose(weight, 0, 1) if term.transposed else weight
 
 
 def _open_checkpoints(trace: TraceCtx) -> TraceCtx:
-    """A checkpointed function as the operations it consists of, each tagged, as `thunder.jit` has it.
+    """A checkpointed function as the operations it consists of, each tagged, as `thunder.jit` traces it.
 
-    `thunderfx` hands it over as one symbol, which thunder opens in the same way, but only when it differentiates:
+    `thunderfx` traces it as one symbol, which thunder opens in the same way, but only when it differentiates:
 
         # before                                              # after
         loss = ltorch.checkpoint(_, h, w, labels)             logits = ltorch.linear(h, w, None)
@@ -300,18 +306,23 @@ def _open_checkpoints(trace: TraceCtx) -> TraceCtx:
 
 
 def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
-    """Exempts losses from activation checkpointing: thunder would run a checkpointed forward twice, tags or no tags.
+    """Exempts losses from activation checkpointing: thunder would run a checkpointed forward twice, whatever its tags.
 
-    Nothing is gained by running a loss again: its saved tensors are small, or finished gradients.
+    To run a loss again saves no memory: its saved tensors are small, or finished gradients.
     """
     for bsym in trace.bound_symbols:
-        if is_region(bsym) or is_loss(bsym):
+        if _is_region(bsym) or is_loss(bsym):
             for out in bsym.flat_proxy_outs:
                 out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
 
 
-def _decision(declined: Declined) -> Decision:
-    return Decision(_source(declined.cross_entropy), None, declined.reason, declined.detail)
+def _is_region(bsym: BoundSymbol) -> bool:
+    """Whether a bound symbol is a `linear_cross_entropy`, called by the user or put there by the transform."""
+    return bsym.sym.id == symbols.linear_cross_entropy.id
+
+
+def _decision(loss: NotFusedLoss) -> Decision:
+    return Decision(_source(loss.cross_entropy), reason=loss.reason, detail=loss.detail)
 
 
 def _source(bsym: BoundSymbol) -> str:

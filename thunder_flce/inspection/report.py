@@ -5,13 +5,16 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import thunder
 from thunder.core.trace import TraceCtx
 
 from thunder_flce.execution.compile_times import compile_seconds
 from thunder_flce.execution.matmul.tuning import tunings
+from thunder_flce.execution.plan import Plan
+from thunder_flce.execution.row_kernels import dispatch
+from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.trace_printer import stage_rows
 from thunder_flce.graph.transform import Compilation, Decision, FuseLinearCrossEntropy
 from thunder_flce.inspection import formatting
@@ -19,8 +22,8 @@ from thunder_flce.inspection.fusions import fusion_definitions
 from thunder_flce.inspection.saved import SavedTensor, plain_thunder_traces, saved_tensors
 from thunder_flce.inspection.subgraphs import parts
 from thunder_flce.planning import cost
-from thunder_flce.planning.plan import Plan, temporary_bytes
-from thunder_flce.planning.steps import Stage, backward_stages, forward_stages
+from thunder_flce.planning.choose import alternatives, temporary_bytes
+from thunder_flce.planning.program import program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +39,7 @@ class PredictedPlan:
     """Forward and backward; None where the device's rates are unknown, see `cost`."""
 
 
-@dataclass(frozen=True)
-class _Passes:
+class _Passes(NamedTuple):
     """The traces of one compilation, each list in the order of thunder's passes."""
 
     prologue: list[TraceCtx]
@@ -59,17 +61,19 @@ class CompilationReport:
     _against_plain_thunder: bool = field(repr=False)
 
     def plans(self, decision: Decision) -> list[PredictedPlan]:
-        """The plan of a fused cross-entropy, and its alternatives."""
-        region = decision.region
-        name = cost.device_name(region.problem.device_type)
+        """The plan of a cross-entropy, and its alternatives; nothing where it was not fused."""
+        if decision.region is None:
+            return []
+        problem, chosen = decision.region
+        name = cost.device_name(problem.device_type)
         return [
             PredictedPlan(
-                plan=planned.plan,
-                chosen=planned is region,
-                temporary_bytes=temporary_bytes(planned.problem, planned.plan),
-                seconds=cost.predicted_seconds(planned, name),
+                plan=plan,
+                chosen=plan is chosen,
+                temporary_bytes=temporary_bytes(problem, plan),
+                seconds=cost.predicted_seconds(problem, plan, name),
             )
-            for planned in (region, *cost.alternatives(region))
+            for plan in (chosen, *alternatives(problem, chosen))
         ]
 
     @property
@@ -82,8 +86,7 @@ class CompilationReport:
         """What it would save without us; None if not asked for. See `saved.plain_thunder_traces` for what it takes."""
         if not self._against_plain_thunder:
             return None
-        passes = [self._passes.prologue, self._passes.computation, self._passes.epilogue]
-        forward, backward = plain_thunder_traces(self._jitted, passes)
+        forward, backward = plain_thunder_traces(self._jitted, self._passes[:3])
         return saved_tensors(forward[-1]) if backward else []
 
     @property
@@ -119,18 +122,21 @@ class CompilationReport:
         }
 
     def _decision_dict(self, decision: Decision) -> dict[str, Any]:
-        plans = self.plans(decision) if decision.fused else []
-        runs = {}
-        if decision.fused:
-            runs = {name: [asdict(stage) for stage in stages] for name, stages in _stages(decision).items()}
-        return {**decision_dict(decision), "plans": [asdict(plan) for plan in plans], "runs": runs}
+        directions = program(*decision.region).directions if decision.region else {}
+        return {
+            **_decision_dict(decision),
+            "plans": [{**asdict(plan), "plan": _plan_dict(plan.plan)} for plan in self.plans(decision)],
+            "runs": {name: [stage.to_dict() for stage in stages] for name, stages in directions.items()},
+        }
 
     def blocks(self) -> Iterator[formatting.Block]:
         """The report as headings, text and tables."""
         for decision in self.decisions:
-            yield from decision_blocks(decision)
-            if decision.fused:
-                for direction, stages in _stages(decision).items():
+            yield from _decision_blocks(decision)
+            if decision.region:
+                if missing := _missing_row_kernels(decision.region):
+                    yield formatting.Text(missing, style="yellow")
+                for direction, stages in program(*decision.region).directions.items():
                     yield formatting.Table(columns=(direction, "runs in"), rows=stage_rows(stages))
                 yield _plan_table(self.plans(decision))
         if self._passes.backward:
@@ -174,7 +180,7 @@ class GraphReport:
             "compiled_by": self.compiled_by,
             "split_reasons": self.split_reasons,
             "compilations": [compilation.to_dict() for compilation in self.compilations],
-            "cross_entropies_not_compiled_by_thunder": [decision_dict(decision) for decision in self.others],
+            "cross_entropies_not_compiled_by_thunder": list(map(_decision_dict, self.others)),
         }
 
     def blocks(self) -> Iterator[formatting.Block]:
@@ -182,7 +188,7 @@ class GraphReport:
         if self.name:
             yield formatting.Heading(f"{self.name}, compiled by {self.compiled_by}")
         for decision in self.others:
-            yield from decision_blocks(decision)
+            yield from _decision_blocks(decision)
         for number, compilation in enumerate(self.compilations):
             if len(self.compilations) > 1:
                 yield formatting.Heading(f"compilation {number}")
@@ -215,23 +221,15 @@ class Report(Sequence):
         return self.compilations[index]
 
     def nvfuser_definitions(self) -> dict[str, str]:
-        """The fusions of every plan, as nvFuser prints their definitions; none on a CPU.
-
-        By name; where two plans have different fusions of one name, the names are numbered.
-        """
-        found: dict[str, str] = {}
-        for decision in self.decisions:
-            if not decision.fused:
-                continue
-            for name, definition in fusion_definitions(decision.region).items():
-                if definition not in found.values():
-                    number = sum(other.partition(" ")[0] == name for other in found)
-                    found[f"{name} {number + 1}" if number else name] = definition
-        return found
+        """The fusions of every plan, as nvFuser prints their definitions: see `fusions.fusion_definitions`."""
+        return fusion_definitions(decision.region for decision in self.decisions if decision.region)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
-        return {"graphs": [graph.to_dict() for graph in self.graphs], "tuned_products": _tuned_products()}
+        return {
+            "graphs": [graph.to_dict() for graph in self.graphs],
+            "tuned_products": [tuning.to_dict() for tuning in tunings()],
+        }
 
     def blocks(self) -> Iterator[formatting.Block]:
         """The report as headings, text and tables."""
@@ -239,14 +237,13 @@ class Report(Sequence):
         if not self.compilations and not decisions:
             yield formatting.Heading("nothing is compiled yet: call it first")
             return
-        fused = sum(decision.fused for decision in decisions)
-        yield formatting.Heading(f"thunder_flce: {fused} of {len(decisions)} cross-entropies fused")
+        yield formatting.Heading(f"thunder_flce: {self._fused()} cross-entropies fused")
         reasons = dict.fromkeys(reason for graph in self.graphs for reason in graph.split_reasons)
         if reasons:
             yield formatting.Text("thunder cut a graph because of:\n" + "\n".join(f"- {reason}" for reason in reasons))
         for graph in self.graphs:
             yield from graph.blocks()
-        if tuned := _tuned_products():
+        if tuned := [tuning.to_dict() for tuning in tunings()]:
             yield formatting.Text("products tuned in this process:")
             rows = [
                 (t["product"], " × ".join(map(str, t["sizes"])), f"{t['milliseconds']:.3f} ms", f"{t['gain']:.3f}")
@@ -259,12 +256,14 @@ class Report(Sequence):
         """Prints the report: with rich on a terminal, if it is installed, and as plain text otherwise."""
         formatting.print_blocks(self.blocks())
 
+    def _fused(self) -> str:
+        return f"{sum(decision.fused for decision in self.decisions)} of {len(self.decisions)}"
+
     def __str__(self) -> str:
         return formatting.plain(self.blocks())
 
     def __repr__(self) -> str:
-        fused = sum(decision.fused for decision in self.decisions)
-        return f"<Report: {len(self)} compilations, {fused} of {len(self.decisions)} cross-entropies fused>"
+        return f"<Report: {len(self)} compilations, {self._fused()} cross-entropies fused>"
 
     def __rich__(self):
         return formatting.rich_group(self.blocks())
@@ -288,16 +287,12 @@ def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:
         ValueError: where it was not compiled with `FuseLinearCrossEntropy`.
     """
     backend = getattr(jitted, "_backend", jitted)
-    if hasattr(backend, "subgraph_infos"):
-        return _explain_subgraphs(backend, against_plain_thunder)
-    data = thunder.compile_data(jitted)
-    if data is None:
-        raise TypeError(f"jitted must have been compiled by thunder, but got {type(jitted).__name__}")
-    transform = _transform(data.transforms)
-    return Report([GraphReport("", "thunder", _compilations(jitted, transform, against_plain_thunder))])
-
-
-def _explain_subgraphs(backend: Any, against_plain_thunder: bool) -> Report:
+    if not hasattr(backend, "subgraph_infos"):
+        data = thunder.compile_data(jitted)
+        if data is None:
+            raise TypeError(f"jitted must have been compiled by thunder, but got {type(jitted).__name__}")
+        compilations = _compilations(jitted, _transform(data.transforms), against_plain_thunder)
+        return Report([GraphReport("", "thunder", compilations)])
     transform = _transform(backend.thunder_options.get("transforms", ()))
     graphs = []
     for part, reasons in parts(backend):
@@ -337,30 +332,29 @@ def _compilations(
     for compilation in transform.compilations:
         own = next((p for p in passes if any(trace is compilation.trace for trace in p.computation)), None)
         if own is not None:
-            decisions = [translate(decision) for decision in compilation.decisions]
+            decisions = list(map(translate, compilation.decisions))
             reports.append(CompilationReport(decisions, compilation, own, jitted, against_plain_thunder))
     return reports
 
 
-def _tuned_products() -> list[dict[str, Any]]:
-    """What was measured about products in this process, as plain values: see `product_tuning.Tuning`."""
-    return [tuning.to_dict() for tuning in tunings()]
+def _plan_dict(plan: Plan) -> dict[str, Any]:
+    return {"strategy": plan.strategy, **asdict(plan)}
 
 
-def decision_dict(decision: Decision) -> dict[str, Any]:
-    """A decision as plain values."""
+def _decision_dict(decision: Decision) -> dict[str, Any]:
     return {
         "source": decision.source,
         "line": _source_line(decision),
         "fused": decision.fused,
-        "plan": None if decision.plan is None else asdict(decision.plan),
+        "plan": None if decision.plan is None else _plan_dict(decision.plan),
+        "missing_row_kernels": _missing_row_kernels(decision.region) if decision.region else None,
         "reason": None if decision.reason is None else decision.reason.name,
         "sentence": str(decision).removeprefix(f"{decision.source}: "),
     }
 
 
-def decision_blocks(decision: Decision) -> Iterator[formatting.Block]:
-    """A decision as text: where, what and why, and the line of the user's source."""
+def _decision_blocks(decision: Decision) -> Iterator[formatting.Block]:
+    """Where, what and why, and the line of the user's source."""
     yield formatting.Text(str(decision), style="green" if decision.fused else "yellow")
     if line := _source_line(decision):
         yield formatting.Text(line, indent=1, style="dim")
@@ -371,10 +365,22 @@ def _source_line(decision: Decision) -> str:
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
 
-def _stages(decision: Decision) -> dict[str, tuple[Stage, ...]]:
-    """What the plan runs, by direction; no backward where no gradient is needed."""
-    directions = {"forward": forward_stages(decision.region), "backward": backward_stages(decision.region)}
-    return {name: stages for name, stages in directions.items() if stages}
+# shared/MEASURED.md: with PyTorch's operations, the default plan takes 39% (S1) to 96% (U2) longer than with Triton's
+# kernels; with nvFuser's two passes, S1 takes 1.2% longer.
+_SLOWER = {"nvFuser": "takes a few percent longer", "PyTorch": "takes about 1.4 to 2 times as long"}
+
+
+def _missing_row_kernels(region: PlannedRegion) -> str | None:
+    """What "auto" would use if it were installed, and what that costs; None where nothing is missing."""
+    problem, plan = region
+    names = dispatch.missing(dtype=problem.logits_dtype, device_type=problem.device_type)
+    if plan.row_kernels != "auto" or not names:
+        return None
+    steps = [step for stage in program(problem, plan).stages for step in stage.every_step()]
+    instead = "nvFuser" if any(step.runs_in == "nvFuser" for step in steps) else "PyTorch"
+    missing = [dispatch.BACKENDS[name] for name in names]
+    what = " and ".join(f"{backend.library} ({backend.install})" for backend in missing)
+    return f"row kernels: not installed: {what}; {instead} runs their share, and the region {_SLOWER[instead]}"
 
 
 def _plan_table(plans: list[PredictedPlan]) -> formatting.Table:

@@ -1,6 +1,6 @@
 """What a compiled forward saves for its backward, tensor by tensor."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,10 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 from thunder_flce.graph import symbols
+from thunder_flce.graph.thunder_private import build_cache_entry
 from thunder_flce.graph.trace_printer import STATISTICS, output_names, type_of
+from thunder_flce.graph.unfused_cross_entropy import symbols as unfused_symbols
 
-# Everything else that thunder asks of a compilation is read from the traces themselves.
-_CACHE_INFO = {"no_grad_sync": False, "alias_tensor_indices": ""}
 _VIEWS = ("view", "reshape", "torch_prims_reshape_impl")
 
 
@@ -45,32 +45,26 @@ def saved_for_backward(forward: TraceCtx) -> list[TensorProxy]:
 def saved_tensors(forward: TraceCtx) -> list[SavedTensor]:
     """The same with sizes, and what they are."""
     roles = dict(_roles(forward.bound_symbols))
+    producers = {out.name: bsym for bsym in forward.bound_symbols for out in bsym.flat_proxy_outs}
+    arguments = {argument.name for argument in forward.args}
+
+    def viewed(name: str) -> str:
+        is_view = name not in arguments and producers[name].sym.name in _VIEWS
+        return viewed(producers[name].flat_proxy_args[0].name) if is_view else name
+
     return [
         SavedTensor(
             name=tensor.name,
             type=type_of(tensor),
             bytes=tensor.numel * tensor.dtype.bytes,
-            is_argument=is_argument_or_view(tensor, forward),
+            is_argument=viewed(tensor.name) in arguments,
             role=roles.get(tensor.name, ""),
         )
         for tensor in saved_for_backward(forward)
     ]
 
 
-def is_argument_or_view(tensor: TensorProxy, trace: TraceCtx) -> bool:
-    """Whether a tensor of a trace is one of its arguments, or shares the memory of one."""
-    producers = {out.name: bsym for bsym in trace.bound_symbols for out in bsym.flat_proxy_outs}
-    arguments = {argument.name for argument in trace.args}
-    name = tensor.name
-    while name not in arguments:
-        producer = producers[name]
-        if producer.sym.name not in _VIEWS:
-            return False
-        name = producer.flat_proxy_args[0].name
-    return True
-
-
-def plain_thunder_traces(jitted: Any, traces: list[list[TraceCtx]]) -> tuple[list[TraceCtx], list[TraceCtx]]:
+def plain_thunder_traces(jitted: Any, traces: Sequence[list[TraceCtx]]) -> tuple[list[TraceCtx], list[TraceCtx]]:
     """Forward and backward traces of the same program without our executor and without any transform.
 
     Nothing runs and nothing is traced anew: thunder compiles the trace that it took of the user's program, from which
@@ -82,25 +76,19 @@ def plain_thunder_traces(jitted: Any, traces: list[list[TraceCtx]]) -> tuple[lis
     """
     compiled = thunder.compile_data(jitted)
     executors = [executor for executor in compiled.executors_list if executor is not symbols.executor]
-    plain = thunder.jit(_nothing, executors=executors, **compiled.compile_options)
+    # thunder wants a function, but is only asked for what compiles its trace.
+    plain = thunder.jit(lambda: None, executors=executors, **compiled.compile_options)
     data, stats = thunder.compile_data(plain), thunder.compile_stats(plain)
-    first = (passes[0] for passes in traces)
-    entry = data.apply_transforms_and_build_cache_entry(data, stats, dict(_CACHE_INFO), *first)
+    entry = build_cache_entry(data, stats, [passes[0] for passes in traces])
     return entry.computation_traces, entry.backward_traces
-
-
-def _nothing() -> None:
-    """thunder wants a function, but is only asked for what compiles its trace."""
 
 
 def _roles(bsyms: list[BoundSymbol]) -> Iterator[tuple[str, str]]:
     for bsym in bsyms:
         if bsym.sym.id == symbols.linear_cross_entropy_fwd.id:
             names = output_names(bsym.kwargs)
-        elif bsym.sym.id == symbols.cross_entropy_fwd.id:
+        elif bsym.sym.id == unfused_symbols.cross_entropy_fwd.id:
             names = ["loss", *STATISTICS]
-        elif bsym.sym.id == symbols.cross_entropy_probabilities_fwd.id:
-            names = ["loss", *STATISTICS[:2]]
         else:
             yield from _roles(bsym.subsymbols)
             continue

@@ -13,7 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
-from thunder_flce.graph.matching.match import Reason
+from thunder_flce.graph.matching.reasons import Reason
+from thunder_flce.graph.thunder_private import CompilerType
 from thunder_flce.graph.transform import Decision
 
 
@@ -29,18 +30,12 @@ class Part:
     module: GraphModule
 
     def cross_entropies(self, why: str) -> list[Decision]:
-        """A decision for each cross-entropy of a part that is not thunder's.
-
-        Args:
-            why: what thunder said when it cut the graph.
-        """
+        """A decision for each cross-entropy of a part that is not thunder's; `why` is why thunder cut the graph."""
         # What is checkpointed is a graph within the graph.
         graphs = [module.graph for module in self.module.modules() if isinstance(module, GraphModule)]
         nodes = [node for graph in graphs for node in graph.nodes if node.target is F.cross_entropy]
         detail = f"{self.compiled_by} does" + (f"; {why}" if why else "")
-        return [
-            Decision(_source_of(node) or self.name, None, reason=Reason.NOT_THUNDER, detail=detail) for node in nodes
-        ]
+        return [Decision(_source_of(node) or self.name, reason=Reason.NOT_THUNDER, detail=detail) for node in nodes]
 
     def with_user_source(self, decision: Decision) -> Decision:
         """The same decision, but the line of the user's source instead of that of the graph's own code."""
@@ -54,25 +49,15 @@ class Part:
 
 
 def parts(backend: Any) -> Iterator[tuple[Part, list[str]]]:
-    """Each part of each graph that a `ThunderCompiler` has seen, and why its graph was cut.
-
-    Args:
-        backend: the `ThunderCompiler`.
-    """
-    from thunder.dynamo.utils import CompilerType
-
+    """Each part of each graph that a `ThunderCompiler` has seen, and why its graph was cut."""
     for graph, info in enumerate(backend.subgraph_infos):
-        reasons = [_first_line(reason.info or reason.exception or "") for reason in info.split_reasons or []]
+        reasons = [(r.info or r.exception or "").strip().partition("\n")[0] for r in info.split_reasons or []]
         for part, (module, compiled) in enumerate(info.submodule_to_compiled_functions.items()):
             compiled_by = "thunder"
             if compiled.compiler is not CompilerType.THUNDER:
                 # Where Inductor declines, thunder puts the graph itself in place of a compiled one.
                 compiled_by = "eager PyTorch" if isinstance(compiled.compiled_fn, GraphModule) else "Inductor"
             yield Part(f"graph {graph}, part {part}", compiled_by, compiled.compiled_fn, module), reasons
-
-
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
 
 
 def _source_of(node: Node) -> str | None:

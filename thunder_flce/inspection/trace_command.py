@@ -14,13 +14,14 @@ import thunder
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from thunder_flce.execution.row_kernels.dispatch import check_available
 from thunder_flce.graph.plugin import jit
 from thunder_flce.graph.transform import NotFusedWarning
 from thunder_flce.inspection import formatting, programs
 from thunder_flce.inspection.report import explain
 from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
+from thunder_flce.options import ROW_KERNELS, Options
 
-VARIANTS = {"before": thunder.jit, "after": jit}
 EXAMPLES = {program.__name__: program for program in programs.PROGRAMS}
 _DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 _SIZES = {"batch": "sequences", "sequence": "tokens in a sequence", "hidden": "hidden size", "vocab": "vocabulary"}
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, meaning in _SIZES.items():
         default = getattr(programs.Sizes(), name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
+    parser.add_argument("--row-kernels", choices=ROW_KERNELS, default="auto", help="who runs everything but matmuls")
     parser.add_argument("--fusions", action="store_true", help="also the definitions of the nvFuser fusions")
     return _run(parser.parse_args(arguments), parser)
 
@@ -56,16 +58,16 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         # The reason stands in the text.
         warnings.simplefilter("ignore", NotFusedWarning)
         program, arguments = _program_and_arguments(parsed, parser)
-        for name, compile_program in VARIANTS.items():
-            jitted = compile_program(program)
+        options = Options(row_kernels=parsed.row_kernels)
+        for name, jitted in {"before": thunder.jit(program), "after": jit(program, options=options)}.items():
             compile_only(jitted, arguments)
             _print(_text(name, jitted))
     if parsed.fusions:
         definitions = explain(jitted).nvfuser_definitions()
         for name, definition in definitions.items():
-            _print(f"{commented(f'nvFuser: {name}')}\n{definition}\n")
+            _print(f"{commented(f'nvFuser, {name}')}\n{definition}\n")
         if not definitions:
-            _print(commented("no nvFuser fusions: they run on CUDA, where nvFuser is installed"))
+            _print(commented("no nvFuser fusions: they run on CUDA, with --row-kernels nvfuser"))
     return 0
 
 
@@ -92,6 +94,10 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
         parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but only those named {made} are made")
     sizes = programs.Sizes(**{name: getattr(parsed, name) for name in _SIZES})
     dtype = getattr(torch, parsed.dtype or _DTYPES[parsed.device])
+    try:
+        check_available(parsed.row_kernels, dtype=dtype, device_type=parsed.device)
+    except ValueError as error:
+        parser.error(str(error))
     return program, programs.arguments(program, sizes, device=parsed.device, dtype=dtype)
 
 

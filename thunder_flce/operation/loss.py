@@ -1,38 +1,122 @@
-"""The loss of each row and its gradient, as formulas over vectors of one number a row.
+"""The operation: cross-entropy of a linear layer's output. What it computes, as formulas.
 
-Definition, for the products z (N, V), their map to logits u (N, V), the targets y (N,), class weights w (V,) (1 where
-there are none), label smoothing ε over K columns and z-loss ζ:
+As PyTorch operations, for the mean over targets that are not ignored:
+
+    def linear_cross_entropy(x, W, b, y, *, ignore_index, label_smoothing, scale, softcap, z_loss):
+        u = F.linear(x, W, b).float() * scale
+        u = u if softcap is None else softcap * torch.tanh(u / softcap)
+        loss = F.cross_entropy(u, y, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        return loss + z_loss * u.logsumexp(1)[y != ignore_index].square().mean()
+
+For the linear's output z (N, V), the logits u (N, V), the targets y (N,), class weights w (V,) (1 where there are
+none), label smoothing ε over K columns and z-loss ζ:
 
     u = softcap · tanh(scale · z / softcap)                           scale · z without a softcap
     m = max_v u_v,  l = log Σ_v exp(u_v − m),  p_v = exp(u_v − m − l)
     cross_entropy = (1 − ε) w_y (l − (u_y − m)) + ε/K (l Σ_v w_v − Σ_v w_v (u_v − m))
     z_term = ζ (m + l)²
-    loss = (Σ cross_entropy) / D + (Σ z_term) / N     for "mean": D = Σ w_y without class weights N; or both num_items
-    log_prob = u_y − m − l
-    entropy = l − E,  E = Σ_v p_v (u_v − m)
+    loss = (Σ cross_entropy) / D + (Σ z_term) / N     for "mean": D = Σ w_y, without class weights N; or both num_items
 
-The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, g_p and g_e the gradients that arrive at
-a row's four terms, the gradient of z is
+The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, g_p and g_e the upstream gradients of a
+row's cross-entropy, z term, log-probability and entropy, the gradient of z is
 
     dz_v = (p_v (A − g_e (u_v − m)) − C w_v − B [v = y]) · scale · (1 − (u_v / softcap)²)
     A = g ((1 − ε) w_y + ε/K Σ w) + 2 ζ g_z (m + l) − g_p + g_e E,   B = g (1 − ε) w_y − g_p,   C = g ε/K
+    E = Σ_v p_v (u_v − m)
 
-so that a kernel needs at most four numbers a row: `RowCoefficients`. Everything is relative to m, so that the loss
-keeps its digits when all logits share a large offset. Legend: N rows, V vocabulary.
+so that a kernel needs at most four numbers a row. Everything is relative to m, so that the loss keeps its digits when
+all logits share a large offset.
+
+The functions below are these formulas. They take whatever has arithmetic: PyTorch's tensors when a region runs, the
+names of `execution.record` when it is printed, thunder's proxies in a trace. Legend: N rows, V vocabulary.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from thunder_flce.execution.row_kernels.interface import LogitMap, RowCoefficients, RowStatistics
-from thunder_flce.execution.row_selection import Rows
 
-DIFFERENTIABLE_OUTPUTS = ("log_prob", "entropy")
-INDEX_OUTPUTS = ("argmax", "valid_argmax")
-OUTPUTS = (*DIFFERENTIABLE_OUTPUTS, *INDEX_OUTPUTS, "accuracy")
+@dataclass(frozen=True)
+class LogitMap:
+    """From the linear's output z to the logits u = softcap · tanh(scale · z / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """None: u = scale · z"""
+
+    def __call__(self, z: Any, tanh: Callable[[Any], Any] = torch.tanh) -> Any:
+        """u; z itself where nothing changes it."""
+        if self.softcap is not None:
+            return tanh(z * (self.scale / self.softcap)) * self.softcap
+        return z if self.scale == 1 else z * self.scale
+
+    def slope(self, u: Any) -> Any | None:
+        """1 − (u / softcap)², what a softcap makes of a gradient; None without one. `Loss` has the scale."""
+        return None if self.softcap is None else 1 - (u / self.softcap) ** 2
+
+
+class Row(NamedTuple):
+    """What is known of each row's logits, (N,) each; None where the loss does not need it."""
+
+    max: Any
+    """m"""
+    log_sum: Any
+    """l, so that m + l is the row's log-sum-exp"""
+    target_logit: Any
+    """u_y"""
+    moments: dict[str, Any]
+    """By their names in `moments.MOMENTS`"""
+    argmax: Any | None = None
+    """The column of the largest logit"""
+
+
+class RowWeights(NamedTuple):
+    """The class weights' share in each row."""
+
+    at_target: Any
+    """w_y"""
+    total: Any
+    """Σ_v w_v"""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Something of each row that can be returned beside the loss; 0 in ignored rows unless it says otherwise."""
+
+    of: Callable[[Row, int, Any], Any]
+    """From the row, the number of columns and a function for the logarithm."""
+    moments: tuple[str, ...] = ()
+    """Which sums over the row it needs, by their names in `moments.MOMENTS`."""
+    is_differentiable: bool = False
+    is_index: bool = False
+    """Whether it is a column of the vocabulary, int64."""
+    is_mean: bool = False
+    """Whether it is the mean over the valid rows, of True and False, in place of something of each row."""
+    ignored: int | None = 0
+    """Its value in ignored rows; None where these are computed, too."""
+
+
+OUTPUTS: MappingProxyType[str, Output] = MappingProxyType(
+    {
+        "log_prob": Output(lambda row, columns, log: row.target_logit - row.max - row.log_sum, is_differentiable=True),
+        "entropy": Output(
+            lambda row, columns, log: row.log_sum - row.moments["expected"],
+            moments=("expected",),
+            is_differentiable=True,
+        ),
+        "argmax": Output(lambda row, columns, log: row.argmax, is_index=True, ignored=None),
+        "valid_argmax": Output(lambda row, columns, log: row.argmax, is_index=True, ignored=-1),
+        "accuracy": Output(lambda row, columns, log: row.argmax, is_mean=True),
+        "mean_logit": Output(
+            lambda row, columns, log: row.max + row.moments["shifted_sum"] / columns, moments=("shifted_sum",)
+        ),
+        "log_sum_sq_probs": Output(lambda row, columns, log: log(row.moments["sum_sq"]), moments=("sum_sq",)),
+    }
+)
+DIFFERENTIABLE_OUTPUTS = tuple(name for name, output in OUTPUTS.items() if output.is_differentiable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +132,14 @@ class Loss:
     vocab_size: int | None = None
     outputs: tuple[str, ...] = ()
 
-    def chosen(self) -> dict[str, Any]:
+    def non_defaults(self) -> dict[str, Any]:
         """What a trace carries: the reduction, ignore_index, and the other fields that differ from their defaults."""
         always = ("reduction", "ignore_index")
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default or f.name in always}
 
     @property
     def logit_map(self) -> LogitMap:
-        """From the products to the logits."""
+        """From the linear's output to the logits."""
         return LogitMap(scale=self.logit_scale, softcap=self.softcap)
 
     @property
@@ -68,200 +152,106 @@ class Loss:
 
     @property
     def has_row_gradients(self) -> bool:
-        """Whether incoming gradients are one number a row, to be known before anything is summed over rows."""
-        return self.reduction == "none" or any(name in DIFFERENTIABLE_OUTPUTS for name in self.outputs)
+        """Whether upstream gradients are one number a row, to be known before anything is summed over rows."""
+        return self.reduction == "none" or any(OUTPUTS[name].is_differentiable for name in self.outputs)
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether each row's entropy is asked for."""
-        return "entropy" in self.outputs
+    def moments(self) -> tuple[str, ...]:
+        """The sums over each row that the loss and its outputs need, by their names in `moments.MOMENTS`."""
+        needed = [moment for name in self.outputs for moment in OUTPUTS[name].moments]
+        needed += ["weighted_sum"] if self.label_smoothing else []
+        return tuple(dict.fromkeys(needed))
 
     @property
     def needs_argmax(self) -> bool:
         """Whether each row's largest logit must be found by its column."""
-        return any(name in (*INDEX_OUTPUTS, "accuracy") for name in self.outputs)
+        return any(OUTPUTS[name].is_index or OUTPUTS[name].is_mean for name in self.outputs)
 
     @property
     def needs_every_row(self) -> bool:
         """Whether something is asked for of ignored rows, too, so that they have to be computed."""
-        return "argmax" in self.outputs
+        return any(OUTPUTS[name].ignored is None for name in self.outputs)
 
-
-class ClassWeights(NamedTuple):
-    """Weights of the classes, in the dtype of the rows."""
-
-    columns: Tensor
-    """(V,)"""
-    at_target: Tensor
-    """(N,) each row's weight, that of its target"""
-    total: Tensor
-    """() the sum over the vocabulary"""
-
-    @classmethod
-    def of(cls, weight: Tensor | None, target: Tensor, dtype: torch.dtype) -> "ClassWeights | None":
-        """From the argument `weight`, (V,), and the rows' targets, (N,)."""
-        if weight is None:
-            return None
-        columns = weight.detach().to(dtype)
-        return cls(columns, columns[target], columns.sum())
-
-
-class Divisors(NamedTuple):
-    """What the sums over rows are divided by; None for reductions "sum" and "none"."""
-
-    cross_entropy: Tensor | None
-    """()"""
-    z_term: Tensor | None
-    """()"""
-
-    @classmethod
-    def of(cls, loss: Loss, rows: Rows, weights: ClassWeights | None, num_items: Tensor | None) -> "Divisors":
-        """num_items, () or None, takes the place of both; where it is 0, everything divided becomes 0."""
-        if loss.reduction != "mean":
-            return cls(None, None)
-        if num_items is not None:
-            divisor = torch.where(num_items == 0, float("inf"), num_items)
-            return cls(divisor, divisor)
-        if weights is None:
-            return cls(rows.valid_count, rows.valid_count)
-        return cls(rows.only_valid(weights.at_target).sum(), rows.valid_count)
-
-
-class RowTerms(NamedTuple):
-    """The terms of each row's loss."""
-
-    cross_entropy: Tensor
-    """(N,)"""
-    z_term: Tensor | None
-    """(N,); None without z-loss"""
-
-
-def row_terms(
-    loss: Loss,
-    rows: Rows,
-    statistics: RowStatistics,
-    target_logit: Tensor,
-    weighted_sum: Tensor | None,
-    weights: ClassWeights | None,
-    vocab: int,
-) -> RowTerms:
-    """The terms of each row's loss, 0 where a row is ignored.
-
-    Args:
-        loss: which loss.
-        rows: the rows that are computed.
-        statistics: two (N,).
-        target_logit: (N,) u_y.
-        weighted_sum: (N,) Σ_v w_v (u_v − m); only with label smoothing.
-        weights: the class weights, if there are any.
-        vocab: K, the number of columns.
-    """
-    row_max, row_log_sum = statistics
-    # In this order the loss keeps its digits when all logits share a large offset. A kernel's softcap may differ from
-    # PyTorch's in its last digit, which must not make a loss negative.
-    cross_entropy = row_log_sum - (target_logit - row_max).clamp(max=0)
-    if weights is not None:
-        cross_entropy = cross_entropy * weights.at_target
-    if loss.label_smoothing:
-        total = vocab if weights is None else weights.total
-        smooth = row_log_sum * total - weighted_sum
-        cross_entropy = (1 - loss.label_smoothing) * cross_entropy + loss.label_smoothing / vocab * smooth
-    z_term = rows.only_valid(loss.z_loss * (row_max + row_log_sum).square()) if loss.z_loss else None
-    return RowTerms(rows.only_valid(cross_entropy), z_term)
-
-
-def reduce_terms(loss: Loss, terms: RowTerms, divisors: Divisors) -> Tensor:
-    """() the loss or, for reduction "none", (N,); the mean over no row is NaN, as in `torch.nn.functional`."""
-    if loss.reduction == "none":
-        return terms.cross_entropy if terms.z_term is None else terms.cross_entropy + terms.z_term
-    sums = [None if term is None else term.sum() for term in terms]
-    if loss.reduction == "mean":
-        sums = [None if s is None else s / divisor for s, divisor in zip(sums, divisors, strict=True)]
-    cross_entropy, z_term = sums
-    return cross_entropy if z_term is None else cross_entropy + z_term
-
-
-class IncomingGradients(NamedTuple):
-    """What arrives from behind; None where nothing does."""
-
-    loss: Tensor | None
-    """() or, for reduction "none", (T,)"""
-    log_prob: Tensor | None = None
-    """(T,)"""
-    entropy: Tensor | None = None
-    """(T,)"""
-
-
-class RowGradients:
-    """Gives each chunk of rows its `RowCoefficients`.
-
-    Args:
-        loss: which loss.
-        rows: the rows that are computed.
-        incoming: gradients of the region's outputs.
-        divisors: as in the forward.
-        weights: the class weights, if there are any.
-        vocab: K, the number of columns.
-        dtype: of everything that is one number a row.
-    """
-
-    def __init__(
-        self,
-        loss: Loss,
-        rows: Rows,
-        incoming: IncomingGradients,
-        divisors: Divisors,
-        weights: ClassWeights | None,
-        vocab: int,
-        dtype: torch.dtype,
-    ):
-        self._loss = loss
-
-        def of_rows(grad: Tensor | None, divisor: Tensor | None = None) -> Tensor:
-            """(N,) an incoming gradient, 0 where rows are ignored."""
-            if grad is None:
-                return torch.zeros(rows.count, dtype=dtype, device=rows.target.device)
-            grad = grad.to(dtype)
-            grad = grad.expand(rows.count) if grad.ndim == 0 else rows.gather(grad.reshape(-1))
-            return rows.only_valid(grad if divisor is None else grad / divisor).contiguous()
-
-        smoothing = loss.label_smoothing
-        grad = of_rows(incoming.loss, divisors.cross_entropy)
-        self._probability = self._one_hot = grad
+    def cross_entropy(self, row: Row, weights: RowWeights | None, columns: int, *, exact: bool = False) -> Any:
+        """(N,) each row's cross-entropy over so many columns; `exact` where u_y and m are of the same logits."""
+        # In this order the loss keeps its digits when all logits share a large offset. A kernel's softcap may differ
+        # from PyTorch's in its last digit, which must not make a loss negative.
+        shifted = row.target_logit - row.max
+        value = row.log_sum - (shifted if exact else shifted.clamp(max=0))
         if weights is not None:
-            self._one_hot = grad * weights.at_target
-            self._probability = self._one_hot
-        if smoothing:
-            self._one_hot = (1 - smoothing) * self._one_hot
-            if weights is not None:
-                self._probability = self._one_hot + grad * (weights.total * (smoothing / vocab))
-        self._uniform = grad * (smoothing / vocab) if smoothing else None
-        self._z_term = 2 * loss.z_loss * of_rows(incoming.loss, divisors.z_term) if loss.z_loss else None
-        if incoming.log_prob is not None:
-            log_prob = of_rows(incoming.log_prob)
-            self._probability = self._probability - log_prob
-            self._one_hot = self._one_hot - log_prob
-        self._entropy = None if incoming.entropy is None else of_rows(incoming.entropy)
+            value = weights.at_target * value
+        if self.label_smoothing:
+            total = columns if weights is None else weights.total
+            smooth = row.log_sum * total - row.moments["weighted_sum"]
+            value = (1 - self.label_smoothing) * value + self.label_smoothing / columns * smooth
+        return value
 
-    def coefficients(
-        self, chunk: slice, statistics: RowStatistics | None, entropy: Tensor | None = None
-    ) -> RowCoefficients:
-        """The chunk's coefficients.
+    def z_term(self, row: Row) -> Any | None:
+        """(N,) what the z-loss adds to each row; None without one."""
+        return self.z_loss * (row.max + row.log_sum).square() if self.z_loss else None
+
+    def reduce(self, terms: Sequence[tuple[Any, Any]]) -> Any:
+        """() the loss or, for reduction "none", (N,); the mean over no row is NaN, as in `torch.nn.functional`.
 
         Args:
-            chunk: which rows.
-            statistics: (C,) of these rows; may be None where `Loss.is_plain`.
-            entropy: (C,) of these rows; None where no gradient arrives at the entropy.
+            terms: (N,) and () each: what each row adds to the loss, and what the mean divides its sum by.
         """
-        probability, one_hot = self._probability[chunk], self._one_hot[chunk]
-        uniform = None if self._uniform is None else self._uniform[chunk]
-        entropy_grad = None if self._entropy is None else self._entropy[chunk]
-        if self._z_term is not None:
-            probability = probability + self._z_term[chunk] * (statistics.row_max + statistics.row_log_sum)
-        if entropy_grad is not None:
-            probability = probability + entropy_grad * (statistics.row_log_sum - entropy)
-        scale = self._loss.logit_scale
-        coefficients = RowCoefficients(probability, one_hot, uniform, entropy_grad)
-        if scale == 1:
-            return coefficients
-        return RowCoefficients(*(None if vector is None else vector * scale for vector in coefficients))
+        values = [term for term, _ in terms]
+        if self.reduction != "none":
+            values = [value.sum() for value in values]
+        if self.reduction == "mean":
+            values = [value / divisor for value, (_, divisor) in zip(values, terms, strict=True)]
+        return values[0] if len(values) == 1 else values[0] + values[1]
+
+
+class RowCoefficients(NamedTuple):
+    """What a row's gradient takes beside its logits and statistics, in the terms of the formula above."""
+
+    probability: Any
+    """A"""
+    one_hot: Any
+    """B"""
+    uniform: Any | None = None
+    """C; None without label smoothing"""
+    entropy: Any | None = None
+    """g_e; None where the entropy has no upstream gradient"""
+
+
+def row_coefficients(loss: Loss, upstream: Any, weights: RowWeights | None, columns: int) -> RowCoefficients:
+    """A, B and C as far as they follow from the upstream gradient of each row's cross-entropy, (N,), alone."""
+    one_hot = probability = upstream
+    if weights is not None:
+        one_hot = probability = upstream * weights.at_target
+    if not loss.label_smoothing:
+        return RowCoefficients(probability, one_hot)
+    one_hot = (1 - loss.label_smoothing) * one_hot
+    if weights is not None:
+        probability = one_hot + upstream * (weights.total * (loss.label_smoothing / columns))
+    return RowCoefficients(probability, one_hot, upstream * (loss.label_smoothing / columns))
+
+
+class LogitsAtColumns(NamedTuple):
+    """The logits of some rows, and what is known of their columns."""
+
+    u: Any
+    """(N, V)"""
+    is_target: Any
+    """(N, V) [v = y]"""
+    class_weight: Any | None
+    """(V,) w"""
+
+
+def logits_gradient(logit_map: LogitMap, logits: LogitsAtColumns, row: Row, coefficients: RowCoefficients) -> Any:
+    """dz, by the formula above; the factor `scale` is in the coefficients."""
+    u = logits.u
+    probability = torch.exp(u - row.max - row.log_sum)
+    if coefficients.entropy is None:
+        gradient = probability * coefficients.probability
+    else:
+        gradient = probability * (coefficients.probability - coefficients.entropy * (u - row.max))
+    if coefficients.uniform is not None:
+        uniform = coefficients.uniform
+        gradient = gradient - (uniform if logits.class_weight is None else uniform * logits.class_weight)
+    gradient = gradient - coefficients.one_hot * logits.is_target
+    slope = logit_map.slope(u)
+    return gradient if slope is None else gradient * slope

@@ -29,6 +29,14 @@ def _expected(shifted, probability, weight):
     return probability * shifted
 
 
+def _shifted_sum(shifted, probability, weight):
+    return shifted
+
+
+def _sum_sq(shifted, probability, weight):
+    return probability * probability
+
+
 def _weighted_sum(shifted, probability, weight):
     return shifted * weight
 
@@ -38,4 +46,8 @@ MOMENTS = {
     "expected": Moment(_expected),
     # Σ w (u - m), for label smoothing.
     "weighted_sum": Moment(_weighted_sum, is_weighted=True, keeps_infinity=True),
+    # Σ (u - m): the mean of the logits is m plus this by the number of columns.
+    "shifted_sum": Moment(_shifted_sum, keeps_infinity=True),
+    # Σ p²
+    "sum_sq": Moment(_sum_sq),
 }

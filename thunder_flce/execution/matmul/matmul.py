@@ -1,79 +1,153 @@
-"""The region's three matrix products, each written into memory that the caller owns.
+"""The region's matmuls, each written into memory that the caller owns.
 
-Legend: C tokens in a chunk, H hidden size, V vocabulary.
+    logits_             logits = x Wᵀ + b, or logits += x Wᵀ for a further linear term
+    input_gradient_     dX = dlogits W
+    weight_gradient_    dW = dlogitsᵀ x
 
-cuBLAS takes a path five times slower for 16-bit operands whose size along V is not a multiple of 8, for example after
-one token was added to a tokenizer (8192 × 128257 × 4096: 202 ms for the three products against 38.5 ms). So on CUDA an
-odd V is computed as an aligned main part and a tail of one to seven columns, both views of the weight as it is.
+Legend: C tokens in a chunk, H hidden size (of a further term, its rank), V vocabulary or the columns of a block of it.
 
-Where `tune` is set, large products run by the algorithm that `product_tuning` measures to be the fastest. With
-`valid_rows`, (), the rows of x and dlogits from there on are zeros, so that those of logits (but for a bias) and of dX
-are: then products end after the valid rows where they can, on CUDA by `triton_products` (but for a tail).
+With `tune`, large ones run by the algorithm of cuBLAS that `tuning` measures to be the fastest. `valid_rows`, () int32
+on the device, says that rows of x and dlogits from there on are zeros, so that those of the logits (but for a bias) and
+of dX are; then a matmul ends after the valid rows where it can, on CUDA by `triton_matmul` (but for the tail).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from thunder_flce.device import ROW_MULTIPLE, triton_available
 from thunder_flce.execution.matmul import tuning
-from thunder_flce.planning.plan import triton_available
+from thunder_flce.execution.matmul.layout import Kind, Matmul, StoredMatrix
 
-ALIGNMENT = 8
-
-# Columns at a time of a product that is summed in float32 beside its output.
+# Columns at a time of a matmul that is summed in float32 outside its output.
 _FLOAT32_COLUMNS = 8192
 
 
+class MatmulWork(NamedTuple):
+    """What one of the functions below is asked for, without its tensors; these are taken to be contiguous.
+
+    rows, columns and hidden are C (of several parts of dW, the largest), V and H; dtype is that of the operands.
+    Without a GPU, a device of the type "cuda" is taken to be a Hopper.
+    """
+
+    kind: Kind
+    rows: int
+    columns: int
+    hidden: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    device_type: str
+    pads_biased_rows: bool = False
+    """Whether a bias is added to logits whose rows are padded"""
+    parts: int = 1
+    """How many matmuls dW is the sum of"""
+    tune: bool = False
+    valid_rows_on_device: bool = False
+    """Whether `valid_rows` is given"""
+
+    @classmethod
+    def of(cls, kind: Kind, out: Tensor, a: Tensor, b: Tensor, **settings: Any) -> "MatmulWork":
+        """Of x Wᵀ, dlogits W or dlogitsᵀ x, whose operands are a and b, into `out`; and the further fields."""
+        rows, columns = (a.shape[0], b.shape[0]) if kind == "logits" else a.shape
+        return cls(kind, rows, columns, b.shape[1], b.dtype, out.dtype, out.device.type, **settings)
+
+    @property
+    def tail(self) -> int:
+        """How many columns at the end of V, one to seven, are a matmul of their own, where cuBLAS is slow for all of V.
+
+        For 16 bits and a V that is no multiple of 8, as after one token was added to a tokenizer, it takes five times
+        as long: 202 ms for the three matmuls of 8192 × 128257 × 4096 instead of 38.5. Both parts are views.
+        """
+        has_tail = self.device_type == "cuda" and self.dtype.itemsize == 2 and self.columns > ROW_MULTIPLE
+        return self.columns % ROW_MULTIPLE if has_tail else 0
+
+    @property
+    def blocks(self) -> list[slice]:
+        """The columns of each matmul, the tail last; a part of the weight each where operands are converted."""
+        main = self.columns - self.tail
+        step = _FLOAT32_COLUMNS if self.kind == "logits" and self.converts_operands else main
+        blocks = [slice(start, min(start + step, main)) for start in range(0, main, step)]
+        return [*blocks, slice(main, self.columns)] if main < self.columns else blocks
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of a sum of several matmuls, which must be rounded once; of only one, the result's."""
+        is_sum = self.parts > 1 or (self.kind == "dX" and self.tail > 0)
+        return torch.promote_types(self.out_dtype, torch.float32) if is_sum else self.out_dtype
+
+    @property
+    def converts_operands(self) -> bool:
+        """Whether operands are copied to the result's dtype: torch has no mixed-precision matmul on a CPU."""
+        return self.device_type != "cuda" and self.dtype != self.sum_dtype
+
+    @property
+    def library(self) -> str:
+        """Who runs it, but for the tail: "cuBLAS" or "Triton", and on a CPU "PyTorch"."""
+        if self.device_type != "cuda":
+            return "PyTorch"
+        # x and the weight have rows of H, the logits of V.
+        x, logits = (StoredMatrix(1, n, n, self.dtype.itemsize) for n in (self.hidden, self.columns - self.tail))
+        stored = (logits if self.kind == "logits" else x, x, logits)
+        return "Triton" if self.valid_rows_on_device and _runs_in_triton(stored, self.dtype, None) else "cuBLAS"
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations."""
+        return 2 * self.rows * self.columns * self.hidden
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The most memory that it allocates, and frees before it returns."""
+        rows, columns, hidden = self.rows, self.columns, self.hidden
+        sizes = {"logits": (rows, columns, hidden), "dX": (rows, hidden, columns), "dW": (columns, hidden, rows)}
+        m, n, k = sizes[self.kind]
+        total = m * n * self.sum_dtype.itemsize if self.sum_dtype != self.out_dtype else 0
+        if self.converts_operands:
+            block = min(n, _FLOAT32_COLUMNS) if self.kind == "logits" else n
+            total += (m * k + k * block) * self.sum_dtype.itemsize
+        elif self.pads_biased_rows and self.device_type == "cuda" and self.out_dtype.itemsize == 2:
+            main = columns - self.tail
+            is_tuned = self.tune and tuning.can_tune(2 * rows * main * hidden, dtype=self.dtype, device_type="cuda")
+            block = 0 if is_tuned or self.library == "Triton" else min(main, _FLOAT32_COLUMNS)
+            total += rows * max(block, self.tail) * torch.float32.itemsize
+        return total
+
+
 class Part(NamedTuple):
-    """One of the products that dW is the sum of."""
+    """One of the matmuls that dW is the sum of: dlogits (C, V), x (C, H)."""
 
     dlogits: Tensor
-    """(C, V)"""
     x: Tensor
-    """(C, H)"""
     valid_rows: Tensor | None = None
-
-
-def _main_columns(tensor: Tensor, vocab: int) -> int:
-    """The largest number of columns up to `vocab` that cuBLAS computes at full speed."""
-    if tensor.is_cuda and tensor.element_size() == 2:
-        return vocab - vocab % ALIGNMENT or vocab
-    return vocab
 
 
 def logits_(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
     tune: bool = False,
     valid_rows: Tensor | None = None,
 ) -> None:
-    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once, to out's dtype; out may be float32."""
-    vocab = weight.shape[0]
-    main = _main_columns(x, vocab)
-    if out.dtype != x.dtype:
-        # On a CPU, operands are converted for such a product: a part of the weight at a time.
-        step = main if x.is_cuda else _FLOAT32_COLUMNS
-        for start, end in _column_blocks(main, vocab, step):
-            columns, weight_rows = out[:, start:end], weight[start:end]
-            _product_("logits", columns, x, weight_rows.t(), accumulate=False, tune=tune, valid_rows=valid_rows)
-        if bias is not None:
-            out.add_(bias)
-        return
-    for start, end in _column_blocks(main, vocab, main):
-        columns, weight_rows = out[:, start:end], weight[start:end]
-        of_bias = None if bias is None else bias[start:end]
-        _product_("logits", columns, x, weight_rows.t(), of_bias, accumulate=False, tune=tune, valid_rows=valid_rows)
+    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
 
+    Out is of the others' dtype or float32. Logits that are a sum of linear terms get their bias with the first one.
 
-def _column_blocks(main: int, vocab: int, step: int):
-    """(start, end) of at most `step` columns each: first those up to `main`, then the tail up to `vocab`."""
-    yield from ((start, min(start + step, main)) for start in range(0, main, step))
-    if main < vocab:
-        yield main, vocab
+    Raises:
+        ValueError: for a bias with `accumulate`.
+    """
+    if accumulate and bias is not None:
+        raise ValueError("a bias is added with the linear term that is written first, not to one that accumulates")
+    is_wider = out.dtype != x.dtype
+    for block in MatmulWork.of("logits", out, x, weight).blocks:
+        of_bias = None if bias is None or is_wider else bias[block]
+        matmul = Matmul("logits", out[:, block], x, weight[block].t(), of_bias, accumulate)
+        _run(matmul, tune=tune, valid_rows=valid_rows)
+    if bias is not None and is_wider:
+        out.add_(bias)
 
 
 def input_gradient_(
@@ -85,125 +159,106 @@ def input_gradient_(
     tune: bool = False,
     valid_rows: Tensor | None = None,
 ) -> None:
-    """out (C, H) = dlogits (C, V) @ weight (V, H), added to what out holds if `accumulate`; rounded once."""
-    vocab = weight.shape[0]
-    main = _main_columns(dlogits, vocab)
-    # Adding the tail's share to a product already rounded would round twice.
-    total = out if main == vocab or out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-    for number, (start, end) in enumerate(_column_blocks(main, vocab, main)):
-        columns, weight_rows = dlogits[:, start:end], weight[start:end]
-        adds = accumulate or number > 0
-        _product_("dX", total, columns, weight_rows, accumulate=adds, tune=tune, valid_rows=valid_rows)
+    """out (C, H) = dlogits (C, V) @ weight (V, H), rounded once; added to what out holds if `accumulate`."""
+    # Adding the tail's share to a sum already rounded would round twice.
+    work = MatmulWork.of("dX", out, dlogits, weight)
+    dtype = work.sum_dtype
+    # Itself, if it has that dtype.
+    total = out.to(dtype) if accumulate or dtype == out.dtype else torch.empty_like(out, dtype=dtype)
+    for block in work.blocks:
+        matmul = Matmul("dX", total, dlogits[:, block], weight[block], accumulate=accumulate or block.start > 0)
+        _run(matmul, tune=tune, valid_rows=valid_rows)
     if total is not out:
         out.copy_(total)
 
 
 def weight_gradient_(
-    out: Tensor,
-    dlogits: Tensor,
-    x: Tensor,
-    *,
-    accumulate: bool,
-    tune: bool = False,
-    valid_rows: Tensor | None = None,
+    out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False, valid_rows: Tensor | None = None
 ) -> None:
     """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`; out may be float32.
 
-    A sum in 16 bits rounds twice a chunk: cuBLAS rounds the product before adding it.
+    A sum in 16 bits rounds twice a chunk: what is added is rounded before.
     """
-    vocab = out.shape[0]
-    main = _main_columns(dlogits, vocab)
-    for start, end in _column_blocks(main, vocab, main):
-        rows, columns = out[start:end], dlogits[:, start:end]
-        _product_("dW", rows, columns.t(), x, accumulate=accumulate, tune=tune, valid_rows=valid_rows)
+    for block in MatmulWork.of("dW", out, dlogits, x).blocks:
+        matmul = Matmul("dW", out[block], dlogits[:, block].t(), x, accumulate=accumulate)
+        _run(matmul, tune=tune, valid_rows=valid_rows)
 
 
 def weight_gradient_of_parts_(out: Tensor, parts: list[Part], *, tune: bool = False) -> None:
     """out (V, H) = the sum of dlogits (C, V)ᵀ @ x (C, H) over the parts, rounded once."""
-    total = out
-    if len(parts) > 1:
-        total = torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
-    for number, part in enumerate(parts):
-        dlogits, x, valid_rows = part
+    dtype = MatmulWork.of("dW", out, parts[0].dlogits, parts[0].x, parts=len(parts)).sum_dtype
+    total = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
+    for number, (dlogits, x, valid_rows) in enumerate(parts):
         weight_gradient_(total, dlogits, x, accumulate=number > 0, tune=tune, valid_rows=valid_rows)
     if total is not out:
         out.copy_(total)
 
 
-def _product_(
-    name: str,
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    *,
-    accumulate: bool,
-    tune: bool,
-    valid_rows: Tensor | None = None,
-) -> None:
-    """out = a @ b + bias, or out += a @ b: 16-bit products are summed in float32 and rounded to out's dtype."""
+def _runs_in_triton(stored: tuple[StoredMatrix | None, ...], dtype: torch.dtype, device: torch.device | None) -> bool:
+    if not triton_available():
+        return False
+    from thunder_flce.execution.matmul import triton_matmul
+
+    return triton_matmul.supports(stored, dtype=dtype, device=device)
+
+
+def _run(matmul: Matmul, *, tune: bool, valid_rows: Tensor | None) -> None:
     if valid_rows is not None:
-        sums_rows = name == "dW"
-        if not out.is_cuda:
-            out, a, b = _of_valid_rows(out, a, b, int(valid_rows), sums_rows=sums_rows, accumulate=accumulate)
-        elif triton_available():
+        if not matmul.out.is_cuda:
+            matmul = _of_valid_rows(matmul, int(valid_rows))
+        elif _runs_in_triton(matmul.stored, matmul.a.dtype, matmul.a.device):
             from thunder_flce.execution.matmul import triton_matmul
 
-            how = {"valid_rows": valid_rows, "sums_rows": sums_rows, "accumulate": accumulate}
-            if triton_matmul.run(out, a, b, bias, **how):
-                return
-    if tune and tuning.run(name, out, a, b, bias, accumulate=accumulate):
+            triton_matmul.run(matmul, valid_rows)
+            return
+    if not (tune and tuning.run(matmul)):
+        _run_in_pytorch(matmul)
+
+
+def _of_valid_rows(matmul: Matmul, count: int) -> Matmul:
+    """The matmul without the rows from `count` on; those of the result are set to zero."""
+    out, a, b = matmul.out, matmul.a, matmul.b
+    if matmul.sums_tokens:
+        return matmul._replace(a=a[:, :count], b=b[:count])
+    if not matmul.accumulate:
+        out[count:] = 0
+    return matmul._replace(out=out[:count], a=a[:count])
+
+
+def _run_in_pytorch(matmul: Matmul) -> None:
+    out, a, b = matmul.out, _readable(matmul.a), _readable(matmul.b)
+    if matmul.bias is not None:
+        _run_with_bias(out, a, b, bias=matmul.bias)
         return
-    a, b = _readable(a), _readable(b)
-    if bias is not None:
-        _biased_product_(out, a, b, bias)
-    elif out.dtype == a.dtype:
-        if accumulate:
-            torch.addmm(out, a, b, out=out)
-        else:
-            torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        if accumulate:
-            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        # torch has no mixed-precision product on a CPU.
+    mixed: dict[str, Any] = {}
+    if a.dtype != out.dtype and out.is_cuda:
+        mixed = {"out_dtype": out.dtype}
+    elif a.dtype != out.dtype:
         a, b = a.to(out.dtype), b.to(out.dtype)
-        if accumulate:
-            torch.addmm(out, a, b, out=out)
-        else:
-            torch.mm(a, b, out=out)
+    if matmul.accumulate:
+        torch.addmm(out, a, b, **mixed, out=out)
+    else:
+        torch.mm(a, b, **mixed, out=out)
 
 
-def _biased_product_(out: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> None:
-    if out.is_contiguous() or not out.is_cuda or out.element_size() != 2:
+def _run_with_bias(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor) -> None:
+    # PyTorch lets cuBLAS add a bias before rounding only into contiguous memory. Elsewhere it rounds, adds and rounds
+    # again, which makes the logits' error 1.4 times as large. So those are computed in float32, block by block.
+    if not out.is_cuda or out.dtype.itemsize > 2 or out.is_contiguous():
         torch.addmm(bias, a, b, out=out)
         return
-    # PyTorch lets cuBLAS add a bias before rounding only into contiguous memory. Elsewhere it rounds the product, adds
-    # and rounds again, which makes the logits' error 1.4 times as large.
     for start in range(0, out.shape[1], _FLOAT32_COLUMNS):
-        part = slice(start, start + _FLOAT32_COLUMNS)
-        columns = torch.mm(a, b[:, part], out_dtype=torch.float32)
-        torch.add(columns, bias[part], out=out[:, part])
-
-
-def _of_valid_rows(
-    out: Tensor, a: Tensor, b: Tensor, count: int, *, sums_rows: bool, accumulate: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The product's result and operands without the rows from `count` on; those of the result are set to zero."""
-    if sums_rows:
-        return out, a[:, :count], b[:count]
-    if not accumulate:
-        out[count:] = 0
-    return out[:count], a[:count], b
+        block = slice(start, start + _FLOAT32_COLUMNS)
+        columns = torch.mm(a, b[:, block], out_dtype=torch.float32)
+        torch.add(columns, bias[block], out=out[:, block])
+        del columns  # Or two blocks would be alive at once.
 
 
 def _readable(matrix: Tensor) -> Tensor:
     """The matrix, or a copy where PyTorch would read other numbers.
 
-    On a CPU, a product of 16-bit operands takes the elements of a matrix of one row, or of one column, as if they lay
+    On a CPU, a matmul of 16-bit operands takes the elements of a matrix of one row, or of one column, as if they lay
     side by side (torch 2.8 and 2.10). So the last chunk's only row of a transposed input would be a wrong one.
     """
-    is_strided_vector = 1 in matrix.shape and not matrix.is_contiguous()
-    return matrix.contiguous() if is_strided_vector and not matrix.is_cuda else matrix
+    is_strided_vector = not matrix.is_cuda and 1 in matrix.shape and not matrix.is_contiguous()
+    return matrix.contiguous() if is_strided_vector else matrix

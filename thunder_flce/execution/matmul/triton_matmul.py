@@ -1,17 +1,15 @@
-"""Matrix products of which only the first rows count, how many being known to the device alone; in Triton.
+"""A matmul over the first rows only, where nobody but the device knows how many; in Triton.
 
-cuBLAS takes the sizes of a product from the host. Where valid rows are packed first without the host learning their
-number, as in a CUDA graph, its products would run over the ignored rows, too. These read the number on the device, and
-leave out the tiles behind it. (A product scaled by an alpha of 0 in the device's memory takes cuBLAS as long as any
-other.) torch._grouped_mm can end early as well, but neither adds to memory nor writes into the caller's.
+cuBLAS takes the sizes of a matmul from the host. Where valid rows are gathered first without the host learning their
+number, as in a CUDA graph, its matmuls would run over the ignored rows, too; one scaled by an alpha of 0 takes as long
+as any other. torch._grouped_mm can end early, but neither adds to memory nor writes into the caller's.
 
-A program computes a tile of the result, then the next that is its own; operands come and results go through TMA. Over
-all rows, at 2048 × 128256 × 4096 in bfloat16 on an H200, a settled product takes 3.07 ms for the logits, 2.96 for dX
-and 3.57 for dW, which is added to, against 3.09, 3.14 and 3.11 of the fastest of cuBLAS's algorithms.
+A program computes a tile of the result, then the next one that is its own; TMA reads the operands and writes the
+result. Over all rows, at 2048 × 128256 × 4096 in bfloat16 on an H200, it takes 3.07 ms for the logits, 2.96 for dX and
+3.57 for dW, which is added to, against 3.09, 3.14 and 3.11 of cuBLAS's fastest algorithms.
 """
 
 from contextlib import nullcontext
-from functools import cache
 
 import torch
 import triton
@@ -19,14 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from thunder_flce.device import is_hopper, multiprocessors
 from thunder_flce.execution.compile_times import first_run_timed
-from thunder_flce.planning.plan import HOPPER
+from thunder_flce.execution.matmul.layout import DTYPES_16_BIT, Matmul, StoredMatrix
 
-# What TMA asks of addresses and strides, in bytes. It also writes so many at once, behind the end of a row if it must.
-_ALIGNMENT = 16
-
-# Tried at S1, settled: tiles of 256 × 128 take 3.2 to 3.5 ms where these take 3.0, 128 × 128 3.2 to 3.9; four stages
-# take as long as three, and a depth of 128 a third longer.
+# Tried at S1, in the steady state: tiles of 256 × 128 take 3.2 to 3.5 ms where these take 3.0, 128 × 128 3.2 to 3.9;
+# four stages take as long as three, and a depth of 128 a third longer.
 _TILE = (128, 256, 64)
 _WARPS = 8
 _STAGES = 3
@@ -37,25 +33,12 @@ _GROUP = 16
 
 
 @triton.jit(do_not_specialize=["M", "N", "K"])
-def _product_kernel(
-    a,
-    b,
-    out,
-    bias,
-    valid_rows,
-    M,
-    N,
-    K,
-    A_IS_TRANSPOSED: tl.constexpr,
-    B_IS_TRANSPOSED: tl.constexpr,
-    SUMS_ROWS: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """out (M, N) = a (M, K) @ b (K, N), of the first `valid_rows` along K if SUMS_ROWS, along M otherwise."""
+def _matmul_kernel(
+    a, b, out, bias, valid_rows, M, N, K,
+    A_IS_TRANSPOSED: tl.constexpr, B_IS_TRANSPOSED: tl.constexpr, SUMS_ROWS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out (M, N) = a (M, K) @ b (K, N), over the first `valid_rows` along K if SUMS_ROWS, along M otherwise."""
     valid = tl.load(valid_rows)
     n_tiles = tl.cdiv(N, TILE_N)
     m_tiles = tl.cdiv(M, TILE_M)
@@ -106,84 +89,43 @@ def _write(values, out, bias, m, n, N, ACCUMULATE: tl.constexpr):
     out.store([m, n], values.to(out.dtype))
 
 
-def run(
-    out: Tensor,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    *,
-    valid_rows: Tensor,
-    sums_rows: bool,
-    accumulate: bool = False,
-) -> bool:
-    """out = a @ b + bias, or out += a @ b, over the valid rows; summed in float32 and rounded once.
+def supports(stored: tuple[StoredMatrix | None, ...], *, dtype: torch.dtype, device: torch.device | None) -> bool:
+    """Whether `run` computes a matmul of 16-bit operands, whose out, a and b lie in memory so, and it is worth it.
 
-    Args:
-        out: (M, N), in the operands' dtype or float32.
-        a: (M, K), float16 or bfloat16.
-        b: (K, N), in a's dtype.
-        bias: (N,) or None, as it has to be where the product is added to something.
-        valid_rows: () int32 on the device. Rows from there on are zeros: of a or, if they are summed over, of both.
-        sums_rows: whether the rows are those along K. Otherwise they are along M, and the result's rows behind the
-            valid ones are zeros or the bias or, with `accumulate`, what they were.
-        accumulate: whether the product is added to what out holds.
-
-    Returns:
-        Whether it does: only on Hopper, and where TMA can read the operands and write the result, whose rows
-        must be whole multiples of 16 bytes, 16 bytes apart.
+    TMA must be able to read a and b and to write out, whose rows must be whole multiples of 16 bytes, 16 bytes apart.
+    The device must be a Hopper: before, there is no TMA; afterwards, not every GPU has as much shared memory. None is
+    the current GPU, or one that is not there.
     """
-    is_16_bit = a.dtype == b.dtype and a.dtype in (torch.float16, torch.bfloat16)
-    programs = _programs(a.device)
-    stored = [_row_major(matrix) for matrix in (a, b, out)]
-    if not (is_16_bit and programs) or None in stored or stored[2] is not out:
+    out = stored[0]
+    if dtype not in DTYPES_16_BIT or not is_hopper(device) or out is None or out.is_transposed:
         return False
-    (m, k), n = a.shape, b.shape[1]
-    tile_m, tile_n, tile_k = _TILE
-    stored_a, stored_b, _ = stored
-    kind = (a.device, a.dtype, out.dtype, stored_a is a, stored_b is b, bias is None, sums_rows, accumulate)
-    on_device = torch.cuda.device(a.device) if a.is_cuda else nullcontext()
-    with on_device, first_run_timed("Triton products", kind):
-        _product_kernel[(programs,)](
-            _tiled(stored_a, (tile_m, tile_k) if stored_a is a else (tile_k, tile_m)),
-            _tiled(stored_b, (tile_k, tile_n) if stored_b is b else (tile_n, tile_k)),
-            _tiled(out, (tile_m, tile_n // 2)),
-            bias,
-            valid_rows,
-            *(m, n, k),
-            A_IS_TRANSPOSED=stored_a is not a,
-            B_IS_TRANSPOSED=stored_b is not b,
-            SUMS_ROWS=sums_rows,
-            ACCUMULATE=accumulate,
-            TILE_M=tile_m,
-            TILE_N=tile_n,
-            TILE_K=tile_k,
-            GROUP=_GROUP,
-            num_warps=_WARPS,
-            num_stages=_STAGES,
-        )
-    return True
+    # Most of a tile would be padding, and dX would have fewer tiles than there are multiprocessors. Where H is that
+    # small, a matmul takes as long as reading dlogits, ignored rows or not, and cuBLAS divides that among all.
+    is_narrow = 2 * out.columns < _TILE[1]
+    return not is_narrow and all(matrix is not None and matrix.has_whole_rows for matrix in stored)
 
 
-@cache
-def _programs(device: torch.device) -> int:
-    """How many run at the same time: one a multiprocessor; 0 but on Hopper.
+def run(matmul: Matmul, valid_rows: Tensor) -> None:
+    """Computes a matmul that `supports` is true for, over the valid rows, () int32 on the device; rounded once.
 
-    Before, there is no TMA; afterwards, not every GPU has as much shared memory.
+    Rows from the valid ones on are zeros: of a or, if they are summed over, of both operands. The result's rows after
+    the valid ones are zeros or the bias or, if they are added to, what they were.
     """
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER:
-        return 0
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _row_major(matrix: Tensor) -> Tensor | None:
-    """The matrix, or its transpose if that lies in memory row by row; None where TMA can read neither."""
-    if matrix.numel() == 0 or matrix.data_ptr() % _ALIGNMENT:
-        return None
-    for stored in (matrix, matrix.t()):
-        bytes_along = [size * stored.element_size() for size in (stored.stride(0), stored.shape[1])]
-        if stored.stride(1) == 1 and all(size % _ALIGNMENT == 0 for size in bytes_along):
-            return stored
-    return None
+    out, a, b = matmul.out, matmul.a, matmul.b
+    a_is_transposed, b_is_transposed = a.stride(1) != 1, b.stride(1) != 1
+    m, n, k = _TILE
+    how = (a_is_transposed, b_is_transposed, matmul.bias is None, matmul.sums_tokens, matmul.accumulate)
+    on_device = torch.cuda.device(a.device) if a.is_cuda else nullcontext()
+    with on_device, first_run_timed("Triton products", (a.device, a.dtype, out.dtype, *how)):
+        # As many programs as run at the same time.
+        _matmul_kernel[(multiprocessors(a.device),)](
+            _tiled(a.t(), (k, m)) if a_is_transposed else _tiled(a, (m, k)),
+            _tiled(b.t(), (n, k)) if b_is_transposed else _tiled(b, (k, n)),
+            _tiled(out, (m, n // 2)), matmul.bias, valid_rows, *matmul.sizes,
+            A_IS_TRANSPOSED=a_is_transposed, B_IS_TRANSPOSED=b_is_transposed, SUMS_ROWS=matmul.sums_tokens,
+            ACCUMULATE=matmul.accumulate, TILE_M=m, TILE_N=n, TILE_K=k, GROUP=_GROUP,
+            num_warps=_WARPS, num_stages=_STAGES,
+        )  # fmt: skip
 
 
 def _tiled(matrix: Tensor, tile: tuple[int, int]) -> TensorDescriptor:

@@ -1,68 +1,63 @@
-"""Which of cuBLAS's algorithms runs a large product: the one that was the fastest when the product first ran.
+"""Which of cuBLAS's algorithms runs a large matmul: the one that was the fastest when the matmul first ran.
 
-cuBLAS's first proposal, the one that PyTorch runs, is not the fastest for the region's products, whose outputs are
-large for the work behind them. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 11% to 15% less time for
-what is added to dW, and at 512 tokens 15% to 27% (small tiles, so that one is written while the next is summed). For
-the logits it is up to 8%, and 15% at 512 tokens; dX, whose output is small, hardly gains, but up to 11% where a single
-chunk holds all tokens, and 27% at 512 × 256000 × 2304 (`tuned_products` in traces/h200/regions.jsonl).
+cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where outputs are large for the operations that
+they take. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 11% to 15% less time for what is added to dW
+(15% to 27% at 512 tokens) and up to 8% less for the logits (15%); dX, whose output is small, gains up to 11% where a
+single chunk holds all tokens, and 27% at 512 × 256000 × 2304 (`tuned_products` in traces/h200/regions.jsonl).
 
-Only on Hopper: elsewhere nobody has looked whether all proposals add in the same order.
+Only on Hopper: elsewhere nobody has looked whether all candidates add in the same order.
 """
 
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from thunder_flce.execution.matmul.cublaslt import Algorithm, Product, Signature
-from thunder_flce.planning.plan import HOPPER, TUNED_OPERATIONS
+from thunder_flce.device import is_hopper
+from thunder_flce.execution.matmul import cublaslt
+from thunder_flce.execution.matmul.cublaslt import Algorithm, MatmulDescriptor, Signature
+from thunder_flce.execution.matmul.layout import Kind, Matmul
 
-# Proposals that take up to this much longer than the fastest, run once or twice, are measured again, at length: under
-# load a GPU lowers its clock, and then an algorithm that moves less data gains. No more than _FINALISTS and the first
-# one: two bursts each take 0.3 s.
+# Matmuls of so many operations, a quarter of a millisecond on an H200, are worth measuring.
+TUNED_OPERATIONS = 2e11
+
+# Candidates that take up to this much longer than the fastest, run once or twice, are measured again, at length: under
+# load a GPU lowers its clock, and then an algorithm that moves less data gains. Two bursts of each take 0.3 s.
 _CLOSE = 1.05
 _FINALISTS = 4
 _BURST_SECONDS = 0.03
 _UNLUCKY = 1.2
-# What a product is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
+# What a matmul is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
 # but the sign of a 0 and, in 32 bits, a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
 _MEASURED_FACTOR = 2.0**-149
 
 # Which of the sizes M, N and K is the number of tokens. It changes from chunk to chunk, so what was measured serves
 # all numbers of tokens between the same powers of two, and others where nothing can be measured. Of dX, a quarter of
-# those: it has few tiles, and it matters how they fill the last wave of thread blocks. (At 1229 × 4096, the algorithm
-# for 2048 tokens takes two waves of large tiles and fills six tenths of them.)
+# those: it has few tiles, and it matters how they fill the last wave of thread blocks.
 _TOKENS = {"logits": 0, "dX": 0, "dW": 2}
-_SIZES_AN_OCTAVE = {"logits": 1, "dX": 4, "dW": 1}
+_SIZES_PER_OCTAVE = {"logits": 1, "dX": 4, "dW": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What was measured about a product out (M, N) = a (M, K) @ b (K, N)."""
+    """What was measured about a matmul out (M, N) = a (M, K) @ b (K, N)."""
 
-    product: str
-    """"logits", "dX" or "dW"."""
-
+    product: Kind
     sizes: tuple[int, int, int]
-    """M, N and K."""
-
+    """M, N and K"""
     algorithm: Algorithm | None
-    """The fastest; None where cuBLAS proposed nothing."""
-
+    """The fastest; None where cuBLAS has no candidate"""
     gain: float
-    """The time of the first algorithm that cuBLAS proposes over that of the fastest."""
-
+    """The time of cuBLAS's first candidate over that of the fastest"""
     milliseconds: float
-    """The time of the fastest, a burst of it."""
-
+    """The time of the fastest, in a burst"""
     seconds: float
-    """What measuring has taken."""
+    """What measuring has taken"""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json.dump`."""
@@ -70,104 +65,94 @@ class Tuning:
 
 
 _tunings: dict[tuple, dict[int, Tuning]] = {}
-"""By what a product is but for its tokens, and by `_bucket` of these."""
+"""By what a matmul is but for its tokens, and by `_bucket` of these."""
 
 
 def tunings() -> list[Tuning]:
-    """All of this process: those of one kind of product beside each other."""
+    """All of this process: those of one kind of matmul after each other."""
     return [tuning for of_kind in _tunings.values() for tuning in of_kind.values()]
 
 
-def run(name: str, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, *, accumulate: bool = False) -> bool:
-    """Runs a product by the algorithm that is the fastest for it, which is measured if it is the first of its kind.
+def can_tune(operations: float, *, dtype: torch.dtype, device_type: str) -> bool:
+    """Whether the algorithm of a matmul of 2·M·N·K operations is chosen here; a GPU not there is taken for a Hopper."""
+    return operations >= TUNED_OPERATIONS and cublaslt.supports(dtype, device_type) and is_hopper(None)
 
-    Measuring runs the product some dozens of times and waits for the device. It needs no memory: each time, hardly more
-    than 0 times the product goes to `out`, or is added to it. While a CUDA graph is captured nothing is measured: then
-    what was measured for the nearest number of tokens has to do.
 
-    Args:
-        name: "logits", "dX" or "dW".
-        out: (M, N).
-        a: (M, K).
-        b: (K, N).
-        bias: (N,) or None, added before the result is rounded.
-        accumulate: whether the product is added to what out holds.
+def run(matmul: Matmul) -> bool:
+    """Runs a matmul by the algorithm that is the fastest for it, which is measured if it is the first of its kind.
 
-    Returns:
-        Whether the product has run: not if it is small, nor if it lies in memory in a way that cuBLASLt cannot read,
-        nor if nothing was measured, nor while PyTorch is asked for deterministic algorithms.
+    Measuring runs the matmul some dozens of times into `out` and waits for the device. While a CUDA graph is captured
+    nothing is measured: then what was measured for the nearest number of tokens has to do.
+
+    Returns whether it has run: not if it is small, nor if it lies in memory in a way that cuBLASLt cannot read, nor if
+    nothing was measured, nor while PyTorch is asked for deterministic algorithms.
     """
-    (m, k), n = a.shape, b.shape[1]
-    if 2 * m * n * k < TUNED_OPERATIONS or torch.are_deterministic_algorithms_enabled():
+    if 2 * math.prod(matmul.sizes) < TUNED_OPERATIONS or torch.are_deterministic_algorithms_enabled():
         return False
-    signature = Signature.of(out, a, b, bias)
-    if signature is None or torch.cuda.get_device_capability(out.device)[0] != HOPPER:
+    signature = Signature.of(matmul)
+    if signature is None or not is_hopper(matmul.out.device):
         return False
-    sizes = [m, n, k]
-    tokens = _bucket(name, sizes.pop(_TOKENS[name]))
-    kind = (name, *sizes, *signature[:3], signature.a.is_transposed, signature.b.is_transposed, signature.has_bias)
+    with torch.cuda.device(signature.device_index):
+        algorithm = _algorithm(matmul, signature)
+        return algorithm is not None and _descriptor(signature).run(matmul, algorithm)
+
+
+def _algorithm(matmul: Matmul, signature: Signature) -> Algorithm | None:
+    """The fastest for such matmuls, as is known or measured now; None where it can not be.
+
+    The first term of the logits is measured apart from those that are added to it. Chunks add to dW, and blocks of the
+    vocabulary to dX, but for the first, which then runs by the same algorithm.
+    """
+    sizes, adds = list(matmul.sizes), matmul.kind == "logits" and matmul.accumulate
+    tokens = _bucket(matmul.kind, sizes.pop(_TOKENS[matmul.kind]))
+    a, b = signature.a, signature.b
+    kind = (matmul.kind, *sizes, *signature[:3], a.is_transposed, b.is_transposed, signature.has_bias, adds)
     of_kind = _tunings.setdefault(kind, {})
-    with torch.cuda.device(out.device):
-        if tokens not in of_kind:
-            if not torch.cuda.is_current_stream_capturing():
-                of_kind[tokens] = _measured(name, signature, out, a, b, bias, accumulate=accumulate)
-            elif of_kind:
-                tokens = min(of_kind, key=lambda measured: max(measured / tokens, tokens / measured))
-            else:
-                return False
-        algorithm = of_kind[tokens].algorithm
-        return algorithm is not None and _product(signature).run(algorithm, out, a, b, bias, accumulate=accumulate)
+    if tokens not in of_kind:
+        if not torch.cuda.is_current_stream_capturing():
+            of_kind[tokens] = _measure(matmul, signature)
+        elif of_kind:
+            tokens = min(of_kind, key=lambda measured: max(measured / tokens, tokens / measured))
+    tuning = of_kind.get(tokens)
+    return None if tuning is None else tuning.algorithm
 
 
-def _bucket(name: str, tokens: int) -> int:
+def _bucket(kind: Kind, tokens: int) -> int:
     """The largest number of tokens that shares what is measured for this one."""
     octave = 2 ** ((tokens - 1).bit_length() - 1)
-    step = max(octave // _SIZES_AN_OCTAVE[name], 1)
+    step = max(octave // _SIZES_PER_OCTAVE[kind], 1)
     return -(-tokens // step) * step
 
 
-_product = lru_cache(maxsize=64)(Product)
+_descriptor = lru_cache(maxsize=64)(MatmulDescriptor)
 
 
-def _measured(
-    name: str, signature: Signature, out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None, *, accumulate: bool
-) -> Tuning:
+def _measure(matmul: Matmul, signature: Signature) -> Tuning:
     start = time.perf_counter()
     # dW is measured as a sum even for the first chunk, since it is one for all others; whatever is in its memory then
     # does not matter. Where it is never a sum, that may cost 3% (S2; at S1, S3 and U1 the same one is the fastest).
-    how = {"accumulate": accumulate or name == "dW", "alpha": _MEASURED_FACTOR}
-    proposals, runs = [], []
+    measured = matmul._replace(accumulate=matmul.accumulate or matmul.kind == "dW")
+    runs = []
     try:
-        product = _product(signature)
-        for proposal in product.proposals():
-            run_proposal = partial(product.run, proposal, out, a, b, bias, **how)
-            if run_proposal():
-                proposals.append(proposal)
-                runs.append(run_proposal)
+        descriptor = _descriptor(signature)
+        tries = [partial(descriptor.run, measured, each, alpha=_MEASURED_FACTOR) for each in descriptor.candidates()]
+        runs = [run for run in tries if run()]
     except RuntimeError as error:
-        warnings.warn(f"cuBLASLt cannot be asked for algorithms, products are PyTorch's: {error}", stacklevel=2)
+        warnings.warn(f"cuBLASLt cannot be asked for algorithms, PyTorch runs all matmuls: {error}", stacklevel=2)
     algorithm, gain, seconds = None, 1.0, math.nan
     if runs:
         index, gain, seconds = fastest(runs, _seconds)
-        algorithm = proposals[index]
-    return Tuning(
-        product=name,
-        sizes=(a.shape[0], b.shape[1], a.shape[1]),
-        algorithm=algorithm,
-        gain=gain,
-        milliseconds=seconds * 1e3,
-        seconds=time.perf_counter() - start,
-    )
+        algorithm = runs[index].args[1]
+    taken = {"milliseconds": seconds * 1e3, "seconds": time.perf_counter() - start}
+    return Tuning(product=matmul.kind, sizes=matmul.sizes, algorithm=algorithm, gain=gain, **taken)
 
 
 def fastest(
-    runs: list[Callable[[], object]], seconds: Callable[[Callable[[], object], int], float]
+    runs: Sequence[Callable[[], object]], seconds: Callable[[Callable[[], object], int], float]
 ) -> tuple[int, float, float]:
     """The index of the fastest of `runs`, how many times as long the first one takes, and the fastest one's seconds.
 
-    Args:
-        runs: what to compare, the likeliest first; each has run before.
-        seconds: gives the mean time of one of them, run so many times in a row.
+    The one expected to be the fastest comes first; `seconds` gives the mean time of one, run so many times in a row.
     """
     times = [seconds(run, 1) for run in runs]
     best = min(times)

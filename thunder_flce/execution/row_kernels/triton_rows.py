@@ -1,21 +1,23 @@
-"""Statistics, alone or with the gradient, and the gradient alone, in short rows or with its sums over rows, in Triton.
+"""Row kernels in Triton.
 
-For statistics, a program has a row to itself and goes over it in blocks. Each group of neighbouring elements, those 16
-bytes that a thread loads at once, keeps a running maximum and a sum of exponentials relative to it; the groups are
-merged once, at the end of the row. A gradient made at once goes over the row again from its end, so that what was read
-last, and is still in L2, comes first. Long rows are divided among programs, which tell each other their statistics in
-between. With sums over rows, a program has a block of columns of many rows instead.
+For statistics and moments, a program has a row to itself and goes over it in blocks. Statistics: each group of
+neighbouring elements, those 16 bytes that a thread loads at once, keeps a running maximum and a sum of exponentials
+relative to it; the groups are merged once, at the end of the row.
 
-For 512 MiB of bfloat16 in rows of 128256 on an H200, statistics take 0.125 ms (nvFuser's fusions, which view a row as
-parts that fit in registers, 0.159), nvFuser's gradient takes 0.251 ms, and both together take 0.290 ms (traces/h200/
-kernels.jsonl), or 0.334 without dividing rows. The gradient with sums over rows takes 0.282 ms, nvFuser's 0.299 (0.380
-and 0.778 in rows of 1000). Tried in vain: to hold rows, or parts of them, in registers or in shared memory, filled
-asynchronously while the row before is written (0.334 ms), and persistent programs.
+A gradient made together with its statistics goes over the row again from its end, so that what was read last, and is
+still in L2, comes first. Long rows are divided among programs, which tell each other their statistics in between. A
+gradient alone is a block of columns of one row for each program or, with its sums over the rows, of many rows.
+
+For 512 MiB of bfloat16 in rows of 128256 on an H200, statistics take 0.125 ms, and statistics and gradient together
+0.290 ms, or 0.334 without dividing rows (traces/h200/kernels.jsonl). The gradient with sums over rows takes 0.282 ms.
+Slower than that were rows, or parts of them, held in registers or in shared memory, filled asynchronously while the row
+before is written (0.334 ms), and persistent programs.
 """
 
 import math
-from contextlib import nullcontext
-from dataclasses import replace
+import time
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,16 +26,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from thunder_flce.execution.compile_times import first_run_timed
+from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE
+from thunder_flce.execution.compile_times import note_first_run
+from thunder_flce.execution.layout import VocabLayout
 from thunder_flce.execution.row_kernels.interface import (
     LogitMap,
     LogitsBuffer,
+    LogitsInBlocks,
     RowCoefficients,
     RowStatistics,
-    SlabbedLogits,
+    padded_weight,
+    reads_class_weight,
 )
-from thunder_flce.execution.slabs import MOST_SLABS
-from thunder_flce.planning.plan import PADDED_ROW_MULTIPLE, ROW_MULTIPLE
+from thunder_flce.execution.staged_logits import MOST_BLOCKS
+from thunder_flce.operation.moments import MOMENTS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -45,9 +51,9 @@ def _exp(x, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def _logits(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr):
+def _logits(z, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr):
     """The logits u, float32."""
-    z = products.to(tl.float32)
+    z = z.to(tl.float32)
     if SOFTCAP is None:
         u = z * SCALE
     elif IS_EXACT:
@@ -78,21 +84,13 @@ def _sum_of(maxima, sums, IS_EXACT: tl.constexpr):
 
 @triton.jit
 def _rest(row, vocab, stride, BLOCK: tl.constexpr):
-    """What lies behind the full blocks of a row: columns and products."""
+    """What lies behind the full blocks of a row: columns and z."""
     columns = vocab // BLOCK * BLOCK + tl.arange(0, BLOCK)
     return columns, tl.load(row + columns, mask=columns < stride, other=0.0)
 
 
 @triton.jit
-def _statistics(
-    row,
-    vocab,
-    rest_columns,
-    rest,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _statistics(row, vocab, rest_columns, rest, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
     """The maximum of a row, or of a part of one, and the sum of exponentials relative to it."""
     IS_EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
     GROUPS: tl.constexpr = BLOCK // (4 if IS_EXACT else 8)
@@ -129,19 +127,27 @@ def _merged(largest, total, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexp
 
 
 @triton.jit
+def _finite(shifted):
+    """Logits of -inf become the lowest finite number: their probability, 0, times it is 0."""
+    return tl.where(shifted == float("-inf"), -3.4028234663852886e38, shifted)
+
+
+@triton.jit
 def _gradient(
-    products,
-    row_max,
-    row_log_sum,
-    probability,
-    one_hot,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    IS_EXACT: tl.constexpr,
-):
-    """(p · probability - one_hot) · slope, float32."""
-    u = _logits(products, SCALE, SOFTCAP, IS_EXACT)
-    gradient = _exp(u - row_max - row_log_sum, IS_EXACT) * probability - one_hot
+    z, row_max, row_log_sum, probability, one_hot, uniform, entropy, weight,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of `RowCoefficients`, float32, of whatever broadcasts; None for terms that are not there."""
+    u = _logits(z, SCALE, SOFTCAP, IS_EXACT)
+    shifted = u - row_max
+    p = _exp(shifted - row_log_sum, IS_EXACT)
+    gradient = p * probability
+    if entropy is not None:
+        gradient -= p * _finite(shifted) * entropy
+    if uniform is not None:
+        gradient -= uniform if weight is None else uniform * weight
+    if one_hot is not None:
+        gradient -= one_hot
     if SOFTCAP is not None:
         tanh = u / SOFTCAP
         gradient *= 1 - tanh * tanh
@@ -149,18 +155,21 @@ def _gradient(
 
 
 @triton.jit
+def _of_rows(vector, index, mask):
+    """A number of each row of a tile, 0 where there is no row; None for no vector."""
+    numbers = None
+    if vector is not None:
+        numbers = tl.load(vector + index, mask=mask, other=0.0)[:, None]
+    return numbers
+
+
+@triton.jit
 def _statistics_kernel(
-    products,
-    row_max,
-    row_log_sum,
-    STRIDE: tl.constexpr,
-    VOCAB: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    z, row_max, row_log_sum,
+    STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0)
-    row = products + index.to(tl.int64) * STRIDE
+    row = z + index.to(tl.int64) * STRIDE
     columns, rest = None, None
     if VOCAB % BLOCK:
         columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
@@ -169,66 +178,77 @@ def _statistics_kernel(
     tl.store(row_log_sum + index, tl.log(total))
 
 
+@triton.jit
+def _moments_kernel(
+    z, row_max, row_log_sum, class_weight, moments,
+    STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    TERMS: tl.constexpr, KEEP_INFINITY: tl.constexpr, KEY: tl.constexpr,
+):  # fmt: skip
+    """moments: (number of TERMS, rows); KEY: what tells apart terms of one name, since Triton does not."""
+    IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
+    index = tl.program_id(0)
+    row = z + index.to(tl.int64) * STRIDE
+    largest, log_sum = tl.load(row_max + index), tl.load(row_log_sum + index)
+    sums = ()
+    for _ in tl.static_range(len(TERMS)):
+        sums = sums + (tl.zeros([BLOCK], tl.float32),)  # type: ignore[assignment]
+    for start in range(0, VOCAB, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        is_column = columns < VOCAB
+        shifted = _logits(tl.load(row + columns, mask=columns < STRIDE, other=0.0), SCALE, SOFTCAP, IS_EXACT) - largest
+        p = _exp(shifted - log_sum, IS_EXACT)
+        weight = 1.0
+        if class_weight is not None:
+            weight = tl.load(class_weight + columns, mask=columns < STRIDE, other=0.0)
+        added = ()
+        for i in tl.static_range(len(TERMS)):
+            term = TERMS[i](shifted if KEEP_INFINITY[i] else _finite(shifted), p, weight)
+            added = added + (sums[i] + tl.where(is_column, term, 0.0),)  # type: ignore[assignment]
+        sums = added
+    for i in tl.static_range(len(TERMS)):
+        tl.store(moments + i * tl.num_programs(0) + index, tl.sum(sums[i], 0))
+
+
 # Vectors are slices of longer ones: how they are aligned must not ask for another compilation.
 @triton.jit(do_not_specialize_on_alignment=["target", "probability", "one_hot"])
 def _statistics_and_gradient_kernel(
-    products,
-    own_products,
-    slab_elements,
-    target,
-    probability,
-    one_hot,
-    row_max,
-    row_log_sum,
-    target_product,
-    exchange,
-    STRIDE: tl.constexpr,
-    VOCAB: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLABS: tl.constexpr,
-    BORROWED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    IS_EXACT: tl.constexpr = products.dtype.element_ty == tl.float32
+    z, own_z, block_elements, target, probability, one_hot, row_max, row_log_sum, z_target, exchange,
+    STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    VOCAB_BLOCKS: tl.constexpr, BORROWED: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """z: the vocabulary blocks in dW's memory, or whole rows; own_z: the others. STRIDE is the last block's."""
+    IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
     if PARTS == 1:
-        index = tl.program_id(0)
-        part = 0
-        start = 0
-        vocab = VOCAB
-        stride = STRIDE
-        row = products + index.to(tl.int64) * STRIDE
+        index, part = tl.program_id(0), 0
+        start, vocab, stride = 0, VOCAB, STRIDE
+        row = z + index.to(tl.int64) * STRIDE
     else:
         # Numbered as they start, not by program_id: who waits for others waits for programs that run already, or that
         # are the next to start.
         number = tl.atomic_add(exchange, 1, sem="relaxed").to(tl.int32)
-        index = number // PARTS
-        part = number % PARTS
-        # A part of a slab, which is the whole row where there is one. STRIDE is the last one's.
-        PARTS_OF_SLAB: tl.constexpr = PARTS // SLABS
-        slab = part // PARTS_OF_SLAB
-        first = part % PARTS_OF_SLAB * PART
-        is_last = slab == SLABS - 1
-        vocab = tl.minimum(tl.where(is_last, VOCAB - (SLABS - 1) * WIDTH, WIDTH) - first, PART)
+        index, part = number // PARTS, number % PARTS
+        # A part of a vocabulary block, which is the whole row where there is one.
+        PARTS_EACH: tl.constexpr = PARTS // VOCAB_BLOCKS
+        vocab_block = part // PARTS_EACH
+        first = part % PARTS_EACH * PART
+        is_last = vocab_block == VOCAB_BLOCKS - 1
+        vocab = tl.minimum(tl.where(is_last, VOCAB - (VOCAB_BLOCKS - 1) * WIDTH, WIDTH) - first, PART)
         row_stride = tl.where(is_last, STRIDE, WIDTH)
         stride = tl.multiple_of(tl.minimum(row_stride - first, PART), 8)
-        start = slab * WIDTH + first
-        row = products
-        if SLABS > 1:
+        start = vocab_block * WIDTH + first
+        row = z
+        if VOCAB_BLOCKS > 1:
             # Without the hint, an odd number of rows means loads of 2 bytes each.
-            if slab < BORROWED:
-                row = products + tl.multiple_of(slab.to(tl.int64) * slab_elements, 8)
+            if vocab_block < BORROWED:
+                row = z + tl.multiple_of(vocab_block.to(tl.int64) * block_elements, 8)
             else:
-                row = own_products + tl.multiple_of((slab - BORROWED).to(tl.int64) * slab_elements, 8)
+                row = own_z + tl.multiple_of((vocab_block - BORROWED).to(tl.int64) * block_elements, 8)
         row += tl.multiple_of(index.to(tl.int64) * row_stride + first, 8)
     offset = tl.load(target + index) - start
     has_target = (offset >= 0) & (offset < vocab)
-    z_target = tl.load(row + offset, mask=has_target, other=0.0)
-    tl.store(target_product + index, z_target, mask=has_target)
+    at_target = tl.load(row + offset, mask=has_target, other=0.0)
+    tl.store(z_target + index, at_target, mask=has_target)
     # Kept until the gradient: to wait for it a second time took 5% longer.
     rest_columns, rest = None, None
     if PARTS > 1 or VOCAB % BLOCK:
@@ -236,85 +256,61 @@ def _statistics_and_gradient_kernel(
     largest, total = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
     if PARTS > 1:
         largest, total = _merged(largest, total, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
-    logsumexp = tl.log(total)
+    log_sum = tl.log(total)
     tl.store(row_max + index, largest, mask=part == 0)
-    tl.store(row_log_sum + index, logsumexp, mask=part == 0)
+    tl.store(row_log_sum + index, log_sum, mask=part == 0)
 
     share = tl.load(probability + index)
     if rest is not None:
-        gradient = _gradient(rest, largest, logsumexp, share, 0.0, SCALE, SOFTCAP, IS_EXACT)
+        gradient = _gradient(rest, largest, log_sum, share, None, None, None, None, SCALE, SOFTCAP, IS_EXACT)
         tl.store(row + rest_columns, gradient.to(rest.dtype), mask=rest_columns < stride)
     for count in range(0, vocab // BLOCK):
         columns = (vocab // BLOCK - 1 - count) * BLOCK + tl.arange(0, BLOCK)
-        z = tl.load(row + columns, eviction_policy="evict_first")
-        gradient = _gradient(z, largest, logsumexp, share, 0.0, SCALE, SOFTCAP, IS_EXACT)
-        tl.store(row + columns, gradient.to(z.dtype), eviction_policy="evict_first")
+        block = tl.load(row + columns, eviction_policy="evict_first")
+        gradient = _gradient(block, largest, log_sum, share, None, None, None, None, SCALE, SOFTCAP, IS_EXACT)
+        tl.store(row + columns, gradient.to(block.dtype), eviction_policy="evict_first")
     # The target's entry is written once more, after all others.
     tl.debug_barrier()
-    gradient = _gradient(z_target, largest, logsumexp, share, tl.load(one_hot + index), SCALE, SOFTCAP, IS_EXACT)
-    tl.store(row + offset, gradient.to(z_target.dtype), mask=has_target)
-
-
-@triton.jit(do_not_specialize_on_alignment=["row_max", "row_log_sum", "probability"])
-def _gradient_kernel(
-    products,
-    row_max,
-    row_log_sum,
-    probability,
-    STRIDE: tl.constexpr,
-    VOCAB: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    IS_EXACT: tl.constexpr = products.dtype.element_ty == tl.float32
-    index = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    row = products + index.to(tl.int64) * STRIDE
-    z = tl.load(row + columns, mask=columns < STRIDE, other=0.0)
-    largest, logsumexp = tl.load(row_max + index), tl.load(row_log_sum + index)
-    gradient = _gradient(z, largest, logsumexp, tl.load(probability + index), 0.0, SCALE, SOFTCAP, IS_EXACT)
-    tl.store(row + columns, gradient.to(z.dtype), mask=columns < STRIDE)
+    own = tl.load(one_hot + index)
+    gradient = _gradient(at_target, largest, log_sum, share, own, None, None, None, SCALE, SOFTCAP, IS_EXACT)
+    tl.store(row + offset, gradient.to(at_target.dtype), mask=has_target)
 
 
 @triton.jit(
     do_not_specialize=["rows", "rows_each"],
-    do_not_specialize_on_alignment=["row_max", "row_log_sum", "probability"],
+    do_not_specialize_on_alignment=["row_max", "row_log_sum", "probability", "one_hot", "uniform", "entropy"],
 )
-def _gradient_with_column_sums_kernel(
-    products,
-    row_max,
-    row_log_sum,
-    probability,
-    column_sums,
-    rows,
-    rows_each,
-    STRIDE: tl.constexpr,
-    VOCAB: tl.constexpr,
-    SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _gradient_kernel(
+    z, out, row_max, row_log_sum, probability, one_hot, uniform, entropy, class_weight, column_sums, rows, rows_each,
+    STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-):
-    IS_EXACT: tl.constexpr = products.dtype.element_ty == tl.float32
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # A multiple of ROWS, so that nothing but the end of all rows falls between two blocks.
-    first = tl.program_id(1) * rows_each
-    end = tl.minimum(first + rows_each, rows)
+):  # fmt: skip
+    """A block of columns of `rows_each` rows, a multiple of ROWS, so that nothing but the last row falls between."""
+    IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
+    BLOCKS: tl.constexpr = (STRIDE + BLOCK - 1) // BLOCK
+    group = tl.program_id(0) // BLOCKS
+    columns = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    is_column = (columns < STRIDE)[None, :]
+    weight = None if class_weight is None else tl.load(class_weight + columns[None, :], mask=is_column, other=0.0)
+    first = group * rows_each
     sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(first, end, ROWS):
+    for start in range(first, tl.minimum(first + rows_each, rows), ROWS):
         index = start + tl.arange(0, ROWS)
         is_row = index < rows
-        largest = tl.load(row_max + index, mask=is_row, other=0.0)[:, None]
-        logsumexp = tl.load(row_log_sum + index, mask=is_row, other=0.0)[:, None]
-        share = tl.load(probability + index, mask=is_row, other=0.0)[:, None]
-        at = products + index.to(tl.int64)[:, None] * STRIDE + columns[None, :]
-        mask = is_row[:, None] & (columns < STRIDE)[None, :]
-        z = tl.load(at, mask=mask, other=0.0)
-        gradient = _gradient(z, largest, logsumexp, share, 0.0, SCALE, SOFTCAP, IS_EXACT)
-        tl.store(at, gradient.to(z.dtype), mask=mask)
-        sums += tl.sum(gradient, 0)
-    tl.store(column_sums + tl.program_id(1) * VOCAB + columns, sums, mask=columns < VOCAB)
+        offsets = index.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+        mask = is_row[:, None] & is_column
+        gradient = _gradient(
+            tl.load(z + offsets, mask=mask, other=0.0),
+            _of_rows(row_max, index, is_row), _of_rows(row_log_sum, index, is_row),
+            _of_rows(probability, index, is_row), _of_rows(one_hot, index, is_row),
+            _of_rows(uniform, index, is_row), _of_rows(entropy, index, is_row),
+            weight, SCALE, SOFTCAP, IS_EXACT,
+        )  # fmt: skip
+        tl.store(out + offsets, gradient.to(out.dtype.element_ty), mask=mask)
+        if column_sums is not None:
+            sums += tl.sum(gradient, 0)
+    if column_sums is not None:
+        tl.store(column_sums + group * VOCAB + columns, sums, mask=columns < VOCAB)
 
 
 class _Block(NamedTuple):
@@ -333,121 +329,163 @@ class _Block(NamedTuple):
 # copy: there must be enough programs on a multiprocessor, two to four, for some to load while others compute, but what
 # they all are at, and read a second time, must stay in L2.
 _STATISTICS_BLOCKS = (_Block(16383, 1024, 2), _Block(math.inf, 4096, 8))
-_GRADIENT_BLOCKS = (
+_ONE_PASS_BLOCKS = (
     _Block(2047, 1024, 2),
     _Block(16383, 2048, 4),
     _Block(40959, 4096, 16, registers=32),
     _Block(math.inf, 8192, 32, registers=32),
 )
+_MOMENTS_BLOCKS = (_Block(2047, 1024, 4), _Block(math.inf, 2048, 8))
 # Longer rows are divided, 128256 columns into three parts: 0.290 ms instead of 0.334 (256000 into seven: 0.291 instead
 # of 0.369). Odd numbers of parts were up to 5% faster than even ones, for a reason not found.
-_PART_BLOCK = _Block(math.inf, 4096, 16, registers=40)
+_PART_WARPS, _PART_REGISTERS = 16, 40
+_PART_BLOCK = _Block(math.inf, 4096, _PART_WARPS, _PART_REGISTERS)
 _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
-# All parts of a row have to run at a time, and do on eight multiprocessors; on an H200, those of 28 kernels at once.
-_MOST_PARTS = MOST_SLABS
-# For `row_kernels.SHORT_ROWS`; a program has a row.
-_SHORT_BLOCKS = (_Block(1024, 1024, 4), _Block(2048, 2048, 4), _Block(4096, 4096, 8))
+_MOST_PARTS = MOST_BLOCKS
+# The gradient alone takes the largest of these that makes rows at most a tenth longer.
+_GRADIENT_BLOCKS = (_Block(math.inf, 4096, 8), _Block(math.inf, 2048, 4), _Block(math.inf, 1024, 4))
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
 # the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
 # many rows, where there are so many, that these are a thirtieth of the gradient at most.
-_SUMS_BLOCK = _Block(math.inf, 1024, 4)
-_SUMS_ROWS = 8
-_SUMS_PROGRAMS = 2048
-_SUMS_FEWEST_ROWS = 64
+_SUMS_BLOCK, _SUMS_ROWS = _Block(math.inf, 1024, 4), 8
+_SUMS_PROGRAMS, _SUMS_FEWEST_ROWS = 2048, 64
+# Of the targets, rows of one column each, it takes many at a time.
+_TARGETS_BLOCK, _TARGETS_ROWS = _Block(math.inf, 1, 4), 256
 
 
-def statistics(buffer: LogitsBuffer, logit_map: LogitMap) -> RowStatistics:
-    """See `RowKernels.statistics`; logits in 16 or 32 bits, in rows of a multiple of `ROW_MULTIPLE` elements."""
-    rows = buffer.padded.shape[0]
-    result = RowStatistics(*(buffer.padded.new_empty(rows, dtype=torch.float32) for _ in range(2)))
-    block = _block_for(buffer, _STATISTICS_BLOCKS)
-    _launch(_statistics_kernel, (rows,), buffer, logit_map, [*result], block)
-    return result
+@dataclass(frozen=True)
+class TritonRowKernels:
+    """See `RowKernels`; logits in 16 or 32 bits, in rows of a multiple of `ROW_MULTIPLE` elements."""
 
+    logit_map: LogitMap = LogitMap()
 
-def statistics_and_gradient(
-    logits: LogitsBuffer | SlabbedLogits, target: Tensor, coefficients: RowCoefficients, logit_map: LogitMap
-) -> tuple[RowStatistics, Tensor]:
-    """See `RowKernels.statistics_and_gradient`; logits as for `statistics`."""
-    first, last = logits.buffers[0], logits.buffers[-1]
-    rows = last.padded.shape[0]
-    result = RowStatistics(*(last.padded.new_empty(rows, dtype=torch.float32) for _ in range(2)))
-    target_product = last.padded.new_empty(rows)
-    slabs = logits.slabs if isinstance(logits, SlabbedLogits) else None
-    borrowed = slabs.borrowed if slabs else 0
-    own = logits.buffers[borrowed].padded, slabs.slab_elements if slabs else 0
-    vectors = [coefficients.probability.contiguous(), coefficients.one_hot.contiguous()]
-    parts = _parts(last, len(logits.buffers))
-    exchange = None
-    if parts.count == 1:
-        block = _block_for(last, _GRADIENT_BLOCKS)
-    else:
-        block, exchange = _PART_BLOCK, _exchange(rows, parts, last.padded.device)
-    constants = {
-        "SLABS": len(logits.buffers),
-        "BORROWED": borrowed,
-        "WIDTH": first.layout.vocab,
-        "PARTS": parts.count,
-        "PART": parts.columns,
-        "SLOTS": parts.slots,
-    }
-    arguments = [*own, target.contiguous(), *vectors, *result, target_product, exchange]
-    whole = LogitsBuffer(first.padded, replace(last.layout, vocab=logits.columns[-1].stop))
-    grid = (rows * parts.count,)
-    _launch(_statistics_and_gradient_kernel, grid, whole, logit_map, arguments, block, **constants)
-    return result, target_product
+    def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
+        found, block = _row_vectors(buffer), _block_for(buffer.layout.vocab, _STATISTICS_BLOCKS)
+        rows = buffer.padded.shape[0]
+        self._launch(_statistics_kernel, rows, [buffer.padded, *found], block, **_columns(buffer.layout))
+        return found
 
+    def moments(
+        self, buffer: LogitsBuffer, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        padded, layout = buffer.padded, buffer.layout
+        sums = padded.new_empty(len(names), padded.shape[0], dtype=torch.float32)
+        weight = padded_weight(class_weight, layout, is_read=reads_class_weight(names))
+        arguments, block = [padded, *_vectors(*statistics), weight, sums], _block_for(layout.vocab, _MOMENTS_BLOCKS)
+        self._launch(_moments_kernel, padded.shape[0], arguments, block, **_columns(layout), **_terms(names))
+        return dict(zip(names, sums, strict=True))
 
-def gradient(buffer: LogitsBuffer, statistics: RowStatistics, probability: Tensor, logit_map: LogitMap) -> None:
-    """See `RowKernels.gradient`, where coefficients consist of `probability` but for the one_hot term; in place.
+    def gradient(
+        self, buffer: LogitsBuffer, statistics: RowStatistics, coefficients: RowCoefficients,
+        class_weight: Tensor | None, *, dtype: torch.dtype, column_sums: bool = False,
+    ) -> tuple[LogitsBuffer, Tensor | None]:  # fmt: skip
+        """Each sum is of the same terms in the same order from one run to the next."""
+        padded, layout = buffer.padded, buffer.layout
+        rows, out = padded.shape[0], buffer
+        if dtype != padded.dtype:
+            out = LogitsBuffer.allocate(rows, layout, dtype=dtype, device=padded.device)
+        block, rows_at_once, rows_each, sums = _gradient_block(layout.row_stride), 1, 1, None
+        if column_sums:
+            block, rows_at_once = _SUMS_BLOCK, _SUMS_ROWS
+            programs = _ceil(layout.row_stride, block.elements)
+            rows_each = max(_ceil(rows * programs, _SUMS_PROGRAMS * _SUMS_ROWS) * _SUMS_ROWS, _SUMS_FEWEST_ROWS)
+            sums = padded.new_empty(_ceil(rows, rows_each), layout.vocab, dtype=torch.float32)
+        weight = padded_weight(class_weight, layout, is_read=coefficients.uniform is not None)
+        vectors = _vectors(*statistics, *coefficients._replace(one_hot=None))
+        arguments = [padded, out.padded, *vectors, weight, sums, rows, rows_each]
+        programs = _ceil(rows, rows_each) * _ceil(layout.row_stride, block.elements)
+        self._launch(_gradient_kernel, programs, arguments, block, **_columns(layout), ROWS=rows_at_once)
+        return out, None if sums is None else sums.sum(0)
 
-    Only for rows of `row_kernels.SHORT_ROWS` elements.
-    """
-    vectors = [vector.contiguous() for vector in (*statistics, probability)]
-    block = _block_for(buffer, _SHORT_BLOCKS)
-    _launch(_gradient_kernel, (buffer.padded.shape[0],), buffer, logit_map, vectors, block)
+    def target_gradient(
+        self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
+        class_weight: Tensor | None, *, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        rows, out = z.shape[0], torch.empty_like(z, dtype=dtype)
+        if class_weight is not None and coefficients.uniform is not None:
+            # A kernel's class weights are those of columns.
+            coefficients = coefficients._replace(uniform=coefficients.uniform * class_weight)
+        vectors = _vectors(*statistics, *coefficients)
+        arguments = [z.contiguous(), out, *vectors, None, None, rows, _TARGETS_ROWS]
+        constants = {"STRIDE": 1, "VOCAB": 1, "ROWS": _TARGETS_ROWS}
+        self._launch(_gradient_kernel, _ceil(rows, _TARGETS_ROWS), arguments, _TARGETS_BLOCK, **constants)
+        return out
 
+    def statistics_and_gradient(
+        self, logits: LogitsBuffer | LogitsInBlocks, target: Tensor, coefficients: RowCoefficients
+    ) -> tuple[RowStatistics, Tensor]:
+        blocks, last = logits.buffers, logits.buffers[-1]
+        rows, found, z_target = target.shape[0], _row_vectors(last), last.padded.new_empty(target.shape[0])
+        borrowed, step = 0, 0
+        if isinstance(logits, LogitsInBlocks):
+            borrowed, step = logits.layout.borrowed, logits.layout.block_elements
+        parts, exchange = _parts(last, len(blocks)), None
+        block = _block_for(last.layout.vocab, _ONE_PASS_BLOCKS) if parts.total == 1 else _PART_BLOCK
+        if parts.total > 1:
+            exchange = _exchange(rows, parts, last.padded.device)
+        vectors = _vectors(target, coefficients.probability, coefficients.one_hot)
+        arguments = [blocks[0].padded, blocks[borrowed].padded, step, *vectors, *found, z_target, exchange]
+        self._launch(
+            _statistics_and_gradient_kernel, rows * parts.total, arguments, block,
+            STRIDE=_columns(last.layout)["STRIDE"], VOCAB=logits.columns[-1].stop,
+            VOCAB_BLOCKS=len(blocks), BORROWED=borrowed, WIDTH=blocks[0].layout.vocab,
+            PARTS=parts.total, PART=parts.columns, SLOTS=parts.slots,
+        )  # fmt: skip
+        return found, z_target
 
-def gradient_with_column_sums(
-    buffer: LogitsBuffer, statistics: RowStatistics, probability: Tensor, logit_map: LogitMap
-) -> Tensor:
-    """See `RowKernels.gradient`, where coefficients consist of `probability` but for the one_hot term; in place.
-
-    Returns:
-        (V,) float32: the sums over the rows, each of the same terms in the same order from one run to the next.
-    """
-    rows, vocab = buffer.padded.shape[0], buffer.layout.vocab
-    blocks = triton.cdiv(buffer.layout.row_stride, _SUMS_BLOCK.elements)
-    rows_each = max(triton.cdiv(rows * blocks, _SUMS_PROGRAMS * _SUMS_ROWS) * _SUMS_ROWS, _SUMS_FEWEST_ROWS)
-    sums = buffer.padded.new_empty(triton.cdiv(rows, rows_each), vocab, dtype=torch.float32)
-    arguments = [*(vector.contiguous() for vector in (*statistics, probability)), sums, rows, rows_each]
-    grid = (blocks, sums.shape[0])
-    _launch(_gradient_with_column_sums_kernel, grid, buffer, logit_map, arguments, _SUMS_BLOCK, ROWS=_SUMS_ROWS)
-    return sums.sum(0)
+    def _launch(self, kernel: Any, programs: int, arguments: list[Any], block: _Block, **constants: Any) -> None:
+        """Runs a kernel on so many programs, if any; its first argument is a tensor."""
+        device = arguments[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._launch(kernel, programs, arguments, block, **constants)
+        if programs:
+            start = time.perf_counter()
+            compiled = kernel[(programs,)](
+                *arguments, SCALE=self.logit_map.scale, SOFTCAP=self.logit_map.softcap, BLOCK=block.elements,
+                **constants, num_warps=block.warps, maxnreg=block.registers,
+            )  # fmt: skip
+            note_first_run("Triton row kernels", compiled, start)
 
 
 class _Parts(NamedTuple):
     """How a row is divided among programs."""
 
-    count: int
+    total: int
     columns: int
-    """Of each but the last of a slab, padding included"""
+    """Of each but the last of a vocabulary block, padding included"""
 
     @property
     def slots(self) -> int:
         """Memory for the parts' statistics, in 64-bit numbers: a power of two."""
-        return triton.next_power_of_2(self.count)
+        return 1 << (self.total - 1).bit_length()
 
 
-def _parts(buffer: LogitsBuffer, slabs: int = 1) -> _Parts:
-    """Of rows in so many slabs, of which `buffer` has the widest."""
-    stride, itemsize = buffer.layout.row_stride, buffer.padded.element_size()
-    if slabs == 1 and stride * itemsize <= _LARGEST_ROW_BYTES:
+def _parts(buffer: LogitsBuffer, blocks: int = 1) -> _Parts:
+    """Of rows in so many vocabulary blocks, of which `buffer` has the widest."""
+    stride, itemsize, device = buffer.layout.row_stride, buffer.padded.element_size(), buffer.padded.device
+    if blocks == 1 and stride * itemsize <= _LARGEST_ROW_BYTES:
         return _Parts(1, stride)
-    of_slab = triton.cdiv(stride * itemsize, _LARGEST_PART_BYTES)
-    of_slab = min(of_slab | 1 if slabs == 1 else of_slab, _MOST_PARTS // slabs)
-    return _Parts(slabs * of_slab, triton.cdiv(stride, of_slab * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE)
+    each = _ceil(stride * itemsize, _LARGEST_PART_BYTES)
+    each = min(each | 1 if blocks == 1 else each, _MOST_PARTS // blocks)
+    # Programs wait for the others of their row. They are numbered as they start, so the first row that is not finished
+    # has all that runs to itself, and gets on as soon as all its parts run at a time.
+    if blocks * each > _parts_at_a_time(device):
+        if blocks == 1:
+            return _Parts(1, stride)
+        raise RuntimeError(f"{device} is too small for rows of logits in {blocks} vocabulary blocks")
+    return _Parts(blocks * each, _ceil(stride, each * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE)
+
+
+@cache
+def _parts_at_a_time(device: torch.device) -> float:
+    """How many parts run at a time if nothing else does, by their threads and registers: 396 on an H200."""
+    if device.type != "cuda":
+        return math.inf
+    of, threads = torch.cuda.get_device_properties(device), 32 * _PART_WARPS
+    by_registers = getattr(of, "regs_per_multiprocessor", 65536) // (threads * _PART_REGISTERS)
+    return of.multi_processor_count * min(of.max_threads_per_multi_processor // threads, by_registers)
 
 
 def _exchange(rows: int, parts: _Parts, device: torch.device) -> Tensor:
@@ -455,44 +493,46 @@ def _exchange(rows: int, parts: _Parts, device: torch.device) -> Tensor:
     return torch.zeros(1 + rows * parts.slots, dtype=torch.int64, device=device)
 
 
-def _block_for(buffer: LogitsBuffer, blocks: tuple[_Block, ...]) -> _Block:
-    return next(block for block in blocks if buffer.layout.vocab <= block.largest_vocab)
+@cache
+def _terms(names: tuple[str, ...]) -> dict[str, Any]:
+    """Constants of the kernel for moments."""
+    terms = [MOMENTS[name].term for name in names]
+    compiled = [triton.jit(term) for term in terms]
+    # The interpreter takes a term as it is, and no compiled one that lacks `tl`.
+    used = tuple(c if isinstance(c, triton.JITFunction) else t for c, t in zip(compiled, terms, strict=True))
+    keep_infinity = tuple(MOMENTS[name].keeps_infinity for name in names)
+    return {"TERMS": used, "KEEP_INFINITY": keep_infinity, "KEY": "".join(getattr(t, "cache_key", "") for t in used)}
 
 
-def _launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    buffer: LogitsBuffer,
-    logit_map: LogitMap,
-    arguments: list[Any],
-    block: _Block,
-    **more: int,
-) -> None:
-    """Runs a kernel over the buffer, which is its first argument.
+def _block_for(vocab: int, blocks: tuple[_Block, ...]) -> _Block:
+    return next(block for block in blocks if vocab <= block.largest_vocab)
 
-    Args:
-        kernel: one of the above.
-        grid: how many programs; none are run where a number is 0.
-        buffer: the logits.
-        logit_map: what they are mapped by.
-        arguments: the kernel's other arguments.
-        block: how it goes over columns.
-        more: further constants.
-    """
-    padded, layout = buffer.padded, buffer.layout
+
+@cache
+def _gradient_block(row_stride: int) -> _Block:
+    lengths = {block: _ceil(row_stride, block.elements) * block.elements for block in _GRADIENT_BLOCKS}
+    fits = [block for block, length in lengths.items() if length <= 1.1 * row_stride]
+    return fits[0] if fits else min(lengths, key=lengths.__getitem__)
+
+
+def _columns(layout: VocabLayout) -> dict[str, int]:
+    """Constants of kernels that go over rows."""
     if layout.row_stride % ROW_MULTIPLE:
         raise ValueError(f"row_stride must be a multiple of {ROW_MULTIPLE}, but is {layout.row_stride}")
-    if 0 in grid:
-        return
-    constants = {
-        "STRIDE": layout.row_stride,
-        "VOCAB": layout.vocab,
-        "SCALE": logit_map.scale,
-        "SOFTCAP": logit_map.softcap,
-        "BLOCK": block.elements,
-        **more,
-    }
-    kind = (kernel.__name__, padded.device, padded.dtype, *constants.values())
-    on_device = torch.cuda.device(padded.device) if padded.is_cuda else nullcontext()
-    with on_device, first_run_timed("Triton row kernels", kind):
-        kernel[grid](padded, *arguments, **constants, num_warps=block.warps, maxnreg=block.registers)
+    return {"STRIDE": layout.row_stride, "VOCAB": layout.vocab}
+
+
+def _row_vectors(buffer: LogitsBuffer) -> RowStatistics:
+    """Memory for statistics."""
+    empty, rows = buffer.padded.new_empty, buffer.padded.shape[0]
+    return RowStatistics(empty(rows, dtype=torch.float32), empty(rows, dtype=torch.float32))
+
+
+def _vectors(*vectors: Tensor | None) -> list[Tensor | None]:
+    # A kernel could not tell that one is not contiguous.
+    return [None if vector is None else vector.contiguous() for vector in vectors]
+
+
+def _ceil(number: int, by: int) -> int:
+    # triton.cdiv takes the host a microsecond.
+    return -(-number // by)

@@ -1,10 +1,10 @@
-"""How logits derive from a linear: one rule for each operation that may stand between the two.
+"""How logits derive from a linear: one rule for each operation that is allowed between the two.
 
-A rule takes the description of its operand, a `LogitsPath`, and returns that of its result, or raises `NotFusable`. To
-recognise one more way to write a loss is to add a rule to `RULES`.
+A rule takes the description of its operand, a `LogitsPath`, and returns that of its result, or raises `NotFused`. To
+recognise another way to write a loss, add a rule to `RULES`.
 
-Operations on rows (slices, permutations) are collected, since they can be done to the hidden states instead: what they
-do to the rows of (..., V) logits, they do to the rows of an (..., H) input.
+Operations on rows (slices, permutations) are collected, because the same operations on the rows of the (..., H) input
+have the same effect as on the rows of the (..., V) logits.
 """
 
 import math
@@ -19,9 +19,8 @@ from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.graph.matching.reasons import NotFusable, Reason
-from thunder_flce.graph.matching.trace_index import Program, carries_grad
-from thunder_flce.graph.rules import is_static
+from thunder_flce.graph.matching.reasons import NotFused, Reason
+from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class RowStep:
     """The new shape, the order of the dimensions, or an index (an int or a slice) for each of them."""
 
     def __call__(self, hidden: TensorProxy) -> TensorProxy:
-        """Does the same to the rows of an (..., H) tensor; adds operations to the trace."""
+        """Applies the operation to the rows of an (..., H) tensor; adds operations to the trace."""
         if self.kind == "reshape":
             return ltorch.reshape(hidden, (*self.argument, hidden.shape[-1]))
         if self.kind == "permute":
@@ -43,8 +42,8 @@ class RowStep:
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
-    """A linear without its bias: input @ weight.T, multiplied by a factor."""
+class Term:
+    """A linear without its bias, times a factor: factor * input @ weight.T."""
 
     input: TensorProxy
     """(..., H)"""
@@ -53,35 +52,40 @@ class Product:
     transposed: bool = False
     factor: Fraction = Fraction(1)
     carries_grad: bool = True
-    """Whether gradients flow to the operands: not where the product was computed under `torch.no_grad`."""
+    """Whether gradients flow to the operands: not where the linear was computed under `torch.no_grad`."""
+
+    @property
+    def hidden(self) -> int:
+        """The hidden size, H."""
+        return self.weight.shape[0 if self.transposed else 1]
 
 
 @dataclass(frozen=True, eq=False)
 class LogitsPath:
     """A tensor of the program as logits: softcap * tanh(scale * z), or scale * z without a softcap; some rows of it.
 
-    z is the sum of the products and the bias. Factors are fractions, so that z / 49 * 49 is z.
+    z is the sum of the terms and the bias. Factors are fractions, so that z / 49 * 49 is z.
     """
 
     tensor: TensorProxy
-    products: tuple[Product, ...]
+    terms: tuple[Term, ...]
     """More than one where linears are added, as a low-rank adapter does it."""
     class_dimension: int
     """Where the vocabulary is in the tensor's shape."""
     bsyms: tuple[BoundSymbol, ...]
-    """All operations from the linear to the tensor, that of a transposed weight included."""
+    """All operations from the linear to the tensor, the transposition of a weight included."""
     bias: TensorProxy | None = None
     scale: Fraction = Fraction(1)
     softcap: Fraction | None = None
     vocab_size: int | None = None
-    """Where only the first columns of the vocabulary are kept: their number."""
+    """The number of columns, where only the first columns of the vocabulary are kept."""
     is_log_softmax: bool = False
-    """Whether the tensor is the log_softmax of all that."""
+    """Whether the tensor is the log_softmax of these logits."""
     rows: tuple[RowStep, ...] = ()
     carries_grad: bool = True
-    """Whether gradients flow from the tensor to the products."""
+    """Whether gradients flow from the tensor to the terms."""
     bias_carries_grad: bool = True
-    """Whether gradients flow from the tensor to the bias, which may be added after the products were detached."""
+    """Whether gradients flow from the tensor to the bias, which may be added after the terms were detached."""
 
     @property
     def vocab(self) -> int:
@@ -90,140 +94,137 @@ class LogitsPath:
 
     @property
     def selection(self) -> tuple[RowStep, ...]:
-        """The row operations up to the last that is no reshape: after it, rows keep their number and their order."""
+        """The row operations up to the last that is not a reshape: after it, rows keep their number and their order."""
         last = max((i for i, step in enumerate(self.rows, start=1) if step.kind != "reshape"), default=0)
         return self.rows[:last]
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the tensor is all of the linears' columns, times a factor at most."""
+        return self.softcap is None and self.vocab_size is None and not self.is_log_softmax
 
     @property
     def has_float_factors(self) -> bool:
         """Whether its factors are finite and not 0 as floats, as which the region takes them."""
         softcap = Fraction(1) if self.softcap is None else self.softcap
-        factors = (softcap, self.scale * softcap, *(product.factor for product in self.products))
+        factors = (softcap, self.scale * softcap, *(term.factor for term in self.terms))
         return all(map(_is_float, factors))
 
     @property
     def logit_map(self) -> dict[str, float | int]:
-        """How the logits follow from the linear's output, as arguments of `linear_cross_entropy`; no defaults."""
-        scale = self.scale if self.softcap is None else self.scale * self.softcap
-        arguments = {"softcap": self.softcap and float(self.softcap), "vocab_size": self.vocab_size}
-        if scale != 1:
-            arguments["logit_scale"] = float(scale)
-        return {name: value for name, value in arguments.items() if value is not None}
+        """The map from z to the logits, as those arguments of `linear_cross_entropy` that differ from the defaults."""
+        arguments: dict[str, float | int] = {}
+        scale = self.scale
+        if self.softcap is not None:
+            scale *= self.softcap
+            arguments["softcap"] = float(self.softcap)
+        if self.vocab_size is not None:
+            arguments["vocab_size"] = self.vocab_size
+        return arguments if scale == 1 else {**arguments, "logit_scale": float(scale)}
 
-    def then(self, bsym: BoundSymbol, **changes: Any) -> "LogitsPath":
-        """The description of what `bsym` makes of the tensor."""
-        return replace(
-            self,
-            tensor=bsym.output,
-            bsyms=(*self.bsyms, *changes.pop("bsyms", ()), bsym),
-            carries_grad=self.carries_grad and carries_grad(bsym.output),
-            bias_carries_grad=changes.pop("bias_carries_grad", self.bias_carries_grad) and carries_grad(bsym.output),
-            **changes,
-        )
-
-    def then_rows(self, bsym: BoundSymbol, class_dimension: int, *steps: RowStep, **changes: Any) -> "LogitsPath":
-        """The same for an operation on rows."""
-        return self.then(bsym, class_dimension=class_dimension, rows=(*self.rows, *steps), **changes)
+    def then(self, bsym: BoundSymbol, *rows: RowStep, **changes: Any) -> "LogitsPath":
+        """The description of the result of `bsym`, applied to the tensor; `rows` is what it does to these."""
+        carries = carries_grad(bsym.output)
+        changes = {"carries_grad": self.carries_grad, "bias_carries_grad": self.bias_carries_grad, **changes}
+        changes |= {name: value and carries for name, value in changes.items() if name.endswith("carries_grad")}
+        changes["bsyms"] = (*self.bsyms, *changes.get("bsyms", ()), bsym)
+        return replace(self, tensor=bsym.output, rows=(*self.rows, *rows), **changes)
 
 
-def paths_to(logits: TensorProxy, program: Program) -> list[LogitsPath]:
-    """The descriptions of all tensors on the way from a linear to the logits; the last is that of the logits.
+def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
+    """The descriptions of all tensors from a linear to the logits; the last is that of the logits.
 
     Raises:
-        NotFusable: where the logits come from no linear, or in another way than the rules have it.
+        NotFused: where the logits do not come from a linear, or no rule describes an operation between the two.
     """
-    way: list[BoundSymbol] = []
+    between: list[BoundSymbol] = []
     current: Proxy = logits
-    while (producer := program.producers.get(current.name)) is not None and producer.sym.id not in LINEARS:
+    while (producer := index.producers.get(current.name)) is not None and producer.sym.id not in LINEARS:
         inputs = [arg for arg in producer.flat_proxy_args if isinstance(arg, TensorProxy)]
         if not inputs:
-            raise NotFusable(Reason.NO_LINEAR)
+            raise NotFused(Reason.NO_LINEAR)
         if not is_static(current, *inputs):
-            raise NotFusable(Reason.DYNAMIC)
-        way.append(producer)
-        # A tensor that has been changed is the first argument of what changed it, or has at least its size.
+            raise NotFused(Reason.DYNAMIC)
+        between.append(producer)
+        # Of several arguments, follow one of the result's size, if possible one that the program computes.
         same_size = [arg for arg in inputs if arg.numel == current.numel]
-        current = next((arg for arg in same_size if arg.name in program.producers), (same_size or inputs)[0])
-    # A loss whose logits come from no linear at all is no missed fusion, whatever else was done to them.
+        current = next((arg for arg in same_size if arg.name in index.producers), (same_size or inputs)[0])
+    # Without a linear there is nothing to fuse, whatever else was done to the logits.
     if producer is None:
-        raise NotFusable(Reason.NO_LINEAR)
+        raise NotFused(Reason.NO_LINEAR)
     if not is_static(*producer.flat_proxy_args, *producer.flat_proxy_outs):
-        raise NotFusable(Reason.DYNAMIC)
-    paths = [LINEARS[producer.sym.id](program, producer, *producer.args, **producer.kwargs)]
-    for bsym in reversed(way):
-        paths.append(step(paths[-1], bsym, program))
+        raise NotFused(Reason.DYNAMIC)
+    paths = [LINEARS[producer.sym.id](index, producer, *producer.args, **producer.kwargs)]
+    for bsym in reversed(between):
+        paths.append(step(paths[-1], bsym, index))
     return paths
 
 
-def step(path: LogitsPath, bsym: BoundSymbol, program: Program) -> LogitsPath:
-    """The description of what one more operation makes of logits.
+def step(path: LogitsPath, bsym: BoundSymbol, index: TraceIndex) -> LogitsPath:
+    """The description of the result of one more operation.
 
     Raises:
-        NotFusable: where no rule has it.
+        NotFused: where no rule describes the operation.
     """
     if bsym.sym.id is PrimIDs.UPDATE_ALIASES:
-        raise NotFusable(Reason.OPERAND_MODIFIED, "the logits, or what shares their memory")
+        raise NotFused(Reason.OPERAND_MODIFIED, "the logits, or what shares their memory")
     rule = RULES.get(bsym.sym.id)
     if rule is None or not isinstance(bsym.output, TensorProxy) or bsym.output.device != path.tensor.device:
         raise _changed(bsym)
-    return rule(program, path, bsym)
+    return rule(index, path, bsym)
 
 
-def _changed(bsym: BoundSymbol, how: str = "") -> NotFusable:
-    return NotFusable(Reason.TRANSFORMED_LOGITS, f"by {bsym.sym.name}{how}")
+def _changed(bsym: BoundSymbol, how: str = "") -> NotFused:
+    return NotFused(Reason.TRANSFORMED_LOGITS, f"by {bsym.sym.name}{how}")
 
 
-def _without(shape: tuple[int, ...], dimension: int) -> tuple[int, ...]:
-    return (*shape[:dimension], *shape[dimension + 1 :])
+def _without(parts: tuple[Any, ...], dimension: int) -> tuple[Any, ...]:
+    return (*parts[:dimension], *parts[dimension + 1 :])
 
 
-# The linears, where a path begins. Their arguments are those of the symbols.
+# The linears, at which a path begins. The arguments are those of the symbols.
 
 
 def _linear(
-    program: Program, bsym: BoundSymbol, input: TensorProxy, weight: TensorProxy, bias: TensorProxy | None = None
+    index: TraceIndex, bsym: BoundSymbol, input: TensorProxy, weight: TensorProxy, bias: TensorProxy | None = None
 ) -> LogitsPath:
-    return _begin(bsym, Product(input, weight), bias)
+    return _begin(bsym, Term(input, weight), bias)
 
 
-def _matmul(program: Program, bsym: BoundSymbol, input: TensorProxy, weight: TensorProxy) -> LogitsPath:
+def _begin(bsym: BoundSymbol, term: Term, bias: TensorProxy | None = None, *before: BoundSymbol) -> LogitsPath:
+    nothing = LogitsPath(term.input, (term,), class_dimension=bsym.output.ndim - 1, bsyms=before, bias=bias)
+    return nothing.then(bsym)
+
+
+def _matmul(
+    index: TraceIndex, bsym: BoundSymbol, input: TensorProxy, weight: TensorProxy, bias: TensorProxy | None = None
+) -> LogitsPath:
     """A linear where the second operand is a matrix, (H, V)."""
     if weight.ndim != 2:
         raise _changed(bsym, f" with an operand of shape {tuple(weight.shape)}")
-    producer = program.producers.get(weight.name)
-    if producer is not None and _swaps_two_dimensions(producer) and carries_grad(weight):
-        # The matrix is a transposed weight, most likely a parameter: take it as it is.
-        return _begin(bsym, Product(input, producer.args[0]), None, producer)
-    return _begin(bsym, Product(input, weight, transposed=True), None)
+    producer = index.producers.get(weight.name)
+    order = None if producer is None or producer.sym.id not in _PERMUTATIONS else _permutation(producer)
+    if order == (1, 0) and carries_grad(weight):
+        # The matrix is a transposed weight, most likely a parameter: use the weight itself.
+        return _begin(bsym, Term(input, producer.args[0]), bias, producer)
+    return _begin(bsym, Term(input, weight, transposed=True), bias)
 
 
 def _addmm(
-    program: Program, bsym: BoundSymbol, bias: TensorProxy, input: TensorProxy, weight: TensorProxy, **factors: Any
+    index: TraceIndex, bsym: BoundSymbol, bias: TensorProxy, input: TensorProxy, weight: TensorProxy, **factors: Any
 ) -> LogitsPath:
     if any(factor != 1 for factor in factors.values()) or tuple(bias.shape) != (weight.shape[1],):
         raise _changed(bsym)
-    return replace(_matmul(program, bsym, input, weight), bias=bias)
-
-
-def _begin(bsym: BoundSymbol, product: Product, bias: TensorProxy | None, *before: BoundSymbol) -> LogitsPath:
-    return LogitsPath(
-        tensor=bsym.output,
-        products=(product,),
-        class_dimension=bsym.output.ndim - 1,
-        bsyms=(*before, bsym),
-        bias=bias,
-        carries_grad=carries_grad(bsym.output),
-        bias_carries_grad=carries_grad(bsym.output),
-    )
+    return _matmul(index, bsym, input, weight, bias)
 
 
 # The rules.
 
 
-def _same_values(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    """A copy or a cast. 16 bits may be widened to float32, and nothing else.
+def _same_values(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    """A copy or a cast. The only cast that is allowed is from 16 bits to float32.
 
-    To narrow would round the logits once more, and float64 is more than the loss of float32 operands is computed in.
+    A narrower dtype would round the logits once more; float64 is wider than what the loss of float32 operands uses.
     """
     before, after = dtypes.to_strong_dtype(path.tensor.dtype), dtypes.to_strong_dtype(bsym.output.dtype)
     if before != after and not (before.bytes < 4 and after is dtypes.float32):
@@ -231,58 +232,51 @@ def _same_values(program: Program, path: LogitsPath, bsym: BoundSymbol) -> Logit
     return path.then(bsym)
 
 
-def _detach(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    return replace(path.then(bsym), carries_grad=False, bias_carries_grad=False)
+def _detach(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    return path.then(bsym, carries_grad=False, bias_carries_grad=False)
 
 
-def _reshape(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    """Anything that keeps the elements' order, as long as the vocabulary stays a dimension of its own."""
+def _reshape(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    """Any operation that keeps the elements' order and the vocabulary as a dimension of its own."""
     before, after = path.tensor.shape, bsym.output.shape
     rows_before = math.prod(before[: path.class_dimension])
     for dimension in reversed(range(len(after))):
         same_vocab = after[dimension] == path.vocab and math.prod(after[:dimension]) == rows_before
         if same_vocab and math.prod(after) == math.prod(before):
-            return path.then_rows(bsym, dimension, RowStep("reshape", _without(after, dimension)))
+            return path.then(bsym, RowStep("reshape", _without(after, dimension)), class_dimension=dimension)
     raise _changed(bsym)
 
 
-def _permute(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+def _permute(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     order = _permutation(bsym)
     if order is None:
         raise _changed(bsym)
-    order = tuple(dimension % len(order) for dimension in order)
-    class_dimension = order.index(path.class_dimension)
     rows = tuple(d - (d > path.class_dimension) for d in order if d != path.class_dimension)
     steps = () if rows == tuple(range(len(rows))) else (RowStep("permute", rows),)
-    return path.then_rows(bsym, class_dimension, *steps)
+    return path.then(bsym, *steps, class_dimension=order.index(path.class_dimension))
 
 
 def _permutation(bsym: BoundSymbol) -> tuple[int, ...] | None:
-    """Of `permute`, `transpose`, `movedim` and the like: the one that they decompose into."""
+    """The permutation into which `permute`, `transpose`, `movedim` and the like decompose."""
     if bsym.sym.id is PrimIDs.TRANSPOSE:
-        return tuple(bsym.args[1])
+        return tuple(dimension % len(bsym.args[1]) for dimension in bsym.args[1])
     found = [order for inner in bsym.subsymbols if (order := _permutation(inner)) is not None]
     return found[0] if len(found) == 1 else None
 
 
-def _swaps_two_dimensions(bsym: BoundSymbol) -> bool:
-    order = _permutation(bsym) if bsym.sym.id in _PERMUTATIONS else None
-    return order is not None and tuple(dimension % len(order) for dimension in order) == (1, 0)
-
-
-def _getitem(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+def _getitem(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     _, key = bsym.args
     key = key if isinstance(key, tuple) else (key,)
     if not all(part is Ellipsis or _is_integer(part) or _is_static_slice(part) for part in key):
         raise _changed(bsym, " with an index that is neither an integer nor a slice")
-    # Neither `in` nor `index`, which would ask proxies whether they are equal.
+    # `in` and `index` would compare proxies, which adds operations to the trace.
     dots = next((i for i, part in enumerate(key) if part is Ellipsis), len(key))
     head, tail = key[:dots], key[dots + 1 :]
     between = (slice(None),) * (path.tensor.ndim - len(head) - len(tail))
     return _index(path, bsym, (*head, *between, *tail))
 
 
-def _narrow(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+def _narrow(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     dimension, start, length = (lambda input, dim, start, length: (dim, start, length))(*bsym.args, **bsym.kwargs)
     if not (_is_integer(start) and _is_integer(length)):
         raise _changed(bsym)
@@ -290,7 +284,7 @@ def _narrow(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath
     return _index(path, bsym, _key(path, dimension, slice(start, start + length)))
 
 
-def _select(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+def _select(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     _, dimension, position = bsym.args
     if not _is_integer(position):
         raise _changed(bsym)
@@ -298,26 +292,23 @@ def _select(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath
 
 
 def _key(path: LogitsPath, dimension: int, index: int | slice) -> tuple[int | slice, ...]:
-    dimension %= path.tensor.ndim
-    return tuple(index if d == dimension else slice(None) for d in range(path.tensor.ndim))
+    return tuple(index if d == dimension % path.tensor.ndim else slice(None) for d in range(path.tensor.ndim))
 
 
 def _index(path: LogitsPath, bsym: BoundSymbol, key: tuple[int | slice, ...]) -> LogitsPath:
-    """Takes some of the rows, or the first columns of the vocabulary."""
+    """Selects some of the rows, or the first columns of the vocabulary."""
     columns = key[path.class_dimension]
-    changes = {}
-    if isinstance(columns, slice):
-        start, stop, stride = columns.indices(path.vocab)
-    if not isinstance(columns, slice) or (start, stride) != (0, 1) or stop < 1:
+    start, stop, stride = columns.indices(path.vocab) if isinstance(columns, slice) else (0, 0, 1)
+    if (start, stride) != (0, 1) or stop < 1:
         raise _changed(bsym, " along the vocabulary")
-    if stop < path.vocab:
-        if path.is_log_softmax:
-            raise _changed(bsym, " along the vocabulary after log_softmax")
-        changes["vocab_size"] = stop
+    if stop < path.vocab and path.is_log_softmax:
+        raise _changed(bsym, " along the vocabulary after log_softmax")
     rows = _without(key, path.class_dimension)
     takes_all = all(isinstance(part, slice) and part == slice(None) for part in rows)
     class_dimension = sum(isinstance(part, slice) for part in key[: path.class_dimension])
-    return path.then_rows(bsym, class_dimension, *(() if takes_all else (RowStep("index", rows),)), **changes)
+    vocab_size = stop if stop < path.vocab else path.vocab_size
+    steps = () if takes_all else (RowStep("index", rows),)
+    return path.then(bsym, *steps, class_dimension=class_dimension, vocab_size=vocab_size)
 
 
 def _is_integer(value: Any) -> bool:
@@ -330,12 +321,12 @@ def _is_static_slice(value: Any) -> bool:
     )
 
 
-def _multiply(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+def _multiply(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     a, b = bsym.args
     return _scale(path, bsym, _factor(bsym, b if isinstance(a, TensorProxy) else a))
 
 
-def _divide(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+def _divide(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     a, b = bsym.args
     if not isinstance(a, TensorProxy) or bsym.kwargs.get("rounding_mode") is not None:
         raise _changed(bsym)
@@ -351,7 +342,7 @@ def _factor(bsym: BoundSymbol, value: Any) -> Fraction:
 
 
 def _is_float(factor: Fraction) -> bool:
-    """Whether a factor is a number other than 0 and infinity as a float, too."""
+    """Whether a factor, converted to a float, is neither 0 nor infinite."""
     try:
         return float(factor) != 0
     except OverflowError:
@@ -368,79 +359,67 @@ def _scale(path: LogitsPath, bsym: BoundSymbol, factor: Fraction) -> LogitsPath:
     return path.then(bsym, softcap=path.softcap * factor)
 
 
-def _tanh(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+def _tanh(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     if path.softcap is not None or path.is_log_softmax:
         raise _changed(bsym)
     return path.then(bsym, softcap=Fraction(1))
 
 
-def _log_softmax(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+def _log_softmax(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     _, dimension = bsym.args
     if dimension % path.tensor.ndim != path.class_dimension:
-        raise NotFusable(Reason.CLASS_DIMENSION, f"log_softmax over dimension {dimension}")
-    return replace(_same_values(program, path, bsym), is_log_softmax=True)
+        raise NotFused(Reason.CLASS_DIMENSION, f"log_softmax over dimension {dimension}")
+    return replace(_same_values(index, path, bsym), is_log_softmax=True)
 
 
-def _add(program: Program, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+def _add(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     """A bias, or another linear."""
     a, b = bsym.args
     other = b if isinstance(a, TensorProxy) and a.name == path.tensor.name else a
     if bsym.kwargs.get("alpha", 1) != 1 or not isinstance(other, TensorProxy) or other.name == path.tensor.name:
         raise _changed(bsym)
-    if path.class_dimension != path.tensor.ndim - 1:
-        raise _changed(bsym)
-    if path.softcap is not None or path.is_log_softmax or path.vocab_size is not None:
+    if path.class_dimension != path.tensor.ndim - 1 or not path.is_linear:
         raise _changed(bsym)
     if tuple(other.shape) == (path.vocab,) and path.tensor.ndim > 1:
         if path.bias is not None or path.scale != 1:
             raise _changed(bsym, ", a bias after another or after a factor")
         return path.then(bsym, bias=other, bias_carries_grad=True)
-    return _sum_of_linears(program, path, bsym, other)
+    return _sum_of_linears(index, path, bsym, other)
 
 
-def _sum_of_linears(program: Program, path: LogitsPath, bsym: BoundSymbol, other: TensorProxy) -> LogitsPath:
-    """x @ W.T + y @ B.T, as low-rank adapters have it, is one product of [x, y] and [W, B]."""
+def _sum_of_linears(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, other: TensorProxy) -> LogitsPath:
+    """Such as x @ W.T + y @ B.T, a head and its low-rank adapter: the terms of both."""
     try:
-        paths = paths_to(other, program)
-    except NotFusable:
+        paths = paths_to(other, index)
+    except NotFused:
         raise _changed(bsym) from None
     summand = paths[-1]
-    if any(len(program.users(each.tensor)) > 1 for each in paths):
-        raise NotFusable(Reason.LOGITS_USED, f"one of the summands of {bsym.sym.name}")
-    plain = (
-        tuple(other.shape) == tuple(path.tensor.shape)
-        and summand.class_dimension == path.class_dimension
-        and not (path.rows or summand.rows)
-        and summand.softcap is None
-        and summand.vocab_size is None
-        and not summand.is_log_softmax
-        and (path.bias is None or summand.bias is None)
-    )
-    if not plain:
+    if any(len(index.users(each.tensor)) > 1 for each in paths):
+        raise NotFused(Reason.LOGITS_USED, f"one of the summands of {bsym.sym.name}")
+    alike = tuple(other.shape) == tuple(path.tensor.shape) and summand.class_dimension == path.class_dimension
+    has_two_biases = path.bias is not None and summand.bias is not None
+    if not alike or not summand.is_linear or path.rows or summand.rows or has_two_biases:
         raise _changed(bsym)
     scale = path.scale
-    products = (*path.products, *summand.products)
     if path.scale != summand.scale:
-        # A factor of one of them goes to its input, and is rounded there; that of a bias could not.
+        # The factor of a term multiplies its input, which rounds it; that of a bias has no such place.
         if any(part.bias is not None and part.scale != 1 for part in (path, summand)):
             raise _changed(bsym)
         scale = Fraction(1)
-    products = tuple(
-        replace(
-            product,
-            factor=product.factor * part.scale / scale,
-            carries_grad=product.carries_grad and part.carries_grad,
-        )
+    terms = tuple(
+        replace(term, factor=term.factor * part.scale / scale, carries_grad=term.carries_grad and part.carries_grad)
         for part in (path, summand)
-        for product in part.products
+        for term in part.terms
     )
-    return replace(
-        path.then(bsym, bsyms=summand.bsyms),
-        products=products,
+    with_bias = path if summand.bias is None else summand
+    return path.then(
+        bsym,
+        bsyms=summand.bsyms,
+        terms=terms,
         scale=scale,
-        bias=path.bias if summand.bias is None else summand.bias,
-        carries_grad=carries_grad(bsym.output),
-        bias_carries_grad=(path if summand.bias is None else summand).bias_carries_grad and carries_grad(bsym.output),
+        bias=with_bias.bias,
+        carries_grad=True,
+        bias_carries_grad=with_bias.bias_carries_grad,
     )
 
 
@@ -481,7 +460,7 @@ RESHAPES = {
     PrimIDs.SQUEEZE,
 }
 
-RULES: dict[Any, Callable[[Program, LogitsPath, BoundSymbol], LogitsPath]] = {
+RULES: dict[Any, Callable[[TraceIndex, LogitsPath, BoundSymbol], LogitsPath]] = {
     **dict.fromkeys(COPIES, _same_values),
     **dict.fromkeys(_PERMUTATIONS, _permute),
     **dict.fromkeys(RESHAPES, _reshape),

@@ -22,11 +22,11 @@ class Reason(Enum):
     NOT_THUNDER = "thunder does not compile its part of the graph"
 
 
-class NotFusable(Exception):
-    """Raised while matching, and turned into a decision that the user can read.
+class NotFused(Exception):
+    """Raised while matching; becomes a decision that the user can read.
 
     Args:
-        reason: what stood in the way.
+        reason: what prevents fusion.
         detail: which operation or value it was.
     """
 

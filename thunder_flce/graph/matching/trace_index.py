@@ -1,16 +1,16 @@
-"""A trace as the matcher needs it: who produces and who uses each tensor, and through which gradients flow."""
+"""A trace as the matcher needs it: the producer and the users of each tensor, and through which gradients flow."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from thunder.core import dtypes, prims
-from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.proxies import NumberProxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
 
-class Program:
-    """The bound symbols of a trace, in order, and how they hang together."""
+class TraceIndex:
+    """The bound symbols of a trace, in order, with the producer and the users of each tensor."""
 
     def __init__(self, trace: TraceCtx):
         self.bsyms = list(trace.bound_symbols)
@@ -22,14 +22,14 @@ class Program:
             arguments = {arg.name for arg in bsym.flat_proxy_args}
             outputs = {out.name for out in bsym.flat_proxy_outs}
             if outputs and outputs <= arguments:
-                continue  # Hands its argument on, such as a reshape to the same shape.
+                continue  # Returns its argument, such as a reshape to the same shape.
             for name in outputs:
                 self.producers.setdefault(name, bsym)
             for name in arguments:
                 self.consumers.setdefault(name, []).append(bsym)
 
     def users(self, tensor: TensorProxy) -> list[BoundSymbol]:
-        """Who uses a tensor, the return included."""
+        """The bound symbols that use a tensor, the return included."""
         return self.consumers.get(tensor.name, [])
 
     def between(self, first: Sequence[BoundSymbol], last: BoundSymbol) -> list[BoundSymbol]:
@@ -38,7 +38,7 @@ class Program:
         return self.bsyms[start : self._positions[id(last)]]
 
     def same_values(self, a: Any, b: Any) -> bool:
-        """Whether two arguments are the same or computed in the same way from the same; blind to changes in place."""
+        """Whether two arguments are the same, or computed by the same operations; ignores changes in place."""
         if not isinstance(a, TensorProxy) or not isinstance(b, TensorProxy):
             if isinstance(a, list | tuple) and isinstance(b, list | tuple):
                 return len(a) == len(b) and all(map(self.same_values, a, b))
@@ -81,6 +81,15 @@ def _tensors(proxies: Sequence[Any]) -> list[TensorProxy]:
 def carries_grad(tensor: TensorProxy) -> bool:
     """Whether a gradient can flow through a tensor: not if it was computed under `torch.no_grad`."""
     return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
+
+
+def is_static(*values: Any) -> bool:
+    """Whether all shapes and numbers are known when a trace is compiled; not so with thunder's symbolic values.
+
+    Reads `_shape`, since to read `shape` would add a symbol to the trace.
+    """
+    sizes = [size for value in values if isinstance(value, TensorProxy) for size in value._shape]
+    return not any(isinstance(value, NumberProxy) for value in (*values, *sizes))
 
 
 def _is_random(bsym: BoundSymbol) -> bool:

@@ -1,13 +1,15 @@
 """`cross_entropy_fwd` and `cross_entropy_bwd` for thunder's nvFuser executor.
 
-There they fuse with what surrounds them: logits are read in the dtype they were written in, and their gradient is
-written in the dtype it is read in. This is the only module that uses private helpers of thunder's nvFuser executor.
+nvFuser fuses them with the operations around them, such as casts: logits are read in the dtype that the linear wrote,
+and their gradient is written in the dtype that its users read.
 
 A target that is neither in [0, V) nor ignore_index makes the loss and its row's gradient NaN: a fusion can't raise.
 Legend: N rows, V vocabulary.
 """
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import nvfuser_direct
@@ -15,7 +17,7 @@ from nvfuser_direct import DataType, FusionDefinition
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
-from thunder_flce.graph import symbols
+from thunder_flce.graph.unfused_cross_entropy import symbols
 
 _FUSED_DTYPES = (dtypes.float32, dtypes.bfloat16, dtypes.float16)
 
@@ -31,7 +33,7 @@ def forward_fusion(
     reduction: str,
     ignore_index: int,
 ) -> tuple[Any, Any, Any, Any]:
-    """Adds the forward to a definition; mirrors `standalone.forward_impl`."""
+    """Adds the forward to a definition; mirrors `torch_impl.forward_impl`."""
     ops = fd.ops
     target = ops.cast(target, DataType.Int)
     valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
@@ -49,11 +51,11 @@ def forward_fusion(
 
     loss = ops.sub(row_log_sum, ops.sub(target_logit, row_max))
     loss = ops.where(wrong, fd.define_scalar(float("nan"), DataType.Float), ops.where(valid, loss, zero))
-    valid_count = ops.sum(ops.cast(valid, DataType.Float), [0])
+    valid_count = ops.sum(ops.cast(valid, DataType.Int), [0])
     if reduction != "none":
         loss = ops.sum(loss, [0])
     if reduction == "mean":
-        loss = ops.div(loss, valid_count)
+        loss = ops.div(loss, ops.cast(valid_count, DataType.Float))
     return ops.cast(loss, dtype), row_max, row_log_sum, valid_count
 
 
@@ -72,13 +74,13 @@ def backward_fusion(
     reduction: str,
     ignore_index: int,
 ) -> Any:
-    """Adds the backward to a definition; mirrors `standalone.backward_impl`."""
+    """Adds the backward to a definition; mirrors `torch_impl.backward_impl`."""
     ops = fd.ops
     target = ops.cast(target, DataType.Int)
     valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
     scale = ops.cast(grad, DataType.Float)
     if reduction == "mean":
-        scale = ops.div(scale, valid_count)
+        scale = ops.div(scale, ops.cast(valid_count, DataType.Float))
     if reduction != "none":
         scale = ops.broadcast_in_dim(scale, shape=[rows], broadcast_dims=[])
     scale = ops.where(valid, scale, fd.define_scalar(0.0, DataType.Float))
@@ -101,7 +103,7 @@ def backward_fusion(
 
 
 def _classify(fd: FusionDefinition, target: Any, *, vocab: int, ignore_index: int) -> tuple[Any, Any]:
-    """(N,) which targets are not ignored, and which of those lie outside the vocabulary."""
+    """(N,) which targets are not ignored, and which of those are outside the vocabulary."""
     ops = fd.ops
     valid = ops.ne(target, fd.define_scalar(ignore_index, DataType.Int))
     outside = ops.logical_or(
@@ -111,8 +113,8 @@ def _classify(fd: FusionDefinition, target: Any, *, vocab: int, ignore_index: in
 
 
 def register() -> None:
-    """Teaches thunder's nvFuser executor the two symbols."""
-    from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
+    """Registers the two symbols with thunder's nvFuser executor."""
+    from thunder_flce.graph.thunder_private import getnv, lcdtype_to_nvdtype, register_supported
 
     # thunder 0.2.6 imports compute_tensor_descriptor from `nvfuser`, which nvFuser 0.2.36 offers as `nvfuser_direct`.
     try:
@@ -126,20 +128,13 @@ def register() -> None:
         logits = next(tensor for tensor in tensors if isinstance(tensor, TensorProxy) and tensor.ndim == 2)
         return logits.device.type == "cuda" and dtypes.to_strong_dtype(logits.dtype) in _FUSED_DTYPES
 
-    def sizes(logits: TensorProxy) -> dict[str, Any]:
-        return {"rows": logits.shape[0], "vocab": logits.shape[1], "dtype": lcdtype_to_nvdtype(logits.dtype)}
-
-    def forward(
-        logits: TensorProxy, target: TensorProxy, *, fd: FusionDefinition, lc_to_nv_map: Any, **settings: Any
+    def translated(
+        fusion: Callable[..., Any], *tensors: TensorProxy, fd: Any, lc_to_nv_map: Any, **settings: Any
     ) -> Any:
-        inputs = (getnv(tensor, fd, lc_to_nv_map) for tensor in (logits, target))
-        return forward_fusion(fd, *inputs, **sizes(logits), **settings)
+        logits = next(tensor for tensor in tensors if tensor.ndim == 2)
+        rows, vocab = logits.shape
+        values = [getnv(tensor, fd, lc_to_nv_map) for tensor in tensors]
+        return fusion(fd, *values, rows=rows, vocab=vocab, dtype=lcdtype_to_nvdtype(logits.dtype), **settings)
 
-    def backward(
-        grad: TensorProxy, logits: TensorProxy, *others: Any, fd: FusionDefinition, lc_to_nv_map: Any, **settings: Any
-    ) -> Any:
-        inputs = (getnv(tensor, fd, lc_to_nv_map) for tensor in (grad, logits, *others))
-        return backward_fusion(fd, *inputs, **sizes(logits), **settings)
-
-    register_supported(symbols.cross_entropy_fwd.id, forward, checker)
-    register_supported(symbols.cross_entropy_bwd.id, backward, checker)
+    register_supported(symbols.cross_entropy_fwd.id, partial(translated, forward_fusion), checker)
+    register_supported(symbols.cross_entropy_bwd.id, partial(translated, backward_fusion), checker)

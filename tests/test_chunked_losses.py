@@ -1,4 +1,4 @@
-"""Losses in several steps that are one: what becomes one region, what stays, and that results agree with eager."""
+"""Losses computed in several steps: which become one region, which do not, and that results agree with eager."""
 
 import pytest
 import thunder
@@ -7,33 +7,33 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from doors import DOORS, decisions
+from front_ends import FRONT_ENDS, decisions
 
 V, H, N = 33, 16, 20
 
 
-def _pieces(logits, labels, size=6, **settings):
+def _chunk_losses(logits, labels, size=6, **settings):
     pairs = zip(logits.split(size), labels.split(size), strict=True)
     return [F.cross_entropy(x, y, reduction="none", **settings) for x, y in pairs]
 
 
-def sum_of_pieces(logits, labels):
+def sum_of_chunks(logits, labels):
     """As litgpt's chunked_cross_entropy."""
     count = (labels != 3).sum()
-    return torch.cat(_pieces(logits, labels, ignore_index=3)).sum() / count.maximum(torch.ones_like(count))
+    return torch.cat(_chunk_losses(logits, labels, ignore_index=3)).sum() / count.maximum(torch.ones_like(count))
 
 
-def one_piece(logits, labels):
-    return torch.cat(_pieces(logits, labels, size=128)).sum()
+def one_chunk(logits, labels):
+    return torch.cat(_chunk_losses(logits, labels, size=128)).sum()
 
 
-def chunks(logits, labels):
+def torch_chunk(logits, labels):
     pairs = zip(logits.chunk(3), labels.chunk(3), strict=True)
     return torch.cat([F.cross_entropy(x, y, reduction="none", label_smoothing=0.1) for x, y in pairs]).sum()
 
 
-def weighted_tokens_of_pieces(logits, labels):
-    return (torch.cat(_pieces(logits, labels)) * torch.arange(N)).sum()
+def weighted_tokens_of_chunks(logits, labels):
+    return (torch.cat(_chunk_losses(logits, labels)) * torch.arange(N)).sum()
 
 
 def sum_of_tokens(logits, labels):
@@ -45,21 +45,21 @@ def sum_of_nll(logits, labels):
 
 
 ONE_REGION = {
-    sum_of_pieces: "sum",
-    one_piece: "sum",
-    chunks: "sum",
-    weighted_tokens_of_pieces: "none",
+    sum_of_chunks: "sum",
+    one_chunk: "sum",
+    torch_chunk: "sum",
+    weighted_tokens_of_chunks: "none",
     sum_of_tokens: "sum",
     sum_of_nll: "sum",
 }
 
 
-def reversed_pieces(logits, labels):
-    losses = _pieces(logits, labels)
+def reversed_chunks(logits, labels):
+    losses = _chunk_losses(logits, labels)
     return (torch.cat(losses[::-1]) * torch.arange(N)).sum()
 
 
-def pieces_that_differ(logits, labels):
+def chunks_that_differ(logits, labels):
     first, *rest = zip(logits.split(10), labels.split(10), strict=True)
     losses = [F.cross_entropy(*first, reduction="none")]
     losses += [F.cross_entropy(x, y, reduction="none", ignore_index=3) for x, y in rest]
@@ -67,11 +67,11 @@ def pieces_that_differ(logits, labels):
 
 
 def logits_used_elsewhere(logits, labels):
-    return torch.cat(_pieces(logits, labels)).sum() + logits.square().sum()
+    return torch.cat(_chunk_losses(logits, labels)).sum() + logits.square().sum()
 
 
 def losses_used_elsewhere(logits, labels):
-    losses = _pieces(logits, labels)
+    losses = _chunk_losses(logits, labels)
     return torch.cat(losses).sum() + losses[0].max()
 
 
@@ -91,11 +91,11 @@ def _program(loss):
     return lambda hidden, weight, labels: loss(F.linear(hidden, weight), labels)
 
 
-@pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
+@pytest.mark.parametrize("front_end", FRONT_ENDS.values(), ids=FRONT_ENDS)
 @pytest.mark.parametrize("loss", ONE_REGION, ids=lambda loss: loss.__name__)
-def test_one_region(loss, door):
+def test_one_region(loss, front_end):
     torch._dynamo.reset()
-    compiled = door(_program(loss))
+    compiled = front_end(_program(loss))
     arguments = _arguments()
     torch.testing.assert_close(_results(compiled, *arguments), _results(_program(loss), *arguments))
     (decision,) = decisions(compiled)
@@ -105,7 +105,7 @@ def test_one_region(loss, door):
 
 @pytest.mark.parametrize(
     "loss",
-    [reversed_pieces, pieces_that_differ, logits_used_elsewhere, losses_used_elsewhere],
+    [reversed_chunks, chunks_that_differ, logits_used_elsewhere, losses_used_elsewhere],
     ids=lambda loss: loss.__name__,
 )
 @pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
@@ -117,10 +117,10 @@ def test_left_as_they_are(loss):
     assert len(found) > 1 and not any(decision.fused for decision in found)
 
 
-def test_checkpointed_pieces_are_computed_once():
+def test_checkpointed_chunks_are_computed_once():
     def program(hidden, weight, labels):
         def loss(hidden, weight, labels):
-            return sum_of_pieces(F.linear(hidden, weight), labels) * 2
+            return sum_of_chunks(F.linear(hidden, weight), labels) * 2
 
         return checkpoint(loss, hidden, weight, labels, use_reentrant=False)
 

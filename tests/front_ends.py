@@ -6,7 +6,7 @@ import torch
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy
 
-DOORS = {"thunder.jit": thunder_flce.jit, "thunderfx": thunder_flce.thunderfx}
+FRONT_ENDS = {"thunder.jit": thunder_flce.jit, "thunderfx": thunder_flce.thunderfx}
 
 
 def decisions(compiled) -> list[thunder_flce.graph.transform.Decision]:

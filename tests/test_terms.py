@@ -1,0 +1,346 @@
+"""Logits that are a sum of linears, such as a low-rank adapter beside the head, against eager PyTorch in float64."""
+
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import thunder_flce
+from reference import (
+    Case,
+    assert_as_exact_as_eager,
+    assert_close_to_truth,
+    differentiate,
+    eager,
+    error,
+    make_case,
+    ours,
+    truth,
+)
+from thunder_flce import Options, functional, linear_cross_entropy
+from thunder_flce.execution.matmul import matmul
+from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits, SaveSomeLogits
+from thunder_flce.options import IGNORED_ROWS, STRATEGIES
+
+RANKS = {"adapter": (4,), "wider than the head": (40,), "three more": (4, 1, 30)}
+PLANS: dict[str, Plan] = {
+    "one chunk": GradientsInForward(chunk_rows=64),
+    "chunks": GradientsInForward(chunk_rows=10),
+    "float32 accumulator": GradientsInForward(chunk_rows=10, float32_accumulator=True),
+    "frequent rows": GradientsInForward(chunk_rows=10, float32_rows=256),
+    "save logits": SaveLogits(),
+    "save some logits": SaveSomeLogits(saved_rows=14, chunk_rows=10, block_columns=30),
+    "recompute logits": RecomputeLogits(chunk_rows=10, block_columns=30),
+}
+
+
+@pytest.fixture(params=PLANS)
+def plan(request, monkeypatch):
+    """Each plan, for all calls of `linear_cross_entropy`."""
+    monkeypatch.setattr(functional, "plan_for", lambda operands, options: PLANS[request.param])
+    return PLANS[request.param]
+
+
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_every_plan(dtype, bias, ranks, plan, device):
+    if dtype.itemsize >= 4 and plan.non_defaults().keys() & {"float32_accumulator", "float32_rows"}:
+        pytest.skip("for 16 bits")
+    case = make_case(dtype=dtype, device=device, bias=bias, ranks=ranks)
+    # A chunk for each 10 tokens is a rounding more than plans would have; small gradients err more or less by luck.
+    factor = 2.0 if dtype is torch.bfloat16 else 1.25
+    assert_as_exact_as_eager(case, torch.tensor(0.5, device=device), factor=factor)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("vocab", [1, 7, 64, 1009, 16385])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sizes_of_the_vocabulary(dtype, vocab, strategy, device):
+    case = make_case(tokens=13, vocab=vocab, dtype=dtype, device=device, bias=vocab > 1, ranks=(4, 9))
+    assert_as_exact_as_eager(case, options=Options(strategy=strategy))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", IGNORED_ROWS)
+@pytest.mark.parametrize("which", ["none", "some", "first", "all but one", "all"])
+def test_ignored_rows(which, rows, strategy, device):
+    """Each term's rows are gathered, and its dX scattered; the bias is large, so that ignored rows would show it."""
+    case = make_case(device=device, bias=True, ignored=0.0, ranks=(4, 30))
+    with torch.no_grad():
+        case.bias += 100
+        pattern = {"none": [], "some": slice(None, None, 3), "first": 0, "all but one": slice(1, None)}
+        case.target[pattern.get(which, slice(None))] = -100
+    options = Options(strategy=strategy, ignored_rows=rows, chunk_rows=None if strategy == "save_logits" else 10)
+    assert_as_exact_as_eager(case, torch.tensor(0.5, device=device), options=options, reduction="sum")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_items": 17},
+        {"num_items": 0},
+        {"softcap": 2.0, "logit_scale": -1.5, "vocab_size": 90},
+        {"label_smoothing": 0.1, "z_loss": 0.1, "outputs": ("mean_logit", "log_sum_sq_probs", "valid_argmax")},
+    ],
+    ids=lambda settings: " ".join(map(str, settings)),
+)
+def test_every_loss(settings, strategy, device):
+    case = make_case(device=device, bias=True, class_weight=True, ranks=(4, 30))
+    case.target[case.target >= 90] = 5
+    assert_as_exact_as_eager(case, options=Options(strategy=strategy), tiny=True, **settings)
+
+
+@pytest.mark.parametrize("strategy", ["save_logits", "recompute_logits"])
+def test_upstream_gradients_of_rows(strategy, device):
+    case = make_case(device=device, bias=True, ranks=(4, 30))
+    settings = {"reduction": "none", "outputs": ("log_prob", "entropy")}
+    assert_as_exact_as_eager(case, torch.randn(37, device=device), options=Options(strategy=strategy), **settings)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=5)), ids=str)
+def test_only_what_needs_a_gradient_gets_one(needs, strategy, device):
+    case = make_case(device=device, bias=True, ranks=(4,))
+    for tensor, needed in zip(case.operands(), needs, strict=True):
+        tensor.requires_grad_(needed)
+    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
+    assert_as_exact_as_eager(case, options=options)
+
+
+def test_a_loss_without_gradients(device, monkeypatch):
+    monkeypatch.setattr(functional, "plan_for", lambda operands, options: LossOnly(chunk_rows=10))
+    case = make_case(device=device, bias=True, ranks=(4, 30))
+    for tensor in case.operands():
+        tensor.requires_grad_(False)
+    assert_as_exact_as_eager(case)
+
+
+def test_second_backward(plan, device):
+    """Two upstream gradients through one retained graph, and nothing that anybody holds is changed."""
+    case = make_case(device=device, bias=True, ranks=(4, 30))
+    before = [tensor.detach().clone() for tensor in case.operands()]
+    loss = linear_cross_entropy(case.x, case.weight, case.target, linear_bias=case.bias, terms=case.terms)
+    results = []
+    for value, retain in ((0.7, True), (3.0, True), (1.0, False)):
+        grad = torch.tensor(value, device=device)
+        gradients = torch.autograd.grad(loss, case.operands(), grad, retain_graph=retain)
+        results.append((gradients, [gradient.clone() for gradient in gradients]))
+        for got, right in zip(gradients, truth(case, grad).gradients, strict=True):
+            torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
+    assert all(map(torch.equal, before, case.operands()))
+    for gradients, copies in results:
+        assert all(map(torch.equal, gradients, copies))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_input_and_one_weight_in_several_terms(strategy, device):
+    """x Wᵀ + x Bᵀ + y Wᵀ: what stands in two terms gets the sum of its gradients."""
+    case = make_case(device=device, ranks=(24,))
+    ((y, other),) = case.terms
+    shared = Case(case.x, case.weight, None, case.target, terms=((case.x, other), (y, case.weight)))
+    leaves = (case.x, case.weight, y, other)
+
+    def gradients(loss):
+        return torch.autograd.grad(loss, leaves)
+
+    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
+    got = linear_cross_entropy(case.x, case.weight, case.target, terms=shared.terms, options=options)
+    logits = F.linear(case.x + y, case.weight) + F.linear(case.x, other)
+    for mine, right in zip(gradients(got), gradients(F.cross_entropy(logits, case.target)), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_shapes_and_layouts(strategy, device):
+    """(..., H) inputs, one of them expanded over the batch, and weights that are not contiguous."""
+    case = make_case(tokens=24, device=device, ranks=(4, 6))
+    (y, b), (z, c) = (tuple(tensor.detach() for tensor in term) for term in case.terms)
+    x, y, z = case.x.detach().view(4, 6, -1), y.view(4, 6, -1), z.view(4, 6, -1)[:1].expand(4, -1, -1)
+    tensors = [x, case.weight.detach(), y, b.t().contiguous().t(), z, torch.cat([c, c], 1)[:, :6]]
+    x, weight, *others = [tensor.requires_grad_() for tensor in tensors]
+    terms = tuple(zip(others[::2], others[1::2], strict=True))
+    shaped = Case(x, weight, None, case.target.view(4, 6), terms=terms)
+    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
+    result = ours(shaped, options=options)
+    assert [gradient.shape for gradient in result.gradients] == [tensor.shape for tensor in shaped.operands()]
+    flat = replace(
+        shaped,
+        x=x.detach().reshape(24, -1).requires_grad_(),
+        target=case.target,
+        terms=tuple((a.detach().reshape(24, -1).requires_grad_(), w) for a, w in terms),
+    )
+    gradients = tuple(g.reshape(f.shape) for g, f in zip(result.gradients, flat.operands(), strict=True))
+    assert_close_to_truth(replace(result, gradients=gradients), flat)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen head"])
+@pytest.mark.parametrize("chunks", [1, 4, 16])
+def test_error_does_not_grow_with_the_number_of_chunks(chunks, frozen, device):
+    """Zipf-distributed targets: some rows of the adapter's dW get most updates, as those of the head's do."""
+    case = make_case(tokens=512, vocab=8192, dtype=torch.bfloat16, device=device, ignored=0.0, ranks=(8, 64))
+    frequency = 1 / torch.arange(1, 8193, dtype=torch.float64)
+    case.target = torch.multinomial(frequency, 512, replacement=True).to(device)
+    case.weight.requires_grad_(not frozen)
+    assert_as_exact_as_eager(case, options=Options(chunk_rows=512 // chunks), factor=1.35)
+
+
+class _Allocations(TorchDispatchMode):
+    """Records the sizes of what is made, views aside."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.elements.append(tensor.numel())
+        return result
+
+
+def assert_nothing_of_the_size_of_the_head(run, weight: torch.Tensor) -> None:
+    """Neither allocated nor saved, but for the weight itself."""
+    saved = []
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+            saved.append(tensor.numel())
+        return tensor
+
+    with _Allocations() as made, saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    assert saved and made.elements
+    assert max(saved) < weight.numel() and max(made.elements) < weight.numel()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", IGNORED_ROWS)
+def test_a_frozen_head_takes_no_memory(rows, strategy, device):
+    """Fewer tokens than the hidden size, so that not even the logits are as large as W."""
+    case = make_case(tokens=16, hidden=64, vocab=300, device=device, bias=True, ranks=(4,))
+    case.weight.requires_grad_(False)
+    options = Options(strategy=strategy, ignored_rows=rows)
+    assert_nothing_of_the_size_of_the_head(lambda: ours(case, options=options), case.weight)
+    assert_as_exact_as_eager(case, options=options)
+
+
+class LoRA(nn.Module):
+    """A head with a low-rank adapter, as libraries for fine-tuning have it: W is frozen, A and B are trained."""
+
+    def __init__(self, hidden: int, vocab: int, rank: int, *, bias: bool, dtype: torch.dtype, device: str):
+        super().__init__()
+        of = {"dtype": dtype, "device": device}
+        self.head = nn.Linear(hidden, vocab, bias=bias, **of).requires_grad_(False)
+        self.down = nn.Linear(hidden, rank, bias=False, **of)
+        self.up = nn.Linear(rank, vocab, bias=False, **of)
+
+    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss."""
+        logits = (self.head(hidden) + self.up(self.down(hidden))).float()
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bias", "strategy"),
+    [
+        (torch.float32, False, None),
+        (torch.bfloat16, True, None),
+        (torch.float32, True, "recompute_logits"),
+        (torch.bfloat16, False, "save_logits"),
+    ],
+    ids=str,
+)
+def test_module_with_an_adapter(dtype, bias, strategy, device):
+    model = LoRA(24, 101, 4, bias=bias, dtype=dtype, device=device)
+    compiled = thunder_flce.jit(model, options=Options(strategy=strategy), strict=True)
+    hidden = torch.randn(2, 20, 24, device=device).to(dtype).requires_grad_()
+    labels = torch.randint(0, 101, (2, 20), device=device)
+    labels[:, ::3] = -100
+    leaves = [hidden, model.down.weight, model.up.weight]
+    exact = LoRA(24, 101, 4, bias=bias, dtype=torch.float64, device=device)
+    exact.load_state_dict(model.state_dict())
+    exact_hidden = hidden.detach().double().requires_grad_()
+    # The logits in float64, which `forward` would round.
+    logits = exact.head(exact_hidden) + exact.up(exact.down(exact_hidden))
+    truths = _results(
+        F.cross_entropy(logits.flatten(0, 1), labels.flatten()), [exact_hidden, exact.down.weight, exact.up.weight]
+    )
+    eager_results, got = (_results(run(hidden, labels), leaves) for run in (model, compiled))
+    # The loss is one number, whose error may be small by luck: that of rounding logits of this size is 2e-4.
+    for mine, theirs, right, slack in zip(got, eager_results, truths, (2e-4, 1e-6, 1e-6, 1e-6), strict=True):
+        assert error(mine, right) <= 1.25 * error(theirs, right) + slack
+    assert [p.grad for p in model.head.parameters()] == [None] * (1 + bias)
+    (decision,) = thunder_flce.explain(compiled)[0].decisions
+    assert decision.fused
+    assert_nothing_of_the_size_of_the_head(
+        lambda: compiled(hidden[:1, :5], labels[:1, :5]).backward(), model.head.weight
+    )
+
+
+def test_errors_are_no_larger_than_those_of_pytorch(device):
+    """Over many problems, so that luck plays no part."""
+    found = []
+    for _ in range(40):
+        case = make_case(dtype=torch.bfloat16, device=device, bias=True, ranks=(4, 30))
+        results, exact = (ours(case), eager(case)), truth(case)
+        found.append([[error(r.loss, exact.loss), *map(error, r.gradients, exact.gradients)] for r in results])
+    mine, theirs = torch.tensor(found).square().mean(0).sqrt()
+    assert (mine <= 1.1 * theirs).all(), mine / theirs
+
+
+def _results(loss: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def test_traced_functional_form(device):
+    """`terms` inside of `thunder.jit`, under autocast, too."""
+    case = make_case(device=device, bias=True, ranks=(4, 30))
+    case.weight.requires_grad_(False)
+
+    def program(x, weight, bias, target, terms):
+        return linear_cross_entropy(x, weight, target, linear_bias=bias, terms=terms)
+
+    jitted = thunder_flce.jit(program)
+    arguments = (case.x, case.weight, case.bias, case.target, case.terms)
+    assert_close_to_truth(differentiate(jitted(*arguments), case, None), case)
+    with torch.autocast(device, torch.bfloat16):
+        loss, eager = jitted(*arguments), program(*arguments)
+    torch.testing.assert_close(loss, eager)
+    for got, right in zip(_results(loss, case.needing_grad()), _results(eager, case.needing_grad()), strict=True):
+        assert got.dtype == right.dtype == torch.float32 and error(got, right) < 1e-2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_matmuls_know_how_many_rows_are_valid(strategy, monkeypatch):
+    """Those of each term."""
+    seen = defaultdict(int)
+
+    def spy(call, *, valid_rows, tune):
+        m, n, k = call.sizes
+        seen[call.kind] += int(valid_rows) * (m * n if call.kind == "dW" else k * n)
+        run(call, valid_rows=valid_rows, tune=tune)
+
+    run = matmul._run
+    monkeypatch.setattr(matmul, "_run", spy)
+    case = make_case(tokens=40, hidden=8, vocab=12, ignored=0.0, ranks=(3, 5))
+    case.target[torch.randperm(40)[:25]] = -100
+    options = Options(
+        strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10, ignored_rows="skip_on_device"
+    )
+    assert_as_exact_as_eager(case, options=options)
+    operations = 15 * 12 * (8 + 3 + 5)
+    assert seen == {
+        "logits": operations * (2 if strategy == "recompute_logits" else 1),
+        "dX": operations,
+        "dW": operations,
+    }

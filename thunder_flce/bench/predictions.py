@@ -1,0 +1,179 @@
+"""Predicted against measured: peak memory and time of every way to run a region."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thunder_flce.bench.measuring import (
+    TOTAL,
+    DeviceLost,
+    Progress,
+    Schedule,
+    Step,
+    attempt,
+    peak_bytes,
+    release,
+    take_turns,
+)
+from thunder_flce.bench.regions import run_step
+from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.execution.operands import Operands, Term
+from thunder_flce.functional import linear_cross_entropy, plan_for, problem_of
+from thunder_flce.operation.loss import Loss
+from thunder_flce.options import Options
+from thunder_flce.planning import cost
+from thunder_flce.planning.program import program
+
+SHAPES = {"cuda": ["S1", "S1a", "S2", "U2"], "cpu": ["tiny", "tiny-a"]}
+"""Without and with an adapter, with a bias, and with an odd vocabulary."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to run a region."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """The arguments of `Options`."""
+
+    reduction: str = "mean"
+    needs_grad: bool = True
+
+    budget: float | None = None
+    """`memory_budget` as a fraction of what all logits take; None for none."""
+
+    def options_for(self, shape: Shape) -> Options:
+        """The options at one shape."""
+        if self.budget is None:
+            return Options(**self.options)
+        logits_bytes = shape.tokens * shape.vocab * shape.dtype.itemsize
+        return Options(**self.options, memory_budget=int(self.budget * logits_bytes))
+
+
+WAYS = {
+    "gradients_in_forward": Way(),
+    "gradients_in_forward, float32 dW": Way(options={"accumulate": "float32"}),
+    "gradients_in_forward, 512 rows": Way(options={"chunk_rows": 512}),
+    "gradients_in_forward, skip_on_device": Way(options={"ignored_rows": "skip_on_device"}),
+    "save_logits": Way(options={"strategy": "save_logits"}),
+    "save_logits, some rows": Way(reduction="none", budget=0.5),
+    "recompute_logits": Way(options={"strategy": "recompute_logits"}),
+    "loss_only": Way(needs_grad=False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(ShapeRow):
+    """What was predicted and measured of one way to run a region."""
+
+    method: str
+    """One of `WAYS`."""
+    predicted_ms: float | None = None
+    """None where the device's rates are not known."""
+    time_ms: float | None = None
+    """Median of forward + backward, with the 20th and 80th percentile."""
+    time_ms_p20: float | None = None
+    time_ms_p80: float | None = None
+    ratio: float | None = None
+    """Predicted over measured."""
+    predicted_gb: float | None = None
+    """Peak above the inputs, in 10⁹ bytes."""
+    memory_gb: float | None = None
+    memory_ratio: float | None = None
+    failed: str | None = None
+
+
+class Prediction(NamedTuple):
+    """What a region is predicted to take."""
+
+    bytes: int
+    """The peak of memory above the inputs, the gradients included."""
+
+    seconds: float | None
+    """Forward and backward; None where the device's rates are not known."""
+
+
+def predicted(inputs: Inputs, options: Options, *, reduction: str) -> Prediction:
+    """The prediction for the plan that `linear_cross_entropy` would make for the same arguments."""
+    pairs, bias = ((inputs.x, inputs.weight), *inputs.terms), inputs.bias
+    operands = Operands(
+        terms=tuple(
+            Term(x=x, weight=weight, input_grad=x.requires_grad, weight_grad=weight.requires_grad)
+            for x, weight in pairs
+        ),
+        bias=bias,
+        target=inputs.target,
+        loss=Loss(reduction=reduction),
+        bias_grad=bias is not None and bias.requires_grad,
+    )
+    problem, plan = problem_of(operands, options), plan_for(operands, options)
+    name = cost.device_name(operands.device.type)
+    return Prediction(program(problem, plan).peak_bytes, cost.predicted_seconds(problem, plan, name))
+
+
+def measure(shape: Shape, ways: list[str], *, device: str, schedule: Schedule, progress: Progress) -> Iterator[Row]:
+    """Predicts and measures ways to run one shape.
+
+    Args:
+        shape: what to measure.
+        ways: names from `WAYS`.
+        device: "cuda" or "cpu".
+        schedule: how long.
+        progress: called before each step.
+
+    Raises:
+        DeviceLost: where one of them, whose row has come, makes further measurements in this process impossible.
+    """
+    row = partial(Row, **ShapeRow.fields_of(shape))
+    steps: dict[str, Step] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    predictions: dict[str, Prediction] = {}
+    try:
+        with attempt("inputs", device) as tried:
+            release(device)
+            inputs = Inputs.random(shape, device)
+        if tried.failed is not None:
+            yield row(method="inputs", failed=tried.failed)
+            return
+        for name in ways:
+            progress(f"{name}: first call")
+            way = WAYS[name]
+            with attempt(name, device) as tried:
+                options = way.options_for(shape)
+                used = inputs if way.needs_grad else inputs.without_gradients()
+                step = partial(run_step, used, partial(_loss, way.reduction, options))
+                # Before anything runs: what is free then decides about the plan, which is kept.
+                prediction = predicted(used, options, reduction=way.reduction)
+                step(lambda phase: None)
+                peak = peak_bytes(step, device)[TOTAL]
+                predictions[name] = prediction
+                numbers[name] = {
+                    "predicted_gb": prediction.bytes / 1e9,
+                    "memory_gb": peak / 1e9,
+                    "memory_ratio": prediction.bytes / peak,
+                }
+                steps[name] = step
+            if tried.failed is not None:
+                yield row(method=name, failed=tried.failed)
+        outcomes = take_turns(steps, schedule, device=device, progress=progress)
+    except DeviceLost as lost:
+        yield row(method=lost.method, failed=lost.reason)
+        raise
+    for name, outcome in outcomes.items():
+        if outcome.failed is not None:
+            yield row(method=name, failed=outcome.failed)
+            continue
+        spread, seconds = outcome.spread(TOTAL, "time_ms"), predictions[name].seconds
+        if seconds is not None:
+            numbers[name] |= {"predicted_ms": seconds * 1e3, "ratio": seconds * 1e3 / spread["time_ms"]}
+        yield row(method=name, **spread, **numbers[name])
+
+
+def _loss(reduction: str, options: Options, inputs: Inputs) -> Tensor:
+    settings = {"linear_bias": inputs.bias, "terms": inputs.terms, "reduction": reduction, "options": options}
+    loss = linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
+    # Another upstream gradient for each row, as where a loss has weights.
+    return torch.dot(loss, torch.rand_like(loss)) if reduction == "none" else loss

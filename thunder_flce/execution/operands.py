@@ -1,0 +1,124 @@
+"""What a region takes and gives. Legend: T tokens, H hidden size, V vocabulary."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
+from thunder_flce.operation.loss import Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One of the linears that the logits are a sum of: x Wᵀ."""
+
+    x: Tensor
+    """(T, H)"""
+    weight: Tensor
+    """(V, H), x's dtype; of its rows, only the first `Loss.vocab_size` are used"""
+    input_grad: bool = False
+    weight_grad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """A region's inputs, and which of them need a gradient."""
+
+    terms: tuple[Term, ...]
+    """The head first, then what is added to it. All have the same T, V, dtype and device; each has its own H."""
+    bias: Tensor | None
+    """(V,), the terms' dtype"""
+    target: Tensor
+    """(T,) integers in [0, V), or ignore_index"""
+    loss: Loss
+    class_weight: Tensor | None = None
+    """(V,) floating point"""
+    num_items: Tensor | None = None
+    """() what "mean" divides by, in place of the number of valid targets"""
+    bias_grad: bool = False
+
+    @property
+    def weight_rows(self) -> int:
+        """V, rows of the weights."""
+        return self.terms[0].weight.shape[0]
+
+    @property
+    def vocab(self) -> int:
+        """Columns of the logits: V, or `Loss.vocab_size`."""
+        return self.loss.vocab_size or self.weight_rows
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.target.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of x and W."""
+        return self.terms[0].x.dtype
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The dtype of the loss and of everything that is one number a row."""
+        return statistics_dtype(self.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of them are."""
+        return self.terms[0].x.device
+
+
+class Gradients(NamedTuple):
+    """None for what needs no gradient."""
+
+    inputs: tuple[Tensor | None, ...]
+    """Of each term, (T, H)"""
+    weights: tuple[Tensor | None, ...]
+    """Of each term, (V, H)"""
+    bias: Tensor | None
+    """(V,)"""
+
+    def in_order(self) -> tuple[Tensor | None, ...]:
+        """Those of the head's input and weight, of the bias, then of each further term's input and weight."""
+        pairs = [gradient for pair in zip(self.inputs, self.weights, strict=True) for gradient in pair]
+        return (*pairs[:2], self.bias, *pairs[2:])
+
+
+class UpstreamGradients(NamedTuple):
+    """The gradients of the region's results; None for what nothing depends on."""
+
+    loss: Tensor | None
+    """() or, for reduction "none", (T,)"""
+    log_prob: Tensor | None = None
+    """(T,)"""
+    entropy: Tensor | None = None
+    """(T,)"""
+
+
+class SavedStatistics(NamedTuple):
+    """What the forward saves for the backward, beside its inputs."""
+
+    row_max: Tensor
+    """(T,) 0 in ignored rows"""
+    row_log_sum: Tensor
+    """(T,) log Σ exp(logit - row_max); 0 in ignored rows"""
+    valid_count: Tensor
+    """() int64, the number of targets that are not ignore_index"""
+    entropy: Tensor | None = None
+    """(T,) 0 in ignored rows; only where it is one of the loss's outputs"""
+
+
+class ForwardResult(NamedTuple):
+    """What the forward returns; everything but the loss may be saved for the backward."""
+
+    loss: Tensor
+    """() or, for reduction "none", (T,)"""
+    outputs: tuple[Tensor, ...]
+    """What `Loss.outputs` names, in its order: (T,), or () for the accuracy"""
+    statistics: SavedStatistics
+    logits: Tensor | None
+    """(S, row stride) of the first S rows that are computed; only plans that save logits keep them"""
+    gradients: Gradients | None
+    """For an upstream gradient of 1; only `GradientsInForward` has them"""

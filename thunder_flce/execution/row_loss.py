@@ -1,0 +1,220 @@
+"""The loss and the coefficients of its gradient, from what is known of each row; the formulas are those of `Loss`.
+
+Legend: T tokens, N rows computed, C rows in a chunk, V vocabulary.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thunder_flce.execution import steps
+from thunder_flce.execution.operands import SavedStatistics, UpstreamGradients
+from thunder_flce.execution.region import Region
+from thunder_flce.execution.row_kernels.interface import LogitsBuffer, RowStatistics
+from thunder_flce.execution.row_selection import Rows
+from thunder_flce.operation.loss import OUTPUTS, Loss, Row, RowCoefficients, RowWeights, row_coefficients
+
+
+class ClassWeights(NamedTuple):
+    """Weights of the classes, in the dtype of the rows."""
+
+    columns: Tensor
+    """(V,)"""
+    rows: RowWeights
+    """(N,) that of each row's target, and () their sum over the vocabulary"""
+
+    @classmethod
+    def of(cls, weight: Tensor | None, target: Tensor, dtype: torch.dtype) -> "ClassWeights | None":
+        """From the argument `weight`, (V,), and the rows' targets, (N,)."""
+        if weight is None:
+            return None
+        columns = weight.detach().to(dtype)
+        return cls(columns, RowWeights(columns[target], columns.sum()))
+
+
+class Divisors(NamedTuple):
+    """What the sums over rows are divided by; None for reductions "sum" and "none"."""
+
+    cross_entropy: Tensor | None
+    """()"""
+    z_term: Tensor | None
+    """()"""
+
+    @classmethod
+    def of(cls, loss: Loss, rows: Rows, weights: ClassWeights | None, num_items: Tensor | None = None) -> "Divisors":
+        """num_items, () or None, takes the place of both; where it is 0, everything divided becomes 0."""
+        if loss.reduction != "mean":
+            return cls(None, None)
+        if num_items is not None:
+            divisor = torch.where(num_items == 0, float("inf"), num_items)
+            return cls(divisor, divisor)
+        if weights is None:
+            return cls(rows.valid_count, rows.valid_count)
+        return cls(rows.mask_ignored(weights.rows.at_target).sum(), rows.valid_count)
+
+
+class RowScales(NamedTuple):
+    """What depends on all rows at once."""
+
+    rows: Rows
+    weights: ClassWeights | None
+    divisors: Divisors
+
+    @classmethod
+    def of(cls, region: Region, rows: Rows) -> "RowScales":
+        """For the rows of a region."""
+        operands = region.operands
+        weight = operands.class_weight
+        weight = None if weight is None else weight[: operands.vocab]
+        weights = ClassWeights.of(weight, rows.target, operands.row_dtype)
+        return cls(rows, weights, Divisors.of(operands.loss, rows, weights, operands.num_items))
+
+    @property
+    def row_weights(self) -> RowWeights | None:
+        """The class weights' share in each row."""
+        return None if self.weights is None else self.weights.rows
+
+    def class_weight(self, columns: slice = slice(None)) -> Tensor | None:
+        """(V,) the class weights of some columns."""
+        return None if self.weights is None else self.weights.columns[columns]
+
+
+class RowGradients:
+    """Gives each chunk of rows the coefficients of its gradient.
+
+    Args:
+        region: the region.
+        scales: of its rows.
+        upstream: the gradients of its results.
+    """
+
+    def __init__(self, region: Region, scales: RowScales, upstream: UpstreamGradients):
+        loss, rows, divisors = region.loss, scales.rows, scales.divisors
+        dtype = region.operands.row_dtype
+
+        def of_rows(grad: Tensor | None, divisor: Tensor | None = None) -> Tensor:
+            """(N,) an upstream gradient, 0 where rows are ignored."""
+            grad = region.scalar(0.0) if grad is None else grad.to(dtype)
+            grad = grad.expand(rows.count) if grad.ndim == 0 else rows.gather(grad.reshape(-1))
+            return rows.mask_ignored(grad if divisor is None else grad / divisor).contiguous()
+
+        self._scale = loss.logit_scale
+        s = steps.let(region, "s", of_rows(upstream.loss, divisors.cross_entropy))
+        probability, one_hot, uniform, _ = row_coefficients(loss, s, scales.row_weights, region.operands.vocab)
+        if upstream.log_prob is not None:
+            g_p = steps.let(region, "g_p", of_rows(upstream.log_prob))
+            probability, one_hot = probability - g_p, one_hot - g_p
+        entropy = None if upstream.entropy is None else of_rows(upstream.entropy)
+        names = ("A", "B", "C", "g_e")
+        vectors = (probability, one_hot, uniform, entropy)
+        # A and B are s itself for a plain loss: then there is nothing to name.
+        self._vectors = RowCoefficients(
+            *(v if v is None or v is s else steps.let(region, n, v) for n, v in zip(names, vectors, strict=True))
+        )
+        self._z_term = None
+        if loss.z_loss:
+            self._z_term = steps.let(region, "s_z", 2 * loss.z_loss * of_rows(upstream.loss, divisors.z_term))
+
+    def coefficients(
+        self, chunk: slice, statistics: RowStatistics | None, entropy: Tensor | None = None
+    ) -> RowCoefficients:
+        """The chunk's coefficients.
+
+        Args:
+            chunk: which rows.
+            statistics: (C,) of these rows; may be None where `Loss.is_plain`.
+            entropy: (C,) of these rows; None where the entropy has no upstream gradient.
+        """
+        vectors: list[Any] = [None if vector is None else vector[chunk] for vector in self._vectors]
+        if statistics is not None:
+            if self._z_term is not None:
+                vectors[0] = vectors[0] + self._z_term[chunk] * (statistics.row_max + statistics.row_log_sum)
+            if vectors[3] is not None and entropy is not None:
+                vectors[0] = vectors[0] + vectors[3] * (statistics.row_log_sum - entropy)
+        if self._scale != 1:
+            vectors = [None if vector is None else vector * self._scale for vector in vectors]
+        return RowCoefficients(*vectors)
+
+
+class ChunkResult(NamedTuple):
+    """What the forward finds out about the rows of a chunk; (C,) each, None where the loss does not need it."""
+
+    statistics: RowStatistics
+    target_entry: Tensor
+    """z at each row's target"""
+    moments: dict[str, Tensor]
+    argmax: Tensor | None = None
+
+
+def chunk_result(region: Region, scales: RowScales, logits: LogitsBuffer, chunk: slice) -> ChunkResult:
+    """What the loss needs of a chunk's rows, from their logits (C, V), which stay as they are."""
+    z_y = steps.target_entry(region, logits, steps.Targets(scales.rows.target[chunk]))
+    statistics = steps.statistics(region, logits)
+    moments = steps.moments(region, logits, statistics, scales.class_weight())
+    return ChunkResult(statistics, z_y, moments, steps.argmax(region, logits))
+
+
+class LossResult(NamedTuple):
+    """What the forward gives beside gradients."""
+
+    loss: Tensor
+    """() or, for reduction "none", (T,)"""
+    outputs: tuple[Tensor, ...]
+    statistics: SavedStatistics
+
+
+def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) -> LossResult:
+    """The loss, its further outputs and the saved statistics, from the results of all chunks."""
+    loss, rows, vocab = region.loss, scales.rows, region.operands.vocab
+    row, z_y = _concatenated(region, chunks)
+    row = row._replace(target_logit=region.logit_map(z_y.to(region.operands.row_dtype)))
+    cross_entropy = rows.mask_ignored(loss.cross_entropy(row, scales.row_weights, vocab))
+    terms = [(steps.let(region, "cross_entropy", cross_entropy), scales.divisors.cross_entropy)]
+    if (z_term := loss.z_term(row)) is not None:
+        terms.append((steps.let(region, "z_term", rows.mask_ignored(z_term)), scales.divisors.z_term))
+    value = loss.reduce(terms)
+    if loss.reduction == "none":
+        value = rows.scatter(value)
+    value = steps.let(region, "loss", value)
+    outputs = {name: _output(region, scales, name, row) for name in loss.outputs}
+    saved = SavedStatistics(
+        steps.let(region, "row_max", rows.scatter(row.max)),
+        steps.let(region, "row_log_sum", rows.scatter(row.log_sum)),
+        rows.valid_count,
+        outputs.get("entropy"),
+    )
+    return LossResult(value, tuple(outputs.values()), saved)
+
+
+def _output(region: Region, scales: RowScales, name: str, row: Row) -> Tensor:
+    """One of the loss's further outputs, (T,), or () for a mean."""
+    output, rows = OUTPUTS[name], scales.rows
+    value = output.of(row, region.operands.vocab, torch.log)
+    if output.is_mean:
+        hits = rows.mask_ignored(value, fill=-1) == rows.target
+        value = hits.sum().to(region.operands.row_dtype) / rows.valid_count
+    elif output.ignored is not None:
+        value = rows.scatter(rows.mask_ignored(value, output.ignored), output.ignored)
+    return steps.let(region, name, value)
+
+
+def _concatenated(region: Region, chunks: list[ChunkResult]) -> tuple[Row, Tensor]:
+    """What is known of all rows, and (N,) z at their targets."""
+    loss = region.loss
+    if not chunks:
+        nothing = region.empty("nothing", (0,), region.operands.row_dtype)
+        moments = dict.fromkeys(loss.moments, nothing)
+        chunks = [ChunkResult(RowStatistics(nothing, nothing), nothing, moments, nothing.to(torch.int64))]
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    row = Row(
+        max=joined([chunk.statistics.row_max for chunk in chunks]),
+        log_sum=joined([chunk.statistics.row_log_sum for chunk in chunks]),
+        target_logit=None,
+        moments={name: joined([chunk.moments[name] for chunk in chunks]) for name in loss.moments},
+        argmax=joined([chunk.argmax for chunk in chunks if chunk.argmax is not None]) if loss.needs_argmax else None,
+    )
+    return row, joined([chunk.target_entry for chunk in chunks])

@@ -1,0 +1,413 @@
+"""The steps of a region: each launches something, or writes down what it would launch.
+
+A step's words stand beside its call, so that what is printed, counted and predicted is what runs. See `record` for the
+words. Legend: T tokens, N rows computed, C rows in a chunk, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thunder_flce.execution import gradient_scaling
+from thunder_flce.execution.layout import VocabLayout
+from thunder_flce.execution.matmul import matmul
+from thunder_flce.execution.record import Value, as_value
+from thunder_flce.execution.region import Region
+from thunder_flce.execution.row_kernels.dispatch import RowWork, bytes_moved, library
+from thunder_flce.execution.row_kernels.interface import (
+    LogitsBuffer,
+    LogitsInBlocks,
+    RowStatistics,
+    TargetColumns,
+)
+from thunder_flce.operation.loss import LogitsAtColumns, Row, RowCoefficients, logits_gradient
+from thunder_flce.operation.moments import MOMENTS
+
+EVERYTHING = slice(None)
+
+
+class Targets(NamedTuple):
+    """Where the targets of some rows are in a buffer of logits."""
+
+    column: Tensor
+    """(C,) columns of the buffer"""
+    is_here: Tensor | None = None
+    """(C,) False in rows whose target is in another vocabulary block; `column` is then any column"""
+
+
+def let(region: Region, name: str, tensor: Tensor) -> Tensor:
+    """The tensor, by this name from here on."""
+    if not isinstance(tensor, Value) or tensor.text == name:
+        return tensor
+    named = tensor.named(name)
+    region.written_to.write(named, tensor)
+    return named
+
+
+def named(tensor: Tensor, name: str) -> Tensor:
+    """The tensor, under another name where a run is written down."""
+    return tensor.named(name) if isinstance(tensor, Value) else tensor
+
+
+def logits_buffer(region: Region, rows: int, columns: int | None = None) -> LogitsBuffer:
+    """Memory for the logits of `rows` rows, over the vocabulary or `columns` columns of it."""
+    layout = region.layout(columns or region.operands.vocab)
+    return LogitsBuffer(_padded_rows(region, logits_name(region), rows, layout, region.logits_dtype), layout)
+
+
+def _padded_rows(region: Region, name: str, rows: int, layout: VocabLayout, dtype: torch.dtype) -> Tensor:
+    """(rows, row stride) uninitialised memory. Words leave the padding out: there it is (rows, V)."""
+    memory = region.empty(name, (rows, layout.row_stride), dtype)
+    return memory.view(rows, layout.vocab) if isinstance(memory, Value) else memory
+
+
+def first_rows(buffer: LogitsBuffer, count: int, name: str | None = None) -> LogitsBuffer:
+    """The first rows of a buffer that is as large as the largest chunk; in words, its logits without the padding."""
+    if not isinstance(buffer.padded, Value):
+        return buffer.rows(slice(0, count))
+    logits = buffer.padded.view(count, buffer.layout.vocab)
+    return LogitsBuffer(logits.named(name or str(buffer.padded)), VocabLayout.contiguous(buffer.layout.vocab))
+
+
+def logits_name(region: Region) -> str:
+    """What the linears give: z, which is the logits themselves where no scale or softcap follows."""
+    return "logits" if region.loss.logit_scale == 1 and region.loss.softcap is None else "z"
+
+
+# The matmuls.
+
+
+def logits_(
+    region: Region, buffer: LogitsBuffer, xs: Sequence[Tensor], *, columns: slice = EVERYTHING,
+    valid_rows: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills the buffer with z (C, V) = Σ x Wᵀ + b over the terms, over the vocabulary or a block of its columns.
+
+    The smallest term is written first, and the head's matmul adds to it: at 2048 × 128256 × 4096 and a rank of 16 that
+    takes 0.14 ms more than the head alone (H200), the other way round 0.36 ms.
+
+    Args:
+        region: the region.
+        buffer: of C rows.
+        xs: of each term, (C, H).
+        columns: of the vocabulary.
+        valid_rows: how many rows count, where only the device knows: `Rows.valid_rows`.
+    """
+    for number, at in enumerate(sorted(range(len(xs)), key=lambda at: xs[at].shape[1])):
+        bias = None if region.bias is None or number else region.bias[columns]
+        matmul_(
+            region, "logits", buffer.logits, xs[at], region.terms[at].weight[columns],
+            bias=bias, accumulate=number > 0, valid_rows=valid_rows,
+        )  # fmt: skip
+    if isinstance(buffer.padded, Value) and "[:, block]" not in buffer.padded.text:
+        name_logits(region, buffer)
+
+
+def matmul_(
+    region: Region, kind: matmul.Kind, out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None,
+    accumulate: bool = False, valid_rows: Tensor | None = None, parts: int = 1,
+) -> None:  # fmt: skip
+    """One of the region's matmuls, in `out`, added to what that holds if `accumulate`; see `matmul`.
+
+    Args:
+        region: the region.
+        kind: "logits" (C, V) = a (C, H) @ b (V, H)ᵀ + bias, "dX" (C, H) = a (C, V) @ b (V, H) or "dW" (V, H) =
+            a (C, V)ᵀ @ b (C, H).
+        out: the result.
+        a: x or dlogits.
+        b: W or x.
+        bias: (V,), of the logits.
+        accumulate: whether it is a sum.
+        valid_rows: as in `logits_`.
+        parts: of how many matmuls out becomes the sum, before it is rounded.
+    """
+    tuned = region.plan.tune_products
+    if region.tape is None:
+        if kind == "logits":
+            matmul.logits_(out, a, b, bias=bias, accumulate=accumulate, tune=tuned, valid_rows=valid_rows)
+        else:
+            run = matmul.input_gradient_ if kind == "dX" else matmul.weight_gradient_
+            run(out, a, b, accumulate=accumulate, tune=tuned, valid_rows=valid_rows)
+        return
+    work = matmul.MatmulWork.of(kind, out, a, b, tune=tuned, parts=parts, valid_rows_on_device=valid_rows is not None)
+    if bias is not None and region.layout(work.columns).padding:
+        work = work._replace(pads_biased_rows=True)
+    words = {"logits": f"{a} @ {b}.t()", "dX": f"{a} @ {b}", "dW": f"{a}.t() @ {b}"}[kind]
+    region.written_to.write(
+        out,
+        words if bias is None else f"{words} + {bias}",
+        note=f"the last {work.tail} columns apart" if work.tail else "",
+        runs_in=work.library,
+        adds=accumulate,
+        operations=work.operations,
+        bytes=_bytes_beside_operations(work, out, adds=accumulate),
+        scratch=work.scratch_bytes,
+    )
+
+
+def weight_gradient_of_parts_(region: Region, out: Tensor, parts: list[matmul.Part]) -> None:
+    """out (V, H) = the sum of dlogitsᵀ @ x over the parts, rounded once."""
+    if region.tape is None:
+        matmul.weight_gradient_of_parts_(out, parts, tune=region.plan.tune_products)
+        return
+    for number, (dlogits, x, valid_rows) in enumerate(parts):
+        matmul_(region, "dW", out, dlogits, x, accumulate=number > 0, valid_rows=valid_rows, parts=len(parts))
+
+
+def _bytes_beside_operations(work: matmul.MatmulWork, out: Tensor, *, adds: bool) -> int:
+    """What a matmul moves that the time of its operations does not cover.
+
+    A sum reads and writes what it adds to once more. A third of that shows where the algorithm is measured: 0.15 of
+    0.51 ms for dW of 512 × 128256 × 4096 (traces/h200/regions.jsonl). A small H leaves the matmul to memory.
+    """
+    if work.hidden < _MEMORY_BOUND_HIDDEN:
+        return work.rows * work.columns * (2 if work.kind == "logits" and adds else 1) * 2
+    if not adds:
+        return 0
+    moved = 2 * out.nbytes
+    return moved // 3 if work.tune and work.kind != "dX" else moved
+
+
+# Below so many multiplications for each logit, a matmul on an H200 takes as long as the logits take to be read: 660e12
+# operations and 4.1e12 bytes a second.
+_MEMORY_BOUND_HIDDEN = 160
+
+
+# The row work.
+
+
+def statistics(region: Region, buffer: LogitsBuffer) -> RowStatistics:
+    """The maximum and the log of the sum of exponentials of each row."""
+    if region.tape is None:
+        return region.kernels.statistics(buffer)
+    found = _statistics_values(region, buffer)
+    _write(
+        region, "row_max, row_log_sum", found[0], _statistics_words(region, buffer), RowWork.of("statistics", buffer)
+    )
+    return found
+
+
+def moments(
+    region: Region, buffer: LogitsBuffer, found: RowStatistics, class_weight: Tensor | None
+) -> dict[str, Tensor]:
+    """The sums over each row that the loss and its outputs need: `Loss.moments`."""
+    names = region.loss.moments
+    if not names:
+        return {}
+    if region.tape is None:
+        return region.kernels.moments(buffer, found, class_weight, names)
+    shifted = _u(region, buffer) - found.row_max
+    probability = torch.exp(shifted - found.row_log_sum)
+    weight = 1 if class_weight is None else class_weight
+    words = [f"sum_v({MOMENTS[name].term(shifted, probability, weight)})" for name in names]
+    work = RowWork.of("moments", buffer, class_weight=class_weight, names=names)
+    _write(region, ", ".join(names), found.row_max, ", ".join(words), work)
+    return {name: _row_value(region, name, buffer) for name in names}
+
+
+def argmax(region: Region, buffer: LogitsBuffer) -> Tensor | None:
+    """(C,) int64, the columns of the largest logits; None where nobody asks for them."""
+    if not region.loss.needs_argmax:
+        return None
+    # Of z: its map to the logits keeps the order, or turns it round.
+    find = torch.argmax if region.loss.logit_scale > 0 else torch.argmin
+    if region.tape is None:
+        return find(buffer.logits, 1)
+    found = _row_value(region, "argmax", buffer, dtype=torch.int64)
+    region.written_to.write(found, f"{find.__name__}_v({buffer.logits})", bytes=buffer.padded.nbytes)
+    return found
+
+
+def target_entry(region: Region, buffer: LogitsBuffer, targets: Targets) -> Tensor:
+    """(C,) z at each row's target."""
+    if region.tape is None:
+        return buffer.logits.gather(1, targets.column[:, None]).squeeze(1)
+    return let(region, f"{logits_name(region)}_y", as_value(buffer.logits).entry(as_value(targets.column)))
+
+
+def statistics_and_gradient_(
+    region: Region, logits: LogitsBuffer | LogitsInBlocks, target: Tensor, coefficients: RowCoefficients
+) -> tuple[RowStatistics, Tensor]:
+    """The statistics, and z at each row's target; the logits become their gradient in place."""
+    if region.tape is None:
+        return region.kernels.statistics_and_gradient(logits, target, coefficients)
+    whole = _whole(region, logits)
+    if isinstance(logits, LogitsInBlocks):
+        name_logits(region, whole)
+    found, z_y = _statistics_values(region, whole), _row_value(region, f"{logits_name(region)}_y", whole)
+    work = RowWork.of("statistics_and_gradient", logits, dtype=region.logits_dtype)
+    words = f"{_statistics_words(region, whole)}, {as_value(whole.logits).entry(as_value(target))}"
+    runs_in = _write(region, f"row_max, row_log_sum, {z_y}", found[0], words, work)
+    region.written_to.write(
+        as_value(whole.logits).named("dlogits"),
+        _gradient_words(region, whole, found, coefficients, target),
+        note="in place, same kernel" if runs_in == "Triton" else "in place",
+        runs_in=runs_in,
+    )
+    return found, z_y
+
+
+def gradient_(
+    region: Region,
+    buffer: LogitsBuffer,
+    found: RowStatistics,
+    coefficients: RowCoefficients,
+    targets: Targets,
+    class_weight: Tensor | None = None,
+    *,
+    name: str = "dlogits",
+) -> tuple[LogitsBuffer, Tensor | None]:
+    """dz of some rows (C, V), in x's dtype, and its sum over the rows, (V,), if the bias needs a gradient.
+
+    It takes the place of the logits, unless their dtype is another than x's. The target's entry is written last, from z
+    as it was before: (p − 1) in float32 keeps the digits that p, rounded to 16 bits, has lost near 1.
+    """
+    operands = region.operands
+    if coefficients.uniform is None:
+        class_weight = None
+    if region.tape is not None:
+        return _written_gradient(region, buffer, found, coefficients, targets, class_weight, name)
+    kernels, dtype = region.kernels, operands.dtype
+    z_y = target_entry(region, buffer, targets)
+    dlogits, column_sums = kernels.gradient(
+        buffer, found, coefficients, class_weight, dtype=dtype, column_sums=operands.bias_grad
+    )
+    column, is_here = targets
+    one_hot = coefficients.one_hot if is_here is None else torch.where(is_here, coefficients.one_hot, 0)
+    at_target = None if class_weight is None else class_weight[column]
+    entry = kernels.target_gradient(z_y, found, coefficients._replace(one_hot=one_hot), at_target, dtype=dtype)
+    dlogits.logits.scatter_(1, column[:, None], entry[:, None])
+    if column_sums is not None:
+        slope = region.logit_map.slope(region.logit_map(z_y.to(one_hot.dtype)))
+        column_sums.index_add_(0, column, one_hot if slope is None else one_hot * slope, alpha=-1)
+    return dlogits, column_sums
+
+
+def _written_gradient(
+    region: Region, buffer: LogitsBuffer, found: RowStatistics, coefficients: RowCoefficients, targets: Targets,
+    class_weight: Tensor | None, name: str,
+) -> tuple[LogitsBuffer, Tensor | None]:  # fmt: skip
+    dtype, sums, out = region.operands.dtype, region.operands.bias_grad, named(buffer.padded, name)
+    note = "in place"
+    if region.logits_dtype != dtype:
+        out, note = _padded_rows(region, name, buffer.padded.shape[0], buffer.layout, dtype), "in new memory"
+    dlogits = LogitsBuffer(out, buffer.layout)
+    work = RowWork.of("gradient", buffer, coefficients, class_weight=class_weight, dtype=dtype, column_sums=sums)
+    entry = replace(work, method="target_gradient", layouts=(), column_sums=False)
+    words = _gradient_words(region, buffer, found, coefficients, targets.column, class_weight)
+    note += ", with its sums over the rows" if sums else ""
+    _write(region, name, dlogits.logits, words, work, entry, note=note)
+    if not sums:
+        return dlogits, None
+    return dlogits, Value(
+        region.written_to, f"sum_t({name})", shape=(buffer.layout.vocab,), dtype=region.operands.row_dtype
+    )
+
+
+def _gradient_words(
+    region: Region, buffer: LogitsBuffer, found: RowStatistics, coefficients: RowCoefficients, target: Tensor,
+    class_weight: Tensor | None = None,
+) -> str:  # fmt: skip
+    u = _u(region, buffer)
+    is_target = Value(region.written_to, f"[v == {target}]", shape=u.shape)
+    row = Row(max=found.row_max, log_sum=found.row_log_sum, target_logit=None, moments={})
+    at = LogitsAtColumns(u=u, is_target=is_target, class_weight=class_weight)
+    return str(logits_gradient(region.logit_map, at, row, coefficients))
+
+
+def _statistics_words(region: Region, buffer: LogitsBuffer) -> str:
+    u = _u(region, buffer)
+    shifted = u - Value(region.written_to, "row_max", shape=u.shape[:1])
+    return f"max_v({u}), log(sum_v({torch.exp(shifted)}))"
+
+
+def name_logits(region: Region, buffer: LogitsBuffer) -> None:
+    """Writes down how the logits u follow from z, where they are not the same."""
+    if region.tape is None or _u(region, buffer).text != "u":
+        return
+    u = as_value(buffer.logits).named("u").to(region.operands.row_dtype)
+    region.written_to.write(u, region.logit_map(buffer.logits), note="wherever they are read", runs_in="")
+
+
+def _u(region: Region, buffer: LogitsBuffer) -> Value:
+    """The logits: z itself, or its map."""
+    z = as_value(buffer.logits)
+    return z if region.logit_map(z) is z else Value(region.written_to, "u", shape=z.shape)
+
+
+def _whole(region: Region, logits: LogitsBuffer | LogitsInBlocks) -> LogitsBuffer:
+    """Logits that are staged in blocks, in one piece, as words have it."""
+    if isinstance(logits, LogitsBuffer):
+        return logits
+    rows, vocab = logits.buffers[0].padded.shape[0], region.operands.vocab
+    value = Value(region.written_to, logits_name(region), shape=(rows, vocab), dtype=region.logits_dtype)
+    return LogitsBuffer(value, region.layout(vocab))
+
+
+def _statistics_values(region: Region, buffer: LogitsBuffer) -> RowStatistics:
+    return RowStatistics(_row_value(region, "row_max", buffer), _row_value(region, "row_log_sum", buffer))
+
+
+def _row_value(region: Region, name: str, buffer: LogitsBuffer, dtype: torch.dtype | None = None) -> Value:
+    dtype = dtype or region.operands.row_dtype
+    return Value(region.written_to, name, shape=buffer.padded.shape[:1], dtype=dtype)
+
+
+def _write(region: Region, result: str, like: Tensor, words: str, work: RowWork, *more: RowWork, note: str = "") -> str:
+    """Writes down a call of the row kernels, with others that belong to it; returns the library."""
+    choice, device_type = region.plan.row_kernels, region.device_type
+    runs_in = library(choice, work, device_type)
+    fused = tuple(each for each in (work, *more) if library(choice, each, device_type) == "nvFuser")
+    nbytes = bytes_moved(work, like.shape[0], runs_in)
+    region.written_to.write(
+        as_value(like).named(result), words, note=note, runs_in=runs_in, fusions=fused, is_row_work=True, bytes=nbytes
+    )
+    return runs_in
+
+
+# Rows and sums.
+
+
+def add_(region: Region, out: Tensor, addend: Tensor) -> None:
+    """out += addend, a vector over columns of the vocabulary."""
+    if region.tape is None:
+        out.add_(addend)
+    else:
+        region.written_to.write(out, addend, adds=True)
+
+
+def copy_(region: Region, out: Tensor, source: Tensor) -> None:
+    """out = source, in out's dtype."""
+    if region.tape is None:
+        out.copy_(source)
+    else:
+        region.written_to.write(out, source, note="rounded once", bytes=out.nbytes + source.nbytes)
+
+
+def rounded(region: Region, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype: itself, or new memory."""
+    if region.tape is None or tensor.dtype == dtype:
+        return tensor.to(dtype)
+    out = region.empty(str(tensor), tensor.shape, dtype)
+    copy_(region, out, tensor)
+    return out
+
+
+def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """A finished gradient times the upstream gradient, (); in its place, unless autograd will read it again."""
+    if not isinstance(gradient, Value):
+        return gradient_scaling.scale_gradient(gradient, factor, may_overwrite=not gradient_scaling.graph_is_kept())
+    runs_in = gradient_scaling.library(gradient.dtype, gradient.device)
+    note = "skipped on the device where that is 1" if runs_in == "Triton" else "skipped where that is 1"
+    gradient.tape.write(gradient, gradient * factor, note=note, runs_in=runs_in)
+    return gradient
+
+
+def target_columns(region: Region, target: Tensor, block: slice) -> Targets:
+    """Where targets are in a block of the vocabulary."""
+    if region.tape is None:
+        return Targets(*TargetColumns.of(target, block))
+    return Targets(target)

@@ -1,0 +1,54 @@
+# ruff: noqa: F401
+"""The names of thunder that are used though thunder does not document them: a newer version may lack one.
+
+All other modules import them from here, so that a missing name is one clear error.
+"""
+
+from importlib.metadata import version
+from typing import Any
+
+SUPPORTED_VERSIONS = ">=0.2.6,<0.3"
+
+
+def _missing(what: object) -> ImportError:
+    return ImportError(
+        f"thunder_flce works with lightning-thunder {SUPPORTED_VERSIONS}; version {version('lightning-thunder')} lacks "
+        f"a name that it uses: {what}"
+    )
+
+
+try:
+    from thunder.core.compile_data import get_compile_data
+    from thunder.core.jit_ext import (
+        interpreter_needs_wrap,
+        record_source_loc_in_symbol_header,
+        recursively_proxy,
+        register_general_jit_lookaside,
+    )
+    from thunder.core.symbol import default_python_printer
+    from thunder.core.trace_interpreter import TraceSubstitutionProcessor
+    from thunder.core.transforms import get_grad, put_grad
+    from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
+    from thunder.dynamo.utils import CompilerType, get_torch_compile_kwargs
+    from thunder.executors.nvfuserex import nvfuser_available
+    from thunder.transforms.autocast import disable_autocast, maybe_downcast_to, register_autocast_rule
+
+    if nvfuser_available():
+        from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
+except ImportError as error:
+    raise _missing(error) from error
+
+
+def build_cache_entry(data: Any, stats: Any, traces: Any) -> Any:
+    """What thunder compiles from a prologue, a computation and an epilogue trace.
+
+    Args:
+        data: what `thunder.compile_data` returns.
+        stats: what `thunder.compile_stats` returns.
+        traces: the three traces.
+    """
+    name = "apply_transforms_and_build_cache_entry"
+    if not hasattr(data, name):
+        raise _missing(f"{type(data).__name__}.{name}")
+    # Everything else that thunder asks of a compilation is read from the traces themselves.
+    return getattr(data, name)(data, stats, {"no_grad_sync": False, "alias_tensor_indices": ""}, *traces)

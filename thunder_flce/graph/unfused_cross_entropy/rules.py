@@ -1,0 +1,162 @@
+"""When the executor `flce` takes a `torch.nn.functional.cross_entropy` on its own, and how it is differentiated.
+
+Indices of classes take symbols of ours. Class probabilities take thunder's own operations, which other executors fuse;
+nvFuser's cross_entropy itself would take them for indices, and fail.
+
+thunder calls the checker and the rules with the arguments of `torch.nn.functional.cross_entropy`.
+"""
+
+from typing import Any, NamedTuple
+
+import thunder.torch as ltorch
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+
+from thunder_flce.graph.executor import executor, loss_dtype
+from thunder_flce.graph.matching.losses import CrossEntropy
+from thunder_flce.graph.matching.trace_index import is_static
+from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_grad
+from thunder_flce.graph.unfused_cross_entropy import symbols
+
+
+def _is_supported(call: CrossEntropy) -> bool:
+    """Whether the symbols compute it."""
+    logits, target = call.logits, call.target
+    if call.is_deprecated or not is_static(logits, target, call.ignore_index, call.label_smoothing):
+        return False
+    if logits.ndim == 0 or logits.numel == 0 or not dtypes.is_float_dtype(logits.dtype):
+        return False
+    if dtypes.is_float_dtype(target.dtype) != call.has_probabilities:
+        return False
+    classes = 0 if logits.ndim == 1 else 1
+    rows = tuple(size for dim, size in enumerate(logits.shape) if dim != classes)
+    return call.has_probabilities or tuple(target.shape) == rows
+
+
+def _settings(call: CrossEntropy) -> dict[str, Any]:
+    """The keyword arguments that the symbols share; class weights and label smoothing only where there are any."""
+    settings: dict[str, Any] = {"reduction": call.reduction, "ignore_index": call.ignore_index}
+    if call.weight is not None:
+        settings["weight"] = call.weight
+    if call.label_smoothing:
+        settings["label_smoothing"] = call.label_smoothing
+    return settings
+
+
+def _to_rows(tensor: TensorProxy) -> TensorProxy:
+    """(B, V, …) or (V,) to (N, V)."""
+    if tensor.ndim > 2:
+        tensor = ltorch.permute(tensor, (0, *range(2, tensor.ndim), 1))
+    return tensor if tensor.ndim == 2 else ltorch.reshape(tensor, (-1, tensor.shape[-1]))
+
+
+def _from_rows(rows: TensorProxy, like: TensorProxy) -> TensorProxy:
+    """The inverse of `_to_rows`, to the shape of `like`."""
+    if like.ndim == 2:
+        return rows
+    if like.ndim == 1:
+        return ltorch.reshape(rows, tuple(like.shape))
+    batch, classes, *others = like.shape
+    last = ltorch.reshape(rows, (batch, *others, classes))
+    return ltorch.permute(last, (0, like.ndim - 1, *range(1, like.ndim - 1)))
+
+
+class _Forward(NamedTuple):
+    """The loss, and what its gradient is computed from."""
+
+    loss: TensorProxy
+    saved: tuple[TensorProxy, ...]
+
+
+def _forward(call: CrossEntropy) -> _Forward:
+    """The symbol for indices of classes."""
+    logits = _to_rows(call.logits)
+    target = call.target if call.target.ndim == 1 else ltorch.reshape(call.target, (-1,))
+    loss, *statistics = symbols.cross_entropy_fwd(logits, target, **_settings(call))
+    if call.reduction == "none":
+        loss = ltorch.reshape(loss, tuple(call.target.shape))
+    return _Forward(loss, (logits, target, *statistics))
+
+
+def _backward(call: CrossEntropy, forward: _Forward) -> None:
+    grad = get_grad(forward.loss)
+    grad = ltorch.reshape(grad, (-1,)) if call.reduction == "none" and grad.ndim != 1 else grad
+    gradient = symbols.cross_entropy_bwd(grad, *forward.saved, **_settings(call))
+    put_grad(call.logits, _from_rows(gradient, call.logits))
+
+
+# No log_softmax: thunder's torch.compile executor would take it out of the fusion. The backward computes log p again,
+# so that only the log-sum-exp is saved.
+
+
+def _probabilities_forward(call: CrossEntropy) -> _Forward:
+    """The loss for class probabilities y: -Σ_v q_v log p_v with q = w ((1 - ε) y + ε / V)."""
+    classes = _classes(call)
+    log_sum_exp = ltorch.logsumexp(ltorch.to(call.logits, loss_dtype(call.logits)), classes, keepdim=True)
+    loss = ltorch.sum(_share(call) * (log_sum_exp - call.logits), classes)
+    if call.reduction != "none":
+        rows, loss = loss.numel, ltorch.sum(loss)
+        loss = loss / rows if call.reduction == "mean" else loss
+    return _Forward(ltorch.to(loss, call.logits.dtype), (log_sum_exp,))
+
+
+def _probabilities_backward(call: CrossEntropy, forward: _Forward) -> None:
+    """dlogits = p Σ q - q and dy = -w (1 - ε) log p, times the upstream gradient."""
+    classes = _classes(call)
+    (log_sum_exp,) = forward.saved
+    grad = ltorch.to(get_grad(forward.loss), log_sum_exp.dtype)
+    if call.reduction == "none":
+        grad = ltorch.unsqueeze(grad, classes)
+    elif call.reduction == "mean":
+        grad = grad / (call.logits.numel // call.logits.shape[classes])
+    share, log_prob = _share(call), call.logits - log_sum_exp
+    gradient = (ltorch.exp(log_prob) * ltorch.sum(share, classes, keepdim=True) - share) * grad
+    put_grad(call.logits, ltorch.to(gradient, call.logits.dtype))
+    slope = log_prob * (grad * (call.label_smoothing - 1))
+    put_grad(call.target, ltorch.to(slope if call.weight is None else slope * _along_classes(call), call.target.dtype))
+
+
+def _classes(call: CrossEntropy) -> int:
+    """The dimension of the classes."""
+    return min(1, call.logits.ndim - 1)
+
+
+def _share(call: CrossEntropy) -> TensorProxy:
+    """q, the weight of each class's loss."""
+    share = ltorch.to(call.target, loss_dtype(call.logits))
+    if call.label_smoothing:
+        share = share * (1 - call.label_smoothing) + call.label_smoothing / call.logits.shape[_classes(call)]
+    return share if call.weight is None else share * _along_classes(call)
+
+
+def _along_classes(call: CrossEntropy) -> TensorProxy:
+    """The class weights, to be multiplied with logits."""
+    return ltorch.reshape(call.weight, (-1, *[1] * (call.logits.ndim - 2)))
+
+
+def _checker(*args: Any, **kwargs: Any) -> bool:
+    return _is_supported(CrossEntropy.call(*args, **kwargs))
+
+
+def _transform(*args: Any, **kwargs: Any) -> TensorProxy:
+    call = CrossEntropy.call(*args, **kwargs)
+    return (_probabilities_forward if call.has_probabilities else _forward)(call).loss
+
+
+def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
+    call = CrossEntropy.call(*args, **kwargs)
+    run, differentiate = (
+        (_probabilities_forward, _probabilities_backward) if call.has_probabilities else (_forward, _backward)
+    )
+    forward = run(call)
+    differentiate(call, forward)
+    return forward.loss
+
+
+executor.register_implementation(
+    ltorch.cross_entropy, checker=_checker, execution_transform=_transform, grad_transform=_grad
+)
+if nvfuser_available():
+    from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
+
+    nvfuser_impl.register()

@@ -1,0 +1,72 @@
+"""What is known of a loss region before it runs: shapes, dtypes and the loss; no tensor."""
+
+from dataclasses import dataclass
+
+import torch
+
+from thunder_flce.operation.loss import Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermShape:
+    """One of the linears that the logits are a sum of: x (T, H) times W (V, H) transposed."""
+
+    hidden: int
+    """H"""
+    input_grad: bool
+    weight_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A call of `linear_cross_entropy`, for which a plan is made. Legend: T tokens, H hidden size, V vocabulary."""
+
+    tokens: int
+    """T"""
+    terms: tuple[TermShape, ...]
+    """The head, then what is added to it, such as a low-rank adapter."""
+    vocab: int
+    """Columns of the logits."""
+    dtype: torch.dtype
+    device_type: str
+    loss: Loss
+    weight_rows: int | None = None
+    """Rows of the weights, if they are more than the columns of the logits."""
+    has_bias: bool = False
+    bias_grad: bool = False
+    has_class_weight: bool = False
+    has_num_items: bool = False
+    float32_logits: bool = False
+    """Whether logits of 16-bit operands stay in float32."""
+
+    @property
+    def hidden(self) -> int:
+        """The hidden sizes of all terms together: what a logit is a sum of."""
+        return sum(term.hidden for term in self.terms)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether anything requires a gradient."""
+        return self.bias_grad or any(term.input_grad or term.weight_grad for term in self.terms)
+
+    @property
+    def weight_grad_columns(self) -> int:
+        """The hidden sizes of the terms whose weight needs a gradient, together."""
+        return sum(term.hidden for term in self.terms if term.weight_grad)
+
+    @property
+    def input_grad_columns(self) -> int:
+        """The hidden sizes of the terms whose input needs a gradient, together."""
+        return sum(term.hidden for term in self.terms if term.input_grad)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """What the logits are rounded to."""
+        return torch.float32 if self.float32_logits else self.dtype
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are needed: what every method has to write."""
+        rows = self.weight_rows or self.vocab
+        elements = self.tokens * self.input_grad_columns + rows * (self.weight_grad_columns + self.bias_grad)
+        return elements * self.dtype.itemsize
