@@ -5,6 +5,8 @@ import thunder
 import torch
 from hypothesis import Phase, settings
 
+from thunder_flce.execution.row_kernels import dispatch
+
 # For `mutations`, which only asks whether there is a failure.
 settings.register_profile("mutations", phases=[Phase.explicit, Phase.generate])
 
@@ -14,21 +16,29 @@ def seed():
     torch.manual_seed(1234)
 
 
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ]
-)
-def device(request):
-    """Each device that a test runs on."""
-    return request.param
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
+# Behind "cuda", the backend of the row kernels that counts as the fastest at everything.
+BACKENDS = [pytest.param(f"cuda {name}", marks=on_gpu) for name in dispatch.BACKENDS if dispatch.is_installed(name)]
+
+
+def pytest_generate_tests(metafunc):
+    """Each device that a test runs on; where a module is about the engine, each backend that is there, too."""
+    given = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    is_given = any("device" in ([names] if isinstance(names, str) else names) for names in given)
+    if "device" in metafunc.fixturenames and not is_given:
+        is_engine = getattr(metafunc.module, "ON_EVERY_BACKEND", False) and torch.cuda.is_available()
+        metafunc.parametrize("device", [*DEVICES, *(BACKENDS if is_engine else ())], indirect=True)
+
+
+@pytest.fixture
+def device(request, monkeypatch):
+    """The device that a test runs on."""
+    device, _, backend = request.param.partition(" ")
+    if backend:
+        others = [name for name in dispatch.BACKENDS if name != backend]
+        monkeypatch.setattr(dispatch, "FASTEST", dict.fromkeys(dispatch.METHODS, (backend, *others)))
+    return device
 
 
 @pytest.fixture(autouse=True)

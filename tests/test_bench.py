@@ -202,7 +202,7 @@ def test_against_another_checkout(tmp_path, checkout, capsys):
     assert [row["method"] for row in rows] == ["flce", "flce, recompute_logits"]
     for row in rows:
         assert (row["subset"], row["base"], row["name"], row["pairs"]) == ("against", "abc", "tiny", 2)
-        assert row["time_ms"] < 20 <= row["base_time_ms"] and row["ratio"] < 0.9
+        assert row["base_time_ms"] >= 20 and row["ratio"] < 0.9
         assert row["ratio_p20"] <= row["ratio"] <= row["ratio_p80"]
         assert row["base_above_outputs_gb"] - row["above_outputs_gb"] > 0.9e-3
         assert row["memory_ratio"] == pytest.approx(row["above_outputs_gb"] / row["base_above_outputs_gb"])
@@ -446,12 +446,12 @@ def test_paired_turns():
         raise MemoryError
 
     schedule = Schedule(rounds=2, calls=3, turn_ms=1e4, settle_ms=0)
-    pairs = {"one": (step("a", 2e-3), step("b", 8e-3)), "bad": (step("c", 0), bad)}
+    pairs = {"one": (step("a", 2e-3), step("b", 5e-2)), "bad": (step("c", 0), bad)}
     outcomes = take_paired_turns(pairs, schedule, device="cpu", progress=lambda words: None)
     assert outcomes["bad"] == PairedOutcome(failed="MemoryError: ")
     # A pair to settle, one that is not timed, and three in alternating order; in each of two rounds.
     assert "".join(name for name in calls if name in "ab") == 2 * ("ab" + "ab" + "abbaab")
-    assert all(2 <= first < 8 <= second for first, second in outcomes["one"].pairs_ms)
+    assert all(2 <= first < 50 <= second for first, second in outcomes["one"].pairs_ms)
     spread = PairedOutcome([(1.0, 2.0), (9.0, 3.0), (4.0, 4.0)]).spread()
     assert spread == {
         "time_ms": 4.0, "base_time_ms": 3.0, "ratio": 1.0, "ratio_p20": 0.5, "ratio_p80": 3.0, "pairs": 3

@@ -17,6 +17,7 @@ from reference import Case, assert_as_exact_as_eager, error, make_case, ours, tr
 from thunder_flce import NotFusedWarning, Options, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
 
+ON_EVERY_BACKEND = True
 IN_BACKWARD = ("save_logits", "recompute_logits")
 TILE = 128
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from thunder_flce import Options
+from thunder_flce.bench.predictions import WAYS
 from thunder_flce.bench.shapes import SHAPES, Shape
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits
 from thunder_flce.operation.loss import Loss
@@ -18,7 +19,7 @@ from thunder_flce.planning.choose import make_plan
 from thunder_flce.planning.cost import DeviceRates, predicted_seconds, seconds
 from thunder_flce.planning.program import program
 
-MEASURED = Path(__file__).parent.parent / "traces" / "h200" / "regions.jsonl"
+H200_FOLDER = Path(__file__).parent.parent / "traces" / "h200"
 H200 = "NVIDIA H200"
 OPTIONS = {
     "flce": Options(),
@@ -50,7 +51,7 @@ S1 = problem_of(SHAPES["S1"])
 
 
 def _measurements() -> Iterator:
-    records = map(json.loads, MEASURED.read_text(encoding="utf-8").splitlines())
+    records = map(json.loads, (H200_FOLDER / "regions.jsonl").read_text(encoding="utf-8").splitlines())
     for record in records:
         shape = SHAPES[record["shape"].split()[0]]
         # How many rows are ignored is not known when a plan is made.
@@ -68,14 +69,30 @@ def test_predictions_are_near_the_measurements(shape, record):
     assert predicted_ms == pytest.approx(record["time_ms"], rel=0.08 if waits_for_host else 0.04)
 
 
+def _measured_memory() -> Iterator:
+    for record in map(json.loads, (H200_FOLDER / "predictions.jsonl").read_text(encoding="utf-8").splitlines()):
+        yield pytest.param(record, id=f"{record['name']} {record['method']}")
+
+
+@pytest.mark.parametrize("record", list(_measured_memory()))
+def test_predicted_memory_is_near_the_measured(record):
+    shape, way = SHAPES[record["name"]], WAYS[record["method"]]
+    problem = problem_of(shape, loss=Loss(reduction=way.reduction))
+    if not way.needs_grad:
+        frozen = tuple(replace(term, input_grad=False, weight_grad=False) for term in problem.terms)
+        problem = replace(problem, terms=frozen, bias_grad=False)
+    peak = program(problem, make_plan(problem, way.options_for(shape))).peak_bytes
+    assert peak / 1e9 == pytest.approx(record["memory_gb"], rel=0.05)
+
+
 @pytest.mark.parametrize(
-    ("changes", "device"),
+    ("changes", "device_name"),
     [({}, None), ({}, "another device"), ({"device_type": "cpu"}, H200), ({"dtype": torch.float32}, H200)],
     ids=str,
 )
-def test_unknown_devices_have_no_prediction(changes, device):
+def test_unknown_devices_have_no_prediction(changes, device_name):
     problem = replace(S1, **changes)
-    assert predicted_seconds(problem, make_plan(problem, Options()), device) is None
+    assert predicted_seconds(problem, make_plan(problem, Options()), device_name) is None
 
 
 @pytest.mark.parametrize("options", [Options(ignored_rows="skip_on_device"), Options(row_kernels="torch")], ids=str)

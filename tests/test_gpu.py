@@ -1,6 +1,6 @@
 """What only a GPU can show: memory, CUDA graphs, and that a factor of 1 costs nothing."""
 
-import dataclasses
+import copy
 import gc
 from collections import defaultdict
 from dataclasses import replace
@@ -15,6 +15,7 @@ from test_thunder import Head, V, shifted_loss
 from thunder_flce import Options, functional, linear_cross_entropy
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.execution.matmul import matmul
+from thunder_flce.execution.row_kernels.dispatch import BACKENDS, is_installed
 from thunder_flce.functional import problem_of
 from thunder_flce.options import IGNORED_ROWS, STRATEGIES
 from thunder_flce.planning.choose import temporary_bytes
@@ -141,7 +142,8 @@ def test_peak_memory_through_thunder():
 @pytest.mark.parametrize(
     ("rows", "dtype"), [*((rows, torch.float32) for rows in IGNORED_ROWS), ("skip_on_device", torch.bfloat16)]
 )
-def test_cuda_graph(rows, dtype, strategy, reduction):
+@pytest.mark.parametrize("ranks", [(), (8,)], ids=["", "adapter beside a frozen head"])
+def test_cuda_graph(ranks, rows, dtype, strategy, reduction):
     """Captured once, replayed with other values and other ignored rows."""
     if strategy == "gradients_in_forward" and reduction == "none":
         pytest.skip("no such strategy")
@@ -151,11 +153,10 @@ def test_cuda_graph(rows, dtype, strategy, reduction):
         chunk_rows=None if strategy == "save_logits" else 100,
         accumulate="float32",
     )
-    cases = [
-        make_case(tokens=300, hidden=64, vocab=1009, dtype=dtype, device="cuda", bias=True, ignored=i)
-        for i in (0.1, 0.8)
-    ]
-    held = cases[0]
+    sizes = {"tokens": 300, "hidden": 64, "vocab": 1009, "ranks": ranks}
+    cases = [make_case(**sizes, dtype=dtype, device="cuda", bias=True, ignored=i) for i in (0.1, 0.8)]
+    held = copy.deepcopy(cases[0])
+    held.weight.requires_grad_(not ranks)
     grad = torch.tensor(0.5, device="cuda").expand(300 if reduction == "none" else ()).contiguous()
 
     def step():
@@ -170,10 +171,7 @@ def test_cuda_graph(rows, dtype, strategy, reduction):
     with torch.cuda.graph(graph):
         captured = step()
     for case in (cases[1], cases[0]):
-        case = dataclasses.replace(
-            case, x=case.x.detach().clone().requires_grad_(), target=case.target.clone(),
-            weight=case.weight.detach().clone().requires_grad_(), bias=case.bias.detach().clone().requires_grad_(),
-        )  # fmt: skip
+        case.weight.requires_grad_(not ranks)
         with torch.no_grad():
             for target, source in zip((*held.operands(), held.target), (*case.operands(), case.target), strict=True):
                 target.copy_(source)
@@ -182,6 +180,51 @@ def test_cuda_graph(rows, dtype, strategy, reduction):
         assert error(captured.loss, exact.loss) < (1e-5 if dtype == torch.float32 else 1e-3)
         for got, right in zip(captured.gradients, exact.gradients, strict=True):
             assert error(got, right) < (1e-5 if dtype == torch.float32 else 5e-3)
+
+
+@pytest.mark.parametrize("rows", ["skip_on_device", "compute"])
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if is_installed(name)])
+def test_cuda_graph_of_each_backend(backend, rows):
+    """All of its kernels: sums over rows, moments, target entries."""
+    options = Options(strategy="save_logits", ignored_rows=rows, row_kernels=backend)
+    settings = {"label_smoothing": 0.1, "z_loss": 0.1, "outputs": ("mean_logit", "log_sum_sq_probs")}
+    case = make_case(tokens=300, hidden=64, vocab=1009, dtype=torch.bfloat16, device="cuda", bias=True)
+
+    def step():
+        return ours(case, options=options, **settings)
+
+    for _ in range(2):
+        expected = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    results = [captured.loss, *captured.outputs, *captured.gradients]
+    with torch.no_grad():
+        for tensor in results:
+            tensor.fill_(float("nan"))
+    graph.replay()
+    for got, right in zip(results, [expected.loss, *expected.outputs, *expected.gradients], strict=True):
+        torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("backend", [None, *(name for name in BACKENDS if is_installed(name))])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rows", IGNORED_ROWS)
+@pytest.mark.parametrize("vocab", [64000, 64003])
+def test_an_adapter_beside_a_frozen_head(vocab, rows, strategy, backend):
+    """No dW, nothing as large as W beside it, and errors no larger than PyTorch's."""
+    case = make_case(
+        tokens=512, hidden=4096, vocab=vocab, dtype=torch.bfloat16, device="cuda", bias=True, ignored=0.2, ranks=(16,)
+    )
+    case.weight.requires_grad_(False)
+    options = Options(strategy=strategy, ignored_rows=rows, row_kernels=backend or "auto")
+    assert_as_exact_as_eager(case, options=options)
+    assert _peak_bytes(lambda: ours(case, options=options)) < case.weight.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

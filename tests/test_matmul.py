@@ -317,4 +317,4 @@ def test_narrow_terms_take_little_more_than_reading_the_logits(vocab, kind, rank
         run()
         return min(tuning._seconds(run, 5) for _ in range(3))
 
-    assert seconds(run) <= 2 * seconds(lambda: logits.add_(1)) + 3e-5
+    assert seconds(run) <= 3 * seconds(lambda: logits.add_(1)) + 3e-5

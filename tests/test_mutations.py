@@ -25,7 +25,7 @@ def test_every_kind_where_there_are_formulas():
         "execution/row_kernels/triton_rows.py",
     ]
     with_formulas += [
-        "execution/engine.py",
+        "execution/row_loss.py",
         "execution/matmul/matmul.py",
         "execution/matmul/tuning.py",
         "execution/row_selection.py",

@@ -21,6 +21,7 @@ from thunder_flce.functional import plan_for
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import IGNORED_ROWS, STRATEGIES
 
+ON_EVERY_BACKEND = True
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 REDUCTIONS = ["mean", "sum", "none"]
 

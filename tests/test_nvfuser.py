@@ -56,6 +56,18 @@ def test_the_gradient_has_no_broadcast():
     assert "broadcast" not in str(fusion)
 
 
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
+def test_no_fusion_sums_float32_rows_and_writes_over_them(dtype, fused):
+    """On a GPU, gradients of few such rows came out wrong."""
+    layouts = (VocabLayout.aligned(1003),)
+    work = RowWork(method="gradient", layouts=layouts, dtype=dtype, out_dtype=dtype, column_sums=True)
+    definitions = nvfuser_rows.definitions(work, LogitMap())
+    assert list(definitions) == (["gradient_with_column_sums"] if fused else ["column_sums", "gradient"])
+    texts = [str(definition) for definition in definitions.values()]
+    assert [text.count("add_output") for text in texts] == ([2] if fused else [1, 1])
+    assert [text.count("ops.sum") for text in texts] == ([1] if fused else [1, 0])
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("ignore_index", [-100, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -200,6 +200,54 @@ def test_a_single_chunk_has_nothing_to_sum():
     assert plan.chunk_rows == 2048 and not plan.float32_rows and not plan.float32_accumulator
 
 
+# Memory.
+
+
+def test_what_each_strategy_takes_beside_the_gradients():
+    """At S1, 8192 × 128256 × 4096 in 16 bits, where no rows are copied."""
+    tokens, vocab, hidden = S1.tokens, S1.vocab, S1.hidden
+
+    def logits(rows: int) -> int:
+        return 2 * rows * vocab
+
+    def taken(plan: type[Plan], **fields) -> int:
+        return temporary_bytes(S1, plan(ignored_rows="compute", **fields))
+
+    of_chunks = GradientsInForward
+    assert taken(of_chunks, chunk_rows=2048) == logits(2048)
+    assert taken(of_chunks, chunk_rows=2048, float32_rows=192) == logits(2048) + 4 * 192 * hidden
+    # The accumulator and the rounded dW are there at once, but no logits.
+    assert taken(of_chunks, chunk_rows=2048, float32_accumulator=True) == 4 * vocab * hidden
+    assert taken(of_chunks, chunk_rows=6144, float32_accumulator=True) == logits(6144) + 2 * vocab * hidden
+    # As much as any other chunk: the first blocks of 4096 tokens are where dW will be.
+    assert taken(of_chunks, chunk_rows=512, staged=(4096, 8)) == logits(512)
+    assert taken(SaveLogits) == logits(tokens)
+    # A block of all rows, and dX in float32 before there is one in 16 bits.
+    block = 2 * tokens * 16384
+    sum_bytes = (4 - 2) * tokens * hidden
+    assert taken(RecomputeLogits, chunk_rows=2048, block_columns=16384) == block + sum_bytes
+    # dW of a block is a sum of two, in float32.
+    saved, half = logits(4096), tokens // 2
+    sums = 4 * half * hidden + 4 * 16384 * hidden
+    some = taken(SaveSomeLogits, saved_rows=half, chunk_rows=2048, block_columns=16384)
+    assert some == saved + block // 2 + sums
+    # In a forward, chunks that are not saved share memory: without dW, that is the peak.
+    without_dw = problem(weight_grad=False)
+    plan = SaveSomeLogits(saved_rows=4096, chunk_rows=1024, block_columns=1024, ignored_rows="compute")
+    assert program(without_dw, plan).peak_bytes == saved + logits(1024)
+
+
+def test_a_frozen_head_takes_nothing_of_its_size():
+    """Neither memory nor a gradient: what is left are a chunk's logits, and dB of the adapter."""
+    head = TermShape(hidden=4096, input_grad=True, weight_grad=False)
+    adapter = TermShape(hidden=16, input_grad=True, weight_grad=True)
+    region = problem(terms=(head, adapter))
+    found = program(region, GradientsInForward(chunk_rows=2048, ignored_rows="compute"))
+    gradients = 2 * (8192 * (4096 + 16) + 128256 * 16)
+    assert found.peak_bytes == gradients + 2 * 2048 * 128256
+    assert not any("dW " in str(step) or "dW[" in str(step) for stage in found.stages for step in stage.steps)
+
+
 # Ignored rows.
 
 
@@ -251,6 +299,9 @@ def test_rows_skipped_on_the_device_are_copied_in_any_case(changes, options, cop
         # With dX, its sum needs room, too.
         ({"hidden": 8192}, Options(chunk_rows=960, ignored_rows="compute"), (7296, 8)),
         ({"hidden": 8192, "input_grad": False}, Options(chunk_rows=960, ignored_rows="compute"), (8192, 9)),
+        # But then a copy of the first rows of x needs memory of its own.
+        ({"tokens": 4096, "vocab": 32000, "input_grad": False}, Options(chunk_rows=512), (1536, 5)),
+        ({"tokens": 4096, "vocab": 32000}, Options(chunk_rows=512), (2048, 4)),
         # Summed in float32, dW has room for twice as many.
         ({"tokens": 16384}, Options(chunk_rows=512), (7168, 15)),
         # Not the most tokens that there is room for, which would be 2560, in 15 blocks.
@@ -269,12 +320,12 @@ def test_where_the_first_tokens_are_staged(changes, options, staged):
     assert make_plan(problem(**changes), options).staged == staged
 
 
-@pytest.mark.parametrize("options", [Options(chunk_rows=rows) for rows in (256, 512, 768, 1000)], ids=str)
+@pytest.mark.parametrize("options", [Options(chunk_rows=rows) for rows in (256, 512, 1000)], ids=str)
 @pytest.mark.parametrize("ignored_rows", IGNORED_ROWS)
 def test_staged_logits_take_no_more_memory_than_chunks(options, ignored_rows, monkeypatch):
     """But for the copy of rows of x that are not ignored, where dX has no room for it and chunks follow."""
     options = replace(options, ignored_rows=ignored_rows)
-    sizes = itertools.product((2048, 4095, 8192), (32000, 128256, 128257), (512, 4096, 8192))
+    sizes = itertools.product((2048, 8191), (32000, 128257), (512, 4096, 8192))
     problems = [problem(tokens=tokens, vocab=vocab, hidden=hidden) for tokens, vocab, hidden in sizes]
     plans = [make_plan(region, options) for region in problems]
     monkeypatch.setattr(choose, "_with_staged_logits", lambda problem, plan: plan)
@@ -297,7 +348,7 @@ def test_staged_logits_take_no_more_memory_than_chunks(options, ignored_rows, mo
         # dX, in float32, before the first of them.
         assert 4 * blocks.rows * region.hidden <= 2 * blocks.free_elements
         assert first == region.tokens or first > plan.chunk_rows
-    assert count > 3
+    assert count > 1
 
 
 @pytest.mark.parametrize(("input_grad", "first", "copies"), [(True, 4096, 0), (True, 4224, 1), (False, 4096, 1)])

@@ -89,6 +89,10 @@ def test_row_work_runs_in_the_library_asked_for(loss, row_kernels):
     work = [step for stage in program(region, plan).stages for step in stage.steps if step.is_row_work]
     assert work and {step.runs_in for step in work} == {BACKENDS[row_kernels].library}
     assert all(bool(step.fusions) == (row_kernels == "nvfuser") for step in work)
+    if loss == Loss():
+        gradient = next(step for step in program(region, plan).forward[1].steps if step.result == "dlogits")
+        # Triton's kernel makes statistics and gradient together; elsewhere one call is several kernels.
+        assert gradient.note == ("in place, same kernel" if row_kernels == "triton" else "in place")
     lines = stage_lines(program(region, plan).stages)
     assert any(re.search("  nvFuser: statistics", line) for line in lines) == (row_kernels == "nvfuser")
 
@@ -278,6 +282,10 @@ def _loss(hidden, weight, labels):
     return F.cross_entropy(F.linear(hidden, weight), labels)
 
 
+def _capped_loss(hidden, weight, labels):
+    return F.cross_entropy(5 * torch.tanh(F.linear(hidden, weight) / 5), labels)
+
+
 def _comments(trace: str, symbol: str) -> list[str]:
     """The comments beneath a region's line, without their mark."""
     lines = trace.splitlines()
@@ -286,29 +294,46 @@ def _comments(trace: str, symbol: str) -> list[str]:
     return [line.lstrip().removeprefix("# ") for line in comments]
 
 
+def _given(comment: str) -> list[str]:
+    """The names in "x = hidden, W = weight" or in "loss = t2: f32[], row_max = t3: f32[40]"."""
+    return [part.split(" = ")[0] for part in re.split(r", (?=\w+ = )", comment)]
+
+
+@pytest.mark.parametrize("loss", [_loss, _capped_loss], ids=["", "softcap"])
 @pytest.mark.parametrize(
     "options",
     [Options(chunk_rows=15), Options(strategy="recompute_logits", chunk_rows=15), Options(strategy="save_logits")],
     ids=lambda options: options.strategy or "default",
 )
-def test_a_trace_prints_the_program_beneath_the_region(options):
-    jitted = thunder_flce.jit(_loss, options=options)
-    jitted(torch.randn(T, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(0, V, (T,)))
-    head = TermShape(hidden=H, input_grad=True, weight_grad=True)
-    region = Problem(
-        tokens=T, terms=(head,), vocab=V, weight_rows=V, dtype=torch.float32, device_type="cpu", loss=Loss()
-    )
-    found = program(region, make_plan(region, options))
+def test_traces_print_all_there_is_to_know(options, loss):
+    """The text beneath a region gives the loss and, from what it says it takes, the gradients."""
+    jitted = thunder_flce.jit(loss, options=options)
+    x, weight = torch.randn(T, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    target = torch.randint(0, V, (T,))
+    target[::5] = -100
+    jitted(x, weight, target)
+    right = loss(*(tensor.detach().double().requires_grad_() for tensor in (x, weight)), target)
+    operands = {"x": x.detach().double(), "W": weight.detach().double(), "y": target[:, None]}
 
-    comments = _comments(thunder.last_traces(jitted)[-1].python(), "linear_cross_entropy_fwd")
-    assert comments[0] == "x = hidden, W = weight, y = labels"
-    saved = {"gradients_in_forward": ("dX", "dW"), "save_logits": ("logits",), "recompute_logits": ()}
-    names = ("loss", "row_max", "row_log_sum", "valid_count", *saved[make_plan(region, options).strategy])
-    assert [part.split(" = ")[0] for part in re.split(r", (?=\w+ = )", comments[1])] == list(names)
-    assert comments[2:] == stage_lines(found.forward)
-    if options.strategy is not None:
-        comments = _comments(thunder.last_backward_traces(jitted)[-1].python(), "linear_cross_entropy_bwd")
-        assert comments[2:] == stage_lines(found.backward)
+    takes, gives, *lines = _comments(thunder.last_traces(jitted)[-1].python(), "linear_cross_entropy_fwd")
+    assert takes == "x = hidden, W = weight, y = labels"
+    saved = {None: ["dX", "dW"], "save_logits": ["logits" if loss is _loss else "z"], "recompute_logits": []}
+    assert _given(gives) == ["loss", "row_max", "row_log_sum", "valid_count", *saved[options.strategy]]
+    assert "  for each chunk" not in lines and lines[2:] and all("nvFuser" not in line for line in lines)
+    names = dict(operands)
+    evaluate(lines, names, V)
+    torch.testing.assert_close(names["loss"], right)
+    if options.strategy is None:
+        return
+    kept = {name: names[name] for name in _given(gives)}
+    takes, gives, *lines = _comments(thunder.last_backward_traces(jitted)[-1].python(), "linear_cross_entropy_bwd")
+    assert _given(gives) == ["dX", "dW"]
+    known = {**kept, **operands, "grad": torch.tensor(1.0)}
+    names = {name: known[name] for name in _given(takes)}
+    evaluate(lines, names, V)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    for name, gradient in zip(("dX", "dW"), torch.autograd.grad(loss(*exact, target), exact), strict=True):
+        torch.testing.assert_close(names[name], gradient)
 
 
 def test_what_only_the_backward_computes_again_is_for_some_tokens():

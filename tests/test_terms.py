@@ -28,6 +28,7 @@ from thunder_flce.execution.matmul import matmul
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits, SaveSomeLogits
 from thunder_flce.options import IGNORED_ROWS, STRATEGIES
 
+ON_EVERY_BACKEND = True
 RANKS = {"adapter": (4,), "wider than the head": (40,), "three more": (4, 1, 30)}
 PLANS: dict[str, Plan] = {
     "one chunk": GradientsInForward(chunk_rows=64),
@@ -344,3 +345,18 @@ def test_matmuls_know_how_many_rows_are_valid(strategy, monkeypatch):
         "dX": operations,
         "dW": operations,
     }
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_the_smallest_term_is_written_first(bias, monkeypatch):
+    """With the bias; the others, the head last, add to it: each reads and writes the logits once more."""
+    calls = []
+
+    def spy(out, x, weight, *, bias, accumulate, **settings):
+        calls.append((x.shape[1], bias is not None, accumulate))
+        run(out, x, weight, bias=bias, accumulate=accumulate, **settings)
+
+    run = matmul.logits_
+    monkeypatch.setattr(matmul, "logits_", spy)
+    ours(make_case(hidden=24, bias=bias, ranks=(9, 4)))
+    assert calls == [(4, bias, False), (9, False, True), (24, False, True)]

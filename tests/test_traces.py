@@ -107,7 +107,7 @@ def _assert_statistics_saved(forward, backward, name) -> None:
     assert [(tuple(t.shape), t.dtype) for t in statistics] == [
         ((SIZES.tokens,), dtypes.float32),
         ((SIZES.tokens,), dtypes.float32),
-        ((), dtypes.int64 if name == "linear_cross_entropy" else dtypes.float32),
+        ((), dtypes.int64),
     ]
     names = [tensor.name for tensor in statistics]
     assert set(names) <= {tensor.name for tensor in saved_for_backward(forward)}
@@ -276,7 +276,7 @@ def test_cuda_standalone_is_fused_by_nvfuser(cuda_traces):
 
     # The outputs are the loss and the statistics; those are saved and read by the backward's fusion.
     statistics = outputs[1:]
-    assert [types[name] for name in statistics] == [f"f32[{CUDA_SIZES.tokens}]"] * 2 + ["f32[]"]
+    assert [types[name] for name in statistics] == [f"f32[{CUDA_SIZES.tokens}]"] * 2 + ["i64[]"]
     outputs, inputs, lines = _fusion_around("cross_entropy_bwd", backward)
     assert set(statistics) <= set(inputs)
     assert logits in [types[name] for name in inputs]

@@ -98,8 +98,8 @@ def _row(logits: TensorProxy, column: TensorProxy, weight: TensorProxy | None, l
             )
             moments[name] = ltorch.sum(term, 1)
     target_logit = ltorch.gather(logits, 1, ltorch.unsqueeze(column, 1))
-    vectors = (ltorch.squeeze(vector, 1) for vector in (row_max, log_sum, target_logit))
-    return Row(*vectors, moments, argmax)
+    row_max, log_sum, target_logit = (ltorch.squeeze(vector, 1) for vector in (row_max, log_sum, target_logit))
+    return Row(row_max, log_sum, target_logit, moments, argmax)
 
 
 @contextmanager

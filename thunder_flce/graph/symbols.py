@@ -46,45 +46,21 @@ def linear_cross_entropy(
     linear_bias: TensorProxy | None = None,
     terms: Sequence[tuple[TensorProxy, TensorProxy]] = (),
     weight: TensorProxy | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    softcap: float | None = None,
-    logit_scale: float = 1.0,
-    z_loss: float = 0.0,
-    vocab_size: int | None = None,
     num_items: TensorProxy | float | None = None,
-    outputs: tuple[str, ...] = (),
     options: None = None,
     dtype: dtypes.dtype | None = None,
     needs_grad: tuple[str, ...] | None = None,
     plan: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> TensorProxy | tuple[TensorProxy, ...]:
     """`functional.linear_cross_entropy` in a trace. What it calls is what runs where the executor is not used.
 
-    `FuseLinearCrossEntropy` sets the last three: the loss's dtype (None: as in `functional.linear_cross_entropy`), the
-    names of the tensors that need a gradient, and the fields of a `Plan`.
+    `settings` are the fields of a `Loss`. `FuseLinearCrossEntropy` sets the loss's dtype (None: as in
+    `functional.linear_cross_entropy`), the names of the tensors that need a gradient, and the fields of a `Plan`.
     """
-    loss = Loss(
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        z_loss=z_loss,
-        vocab_size=vocab_size,
-        outputs=outputs,
-    )
-    check_linear_cross_entropy(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        terms=terms,
-        weight=weight,
-        num_items=num_items,
-        loss=loss,
-    )
+    loss = Loss(**settings)
+    tensors = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
+    check_linear_cross_entropy(input, linear_weight, target, **tensors, loss=loss)
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
     linears = ((input, linear_weight), *terms)
@@ -95,18 +71,10 @@ def linear_cross_entropy(
     value, *others = decomposition.loss_and_outputs(logits, flat_target, weight, num_items, loss)
     if dtype is not None and dtype != value.dtype:
         value = ltorch.to(value, dtype)
-    results = [ltorch.reshape(value, target.shape) if reduction == "none" else value]
+    results = [ltorch.reshape(value, target.shape) if loss.reduction == "none" else value]
     # Reshaped in any case: thunder differentiates nothing of an operation that returns what was computed without grad.
     results += [ltorch.reshape(other, target.shape if other.ndim else ()) for other in others]
-    return tuple(results) if outputs else results[0]
-
-
-def _rows_like(tensor: TensorProxy, shape: tuple[int, ...]) -> TensorProxy:
-    return TensorProxy(shape=shape, device=tensor.device, dtype=loss_dtype(tensor), requires_grad=False)
-
-
-def _statistics_like(tensor: TensorProxy, rows: int) -> tuple[TensorProxy, TensorProxy]:
-    return _rows_like(tensor, (rows,)), _rows_like(tensor, (rows,))
+    return tuple(results) if loss.outputs else results[0]
 
 
 # The arguments after the tensors are the fields of a `Loss` and of a `Plan`, spelled out, since a trace prints and
@@ -119,38 +87,29 @@ def _linear_cross_entropy_fwd_meta(
     target: TensorProxy,
     linear_bias: TensorProxy | None,
     *,
-    terms: Sequence[tuple[TensorProxy, TensorProxy]] = (),
     needs_grad: tuple[str, ...],
     **settings: Any,
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `_linear_cross_entropy_fwd_impl`; a trace prints optional arguments only where they are not declared."""
     loss, plan = loss_of(settings), Plan.of(settings)
-    dtype = settings.get("dtype")
-    tokens = target.numel
-    shape = tuple(target.shape) if loss.reduction == "none" else ()
-    value = TensorProxy(shape=shape, device=input.device, dtype=dtype or loss_dtype(input), requires_grad=False)
-    valid_count = TensorProxy(shape=(), device=input.device, dtype=dtypes.int64, requires_grad=False)
-    outputs = [value, *(_output_like(name, input, target) for name in loss.outputs)]
-    outputs += [*_statistics_like(input, tokens), valid_count]
+    row_dtype, tokens = loss_dtype(input), target.numel
+
+    def new(shape: Sequence[int], dtype: dtypes.dtype = row_dtype) -> TensorProxy:
+        return TensorProxy(shape=tuple(shape), device=input.device, dtype=dtype, requires_grad=False)
+
+    results = [new(target.shape if loss.reduction == "none" else (), settings.get("dtype") or row_dtype)]
+    for output in map(OUTPUTS.__getitem__, loss.outputs):
+        results.append(new(() if output.is_mean else target.shape, dtypes.int64 if output.is_index else row_dtype))
+    results += [new((tokens,)), new((tokens,)), new((), dtypes.int64)]
     if isinstance(plan, GradientsInForward):
-        tensors = named_operands(input, linear_weight, linear_bias, terms)
-        outputs += [TensorProxy(like=tensors[name], requires_grad=False) for name in needs_grad]
+        tensors = named_operands(input, linear_weight, linear_bias, settings.get("terms", ()))
+        results += [TensorProxy(like=tensors[name], requires_grad=False) for name in needs_grad]
     elif isinstance(plan, SaveLogits | SaveSomeLogits):
-        torch_dtype = torch.float32 if plan.float32_logits else dtypes.to_torch_dtype(input.dtype)
-        layout = layout_for(loss.vocab_size or linear_weight.shape[0], dtype=torch_dtype, device_type=input.device.type)
-        logits_dtype = dtypes.to_dtype(torch_dtype)
+        dtype = torch.float32 if plan.float32_logits else dtypes.to_torch_dtype(input.dtype)
+        layout = layout_for(loss.vocab_size or linear_weight.shape[0], dtype=dtype, device_type=input.device.type)
         rows = min(plan.saved_rows, tokens) if isinstance(plan, SaveSomeLogits) else tokens
-        shape = (rows, layout.row_stride)
-        outputs.append(TensorProxy(shape=shape, device=input.device, dtype=logits_dtype, requires_grad=False))
-    return tuple(outputs)
-
-
-def _output_like(name: str, input: TensorProxy, target: TensorProxy) -> TensorProxy:
-    """One of the loss's further outputs."""
-    output = OUTPUTS[name]
-    shape = () if output.is_mean else tuple(target.shape)
-    dtype = dtypes.int64 if output.is_index else loss_dtype(input)
-    return TensorProxy(shape=shape, device=input.device, dtype=dtype, requires_grad=False)
+        results.append(new((rows, layout.row_stride), dtypes.to_dtype(dtype)))
+    return tuple(results)
 
 
 def _operands(
@@ -229,17 +188,12 @@ def _linear_cross_entropy_bwd_meta(
     linear_weight: TensorProxy,
     target: TensorProxy,
     linear_bias: TensorProxy | None,
-    row_max: TensorProxy,
-    row_log_sum: TensorProxy,
-    valid_count: TensorProxy,
-    logits: TensorProxy | None,
-    *,
-    terms: Sequence[tuple[TensorProxy, TensorProxy]] = (),
+    *statistics_and_logits: TensorProxy | None,
     needs_grad: tuple[str, ...],
     **settings: Any,
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `_linear_cross_entropy_bwd_impl`."""
-    tensors = named_operands(input, linear_weight, linear_bias, terms)
+    tensors = named_operands(input, linear_weight, linear_bias, settings.get("terms", ()))
     return tuple(TensorProxy(like=tensors[name], requires_grad=False) for name in needs_grad)
 
 

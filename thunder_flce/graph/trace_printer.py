@@ -11,7 +11,7 @@ thunder prints the contents of a fusion in this way, from its subsymbols. A regi
 so its symbols print their comments themselves, at every print depth.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from thunder.core import dtypes
@@ -23,12 +23,12 @@ from thunder_flce.execution import engine
 from thunder_flce.execution.plan import GradientsInForward, Plan, SaveLogits
 from thunder_flce.execution.record import Stage, Step, Tape, Value
 from thunder_flce.graph.thunder_private import default_python_printer
-from thunder_flce.graph.trace_arguments import region_problem
-from thunder_flce.planning.program import Program, program, term_names
+from thunder_flce.graph.trace_arguments import loss_of, region_problem
+from thunder_flce.operation.loss import LogitMap
+from thunder_flce.planning.program import program, term_names
 
-_OPERANDS = ("input", "linear_weight", "target", "linear_bias")
 STATISTICS = ("row_max", "row_log_sum", "valid_count")
-# The engine's names of what the symbols call by PyTorch's.
+# The engine's names of what the symbols call by PyTorch's, in the order of the symbols' arguments.
 _LETTERS = {
     "input": "x",
     "linear_weight": "W",
@@ -37,6 +37,10 @@ _LETTERS = {
     "weight": "w",
     "num_items": "num_items",
 }
+# What the backward takes beside them: what the forward has saved, in the order of its arguments, and by name the
+# gradients of outputs.
+_SAVED = (*STATISTICS, "logits")
+_BACKWARD = ("grad", "log_prob_grad", "entropy_grad", "row_max", "row_log_sum", "entropy", "logits")
 
 
 def _gradient_name(operand: str) -> str:
@@ -54,23 +58,29 @@ def output_names(settings: Mapping[str, Any]) -> list[str]:
     if settings["strategy"] == GradientsInForward.strategy:
         names += map(_gradient_name, settings["needs_grad"])
     elif settings["strategy"] == SaveLogits.strategy:
-        names.append("logits")
+        names.append(_logits_name(settings))
     return names
+
+
+def _logits_name(settings: Mapping[str, Any]) -> str:
+    """What the linears give, as steps name it."""
+    return "logits" if loss_of(settings).logit_map == LogitMap() else "z"
 
 
 def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `linear_cross_entropy_fwd`."""
     yield default_python_printer(bsym, *printables)
-    region = {**dict(zip(_OPERANDS, bsym.args, strict=True)), **bsym.kwargs}
-    yield from _region_comments(bsym, region, output_names(bsym.kwargs), lambda found: found.forward)
+    tensors = dict(zip(_LETTERS, bsym.args, strict=False))
+    yield from _region_comments(bsym, tensors, output_names(bsym.kwargs), "forward")
 
 
 def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `linear_cross_entropy_bwd`."""
     yield default_python_printer(bsym, *printables)
-    region = {**dict(zip(("grad", *_OPERANDS), bsym.args[:5], strict=True)), **bsym.kwargs}
-    gradients = [_gradient_name(name) for name in region["needs_grad"]]
-    yield from _region_comments(bsym, region, gradients, lambda found: found.backward)
+    grad, *tensors = bsym.args
+    operands, saved = zip(_LETTERS, tensors[:4], strict=False), zip(_SAVED, tensors[4:], strict=True)
+    gradients = map(_gradient_name, bsym.kwargs["needs_grad"])
+    yield from _region_comments(bsym, {**dict(operands), "grad": grad, **dict(saved)}, gradients, "backward")
 
 
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
@@ -114,19 +124,20 @@ def type_of(proxy: TensorProxy) -> str:
 
 
 def _region_comments(
-    bsym: BoundSymbol,
-    region: Mapping[str, Any],
-    outputs: Sequence[str],
-    stages: Callable[[Program], Sequence[Stage]],
+    bsym: BoundSymbol, tensors: Mapping[str, Any], outputs: Iterable[str], direction: str
 ) -> Iterator[str]:
+    region = {**tensors, **bsym.kwargs}
     given = {letter: region[name] for name, letter in _LETTERS.items() if region.get(name) is not None}
     for number, term in enumerate(region.get("terms", ()), start=1):
         given |= zip(term_names(number), term, strict=True)
+    letters = {name: name for name in _BACKWARD} | {"logits": _logits_name(region)}
+    given |= {letters[name]: region[name] for name in _BACKWARD if region.get(name) is not None}
     operands = [f"{letter} = {getattr(value, 'name', value)}" for letter, value in given.items()]
     named = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in zip(outputs, bsym.output, strict=True)]
     plan = Plan.of(region)
     problem = region_problem(region, region["needs_grad"], float32_logits=plan.float32_logits)
-    yield from _commented([", ".join(operands), ", ".join(named), *stage_lines(stages(program(problem, plan)))])
+    stages = program(problem, plan).directions.get(direction, ())
+    yield from _commented([", ".join(operands), ", ".join(named), *stage_lines(stages)])
 
 
 def _commented(lines: Sequence[str]) -> Iterator[str]:

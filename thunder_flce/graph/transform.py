@@ -118,12 +118,20 @@ class FuseLinearCrossEntropy(Transform):
         live_trace = dce(computation_trace)
         live_trace, index, found = _search(live_trace)
         _keep_forwards_out_of_backward(live_trace)
-        not_fused = [_decision(loss) for loss in found if isinstance(loss, NotFusedLoss)]
-        compilation.decisions.extend(not_fused)
-        self._report([decision for decision in not_fused if decision.reason is not Reason.NO_LINEAR])
+        for loss in found:
+            if isinstance(loss, NotFusedLoss):
+                decision = Decision(_source(loss.cross_entropy), reason=loss.reason, detail=loss.detail)
+                compilation.decisions.append(decision)
+        self._report([decision for decision in compilation.decisions if decision.reason is not Reason.NO_LINEAR])
         matches = [match for match in found if isinstance(match, Match)]
         if matches or any(_is_region(bsym) for bsym in live_trace.bound_symbols):
-            rewrite = _Rewrite(live_trace, matches, index.need_grad, self.options, compilation)
+            rewrite = _Rewrite(
+                live_trace,
+                matches,
+                need_grad=index.need_grad,
+                options=self.options,
+                decisions=compilation.decisions,
+            )
             # The trace has its casts already; the region's symbol would be cast by them once more.
             with disable_autocast():
                 computation_trace, _ = rewrite()
@@ -155,19 +163,16 @@ def _search(trace: TraceCtx) -> tuple[TraceCtx, TraceIndex, list[Match | NotFuse
 
 
 class _Rewrite(TraceSubstitutionProcessor):
+    """Puts regions in place of matches, and gives those that are there a plan."""
+
     def __init__(
-        self,
-        trace: TraceCtx,
-        matches: list[Match],
-        need_grad: set[str],
-        options: Options,
-        compilation: Compilation,
+        self, trace: TraceCtx, matches: list[Match], *, need_grad: set[str], options: Options, decisions: list[Decision]
     ):
         super().__init__(trace)
         self._matches = {id(match.cross_entropy): match for match in matches}
         self._need_grad = need_grad
         self._options = options
-        self._compilation = compilation
+        self._decisions = decisions
         self._argmaxes = {id(argmax.bsym) for match in matches for argmax in match.argmaxes}
         self._waits_for: dict[int, set[int]] = {}
         """For each operation that has to move after losses: these losses."""
@@ -235,13 +240,15 @@ class _Rewrite(TraceSubstitutionProcessor):
         )
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
-        def need_grad(term: Term) -> tuple[bool, bool]:
-            carries_grad = path.carries_grad and term.carries_grad
-            input, weight = (tensor.name in self._need_grad for tensor in (term.input, term.weight))
-            return carries_grad and input, carries_grad and weight
+        def need_grad(tensor: TensorProxy | None, carries_grad: bool) -> bool | None:
+            return None if tensor is None else carries_grad and tensor.name in self._need_grad
 
-        (input, weight), *terms = map(need_grad, _head_first(path))
-        bias = None if path.bias is None else path.bias_carries_grad and path.bias.name in self._need_grad
+        (input, weight), *terms = (
+            (need_grad(term.input, carries_grad), need_grad(term.weight, carries_grad))
+            for term in _head_first(path)
+            for carries_grad in [path.carries_grad and term.carries_grad]
+        )
+        bias = need_grad(path.bias, path.bias_carries_grad)
         return tuple(name for name, needed in named_operands(input, weight, bias, terms).items() if needed)
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
@@ -254,7 +261,7 @@ class _Rewrite(TraceSubstitutionProcessor):
 
     def _region(self, arguments: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
         region = plan_region(arguments, needs_grad, self._options)
-        self._compilation.decisions.append(Decision(_source(source), region))
+        self._decisions.append(Decision(_source(source), region))
         tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
         arguments.update(needs_grad=needs_grad, plan=region.plan.non_defaults())
         return symbols.linear_cross_entropy(*tensors, **arguments)
@@ -288,19 +295,19 @@ def _open_checkpoints(trace: TraceCtx) -> TraceCtx:
           # logits = ltorch.linear(h, w, None)                loss = ltorch.cross_entropy(logits, labels, …)
           # loss = ltorch.cross_entropy(logits, labels, …)
     """
-    if not any(bsym.sym.id == ltorch.checkpoint.id for bsym in trace.bound_symbols):
+    checkpoints = [bsym for bsym in trace.bound_symbols if bsym.sym.id == ltorch.checkpoint.id]
+    if not checkpoints:
         return trace
-    opened = from_trace(trace)
-    for bsym in trace.bound_symbols:
-        if bsym.sym.id != ltorch.checkpoint.id:
-            opened.bound_symbols.append(bsym)
-            continue
+    for bsym in checkpoints:
         kept = {proxy.name for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
-        for inner in bsym.subsymbols:
-            for out in inner.flat_proxy_outs:
-                if out.name not in kept:
-                    out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
-            opened.bound_symbols.append(inner)
+        for out in (out for inner in bsym.subsymbols for out in inner.flat_proxy_outs if out.name not in kept):
+            out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+    opened = from_trace(trace)
+    opened.bound_symbols = [
+        inner
+        for bsym in trace.bound_symbols
+        for inner in (bsym.subsymbols if bsym.sym.id == ltorch.checkpoint.id else (bsym,))
+    ]
     opened.set_provenance(TraceProvenance("Open checkpoints"))
     return opened
 
@@ -319,10 +326,6 @@ def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
 def _is_region(bsym: BoundSymbol) -> bool:
     """Whether a bound symbol is a `linear_cross_entropy`, called by the user or put there by the transform."""
     return bsym.sym.id == symbols.linear_cross_entropy.id
-
-
-def _decision(loss: NotFusedLoss) -> Decision:
-    return Decision(_source(loss.cross_entropy), reason=loss.reason, detail=loss.detail)
 
 
 def _source(bsym: BoundSymbol) -> str:

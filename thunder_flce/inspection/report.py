@@ -286,7 +286,7 @@ def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:
         TypeError: where jitted was not compiled by thunder.
         ValueError: where it was not compiled with `FuseLinearCrossEntropy`.
     """
-    backend = getattr(jitted, "_backend", jitted)
+    backend: Any = getattr(jitted, "_backend", jitted)
     if not hasattr(backend, "subgraph_infos"):
         data = thunder.compile_data(jitted)
         if data is None:
@@ -365,9 +365,9 @@ def _source_line(decision: Decision) -> str:
     return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
 
 
-# shared/MEASURED.md: with PyTorch's operations, the default plan takes 39% (S1) to 96% (U2) longer than with Triton's
-# kernels; with nvFuser's two passes, S1 takes 1.2% longer.
-_SLOWER = {"nvFuser": "takes a few percent longer", "PyTorch": "takes about 1.4 to 2 times as long"}
+# Of the default plan on an H200: with PyTorch's operations 39% (S1) to 96% (U2) longer than with Triton's kernels, with
+# nvFuser's fusions 1.6% (S4) to 7.5% (S2), see traces/h200/backends.jsonl.
+_SLOWER = {"nvFuser": "takes 2 to 8% longer", "PyTorch": "takes about 1.4 to 2 times as long"}
 
 
 def _missing_row_kernels(region: PlannedRegion) -> str | None:

@@ -16,7 +16,7 @@ def compile_only(jitted: Callable, arguments: Sequence[Any]) -> None:
 
 def readable(trace: TraceCtx) -> str:
     """A trace as thunder prints it, without timings and file names; contents of fusions and regions only."""
-    lines = []
+    lines: list[str] = []
     is_fusion, source = None, None
     for line in trace.python(print_depth=2).splitlines():
         if line.startswith("    #"):

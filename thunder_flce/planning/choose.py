@@ -342,14 +342,14 @@ def _has_room(problem: Problem, plan: GradientsInForward, limit: int) -> bool:
     blocks, itemsize = _blocks_of(problem, plan), problem.dtype.itemsize
     if blocks.width < CUDA_SMALLEST_BLOCK or not blocks.borrowed:
         return False
-    needs_sum = problem.input_grad_columns and itemsize < 4
-    sum_bytes = 4 * blocks.rows * problem.hidden if needs_sum else 0
+    has_dx = problem.input_grad_columns > 0
+    sum_bytes = 4 * blocks.rows * problem.hidden if has_dx and itemsize < 4 else 0
     last = blocks.columns[-1]
     layout = layout_for(last.stop - last.start, dtype=problem.logits_dtype, device_type=problem.device_type)
     own_bytes = blocks.own_elements(layout.row_stride) * itemsize
     # Where rows are ignored, a copy of the first rows of x is made. dX of these rows comes first, so that it needs
     # other memory of dX, or its own.
-    is_copied = plan.ignored_rows != "compute" and not (needs_sum and 2 * blocks.rows <= problem.tokens)
+    is_copied = plan.ignored_rows != "compute" and not (has_dx and 2 * blocks.rows <= problem.tokens)
     own_bytes += is_copied * blocks.rows * problem.hidden * itemsize
     return sum_bytes <= blocks.free_elements * itemsize and own_bytes <= logits_bytes(problem, limit)
 

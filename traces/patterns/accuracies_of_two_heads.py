@@ -2,7 +2,7 @@
 # thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cpu, float32.
 #
 #     def accuracies_of_two_heads(hidden, weight, second_weight, labels):
-#         """What is computed from both comes after both losses."""
+#         """The operation that uses both argmaxes has to move after both losses."""
 #         first, second = F.linear(hidden, weight), F.linear(hidden, second_weight)
 #         right = (first.argmax(-1) == labels).sum() + (second.argmax(-1) == labels).sum()
 #         return _loss(first, labels) + _loss(second, labels), right
@@ -37,19 +37,24 @@ def computation(hidden, weight, second_weight, labels):
   del t0
   (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, outputs=("valid_argmax",), strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t1
-    # loss = t2: f32[], valid_argmax = t3: i64[2, 4096], row_max = t4: f32[8192], row_logsumexp = t5: f32[8192], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                 PyTorch
-    # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                             PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
-    #   argmax i64[65] = argmax(logits, 1)                                             PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * A, in place  PyTorch
-    #   dlogits[y] f32[65] = exp(logits[y] - row_max - row_logsumexp) * A - B          PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                        PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                 PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                  PyTorch
-    # loss = sum(cross_entropy) / valid_count                                          PyTorch
-    # valid_argmax = argmax of the rows, -1 where they are ignored                     PyTorch
+    # loss = t2: f32[], valid_argmax = t3: i64[2, 4096], row_max = t4: f32[8192], row_log_sum = t5: f32[8192], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
+    # x, y = x[valid], y[valid]                                                                                           PyTorch
+    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   logits_y f32[C] = logits[y[chunk]]                                                                                PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))                                    PyTorch
+    #   argmax i64[C] = argmax_v(logits)                                                                                  PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                                              PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
+    # valid_argmax i64[8192] = scatter(argmax, -1)                                                                        PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
+    # dX f32[8192, 4096] = scatter(dX)                                                                                    PyTorch
   del t4, t5, t1
 
   # right = (first.argmax(-1) == labels).sum() + (second.argmax(-1) == labels).sum()
@@ -66,19 +71,24 @@ def computation(hidden, weight, second_weight, labels):
   del t11
   (t13, t14, t15, t16, t17, t18, t19) = linear_cross_entropy_fwd(hidden, second_weight, t12, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, outputs=("valid_argmax",), strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = second_weight, y = t12
-    # loss = t13: f32[], valid_argmax = t14: i64[2, 4096], row_max = t15: f32[8192], row_logsumexp = t16: f32[8192], valid_count = t17: i64[], dX = t18: f32[2, 4096, 4096], dW = t19: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                 PyTorch
-    # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                             PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
-    #   argmax i64[65] = argmax(logits, 1)                                             PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * A, in place  PyTorch
-    #   dlogits[y] f32[65] = exp(logits[y] - row_max - row_logsumexp) * A - B          PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                        PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                 PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                  PyTorch
-    # loss = sum(cross_entropy) / valid_count                                          PyTorch
-    # valid_argmax = argmax of the rows, -1 where they are ignored                     PyTorch
+    # loss = t13: f32[], valid_argmax = t14: i64[2, 4096], row_max = t15: f32[8192], row_log_sum = t16: f32[8192], valid_count = t17: i64[], dX = t18: f32[2, 4096, 4096], dW = t19: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
+    # x, y = x[valid], y[valid]                                                                                           PyTorch
+    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   logits_y f32[C] = logits[y[chunk]]                                                                                PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))                                    PyTorch
+    #   argmax i64[C] = argmax_v(logits)                                                                                  PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                                              PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
+    # valid_argmax i64[8192] = scatter(argmax, -1)                                                                        PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
+    # dX f32[8192, 4096] = scatter(dX)                                                                                    PyTorch
   del t15, t16, t12
 
   # right = (first.argmax(-1) == labels).sum() + (second.argmax(-1) == labels).sum()
@@ -125,10 +135,12 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t25, t26) = scale_gradients(t24, t17, t18, t19)
-    # t18, t19 of the forward *= t24, where that is not 1
+    # t18 f32[2, 4096, 4096] = t18 * where(t17 == 0, 0, t24)  (skipped where that is 1)  PyTorch
+    # t19 f32[128256, 4096] = t19 * where(t17 == 0, 0, t24)  (skipped where that is 1)   PyTorch
   del t17, t18, t19
   (t27, t28) = scale_gradients(t24, t6, t7, t8)
-    # t7, t8 of the forward *= t24, where that is not 1
+    # t7 f32[2, 4096, 4096] = t7 * where(t6 == 0, 0, t24)  (skipped where that is 1)  PyTorch
+    # t8 f32[128256, 4096] = t8 * where(t6 == 0, 0, t24)  (skipped where that is 1)   PyTorch
   del t24, t6, t7, t8
   t29 = torch.add(t25, t27, alpha=1)  # t29: "cpu f32[2, 4096, 4096]"
   del t25, t27

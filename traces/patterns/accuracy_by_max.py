@@ -31,19 +31,24 @@ def computation(hidden, weight, labels):
   del t0
   (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, outputs=("valid_argmax",), strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t1
-    # loss = t2: f32[], valid_argmax = t3: i64[2, 4096], row_max = t4: f32[8192], row_logsumexp = t5: f32[8192], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                 PyTorch
-    # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                             PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
-    #   argmax i64[65] = argmax(logits, 1)                                             PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * A, in place  PyTorch
-    #   dlogits[y] f32[65] = exp(logits[y] - row_max - row_logsumexp) * A - B          PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                        PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                 PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                  PyTorch
-    # loss = sum(cross_entropy) / valid_count                                          PyTorch
-    # valid_argmax = argmax of the rows, -1 where they are ignored                     PyTorch
+    # loss = t2: f32[], valid_argmax = t3: i64[2, 4096], row_max = t4: f32[8192], row_log_sum = t5: f32[8192], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
+    # x, y = x[valid], y[valid]                                                                                           PyTorch
+    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   logits_y f32[C] = logits[y[chunk]]                                                                                PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))                                    PyTorch
+    #   argmax i64[C] = argmax_v(logits)                                                                                  PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                                              PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
+    # valid_argmax i64[8192] = scatter(argmax, -1)                                                                        PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
+    # dX f32[8192, 4096] = scatter(dX)                                                                                    PyTorch
   del t4, t5, t1
   t9 = torch.reshape(t3, (8192,))  # t9: "cpu i64[8192]"
   del t3
@@ -84,6 +89,7 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t14, t15) = scale_gradients(t13, t6, t7, t8)
-    # t7, t8 of the forward *= t13, where that is not 1
+    # t7 f32[2, 4096, 4096] = t7 * where(t6 == 0, 0, t13)  (skipped where that is 1)  PyTorch
+    # t8 f32[128256, 4096] = t8 * where(t6 == 0, 0, t13)  (skipped where that is 1)   PyTorch
   del t13, t6, t7, t8
   return (t14, t15, None)

@@ -12,7 +12,7 @@
 #     t9: i64[8190], 65,520 bytes
 #     t11: f32[8190], 32,760 bytes
 #     t12: f32[8190], 32,760 bytes
-#     t13: f32[], 4 bytes
+#     t13: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -81,7 +81,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t9: "cpu i64[8190]"
   # t11: "cpu f32[8190]"
   # t12: "cpu f32[8190]"
-  # t13: "cpu f32[]"
+  # t13: "cpu i64[]"
   # weight: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)

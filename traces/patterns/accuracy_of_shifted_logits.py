@@ -50,19 +50,25 @@ def computation(hidden, weight, labels):
   del t5
   (t8, t9, t10, t11, t12, t13, t14) = linear_cross_entropy_fwd(t6, weight, t7, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, logit_scale=0.7692307692307692, outputs=("valid_argmax",), strategy='gradients_in_forward', chunk_rows=65)
     # x = t6, W = weight, y = t7
-    # loss = t8: f32[], valid_argmax = t9: i64[2, 4095], row_max = t10: f32[8190], row_logsumexp = t11: f32[8190], valid_count = t12: i64[], dX = t13: f32[2, 4095, 4096], dW = t14: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                         PyTorch
+    # loss = t8: f32[], valid_argmax = t9: i64[2, 4095], row_max = t10: f32[8190], row_log_sum = t11: f32[8190], valid_count = t12: i64[], dX = t13: f32[2, 4095, 4096], dW = t14: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                                                            PyTorch
+    # x, y = x[valid], y[valid]                                                                                                                                 PyTorch
+    # s f32[8190] = 1 / valid_count                                                                                                                             PyTorch
     # for each chunk of 65 tokens, 126 in all:
-    #   z f32[65, 128256] = x @ W.t()                                                          PyTorch
-    #   row_max, row_logsumexp f32[65] = max(u), log(sum(exp(u - row_max))), u = 0.769231 * z  PyTorch
-    #   argmax i64[65] = argmax(u, 1)                                                          PyTorch
-    #   dlogits f32[65, 128256] = (exp(u - row_max - row_logsumexp) * A) * 0.769231, in place  PyTorch
-    #   dlogits[y] f32[65] = (exp(u[y] - row_max - row_logsumexp) * A - B) * 0.769231          PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                         PyTorch
-    # cross_entropy f32[8190] = row_logsumexp - (u[y] - row_max)                               PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                  PyTorch
-    # valid_argmax = argmax of the rows, -1 where they are ignored                             PyTorch
+    #   z f32[65, 128256] = x[chunk] @ W.t()                                                                                                                    PyTorch
+    #   u f32[65, 128256] = z * 0.7692307692307692  (wherever they are read)
+    #   z_y f32[65] = z[y[chunk]]                                                                                                                               PyTorch
+    #   row_max, row_log_sum f32[65] = max_v(u), log(sum_v(exp(u - row_max)))                                                                                   PyTorch
+    #   argmax i64[65] = argmax_v(z)                                                                                                                            PyTorch
+    #   dlogits f32[65, 128256] = exp(u - row_max - row_log_sum) * s[chunk] * 0.7692307692307692 - s[chunk] * 0.7692307692307692 * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                                                          PyTorch
+    #   dX[chunk] f32[65, 4096] = dlogits @ W                                                                                                                   PyTorch
+    # cross_entropy f32[8190] = row_log_sum - minimum(z_y * 0.7692307692307692 - row_max, 0)                                                                    PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                                                             PyTorch
+    # valid_argmax i64[8190] = scatter(argmax, -1)                                                                                                              PyTorch
+    # row_max f32[8190] = scatter(row_max)                                                                                                                      PyTorch
+    # row_log_sum f32[8190] = scatter(row_log_sum)                                                                                                              PyTorch
+    # dX f32[8190, 4096] = scatter(dX)                                                                                                                          PyTorch
   del t10, t11, t6, t7
 
   # right = ((predictions == labels[..., 1:]) & valid).sum() / valid.sum()
@@ -104,7 +110,8 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t20, t21) = scale_gradients(t19, t12, t13, t14)
-    # t13, t14 of the forward *= t19, where that is not 1
+    # t13 f32[2, 4095, 4096] = t13 * where(t12 == 0, 0, t19)  (skipped where that is 1)  PyTorch
+    # t14 f32[128256, 4096] = t14 * where(t12 == 0, 0, t19)  (skipped where that is 1)   PyTorch
   del t19, t12, t13, t14
   t22 = torch_pad_prim_impl(t20, 0.0, ((0, 0, 0), (0, 1, 0), (0, 0, 0)))  # t22: "cpu f32[2, 4096, 4096]"
   del t20

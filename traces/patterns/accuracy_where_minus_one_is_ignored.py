@@ -38,18 +38,20 @@ def computation(hidden, weight, labels):
   del t2
   (t4, t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-1, outputs=("argmax",), strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t3
-    # loss = t4: f32[], argmax = t5: i64[2, 4096], row_max = t6: f32[8192], row_logsumexp = t7: f32[8192], valid_count = t8: i64[], dX = t9: f32[2, 4096, 4096], dW = t10: f32[128256, 4096]
-    # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                             PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
-    #   argmax i64[65] = argmax(logits, 1)                                             PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * A, in place  PyTorch
-    #   dlogits[y] f32[65] = exp(logits[y] - row_max - row_logsumexp) * A - B          PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                        PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                 PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                  PyTorch
-    # loss = sum(cross_entropy) / valid_count                                          PyTorch
-    # argmax = argmax of the rows                                                      PyTorch
+    # loss = t4: f32[], argmax = t5: i64[2, 4096], row_max = t6: f32[8192], row_log_sum = t7: f32[8192], valid_count = t8: i64[], dX = t9: f32[2, 4096, 4096], dW = t10: f32[128256, 4096]
+    # valid, valid_count = y != -1, sum(y != -1)                                                                          PyTorch
+    # y = where(valid, y, 0)                                                                                              PyTorch
+    # s f32[8192] = where(valid, 1 / valid_count, 0)                                                                      PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   logits_y f32[C] = logits[y[chunk]]                                                                                PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))                                    PyTorch
+    #   argmax i64[C] = argmax_v(logits)                                                                                  PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8192] = where(valid, row_log_sum - minimum(logits_y - row_max, 0), 0)                             PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
   del t6, t7, t3
 
   # return _loss(logits, labels, ignore_index=-1), (logits.argmax(-1) == labels).sum()
@@ -87,6 +89,7 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t14, t15) = scale_gradients(t13, t8, t9, t10)
-    # t9, t10 of the forward *= t13, where that is not 1
+    # t9 f32[2, 4096, 4096] = t9 * where(t8 == 0, 0, t13)  (skipped where that is 1)  PyTorch
+    # t10 f32[128256, 4096] = t10 * where(t8 == 0, 0, t13)  (skipped where that is 1)   PyTorch
   del t13, t8, t9, t10
   return (t14, t15, None)

@@ -9,7 +9,7 @@
 #     t3: f32[8192, 128256], 4,202,692,608 bytes
 #     t6: f32[8192], 32,768 bytes
 #     t7: f32[8192], 32,768 bytes
-#     t8: f32[], 4 bytes
+#     t8: i64[], 8 bytes
 #     t1: b8[2, 4096, 128256], 1,050,673,152 bytes
 
 # Constructed by Delete Last Used
@@ -64,7 +64,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t4: "cpu i64[8192]"
   # t6: "cpu f32[8192]"
   # t7: "cpu f32[8192]"
-  # t8: "cpu f32[]"
+  # t8: "cpu i64[]"
   # t1: "cpu b8[2, 4096, 128256]"
   # weight: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"

@@ -11,13 +11,13 @@
 #     t11: f32[8192, 128256], 4,202,692,608 bytes
 #     t14: f32[8192], 32,768 bytes
 #     t15: f32[8192], 32,768 bytes
-#     t16: f32[], 4 bytes
+#     t16: i64[], 8 bytes
 #     t9: b8[2, 4096, 128256], 1,050,673,152 bytes
 #     t3: f32[8190, 128256], 4,201,666,560 bytes
 #     t4: i64[8190], 65,520 bytes
 #     t6: f32[8190], 32,760 bytes
 #     t7: f32[8190], 32,760 bytes
-#     t8: f32[], 4 bytes
+#     t8: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -92,13 +92,13 @@ def backward_fn(saved_for_backward, cotangents):
   # t12: "cpu i64[8192]"
   # t14: "cpu f32[8192]"
   # t15: "cpu f32[8192]"
-  # t16: "cpu f32[]"
+  # t16: "cpu i64[]"
   # t9: "cpu b8[2, 4096, 128256]"
   # t3: "cpu f32[8190, 128256]"
   # t4: "cpu i64[8190]"
   # t6: "cpu f32[8190]"
   # t7: "cpu f32[8190]"
-  # t8: "cpu f32[]"
+  # t8: "cpu i64[]"
   # weight: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)

@@ -9,7 +9,7 @@
 #     t6: f32[8192, 128256], 4,202,692,608 bytes
 #     t9: f32[8192], 32,768 bytes
 #     t10: f32[8192], 32,768 bytes
-#     t11: f32[], 4 bytes
+#     t11: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -71,7 +71,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t7: "cpu i64[8192]"
   # t9: "cpu f32[8192]"
   # t10: "cpu f32[8192]"
-  # t11: "cpu f32[]"
+  # t11: "cpu i64[]"
   # weight: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)

@@ -11,7 +11,7 @@
 #     t4: f32[8192, 128256], 4,202,692,608 bytes
 #     t7: f32[8192], 32,768 bytes
 #     t8: f32[8192], 32,768 bytes
-#     t9: f32[], 4 bytes
+#     t9: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -69,7 +69,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t5: "cpu i64[8192]"
   # t7: "cpu f32[8192]"
   # t8: "cpu f32[8192]"
-  # t9: "cpu f32[]"
+  # t9: "cpu i64[]"
   # weight: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)

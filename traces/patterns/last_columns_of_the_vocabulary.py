@@ -10,7 +10,7 @@
 #     t4: i64[8192], 65,536 bytes
 #     t6: f32[8192], 32,768 bytes
 #     t7: f32[8192], 32,768 bytes
-#     t8: f32[], 4 bytes
+#     t8: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -65,7 +65,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t4: "cpu i64[8192]"
   # t6: "cpu f32[8192]"
   # t7: "cpu f32[8192]"
-  # t8: "cpu f32[]"
+  # t8: "cpu i64[]"
   # weight: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)

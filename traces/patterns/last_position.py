@@ -29,16 +29,21 @@ def computation(hidden, weight, labels):
   del t1
   (t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(t2, weight, t0, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2)
     # x = t2, W = weight, y = t0
-    # loss = t3: f32[], row_max = t4: f32[2], row_logsumexp = t5: f32[2], valid_count = t6: i64[], dX = t7: f32[2, 4096], dW = t8: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                               PyTorch
+    # loss = t3: f32[], row_max = t4: f32[2], row_log_sum = t5: f32[2], valid_count = t6: i64[], dX = t7: f32[2, 4096], dW = t8: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                         PyTorch
+    # x, y = x[valid], y[valid]                                                                              PyTorch
+    # s f32[2] = 1 / valid_count                                                                             PyTorch
     # for the only chunk, of 2 tokens:
-    #   logits f32[2, 128256] = x @ W.t()                                                            PyTorch
-    #   row_max, row_logsumexp f32[2] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
-    #   dlogits f32[2, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
-    #   dW f32[128256, 4096] = dlogits.t() @ x                                                       PyTorch
-    #   dX f32[2, 4096] = dlogits @ W                                                                PyTorch
-    # cross_entropy f32[2] = row_logsumexp - (logits[y] - row_max)                                   PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                        PyTorch
+    #   logits f32[2, 128256] = x @ W.t()                                                                    PyTorch
+    #   row_max, row_log_sum, logits_y f32[2] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y]  PyTorch
+    #   dlogits f32[2, 128256] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)          PyTorch
+    #   dW f32[128256, 4096] = dlogits.t() @ x                                                               PyTorch
+    #   dX f32[2, 4096] = dlogits @ W                                                                        PyTorch
+    # cross_entropy f32[2] = row_log_sum - minimum(logits_y - row_max, 0)                                    PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                          PyTorch
+    # row_max f32[2] = scatter(row_max)                                                                      PyTorch
+    # row_log_sum f32[2] = scatter(row_log_sum)                                                              PyTorch
+    # dX f32[2, 4096] = scatter(dX)                                                                          PyTorch
   del t4, t5, t2, t0
   return {'output': (t3,), 'flat_args': [hidden, weight, labels], 'flat_output': (t3,)}, ((t6, t7, t8), ())
 
@@ -70,7 +75,8 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t10, t11) = scale_gradients(t9, t6, t7, t8)
-    # t7, t8 of the forward *= t9, where that is not 1
+    # t7 f32[2, 4096] = t7 * where(t6 == 0, 0, t9)  (skipped where that is 1)       PyTorch
+    # t8 f32[128256, 4096] = t8 * where(t6 == 0, 0, t9)  (skipped where that is 1)  PyTorch
   del t9, t6, t7, t8
   t12 = torch.unsqueeze(t10, 1)  # t12: "cpu f32[2, 1, 4096]"
   del t10

@@ -29,16 +29,21 @@ def computation(hidden, weight, labels):
   del t0
   (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t1
-    # loss = t2: f32[], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                PyTorch
-    # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
+    # loss = t2: f32[], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
+    # x, y = x[valid], y[valid]                                                                                           PyTorch
+    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   row_max, row_log_sum, logits_y f32[C] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                                              PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
+    # dX f32[8192, 4096] = scatter(dX)                                                                                    PyTorch
   del t3, t4, t1
   return {'output': (t2,), 'flat_args': [hidden, weight, labels], 'flat_output': (t2,)}, ((t5, t6, t7), ())
 
@@ -69,6 +74,7 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t9, t10) = scale_gradients(t8, t5, t6, t7)
-    # t6, t7 of the forward *= t8, where that is not 1
+    # t6 f32[2, 4096, 4096] = t6 * where(t5 == 0, 0, t8)  (skipped where that is 1)  PyTorch
+    # t7 f32[128256, 4096] = t7 * where(t5 == 0, 0, t8)  (skipped where that is 1)   PyTorch
   del t8, t5, t6, t7
   return (t9, t10, None)

@@ -16,7 +16,7 @@
 #     t1: f32[8192, 128256], 4,202,692,608 bytes
 #     t4: f32[8192], 32,768 bytes
 #     t5: f32[8192], 32,768 bytes
-#     t6: f32[], 4 bytes
+#     t6: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -113,7 +113,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t2: "cpu i64[8192]"
   # t4: "cpu f32[8192]"
   # t5: "cpu f32[8192]"
-  # t6: "cpu f32[]"
+  # t6: "cpu i64[]"
   # weight: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)

@@ -36,16 +36,21 @@ def computation(hidden, weight, labels):
   del t0
   (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t1
-    # loss = t2: f32[], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                PyTorch
-    # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
+    # loss = t2: f32[], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
+    # x, y = x[valid], y[valid]                                                                                           PyTorch
+    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   row_max, row_log_sum, logits_y f32[C] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                                              PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
+    # dX f32[8192, 4096] = scatter(dX)                                                                                    PyTorch
   del t3, t4, t1
 
   # return first + 0.5 * _loss(F.linear(torch.tanh(hidden), weight), labels)
@@ -59,16 +64,21 @@ def computation(hidden, weight, labels):
   del t9
   (t11, t12, t13, t14, t15, t16) = linear_cross_entropy_fwd(t8, weight, t10, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = t8, W = weight, y = t10
-    # loss = t11: f32[], row_max = t12: f32[8192], row_logsumexp = t13: f32[8192], valid_count = t14: i64[], dX = t15: f32[2, 4096, 4096], dW = t16: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                PyTorch
-    # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
+    # loss = t11: f32[], row_max = t12: f32[8192], row_log_sum = t13: f32[8192], valid_count = t14: i64[], dX = t15: f32[2, 4096, 4096], dW = t16: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
+    # x, y = x[valid], y[valid]                                                                                           PyTorch
+    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   row_max, row_log_sum, logits_y f32[C] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                                              PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
+    # dX f32[8192, 4096] = scatter(dX)                                                                                    PyTorch
   del t12, t13, t10
 
   # return first + 0.5 * _loss(F.linear(torch.tanh(hidden), weight), labels)
@@ -110,7 +120,8 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t20 = torch.mul(0.5, t19)  # t20: "cpu f32[]"
   (t21, t22) = scale_gradients(t20, t14, t15, t16)
-    # t15, t16 of the forward *= t20, where that is not 1
+    # t15 f32[2, 4096, 4096] = t15 * where(t14 == 0, 0, t20)  (skipped where that is 1)  PyTorch
+    # t16 f32[128256, 4096] = t16 * where(t14 == 0, 0, t20)  (skipped where that is 1)   PyTorch
   del t20, t14, t15, t16
   t23 = torch.mul(t8, t8)  # t23: "cpu f32[2, 4096, 4096]"
   del t8
@@ -119,7 +130,8 @@ def backward_fn(saved_for_backward, cotangents):
   t25 = torch.mul(t21, t24)  # t25: "cpu f32[2, 4096, 4096]"
   del t21, t24
   (t26, t27) = scale_gradients(t19, t5, t6, t7)
-    # t6, t7 of the forward *= t19, where that is not 1
+    # t6 f32[2, 4096, 4096] = t6 * where(t5 == 0, 0, t19)  (skipped where that is 1)  PyTorch
+    # t7 f32[128256, 4096] = t7 * where(t5 == 0, 0, t19)  (skipped where that is 1)   PyTorch
   del t19, t5, t6, t7
   t28 = torch.add(t25, t26, alpha=1)  # t28: "cpu f32[2, 4096, 4096]"
   del t25, t26

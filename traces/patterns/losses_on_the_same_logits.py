@@ -41,16 +41,21 @@ def computation(hidden, weight, labels):
   del t1
   (t4, t5, t6, t7, t8, t9) = linear_cross_entropy_fwd(t2, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = t2, W = weight, y = t3
-    # loss = t4: f32[], row_max = t5: f32[8190], row_logsumexp = t6: f32[8190], valid_count = t7: i64[], dX = t8: f32[2, 4095, 4096], dW = t9: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                PyTorch
+    # loss = t4: f32[], row_max = t5: f32[8190], row_log_sum = t6: f32[8190], valid_count = t7: i64[], dX = t8: f32[2, 4095, 4096], dW = t9: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                       PyTorch
+    # x, y = x[valid], y[valid]                                                                                            PyTorch
+    # s f32[8190] = 1 / valid_count                                                                                        PyTorch
     # for each chunk of 65 tokens, 126 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
-    # cross_entropy f32[8190] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
+    #   logits f32[65, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   row_max, row_log_sum, logits_y f32[65] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
+    #   dlogits f32[65, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                     PyTorch
+    #   dX[chunk] f32[65, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8190] = row_log_sum - minimum(logits_y - row_max, 0)                                               PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                        PyTorch
+    # row_max f32[8190] = scatter(row_max)                                                                                 PyTorch
+    # row_log_sum f32[8190] = scatter(row_log_sum)                                                                         PyTorch
+    # dX f32[8190, 4096] = scatter(dX)                                                                                     PyTorch
   del t5, t6, t2, t3
 
   # return _loss(logits[:, :-1], labels[:, 1:]) + 0.3 * _loss(logits[:, :-2], labels[:, 2:])
@@ -66,16 +71,21 @@ def computation(hidden, weight, labels):
   del t11
   (t14, t15, t16, t17, t18, t19) = linear_cross_entropy_fwd(t12, weight, t13, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = t12, W = weight, y = t13
-    # loss = t14: f32[], row_max = t15: f32[8188], row_logsumexp = t16: f32[8188], valid_count = t17: i64[], dX = t18: f32[2, 4094, 4096], dW = t19: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                PyTorch
-    # for each chunk of 65 tokens, 126 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
-    # cross_entropy f32[8188] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
+    # loss = t14: f32[], row_max = t15: f32[8188], row_log_sum = t16: f32[8188], valid_count = t17: i64[], dX = t18: f32[2, 4094, 4096], dW = t19: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
+    # x, y = x[valid], y[valid]                                                                                           PyTorch
+    # s f32[8188] = 1 / valid_count                                                                                       PyTorch
+    # for each chunk of 65 (125 times) and 63 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   row_max, row_log_sum, logits_y f32[C] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8188] = row_log_sum - minimum(logits_y - row_max, 0)                                              PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
+    # row_max f32[8188] = scatter(row_max)                                                                                PyTorch
+    # row_log_sum f32[8188] = scatter(row_log_sum)                                                                        PyTorch
+    # dX f32[8188, 4096] = scatter(dX)                                                                                    PyTorch
   del t15, t16, t12, t13
 
   # return _loss(logits[:, :-1], labels[:, 1:]) + 0.3 * _loss(logits[:, :-2], labels[:, 2:])
@@ -116,12 +126,14 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t23 = torch.mul(0.3, t22)  # t23: "cpu f32[]"
   (t24, t25) = scale_gradients(t23, t17, t18, t19)
-    # t18, t19 of the forward *= t23, where that is not 1
+    # t18 f32[2, 4094, 4096] = t18 * where(t17 == 0, 0, t23)  (skipped where that is 1)  PyTorch
+    # t19 f32[128256, 4096] = t19 * where(t17 == 0, 0, t23)  (skipped where that is 1)   PyTorch
   del t23, t17, t18, t19
   t26 = torch_pad_prim_impl(t24, 0.0, ((0, 0, 0), (0, 2, 0), (0, 0, 0)))  # t26: "cpu f32[2, 4096, 4096]"
   del t24
   (t27, t28) = scale_gradients(t22, t7, t8, t9)
-    # t8, t9 of the forward *= t22, where that is not 1
+    # t8 f32[2, 4095, 4096] = t8 * where(t7 == 0, 0, t22)  (skipped where that is 1)  PyTorch
+    # t9 f32[128256, 4096] = t9 * where(t7 == 0, 0, t22)  (skipped where that is 1)   PyTorch
   del t22, t7, t8, t9
   t29 = torch.add(t25, t28, alpha=1)  # t29: "cpu f32[128256, 4096]"
   del t25, t28

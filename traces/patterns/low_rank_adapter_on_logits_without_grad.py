@@ -9,9 +9,9 @@
 #
 # fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t10: i64[], 8 bytes
-#     t11: f32[2, 4096, 4100], 134,348,800 bytes
-#     t12: f32[128256, 4100], 2,103,398,400 bytes
+#     t8: i64[], 8 bytes
+#     t9: f32[2, 4096, 4], 131,072 bytes
+#     t10: f32[128256, 4], 2,052,096 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -36,26 +36,28 @@ def computation(hidden, weight, adapter_down, adapter_up, labels):
   # return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **settings)
   t2 = torch.detach(hidden)  # t2: "cpu f32[2, 4096, 4096]"
   t3 = torch.detach(weight)  # t3: "cpu f32[128256, 4096]"
-  t4 = torch.cat([t2, t0], -1)  # t4: "cpu f32[2, 4096, 4100]"
-  del t2, t0
-  t5 = torch.cat([t3, adapter_up], 1)  # t5: "cpu f32[128256, 4100]"
-  del t3
-  t6 = torch.reshape(t1, (2, 4096))  # t6: "cpu i64[2, 4096]"
+  t4 = torch.reshape(t1, (2, 4096))  # t4: "cpu i64[2, 4096]"
   del t1
-  (t7, t8, t9, t10, t11, t12) = linear_cross_entropy_fwd(t4, t5, t6, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
-    # x = t4, W = t5, y = t6
-    # loss = t7: f32[], row_max = t8: f32[8192], row_logsumexp = t9: f32[8192], valid_count = t10: i64[], dX = t11: f32[2, 4096, 4100], dW = t12: f32[128256, 4100]
-    # x, y = the rows whose target is not ignore_index                                                PyTorch
-    # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
-    #   dW f32[128256, 4100] += dlogits.t() @ x                                                       PyTorch
-    #   dX f32[65, 4100] = dlogits @ W                                                                PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
-  del t8, t9, t4, t5, t6
-  return {'output': (t7,), 'flat_args': [hidden, weight, adapter_down, adapter_up, labels], 'flat_output': (t7,)}, ((t10, t11, t12, weight, hidden, adapter_down), ())
+  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(t2, t3, t4, None, needs_grad=("terms[0].input", "terms[0].weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, terms=((t0, adapter_up),))
+    # x = t2, W = t3, y = t4, x1 = t0, W1 = adapter_up
+    # loss = t5: f32[], row_max = t6: f32[8192], row_log_sum = t7: f32[8192], valid_count = t8: i64[], dX1 = t9: f32[2, 4096, 4], dW1 = t10: f32[128256, 4]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
+    # x, x1, y = x[valid], x1[valid], y[valid]                                                                            PyTorch
+    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x1[chunk] @ W1.t()                                                                        PyTorch
+    #   logits f32[C, 128256] += x[chunk] @ W.t()                                                                         PyTorch
+    #   row_max, row_log_sum, logits_y f32[C] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW1 f32[128256, 4] += dlogits.t() @ x1[chunk]                                                                     PyTorch
+    #   dX1[chunk] f32[C, 4] = dlogits @ W1                                                                               PyTorch
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                                              PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
+    # dX1 f32[8192, 4] = scatter(dX1)                                                                                     PyTorch
+  del t6, t7, t2, t3, t4, t0
+  return {'output': (t5,), 'flat_args': [hidden, weight, adapter_down, adapter_up, labels], 'flat_output': (t5,)}, ((t8, t9, t10, adapter_down, hidden), ())
 
 
 # Constructed by Delete Last Used
@@ -73,45 +75,33 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t13, = cotangents
-  # t13: "cpu f32[]"
+  t11, = cotangents
+  # t11: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t10, t11, t12, weight, hidden, adapter_down, = C0
-  # t10: "cpu i64[]"
-  # t11: "cpu f32[2, 4096, 4100]"
-  # t12: "cpu f32[128256, 4100]"
-  # weight: "cpu f32[128256, 4096]"
-  # hidden: "cpu f32[2, 4096, 4096]"
+  t8, t9, t10, adapter_down, hidden, = C0
+  # t8: "cpu i64[]"
+  # t9: "cpu f32[2, 4096, 4]"
+  # t10: "cpu f32[128256, 4]"
   # adapter_down: "cpu f32[4, 4096]"
+  # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t14, t15) = scale_gradients(t13, t10, t11, t12)
-    # t11, t12 of the forward *= t13, where that is not 1
-  del t13, t10, t11, t12
-  t16 = torch_slice_prim_impl(t15, [0, 0], [128256, 4096], [1, 1])  # t16: "cpu f32[128256, 4096]"
-  t17 = torch_slice_prim_impl(t15, [0, 4096], [128256, 4100], [1, 1])  # t17: "cpu f32[128256, 4]"
+  (t12, t13) = scale_gradients(t11, t8, t9, t10)
+    # t9 f32[2, 4096, 4] = t9 * where(t8 == 0, 0, t11)  (skipped where that is 1)  PyTorch
+    # t10 f32[128256, 4] = t10 * where(t8 == 0, 0, t11)  (skipped where that is 1)   PyTorch
+  del t11, t8, t9, t10
+  t14 = torch.reshape(t12, (-1, 4))  # t14: "cpu f32[8192, 4]"
+  t15 = torch.matmul(t14, adapter_down)  # t15: "cpu f32[8192, 4096]"
+  del t14, adapter_down
+  t16 = torch.reshape(t15, (2, 4096, 4096))  # t16: "cpu f32[2, 4096, 4096]"
   del t15
-  t18 = torch_slice_prim_impl(t14, [0, 0, 0], [2, 4096, 4096], [1, 1, 1])  # t18: "cpu f32[2, 4096, 4096]"
-  t19 = torch_slice_prim_impl(t14, [0, 0, 4096], [2, 4096, 4100], [1, 1, 1])  # t19: "cpu f32[2, 4096, 4]"
-  del t14
-  (t20,) = detach_vjp(((weight,), {}), t16)
-  del weight, t16
-  (t21,) = detach_vjp(((hidden,), {}), t18)
-  del t18
-  t22 = torch.reshape(t19, (-1, 4))  # t22: "cpu f32[8192, 4]"
-  t23 = torch.matmul(t22, adapter_down)  # t23: "cpu f32[8192, 4096]"
-  del t22, adapter_down
-  t24 = torch.reshape(t23, (2, 4096, 4096))  # t24: "cpu f32[2, 4096, 4096]"
-  del t23
-  t25 = torch.reshape(t19, (-1, 4))  # t25: "cpu f32[8192, 4]"
-  del t19
-  t26 = torch.permute(t25, (1, 0))  # t26: "cpu f32[4, 8192]"
-  del t25
-  t27 = torch.reshape(hidden, (-1, 4096))  # t27: "cpu f32[8192, 4096]"
+  t17 = torch.reshape(t12, (-1, 4))  # t17: "cpu f32[8192, 4]"
+  del t12
+  t18 = torch.permute(t17, (1, 0))  # t18: "cpu f32[4, 8192]"
+  del t17
+  t19 = torch.reshape(hidden, (-1, 4096))  # t19: "cpu f32[8192, 4096]"
   del hidden
-  t28 = torch.matmul(t26, t27)  # t28: "cpu f32[4, 4096]"
-  del t26, t27
-  t29 = torch.add(t21, t24, alpha=1)  # t29: "cpu f32[2, 4096, 4096]"
-  del t21, t24
-  return (t29, t20, t28, t17, None)
+  t20 = torch.matmul(t18, t19)  # t20: "cpu f32[4, 4096]"
+  del t18, t19
+  return (t16, None, t20, t13, None)

@@ -35,16 +35,22 @@ def computation(hidden, weight, labels):
   del t1
   (t4, t5, t6, t7, t8, t9) = linear_cross_entropy_fwd(t2, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, logit_scale=-0.3, strategy='gradients_in_forward', chunk_rows=65)
     # x = t2, W = weight, y = t3
-    # loss = t4: f32[], row_max = t5: f32[8190], row_logsumexp = t6: f32[8190], valid_count = t7: i64[], dX = t8: f32[2, 4095, 4096], dW = t9: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                    PyTorch
+    # loss = t4: f32[], row_max = t5: f32[8190], row_log_sum = t6: f32[8190], valid_count = t7: i64[], dX = t8: f32[2, 4095, 4096], dW = t9: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                                PyTorch
+    # x, y = x[valid], y[valid]                                                                                                     PyTorch
+    # s f32[8190] = 1 / valid_count                                                                                                 PyTorch
     # for each chunk of 65 tokens, 126 in all:
-    #   z f32[65, 128256] = x @ W.t()                                                                     PyTorch
-    #   row_max, row_logsumexp f32[65] = max(u), log(sum(exp(u - row_max))), u = -0.3 * z                 PyTorch
-    #   dlogits f32[65, 128256] = (exp(u - row_max - row_logsumexp) * A - B * [v == y]) * -0.3, in place  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                           PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                    PyTorch
-    # cross_entropy f32[8190] = row_logsumexp - (u[y] - row_max)                                          PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                             PyTorch
+    #   z f32[65, 128256] = x[chunk] @ W.t()                                                                                        PyTorch
+    #   u f32[65, 128256] = z * -0.3  (wherever they are read)
+    #   row_max, row_log_sum, z_y f32[65] = max_v(u), log(sum_v(exp(u - row_max))), z[y[chunk]]                                     PyTorch
+    #   dlogits f32[65, 128256] = exp(u - row_max - row_log_sum) * s[chunk] * -0.3 - s[chunk] * -0.3 * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                              PyTorch
+    #   dX[chunk] f32[65, 4096] = dlogits @ W                                                                                       PyTorch
+    # cross_entropy f32[8190] = row_log_sum - minimum(z_y * -0.3 - row_max, 0)                                                      PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                                 PyTorch
+    # row_max f32[8190] = scatter(row_max)                                                                                          PyTorch
+    # row_log_sum f32[8190] = scatter(row_log_sum)                                                                                  PyTorch
+    # dX f32[8190, 4096] = scatter(dX)                                                                                              PyTorch
   del t5, t6, t2, t3
   return {'output': (t4,), 'flat_args': [hidden, weight, labels], 'flat_output': (t4,)}, ((t7, t8, t9), ())
 
@@ -75,7 +81,8 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t11, t12) = scale_gradients(t10, t7, t8, t9)
-    # t8, t9 of the forward *= t10, where that is not 1
+    # t8 f32[2, 4095, 4096] = t8 * where(t7 == 0, 0, t10)  (skipped where that is 1)  PyTorch
+    # t9 f32[128256, 4096] = t9 * where(t7 == 0, 0, t10)  (skipped where that is 1)   PyTorch
   del t10, t7, t8, t9
   t13 = torch_pad_prim_impl(t11, 0.0, ((0, 0, 0), (0, 1, 0), (0, 0, 0)))  # t13: "cpu f32[2, 4096, 4096]"
   del t11

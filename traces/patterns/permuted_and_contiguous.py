@@ -4,7 +4,7 @@
 #     def permuted_and_contiguous(hidden, weight, labels):
 #         return F.cross_entropy(F.linear(hidden, weight).permute(0, 2, 1).contiguous(), labels, reduction="none").mean()
 #
-# fused, recompute logits, chunks of 65 tokens, slabs of 1024 columns
+# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
 # Saved for backward, beside the arguments and views of them:
 #     t1: f32[8192], 32,768 bytes
 #     t2: f32[8192], 32,768 bytes
@@ -22,15 +22,19 @@ def computation(hidden, weight, labels):
   # labels: "cpu i64[2, 4096]"
 
   # return F.cross_entropy(F.linear(hidden, weight).permute(0, 2, 1).contiguous(), labels, reduction="none").mean()
-  (t0, t1, t2, t3) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, slab_columns=1024)
+  (t0, t1, t2, t3) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = labels
-    # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_logsumexp = t2: f32[8192], valid_count = t3: i64[]
-    # x, y = the rows whose target is not ignore_index                                 PyTorch
-    # for each chunk of 65 tokens, 127 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                             PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))  PyTorch
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                  PyTorch
-    # loss = cross_entropy                                                             PyTorch
+    # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[]
+    # valid, valid_count = y != -100, sum(y != -100)                                    PyTorch
+    # x, y = x[valid], y[valid]                                                         PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                        PyTorch
+    #   logits_y f32[C] = logits[y[chunk]]                                              PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))  PyTorch
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)            PyTorch
+    # loss f32[8192] = scatter(cross_entropy)                                           PyTorch
+    # row_max f32[8192] = scatter(row_max)                                              PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                      PyTorch
   t4 = shallow_copy(t0)  # t4: "cpu f32[2, 4096]"
   del t0
   t5 = torch.sum(t4, (0, 1))  # t5: "cpu f32[]"
@@ -81,15 +85,19 @@ def backward_fn(saved_for_backward, cotangents):
   del t11
   t13 = Tensor.expand(t12, (2, 4096))  # t13: "cpu f32[2, 4096]"
   del t12
-  (t14, t15) = linear_cross_entropy_bwd(t13, hidden, weight, labels, None, t1, t2, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, slab_columns=1024)
-    # x = hidden, W = weight, y = labels
+  (t14, t15) = linear_cross_entropy_bwd(t13, hidden, weight, labels, None, t1, t2, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+    # x = hidden, W = weight, y = labels, grad = t13, row_max = t1, row_log_sum = t2
     # dX = t14: f32[2, 4096, 4096], dW = t15: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                 PyTorch
-    # for each slab of 1024 columns of the vocabulary, 126 in all:
-    #   logits f32[8192, 1024] = x @ W[slab].t()                                       PyTorch
-    #   dlogits f32[8192, 1024] = exp(logits - row_max - row_logsumexp) * s, in place  PyTorch
-    #   dlogits[y] f32[8192] = exp(logits[y] - row_max - row_logsumexp) * s - s        PyTorch
-    #   dX f32[8192, 4096] += dlogits @ W[slab]                                        PyTorch
-    #   dW[slab] f32[1024, 4096] = dlogits.t() @ x                                     PyTorch
+    # valid, valid_count = y != -100, sum(y != -100)                                               PyTorch
+    # x, y = x[valid], y[valid]                                                                    PyTorch
+    # s f32[8192] = grad[valid]                                                                    PyTorch
+    # row_max f32[8192] = row_max[valid]                                                           PyTorch
+    # row_log_sum f32[8192] = row_log_sum[valid]                                                   PyTorch
+    # for each block of 1024 (125 times) and 256 columns of the vocabulary:
+    #   logits f32[8192, K] = x @ W[block].t()                                                     PyTorch
+    #   dlogits f32[8192, K] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  PyTorch
+    #   dX f32[8192, 4096] += dlogits @ W[block]                                                   PyTorch
+    #   dW[block] f32[K, 4096] = dlogits.t() @ x                                                   PyTorch
+    # dX f32[8192, 4096] = scatter(dX)                                                             PyTorch
   del t13, hidden, weight, labels, t1, t2, t3
   return (t14, t15, None)

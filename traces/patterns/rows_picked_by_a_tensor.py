@@ -11,7 +11,7 @@
 #     t13: i64[2], 16 bytes
 #     t15: f32[2], 8 bytes
 #     t16: f32[2], 8 bytes
-#     t17: f32[], 4 bytes
+#     t17: i64[], 8 bytes
 #     t11: i64[2], 16 bytes
 
 # Constructed by Delete Last Used
@@ -80,7 +80,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t13: "cpu i64[2]"
   # t15: "cpu f32[2]"
   # t16: "cpu f32[2]"
-  # t17: "cpu f32[]"
+  # t17: "cpu i64[]"
   # t11: "cpu i64[2]"
   # weight: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"

@@ -9,7 +9,7 @@
 #     t2: f32[8192, 128256], 4,202,692,608 bytes
 #     t5: f32[8192], 32,768 bytes
 #     t6: f32[8192], 32,768 bytes
-#     t7: f32[], 4 bytes
+#     t7: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -63,7 +63,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t3: "cpu i64[8192]"
   # t5: "cpu f32[8192]"
   # t6: "cpu f32[8192]"
-  # t7: "cpu f32[]"
+  # t7: "cpu i64[]"
   # temperature: "cpu f32[]"
   # weight: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"

@@ -41,16 +41,21 @@ def computation(hidden, weight, labels):
   del t2
   (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(t3, weight, t4, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = t3, W = weight, y = t4
-    # loss = t5: f32[], row_max = t6: f32[8190], row_logsumexp = t7: f32[8190], valid_count = t8: i64[], dX = t9: f32[2, 4095, 4096], dW = t10: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                PyTorch
+    # loss = t5: f32[], row_max = t6: f32[8190], row_log_sum = t7: f32[8190], valid_count = t8: i64[], dX = t9: f32[2, 4095, 4096], dW = t10: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                       PyTorch
+    # x, y = x[valid], y[valid]                                                                                            PyTorch
+    # s f32[8190] = 1 / valid_count                                                                                        PyTorch
     # for each chunk of 65 tokens, 126 in all:
-    #   logits f32[65, 128256] = x @ W.t()                                                            PyTorch
-    #   row_max, row_logsumexp f32[65] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
-    #   dlogits f32[65, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
-    #   dX f32[65, 4096] = dlogits @ W                                                                PyTorch
-    # cross_entropy f32[8190] = row_logsumexp - (logits[y] - row_max)                                 PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
+    #   logits f32[65, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   row_max, row_log_sum, logits_y f32[65] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
+    #   dlogits f32[65, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                     PyTorch
+    #   dX[chunk] f32[65, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8190] = row_log_sum - minimum(logits_y - row_max, 0)                                               PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                        PyTorch
+    # row_max f32[8190] = scatter(row_max)                                                                                 PyTorch
+    # row_log_sum f32[8190] = scatter(row_log_sum)                                                                         PyTorch
+    # dX f32[8190, 4096] = scatter(dX)                                                                                     PyTorch
   del t6, t7, t3, t4
   return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t8, t9, t10), ())
 
@@ -81,7 +86,8 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t12, t13) = scale_gradients(t11, t8, t9, t10)
-    # t9, t10 of the forward *= t11, where that is not 1
+    # t9 f32[2, 4095, 4096] = t9 * where(t8 == 0, 0, t11)  (skipped where that is 1)  PyTorch
+    # t10 f32[128256, 4096] = t10 * where(t8 == 0, 0, t11)  (skipped where that is 1)   PyTorch
   del t11, t8, t9, t10
   t14 = torch_pad_prim_impl(t12, 0.0, ((0, 0, 0), (0, 1, 0), (0, 0, 0)))  # t14: "cpu f32[2, 4096, 4096]"
   del t12

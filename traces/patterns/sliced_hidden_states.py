@@ -39,16 +39,21 @@ def computation(hidden, weight, labels):
   del t2
   (t4, t5, t6, t7, t8, t9) = linear_cross_entropy_fwd(t0, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=16)
     # x = t0, W = weight, y = t3
-    # loss = t4: f32[], row_max = t5: f32[16], row_logsumexp = t6: f32[16], valid_count = t7: i64[], dX = t8: f32[2, 8, 4096], dW = t9: f32[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                PyTorch
+    # loss = t4: f32[], row_max = t5: f32[16], row_log_sum = t6: f32[16], valid_count = t7: i64[], dX = t8: f32[2, 8, 4096], dW = t9: f32[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                          PyTorch
+    # x, y = x[valid], y[valid]                                                                               PyTorch
+    # s f32[16] = 1 / valid_count                                                                             PyTorch
     # for the only chunk, of 16 tokens:
-    #   logits f32[16, 128256] = x @ W.t()                                                            PyTorch
-    #   row_max, row_logsumexp f32[16] = max(logits), log(sum(exp(logits - row_max)))                 PyTorch
-    #   dlogits f32[16, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  PyTorch
-    #   dW f32[128256, 4096] = dlogits.t() @ x                                                        PyTorch
-    #   dX f32[16, 4096] = dlogits @ W                                                                PyTorch
-    # cross_entropy f32[16] = row_logsumexp - (logits[y] - row_max)                                   PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                         PyTorch
+    #   logits f32[16, 128256] = x @ W.t()                                                                    PyTorch
+    #   row_max, row_log_sum, logits_y f32[16] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y]  PyTorch
+    #   dlogits f32[16, 128256] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)          PyTorch
+    #   dW f32[128256, 4096] = dlogits.t() @ x                                                                PyTorch
+    #   dX f32[16, 4096] = dlogits @ W                                                                        PyTorch
+    # cross_entropy f32[16] = row_log_sum - minimum(logits_y - row_max, 0)                                    PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                           PyTorch
+    # row_max f32[16] = scatter(row_max)                                                                      PyTorch
+    # row_log_sum f32[16] = scatter(row_log_sum)                                                              PyTorch
+    # dX f32[16, 4096] = scatter(dX)                                                                          PyTorch
   del t5, t6, t0, t3
   return {'output': (t4,), 'flat_args': [hidden, weight, labels], 'flat_output': (t4,)}, ((t7, t8, t9), ())
 
@@ -79,7 +84,8 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t11, t12) = scale_gradients(t10, t7, t8, t9)
-    # t8, t9 of the forward *= t10, where that is not 1
+    # t8 f32[2, 8, 4096] = t8 * where(t7 == 0, 0, t10)  (skipped where that is 1)    PyTorch
+    # t9 f32[128256, 4096] = t9 * where(t7 == 0, 0, t10)  (skipped where that is 1)  PyTorch
   del t10, t7, t8, t9
   t13 = torch_pad_prim_impl(t11, 0.0, ((0, 0, 0), (4088, 0, 0), (0, 0, 0)))  # t13: "cpu f32[2, 4096, 4096]"
   del t11

@@ -18,11 +18,9 @@ from thunder_flce.device import ALIGNED_BYTES
 from thunder_flce.execution.matmul.layout import DTYPES_16_BIT, Matmul, StoredMatrix
 
 _MOST_CANDIDATES = 16
-
 _COMPUTE_32F = ctypes.c_int(68)
 _DATA_TYPES = {torch.float32: ctypes.c_int(0), torch.float16: ctypes.c_int(2), torch.bfloat16: ctypes.c_int(14)}
-_TRANSPOSED = ctypes.c_int32(1)
-_EPILOGUE_BIAS = ctypes.c_uint32(4)
+_TRANSPOSED, _EPILOGUE_BIAS = ctypes.c_int32(1), ctypes.c_uint32(4)
 _DESC_TRANSA, _DESC_TRANSB, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 4, 7, 8
 _PREFERENCE_WORKSPACE, _PREFERENCE_ALIGNMENTS = 1, (5, 6, 7, 8)
 _ALGORITHM_SPLIT_K = ctypes.c_int(2)
@@ -58,10 +56,10 @@ class Signature(NamedTuple):
         a, bias, dtype, out_dtype = matmul.a, matmul.bias, matmul.a.dtype, matmul.out.dtype
         if not (supports(dtype, a.device.type) and dtype == matmul.b.dtype and out_dtype in (dtype, torch.float32)):
             return None
-        if bias is not None:
-            is_aligned = bias.is_contiguous() and bias.data_ptr() % ALIGNED_BYTES == 0
-            if bias.dtype != out_dtype or not is_aligned:
-                return None
+        if bias is not None and (
+            bias.dtype != out_dtype or not bias.is_contiguous() or bias.data_ptr() % ALIGNED_BYTES
+        ):
+            return None
         stored_out, stored_a, stored_b = matmul.stored
         if stored_out is None or stored_a is None or stored_b is None or stored_out.is_transposed or loaded() is None:
             return None
@@ -113,8 +111,7 @@ class MatmulDescriptor:
     def run(self, matmul: Matmul, algorithm: Algorithm, *, alpha: float = 1.0) -> bool:
         """Computes alpha times a matmul of the signature on the current stream.
 
-        False where cuBLAS has refused, as it does where an algorithm was found for another matmul; `out` is left as it
-        is.
+        False where cuBLAS has refused, as for an algorithm found for another matmul; `out` is left as it is.
         """
         out, a, b = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (matmul.out, matmul.a, matmul.b))
         factor, beta = ctypes.byref(ctypes.c_float(alpha)), ctypes.byref(ctypes.c_float(matmul.accumulate))

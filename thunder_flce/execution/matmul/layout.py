@@ -51,8 +51,7 @@ def _stored(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 class Matmul(NamedTuple):
     """out (M, N) = a (M, K) @ b (K, N) + bias (N,), summed in float32 and rounded to out's dtype.
 
-    Operands have one dtype, out and bias that one or float32. Added to what out holds if `accumulate`; then there is
-    no bias.
+    Operands have one dtype, out and bias that or float32. Without a bias, it may be added to what out holds.
     """
 
     kind: Kind
@@ -67,11 +66,6 @@ class Matmul(NamedTuple):
         """M, N and K."""
         (m, k), n = self.a.shape, self.b.shape[1]
         return m, n, k
-
-    @property
-    def sums_tokens(self) -> bool:
-        """Whether tokens are what is summed over (K), and not the rows of the result (M)."""
-        return self.kind == "dW"
 
     @property
     def stored(self) -> tuple[StoredMatrix | None, StoredMatrix | None, StoredMatrix | None]:

@@ -123,15 +123,9 @@ class Part(NamedTuple):
 
 
 def logits_(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    accumulate: bool = False,
-    tune: bool = False,
+    out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False,
     valid_rows: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
 
     Out is of the others' dtype or float32. Logits that are a sum of linear terms get their bias with the first one.
@@ -151,14 +145,9 @@ def logits_(
 
 
 def input_gradient_(
-    out: Tensor,
-    dlogits: Tensor,
-    weight: Tensor,
-    *,
-    accumulate: bool = False,
-    tune: bool = False,
+    out: Tensor, dlogits: Tensor, weight: Tensor, *, accumulate: bool = False, tune: bool = False,
     valid_rows: Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """out (C, H) = dlogits (C, V) @ weight (V, H), rounded once; added to what out holds if `accumulate`."""
     # Adding the tail's share to a sum already rounded would round twice.
     work = MatmulWork.of("dX", out, dlogits, weight)
@@ -218,7 +207,7 @@ def _run(matmul: Matmul, *, tune: bool, valid_rows: Tensor | None) -> None:
 def _of_valid_rows(matmul: Matmul, count: int) -> Matmul:
     """The matmul without the rows from `count` on; those of the result are set to zero."""
     out, a, b = matmul.out, matmul.a, matmul.b
-    if matmul.sums_tokens:
+    if matmul.kind == "dW":
         return matmul._replace(a=a[:, :count], b=b[:count])
     if not matmul.accumulate:
         out[count:] = 0

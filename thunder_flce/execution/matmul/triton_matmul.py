@@ -24,8 +24,7 @@ from thunder_flce.execution.matmul.layout import DTYPES_16_BIT, Matmul, StoredMa
 # Tried at S1, in the steady state: tiles of 256 × 128 take 3.2 to 3.5 ms where these take 3.0, 128 × 128 3.2 to 3.9;
 # four stages take as long as three, and a depth of 128 a third longer.
 _TILE = (128, 256, 64)
-_WARPS = 8
-_STAGES = 3
+_WARPS, _STAGES = 8, 3
 
 # Tiles of so many rows that run at the same time share what they read of b. For logits and dX these are all rows of a
 # chunk or half of them, so that the weight is read once or twice (column by column, logits take 4.6 instead of 3.1 ms).
@@ -113,8 +112,8 @@ def run(matmul: Matmul, valid_rows: Tensor) -> None:
     """
     out, a, b = matmul.out, matmul.a, matmul.b
     a_is_transposed, b_is_transposed = a.stride(1) != 1, b.stride(1) != 1
-    m, n, k = _TILE
-    how = (a_is_transposed, b_is_transposed, matmul.bias is None, matmul.sums_tokens, matmul.accumulate)
+    (m, n, k), sums_rows = _TILE, matmul.kind == "dW"
+    how = (a_is_transposed, b_is_transposed, matmul.bias is None, sums_rows, matmul.accumulate)
     on_device = torch.cuda.device(a.device) if a.is_cuda else nullcontext()
     with on_device, first_run_timed("Triton products", (a.device, a.dtype, out.dtype, *how)):
         # As many programs as run at the same time.
@@ -122,9 +121,9 @@ def run(matmul: Matmul, valid_rows: Tensor) -> None:
             _tiled(a.t(), (k, m)) if a_is_transposed else _tiled(a, (m, k)),
             _tiled(b.t(), (n, k)) if b_is_transposed else _tiled(b, (k, n)),
             _tiled(out, (m, n // 2)), matmul.bias, valid_rows, *matmul.sizes,
-            A_IS_TRANSPOSED=a_is_transposed, B_IS_TRANSPOSED=b_is_transposed, SUMS_ROWS=matmul.sums_tokens,
-            ACCUMULATE=matmul.accumulate, TILE_M=m, TILE_N=n, TILE_K=k, GROUP=_GROUP,
-            num_warps=_WARPS, num_stages=_STAGES,
+            A_IS_TRANSPOSED=a_is_transposed, B_IS_TRANSPOSED=b_is_transposed, SUMS_ROWS=sums_rows,
+            ACCUMULATE=matmul.accumulate, TILE_M=m, TILE_N=n, TILE_K=k, GROUP=_GROUP, num_warps=_WARPS,
+            num_stages=_STAGES,
         )  # fmt: skip
 
 

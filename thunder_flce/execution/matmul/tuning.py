@@ -81,11 +81,9 @@ def can_tune(operations: float, *, dtype: torch.dtype, device_type: str) -> bool
 def run(matmul: Matmul) -> bool:
     """Runs a matmul by the algorithm that is the fastest for it, which is measured if it is the first of its kind.
 
-    Measuring runs the matmul some dozens of times into `out` and waits for the device. While a CUDA graph is captured
-    nothing is measured: then what was measured for the nearest number of tokens has to do.
-
-    Returns whether it has run: not if it is small, nor if it lies in memory in a way that cuBLASLt cannot read, nor if
-    nothing was measured, nor while PyTorch is asked for deterministic algorithms.
+    Measuring runs it some dozens of times into `out` and waits for the device. While a CUDA graph is captured, what was
+    measured for the nearest number of tokens has to do. False where it has not run: if it is small, lies in memory in a
+    way that cuBLASLt cannot read or was not measured, or while PyTorch is asked for deterministic algorithms.
     """
     if 2 * math.prod(matmul.sizes) < TUNED_OPERATIONS or torch.are_deterministic_algorithms_enabled():
         return False

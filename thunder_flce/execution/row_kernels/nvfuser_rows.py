@@ -191,18 +191,32 @@ def moments(build: _Builder, layout: VocabLayout, names: tuple[str, ...], has_cl
 
 
 def gradient(
-    build: _Builder, layout: VocabLayout, out_dtype: torch.dtype, names: tuple[str, ...], column_sums: bool
+    build: _Builder, layout: VocabLayout, out_dtype: torch.dtype, names: tuple[str, ...], outputs: tuple[str, ...]
 ) -> None:
     """(C, row_stride) z and what `names` says to the gradient without its one_hot term, in place if the dtype stays.
 
-    With `column_sums`, also its sums over the rows, float32 (row_stride,), in the same pass.
+    `outputs` are "gradient", "column_sums", which are its sums over the rows, float32 (row_stride,), or both.
     """
     z, column = build.input(build.rows, layout.row_stride, dtype=build.dtype), (build.rows, 1)
     shapes = {name: (1, layout.row_stride) if name == "class_weight" else column for name in names}
     result = build.gradient(z, {name: build.input(*shape) for name, shape in shapes.items()})
-    if column_sums:
+    if "column_sums" in outputs:
         build.output(result.raw("sum", [0]))
-    build.output(result, out_dtype, alias=z if out_dtype == build.dtype else None)
+    if "gradient" in outputs:
+        build.output(result, out_dtype, alias=z if out_dtype == build.dtype else None)
+
+
+def _gradient_passes(dtype: torch.dtype, out_dtype: torch.dtype, column_sums: bool) -> tuple[tuple[str, ...], ...]:
+    """The outputs of each fusion of a gradient.
+
+    A fusion that sums over one or five rows of float32 and writes over them gave wrong gradients (nvFuser 0.2.36, one
+    H200; 16 bits did not), so float32 in place takes a fusion for each.
+    """
+    if not column_sums:
+        return (("gradient",),)
+    if dtype == out_dtype == torch.float32:
+        return ("column_sums",), ("gradient",)
+    return (("column_sums", "gradient"),)
 
 
 def target_gradient(build: _Builder, out_dtype: torch.dtype, names: tuple[str, ...]) -> None:
@@ -240,9 +254,9 @@ def definitions(work: RowWork, logit_map: LogitMap) -> dict[str, FusionDefinitio
     if method == "statistics_and_gradient":
         fusions["merge_parts_and_target_gradient"] = (merge_parts, parts, True)
     if method in ("gradient", "statistics_and_gradient"):
-        name = "gradient_with_column_sums" if work.column_sums else "gradient"
-        settings = (out_dtype, names, work.column_sums)
-        fusions |= {name + end: (gradient, layout, *settings) for end, layout in blocks.items()}
+        for outputs in _gradient_passes(work.dtype, out_dtype, work.column_sums):
+            name, settings = "_with_".join(reversed(outputs)), (out_dtype, names, outputs)
+            fusions |= {name + end: (gradient, layout, *settings) for end, layout in blocks.items()}
     return {name: fusion(define, logit_map, work.dtype, -1, *rest) for name, (define, *rest) in fusions.items()}
 
 
@@ -324,7 +338,9 @@ class NvFuserRowKernels:
         weight = padded_weight(class_weight, layout, is_read=coefficients.uniform is not None)
         if weight is not None:
             inputs, names = [*inputs, weight.unsqueeze(0)], (*names, "class_weight")
-        outputs = self._run(inputs, gradient, padded.dtype, layout, dtype, names, column_sums, fast=True)
+        outputs = []
+        for of_pass in _gradient_passes(padded.dtype, dtype, column_sums):
+            outputs += self._run(inputs, gradient, padded.dtype, layout, dtype, names, of_pass, fast=True)
         out = buffer if dtype == padded.dtype else LogitsBuffer(outputs[-1], layout)
         return out, outputs[0][: layout.vocab] if column_sums else None
 

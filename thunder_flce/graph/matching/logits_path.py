@@ -203,8 +203,8 @@ def _matmul(
     if weight.ndim != 2:
         raise _changed(bsym, f" with an operand of shape {tuple(weight.shape)}")
     producer = index.producers.get(weight.name)
-    order = None if producer is None or producer.sym.id not in _PERMUTATIONS else _permutation(producer)
-    if order == (1, 0) and carries_grad(weight):
+    order = _permutation(producer) if producer is not None and producer.sym.id in _PERMUTATIONS else None
+    if producer is not None and order == (1, 0) and carries_grad(weight):
         # The matrix is a transposed weight, most likely a parameter: use the weight itself.
         return _begin(bsym, Term(input, producer.args[0]), bias, producer)
     return _begin(bsym, Term(input, weight, transposed=True), bias)

@@ -101,14 +101,21 @@ def _match(loss: BoundSymbol, index: TraceIndex) -> Match:
     _check_operands(path, target)
     _check_class_weights(path, arguments.weight, index)
     # The pattern fits. What is left is whether the logits have other users.
-    users = _other_users(paths, loss, index)
+    on_path, users = {id(bsym) for bsym in (*path.bsyms, loss)}, _Users()
+    for at in paths:
+        for user in index.users(at.tensor):
+            if id(user) not in on_path:
+                users.add(at, user, index)
     if users.losses and users.argmaxes:
         raise NotFused(Reason.LOGITS_USED, "by other losses and an argmax")
     for argmax in users.argmaxes:
         _check_argmax(argmax, path)
     is_accuracy = all(_is_for_accuracy(argmax, path, arguments, index) for argmax in users.argmaxes)
-    if writer := _writer_between(path, loss, index):
-        raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
+    for writer in index.between(path.bsyms, loss):
+        # The region takes the loss's place. What is written may share memory with an operand of the linear. Labels are
+        # integers and may be changed.
+        if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
+            raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
     return Match(
         loss,
         path,
@@ -173,24 +180,12 @@ def _indices_of_maximum(path: LogitsPath, user: BoundSymbol, index: TraceIndex) 
     """What `argmax`, or `max` without use of its values, returns for each row; None where `user` is neither."""
     if user.sym.id not in (ltorch.argmax.id, ltorch.torch_max.id) or len(user.args) < 2:
         return None
-    indices = user.output
-    if user.sym.id == ltorch.torch_max.id:
-        if not isinstance(user.output, tuple) or index.users(user.output[0]):
-            return None
-        indices = user.output[1]
+    values, indices = user.output if isinstance(user.output, tuple) else (None, user.output)
+    if user.sym.id == ltorch.torch_max.id and (values is None or index.users(values)):
+        return None
     dimension = user.args[1]
     is_over_vocab = isinstance(dimension, int) and dimension % path.tensor.ndim == path.class_dimension
     return indices if is_over_vocab else None
-
-
-def _other_users(paths: Sequence[LogitsPath], loss: BoundSymbol, index: TraceIndex) -> _Users:
-    on_path = {id(bsym) for bsym in (*paths[-1].bsyms, loss)}
-    users = _Users()
-    for path in paths:
-        for user in index.users(path.tensor):
-            if id(user) not in on_path:
-                users.add(path, user, index)
-    return users
 
 
 def _check_argmax(argmax: Argmax, path: LogitsPath) -> None:
@@ -240,11 +235,7 @@ def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, 
 
 
 def _dependants(argmaxes: Sequence[Argmax], loss: BoundSymbol, index: TraceIndex) -> list[BoundSymbol]:
-    """The operations before the loss that depend on an argmax, which the region will compute together with the loss.
-
-    Raises:
-        NotFused: where the loss needs an argmax, or the program changes a tensor in place, so that order matters.
-    """
+    """The operations before the loss that depend on an argmax, which the region will compute together with the loss."""
     if not argmaxes:
         return []
     between = index.between([argmax.bsym for argmax in argmaxes], loss)
@@ -259,14 +250,3 @@ def _dependants(argmaxes: Sequence[Argmax], loss: BoundSymbol, index: TraceIndex
     if writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None):
         raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
     return found
-
-
-def _writer_between(path: LogitsPath, loss: BoundSymbol, index: TraceIndex) -> BoundSymbol | None:
-    """What changes a floating-point tensor in place between the linear and the loss, whose place the region takes.
-
-    The tensor may be an operand of the linear, or share its memory. Labels are integers and may be changed.
-    """
-    for bsym in index.between(path.bsyms, loss):
-        if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(bsym)):
-            return bsym
-    return None

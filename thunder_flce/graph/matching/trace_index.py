@@ -45,12 +45,11 @@ class TraceIndex:
             return type(a) is type(b) and a == b
         if a.name == b.name:
             return True
-        producers = self.producers.get(a.name), self.producers.get(b.name)
-        if None in producers:
-            return False
-        first, second = producers
+        first, second = self.producers.get(a.name), self.producers.get(b.name)
         return (
-            not _is_random(first)
+            first is not None
+            and second is not None
+            and not _is_random(first)
             and first.sym.id == second.sym.id
             and a.shape == b.shape
             and len(first.flat_proxy_outs) == len(second.flat_proxy_outs) == 1
