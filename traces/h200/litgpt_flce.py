@@ -29,20 +29,26 @@ def computation(hidden, weight, labels):
   t0 = Tensor.view(labels, -1)  # t0: "cuda:0 i64[8192]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cuda:0 i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=192, tune_products=True)
+  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='mean', ignore_index=-100, strategy='gradients_in_forward', tune_products=True, chunk_rows=2048, float32_rows=192)
     # x = hidden, W = weight, y = t1
-    # loss = t2: bf16[], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[], dX = t6: bf16[2, 4096, 4096], dW = t7: bf16[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                                   PyTorch
+    # loss = t2: bf16[], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[], dX = t6: bf16[2, 4096, 4096], dW = t7: bf16[128256, 4096]
+    # valid, valid_count = y != -100, sum(y != -100)                                                                                       PyTorch
+    # x, y = x[valid], y[valid]  (the host waits for their number while the first logits are computed)                                     PyTorch
+    # s f32[8192] = 1 / valid_count                                                                                                        PyTorch
+    # frequent i64[192] = most_frequent(y, 192)                                                                                            PyTorch
     # for each chunk of 2048 tokens, 4 in all:
-    #   logits bf16[2048, 128256] = x @ W.t()                                                            cuBLAS
-    #   row_max, row_logsumexp f32[2048] = max(logits), log(sum(exp(logits - row_max)))                  Triton
-    #   dlogits bf16[2048, 128256] = exp(logits - row_max - row_logsumexp) * s - s * [v == y], in place  Triton, same kernel
-    #   dW bf16[128256, 4096] += dlogits.t() @ x                                                         cuBLAS
-    #   dW[hot] f32[192, 4096] += dlogits[:, hot].t() @ x                                                cuBLAS
-    #   dX bf16[2048, 4096] = dlogits @ W                                                                cuBLAS
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                                    PyTorch
-    # loss = sum(cross_entropy) / valid_count                                                            PyTorch
-    # dW[hot] = the rows summed in float32                                                               PyTorch
+    #   logits bf16[2048, 128256] = x[chunk] @ W.t()                                                                                       cuBLAS
+    #   row_max, row_log_sum, logits_y f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]                      Triton
+    #   dlogits bf16[2048, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place, same kernel)  Triton
+    #   dW bf16[128256, 4096] += dlogits.t() @ x[chunk]                                                                                    cuBLAS
+    #   dW_frequent f32[192, 4096] += dlogits[:, frequent].t() @ x[chunk]                                                                  cuBLAS
+    #   dX[chunk] bf16[2048, 4096] = dlogits @ W                                                                                           cuBLAS
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                                                               PyTorch
+    # loss f32[] = sum(cross_entropy) / valid_count                                                                                        PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                                                                 PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                                         PyTorch
+    # dW[frequent] bf16[192, 4096] = dW_frequent                                                                                           PyTorch
+    # dX bf16[8192, 4096] = scatter(dX)                                                                                                    PyTorch
   del t3, t4, t1
   return {'output': (t2,), 'flat_args': [hidden, weight, labels], 'flat_output': (t2,)}, ((t5, t6, t7), ())
 
@@ -73,6 +79,7 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   (t9, t10) = scale_gradients(t8, t5, t6, t7)
-    # t6, t7 of the forward *= t8, where that is not 1
+    # t6 bf16[2, 4096, 4096] = t6 * where(t5 == 0, 0, t8)  (skipped on the device where that is 1)  Triton
+    # t7 bf16[128256, 4096] = t7 * where(t5 == 0, 0, t8)  (skipped on the device where that is 1)   Triton
   del t8, t5, t6, t7
   return (t9, t10, None)

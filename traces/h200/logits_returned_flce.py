@@ -11,7 +11,7 @@
 #     t0: bf16[2, 4096, 128256], 2,101,346,304 bytes
 #     t2: f32[8192], 32,768 bytes
 #     t3: f32[8192], 32,768 bytes
-#     t4: f32[], 4 bytes
+#     t4: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -60,7 +60,7 @@ def backward_fn(saved_for_backward, cotangents):
   # labels: "cuda:0 i64[2, 4096]"
   # t2: "cuda:0 f32[8192]"
   # t3: "cuda:0 f32[8192]"
-  # t4: "cuda:0 f32[]"
+  # t4: "cuda:0 i64[]"
   # weight: "cuda:0 bf16[128256, 4096]"
   # hidden: "cuda:0 bf16[2, 4096, 4096]"
   clear_mutable_collection(C0)

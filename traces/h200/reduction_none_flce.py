@@ -2,11 +2,11 @@
 # thunder_flce.jit, thunder 0.2.6, torch 2.11. Compiled and run on NVIDIA H200, bfloat16.
 #
 #     def reduction_none(hidden, weight, labels):
-#         """One loss a token: the incoming gradient is a vector, so the gradients have to wait for the backward."""
+#         """One loss a token: the upstream gradient is a vector, so the gradients have to wait for the backward."""
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
-# fused, save logits of 8192 tokens, products tuned
+# fused, save logits, products tuned
 # Saved for backward, beside the arguments and views of them:
 #     t3: f32[8192], 32,768 bytes
 #     t4: f32[8192], 32,768 bytes
@@ -30,15 +30,19 @@ def computation(hidden, weight, labels):
   t0 = Tensor.view(labels, -1)  # t0: "cuda:0 i64[8192]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cuda:0 i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='none', ignore_index=-100, strategy='save_logits', chunk_rows=8192, saved_rows=8192, tune_products=True)
+  (t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='none', ignore_index=-100, strategy='save_logits', tune_products=True)
     # x = hidden, W = weight, y = t1
-    # loss = t2: bf16[2, 4096], row_max = t3: f32[8192], row_logsumexp = t4: f32[8192], valid_count = t5: i64[], logits = t6: bf16[8192, 128256]
-    # x, y = the rows whose target is not ignore_index                                   PyTorch
+    # loss = t2: bf16[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[], logits = t6: bf16[8192, 128256]
+    # valid, valid_count = y != -100, sum(y != -100)                                                    PyTorch
+    # x, y = x[valid], y[valid]  (the host waits for their number while the first logits are computed)  PyTorch
     # for the only chunk, of 8192 tokens:
-    #   logits bf16[8192, 128256] = x @ W.t()                                            cuBLAS
-    #   row_max, row_logsumexp f32[8192] = max(logits), log(sum(exp(logits - row_max)))  Triton
-    # cross_entropy f32[8192] = row_logsumexp - (logits[y] - row_max)                    PyTorch
-    # loss = cross_entropy                                                               PyTorch
+    #   logits bf16[8192, 128256] = x @ W.t()                                                           cuBLAS
+    #   logits_y bf16[8192] = logits[y]                                                                 PyTorch
+    #   row_max, row_log_sum f32[8192] = max_v(logits), log(sum_v(exp(logits - row_max)))               Triton
+    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                            PyTorch
+    # loss f32[8192] = scatter(cross_entropy)                                                           PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                              PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                      PyTorch
   t7 = torch_prims_reshape_impl(t2, (8192,))  # t7: "cuda:0 bf16[8192]"
   del t2
   return {'output': (t7,), 'flat_args': [hidden, weight, labels], 'flat_output': (t7,)}, ((hidden, weight, t1, t3, t4, t5, t6), ())
@@ -75,14 +79,17 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t9 = torch_prims_reshape_impl(t8, (2, 4096))  # t9: "cuda:0 bf16[2, 4096]"
   del t8
-  (t10, t11) = linear_cross_entropy_bwd(t9, hidden, weight, t1, None, t3, t4, t5, t6, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='save_logits', chunk_rows=8192, saved_rows=8192, tune_products=True)
+  (t10, t11) = linear_cross_entropy_bwd(t9, hidden, weight, t1, None, t3, t4, t5, t6, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='save_logits', tune_products=True)
     # x = hidden, W = weight, y = t1
     # dX = t10: bf16[2, 4096, 4096], dW = t11: bf16[128256, 4096]
-    # x, y = the rows whose target is not ignore_index                                    PyTorch
-    # for the only chunk, of 8192 tokens:
-    #   dlogits bf16[8192, 128256] = exp(logits - row_max - row_logsumexp) * s, in place  nvFuser: gradient
-    #   dlogits[y] bf16[8192] = exp(logits[y] - row_max - row_logsumexp) * s - s          nvFuser: target_gradient
-    #   dW bf16[128256, 4096] = dlogits.t() @ x                                           cuBLAS
-    #   dX bf16[8192, 4096] = dlogits @ W                                                 cuBLAS
+    # valid, valid_count = y != -100, sum(y != -100)                                                   PyTorch
+    # x, y = x[valid], y[valid]  (the host waits for their number)                                     PyTorch
+    # s f32[8192] = grad[valid]                                                                        PyTorch
+    # row_max f32[8192] = row_max[valid]                                                               PyTorch
+    # row_log_sum f32[8192] = row_log_sum[valid]                                                       PyTorch
+    # dlogits bf16[8192, 128256] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  Triton
+    # dW bf16[128256, 4096] = dlogits.t() @ x                                                          cuBLAS
+    # dX bf16[8192, 4096] = dlogits @ W                                                                cuBLAS
+    # dX bf16[8192, 4096] = scatter(dX)                                                                PyTorch
   del t9, hidden, weight, t1, t3, t4, t5, t6
   return (t10, t11, None)

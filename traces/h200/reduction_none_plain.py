@@ -2,7 +2,7 @@
 # thunder.jit with its default executors, thunder 0.2.6, torch 2.11. Compiled and run on NVIDIA H200, bfloat16.
 #
 #     def reduction_none(hidden, weight, labels):
-#         """One loss a token: the incoming gradient is a vector, so the gradients have to wait for the backward."""
+#         """One loss a token: the upstream gradient is a vector, so the gradients have to wait for the backward."""
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
