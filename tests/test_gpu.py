@@ -2,7 +2,6 @@
 
 import copy
 import gc
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,6 @@ from reference import assert_as_exact_as_eager, error, make_case, ours, truth
 from test_thunder import Head, V, shifted_loss
 from thunder_flce import Options, functional, linear_cross_entropy
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.execution.matmul import matmul
 from thunder_flce.execution.row_kernels.dispatch import BACKENDS, is_installed
 from thunder_flce.functional import problem_of
 from thunder_flce.options import IGNORED_ROWS, STRATEGIES
@@ -62,13 +60,6 @@ WAYS = {
     "save logits": (Options(strategy="save_logits"), "mean", None),
     "save some logits": (Options(), "none", 0.5),
     "recompute logits": (Options(strategy="recompute_logits"), "mean", None),
-    "skip on device": (Options(ignored_rows="skip_on_device"), "mean", None),
-    "skip on device, save logits": (Options(strategy="save_logits", ignored_rows="skip_on_device"), "mean", None),
-    "skip on device, recompute logits": (
-        Options(strategy="recompute_logits", ignored_rows="skip_on_device"),
-        "mean",
-        None,
-    ),
 }
 
 
@@ -140,7 +131,7 @@ def test_peak_memory_through_thunder():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits", "recompute_logits"])
 @pytest.mark.parametrize(
-    ("rows", "dtype"), [*((rows, torch.float32) for rows in IGNORED_ROWS), ("skip_on_device", torch.bfloat16)]
+    ("rows", "dtype"), [*((rows, torch.float32) for rows in IGNORED_ROWS), ("compute", torch.bfloat16)]
 )
 @pytest.mark.parametrize("ranks", [(), (8,)], ids=["", "adapter beside a frozen head"])
 def test_cuda_graph(ranks, rows, dtype, strategy, reduction):
@@ -182,11 +173,10 @@ def test_cuda_graph(ranks, rows, dtype, strategy, reduction):
             assert error(got, right) < (1e-5 if dtype == torch.float32 else 5e-3)
 
 
-@pytest.mark.parametrize("rows", ["skip_on_device", "compute"])
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if is_installed(name)])
-def test_cuda_graph_of_each_backend(backend, rows):
+def test_cuda_graph_of_each_backend(backend):
     """All of its kernels: sums over rows, moments, target entries."""
-    options = Options(strategy="save_logits", ignored_rows=rows, row_kernels=backend)
+    options = Options(strategy="save_logits", row_kernels=backend)
     settings = {"label_smoothing": 0.1, "z_loss": 0.1, "outputs": ("mean_logit", "log_sum_sq_probs")}
     case = make_case(tokens=300, hidden=64, vocab=1009, dtype=torch.bfloat16, device="cuda", bias=True)
 
@@ -228,55 +218,15 @@ def test_an_adapter_beside_a_frozen_head(vocab, rows, strategy, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows", ["skip_on_device", "compute"])
-def test_no_synchronisation_when_asked_for_none(rows, dtype):
+def test_no_synchronisation_when_asked_for_none(dtype):
     case = make_case(tokens=300, hidden=64, vocab=1009, dtype=dtype, device="cuda", bias=True)
-    options = Options(ignored_rows=rows, chunk_rows=100)
+    options = Options(ignored_rows="compute", chunk_rows=100)
     ours(case, options=options)
     torch.cuda.set_sync_debug_mode("error")
     try:
         ours(case, options=options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits", "recompute_logits"])
-@pytest.mark.parametrize("needs", ["all", "input", "weight"])
-@pytest.mark.parametrize("vocab", [4096, 4099])
-def test_rows_skipped_on_the_device(vocab, needs, strategy, monkeypatch):
-    """As exact as where the host knows their number, and none of what is left out shows."""
-    triton_matmul = pytest.importorskip("thunder_flce.execution.matmul.triton_matmul")
-    case = make_case(tokens=1000, hidden=128, vocab=vocab, dtype=torch.bfloat16, device="cuda", bias=True, ignored=0.6)
-    for name, tensor in (("input", case.x), ("weight", case.weight), ("bias", case.bias)):
-        tensor.requires_grad_(needs in ("all", name))
-    # An ignored row may hold anything, and what is left of its logits is the bias.
-    with torch.no_grad():
-        case.bias += 100
-        case.x[case.target == -100] = float("nan")
-    case.target[0] = -100
-    chunk_rows = None if strategy == "save_logits" else 384
-    options = Options(strategy=strategy, chunk_rows=chunk_rows, accumulate="float32")
-    on_host = ours(case, options=options)
-    ran = defaultdict(int)
-
-    def spy(module, name):
-        function = getattr(module, name)
-
-        def call(*arguments, **settings):
-            ran[name] += 1
-            return function(*arguments, **settings)
-
-        monkeypatch.setattr(module, name, call)
-
-    spy(triton_matmul, "run")
-    spy(matmul, "_run_in_pytorch")
-    on_device = ours(case, options=replace(options, ignored_rows="skip_on_device"))
-    # All but the tail.
-    assert ran["run"] >= 2 and (0 < ran["_run_in_pytorch"] <= ran["run"] if vocab % 8 else ran["_run_in_pytorch"] == 0)
-    assert error(on_device.loss, on_host.loss) < 1e-6
-    for got, right in zip(on_device.gradients, on_host.gradients, strict=True):
-        assert (got is None) == (right is None)
-        assert got is None or error(got, right) < 2e-3
 
 
 @pytest.mark.parametrize("vocab", [32003, 128257])

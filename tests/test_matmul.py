@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interpreted import needs_triton
 from reference import error
 from thunder_flce import device
 from thunder_flce.device import HOPPER, is_hopper
 from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.matmul import matmul, tuning
-from thunder_flce.execution.matmul.layout import Matmul
 from thunder_flce.execution.matmul.matmul import MatmulWork
 
 C, H, V = 60, 48, 40
@@ -107,19 +105,6 @@ def test_gradients(dtypes, vocab, hidden, accumulate, device):
             assert error(out, exact) < 1e-6
 
 
-@pytest.mark.parametrize("valid", [0, 7, C])
-def test_rows_from_the_valid_ones_on_keep_what_is_added_to(valid, device):
-    """A further term adds zeros to them, and the first writes zeros or the bias."""
-    x, weight = torch.randn(C, 8, device=device), torch.randn(V, 8, device=device)
-    x[valid:] = 0
-    count = torch.tensor(valid, dtype=torch.int32, device=device)
-    out = torch.full((C, V), float("nan"), device=device)
-    matmul.logits_(out, x, weight, valid_rows=count)
-    assert out[valid:].eq(0).all()
-    matmul.logits_(out, x, weight, accumulate=True, valid_rows=count)
-    torch.testing.assert_close(out, 2 * x @ weight.t(), rtol=1e-4, atol=1e-4)
-
-
 def test_which_columns_are_the_tail():
     assert [_work("dX", columns=v).tail for v in (5, 8, 9, 128256, 128257)] == [0, 0, 1, 0, 1]
     assert _work("dX", columns=15, dtype=torch.float32).tail == 0
@@ -132,69 +117,15 @@ def _work(kind, **changes):
     return MatmulWork(kind, **{**settings, "rows": C, "hidden": 4096, "columns": 128257, **changes})
 
 
-def _library(kind, **changes):
-    return _work(kind, **{"valid_rows_on_device": True, **changes}).library
-
-
-@needs_triton
-@pytest.mark.parametrize("kind", ["logits", "dX", "dW"])
-@pytest.mark.parametrize(
-    ("changes", "runner"),
-    [
-        ({}, "Triton"),
-        ({"dtype": torch.float16, "columns": 128256}, "Triton"),
-        ({"valid_rows_on_device": False}, "cuBLAS"),
-        ({"dtype": torch.float32}, "cuBLAS"),
-        ({"hidden": 4100}, "cuBLAS"),
-        ({"columns": 5}, "cuBLAS"),
-        ({"device_type": "cpu"}, "PyTorch"),
-    ],
-    ids=str,
-)
-def test_who_runs_a_matmul(kind, changes, runner):
-    assert _library(kind, **changes) == runner
-
-
-@needs_triton
-def test_who_runs_the_matmuls_of_a_narrow_term():
-    """Its gradients are cuBLAS's; its logits are as wide as others."""
-    assert [_library(kind, hidden=16) for kind in ("logits", "dX", "dW")] == ["Triton", "cuBLAS", "cuBLAS"]
-
-
-def test_without_triton_it_is_cublas(monkeypatch):
-    monkeypatch.setattr(matmul, "triton_available", lambda: False)
-    assert _library("dW") == "cuBLAS"
-
-
 def test_other_gpus_are_left_to_cublas(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(device, "_capability", lambda index: HOPPER + 1)
     assert not is_hopper(None) and not is_hopper(torch.device("cuda")) and not is_hopper(torch.device("cpu"))
-    assert _library("dW") == "cuBLAS"
     of = {"dtype": torch.bfloat16, "device_type": "cuda"}
     assert not tuning.can_tune(tuning.TUNED_OPERATIONS, **of)
     monkeypatch.setattr(device, "_capability", lambda index: HOPPER)
-    assert _library("dW") == "Triton" or not matmul.triton_available()
     assert tuning.can_tune(tuning.TUNED_OPERATIONS, **of)
-
-
-@needs_triton
-@pytest.mark.parametrize("hidden", [4, 16, 128, 132, 256])
-@pytest.mark.parametrize("vocab", [5, 100, 136, 301])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_is_predicted_is_what_runs(dtype, vocab, hidden):
-    """By the tensors that the engine would have, here without a GPU."""
-    main = vocab - _work("dX", columns=vocab, dtype=dtype).tail
-    x, weight = torch.empty(64, hidden, dtype=dtype), torch.empty(vocab, hidden, dtype=dtype)[:main]
-    logits = _logits_memory(64, vocab, dtype=dtype, device="cpu")[:, :main]
-    for call in (
-        Matmul("logits", logits, x, weight.t()),
-        Matmul("dX", torch.empty_like(x), logits, weight),
-        Matmul("dW", torch.empty_like(weight), logits.t(), x),
-    ):
-        runs_in_triton = matmul._runs_in_triton(call.stored, dtype, None)
-        assert runs_in_triton == (_library(call.kind, dtype=dtype, hidden=hidden, columns=vocab) == "Triton")
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -265,7 +196,7 @@ def test_scratch_is_what_is_allocated(vocab, kind, out_dtype, settings, device):
             matmul.input_gradient_(out, dlogits, weight)
         else:
             parts = settings.get("parts", 1)
-            matmul.weight_gradient_of_parts_(out, [matmul.Part(dlogits, x)] * parts)
+            matmul.weight_gradient_of_parts_(out, [(dlogits, x)] * parts)
 
     # The first one allocates cuBLAS's workspace, which stays.
     compute()
@@ -278,7 +209,7 @@ def test_scratch_is_what_is_allocated(vocab, kind, out_dtype, settings, device):
 
 
 def test_scratch_of_logits_with_a_bias(monkeypatch):
-    """On CUDA, only where PyTorch cannot add it before rounding, nor cuBLASLt or Triton is asked to."""
+    """On CUDA, only where PyTorch cannot add it before rounding, nor cuBLASLt is asked to."""
 
     def scratch(columns, **changes):
         settings = {"pads_biased_rows": columns % 8 > 0, **changes}
@@ -289,8 +220,6 @@ def test_scratch_of_logits_with_a_bias(monkeypatch):
     assert scratch(1003) == 100 * 1000 * 4
     monkeypatch.setattr(tuning, "TUNED_OPERATIONS", 1e6)
     assert scratch(20003, tune=True) == 100 * 3 * 4
-    if matmul.triton_available():
-        assert scratch(20003, valid_rows_on_device=True) == 100 * 3 * 4
 
 
 @pytest.mark.gpu

@@ -248,31 +248,6 @@ def test_a_frozen_head_takes_nothing_of_its_size():
     assert not any("dW " in str(step) or "dW[" in str(step) for stage in found.stages for step in stage.steps)
 
 
-# Ignored rows.
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "copied_rows"),
-    [
-        # Where dX is made a chunk at a time, its memory takes the copies.
-        ({}, Options(), 0),
-        ({"input_grad": False}, Options(), 2048),
-        ({}, Options(strategy="recompute_logits", chunk_rows=1024), 8192),
-        ({"input_grad": False, "weight_grad": False}, Options(), 2048),
-    ],
-    ids=str,
-)
-def test_rows_skipped_on_the_device_are_copied_in_any_case(changes, options, copied_rows):
-    """Where the host knows their number, that is certain of the first ones only, whose logits start before it does."""
-    region = problem(**changes)
-    plan = make_plan(region, options)
-    on_device, on_host, nothing = (
-        temporary_bytes(region, replace(plan, ignored_rows=how)) for how in ("skip_on_device", "skip", "compute")
-    )
-    assert on_device - nothing == copied_rows * region.hidden * 2
-    assert nothing <= on_host <= on_device
-
-
 # Logits staged in the memory of dW.
 
 
@@ -323,7 +298,6 @@ def test_where_the_first_tokens_are_staged(changes, options, staged):
 @pytest.mark.parametrize("options", [Options(chunk_rows=rows) for rows in (256, 512, 1000)], ids=str)
 @pytest.mark.parametrize("ignored_rows", IGNORED_ROWS)
 def test_staged_logits_take_no_more_memory_than_chunks(options, ignored_rows, monkeypatch):
-    """But for the copy of rows of x that are not ignored, where dX has no room for it and chunks follow."""
     options = replace(options, ignored_rows=ignored_rows)
     sizes = itertools.product((2048, 8191), (32000, 128257), (512, 4096, 8192))
     problems = [problem(tokens=tokens, vocab=vocab, hidden=hidden) for tokens, vocab, hidden in sizes]
@@ -337,29 +311,13 @@ def test_staged_logits_take_no_more_memory_than_chunks(options, ignored_rows, mo
             continue
         count += 1
         first, _ = plan.staged
-        copied = 0
-        if ignored_rows != "compute":
-            # Then the copy is always there, and counted.
-            plan, without = (replace(each, ignored_rows="skip_on_device") for each in (plan, without))
-            copied = first * region.hidden * 2 if region.tokens > first > region.tokens / 2 else 0
-        assert temporary_bytes(region, plan) <= temporary_bytes(region, without) + copied
+        assert temporary_bytes(region, plan) <= temporary_bytes(region, without)
         blocks = plan.staged_logits(hidden=region.hidden, vocab=region.vocab, itemsize=2)
         assert blocks.width >= CUDA_SMALLEST_BLOCK and blocks.borrowed
         # dX, in float32, before the first of them.
         assert 4 * blocks.rows * region.hidden <= 2 * blocks.free_elements
         assert first == region.tokens or first > plan.chunk_rows
     assert count > 1
-
-
-@pytest.mark.parametrize(("input_grad", "first", "copies"), [(True, 4096, 0), (True, 4224, 1), (False, 4096, 1)])
-def test_the_copy_of_x_needs_memory_unless_dx_has_room_for_it(input_grad, first, copies):
-    """Beside dX of the same rows, which comes before the last use of the copy."""
-    region = problem(input_grad=input_grad)
-    skipping, computing = (
-        GradientsInForward(chunk_rows=512, staged=(first, 4), ignored_rows=how) for how in ("skip_on_device", "compute")
-    )
-    more = temporary_bytes(region, skipping) - temporary_bytes(region, computing)
-    assert more == copies * first * region.hidden * 2
 
 
 # Matmuls.
@@ -430,7 +388,7 @@ EVERY_PLAN = [
     GradientsInForward(chunk_rows=7, float32_accumulator=True, staged=(8, 2), ignored_rows="compute"),
     GradientsInForward(chunk_rows=7, float32_rows=3, float32_logits=True, row_kernels="torch", tune_products=True),
     SaveLogits(),
-    SaveLogits(ignored_rows="skip_on_device"),
+    SaveLogits(ignored_rows="compute"),
     RecomputeLogits(chunk_rows=7, block_columns=8),
     SaveSomeLogits(saved_rows=5, chunk_rows=7, block_columns=8),
 ]
@@ -455,8 +413,8 @@ def test_every_kind_of_plan_is_tried():
     [
         (GradientsInForward(chunk_rows=8), "gradients in forward, chunks of 8 tokens"),
         (
-            GradientsInForward(chunk_rows=8, float32_accumulator=True, ignored_rows="skip_on_device"),
-            "gradients in forward, chunks of 8 tokens, dW summed in float32, ignored rows skipped on the device",
+            GradientsInForward(chunk_rows=8, float32_accumulator=True),
+            "gradients in forward, chunks of 8 tokens, dW summed in float32",
         ),
         (
             GradientsInForward(chunk_rows=8, float32_logits=True, ignored_rows="compute", row_kernels="torch"),

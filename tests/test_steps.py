@@ -59,28 +59,6 @@ def test_matmuls_are_cublas_and_one_pass_is_triton():
     assert str(chunks.steps[0]) == "logits bf16[2048, 128256] = x[chunk] @ W.t()"
 
 
-@needs_triton
-@pytest.mark.parametrize(
-    ("changes", "runner"),
-    [
-        ({}, "Triton"),
-        ({"vocab": 128257, "dtype": torch.float16}, "Triton"),
-        ({"dtype": torch.float32}, "cuBLAS"),
-        ({"hidden": 4100}, "cuBLAS"),
-        ({"loss": Loss(outputs=("argmax",))}, "cuBLAS"),
-        ({"device_type": "cpu"}, "PyTorch"),
-    ],
-    ids=str,
-)
-def test_matmuls_that_end_on_the_device(changes, runner):
-    """All three, by Triton where that can be; not where every row is needed."""
-    region = problem(**changes)
-    steps = steps_of(region, Options(ignored_rows="skip_on_device"))
-    assert {step.runs_in for step in steps if step.operations} == {runner}
-    assert ("x, y" in [step.result for step in steps]) == ("loss" not in changes)
-    assert ("zeros follow" in [step.note for step in steps]) == (region.device_type == "cuda" and "loss" not in changes)
-
-
 @pytest.mark.parametrize("row_kernels", ["triton", "nvfuser", "torch"])
 @pytest.mark.parametrize("loss", [Loss(), Loss(z_loss=0.1, label_smoothing=0.1), Loss(reduction="none")], ids=str)
 def test_row_work_runs_in_the_library_asked_for(loss, row_kernels):

@@ -1,7 +1,6 @@
 """Logits that are a sum of linears, such as a low-rank adapter beside the head, against eager PyTorch in float64."""
 
 import itertools
-from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -319,32 +318,6 @@ def test_traced_functional_form(device):
     torch.testing.assert_close(loss, eager)
     for got, right in zip(_results(loss, case.needing_grad()), _results(eager, case.needing_grad()), strict=True):
         assert got.dtype == right.dtype == torch.float32 and error(got, right) < 1e-2
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_matmuls_know_how_many_rows_are_valid(strategy, monkeypatch):
-    """Those of each term."""
-    seen = defaultdict(int)
-
-    def spy(call, *, valid_rows, tune):
-        m, n, k = call.sizes
-        seen[call.kind] += int(valid_rows) * (m * n if call.kind == "dW" else k * n)
-        run(call, valid_rows=valid_rows, tune=tune)
-
-    run = matmul._run
-    monkeypatch.setattr(matmul, "_run", spy)
-    case = make_case(tokens=40, hidden=8, vocab=12, ignored=0.0, ranks=(3, 5))
-    case.target[torch.randperm(40)[:25]] = -100
-    options = Options(
-        strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10, ignored_rows="skip_on_device"
-    )
-    assert_as_exact_as_eager(case, options=options)
-    operations = 15 * 12 * (8 + 3 + 5)
-    assert seen == {
-        "logits": operations * (2 if strategy == "recompute_logits" else 1),
-        "dX": operations,
-        "dW": operations,
-    }
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

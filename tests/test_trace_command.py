@@ -49,9 +49,9 @@ def test_every_example(example, capsys):
 
 
 def test_fake_tensors_have_no_memory(capsys):
-    # The logits alone would take four times what a machine has.
-    assert main(["trace", "litgpt", "--device", "cpu", "--batch", "4096"]) == 0
-    assert f"f32[{4096 * 4096}, 128256]" in capsys.readouterr().out
+    # The logits alone would take 134 GB.
+    assert main(["trace", "litgpt", "--device", "cpu", "--batch", "64"]) == 0
+    assert f"f32[{64 * 4096}, 128256]" in capsys.readouterr().out
 
 
 def test_not_fused_says_why(capsys):

@@ -86,10 +86,10 @@ def test_the_first_wins(once, in_a_burst, seconds):
 
 def test_how_matrices_lie_in_memory():
     matrix = torch.empty(6, 16, dtype=torch.bfloat16)
-    assert StoredMatrix.of(matrix) == StoredMatrix(6, 16, 16, 2)
-    assert StoredMatrix.of(matrix.t()) == StoredMatrix(6, 16, 16, 2, is_transposed=True)
-    assert StoredMatrix.of(matrix[:, :5]) == StoredMatrix(6, 5, 16, 2)
-    assert StoredMatrix.of(torch.empty(6, 4)) == StoredMatrix(6, 4, 4, 4)
+    assert StoredMatrix.of(matrix) == StoredMatrix(6, 16, 16)
+    assert StoredMatrix.of(matrix.t()) == StoredMatrix(6, 16, 16, is_transposed=True)
+    assert StoredMatrix.of(matrix[:, :5]) == StoredMatrix(6, 5, 16)
+    assert StoredMatrix.of(torch.empty(6, 4)) == StoredMatrix(6, 4, 4)
     others = [matrix[:, ::2], matrix[:, 1:9], matrix[:1].expand(6, 16), torch.empty(6, 15, dtype=torch.bfloat16)]
     assert [StoredMatrix.of(other) for other in others] == [None] * 4
 
@@ -105,8 +105,6 @@ def test_how_matrices_lie_in_memory():
         (64, torch.bfloat16, "cuda", {}, False),
         # 2 · 512 · 4096 · 32000 operations are too few.
         (8192, torch.bfloat16, "cuda", {"chunk_rows": 512}, False),
-        # Those that end on the device run in Triton.
-        (8192, torch.bfloat16, "cuda", {"ignored_rows": "skip_on_device"}, False),
         (8192, torch.bfloat16, "cuda", {"strategy": "save_logits"}, True),
         (8192, torch.bfloat16, "cuda", {"strategy": "recompute_logits"}, True),
         # Chunks are small, slabs are not.

@@ -6,7 +6,7 @@ import torch
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 ACCUMULATE = ("auto", "parameter", "float32")
-IGNORED_ROWS = ("skip", "skip_on_device", "compute")
+IGNORED_ROWS = ("skip", "compute")
 LOGITS_DTYPES = ("input", "float32")
 ROW_KERNELS = ("auto", "triton", "nvfuser", "torch")
 
@@ -52,10 +52,7 @@ class Options:
     ignored_rows: str = "skip"
     """"skip": rows whose target is ignore_index are dropped before the first matmul, at the price of one device
     synchronisation on CUDA. "compute": no synchronisation (but once, to tune matmuls) and static shapes, as CUDA graphs
-    need; this is also what happens by itself while a CUDA graph is captured. "skip_on_device": no synchronisation and
-    static shapes, too, but valid rows come first and a Triton matmul ends after them, for 16-bit operands on Hopper.
-    Where no target is ignored that is up to 18% slower than the others, and faster than "compute" the more there are.
-    Other matmuls on CUDA go over all rows."""
+    need; this is also what happens by itself while a CUDA graph is captured."""
 
     logits_dtype: str = "input"
     """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,

@@ -212,7 +212,6 @@ OURS: dict[str, dict[str, Any]] = {
     "flce, 4096 rows": {"chunk_rows": 4096},
     "flce, save_logits": {"strategy": "save_logits"},
     "flce, recompute_logits": {"strategy": "recompute_logits"},
-    "flce, skip_on_device": {"ignored_rows": "skip_on_device"},
     "flce, untuned": {"tune_products": False},
     "flce, nvfuser": {"row_kernels": "nvfuser"},
     "flce, triton": {"row_kernels": "triton"},

@@ -57,7 +57,6 @@ WAYS = {
     "gradients_in_forward": Way(),
     "gradients_in_forward, float32 dW": Way(options={"accumulate": "float32"}),
     "gradients_in_forward, 512 rows": Way(options={"chunk_rows": 512}),
-    "gradients_in_forward, skip_on_device": Way(options={"ignored_rows": "skip_on_device"}),
     "save_logits": Way(options={"strategy": "save_logits"}),
     "save_logits, some rows": Way(reduction="none", budget=0.5),
     "recompute_logits": Way(options={"strategy": "recompute_logits"}),

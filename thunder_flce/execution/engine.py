@@ -28,9 +28,9 @@ from thunder_flce.execution.gradient_scaling import graph_is_kept
 from thunder_flce.execution.operands import ForwardResult, Gradients, Operands, SavedStatistics, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits, SaveSomeLogits
 from thunder_flce.execution.region import Region
-from thunder_flce.execution.row_kernels.interface import LogitsBuffer, RowStatistics
+from thunder_flce.execution.row_kernels.interface import LogitsBuffer, LogitsInBlocks, RowStatistics
 from thunder_flce.execution.row_loss import ChunkResult, RowGradients, RowScales, chunk_result, finish_loss
-from thunder_flce.execution.row_selection import Rows, reselect_rows, select_rows
+from thunder_flce.execution.row_selection import Rows, Selection, reselect_rows, select_rows
 from thunder_flce.operation.loss import RowCoefficients
 
 
@@ -70,18 +70,17 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
     results = []
     if staged and rows.count:
         chunk = slice(0, min(first, rows.count))
-        xs, valid_rows, blocks = sums.gather_staged(chunk), rows.valid_rows(chunk), staged.logits.rows(chunk)
-        _fill_blocks(region, blocks, xs, computed, valid_rows)
+        xs, blocks = sums.gather_staged(chunk), staged.logits.rows(chunk)
+        _fill(region, blocks, xs, slice(computed, xs[0].shape[0]))
         results.append(_gradient_in_one_pass(region, rows, row_gradients, blocks, chunk))
-        sums.add_staged(blocks, xs, chunk, valid_rows)
+        sums.add_staged(blocks, xs, chunk)
         del xs, blocks
     chunks = rows.chunks(plan.chunk_rows, first)
     if staged:
         next(chunks, None)
     for chunk in region.loop(chunks, "chunk"):
-        xs, valid_rows = sums.gather(chunk), rows.valid_rows(chunk)
-        logits = steps.first_rows(buffer, chunk.stop - chunk.start)
-        _fill(region, logits, xs, 0 if chunk.start else computed, valid_rows)
+        xs, logits = sums.gather(chunk), steps.first_rows(buffer, chunk.stop - chunk.start)
+        _fill(region, logits, xs, slice(0 if chunk.start else computed, xs[0].shape[0]))
         if _takes_one_pass(region):
             results.append(_gradient_in_one_pass(region, rows, row_gradients, logits, chunk))
             dlogits, bias_grad = _as_dlogits(region, logits), None
@@ -89,17 +88,16 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
             result = chunk_result(region, scales, logits, chunk)
             results.append(result)
             coefficients = row_gradients.coefficients(chunk, result.statistics)
-            targets = steps.Targets(rows.target[chunk])
+            targets = steps.Targets(rows.target[chunk], z=result.target_entry)
             dlogits, bias_grad = steps.gradient_(
-                region, logits, result.statistics, coefficients, targets, scales.class_weight()
+                region, logits, result.statistics, coefficients, targets, scales.class_weight
             )
-        sums.add(dlogits, xs, chunk, bias_grad=bias_grad, valid_rows=valid_rows)
+        sums.add(dlogits, xs, chunk, bias_grad)
         # The next chunk's are allocated before these names are bound again.
         del xs, logits, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     del first_logits, buffer, staged
-    loss, outputs, statistics = finish_loss(region, scales, results)
-    return ForwardResult(loss, outputs, statistics, logits=None, gradients=sums.finish())
+    return finish_loss(region, scales, results)._replace(gradients=sums.finish())
 
 
 def _forward_for_backward(region: Region, chunk_rows: int, saved_rows: int | None) -> ForwardResult:
@@ -121,14 +119,12 @@ def _forward_for_backward(region: Region, chunk_rows: int, saved_rows: int | Non
             # What is kept can't be written over. All later chunks share memory of their own.
             if buffer.padded is saved_logits:
                 buffer = steps.logits_buffer(region, chunk.stop - chunk.start)
-        xs, valid_rows = _gathered(region, rows, chunk), rows.valid_rows(chunk)
-        logits = steps.first_rows(buffer, chunk.stop - chunk.start)
-        _fill(region, logits, xs, 0 if chunk.start else computed, valid_rows)
+        xs, logits = _gathered(region, rows, chunk), steps.first_rows(buffer, chunk.stop - chunk.start)
+        _fill(region, logits, xs, slice(0 if chunk.start else computed, xs[0].shape[0]))
         results.append(chunk_result(region, scales, logits, chunk))
         del xs, logits
     del buffer
-    loss, outputs, statistics = finish_loss(region, scales, results)
-    return ForwardResult(loss, outputs, statistics, logits=saved_logits, gradients=None)
+    return finish_loss(region, scales, results)._replace(logits=saved_logits)
 
 
 def backward(
@@ -156,18 +152,18 @@ def backward(
     padded = logits.clone() if region.tape is None and is_overwritten and graph_is_kept() else logits
     buffer = steps.first_rows(LogitsBuffer(padded, region.layout(operands.vocab)), saved_rows.stop)
     steps.name_logits(region, buffer)
-    targets, valid_rows = steps.Targets(rows.target[saved_rows]), rows.valid_rows(saved_rows)
+    targets = steps.Targets(rows.target[saved_rows])
     statistics, coefficients = known.statistics_of(saved_rows), known.coefficients_of(saved_rows)
     is_all = saved_rows.stop == rows.count
     dlogits, bias_grad = steps.gradient_(
-        region, buffer, statistics, coefficients, targets, known.scales.class_weight(),
+        region, buffer, statistics, coefficients, targets, known.scales.class_weight,
         name="dlogits" if is_all else "saved_dlogits",
     )  # fmt: skip
     if isinstance(plan, RecomputeLogits) and not is_all:
-        part = SavedPart(saved_rows, dlogits.logits, bias_grad, valid_rows)
+        part = SavedPart(saved_rows, dlogits.logits, bias_grad)
         return _backward_in_blocks(region, known, part, plan.block_columns)
     sums = GradientSums(region, plan, rows)
-    sums.add(dlogits, sums.gather(saved_rows), saved_rows, bias_grad=bias_grad, valid_rows=valid_rows)
+    sums.add(dlogits, sums.gather(saved_rows), saved_rows, bias_grad)
     return sums.finish()
 
 
@@ -190,7 +186,7 @@ def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | 
     others = slice(0 if saved is None else saved.rows.stop, rows.count)
     xs = _gathered(region, rows, slice(0, rows.count))
     sums = [BlockSums(region, at, x, saved) for at, x in enumerate(xs)]
-    x_others, target_others, valid_others = [each.x for each in sums], rows.target[others], rows.valid_rows(others)
+    x_others, target_others = [each.x for each in sums], rows.target[others]
     statistics, coefficients = known.statistics_of(others), known.coefficients_of(others)
     bias_grad = None
     if operands.bias_grad:
@@ -200,11 +196,12 @@ def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | 
     blocks = (slice(start, min(start + width, vocab)) for start in range(0, vocab, width))
     for block in region.loop(blocks, "block"):
         logits = steps.logits_buffer(region, others.stop - others.start, block.stop - block.start)
-        steps.logits_(region, logits, x_others, columns=block, valid_rows=valid_others)
+        steps.logits_(region, logits, x_others, columns=block)
         targets = steps.target_columns(region, target_others, block)
-        dlogits, column_sums = steps.gradient_(region, logits, statistics, coefficients, targets, class_weight(block))
+        of_columns = None if class_weight is None else class_weight[block]
+        dlogits, column_sums = steps.gradient_(region, logits, statistics, coefficients, targets, of_columns)
         for each in sums:
-            each.add(block, dlogits.logits, valid_others)
+            each.add(block, dlogits.logits)
         if bias_grad is not None and column_sums is not None:
             of_saved = None if saved is None else saved.bias_grad
             bias_grad[block] = column_sums if of_saved is None else column_sums + of_saved[block]
@@ -266,7 +263,14 @@ def _as_dlogits(region: Region, logits: LogitsBuffer) -> LogitsBuffer:
     return logits if region.tape is None else LogitsBuffer(steps.named(logits.padded, "dlogits"), logits.layout)
 
 
-def _start_first_logits(region: Region, selection, logits, *, largest: int, outs) -> int:
+def _start_first_logits(
+    region: Region,
+    selection: Selection,
+    logits: LogitsBuffer | LogitsInBlocks,
+    *,
+    largest: int,
+    outs: list[Tensor | None],
+) -> int:
     """The logits of the first rows, which keep the device busy while the host waits for the number of rows.
 
     Returns:
@@ -276,30 +280,21 @@ def _start_first_logits(region: Region, selection, logits, *, largest: int, outs
     if xs is None:
         return 0
     count = xs[0].shape[0]
-    for columns, buffer in zip(logits.columns, logits.buffers, strict=True):
-        steps.logits_(region, buffer.rows(slice(0, count)), xs, columns=columns)
+    _fill(region, logits, xs, slice(0, count))
     return count
 
 
-def _fill(region: Region, logits: LogitsBuffer, xs, computed: int, valid_rows: Tensor | None) -> None:
-    """Fills the logits of a chunk, (C, V), of which the first `computed` rows are there already."""
-    count = xs[0].shape[0]
-    if computed < count:
-        missing = slice(computed, count)
-        steps.logits_(region, logits.rows(missing), [x[missing] for x in xs], valid_rows=valid_rows)
-
-
-def _fill_blocks(region: Region, logits, xs, computed: int, valid_rows: Tensor | None) -> None:
-    """The same for logits that are staged, a vocabulary block at a time."""
-    count = xs[0].shape[0]
-    if computed < count:
-        missing = slice(computed, count)
-        buffers = dict(zip((block.start for block in logits.columns), logits.buffers, strict=True))
-        for block in region.loop(logits.columns, "block"):
-            steps.logits_(
-                region, buffers[block.start].rows(missing), [x[missing] for x in xs], columns=block,
-                valid_rows=valid_rows,
-            )  # fmt: skip
+def _fill(region: Region, logits: LogitsBuffer | LogitsInBlocks, xs: list[Tensor], rows: slice) -> None:
+    """Fills some rows of the logits of a chunk, from all rows of the terms' inputs, (C, H)."""
+    if rows.start >= rows.stop:
+        return
+    xs = [x[rows] for x in xs]
+    if isinstance(logits, LogitsBuffer):
+        steps.logits_(region, logits.rows(rows), xs)
+        return
+    buffers = {block.start: buffer for block, buffer in zip(logits.columns, logits.buffers, strict=True)}
+    for block in region.loop(logits.columns, "block"):
+        steps.logits_(region, buffers[block.start].rows(rows), xs, columns=block)
 
 
 def _gathered(region: Region, rows: Rows, chunk: slice) -> list[Tensor]:

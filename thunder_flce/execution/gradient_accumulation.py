@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from thunder_flce.execution import steps
-from thunder_flce.execution.matmul.matmul import Part
 from thunder_flce.execution.operands import Gradients, Operands
 from thunder_flce.execution.plan import GradientsInForward, Plan
 from thunder_flce.execution.record import Value
@@ -133,15 +132,7 @@ class GradientSums:
         terms = zip(self._region.terms, outs, strict=True)
         return [self._rows.gather_chunk(term.x, chunk, out) for term, out in terms]
 
-    def add(
-        self,
-        dlogits: LogitsBuffer,
-        xs: list[Tensor],
-        chunk: slice,
-        *,
-        bias_grad: Tensor | None,
-        valid_rows: Tensor | None,
-    ) -> None:
+    def add(self, dlogits: LogitsBuffer, xs: list[Tensor], chunk: slice, bias_grad: Tensor | None) -> None:
         """Adds what the rows of `chunk` contribute.
 
         Args:
@@ -149,24 +140,23 @@ class GradientSums:
             xs: of each term, (C, H), as gathered; used up.
             chunk: of the rows.
             bias_grad: (V,) the sum of dlogits over the rows, if db is needed.
-            valid_rows: `Rows.valid_rows`.
         """
         region, matrix, frequent = self._region, dlogits.logits, self._frequent
         frequent_columns = None if frequent is None else frequent.columns_of(matrix)
         for at, (of_term, x) in enumerate(zip(self._terms, xs, strict=True)):
             if of_term.weight is not None:
                 out, again = of_term.weight[: matrix.shape[1]], not self._is_first
-                steps.matmul_(region, "dW", out, matrix, x, accumulate=again, valid_rows=valid_rows)
+                steps.matmul_(region, "dW", out, matrix, x, accumulate=again)
                 if frequent is not None and frequent_columns is not None:
                     frequent.add(at, frequent_columns, x)
             if of_term.input is not None:
                 out = of_term.input[chunk]
-                steps.matmul_(region, "dX", out, matrix, of_term.term.weight, valid_rows=valid_rows)
+                steps.matmul_(region, "dX", out, matrix, of_term.term.weight)
         if self._bias is not None and bias_grad is not None:
             steps.add_(region, self._bias[: region.operands.vocab], bias_grad)
         self._is_first = False
 
-    def add_staged(self, dlogits: LogitsInBlocks, xs: list[Tensor], chunk: slice, valid_rows: Tensor | None) -> None:
+    def add_staged(self, dlogits: LogitsInBlocks, xs: list[Tensor], chunk: slice) -> None:
         """The same for the chunk whose logits are staged.
 
         dX comes first, summed where dW begins in memory, because dW is written over the logits.
@@ -183,14 +173,12 @@ class GradientSums:
                 total = steps.named(free[: out.numel()].view(out.shape), "dX_sum")
             for block in region.loop(dlogits.columns, "block"):
                 matrix = steps.named(buffers[block.start].logits, "dlogits[:, block]")
-                steps.matmul_(
-                    region, "dX", total, matrix, term.weight[block], accumulate=block.start > 0, valid_rows=valid_rows
-                )
+                steps.matmul_(region, "dX", total, matrix, term.weight[block], accumulate=block.start > 0)
             if total is not out:
                 steps.copy_(region, out, total)
         for block in region.loop(dlogits.columns, "block"):
             matrix = steps.named(buffers[block.start].logits, "dlogits[:, block]")
-            steps.matmul_(region, "dW", weight[block], matrix, x, valid_rows=valid_rows)
+            steps.matmul_(region, "dW", weight[block], matrix, x)
         if self._frequent is not None:
             self._frequent.begin(weight)
         self._is_first = False
@@ -222,8 +210,6 @@ class SavedPart(NamedTuple):
     """(S, V)"""
     bias_grad: Tensor | None
     """(V,) their sum over the rows"""
-    valid_rows: Tensor | None
-    """`Rows.valid_rows`"""
 
 
 class BlockSums:
@@ -258,8 +244,7 @@ class BlockSums:
                 shape = (self._others.stop - self._others.start, x.shape[1])
                 self._total = region.empty(f"dX{self._suffix}_sum", shape, operands.row_dtype)
             if saved is not None and self._input is not None:
-                out, valid_rows = self._input[saved.rows], saved.valid_rows
-                steps.matmul_(region, "dX", out, saved.dlogits, self._term.weight, valid_rows=valid_rows)
+                steps.matmul_(region, "dX", self._input[saved.rows], saved.dlogits, self._term.weight)
         if self._term.weight_grad:
             self.weight = region.empty(f"dW{self._suffix}", (operands.weight_rows, x.shape[1]), operands.dtype)
             zero_unused_rows(self.weight, operands)
@@ -269,16 +254,16 @@ class BlockSums:
         """(N - S, H) the rows whose logits are computed again."""
         return self._x[self._others]
 
-    def add(self, block: slice, dlogits: Tensor, valid_rows: Tensor | None) -> None:
+    def add(self, block: slice, dlogits: Tensor) -> None:
         """Adds what a block contributes: dlogits (N - S, K), of the rows of `x`."""
         region, saved = self._region, self._saved
         if self._total is not None:
             weight, again = self._term.weight[block], block.start > 0
-            steps.matmul_(region, "dX", self._total, dlogits, weight, accumulate=again, valid_rows=valid_rows)
+            steps.matmul_(region, "dX", self._total, dlogits, weight, accumulate=again)
         if self.weight is not None:
-            parts = [Part(dlogits, self.x, valid_rows)]
+            parts = [(dlogits, self.x)]
             if saved is not None:
-                parts.append(Part(saved.dlogits[:, block], self._x[saved.rows], saved.valid_rows))
+                parts.append((saved.dlogits[:, block], self._x[saved.rows]))
             steps.weight_gradient_of_parts_(region, self.weight[block], parts)
 
     def finish_input(self, rows: Rows) -> Tensor | None:

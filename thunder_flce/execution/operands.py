@@ -118,7 +118,7 @@ class ForwardResult(NamedTuple):
     outputs: tuple[Tensor, ...]
     """What `Loss.outputs` names, in its order: (T,), or () for the accuracy"""
     statistics: SavedStatistics
-    logits: Tensor | None
+    logits: Tensor | None = None
     """(S, row stride) of the first S rows that are computed; only plans that save logits keep them"""
-    gradients: Gradients | None
+    gradients: Gradients | None = None
     """For an upstream gradient of 1; only `GradientsInForward` has them"""

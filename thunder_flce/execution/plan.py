@@ -46,7 +46,7 @@ class Plan:
         if self.float32_logits:
             words.append("float32 logits")
         if self.ignored_rows != "skip":
-            words.append(f"ignored rows {'computed' if self.ignored_rows == 'compute' else 'skipped on the device'}")
+            words.append("ignored rows computed")
         if self.row_kernels != "auto":
             words.append(f"row kernels by {self.row_kernels}")
         if self.tune_products:

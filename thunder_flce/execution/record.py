@@ -283,7 +283,7 @@ else:
 
 
 class Value(_Base):
-    """Stands for a tensor while a run is written down.
+    """Stands for a tensor while a run is written down. Methods that have no docstring are a tensor's own.
 
     Args:
         tape: where it is written.
@@ -318,21 +318,17 @@ class Value(_Base):
 
     @property
     def device(self) -> torch.device:
-        """Where the tensor will be."""
         return self.tape.device
 
     @property
     def ndim(self) -> int:
-        """How many dimensions it has."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """How many elements it has."""
         return torch.Size(self.shape).numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         return self.numel() * self.dtype.itemsize
 
     def named(self, text: str) -> "Value":
@@ -344,7 +340,6 @@ class Value(_Base):
         return Value(self.tape, f"{self._atom}[{column}]", shape=column.shape, dtype=self.dtype)
 
     def view(self, *shape: Any) -> "Value":
-        """The same memory as another tensor, of another shape or dtype."""
         if isinstance(shape[0], torch.dtype):
             sizes, dtype = (*self.shape[:-1], self.shape[-1] * self.dtype.itemsize // shape[0].itemsize), shape[0]
         else:
@@ -359,13 +354,11 @@ class Value(_Base):
         return Value(self.tape, self.text, shape=self.shape, dtype=dtype, rank=self._rank)
 
     def detach(self) -> "Value":
-        """Itself."""
         return self
 
     contiguous = detach
 
     def expand(self, *shape: int) -> "Value":
-        """The same for each row."""
         return Value(self.tape, self.text, shape=shape, dtype=self.dtype, rank=self._rank)
 
     def reshape(self, *shape: int) -> "Value":
@@ -373,15 +366,12 @@ class Value(_Base):
         return Value(self.tape, self.text, shape=(self.numel(),), dtype=self.dtype, rank=self._rank)
 
     def sum(self) -> "Value":
-        """Of all elements."""
         return Value(self.tape, f"sum({self.text})", dtype=self.dtype)
 
     def square(self) -> "Value":
-        """Elementwise."""
         return self._combined("**", self, 2)
 
     def clamp(self, *, max: float) -> "Value":
-        """No more than `max`."""
         return self._called("minimum", self, max)
 
     def __getitem__(self, index: Any) -> "Value":

@@ -9,75 +9,41 @@ import torch
 from torch import Tensor
 
 from thunder_flce.execution import steps
-from thunder_flce.execution.operands import SavedStatistics, UpstreamGradients
+from thunder_flce.execution.operands import ForwardResult, SavedStatistics, UpstreamGradients
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_kernels.interface import LogitsBuffer, RowStatistics
 from thunder_flce.execution.row_selection import Rows
-from thunder_flce.operation.loss import OUTPUTS, Loss, Row, RowCoefficients, RowWeights, row_coefficients
-
-
-class ClassWeights(NamedTuple):
-    """Weights of the classes, in the dtype of the rows."""
-
-    columns: Tensor
-    """(V,)"""
-    rows: RowWeights
-    """(N,) that of each row's target, and () their sum over the vocabulary"""
-
-    @classmethod
-    def of(cls, weight: Tensor | None, target: Tensor, dtype: torch.dtype) -> "ClassWeights | None":
-        """From the argument `weight`, (V,), and the rows' targets, (N,)."""
-        if weight is None:
-            return None
-        columns = weight.detach().to(dtype)
-        return cls(columns, RowWeights(columns[target], columns.sum()))
-
-
-class Divisors(NamedTuple):
-    """What the sums over rows are divided by; None for reductions "sum" and "none"."""
-
-    cross_entropy: Tensor | None
-    """()"""
-    z_term: Tensor | None
-    """()"""
-
-    @classmethod
-    def of(cls, loss: Loss, rows: Rows, weights: ClassWeights | None, num_items: Tensor | None = None) -> "Divisors":
-        """num_items, () or None, takes the place of both; where it is 0, everything divided becomes 0."""
-        if loss.reduction != "mean":
-            return cls(None, None)
-        if num_items is not None:
-            divisor = torch.where(num_items == 0, float("inf"), num_items)
-            return cls(divisor, divisor)
-        if weights is None:
-            return cls(rows.valid_count, rows.valid_count)
-        return cls(rows.mask_ignored(weights.rows.at_target).sum(), rows.valid_count)
+from thunder_flce.operation.loss import OUTPUTS, Row, RowCoefficients, RowWeights, row_coefficients
 
 
 class RowScales(NamedTuple):
     """What depends on all rows at once."""
 
     rows: Rows
-    weights: ClassWeights | None
-    divisors: Divisors
+    class_weight: Tensor | None
+    """(V,) in the dtype of the rows; None for ones"""
+    row_weights: RowWeights | None
+    """The class weights' share in each row, (N,) and ()"""
+    divisor: Tensor | None
+    """() of the sum of the cross-entropies over rows; None where nothing is averaged"""
+    z_divisor: Tensor | None
+    """() of the sum of the z terms"""
 
     @classmethod
     def of(cls, region: Region, rows: Rows) -> "RowScales":
-        """For the rows of a region."""
-        operands = region.operands
-        weight = operands.class_weight
-        weight = None if weight is None else weight[: operands.vocab]
-        weights = ClassWeights.of(weight, rows.target, operands.row_dtype)
-        return cls(rows, weights, Divisors.of(operands.loss, rows, weights, operands.num_items))
-
-    @property
-    def row_weights(self) -> RowWeights | None:
-        """The class weights' share in each row."""
-        return None if self.weights is None else self.weights.rows
-
-    def class_weight(self, columns: slice = slice(None)) -> Tensor | None:
-        """(V,) the class weights of some columns."""
-        return None if self.weights is None else self.weights.columns[columns]
+        """For the rows of a region. num_items takes the place of both divisors; where it is 0, the results are 0."""
+        operands, class_weight, row_weights = region.operands, region.operands.class_weight, None
+        if class_weight is not None:
+            class_weight = class_weight[: operands.vocab].detach().to(operands.row_dtype)
+            row_weights = RowWeights(class_weight[rows.target], class_weight.sum())
+        divisor = z_divisor = None
+        if region.loss.reduction == "mean":
+            divisor = z_divisor = rows.valid_count
+            if operands.num_items is not None:
+                divisor = z_divisor = torch.where(operands.num_items == 0, float("inf"), operands.num_items)
+            elif row_weights is not None:
+                divisor = rows.mask_ignored(row_weights.at_target).sum()
+        return cls(rows, class_weight, row_weights, divisor, z_divisor)
 
 
 class RowGradients:
@@ -90,7 +56,7 @@ class RowGradients:
     """
 
     def __init__(self, region: Region, scales: RowScales, upstream: UpstreamGradients):
-        loss, rows, divisors = region.loss, scales.rows, scales.divisors
+        loss, rows = region.loss, scales.rows
         dtype = region.operands.row_dtype
 
         def of_rows(grad: Tensor | None, divisor: Tensor | None = None) -> Tensor:
@@ -100,7 +66,7 @@ class RowGradients:
             return rows.mask_ignored(grad if divisor is None else grad / divisor).contiguous()
 
         self._scale = loss.logit_scale
-        s = steps.let(region, "s", of_rows(upstream.loss, divisors.cross_entropy))
+        s = steps.let(region, "s", of_rows(upstream.loss, scales.divisor))
         probability, one_hot, uniform, _ = row_coefficients(loss, s, scales.row_weights, region.operands.vocab)
         if upstream.log_prob is not None:
             g_p = steps.let(region, "g_p", of_rows(upstream.log_prob))
@@ -114,7 +80,7 @@ class RowGradients:
         )
         self._z_term = None
         if loss.z_loss:
-            self._z_term = steps.let(region, "s_z", 2 * loss.z_loss * of_rows(upstream.loss, divisors.z_term))
+            self._z_term = steps.let(region, "s_z", 2 * loss.z_loss * of_rows(upstream.loss, scales.z_divisor))
 
     def coefficients(
         self, chunk: slice, statistics: RowStatistics | None, entropy: Tensor | None = None
@@ -151,28 +117,19 @@ def chunk_result(region: Region, scales: RowScales, logits: LogitsBuffer, chunk:
     """What the loss needs of a chunk's rows, from their logits (C, V), which stay as they are."""
     z_y = steps.target_entry(region, logits, steps.Targets(scales.rows.target[chunk]))
     statistics = steps.statistics(region, logits)
-    moments = steps.moments(region, logits, statistics, scales.class_weight())
+    moments = steps.moments(region, logits, statistics, scales.class_weight)
     return ChunkResult(statistics, z_y, moments, steps.argmax(region, logits))
 
 
-class LossResult(NamedTuple):
-    """What the forward gives beside gradients."""
-
-    loss: Tensor
-    """() or, for reduction "none", (T,)"""
-    outputs: tuple[Tensor, ...]
-    statistics: SavedStatistics
-
-
-def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) -> LossResult:
+def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) -> ForwardResult:
     """The loss, its further outputs and the saved statistics, from the results of all chunks."""
     loss, rows, vocab = region.loss, scales.rows, region.operands.vocab
     row, z_y = _concatenated(region, chunks)
     row = row._replace(target_logit=region.logit_map(z_y.to(region.operands.row_dtype)))
     cross_entropy = rows.mask_ignored(loss.cross_entropy(row, scales.row_weights, vocab))
-    terms = [(steps.let(region, "cross_entropy", cross_entropy), scales.divisors.cross_entropy)]
+    terms = [(steps.let(region, "cross_entropy", cross_entropy), scales.divisor)]
     if (z_term := loss.z_term(row)) is not None:
-        terms.append((steps.let(region, "z_term", rows.mask_ignored(z_term)), scales.divisors.z_term))
+        terms.append((steps.let(region, "z_term", rows.mask_ignored(z_term)), scales.z_divisor))
     value = loss.reduce(terms)
     if loss.reduction == "none":
         value = rows.scatter(value)
@@ -184,7 +141,7 @@ def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) ->
         rows.valid_count,
         outputs.get("entropy"),
     )
-    return LossResult(value, tuple(outputs.values()), saved)
+    return ForwardResult(value, tuple(outputs.values()), saved)
 
 
 def _output(region: Region, scales: RowScales, name: str, row: Row) -> Tensor:

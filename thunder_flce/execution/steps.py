@@ -36,6 +36,8 @@ class Targets(NamedTuple):
     """(C,) columns of the buffer"""
     is_here: Tensor | None = None
     """(C,) False in rows whose target is in another vocabulary block; `column` is then any column"""
+    z: Tensor | None = None
+    """(C,) the linear's output there, where it is known"""
 
 
 def let(region: Region, name: str, tensor: Tensor) -> Tensor:
@@ -80,10 +82,7 @@ def logits_name(region: Region) -> str:
 # The matmuls.
 
 
-def logits_(
-    region: Region, buffer: LogitsBuffer, xs: Sequence[Tensor], *, columns: slice = EVERYTHING,
-    valid_rows: Tensor | None = None,
-) -> None:  # fmt: skip
+def logits_(region: Region, buffer: LogitsBuffer, xs: Sequence[Tensor], *, columns: slice = EVERYTHING) -> None:
     """Fills the buffer with z (C, V) = Σ x Wᵀ + b over the terms, over the vocabulary or a block of its columns.
 
     The smallest term is written first, and the head's matmul adds to it: at 2048 × 128256 × 4096 and a rank of 16 that
@@ -94,21 +93,18 @@ def logits_(
         buffer: of C rows.
         xs: of each term, (C, H).
         columns: of the vocabulary.
-        valid_rows: how many rows count, where only the device knows: `Rows.valid_rows`.
     """
     for number, at in enumerate(sorted(range(len(xs)), key=lambda at: xs[at].shape[1])):
         bias = None if region.bias is None or number else region.bias[columns]
-        matmul_(
-            region, "logits", buffer.logits, xs[at], region.terms[at].weight[columns],
-            bias=bias, accumulate=number > 0, valid_rows=valid_rows,
-        )  # fmt: skip
+        weight = region.terms[at].weight[columns]
+        matmul_(region, "logits", buffer.logits, xs[at], weight, bias=bias, accumulate=number > 0)
     if isinstance(buffer.padded, Value) and "[:, block]" not in buffer.padded.text:
         name_logits(region, buffer)
 
 
 def matmul_(
     region: Region, kind: matmul.Kind, out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor | None = None,
-    accumulate: bool = False, valid_rows: Tensor | None = None, parts: int = 1,
+    accumulate: bool = False, parts: int = 1,
 ) -> None:  # fmt: skip
     """One of the region's matmuls, in `out`, added to what that holds if `accumulate`; see `matmul`.
 
@@ -121,18 +117,17 @@ def matmul_(
         b: W or x.
         bias: (V,), of the logits.
         accumulate: whether it is a sum.
-        valid_rows: as in `logits_`.
         parts: of how many matmuls out becomes the sum, before it is rounded.
     """
     tuned = region.plan.tune_products
     if region.tape is None:
         if kind == "logits":
-            matmul.logits_(out, a, b, bias=bias, accumulate=accumulate, tune=tuned, valid_rows=valid_rows)
+            matmul.logits_(out, a, b, bias=bias, accumulate=accumulate, tune=tuned)
         else:
             run = matmul.input_gradient_ if kind == "dX" else matmul.weight_gradient_
-            run(out, a, b, accumulate=accumulate, tune=tuned, valid_rows=valid_rows)
+            run(out, a, b, accumulate=accumulate, tune=tuned)
         return
-    work = matmul.MatmulWork.of(kind, out, a, b, tune=tuned, parts=parts, valid_rows_on_device=valid_rows is not None)
+    work = matmul.MatmulWork.of(kind, out, a, b, tune=tuned, parts=parts)
     if bias is not None and region.layout(work.columns).padding:
         work = work._replace(pads_biased_rows=True)
     words = {"logits": f"{a} @ {b}.t()", "dX": f"{a} @ {b}", "dW": f"{a}.t() @ {b}"}[kind]
@@ -143,30 +138,31 @@ def matmul_(
         runs_in=work.library,
         adds=accumulate,
         operations=work.operations,
-        bytes=_bytes_beside_operations(work, out, adds=accumulate),
+        bytes=_bytes_beside_operations(work, out, adds=accumulate, has_bias=bias is not None),
         scratch=work.scratch_bytes,
     )
 
 
-def weight_gradient_of_parts_(region: Region, out: Tensor, parts: list[matmul.Part]) -> None:
-    """out (V, H) = the sum of dlogitsᵀ @ x over the parts, rounded once."""
+def weight_gradient_of_parts_(region: Region, out: Tensor, parts: list[tuple[Tensor, Tensor]]) -> None:
+    """out (V, H) = the sum of dlogitsᵀ @ x over the parts (dlogits, x), rounded once."""
     if region.tape is None:
         matmul.weight_gradient_of_parts_(out, parts, tune=region.plan.tune_products)
         return
-    for number, (dlogits, x, valid_rows) in enumerate(parts):
-        matmul_(region, "dW", out, dlogits, x, accumulate=number > 0, valid_rows=valid_rows, parts=len(parts))
+    for number, (dlogits, x) in enumerate(parts):
+        matmul_(region, "dW", out, dlogits, x, accumulate=number > 0, parts=len(parts))
 
 
-def _bytes_beside_operations(work: matmul.MatmulWork, out: Tensor, *, adds: bool) -> int:
+def _bytes_beside_operations(work: matmul.MatmulWork, out: Tensor, *, adds: bool, has_bias: bool) -> int:
     """What a matmul moves that the time of its operations does not cover.
 
     A sum reads and writes what it adds to once more. A third of that shows where the algorithm is measured: 0.15 of
-    0.51 ms for dW of 512 × 128256 × 4096 (traces/h200/regions.jsonl). A small H leaves the matmul to memory.
+    0.51 ms for dW of 512 × 128256 × 4096 (traces/h200/regions.jsonl). With a bias, logits take as much longer as half
+    of them take to be written (4096 × 128256 × 768: 1.33 ms in place of 1.17). A small H leaves the matmul to memory.
     """
     if work.hidden < _MEMORY_BOUND_HIDDEN:
         return work.rows * work.columns * (2 if work.kind == "logits" and adds else 1) * 2
     if not adds:
-        return 0
+        return out.nbytes // 2 if has_bias else 0
     moved = 2 * out.nbytes
     return moved // 3 if work.tune and work.kind != "dX" else moved
 
@@ -271,17 +267,19 @@ def gradient_(
     if region.tape is not None:
         return _written_gradient(region, buffer, found, coefficients, targets, class_weight, name)
     kernels, dtype = region.kernels, operands.dtype
-    z_y = target_entry(region, buffer, targets)
+    column, is_here, z_y = targets
+    if z_y is None:
+        z_y = target_entry(region, buffer, targets)
     dlogits, column_sums = kernels.gradient(
         buffer, found, coefficients, class_weight, dtype=dtype, column_sums=operands.bias_grad
     )
-    column, is_here = targets
     one_hot = coefficients.one_hot if is_here is None else torch.where(is_here, coefficients.one_hot, 0)
     at_target = None if class_weight is None else class_weight[column]
     entry = kernels.target_gradient(z_y, found, coefficients._replace(one_hot=one_hot), at_target, dtype=dtype)
     dlogits.logits.scatter_(1, column[:, None], entry[:, None])
     if column_sums is not None:
-        slope = region.logit_map.slope(region.logit_map(z_y.to(one_hot.dtype)))
+        logit_map = region.logit_map
+        slope = None if logit_map.softcap is None else logit_map.slope(logit_map(z_y.to(one_hot.dtype)))
         column_sums.index_add_(0, column, one_hot if slope is None else one_hot * slope, alpha=-1)
     return dlogits, column_sums
 

@@ -130,11 +130,8 @@ def logits_bytes(problem: Problem, rows: int) -> int:
 
 def _common(problem: Problem, options: Options) -> dict[str, Any]:
     """The fields that all plans have, as far as they are chosen before the others."""
-    ignored_rows = options.ignored_rows
-    if ignored_rows == "skip_on_device" and problem.loss.needs_every_row:
-        ignored_rows = "compute"
     return {
-        "ignored_rows": ignored_rows,
+        "ignored_rows": options.ignored_rows,
         "float32_logits": problem.float32_logits,
         "row_kernels": options.row_kernels,
     }

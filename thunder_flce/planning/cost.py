@@ -55,7 +55,7 @@ def predicted_seconds(problem: Problem, plan: Plan, device_name: str | None) -> 
     """Time of forward and backward of a region, in seconds.
 
     None, "unknown", where there are no rates: on a CPU, for other devices than those of `DEVICE_RATES`, for float32 and
-    float64, where row work is PyTorch's, and for matmuls that end early, on the device.
+    float64, and where row work is PyTorch's.
 
     Args:
         problem: the region.
@@ -67,10 +67,7 @@ def predicted_seconds(problem: Problem, plan: Plan, device_name: str | None) -> 
         return None
     found = program(problem, plan)
     steps = [step for stage in found.stages for step in stage.every_step()]
-    is_unknown = any(
-        step.runs_in == "Triton" if step.operations else step.runs_in == "PyTorch" and step.is_row_work
-        for step in steps
-    )
+    is_unknown = any(step.runs_in == "PyTorch" and step.is_row_work for step in steps)
     return None if is_unknown else seconds(found, rates)
 
 

@@ -1,1 +1,1 @@
-"""The matmuls of a region: `matmul` runs them, by cuBLAS with an algorithm that `tuning` chose, or by Triton."""
+"""The matmuls of a region: `matmul` runs them, by cuBLAS with an algorithm that `tuning` chose."""

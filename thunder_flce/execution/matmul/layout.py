@@ -20,8 +20,6 @@ class StoredMatrix(NamedTuple):
     columns: int
     row_stride: int
     """Elements from one row to the next"""
-    itemsize: int
-    """Bytes of an element"""
     is_transposed: bool = False
     """Whether the matrix as stored is the transpose of the one meant"""
 
@@ -32,11 +30,6 @@ class StoredMatrix(NamedTuple):
             return None
         return _stored(matrix.shape, matrix.stride(), matrix.element_size())
 
-    @property
-    def has_whole_rows(self) -> bool:
-        """Whether there is something in it, and rows end on a multiple of 16 bytes, too."""
-        return self.rows > 0 and self.columns > 0 and self.columns * self.itemsize % ALIGNED_BYTES == 0
-
 
 @lru_cache(maxsize=256)
 def _stored(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> StoredMatrix | None:
@@ -45,7 +38,7 @@ def _stored(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
     if is_transposed:
         rows, columns, stride, last_stride = columns, rows, last_stride, stride
     is_readable = last_stride == 1 and stride >= columns and stride * itemsize % ALIGNED_BYTES == 0
-    return StoredMatrix(rows, columns, stride, itemsize, is_transposed) if is_readable else None
+    return StoredMatrix(rows, columns, stride, is_transposed) if is_readable else None
 
 
 class Matmul(NamedTuple):

@@ -6,9 +6,7 @@
 
 Legend: C tokens in a chunk, H hidden size (of a further term, its rank), V vocabulary or the columns of a block of it.
 
-With `tune`, large ones run by the algorithm of cuBLAS that `tuning` measures to be the fastest. `valid_rows`, () int32
-on the device, says that rows of x and dlogits from there on are zeros, so that those of the logits (but for a bias) and
-of dX are; then a matmul ends after the valid rows where it can, on CUDA by `triton_matmul` (but for the tail).
+With `tune`, large ones run by the algorithm of cuBLAS that `tuning` measures to be the fastest.
 """
 
 from typing import Any, NamedTuple
@@ -16,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thunder_flce.device import ROW_MULTIPLE, triton_available
+from thunder_flce.device import ROW_MULTIPLE
 from thunder_flce.execution.matmul import tuning
-from thunder_flce.execution.matmul.layout import Kind, Matmul, StoredMatrix
+from thunder_flce.execution.matmul.layout import Kind, Matmul
 
 # Columns at a time of a matmul that is summed in float32 outside its output.
 _FLOAT32_COLUMNS = 8192
@@ -43,8 +41,6 @@ class MatmulWork(NamedTuple):
     parts: int = 1
     """How many matmuls dW is the sum of"""
     tune: bool = False
-    valid_rows_on_device: bool = False
-    """Whether `valid_rows` is given"""
 
     @classmethod
     def of(cls, kind: Kind, out: Tensor, a: Tensor, b: Tensor, **settings: Any) -> "MatmulWork":
@@ -83,13 +79,8 @@ class MatmulWork(NamedTuple):
 
     @property
     def library(self) -> str:
-        """Who runs it, but for the tail: "cuBLAS" or "Triton", and on a CPU "PyTorch"."""
-        if self.device_type != "cuda":
-            return "PyTorch"
-        # x and the weight have rows of H, the logits of V.
-        x, logits = (StoredMatrix(1, n, n, self.dtype.itemsize) for n in (self.hidden, self.columns - self.tail))
-        stored = (logits if self.kind == "logits" else x, x, logits)
-        return "Triton" if self.valid_rows_on_device and _runs_in_triton(stored, self.dtype, None) else "cuBLAS"
+        """Who runs it: "cuBLAS", and on a CPU "PyTorch"."""
+        return "cuBLAS" if self.device_type == "cuda" else "PyTorch"
 
     @property
     def operations(self) -> int:
@@ -109,23 +100,14 @@ class MatmulWork(NamedTuple):
         elif self.pads_biased_rows and self.device_type == "cuda" and self.out_dtype.itemsize == 2:
             main = columns - self.tail
             is_tuned = self.tune and tuning.can_tune(2 * rows * main * hidden, dtype=self.dtype, device_type="cuda")
-            block = 0 if is_tuned or self.library == "Triton" else min(main, _FLOAT32_COLUMNS)
+            block = 0 if is_tuned else min(main, _FLOAT32_COLUMNS)
             total += rows * max(block, self.tail) * torch.float32.itemsize
         return total
 
 
-class Part(NamedTuple):
-    """One of the matmuls that dW is the sum of: dlogits (C, V), x (C, H)."""
-
-    dlogits: Tensor
-    x: Tensor
-    valid_rows: Tensor | None = None
-
-
 def logits_(
-    out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False,
-    valid_rows: Tensor | None = None,
-) -> None:  # fmt: skip
+    out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False
+) -> None:
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
 
     Out is of the others' dtype or float32. Logits that are a sum of linear terms get their bias with the first one.
@@ -139,15 +121,14 @@ def logits_(
     for block in MatmulWork.of("logits", out, x, weight).blocks:
         of_bias = None if bias is None or is_wider else bias[block]
         matmul = Matmul("logits", out[:, block], x, weight[block].t(), of_bias, accumulate)
-        _run(matmul, tune=tune, valid_rows=valid_rows)
+        _run(matmul, tune=tune)
     if bias is not None and is_wider:
         out.add_(bias)
 
 
 def input_gradient_(
-    out: Tensor, dlogits: Tensor, weight: Tensor, *, accumulate: bool = False, tune: bool = False,
-    valid_rows: Tensor | None = None,
-) -> None:  # fmt: skip
+    out: Tensor, dlogits: Tensor, weight: Tensor, *, accumulate: bool = False, tune: bool = False
+) -> None:
     """out (C, H) = dlogits (C, V) @ weight (V, H), rounded once; added to what out holds if `accumulate`."""
     # Adding the tail's share to a sum already rounded would round twice.
     work = MatmulWork.of("dX", out, dlogits, weight)
@@ -156,62 +137,34 @@ def input_gradient_(
     total = out.to(dtype) if accumulate or dtype == out.dtype else torch.empty_like(out, dtype=dtype)
     for block in work.blocks:
         matmul = Matmul("dX", total, dlogits[:, block], weight[block], accumulate=accumulate or block.start > 0)
-        _run(matmul, tune=tune, valid_rows=valid_rows)
+        _run(matmul, tune=tune)
     if total is not out:
         out.copy_(total)
 
 
-def weight_gradient_(
-    out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False, valid_rows: Tensor | None = None
-) -> None:
+def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False) -> None:
     """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`; out may be float32.
 
     A sum in 16 bits rounds twice a chunk: what is added is rounded before.
     """
     for block in MatmulWork.of("dW", out, dlogits, x).blocks:
         matmul = Matmul("dW", out[block], dlogits[:, block].t(), x, accumulate=accumulate)
-        _run(matmul, tune=tune, valid_rows=valid_rows)
+        _run(matmul, tune=tune)
 
 
-def weight_gradient_of_parts_(out: Tensor, parts: list[Part], *, tune: bool = False) -> None:
-    """out (V, H) = the sum of dlogits (C, V)ᵀ @ x (C, H) over the parts, rounded once."""
-    dtype = MatmulWork.of("dW", out, parts[0].dlogits, parts[0].x, parts=len(parts)).sum_dtype
+def weight_gradient_of_parts_(out: Tensor, parts: list[tuple[Tensor, Tensor]], *, tune: bool = False) -> None:
+    """out (V, H) = the sum of dlogits (C, V)ᵀ @ x (C, H) over the parts (dlogits, x), rounded once."""
+    dtype = MatmulWork.of("dW", out, *parts[0], parts=len(parts)).sum_dtype
     total = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
-    for number, (dlogits, x, valid_rows) in enumerate(parts):
-        weight_gradient_(total, dlogits, x, accumulate=number > 0, tune=tune, valid_rows=valid_rows)
+    for number, (dlogits, x) in enumerate(parts):
+        weight_gradient_(total, dlogits, x, accumulate=number > 0, tune=tune)
     if total is not out:
         out.copy_(total)
 
 
-def _runs_in_triton(stored: tuple[StoredMatrix | None, ...], dtype: torch.dtype, device: torch.device | None) -> bool:
-    if not triton_available():
-        return False
-    from thunder_flce.execution.matmul import triton_matmul
-
-    return triton_matmul.supports(stored, dtype=dtype, device=device)
-
-
-def _run(matmul: Matmul, *, tune: bool, valid_rows: Tensor | None) -> None:
-    if valid_rows is not None:
-        if not matmul.out.is_cuda:
-            matmul = _of_valid_rows(matmul, int(valid_rows))
-        elif _runs_in_triton(matmul.stored, matmul.a.dtype, matmul.a.device):
-            from thunder_flce.execution.matmul import triton_matmul
-
-            triton_matmul.run(matmul, valid_rows)
-            return
+def _run(matmul: Matmul, *, tune: bool) -> None:
     if not (tune and tuning.run(matmul)):
         _run_in_pytorch(matmul)
-
-
-def _of_valid_rows(matmul: Matmul, count: int) -> Matmul:
-    """The matmul without the rows from `count` on; those of the result are set to zero."""
-    out, a, b = matmul.out, matmul.a, matmul.b
-    if matmul.kind == "dW":
-        return matmul._replace(a=a[:, :count], b=b[:count])
-    if not matmul.accumulate:
-        out[count:] = 0
-    return matmul._replace(out=out[:count], a=a[:count])
 
 
 def _run_in_pytorch(matmul: Matmul) -> None:

@@ -16,7 +16,7 @@ from thunder_flce.execution.plan import LossOnly
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_kernels.interface import LogitsBuffer, RowStatistics
 from thunder_flce.execution.row_loss import RowGradients, RowScales, chunk_result, finish_loss
-from thunder_flce.execution.row_selection import RowPolicy, reselect_rows, select_rows
+from thunder_flce.execution.row_selection import reselect_rows, select_rows
 from thunder_flce.operation.loss import Loss
 
 
@@ -39,12 +39,10 @@ def forward_impl(
         IndexError: where a target is neither in [0, V) nor ignore_index.
     """
     region = _region(logits, target, weight, settings)
-    # On CUDA, the host does not wait for the check of the targets.
-    policy = RowPolicy(ignored_rows="compute" if logits.is_cuda else "skip", every_row=True)
-    scales = RowScales.of(region, select_rows(region, policy).rows())
-    result = chunk_result(region, scales, _as_buffer(logits), slice(0, logits.shape[0]))
-    loss, _, saved = finish_loss(region, scales, [result])
-    return loss.to(logits.dtype), saved.row_max, saved.row_log_sum, saved.valid_count
+    scales = RowScales.of(region, select_rows(region).rows())
+    of_rows = chunk_result(region, scales, _as_buffer(logits), slice(0, logits.shape[0]))
+    result = finish_loss(region, scales, [of_rows])
+    return result.loss.to(logits.dtype), *result.statistics[:3]
 
 
 def backward_impl(
@@ -66,7 +64,7 @@ def backward_impl(
     coefficients = row_gradients.coefficients(slice(0, logits.shape[0]), statistics)
     buffer = _as_buffer(logits.clone(memory_format=torch.contiguous_format))
     targets = steps.Targets(scales.rows.target)
-    dlogits, _ = steps.gradient_(region, buffer, statistics, coefficients, targets, scales.class_weight())
+    dlogits, _ = steps.gradient_(region, buffer, statistics, coefficients, targets, scales.class_weight)
     return dlogits.logits
 
 
