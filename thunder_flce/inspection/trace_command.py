@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thunder_flce.execution.row_kernels.dispatch import check_available
 from thunder_flce.graph.plugin import jit
 from thunder_flce.graph.transform import NotFusedWarning
-from thunder_flce.inspection import formatting, programs
+from thunder_flce.inspection import programs
+from thunder_flce.inspection.formatting import print_text
 from thunder_flce.inspection.report import explain
 from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
 from thunder_flce.options import ROW_KERNELS, Options
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", choices=list(_DTYPES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"], help="bfloat16 on a GPU")
     for name, meaning in _SIZES.items():
-        default = getattr(programs.Sizes(), name)
+        default = getattr(programs.Sizes, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
     parser.add_argument("--row-kernels", choices=ROW_KERNELS, default="auto", help="who runs everything but matmuls")
     parser.add_argument("--fusions", action="store_true", help="also the definitions of the nvFuser fusions")
@@ -89,8 +90,8 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
     if not names:
         program, arguments = program()
         return program, arguments
-    if unknown := set(names) - programs.ARGUMENTS:
-        made = ", ".join(sorted(programs.ARGUMENTS))
+    if unknown := set(names) - programs.SHAPES.keys():
+        made = ", ".join(sorted(programs.SHAPES))
         parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but only those named {made} are made")
     sizes = programs.Sizes(**{name: getattr(parsed, name) for name in _SIZES})
     dtype = getattr(torch, parsed.dtype or _DTYPES[parsed.device])
@@ -112,10 +113,9 @@ def _imported(name: str, parser: argparse.ArgumentParser) -> Callable:
 
 
 def _print(text: str) -> None:
-    if formatting.rich_terminal():
-        from rich.console import Console
+    def highlighted() -> Any:
         from rich.syntax import Syntax
 
-        Console().print(Syntax(text, "python", theme="ansi_dark", background_color="default"))
-    else:
-        print(text)
+        return Syntax(text, "python", theme="ansi_dark", background_color="default")
+
+    print_text(text, highlighted)
