@@ -29,19 +29,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Seque
     return Block("\n".join(f"  {'  '.join(cells)}".rstrip() for cells in padded))
 
 
-def plain_text(blocks: Iterable[Block]) -> str:
-    """The blocks as text without any markup."""
-    return "\n".join(block.text for block in blocks)
-
-
-def rich_group(blocks: Iterable[Block]) -> Any:
-    """The blocks as something that rich prints."""
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(*(Text(block.text, style=block.style) for block in blocks))
-
-
 def print_text(text: str, as_rich: Callable[[], Any]) -> None:
     """Prints with rich to a terminal, if it is installed, what `as_rich` returns, and plain text otherwise."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:

@@ -16,7 +16,7 @@ from thunder_flce.execution.row_kernels import dispatch
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.trace_printer import stage_rows
 from thunder_flce.graph.transform import Compilation, Decision, FuseLinearCrossEntropy
-from thunder_flce.inspection.formatting import Block, format_bytes, heading, plain_text, print_text, rich_group, table
+from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
 from thunder_flce.inspection.saved import SavedTensor, saved_by_plain_thunder, saved_tensors
 from thunder_flce.inspection.subgraphs import Part, parts, source_line
 from thunder_flce.planning import cost
@@ -258,13 +258,16 @@ class Report(Sequence):
         return f"{sum(decision.fused for decision in self.decisions)} of {len(self.decisions)}"
 
     def __str__(self) -> str:
-        return plain_text(self.blocks())
+        return "\n".join(block.text for block in self.blocks())
 
     def __repr__(self) -> str:
         return f"<Report: {len(self)} compilations, {self._fused()} cross-entropies fused>"
 
     def __rich__(self):
-        return rich_group(self.blocks())
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(*(Text(block.text, style=block.style) for block in self.blocks()))
 
 
 def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:

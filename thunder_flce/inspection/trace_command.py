@@ -35,8 +35,7 @@ module:function is one of two things:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m thunder_flce trace",
         description=__doc__.partition("\n")[0],
@@ -51,20 +50,27 @@ def main(arguments: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
     parser.add_argument("--row-kernels", choices=ROW_KERNELS, default="auto", help="who runs everything but matmuls")
     parser.add_argument("--fusions", action="store_true", help="also the definitions of the nvFuser fusions")
-    return _run(parser.parse_args(arguments), parser)
+    return parser
 
 
-def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
     with FakeTensorMode(), warnings.catch_warnings():
         # The reason stands in the text.
         warnings.simplefilter("ignore", NotFusedWarning)
-        program, arguments = _program_and_arguments(parsed, parser)
-        options = Options(row_kernels=parsed.row_kernels)
-        for name, jitted in {"before": thunder.jit(program), "after": jit(program, options=options)}.items():
-            compile_only(jitted, arguments)
-            _print(_text(name, jitted))
+        program, tensors = _program_and_arguments(parsed, parser)
+        before = thunder.jit(program)
+        compile_only(before, tensors)
+        _print(_text("before", ["before: thunder.jit"], before))
+        after = jit(program, options=Options(row_kernels=parsed.row_kernels))
+        compile_only(after, tensors)
+        report = explain(after)
+        decisions = [str(decision) for decision in report.decisions] or ["no cross-entropy"]
+        _print(_text("after", ["after: thunder_flce.jit", *decisions], after))
     if parsed.fusions:
-        definitions = explain(jitted).nvfuser_definitions()
+        definitions = report.nvfuser_definitions()
         for name, definition in definitions.items():
             _print(f"{commented(f'nvFuser, {name}')}\n{definition}\n")
         if not definitions:
@@ -72,10 +78,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _text(name: str, jitted: Callable) -> str:
-    header = [f"{name}: {'thunder_flce.jit' if name == 'after' else 'thunder.jit'}"]
-    if name == "after":
-        header += map(str, explain(jitted).decisions) or ["no cross-entropy"]
+def _text(name: str, header: list[str], jitted: Callable) -> str:
     traces = {"forward": thunder.last_traces(jitted)[-1]}
     # Without a gradient, there is no backward.
     if backward := thunder.last_backward_traces(jitted):
