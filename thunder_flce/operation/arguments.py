@@ -99,7 +99,7 @@ def _check_tensor(name: str, tensor: Any, input: Any) -> None:
 
 def _check_shapes(tensors: dict[str, Any]) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    of_input, of_weight, of_target = shapes["input"], shapes["linear_weight"], shapes["target"]
+    of_input, of_weight = shapes["input"], shapes["linear_weight"]
     if not of_input:
         raise ValueError("input must have at least one dimension, (..., H), but got a tensor without any")
     if len(of_weight) != 2:
@@ -109,22 +109,25 @@ def _check_shapes(tensors: dict[str, Any]) -> None:
         raise ValueError("linear_weight must have at least one row (V ≥ 1), but got V = 0")
     *rows, last = of_input
     if last != hidden:
-        expected = f"H = {hidden}, as in linear_weight {of_weight}"
-        raise ValueError(f"input's last dimension must be {expected}, but input is {of_input}")
-    if of_target != tuple(rows):
-        expected = f"input's shape without its last dimension, {tuple(rows)}"
-        raise ValueError(f"target must have {expected}, but got {of_target}")
-    for name in ("linear_bias", "weight"):
-        if shapes.get(name, (vocab,)) != (vocab,):
-            raise ValueError(f"{name} must be (V,) = ({vocab},), but got {shapes[name]}")
+        as_in = f"H = {hidden}, as in linear_weight {of_weight}"
+        raise ValueError(f"input's last dimension must be {as_in}, but input is {of_input}")
+    of_columns = f"be (V,) = ({vocab},)"
+    for name, expected, what in (
+        ("target", tuple(rows), f"have input's shape without its last dimension, {tuple(rows)}"),
+        ("linear_bias", (vocab,), of_columns),
+        ("weight", (vocab,), of_columns),
+        ("num_items", (), "be a number or a tensor without dimensions"),
+    ):
+        if shapes.get(name, expected) != expected:
+            raise ValueError(f"{name} must {what}, but got {shapes[name]}")
     names = [name for name in shapes if name.startswith("terms")]
     for name, weight_name in zip(names[::2], names[1::2], strict=True):
         of_weight = shapes[weight_name]
         if len(of_weight) != 2 or of_weight[0] != vocab:
             raise ValueError(f"{weight_name} must be (V, h) with V = {vocab}, but got {of_weight}")
         if shapes[name] != (*rows, of_weight[1]):
-            expected = f"{(*rows, of_weight[1])}: input's shape with the last dimension of {weight_name}"
-            raise ValueError(f"{name} must be {expected}, but got {shapes[name]}")
+            what = f"be {(*rows, of_weight[1])}: input's shape with the last dimension of {weight_name}"
+            raise ValueError(f"{name} must {what}, but got {shapes[name]}")
 
 
 def _check_num_items(num_items: Any, loss: Loss) -> None:
@@ -133,13 +136,12 @@ def _check_num_items(num_items: Any, loss: Loss) -> None:
             f'num_items is what reduction "mean" divides by, in place of the number of valid targets; with reduction '
             f"{loss.reduction!r} it has no meaning"
         )
-    expected = "num_items must be a number or a tensor without dimensions"
     if _is_tensor(num_items):
-        if num_items.ndim != 0:
-            raise ValueError(f"{expected}, but got {tuple(num_items.shape)}")
-    elif not _is_number(num_items):
-        raise TypeError(f"{expected}, but got {type(num_items).__name__}")
-    elif isinstance(num_items, Real) and not 0 <= float(num_items) < math.inf:
+        return
+    if not _is_number(num_items):
+        expected = "a number or a tensor without dimensions"
+        raise TypeError(f"num_items must be {expected}, but got {type(num_items).__name__}")
+    if isinstance(num_items, Real) and not 0 <= float(num_items) < math.inf:
         raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
 
 
