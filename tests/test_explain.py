@@ -267,9 +267,9 @@ def test_rich_on_a_terminal(monkeypatch):
 
 
 def test_rich_is_optional():
-    program = f"import sys; sys.modules['rich'] = None; from {formatting.__name__} import Text, print_blocks as p\n"
+    program = f"import sys; sys.modules['rich'] = None; from {formatting.__name__} import print_text\n"
     program += "import importlib.util; sys.stdout.isatty = lambda: True\n"
-    program += "importlib.util.find_spec = lambda name: None; p([Text('plain')])"
+    program += "importlib.util.find_spec = lambda name: None; print_text('plain', as_rich=None)"
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "plain\n"
 

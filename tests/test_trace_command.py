@@ -95,6 +95,15 @@ def test_without_gradients_there_is_no_backward(capsys):
     assert "# after, forward" in printed and "loss only" in printed and "backward" not in printed
 
 
+def without_a_loss(hidden, weight):
+    return F.linear(hidden, weight).sum()
+
+
+def test_without_a_cross_entropy(capsys):
+    assert main(["trace", f"{__name__}:without_a_loss", *SMALL]) == 0
+    assert "# after: thunder_flce.jit\n# no cross-entropy\n" in capsys.readouterr().out
+
+
 def unknown_arguments(hidden, gain):
     return hidden * gain
 

@@ -31,13 +31,13 @@ def is_hopper(device: torch.device | None) -> bool:
 
     While a plan is made no GPU need be there. One that is not there counts as Hopper.
     """
-    if device is None and not torch.cuda.is_available():
-        return True
-    if device is not None and device.type != "cuda":
+    if device is None:
+        if not torch.cuda.is_available():
+            return True
+        device = torch.device("cuda")
+    if device.type != "cuda":
         return False
-    return (
-        _capability(torch.cuda.current_device() if device is None or device.index is None else device.index) == HOPPER
-    )
+    return _capability(torch.cuda.current_device() if device.index is None else device.index) == HOPPER
 
 
 @cache

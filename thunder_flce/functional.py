@@ -12,7 +12,7 @@ from thunder_flce.execution.operands import Operands, SavedStatistics, Term, Ups
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.operation.arguments import check_linear_cross_entropy
-from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.operation.problem import Problem, TermShape
 from thunder_flce.options import Options, as_options
 from thunder_flce.planning.choose import cached_plan
@@ -99,7 +99,7 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         outputs=outputs,
     )
-    input, linear_weight, linear_bias, terms = _autocast(input, linear_weight, linear_bias, terms)
+    input, linear_weight, linear_bias, terms = _autocast((input, linear_weight, linear_bias, terms))
     check_linear_cross_entropy(
         input,
         linear_weight,
@@ -138,13 +138,11 @@ def _needs_grad(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _autocast(
-    input: Any, linear_weight: Any, linear_bias: Any, terms: Any
-) -> tuple[Tensor, Tensor, Tensor | None, Sequence[tuple[Tensor, Tensor]]]:
+def _autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Under `torch.autocast`, the linears' operands in its dtype, but for float64, as `torch.nn.functional.linear`."""
-    device_type = input.device.type if isinstance(input, Tensor) else "cpu"
+    device_type = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
     if not torch.is_autocast_enabled(device_type):
-        return input, linear_weight, linear_bias, terms
+        return operands
     dtype = torch.get_autocast_dtype(device_type)
 
     def cast(operand: Any) -> Any:
@@ -153,7 +151,7 @@ def _autocast(
         is_cast = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype is not torch.float64
         return operand.to(dtype) if is_cast else operand
 
-    return cast(input), cast(linear_weight), cast(linear_bias), cast(terms)
+    return cast(operands)
 
 
 def as_row_scalar(number: Tensor | float | None, like: Tensor, *, dtype: torch.dtype) -> Tensor | None:
@@ -217,7 +215,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.tensors = len(tensors)
         ctx.set_materialize_grads(False)
         outputs = dict(zip(operands.loss.outputs, result.outputs, strict=True))
-        ctx.mark_non_differentiable(*(out for name, out in outputs.items() if not OUTPUTS[name].is_differentiable))
+        ctx.mark_non_differentiable(*(out for name, out in outputs.items() if name not in DIFFERENTIABLE_OUTPUTS))
         if result.gradients is not None:
             ctx.save_for_backward(result.statistics.valid_count, *result.gradients.in_order())
         elif not isinstance(plan, LossOnly):

@@ -79,20 +79,19 @@ class Options:
                     f"memory_budget must be a positive int (bytes) or a float in (0, 1) (a fraction of the device's "
                     f"memory), but got {budget!r}"
                 )
-        if self.strategy is not None and self.strategy not in STRATEGIES:
-            raise ValueError(f"strategy must be None or one of {STRATEGIES}, but got {self.strategy!r}")
         if self.chunk_rows is not None and (
             isinstance(self.chunk_rows, bool) or not isinstance(self.chunk_rows, int) or self.chunk_rows < 1
         ):
             raise ValueError(f"chunk_rows must be None or a positive int, but got {self.chunk_rows!r}")
-        if self.accumulate not in ACCUMULATE:
-            raise ValueError(f"accumulate must be one of {ACCUMULATE}, but got {self.accumulate!r}")
-        if self.ignored_rows not in IGNORED_ROWS:
-            raise ValueError(f"ignored_rows must be one of {IGNORED_ROWS}, but got {self.ignored_rows!r}")
-        if self.logits_dtype not in LOGITS_DTYPES:
-            raise ValueError(f"logits_dtype must be one of {LOGITS_DTYPES}, but got {self.logits_dtype!r}")
-        if self.row_kernels not in ROW_KERNELS:
-            raise ValueError(f"row_kernels must be one of {ROW_KERNELS}, but got {self.row_kernels!r}")
+        for name, choices in (
+            ("strategy", (None, *STRATEGIES)),
+            ("accumulate", ACCUMULATE),
+            ("ignored_rows", IGNORED_ROWS),
+            ("logits_dtype", LOGITS_DTYPES),
+            ("row_kernels", ROW_KERNELS),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, but got {getattr(self, name)!r}")
         if not isinstance(self.tune_products, bool):
             raise ValueError(f"tune_products must be True or False, but got {self.tune_products!r}")
 

@@ -3,19 +3,15 @@
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 _first_runs: defaultdict[str, dict[Hashable, float]] = defaultdict(dict)
 """Seconds, by what was compiled and what for."""
 
 
-def first_run_timed(kernels: str, kind: Hashable) -> AbstractContextManager[None]:
-    """Adds what runs inside to `compile_seconds`, under a name, where nothing of its `kind` ran before."""
-    return nullcontext() if kind in _first_runs[kernels] else _timed(kernels, kind)
-
-
 @contextmanager
-def _timed(kernels: str, kind: Hashable) -> Iterator[None]:
+def first_run_timed(kernels: str, kind: Hashable) -> Iterator[None]:
+    """Adds what runs inside to `compile_seconds`, under a name, where nothing of its `kind` ran before."""
     start = time.perf_counter()
     yield
     note_first_run(kernels, kind, start)

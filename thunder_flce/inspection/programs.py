@@ -66,6 +66,8 @@ class Sizes:
     sequence: int = 4096
     hidden: int = 4096
     vocab: int = 128256
+    rank: int = 4
+    """Of a low-rank adapter"""
 
     @property
     def tokens(self) -> int:
@@ -73,41 +75,37 @@ class Sizes:
         return self.batch * self.sequence
 
 
-@dataclass(frozen=True)
-class _Maker:
-    """Makes the tensors that programs take."""
-
-    sizes: Sizes
-    device: str
-    dtype: torch.dtype
-
-    def integers(self, *shape: int) -> Tensor:
-        return torch.randint(self.sizes.vocab, shape, device=self.device)
-
-    def floats(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=self.dtype, requires_grad=True)
-
-
-_RANK = 4
-_ARGUMENTS: dict[str, Callable[[_Maker, Sizes], Tensor]] = {
-    "hidden": lambda make, sizes: make.floats(sizes.batch, sizes.sequence, sizes.hidden),
-    "weight": lambda make, sizes: make.floats(sizes.vocab, sizes.hidden),
-    "second_weight": lambda make, sizes: make.floats(sizes.vocab, sizes.hidden),
-    "matrix": lambda make, sizes: make.floats(sizes.hidden, sizes.vocab),
-    "square": lambda make, sizes: make.floats(sizes.hidden, sizes.hidden),
-    "bias": lambda make, sizes: make.floats(sizes.vocab),
-    "adapter_down": lambda make, sizes: make.floats(_RANK, sizes.hidden),
-    "adapter_up": lambda make, sizes: make.floats(sizes.vocab, _RANK),
-    "class_weight": lambda make, sizes: torch.rand(sizes.vocab, device=make.device, dtype=make.dtype),
-    "temperature": lambda make, sizes: torch.tensor(0.7, device=make.device, dtype=make.dtype),
-    "tokens": lambda make, sizes: make.integers(sizes.batch, sizes.sequence),
-    "labels": lambda make, sizes: make.integers(sizes.batch, sizes.sequence),
-    "num_items": lambda make, sizes: torch.tensor(sizes.tokens, device=make.device),
+SHAPES = {
+    "hidden": ("batch", "sequence", "hidden"),
+    "weight": ("vocab", "hidden"),
+    "second_weight": ("vocab", "hidden"),
+    "matrix": ("hidden", "vocab"),
+    "square": ("hidden", "hidden"),
+    "bias": ("vocab",),
+    "adapter_down": ("rank", "hidden"),
+    "adapter_up": ("vocab", "rank"),
+    "class_weight": ("vocab",),
+    "temperature": (),
+    "tokens": ("batch", "sequence"),
+    "labels": ("batch", "sequence"),
+    "num_items": (),
 }
-ARGUMENTS = frozenset(_ARGUMENTS)
+"""The arguments that a program may have, and their shapes in terms of `Sizes`."""
 
 
 def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Tensors for a program, by the names of its arguments, out of `ARGUMENTS`; trainable ones need a gradient."""
-    make = _Maker(sizes, device, dtype)
-    return [_ARGUMENTS[name](make, sizes) for name in inspect.signature(program).parameters]
+    """Tensors for a program, by the names of its arguments, out of `SHAPES`; trainable ones need a gradient."""
+
+    def tensor(name: str) -> Tensor:
+        shape = [getattr(sizes, size) for size in SHAPES[name]]
+        if name in ("tokens", "labels"):
+            return torch.randint(sizes.vocab, shape, device=device)
+        if name == "num_items":
+            return torch.tensor(sizes.tokens, device=device)
+        if name == "temperature":
+            return torch.tensor(0.7, device=device, dtype=dtype)
+        if name == "class_weight":
+            return torch.rand(shape, device=device, dtype=dtype)
+        return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+
+    return [tensor(name) for name in inspect.signature(program).parameters]

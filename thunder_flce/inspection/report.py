@@ -1,6 +1,5 @@
 """`explain`: what was decided about each cross-entropy, what it costs, what is saved, and how long compiling took."""
 
-import linecache
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,10 +16,9 @@ from thunder_flce.execution.row_kernels import dispatch
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.trace_printer import stage_rows
 from thunder_flce.graph.transform import Compilation, Decision, FuseLinearCrossEntropy
-from thunder_flce.inspection import formatting
-from thunder_flce.inspection.fusions import fusion_definitions
-from thunder_flce.inspection.saved import SavedTensor, plain_thunder_traces, saved_tensors
-from thunder_flce.inspection.subgraphs import parts
+from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
+from thunder_flce.inspection.saved import SavedTensor, saved_by_plain_thunder, saved_tensors
+from thunder_flce.inspection.subgraphs import Part, parts, source_line
 from thunder_flce.planning import cost
 from thunder_flce.planning.choose import alternatives, temporary_bytes
 from thunder_flce.planning.program import program
@@ -60,7 +58,8 @@ class CompilationReport:
     _jitted: Callable = field(repr=False)
     _against_plain_thunder: bool = field(repr=False)
 
-    def plans(self, decision: Decision) -> list[PredictedPlan]:
+    @staticmethod
+    def plans(decision: Decision) -> list[PredictedPlan]:
         """The plan of a cross-entropy, and its alternatives; nothing where it was not fused."""
         if decision.region is None:
             return []
@@ -83,11 +82,11 @@ class CompilationReport:
 
     @cached_property
     def saved_by_plain_thunder(self) -> list[SavedTensor] | None:
-        """What it would save without us; None if not asked for. See `saved.plain_thunder_traces` for what it takes."""
+        """What it would save without us; None if not asked for. See `saved.saved_by_plain_thunder`."""
         if not self._against_plain_thunder:
             return None
-        forward, backward = plain_thunder_traces(self._jitted, self._passes[:3])
-        return saved_tensors(forward[-1]) if backward else []
+        prologue, computation, epilogue, _ = self._passes
+        return saved_by_plain_thunder(self._jitted, (prologue[0], computation[0], epilogue[0]))
 
     @property
     def compile_seconds(self) -> dict[str, float]:
@@ -115,38 +114,24 @@ class CompilationReport:
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
         plain = self.saved_by_plain_thunder
         return {
-            "cross_entropies": [self._decision_dict(decision) for decision in self.decisions],
+            "cross_entropies": list(map(_decision_dict, self.decisions)),
             "saved_for_backward": [asdict(tensor) for tensor in self.saved],
             "saved_by_plain_thunder": None if plain is None else [asdict(tensor) for tensor in plain],
             "compile_seconds": self.compile_seconds,
         }
 
-    def _decision_dict(self, decision: Decision) -> dict[str, Any]:
-        directions = program(*decision.region).directions if decision.region else {}
-        return {
-            **_decision_dict(decision),
-            "plans": [{**asdict(plan), "plan": _plan_dict(plan.plan)} for plan in self.plans(decision)],
-            "runs": {name: [stage.to_dict() for stage in stages] for name, stages in directions.items()},
-        }
-
-    def blocks(self) -> Iterator[formatting.Block]:
-        """The report as headings, text and tables."""
+    def blocks(self) -> Iterator[Block]:
+        """The report as blocks of text."""
         for decision in self.decisions:
             yield from _decision_blocks(decision)
-            if decision.region:
-                if missing := _missing_row_kernels(decision.region):
-                    yield formatting.Text(missing, style="yellow")
-                for direction, stages in program(*decision.region).directions.items():
-                    yield formatting.Table(columns=(direction, "runs in"), rows=stage_rows(stages))
-                yield _plan_table(self.plans(decision))
         if self._passes.backward:
             yield from _saved_blocks("saved for backward", self.saved)
             if (plain := self.saved_by_plain_thunder) is not None:
                 yield from _saved_blocks("saved by plain thunder", plain)
         else:
-            yield formatting.Text("nothing is saved: there is no backward")
+            yield Block("nothing is saved: there is no backward")
         times = sorted(self.compile_seconds.items(), key=lambda item: -item[1])
-        yield formatting.Text("compile times: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times))
+        yield Block("compile times: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times))
 
 
 @dataclass(frozen=True)
@@ -159,13 +144,13 @@ class GraphReport:
     compiled_by: str
     """"thunder", "Inductor" or "eager PyTorch"."""
 
-    compilations: list[CompilationReport] = field(default_factory=list)
+    compilations: list[CompilationReport]
     """One for each set of shapes that it was called with."""
 
-    others: list[Decision] = field(default_factory=list)
+    others: list[Decision]
     """The cross-entropies of a part that thunder does not compile."""
 
-    split_reasons: list[str] = field(default_factory=list)
+    split_reasons: Sequence[str]
     """Why its graph was cut into parts, as thunder put it."""
 
     @property
@@ -178,20 +163,20 @@ class GraphReport:
         return {
             "name": self.name,
             "compiled_by": self.compiled_by,
-            "split_reasons": self.split_reasons,
+            "split_reasons": list(self.split_reasons),
             "compilations": [compilation.to_dict() for compilation in self.compilations],
             "cross_entropies_not_compiled_by_thunder": list(map(_decision_dict, self.others)),
         }
 
-    def blocks(self) -> Iterator[formatting.Block]:
-        """The report as headings, text and tables."""
+    def blocks(self) -> Iterator[Block]:
+        """The report as blocks of text."""
         if self.name:
-            yield formatting.Heading(f"{self.name}, compiled by {self.compiled_by}")
+            yield heading(f"{self.name}, compiled by {self.compiled_by}")
         for decision in self.others:
             yield from _decision_blocks(decision)
         for number, compilation in enumerate(self.compilations):
             if len(self.compilations) > 1:
-                yield formatting.Heading(f"compilation {number}")
+                yield heading(f"compilation {number}")
             yield from compilation.blocks()
 
 
@@ -199,7 +184,7 @@ class GraphReport:
 class Report(Sequence):
     """What `explain` returns: a sequence of compilations, and text for people.
 
-    `str(report)` is plain text; `report.print()` and `rich.print(report)` use rich's colours and tables on a terminal.
+    `str(report)` is plain text; `report.print()` and `rich.print(report)` use rich's colours on a terminal.
     """
 
     graphs: list[GraphReport]
@@ -221,8 +206,22 @@ class Report(Sequence):
         return self.compilations[index]
 
     def nvfuser_definitions(self) -> dict[str, str]:
-        """The fusions of every plan, as nvFuser prints their definitions: see `fusions.fusion_definitions`."""
-        return fusion_definitions(decision.region for decision in self.decisions if decision.region)
+        """The fusions of every plan, as nvFuser prints them, by direction and name, such as "backward: gradient".
+
+        They are in the order of their first use; where two of one name differ, the names are numbered.
+        """
+        texts: dict[str, list[str]] = {}
+        for problem, plan in (decision.region for decision in self.decisions if decision.region):
+            for direction, stages in program(problem, plan).directions.items():
+                steps = (step for stage in stages for step in stage.every_step())
+                for work in dict.fromkeys(work for step in steps for work in step.fusions):
+                    for name, fusion in dispatch.definitions(work, problem.loss.logit_map).items():
+                        texts.setdefault(f"{direction}: {name}", []).append(str(fusion).strip())
+        return {
+            f"{name} {number}" if number > 1 else name: text
+            for name, of_name in texts.items()
+            for number, text in enumerate(dict.fromkeys(of_name), 1)
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
@@ -231,42 +230,44 @@ class Report(Sequence):
             "tuned_products": [tuning.to_dict() for tuning in tunings()],
         }
 
-    def blocks(self) -> Iterator[formatting.Block]:
-        """The report as headings, text and tables."""
-        decisions = self.decisions
-        if not self.compilations and not decisions:
-            yield formatting.Heading("nothing is compiled yet: call it first")
-            return
-        yield formatting.Heading(f"thunder_flce: {self._fused()} cross-entropies fused")
-        reasons = dict.fromkeys(reason for graph in self.graphs for reason in graph.split_reasons)
-        if reasons:
-            yield formatting.Text("thunder cut a graph because of:\n" + "\n".join(f"- {reason}" for reason in reasons))
-        for graph in self.graphs:
-            yield from graph.blocks()
-        if tuned := [tuning.to_dict() for tuning in tunings()]:
-            yield formatting.Text("products tuned in this process:")
-            rows = [
-                (t["product"], " × ".join(map(str, t["sizes"])), f"{t['milliseconds']:.3f} ms", f"{t['gain']:.3f}")
-                for t in tuned
-            ]
-            columns = ("product", "M × N × K", "time", "times as fast as cuBLAS's first choice")
-            yield formatting.Table(columns=columns, rows=rows, right=(1, 2, 3))
-
     def print(self) -> None:
         """Prints the report: with rich on a terminal, if it is installed, and as plain text otherwise."""
-        formatting.print_blocks(self.blocks())
+        print_text(str(self), self.__rich__)
+
+    def blocks(self) -> Iterator[Block]:
+        """The report as blocks of text."""
+        if not self.compilations and not self.decisions:
+            yield heading("nothing is compiled yet: call it first")
+            return
+        yield heading(f"thunder_flce: {self._fused()} cross-entropies fused")
+        reasons = dict.fromkeys(reason for graph in self.graphs for reason in graph.split_reasons)
+        if reasons:
+            yield Block("thunder cut a graph because of:\n" + "\n".join(f"- {reason}" for reason in reasons))
+        for graph in self.graphs:
+            yield from graph.blocks()
+        if tuned := tunings():
+            yield Block("products tuned in this process:")
+            rows = [
+                (found.product, " × ".join(map(str, found.sizes)), f"{found.milliseconds:.3f} ms", f"{found.gain:.3f}")
+                for found in tuned
+            ]
+            columns = ("product", "M × N × K", "time", "times as fast as cuBLAS's first choice")
+            yield table(columns, rows, right=(1, 2, 3))
 
     def _fused(self) -> str:
         return f"{sum(decision.fused for decision in self.decisions)} of {len(self.decisions)}"
 
     def __str__(self) -> str:
-        return formatting.plain(self.blocks())
+        return "\n".join(block.text for block in self.blocks())
 
     def __repr__(self) -> str:
         return f"<Report: {len(self)} compilations, {self._fused()} cross-entropies fused>"
 
     def __rich__(self):
-        return formatting.rich_group(self.blocks())
+        from rich.console import Group
+        from rich.text import Text
+
+        return Group(*(Text(block.text, style=block.style) for block in self.blocks()))
 
 
 def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:
@@ -287,38 +288,32 @@ def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:
         ValueError: where it was not compiled with `FuseLinearCrossEntropy`.
     """
     backend: Any = getattr(jitted, "_backend", jitted)
-    if not hasattr(backend, "subgraph_infos"):
-        data = thunder.compile_data(jitted)
-        if data is None:
-            raise TypeError(f"jitted must have been compiled by thunder, but got {type(jitted).__name__}")
-        compilations = _compilations(jitted, _transform(data.transforms), against_plain_thunder)
-        return Report([GraphReport("", "thunder", compilations)])
-    transform = _transform(backend.thunder_options.get("transforms", ()))
-    graphs = []
-    for part, reasons in parts(backend):
-        compilations, others = [], []
-        if part.compiled_by == "thunder":
-            compilations = _compilations(part.compiled, transform, against_plain_thunder, part.with_user_source)
-        else:
-            others = part.cross_entropies("; ".join(reasons))
-        graphs.append(GraphReport(part.name, part.compiled_by, compilations, others, reasons))
-    return Report(graphs)
+    if hasattr(backend, "subgraph_infos"):
+        transforms, found = backend.thunder_options.get("transforms", ()), parts(backend)
+    elif (data := thunder.compile_data(jitted)) is not None:
+        transforms, found = data.transforms, iter([Part("", "thunder", jitted)])
+    else:
+        raise TypeError(f"jitted must have been compiled by thunder, but got {type(jitted).__name__}")
+    transform = next((transform for transform in transforms if isinstance(transform, FuseLinearCrossEntropy)), None)
+    if transform is None:
+        raise ValueError("jitted has no FuseLinearCrossEntropy transform; compile it with thunder_flce.jit")
+    return Report([_graph_report(part, transform, against_plain_thunder) for part in found])
 
 
-def _transform(transforms: Sequence[Any]) -> FuseLinearCrossEntropy:
-    for transform in transforms:
-        if isinstance(transform, FuseLinearCrossEntropy):
-            return transform
-    raise ValueError("jitted has no FuseLinearCrossEntropy transform; compile it with thunder_flce.jit")
+def _graph_report(part: Part, transform: FuseLinearCrossEntropy, against_plain_thunder: bool) -> GraphReport:
+    if part.compiled_by != "thunder":
+        return GraphReport(part.name, part.compiled_by, [], part.cross_entropies(), part.split_reasons)
+    compilations, passes = [], _compilation_passes(part.compiled)
+    # The same transform may serve many functions.
+    for compilation in transform.compilations:
+        own = next((p for p in passes if any(trace is compilation.trace for trace in p.computation)), None)
+        if own is not None:
+            decisions = list(map(part.with_user_source, compilation.decisions))
+            compilations.append(CompilationReport(decisions, compilation, own, part.compiled, against_plain_thunder))
+    return GraphReport(part.name, part.compiled_by, compilations, [], part.split_reasons)
 
 
-def _compilations(
-    jitted: Callable,
-    transform: FuseLinearCrossEntropy,
-    against_plain_thunder: bool,
-    translate: Callable[[Decision], Decision] = lambda decision: decision,
-) -> list[CompilationReport]:
-    """Those compilations of the transform that belong to `jitted`: the same transform may serve many functions."""
+def _compilation_passes(jitted: Callable) -> list[_Passes]:
     stats = thunder.compile_stats(jitted)
     passes = [
         _Passes(entry.prologue_traces, entry.computation_traces, entry.epilogue_traces, entry.backward_traces)
@@ -328,13 +323,7 @@ def _compilations(
     if stats.last_traces is not None:
         last = (stats.last_prologue_traces, stats.last_traces, stats.last_epilogue_traces, stats.last_backward_traces)
         passes.append(_Passes(*last))
-    reports = []
-    for compilation in transform.compilations:
-        own = next((p for p in passes if any(trace is compilation.trace for trace in p.computation)), None)
-        if own is not None:
-            decisions = list(map(translate, compilation.decisions))
-            reports.append(CompilationReport(decisions, compilation, own, jitted, against_plain_thunder))
-    return reports
+    return passes
 
 
 def _plan_dict(plan: Plan) -> dict[str, Any]:
@@ -342,27 +331,41 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _decision_dict(decision: Decision) -> dict[str, Any]:
+    directions = program(*decision.region).directions if decision.region else {}
     return {
         "source": decision.source,
-        "line": _source_line(decision),
+        "line": source_line(decision),
         "fused": decision.fused,
         "plan": None if decision.plan is None else _plan_dict(decision.plan),
         "missing_row_kernels": _missing_row_kernels(decision.region) if decision.region else None,
         "reason": None if decision.reason is None else decision.reason.name,
         "sentence": str(decision).removeprefix(f"{decision.source}: "),
+        "plans": [{**asdict(plan), "plan": _plan_dict(plan.plan)} for plan in CompilationReport.plans(decision)],
+        "runs": {name: [stage.to_dict() for stage in stages] for name, stages in directions.items()},
     }
 
 
-def _decision_blocks(decision: Decision) -> Iterator[formatting.Block]:
-    """Where, what and why, and the line of the user's source."""
-    yield formatting.Text(str(decision), style="green" if decision.fused else "yellow")
-    if line := _source_line(decision):
-        yield formatting.Text(line, indent=1, style="dim")
-
-
-def _source_line(decision: Decision) -> str:
-    file, _, line = decision.source.rpartition(":")
-    return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+def _decision_blocks(decision: Decision) -> Iterator[Block]:
+    """Where, what and why, the line of the user's source and, where it was fused, what runs and what else could."""
+    yield Block(str(decision), "green" if decision.fused else "yellow")
+    if line := source_line(decision):
+        yield Block(f"  {line}", "dim")
+    if decision.region is None:
+        return
+    if missing := _missing_row_kernels(decision.region):
+        yield Block(missing, "yellow")
+    for direction, stages in program(*decision.region).directions.items():
+        yield table((direction, "runs in"), stage_rows(stages))
+    rows = [
+        (
+            "▸" if plan.chosen else "",
+            plan.plan.describe(),
+            format_bytes(plan.temporary_bytes),
+            "unknown" if plan.seconds is None else f"{plan.seconds * 1e3:.1f} ms",
+        )
+        for plan in CompilationReport.plans(decision)
+    ]
+    yield table(("", "plan", "memory, predicted", "time, predicted"), rows, right=(2, 3))
 
 
 # Of the default plan on an H200: with PyTorch's operations 39% (S1) to 96% (U2) longer than with Triton's kernels, with
@@ -383,32 +386,19 @@ def _missing_row_kernels(region: PlannedRegion) -> str | None:
     return f"row kernels: not installed: {what}; {instead} runs their share, and the region {_SLOWER[instead]}"
 
 
-def _plan_table(plans: list[PredictedPlan]) -> formatting.Table:
-    rows = [
-        (
-            "▸" if plan.chosen else "",
-            plan.plan.describe(),
-            formatting.format_bytes(plan.temporary_bytes),
-            "unknown" if plan.seconds is None else f"{plan.seconds * 1e3:.1f} ms",
-        )
-        for plan in plans
-    ]
-    return formatting.Table(columns=("", "plan", "memory, predicted", "time, predicted"), rows=rows, right=(2, 3))
-
-
 # A large model saves hundreds of tensors; text shows the largest, and `to_dict` has all.
 _LONGEST_TABLE = 12
 
 
-def _saved_blocks(title: str, tensors: list[SavedTensor]) -> Iterator[formatting.Block]:
-    own = [tensor for tensor in tensors if not tensor.is_argument]
+def _saved_blocks(title: str, tensors: list[SavedTensor]) -> Iterator[Block]:
     arguments = sum(tensor.bytes for tensor in tensors if tensor.is_argument)
+    own = [tensor for tensor in tensors if not tensor.is_argument]
     total = sum(tensor.bytes for tensor in own)
-    size = formatting.format_bytes
-    yield formatting.Text(f"{title}: {size(total)} ({total:,} bytes), and {size(arguments)} of arguments", style="bold")
+    sizes = f"{format_bytes(total)} ({total:,} bytes), and {format_bytes(arguments)} of arguments"
+    yield Block(f"{title}: {sizes}", "bold")
     own.sort(key=lambda tensor: (not tensor.role, -tensor.bytes))
     rows = [(tensor.name, tensor.role, tensor.type, f"{tensor.bytes:,}") for tensor in own[:_LONGEST_TABLE]]
     if rest := own[_LONGEST_TABLE:]:
         rows.append((f"{len(rest)} more", "", "", f"{sum(tensor.bytes for tensor in rest):,}"))
     if rows:
-        yield formatting.Table(columns=("tensor", "of a loss", "type", "bytes"), rows=rows, right=(3,))
+        yield table(("tensor", "of a loss", "type", "bytes"), rows, right=(3,))

@@ -64,23 +64,22 @@ def saved_tensors(forward: TraceCtx) -> list[SavedTensor]:
     ]
 
 
-def plain_thunder_traces(jitted: Any, traces: Sequence[list[TraceCtx]]) -> tuple[list[TraceCtx], list[TraceCtx]]:
-    """Forward and backward traces of the same program without our executor and without any transform.
+def saved_by_plain_thunder(jitted: Any, traces: Sequence[TraceCtx]) -> list[SavedTensor]:
+    """What the same program saves without our executor and without any transform; nothing without a backward.
 
     Nothing runs and nothing is traced anew: thunder compiles the trace that it took of the user's program, from which
     its own compilation began. That takes as long as the rest of the first compilation did.
 
     Args:
         jitted: what `thunder.jit` returned.
-        traces: the prologue, computation and epilogue traces of one compilation, each in the order of its passes.
+        traces: the prologue, computation and epilogue traces with which one of its compilations began.
     """
     compiled = thunder.compile_data(jitted)
     executors = [executor for executor in compiled.executors_list if executor is not symbols.executor]
     # thunder wants a function, but is only asked for what compiles its trace.
     plain = thunder.jit(lambda: None, executors=executors, **compiled.compile_options)
-    data, stats = thunder.compile_data(plain), thunder.compile_stats(plain)
-    entry = build_cache_entry(data, stats, [passes[0] for passes in traces])
-    return entry.computation_traces, entry.backward_traces
+    entry = build_cache_entry(thunder.compile_data(plain), thunder.compile_stats(plain), traces)
+    return saved_tensors(entry.computation_traces[-1]) if entry.backward_traces else []
 
 
 def _roles(bsyms: list[BoundSymbol]) -> Iterator[tuple[str, str]]:

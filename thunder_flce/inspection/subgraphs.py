@@ -6,7 +6,7 @@ source come from what Dynamo noted at each of their nodes.
 
 import linecache
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,44 +20,50 @@ from thunder_flce.graph.transform import Decision
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a graph and what compiles it."""
+    """A part of a graph, or a jitted function, and what compiles it."""
 
     name: str
     compiled_by: str
     """"thunder", "Inductor" or "eager PyTorch"."""
 
     compiled: Callable
-    module: GraphModule
+    nodes: Sequence[Node] = ()
+    """Those of its graph, and of the graphs within it, such as what is checkpointed; none for a jitted function."""
 
-    def cross_entropies(self, why: str) -> list[Decision]:
-        """A decision for each cross-entropy of a part that is not thunder's; `why` is why thunder cut the graph."""
-        # What is checkpointed is a graph within the graph.
-        graphs = [module.graph for module in self.module.modules() if isinstance(module, GraphModule)]
-        nodes = [node for graph in graphs for node in graph.nodes if node.target is F.cross_entropy]
-        detail = f"{self.compiled_by} does" + (f"; {why}" if why else "")
+    split_reasons: Sequence[str] = ()
+    """Why thunder cut the graph."""
+
+    def cross_entropies(self) -> list[Decision]:
+        """A decision for each cross-entropy, where the part is not thunder's."""
+        nodes = [node for node in self.nodes if node.target is F.cross_entropy]
+        detail = "; ".join((f"{self.compiled_by} does", *filter(None, self.split_reasons)))
         return [Decision(_source_of(node) or self.name, reason=Reason.NOT_THUNDER, detail=detail) for node in nodes]
 
     def with_user_source(self, decision: Decision) -> Decision:
         """The same decision, but the line of the user's source instead of that of the graph's own code."""
-        file, _, line = decision.source.rpartition(":")
-        if not line.isdigit():
-            return decision
-        name = linecache.getline(file, int(line)).partition(" = ")[0].strip()
-        node = next((node for node in self.module.graph.nodes if node.name == name), None)
-        source = None if node is None else _source_of(node)
+        name = source_line(decision).partition(" = ")[0]
+        source = next((_source_of(node) for node in self.nodes if node.name == name), None)
         return decision if source is None else replace(decision, source=source)
 
 
-def parts(backend: Any) -> Iterator[tuple[Part, list[str]]]:
-    """Each part of each graph that a `ThunderCompiler` has seen, and why its graph was cut."""
-    for graph, info in enumerate(backend.subgraph_infos):
+def source_line(decision: Decision) -> str:
+    """The line of code that a decision is about; "" where it is unknown."""
+    file, _, line = decision.source.rpartition(":")
+    return linecache.getline(file, int(line)).strip() if line.isdigit() else ""
+
+
+def parts(backend: Any) -> Iterator[Part]:
+    """Each part of each graph that a `ThunderCompiler` has seen."""
+    for number, info in enumerate(backend.subgraph_infos):
         reasons = [(r.info or r.exception or "").strip().partition("\n")[0] for r in info.split_reasons or []]
         for part, (module, compiled) in enumerate(info.submodule_to_compiled_functions.items()):
             compiled_by = "thunder"
             if compiled.compiler is not CompilerType.THUNDER:
                 # Where Inductor declines, thunder puts the graph itself in place of a compiled one.
                 compiled_by = "eager PyTorch" if isinstance(compiled.compiled_fn, GraphModule) else "Inductor"
-            yield Part(f"graph {graph}, part {part}", compiled_by, compiled.compiled_fn, module), reasons
+            graphs = [inner.graph for inner in module.modules() if isinstance(inner, GraphModule)]
+            nodes = [node for graph in graphs for node in graph.nodes]
+            yield Part(f"graph {number}, part {part}", compiled_by, compiled.compiled_fn, nodes, reasons)
 
 
 def _source_of(node: Node) -> str | None:

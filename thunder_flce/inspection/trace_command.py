@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thunder_flce.execution.row_kernels.dispatch import check_available
 from thunder_flce.graph.plugin import jit
 from thunder_flce.graph.transform import NotFusedWarning
-from thunder_flce.inspection import formatting, programs
+from thunder_flce.inspection import programs
+from thunder_flce.inspection.formatting import print_text
 from thunder_flce.inspection.report import explain
 from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
 from thunder_flce.options import ROW_KERNELS, Options
@@ -34,8 +35,7 @@ module:function is one of two things:
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command; returns the exit status."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m thunder_flce trace",
         description=__doc__.partition("\n")[0],
@@ -46,24 +46,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", choices=list(_DTYPES), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32", "float64"], help="bfloat16 on a GPU")
     for name, meaning in _SIZES.items():
-        default = getattr(programs.Sizes(), name)
+        default = getattr(programs.Sizes, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{meaning} (default: {default})")
     parser.add_argument("--row-kernels", choices=ROW_KERNELS, default="auto", help="who runs everything but matmuls")
     parser.add_argument("--fusions", action="store_true", help="also the definitions of the nvFuser fusions")
-    return _run(parser.parse_args(arguments), parser)
+    return parser
 
 
-def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
     with FakeTensorMode(), warnings.catch_warnings():
         # The reason stands in the text.
         warnings.simplefilter("ignore", NotFusedWarning)
-        program, arguments = _program_and_arguments(parsed, parser)
-        options = Options(row_kernels=parsed.row_kernels)
-        for name, jitted in {"before": thunder.jit(program), "after": jit(program, options=options)}.items():
-            compile_only(jitted, arguments)
-            _print(_text(name, jitted))
+        program, tensors = _program_and_arguments(parsed, parser)
+        before = thunder.jit(program)
+        compile_only(before, tensors)
+        _print(_text("before", ["before: thunder.jit"], before))
+        after = jit(program, options=Options(row_kernels=parsed.row_kernels))
+        compile_only(after, tensors)
+        report = explain(after)
+        decisions = [str(decision) for decision in report.decisions] or ["no cross-entropy"]
+        _print(_text("after", ["after: thunder_flce.jit", *decisions], after))
     if parsed.fusions:
-        definitions = explain(jitted).nvfuser_definitions()
+        definitions = report.nvfuser_definitions()
         for name, definition in definitions.items():
             _print(f"{commented(f'nvFuser, {name}')}\n{definition}\n")
         if not definitions:
@@ -71,10 +78,7 @@ def _run(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _text(name: str, jitted: Callable) -> str:
-    header = [f"{name}: {'thunder_flce.jit' if name == 'after' else 'thunder.jit'}"]
-    if name == "after":
-        header += map(str, explain(jitted).decisions) or ["no cross-entropy"]
+def _text(name: str, header: list[str], jitted: Callable) -> str:
     traces = {"forward": thunder.last_traces(jitted)[-1]}
     # Without a gradient, there is no backward.
     if backward := thunder.last_backward_traces(jitted):
@@ -89,8 +93,8 @@ def _program_and_arguments(parsed: argparse.Namespace, parser: argparse.Argument
     if not names:
         program, arguments = program()
         return program, arguments
-    if unknown := set(names) - programs.ARGUMENTS:
-        made = ", ".join(sorted(programs.ARGUMENTS))
+    if unknown := set(names) - programs.SHAPES.keys():
+        made = ", ".join(sorted(programs.SHAPES))
         parser.error(f"{parsed.example} has arguments {sorted(unknown)}, but only those named {made} are made")
     sizes = programs.Sizes(**{name: getattr(parsed, name) for name in _SIZES})
     dtype = getattr(torch, parsed.dtype or _DTYPES[parsed.device])
@@ -112,10 +116,9 @@ def _imported(name: str, parser: argparse.ArgumentParser) -> Callable:
 
 
 def _print(text: str) -> None:
-    if formatting.rich_terminal():
-        from rich.console import Console
+    def highlighted() -> Any:
         from rich.syntax import Syntax
 
-        Console().print(Syntax(text, "python", theme="ansi_dark", background_color="default"))
-    else:
-        print(text)
+        return Syntax(text, "python", theme="ansi_dark", background_color="default")
+
+    print_text(text, highlighted)

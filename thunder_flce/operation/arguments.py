@@ -56,24 +56,27 @@ def check_linear_cross_entropy(
     tensors = {**named_operands(input, linear_weight, linear_bias, terms), "target": target}
     if weight is not None:
         tensors["weight"] = weight
+    if _is_tensor(num_items):
+        tensors["num_items"] = num_items
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, input)
     _check_shapes(tensors)
-    if weight is not None and weight.requires_grad:
-        raise ValueError("weight must not require a gradient: there is none with respect to class weights")
-    if num_items is not None:
-        _check_num_items(num_items, input, loss)
+    for name in ("weight", "num_items"):
+        if name in tensors and tensors[name].requires_grad:
+            raise ValueError(f"{name} must not require a gradient: there is none with respect to it")
     _check_loss(loss, linear_weight.shape[0])
+    if num_items is not None:
+        _check_num_items(num_items, loss)
 
 
 def _check_pairs(terms: Any) -> None:
     if not isinstance(terms, Sequence):
         raise TypeError(f"terms must be a sequence of pairs (input, weight), but got {type(terms).__name__}")
     for number, term in enumerate(terms):
-        if not isinstance(term, Sequence):
-            raise TypeError(f"terms[{number}] must be a pair (input, weight), but got {type(term).__name__}")
-        if len(term) != 2:
-            raise TypeError(f"terms[{number}] must be a pair (input, weight), but has length {len(term)}")
+        is_sequence = isinstance(term, Sequence)
+        if not is_sequence or len(term) != 2:
+            found = f"has length {len(term)}" if is_sequence else f"got {type(term).__name__}"
+            raise TypeError(f"terms[{number}] must be a pair (input, weight), but {found}")
 
 
 def _check_tensor(name: str, tensor: Any, input: Any) -> None:
@@ -82,13 +85,13 @@ def _check_tensor(name: str, tensor: Any, input: Any) -> None:
     if hasattr(tensor, "device_mesh"):
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
-    expected, dtype = INTEGERS if name == "target" else FLOATS, dtype_name(tensor)
+    expected = {"target": INTEGERS, "num_items": (*INTEGERS, *FLOATS)}.get(name, FLOATS)
+    dtype, of_input = dtype_name(tensor), dtype_name(input)
     if dtype not in expected:
         raise TypeError(f"{name} must have one of the dtypes {', '.join(expected)}, but got {dtype}")
     # Class weights are not an operand of a matmul, so they may be float32 where the operands have 16 bits.
-    of_input = dtype_name(input)
-    may_differ = name == "target" or (name == "weight" and dtype == "float32" and of_input != "float64")
-    if dtype != of_input and not may_differ:
+    is_wider_weight = name == "weight" and dtype == "float32" and of_input != "float64"
+    if dtype != of_input and name not in ("target", "num_items") and not is_wider_weight:
         raise TypeError(f"{name} must have input's dtype, {of_input}, but got {dtype}")
     if str(tensor.device) != str(input.device):
         raise ValueError(f"{name} must be on input's device, {input.device}, but got {tensor.device}")
@@ -106,75 +109,64 @@ def _check_shapes(tensors: dict[str, Any]) -> None:
         raise ValueError("linear_weight must have at least one row (V ≥ 1), but got V = 0")
     *rows, last = of_input
     if last != hidden:
-        raise ValueError(
-            f"input's last dimension must be H = {hidden}, as in linear_weight {of_weight}, but input is {of_input}"
-        )
-    if shapes["target"] != tuple(rows):
-        of_target = shapes["target"]
-        raise ValueError(
-            f"target must have input's shape without its last dimension, {tuple(rows)}, but got {of_target}"
-        )
-    for name in ("linear_bias", "weight"):
-        if shapes.get(name, (vocab,)) != (vocab,):
-            raise ValueError(f"{name} must be (V,) = ({vocab},), but got {shapes[name]}")
+        as_in = f"H = {hidden}, as in linear_weight {of_weight}"
+        raise ValueError(f"input's last dimension must be {as_in}, but input is {of_input}")
+    of_columns = f"be (V,) = ({vocab},)"
+    for name, expected, what in (
+        ("target", tuple(rows), f"have input's shape without its last dimension, {tuple(rows)}"),
+        ("linear_bias", (vocab,), of_columns),
+        ("weight", (vocab,), of_columns),
+        ("num_items", (), "be a number or a tensor without dimensions"),
+    ):
+        if shapes.get(name, expected) != expected:
+            raise ValueError(f"{name} must {what}, but got {shapes[name]}")
     names = [name for name in shapes if name.startswith("terms")]
     for name, weight_name in zip(names[::2], names[1::2], strict=True):
         of_weight = shapes[weight_name]
         if len(of_weight) != 2 or of_weight[0] != vocab:
             raise ValueError(f"{weight_name} must be (V, h) with V = {vocab}, but got {of_weight}")
-        expected = (*rows, of_weight[1])
-        if shapes[name] != expected:
-            why = f"input's shape with the last dimension of {weight_name}"
-            raise ValueError(f"{name} must be {expected}: {why}, but got {shapes[name]}")
+        if shapes[name] != (*rows, of_weight[1]):
+            what = f"be {(*rows, of_weight[1])}: input's shape with the last dimension of {weight_name}"
+            raise ValueError(f"{name} must {what}, but got {shapes[name]}")
 
 
-def _check_num_items(num_items: Any, input: Any, loss: Loss) -> None:
+def _check_num_items(num_items: Any, loss: Loss) -> None:
     if loss.reduction != "mean":
         raise ValueError(
             f'num_items is what reduction "mean" divides by, in place of the number of valid targets; with reduction '
             f"{loss.reduction!r} it has no meaning"
         )
-    expected = "num_items must be a number or a tensor without dimensions"
-    if not _is_tensor(num_items):
-        if not _is_number(num_items):
-            raise TypeError(f"{expected}, but got {type(num_items).__name__}")
-        if isinstance(num_items, Real) and not 0 <= float(num_items) < math.inf:
-            raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
+    if _is_tensor(num_items):
         return
-    if num_items.ndim != 0:
-        raise ValueError(f"{expected}, but got {tuple(num_items.shape)}")
-    if dtype_name(num_items) not in (*INTEGERS, *FLOATS):
-        raise TypeError(f"num_items must be a number, but got {dtype_name(num_items)}")
-    if num_items.requires_grad:
-        raise ValueError("num_items must not require a gradient: there is none with respect to it")
-    if str(num_items.device) != str(input.device):
-        raise ValueError(f"num_items must be on input's device, {input.device}, but got {num_items.device}")
+    if not _is_number(num_items):
+        expected = "a number or a tensor without dimensions"
+        raise TypeError(f"num_items must be {expected}, but got {type(num_items).__name__}")
+    if isinstance(num_items, Real) and not 0 <= float(num_items) < math.inf:
+        raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
 
 
 def _check_loss(loss: Loss, vocab: int) -> None:
     if loss.reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, but got {loss.reduction!r}")
-    # Stand for what is None, and for proxies, whose values are not known.
-    values: dict[str, Any] = {"ignore_index": 0, "vocab_size": 1, "label_smoothing": 0, "softcap": 1, "logit_scale": 1}
-    for name in ("ignore_index", "vocab_size", "label_smoothing", "softcap", "logit_scale", "z_loss"):
+    for name, is_right, expected in (
+        ("ignore_index", lambda value: -(2**63) <= value < 2**63, "fit 64 bits"),
+        ("vocab_size", lambda value: 1 <= value <= vocab, f"be between 1 and the rows of linear_weight, {vocab}"),
+        ("label_smoothing", lambda value: 0 <= value <= 1, "be between 0 and 1"),
+        ("softcap", lambda value: value > 0, "be positive, or None for no softcap"),
+        ("logit_scale", lambda value: value != 0, "not be 0, which makes all logits equal"),
+        ("z_loss", math.isfinite, "be finite"),
+    ):
         value, is_int = getattr(loss, name), name in ("ignore_index", "vocab_size")
         if value is None and name in ("vocab_size", "softcap"):
             continue
         if not _is_number(value, Integral if is_int else Real):
             raise TypeError(f"{name} must be {'an int' if is_int else 'a number'}, but got {type(value).__name__}")
+        # The value of a proxy is not known.
         if isinstance(value, Real):
-            values[name] = value
             if not is_int and not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, but got {value}")
-    for name, is_right, expected in (
-        ("ignore_index", -(2**63) <= values["ignore_index"] < 2**63, "fit 64 bits"),
-        ("vocab_size", 1 <= values["vocab_size"] <= vocab, f"be between 1 and the rows of linear_weight, {vocab}"),
-        ("label_smoothing", 0 <= values["label_smoothing"] <= 1, "be between 0 and 1"),
-        ("softcap", values["softcap"] > 0, "be positive, or None for no softcap"),
-        ("logit_scale", values["logit_scale"] != 0, "not be 0, which makes all logits equal"),
-    ):
-        if not is_right:
-            raise ValueError(f"{name} must {expected}, but got {values[name]}")
+            if not is_right(value):
+                raise ValueError(f"{name} must {expected}, but got {value}")
     if not isinstance(loss.outputs, tuple) or any(name not in OUTPUTS for name in loss.outputs):
         raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
     if len(set(loss.outputs)) < len(loss.outputs):
@@ -187,6 +179,5 @@ def _is_tensor(value: Any) -> bool:
 
 def _is_number(value: Any, kind: type = Real) -> bool:
     """Whether it is a `Real` or an `Integral` number, or a proxy of one, but no bool."""
-    plain = (int,) if kind is Integral else (int, float)
-    is_proxy = getattr(value, "python_type", None) in plain
-    return type(value) in plain or is_proxy or (isinstance(value, kind) and not isinstance(value, bool))
+    of_value = getattr(value, "python_type", type(value))
+    return issubclass(of_value, kind) and of_value is not bool

@@ -153,7 +153,7 @@ class Loss:
     @property
     def has_row_gradients(self) -> bool:
         """Whether upstream gradients are one number a row, to be known before anything is summed over rows."""
-        return self.reduction == "none" or any(OUTPUTS[name].is_differentiable for name in self.outputs)
+        return self.reduction == "none" or any(name in DIFFERENTIABLE_OUTPUTS for name in self.outputs)
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -193,8 +193,7 @@ class Loss:
     def reduce(self, terms: Sequence[tuple[Any, Any]]) -> Any:
         """() the loss or, for reduction "none", (N,); the mean over no row is NaN, as in `torch.nn.functional`.
 
-        Args:
-            terms: (N,) and () each: what each row adds to the loss, and what the mean divides its sum by.
+        A term is (N,) what each row adds to the loss, and () what the mean divides the sum of it by.
         """
         values = [term for term, _ in terms]
         if self.reduction != "none":
