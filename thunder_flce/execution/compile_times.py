@@ -2,23 +2,14 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 
 _first_runs: defaultdict[str, dict[Hashable, float]] = defaultdict(dict)
 """Seconds, by what was compiled and what for."""
 
 
-@contextmanager
-def first_run_timed(kernels: str, kind: Hashable) -> Iterator[None]:
-    """Adds what runs inside to `compile_seconds`, under a name, where nothing of its `kind` ran before."""
-    start = time.perf_counter()
-    yield
-    note_first_run(kernels, kind, start)
-
-
 def note_first_run(kernels: str, kind: Hashable, start: float) -> None:
-    """The same for what began at `start`, by `time.perf_counter`, and has run."""
+    """Adds what began at `start`, by `time.perf_counter`, to `compile_seconds`, if it is the first of its kind."""
     first_runs = _first_runs[kernels]
     if kind not in first_runs:
         first_runs[kind] = time.perf_counter() - start

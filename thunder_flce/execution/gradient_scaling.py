@@ -1,12 +1,13 @@
 """Multiplying finished gradients by the upstream gradient, for nothing where it is 1 (as after `loss.backward()`)."""
 
+import time
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from thunder_flce.device import multiprocessors, triton_available
-from thunder_flce.execution.compile_times import first_run_timed
+from thunder_flce.execution.compile_times import note_first_run
 
 
 def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> Tensor:
@@ -87,6 +88,7 @@ def _multiply_unless_one_(gradient: Tensor, factor: Tensor) -> None:
     if size == 0:
         return
     programs = min(-(-size // _BLOCK), multiprocessors(gradient.device) * _PROGRAMS_PER_MULTIPROCESSOR)
-    kind = gradient.device, gradient.dtype
-    with torch.cuda.device(gradient.device), first_run_timed("Triton gradient scaling", kind):
+    start = time.perf_counter()
+    with torch.cuda.device(gradient.device):
         _kernel()[(programs,)](gradient, factor, size, BLOCK=_BLOCK, num_warps=8)
+    note_first_run("Triton gradient scaling", (gradient.device, gradient.dtype), start)

@@ -93,7 +93,7 @@ class CompilationReport:
         """Time by step, in seconds: ours, and what thunder recorded of its own, to the millisecond.
 
         "tracing" is the interpreter's time; thunder keeps it for the last compilation only. What nvFuser and Triton
-        compiled ("nvFuser row kernels", "Triton row kernels", "Triton products" and so on) and "products tuned" are
+        compiled ("nvFuser row kernels", "Triton row kernels", "Triton gradient scaling") and "products tuned" are
         what ran for the first time in this process, whichever compilation it belongs to.
         """
         stats = thunder.compile_stats(self._jitted)
