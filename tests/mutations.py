@@ -171,8 +171,8 @@ MUTATIONS = [
             "pairs = [(x, weight), *zip(of_others[2::2], of_others[3::2]",
         ),
         ("index", 'UpstreamGradients(grad, grads.get("log_prob")', 'UpstreamGradients(grad, grads.get("entropy")'),
-        ("mask", "input_grad=_needs_grad(x)", "input_grad=_needs_grad(input)"),
-        ("mask", "weight_grad=_needs_grad(of_x)", "weight_grad=_needs_grad(linear_weight)"),
+        ("mask", "input_grad=of_input in needs_grad", 'input_grad="input" in needs_grad'),
+        ("mask", "weight_grad=of_weight in needs_grad", 'weight_grad="linear_weight" in needs_grad'),
         tests=(TERMS,),
     ),
     *_of(
@@ -543,7 +543,11 @@ MUTATIONS = [
         ("divisor", "grad * (call.label_smoothing - 1)", "grad * -1"),
         ("mask", "slope if call.weight is None else slope * _along_classes(call)", "slope"),
         ("mask", "share if call.weight is None else share * _along_classes(call)", "share"),
-        ("index", "return min(1, call.logits.ndim - 1)", "return call.logits.ndim - 1"),
+        tests=(ALONE,),
+    ),
+    *_of(
+        "graph/matching/losses.py",
+        ("index", "return min(1, self.logits.ndim - 1)", "return self.logits.ndim - 1"),
         tests=(ALONE,),
     ),
     *_of(
@@ -682,11 +686,7 @@ MUTATIONS = [
         ("sign", "ops.sub(target_logit, row_max)", "ops.add(target_logit, row_max)"),
         ("divisor", "loss = ops.div(loss, ops.cast(valid_count, DataType.Float))", "pass"),
         ("mask", "ops.where(valid, loss, zero)", "loss"),
-        (
-            "index",
-            "dtype=DataType.Int,\n    )\n    is_target",
-            "dtype=DataType.Int,\n    )\n    columns = ops.add(columns, columns)\n    is_target",
-        ),
+        ("index", "_scalar(fd, 0), _scalar(fd, 1), dtype", "_scalar(fd, 0), _scalar(fd, 2), dtype"),
         tests=(NVFUSER,),
     ),
 ]

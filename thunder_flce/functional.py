@@ -1,6 +1,6 @@
 """`linear_cross_entropy` for eager PyTorch, with autograd."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Operands, SavedStatistics, Term, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
-from thunder_flce.operation.arguments import check_linear_cross_entropy
+from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.operation.problem import Problem, TermShape
 from thunder_flce.options import Options, as_options
@@ -100,42 +100,56 @@ def linear_cross_entropy(
         outputs=outputs,
     )
     input, linear_weight, linear_bias, terms = _autocast((input, linear_weight, linear_bias, terms))
-    check_linear_cross_entropy(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        terms=terms,
-        weight=weight,
-        num_items=num_items,
-        loss=loss,
-    )
-    operands = Operands(
+    arguments = {
+        "input": input,
+        "linear_weight": linear_weight,
+        "target": target,
+        "linear_bias": linear_bias,
+        "terms": terms,
+        "weight": weight,
+        "num_items": num_items,
+    }
+    check_linear_cross_entropy(**arguments, loss=loss)
+    tensors = named_operands(input, linear_weight, linear_bias, terms)
+    needs_grad = [name for name, tensor in tensors.items() if tensor.requires_grad and torch.is_grad_enabled()]
+    operands = operands_of(arguments, loss, needs_grad)
+    plan = plan_for(operands, as_options(options))
+    results = in_shape_of(target, _LinearCrossEntropy.apply(operands, plan, *_tensors_of(operands)))
+    return results if outputs else results[0]
+
+
+def operands_of(arguments: Mapping[str, Any], loss: Loss, needs_grad: Collection[str]) -> Operands:
+    """What the engine takes.
+
+    Args:
+        arguments: those of `linear_cross_entropy` by name; others are passed over.
+        loss: the loss.
+        needs_grad: of the names of `named_operands`, those whose gradient is needed.
+    """
+    input, target = arguments["input"], arguments["target"]
+    linears = [*named_operands(input, arguments["linear_weight"], None, arguments["terms"]).items()]
+    return Operands(
         terms=tuple(
             Term(
                 x=x.reshape(target.numel(), x.shape[-1]),
-                weight=of_x,
-                input_grad=_needs_grad(x),
-                weight_grad=_needs_grad(of_x),
+                weight=weight,
+                input_grad=of_input in needs_grad,
+                weight_grad=of_weight in needs_grad,
             )
-            for x, of_x in ((input, linear_weight), *terms)
+            for (of_input, x), (of_weight, weight) in zip(linears[::2], linears[1::2], strict=True)
         ),
-        bias=linear_bias,
+        bias=arguments["linear_bias"],
         target=target.reshape(-1),
         loss=loss,
-        class_weight=weight,
-        num_items=as_row_scalar(num_items, target, dtype=statistics_dtype(input.dtype)),
-        bias_grad=_needs_grad(linear_bias),
+        class_weight=arguments["weight"],
+        num_items=_as_row_scalar(arguments["num_items"], target, dtype=statistics_dtype(input.dtype)),
+        bias_grad="linear_bias" in needs_grad,
     )
-    plan = plan_for(operands, as_options(options))
-    value, *others = _LinearCrossEntropy.apply(operands, plan, *_tensors_of(operands))
-    results = [value.reshape(target.shape) if reduction == "none" else value]
-    results += [other.reshape(target.shape) if other.ndim else other for other in others]
-    return tuple(results) if outputs else results[0]
 
 
-def _needs_grad(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad and torch.is_grad_enabled()
+def in_shape_of(target: Tensor, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Results of the engine, those with one number a token in the target's shape."""
+    return tuple(result.reshape(target.shape) if result.ndim else result for result in results)
 
 
 def _autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -154,7 +168,7 @@ def _autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast(operands)
 
 
-def as_row_scalar(number: Tensor | float | None, like: Tensor, *, dtype: torch.dtype) -> Tensor | None:
+def _as_row_scalar(number: Tensor | float | None, like: Tensor, *, dtype: torch.dtype) -> Tensor | None:
     """num_items as a tensor of a dtype, on the device of `like`."""
     if number is None:
         return None

@@ -92,10 +92,8 @@ def _row(logits: TensorProxy, column: TensorProxy, weight: TensorProxy | None, l
         # p (u - m) is 0 where p is, though the logit be -inf, and so is its gradient.
         finite = ltorch.where(ltorch.eq(probability, 0.0), 0.0, shifted)
         for name in loss.moments:
-            moment = MOMENTS[name]
-            term = moment.term(
-                shifted if moment.keeps_infinity else finite, probability, 1.0 if weight is None else weight
-            )
+            moment, of_columns = MOMENTS[name], 1.0 if weight is None else weight
+            term = moment.term(shifted if moment.keeps_infinity else finite, probability, of_columns)
             moments[name] = ltorch.sum(term, 1)
     target_logit = ltorch.gather(logits, 1, ltorch.unsqueeze(column, 1))
     row_max, log_sum, target_logit = (ltorch.squeeze(vector, 1) for vector in (row_max, log_sum, target_logit))

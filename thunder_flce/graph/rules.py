@@ -27,7 +27,7 @@ from thunder_flce.graph.thunder_private import (
     register_autocast_rule,
     register_general_jit_lookaside,
 )
-from thunder_flce.graph.trace_arguments import loss_of, region_arguments, region_operands, region_problem
+from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands, region_problem
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import Options
@@ -52,78 +52,57 @@ def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options:
     return PlannedRegion(problem, cached_plan(problem, options, device))
 
 
-class _Forward(NamedTuple):
-    """What the forward symbol returned, and the arguments that the backward shares with it."""
-
-    outputs: tuple[TensorProxy, ...]
-    """The loss and its further outputs"""
-    statistics: tuple[TensorProxy, ...]
-    saved: tuple[TensorProxy, ...]
-    """Logits or gradients, as planned"""
-    shared: dict[str, Any]
-
-    @property
-    def result(self) -> TensorProxy | tuple[TensorProxy, ...]:
-        """What `linear_cross_entropy` returns."""
-        return self.outputs if len(self.outputs) > 1 else self.outputs[0]
-
-
-def _forward(region: Mapping[str, Any], needs_grad: tuple[str, ...], plan: Mapping[str, Any]) -> _Forward:
-    """Calls the forward symbol."""
-    loss = loss_of(region)
-    shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan}
-    if region.get("terms"):
-        shared["terms"] = tuple(map(tuple, region["terms"]))
-    shared |= {name: region[name] for name in ("weight", "num_items") if region.get(name) is not None}
-    dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
-    results = symbols.linear_cross_entropy_fwd(*_tensors(region), **dtype, **shared)
-    count = 1 + len(loss.outputs)
-    return _Forward(results[:count], results[count : count + 3], results[count + 3 :], shared)
-
-
-def _tensors(region: Mapping[str, Any]) -> tuple[TensorProxy | None, ...]:
-    """What both symbols take by position."""
-    return region["input"], region["linear_weight"], region["target"], region.get("linear_bias")
-
-
 def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """Without gradients: the forward symbol, for the loss alone."""
+    """Without gradients, whether or not it was planned with them."""
     region = region_arguments(*tensors, **settings)
     plan = settings.get("plan") or {}
     if plan.get("strategy") != LossOnly.strategy:
-        # It was made for gradients that nobody takes.
         found = plan_region(region, (), Options()).plan
         kept = {field.name for field in fields(LossOnly)} & plan.keys()
         plan = {**found.non_defaults(), **{name: plan[name] for name in kept}}
-    return _forward(region, (), plan).result
+    return _run(region, (), plan)
 
 
 def _linear_cross_entropy_grad(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """With gradients: the forward symbol, and the backward symbol that the plan calls for."""
+    """With gradients."""
     region = region_arguments(*tensors, **settings)
-    operands = region_operands(region)
     needs_grad = settings.get("needs_grad")
     if needs_grad is None:
         # Only the transform knows which operands need a gradient; without it, each of them may.
-        needs_grad = tuple(operands)
+        needs_grad = tuple(region_operands(region))
     plan = settings.get("plan") or plan_region(region, needs_grad, Options()).plan.non_defaults()
-    forward = _forward(region, needs_grad, plan)
+    return _run(region, needs_grad, plan)
+
+
+def _run(
+    region: Mapping[str, Any], needs_grad: tuple[str, ...], plan: Mapping[str, Any]
+) -> TensorProxy | tuple[TensorProxy, ...]:
+    """Calls the forward symbol and, where a gradient is needed, the backward symbol that the plan asks for."""
+    loss = loss_of(region)
+    tensors = [region[name] for name in POSITIONAL]
+    shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan}
+    if region["terms"]:
+        shared["terms"] = tuple(map(tuple, region["terms"]))
+    shared |= {name: region[name] for name in ("weight", "num_items") if region[name] is not None}
+    dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
+    results = symbols.linear_cross_entropy_fwd(*tensors, **dtype, **shared)
+    count = 1 + len(loss.outputs)
+    values, statistics, saved = results[:count], results[count : count + 3], results[count + 3 :]
     if needs_grad:
-        outputs = dict(zip(("loss", *region.get("outputs", ())), forward.outputs, strict=True))
-        grad = get_grad(outputs["loss"])
+        outputs = dict(zip(loss.outputs, values[1:], strict=True))
+        grad = get_grad(values[0])
         if plan["strategy"] == GradientsInForward.strategy:
-            gradients = symbols.scale_gradients(grad, forward.statistics[2], *forward.saved)
+            gradients = symbols.scale_gradients(grad, statistics[2], *saved)
         else:
             of_outputs = {f"{name}_grad": get_grad(outputs[name]) for name in DIFFERENTIABLE_OUTPUTS if name in outputs}
             if "entropy" in outputs:
                 of_outputs["entropy"] = outputs["entropy"]
-            logits = forward.saved[0] if forward.saved else None
-            gradients = symbols.linear_cross_entropy_bwd(
-                grad, *_tensors(region), *forward.statistics, logits, **of_outputs, **forward.shared
-            )
+            logits = saved[0] if saved else None
+            gradients = symbols.linear_cross_entropy_bwd(grad, *tensors, *statistics, logits, **of_outputs, **shared)
+        operands = region_operands(region)
         for name, gradient in zip(needs_grad, gradients, strict=True):
             put_grad(operands[name], gradient)
-    return forward.result
+    return values if loss.outputs else values[0]
 
 
 def _linear_cross_entropy_checker(*tensors: Any, terms: Sequence[Sequence[Any]] = (), **settings: Any) -> bool:
@@ -163,7 +142,7 @@ def _autocast(*tensors: TensorProxy, dtype: dtypes.dtype, **settings: Any) -> Te
     """Under `torch.autocast`, the linears' operands in its dtype; the loss keeps its own."""
     region = region_arguments(*tensors, **settings)
     for name in ("input", "linear_weight", "linear_bias"):
-        if region.get(name) is not None:
+        if region[name] is not None:
             (region[name],) = maybe_downcast_to(dtype, (region[name],))
-    region["terms"] = tuple(tuple(maybe_downcast_to(dtype, term)) for term in region.get("terms", ()))
+    region["terms"] = tuple(tuple(maybe_downcast_to(dtype, term)) for term in region["terms"])
     return symbols.linear_cross_entropy(**region)

@@ -15,7 +15,7 @@ computes a forward again in the backward.
 The forwards return the loss, row_max, row_log_sum (relative to row_max) and valid_count; see `engine`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import thunder.torch as ltorch
@@ -27,13 +27,12 @@ from torch import Tensor
 from thunder_flce import functional
 from thunder_flce.execution import engine
 from thunder_flce.execution.layout import layout_for
-from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, Term, UpstreamGradients
+from thunder_flce.execution.operands import Gradients, SavedStatistics, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, Plan, SaveLogits, SaveSomeLogits
-from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.graph import decomposition, trace_printer
 from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
-from thunder_flce.graph.trace_arguments import loss_of
-from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
+from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands
+from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.loss import OUTPUTS, Loss
 
 
@@ -78,155 +77,77 @@ def linear_cross_entropy(
 
 
 # The arguments after the tensors are the fields of a `Loss` and of a `Plan`, spelled out, since a trace prints and
-# hashes plain values only. Class weights and num_items come by name, since they are hardly ever there.
+# hashes plain values only. Further tensors come by name, since they are hardly ever there. The metas do not declare
+# these arguments: what is declared is printed even where it has its default.
 
 
 def _linear_cross_entropy_fwd_meta(
-    input: TensorProxy,
-    linear_weight: TensorProxy,
-    target: TensorProxy,
-    linear_bias: TensorProxy | None,
-    *,
-    needs_grad: tuple[str, ...],
-    **settings: Any,
+    *tensors: TensorProxy | None, needs_grad: tuple[str, ...], **settings: Any
 ) -> tuple[TensorProxy, ...]:
-    """Mirrors `_linear_cross_entropy_fwd_impl`; a trace prints optional arguments only where they are not declared."""
-    loss, plan = loss_of(settings), Plan.of(settings)
+    """Mirrors `_linear_cross_entropy_fwd_impl`."""
+    region = region_arguments(*tensors, **settings)
+    loss, plan, operands = loss_of(region), Plan.of(region), region_operands(region)
+    input, target = region["input"], region["target"]
     row_dtype, tokens = loss_dtype(input), target.numel
 
     def new(shape: Sequence[int], dtype: dtypes.dtype = row_dtype) -> TensorProxy:
         return TensorProxy(shape=tuple(shape), device=input.device, dtype=dtype, requires_grad=False)
 
-    results = [new(target.shape if loss.reduction == "none" else (), settings.get("dtype") or row_dtype)]
-    for output in map(OUTPUTS.__getitem__, loss.outputs):
+    results = [new(target.shape if loss.reduction == "none" else (), region.get("dtype") or row_dtype)]
+    for output in (OUTPUTS[name] for name in loss.outputs):
         results.append(new(() if output.is_mean else target.shape, dtypes.int64 if output.is_index else row_dtype))
     results += [new((tokens,)), new((tokens,)), new((), dtypes.int64)]
     if isinstance(plan, GradientsInForward):
-        tensors = named_operands(input, linear_weight, linear_bias, settings.get("terms", ()))
-        results += [TensorProxy(like=tensors[name], requires_grad=False) for name in needs_grad]
+        results += _gradients_meta(operands, needs_grad)
     elif isinstance(plan, SaveLogits | SaveSomeLogits):
         dtype = torch.float32 if plan.float32_logits else dtypes.to_torch_dtype(input.dtype)
-        layout = layout_for(loss.vocab_size or linear_weight.shape[0], dtype=dtype, device_type=input.device.type)
+        columns = loss.vocab_size or operands["linear_weight"].shape[0]
+        layout = layout_for(columns, dtype=dtype, device_type=input.device.type)
         rows = min(plan.saved_rows, tokens) if isinstance(plan, SaveSomeLogits) else tokens
         results.append(new((rows, layout.row_stride), dtypes.to_dtype(dtype)))
     return tuple(results)
 
 
-def _operands(
-    pairs: Sequence[tuple[Tensor, Tensor]],
-    target: Tensor,
-    bias: Tensor | None,
-    *,
-    weight: Tensor | None,
-    num_items: Tensor | float | None,
-    needs_grad: tuple[str, ...],
-    loss: Loss,
-) -> Operands:
-    """The engine's operands, from the inputs and weights of the linears and what else the symbols take."""
-    names = ["input", "linear_weight"]
-    names += [f"terms[{number}].{kind}" for number in range(len(pairs) - 1) for kind in ("input", "weight")]
-    needed = iter([name in needs_grad for name in names])
-    return Operands(
-        terms=tuple(
-            Term(
-                x=x.reshape(target.numel(), x.shape[-1]),
-                weight=of_x,
-                input_grad=next(needed),
-                weight_grad=next(needed),
-            )
-            for x, of_x in pairs
-        ),
-        bias=bias,
-        target=target.reshape(-1),
-        loss=loss,
-        class_weight=weight,
-        num_items=functional.as_row_scalar(num_items, target, dtype=statistics_dtype(pairs[0][0].dtype)),
-        bias_grad="linear_bias" in needs_grad,
-    )
+def _gradients_meta(operands: Mapping[str, TensorProxy], needs_grad: tuple[str, ...]) -> tuple[TensorProxy, ...]:
+    return tuple(TensorProxy(like=operands[name], requires_grad=False) for name in needs_grad)
 
 
-def _needed(gradients: Gradients, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+def _needed(gradients: Gradients, region: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """The gradients that are there, those of the inputs in their shapes."""
-    shaped = tuple(None if dx is None else dx.view(x.shape) for dx, (x, _) in zip(gradients.inputs, pairs, strict=True))
-    return [gradient for gradient in gradients._replace(inputs=shaped).in_order() if gradient is not None]
+    found = [gradient for gradient in gradients.in_order() if gradient is not None]
+    operands = region_operands(region)
+    shapes = [operands[name].shape for name in region["needs_grad"]]
+    return tuple(gradient.view(shape) for gradient, shape in zip(found, shapes, strict=True))
 
 
-def _linear_cross_entropy_fwd_impl(
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    *,
-    terms: Sequence[tuple[Tensor, Tensor]] = (),
-    weight: Tensor | None = None,
-    num_items: Tensor | float | None = None,
-    needs_grad: tuple[str, ...],
-    dtype: dtypes.dtype | None = None,
-    **settings: Any,
-) -> tuple[Tensor, ...]:
+def _linear_cross_entropy_fwd_impl(*tensors: Tensor | None, **settings: Any) -> tuple[Tensor, ...]:
     """See `engine.forward`: the loss, its further outputs, the statistics, and the logits or the needed gradients."""
-    loss, plan = loss_of(settings), Plan.of(settings)
-    pairs = ((input, linear_weight), *terms)
-    operands = _operands(
-        pairs, target, linear_bias, weight=weight, num_items=num_items, needs_grad=needs_grad, loss=loss
-    )
-    result = engine.forward(operands, plan)
-    value = result.loss.reshape(target.shape) if loss.reduction == "none" else result.loss
-    outputs = [value if dtype is None else value.to(dtypes.to_torch_dtype(dtype))]
-    outputs += [output.reshape(target.shape) if output.ndim else output for output in result.outputs]
-    outputs += result.statistics[:3]
-    if result.logits is not None:
-        outputs.append(result.logits)
-    if result.gradients is not None:
-        outputs += _needed(result.gradients, pairs)
-    return tuple(outputs)
+    region = region_arguments(*tensors, **settings)
+    result = engine.forward(functional.operands_of(region, loss_of(region), region["needs_grad"]), Plan.of(region))
+    value, *outputs = functional.in_shape_of(region["target"], (result.loss, *result.outputs))
+    if "dtype" in region:
+        value = value.to(dtypes.to_torch_dtype(region["dtype"]))
+    logits = () if result.logits is None else (result.logits,)
+    gradients = () if result.gradients is None else _needed(result.gradients, region)
+    return (value, *outputs, *result.statistics[:3], *logits, *gradients)
 
 
 def _linear_cross_entropy_bwd_meta(
-    grad: TensorProxy,
-    input: TensorProxy,
-    linear_weight: TensorProxy,
-    target: TensorProxy,
-    linear_bias: TensorProxy | None,
-    *statistics_and_logits: TensorProxy | None,
-    needs_grad: tuple[str, ...],
-    **settings: Any,
+    grad: TensorProxy, *tensors: TensorProxy | None, needs_grad: tuple[str, ...], **settings: Any
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `_linear_cross_entropy_bwd_impl`."""
-    tensors = named_operands(input, linear_weight, linear_bias, settings.get("terms", ()))
-    return tuple(TensorProxy(like=tensors[name], requires_grad=False) for name in needs_grad)
+    return _gradients_meta(region_operands(region_arguments(*tensors, **settings)), needs_grad)
 
 
-def _linear_cross_entropy_bwd_impl(
-    grad: Tensor,
-    input: Tensor,
-    linear_weight: Tensor,
-    target: Tensor,
-    linear_bias: Tensor | None,
-    row_max: Tensor,
-    row_log_sum: Tensor,
-    valid_count: Tensor,
-    logits: Tensor | None,
-    *,
-    terms: Sequence[tuple[Tensor, Tensor]] = (),
-    weight: Tensor | None = None,
-    num_items: Tensor | float | None = None,
-    log_prob_grad: Tensor | None = None,
-    entropy_grad: Tensor | None = None,
-    entropy: Tensor | None = None,
-    needs_grad: tuple[str, ...],
-    **settings: Any,
-) -> tuple[Tensor, ...]:
-    """See `engine.backward`. Returns the needed gradients."""
-    loss, plan = loss_of(settings), Plan.of(settings)
-    pairs = ((input, linear_weight), *terms)
-    operands = _operands(
-        pairs, target, linear_bias, weight=weight, num_items=num_items, needs_grad=needs_grad, loss=loss
-    )
-    statistics = SavedStatistics(row_max, row_log_sum, valid_count, None if entropy is None else entropy.reshape(-1))
-    upstream = UpstreamGradients(grad, log_prob_grad, entropy_grad)
-    gradients = engine.backward(operands, plan, statistics, logits, upstream)
-    return tuple(_needed(gradients, pairs))
+def _linear_cross_entropy_bwd_impl(grad: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
+    """See `engine.backward`: the needed gradients, from the region's tensors and what the forward has saved."""
+    region = region_arguments(*tensors, **settings)
+    operands = functional.operands_of(region, loss_of(region), region["needs_grad"])
+    row_max, row_log_sum, valid_count, logits = tensors[len(POSITIONAL) :]
+    entropy = region["entropy"].reshape(-1) if "entropy" in region else None
+    statistics = SavedStatistics(row_max, row_log_sum, valid_count, entropy)
+    upstream = UpstreamGradients(grad, region.get("log_prob_grad"), region.get("entropy_grad"))
+    return _needed(engine.backward(operands, Plan.of(region), statistics, logits, upstream), region)
 
 
 def _scale_gradients_meta(

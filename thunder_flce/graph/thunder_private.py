@@ -40,13 +40,7 @@ except ImportError as error:
 
 
 def build_cache_entry(data: Any, stats: Any, traces: Any) -> Any:
-    """What thunder compiles from a prologue, a computation and an epilogue trace.
-
-    Args:
-        data: what `thunder.compile_data` returns.
-        stats: what `thunder.compile_stats` returns.
-        traces: the three traces.
-    """
+    """What thunder compiles from a prologue, a computation and an epilogue trace, with its `compile_data` and stats."""
     name = "apply_transforms_and_build_cache_entry"
     if not hasattr(data, name):
         raise _missing(f"{type(data).__name__}.{name}")

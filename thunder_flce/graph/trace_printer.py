@@ -23,12 +23,12 @@ from thunder_flce.execution import engine
 from thunder_flce.execution.plan import GradientsInForward, Plan, SaveLogits
 from thunder_flce.execution.record import Stage, Step, Tape, Value
 from thunder_flce.graph.thunder_private import default_python_printer
-from thunder_flce.graph.trace_arguments import loss_of, region_problem
+from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_problem
 from thunder_flce.operation.loss import LogitMap
 from thunder_flce.planning.program import program, term_names
 
 STATISTICS = ("row_max", "row_log_sum", "valid_count")
-# The engine's names of what the symbols call by PyTorch's, in the order of the symbols' arguments.
+# The engine's names of what the symbols call by PyTorch's.
 _LETTERS = {
     "input": "x",
     "linear_weight": "W",
@@ -37,19 +37,16 @@ _LETTERS = {
     "weight": "w",
     "num_items": "num_items",
 }
-# What the backward takes beside them: what the forward has saved, in the order of its arguments, and by name the
-# gradients of outputs.
-_SAVED = (*STATISTICS, "logits")
+# What the backward takes beside them.
 _BACKWARD = ("grad", "log_prob_grad", "entropy_grad", "row_max", "row_log_sum", "entropy", "logits")
 
 
 def _gradient_name(operand: str) -> str:
     """What the engine calls the gradient of an operand, by its name in `needs_grad`: such as dX, dW or dX1."""
-    names = {"input": "dX", "linear_weight": "dW", "linear_bias": "db"}
-    if operand in names:
-        return names[operand]
-    number, _, kind = operand.removeprefix("terms[").partition("].")
-    return f"{names['input' if kind == 'input' else 'linear_weight']}{int(number) + 1}"
+    if operand.startswith("terms["):
+        number, _, kind = operand.removeprefix("terms[").partition("].")
+        return f"{'dX' if kind == 'input' else 'dW'}{int(number) + 1}"
+    return {"input": "dX", "linear_weight": "dW", "linear_bias": "db"}[operand]
 
 
 def output_names(settings: Mapping[str, Any]) -> list[str]:
@@ -70,17 +67,17 @@ def _logits_name(settings: Mapping[str, Any]) -> str:
 def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `linear_cross_entropy_fwd`."""
     yield default_python_printer(bsym, *printables)
-    tensors = dict(zip(_LETTERS, bsym.args, strict=False))
-    yield from _region_comments(bsym, tensors, output_names(bsym.kwargs), "forward")
+    region = region_arguments(*bsym.args, **bsym.kwargs)
+    yield from _region_comments(bsym, region, output_names(region), "forward")
 
 
 def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `linear_cross_entropy_bwd`."""
     yield default_python_printer(bsym, *printables)
     grad, *tensors = bsym.args
-    operands, saved = zip(_LETTERS, tensors[:4], strict=False), zip(_SAVED, tensors[4:], strict=True)
-    gradients = map(_gradient_name, bsym.kwargs["needs_grad"])
-    yield from _region_comments(bsym, {**dict(operands), "grad": grad, **dict(saved)}, gradients, "backward")
+    saved = dict(zip((*STATISTICS, "logits"), tensors[len(POSITIONAL) :], strict=True))
+    region = region_arguments(*tensors, **bsym.kwargs, **saved, grad=grad)
+    yield from _region_comments(bsym, region, map(_gradient_name, region["needs_grad"]), "backward")
 
 
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
@@ -124,15 +121,13 @@ def type_of(proxy: TensorProxy) -> str:
 
 
 def _region_comments(
-    bsym: BoundSymbol, tensors: Mapping[str, Any], outputs: Iterable[str], direction: str
+    bsym: BoundSymbol, region: Mapping[str, Any], outputs: Iterable[str], direction: str
 ) -> Iterator[str]:
-    region = {**tensors, **bsym.kwargs}
-    given = {letter: region[name] for name, letter in _LETTERS.items() if region.get(name) is not None}
-    for number, term in enumerate(region.get("terms", ()), start=1):
-        given |= zip(term_names(number), term, strict=True)
-    letters = {name: name for name in _BACKWARD} | {"logits": _logits_name(region)}
-    given |= {letters[name]: region[name] for name in _BACKWARD if region.get(name) is not None}
-    operands = [f"{letter} = {getattr(value, 'name', value)}" for letter, value in given.items()]
+    letters = {name: region[operand] for operand, name in _LETTERS.items()}
+    for number, term in enumerate(region["terms"], start=1):
+        letters |= zip(term_names(number), term, strict=True)
+    letters |= {_logits_name(region) if name == "logits" else name: region.get(name) for name in _BACKWARD}
+    operands = [f"{name} = {getattr(given, 'name', given)}" for name, given in letters.items() if given is not None]
     named = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in zip(outputs, bsym.output, strict=True)]
     plan = Plan.of(region)
     problem = region_problem(region, region["needs_grad"], float32_logits=plan.float32_logits)

@@ -17,13 +17,14 @@ from thunder_flce.graph import symbols
 from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses
 from thunder_flce.graph.matching.logits_path import LogitsPath, Term
 from thunder_flce.graph.matching.losses import is_loss
-from thunder_flce.graph.matching.match import Match, NotFusedLoss, find_cross_entropies
-from thunder_flce.graph.matching.reasons import Reason
+from thunder_flce.graph.matching.match import Match, find_cross_entropies
+from thunder_flce.graph.matching.reasons import NotFused, Reason
 from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
 from thunder_flce.graph.rules import PlannedRegion, plan_region
 from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor, disable_autocast
 from thunder_flce.graph.trace_arguments import region_arguments, region_operands
 from thunder_flce.operation.arguments import named_operands
+from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, as_options
 
 
@@ -61,8 +62,8 @@ class Decision:
     def __str__(self) -> str:
         if self.plan is not None:
             return f"{self.source}: fused, {self.plan.describe()}"
-        reason = self.reason.value if self.reason else ""
-        return f"{self.source}: not fused, because {reason}" + (f" ({self.detail})" if self.detail else "")
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.source}: not fused, because {self.reason.value if self.reason else ''}{detail}"
 
 
 @dataclass
@@ -115,23 +116,17 @@ class FuseLinearCrossEntropy(Transform):
         self.compilations.append(compilation)
         computation_trace = _open_checkpoints(computation_trace)
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
-        live_trace = dce(computation_trace)
-        live_trace, index, found = _search(live_trace)
-        _keep_forwards_out_of_backward(live_trace)
-        for loss in found:
-            if isinstance(loss, NotFusedLoss):
-                decision = Decision(_source(loss.cross_entropy), reason=loss.reason, detail=loss.detail)
-                compilation.decisions.append(decision)
+        index, found = _search(dce(computation_trace))
+        _keep_forwards_out_of_backward(index.trace)
+        compilation.decisions += [
+            Decision(_source(loss), reason=outcome.reason, detail=outcome.detail)
+            for loss, outcome in found
+            if isinstance(outcome, NotFused)
+        ]
         self._report([decision for decision in compilation.decisions if decision.reason is not Reason.NO_LINEAR])
-        matches = [match for match in found if isinstance(match, Match)]
-        if matches or any(_is_region(bsym) for bsym in live_trace.bound_symbols):
-            rewrite = _Rewrite(
-                live_trace,
-                matches,
-                need_grad=index.need_grad,
-                options=self.options,
-                decisions=compilation.decisions,
-            )
+        matches = [outcome for _, outcome in found if isinstance(outcome, Match)]
+        if matches or any(map(_is_region, index.bsyms)):
+            rewrite = _Rewrite(index, matches, options=self.options, decisions=compilation.decisions)
             # The trace has its casts already; the region's symbol would be cast by them once more.
             with disable_autocast():
                 computation_trace, _ = rewrite()
@@ -149,89 +144,91 @@ class FuseLinearCrossEntropy(Transform):
             warnings.warn(message, NotFusedWarning, stacklevel=3)
 
 
-def _search(trace: TraceCtx) -> tuple[TraceCtx, TraceIndex, list[Match | NotFusedLoss]]:
-    """The losses of a trace, and the trace that has them: with chunked losses merged, if these can all be fused."""
-    merged, losses = merge_chunked_losses(trace)
-    if losses:
+def _search(trace: TraceCtx) -> tuple[TraceIndex, list[tuple[BoundSymbol, Match | NotFused]]]:
+    """The losses of a trace, and its index: with chunked losses merged, if these can all be fused."""
+    merged, new_losses = merge_chunked_losses(trace)
+    if new_losses:
         index = TraceIndex(merged)
         found = find_cross_entropies(index)
-        fused = {match.cross_entropy.output.name for match in found if isinstance(match, Match)}
-        if all(loss.name in fused for loss in losses):
-            return merged, index, found
+        fused = {loss.output.name for loss, outcome in found if isinstance(outcome, Match)}
+        if all(loss.name in fused for loss in new_losses):
+            return index, found
     index = TraceIndex(trace)
-    return trace, index, find_cross_entropies(index)
+    return index, find_cross_entropies(index)
 
 
 class _Rewrite(TraceSubstitutionProcessor):
     """Puts regions in place of matches, and gives those that are there a plan."""
 
-    def __init__(
-        self, trace: TraceCtx, matches: list[Match], *, need_grad: set[str], options: Options, decisions: list[Decision]
-    ):
-        super().__init__(trace)
+    def __init__(self, index: TraceIndex, matches: list[Match], *, options: Options, decisions: list[Decision]):
+        super().__init__(index.trace)
         self._matches = {id(match.cross_entropy): match for match in matches}
-        self._need_grad = need_grad
+        self._need_grad = index.need_grad
         self._options = options
         self._decisions = decisions
         self._argmaxes = {id(argmax.bsym) for match in matches for argmax in match.argmaxes}
-        self._waits_for: dict[int, set[int]] = {}
-        """For each operation that has to move after losses: these losses."""
-        for match in matches:
-            for bsym in match.after_loss:
-                self._waits_for.setdefault(id(bsym), set()).add(id(match.cross_entropy))
+        self._missing = self._argmaxes_of_matches()
+        """The names of argmaxes that no region has given yet, and of what is computed from them."""
         self._waiting: list[BoundSymbol] = []
+        """Operations that use what is missing, so that they have to move after a loss."""
 
     def process_bsym(self, bsym: BoundSymbol) -> None:
-        if self._waits_for.get(id(bsym)):
+        if id(bsym) in self._argmaxes:
+            return
+        if any(arg.name in self._missing for arg in bsym.flat_proxy_args):
+            self._missing |= {out.name for out in bsym.flat_proxy_outs}
             self._waiting.append(bsym)
         elif id(bsym) in self._matches:
-            self._fuse(self._matches[id(bsym)])
+            self._fuse(self._matches.pop(id(bsym)))
         elif _is_region(bsym) and is_static(*bsym.flat_args):
             self.add_bsyms_from_function(self._planned, bsym, tags=bsym.tags)
-        elif id(bsym) not in self._argmaxes:
+        else:
             self.add_processed_bsyms([bsym.from_bsym()])
             self.set_result(bsym.output)
 
+    def _argmaxes_of_matches(self) -> set[str]:
+        return {argmax.indices.name for match in self._matches.values() for argmax in match.argmaxes}
+
     def _fuse(self, match: Match) -> None:
-        """Puts the region in place of the loss, and after it the operations that wait for one of its outputs."""
+        """Puts the region in place of the loss, and after it the operations that wait for one of its outputs.
+
+        Those that wait for another region, too, wait again.
+        """
         loss, *indices = self.add_bsyms_from_function(self._fused, match, tags=match.cross_entropy.tags)
         self.set_result(loss)
         for argmax, result in zip(match.argmaxes, indices, strict=True):
             # thunder reads the program's outputs before it swaps names.
             self.write(argmax.indices, argmax.indices)
             self.add_to_swap_map(argmax.indices, result)
-        for losses in self._waits_for.values():
-            losses.discard(id(match.cross_entropy))
-        self.add_unprocessed_bsyms([bsym for bsym in self._waiting if not self._waits_for[id(bsym)]])
-        self._waiting = [bsym for bsym in self._waiting if self._waits_for[id(bsym)]]
+        self.add_unprocessed_bsyms(self._waiting)
+        self._missing, self._waiting = self._argmaxes_of_matches(), []
 
     def _fused(self, match: Match) -> tuple[TensorProxy, ...]:
         """The loss, and the result that replaces each argmax."""
-        loss = match.arguments
-        target = loss.target
-        (input, weight), *terms = (_operands(term, match.path) for term in _head_first(match.path))
+        call, path, unfused = match.arguments, match.path, match.cross_entropy.output
+        (input, weight), *terms = (_operands(term, path) for term in path.terms)
+        is_detached = path.bias is not None and path.carries_grad and not path.bias_carries_grad
         # After the selection, rows keep their order, so the labels can be reshaped to the hidden states' rows.
         rows = input.shape[:-1]
-        arguments = {
-            "weight": loss.weight,
-            "ignore_index": loss.ignore_index,
-            "reduction": loss.reduction,
-            "label_smoothing": loss.label_smoothing,
-            **match.path.logit_map,
-            "input": input,
-            "linear_weight": weight,
-            "target": target if target.shape == rows else ltorch.reshape(target, rows),
-            "linear_bias": match.path.bias,
-        }
-        if terms:
-            arguments["terms"] = tuple(terms)
-        if match.argmaxes:
-            arguments["outputs"] = (match.argmax_output,)
-        unfused = match.cross_entropy.output
-        if unfused.dtype != symbols.loss_dtype(input):
-            arguments["dtype"] = dtypes.to_strong_dtype(unfused.dtype)
-        result = self._region(arguments, match.cross_entropy, self._operands_that_need_grad(match.path))
-        value, *indices = result if match.argmaxes else (result,)
+        loss = Loss(
+            reduction=call.reduction,
+            ignore_index=call.ignore_index,
+            label_smoothing=call.label_smoothing,
+            outputs=match.outputs,
+            **path.logit_map,
+        )
+        region = region_arguments(
+            input,
+            weight,
+            call.target if call.target.shape == rows else ltorch.reshape(call.target, rows),
+            ltorch.detach(path.bias) if is_detached else path.bias,
+            terms=tuple(terms),
+            weight=call.weight,
+            dtype=None if unfused.dtype == symbols.loss_dtype(input) else dtypes.to_strong_dtype(unfused.dtype),
+            **loss.non_defaults(),
+        )
+        result = self._region(region, match.cross_entropy, self._operands_that_need_grad(path))
+        value, *indices = result if match.outputs else (result,)
         shapes = [unfused.shape, *(argmax.indices.shape for argmax in match.argmaxes)]
         results = [value, *(indices * len(match.argmaxes))]
         return tuple(
@@ -240,37 +237,25 @@ class _Rewrite(TraceSubstitutionProcessor):
         )
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
-        def need_grad(tensor: TensorProxy | None, carries_grad: bool) -> bool | None:
-            return None if tensor is None else carries_grad and tensor.name in self._need_grad
-
-        (input, weight), *terms = (
-            (need_grad(term.input, carries_grad), need_grad(term.weight, carries_grad))
-            for term in _head_first(path)
-            for carries_grad in [path.carries_grad and term.carries_grad]
-        )
-        bias = need_grad(path.bias, path.bias_carries_grad)
-        return tuple(name for name, needed in named_operands(input, weight, bias, terms).items() if needed)
+        head, *others = path.terms
+        tensors = named_operands(head.input, head.weight, path.bias, [(term.input, term.weight) for term in others])
+        of_others = [(term.carries_grad, term.carries_grad) for term in others]
+        carries = named_operands(head.carries_grad, head.carries_grad, path.bias_carries_grad, of_others)
+        return tuple(name for name, tensor in tensors.items() if carries[name] and tensor.name in self._need_grad)
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
-        arguments = region_arguments(*bsym.args, **bsym.kwargs)
+        region = region_arguments(*bsym.args, **bsym.kwargs)
         needs_grad: tuple[str, ...] = ()
         if carries_grad(bsym.flat_proxy_outs[0]):
-            operands = region_operands(arguments)
+            operands = region_operands(region)
             needs_grad = tuple(name for name, operand in operands.items() if operand.name in self._need_grad)
-        return self._region(arguments, bsym, needs_grad)
+        return self._region(region, bsym, needs_grad)
 
-    def _region(self, arguments: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
-        region = plan_region(arguments, needs_grad, self._options)
-        self._decisions.append(Decision(_source(source), region))
-        tensors = (arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"))
-        arguments.update(needs_grad=needs_grad, plan=region.plan.non_defaults())
-        return symbols.linear_cross_entropy(*tensors, **arguments)
-
-
-def _head_first(path: LogitsPath) -> list[Term]:
-    """The terms of a path: first the one with the largest hidden size, whose operands the region takes by name."""
-    head = max(path.terms, key=lambda term: term.hidden)
-    return [head, *(term for term in path.terms if term is not head)]
+    def _region(self, region: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
+        planned = plan_region(region, needs_grad, self._options)
+        self._decisions.append(Decision(_source(source), planned))
+        region |= {"needs_grad": needs_grad, "plan": planned.plan.non_defaults()}
+        return symbols.linear_cross_entropy(**region)
 
 
 def _operands(term: Term, path: LogitsPath) -> tuple[TensorProxy, TensorProxy]:
@@ -295,27 +280,25 @@ def _open_checkpoints(trace: TraceCtx) -> TraceCtx:
           # logits = ltorch.linear(h, w, None)                loss = ltorch.cross_entropy(logits, labels, …)
           # loss = ltorch.cross_entropy(logits, labels, …)
     """
-    checkpoints = [bsym for bsym in trace.bound_symbols if bsym.sym.id == ltorch.checkpoint.id]
-    if not checkpoints:
+    if not any(bsym.sym.id == ltorch.checkpoint.id for bsym in trace.bound_symbols):
         return trace
-    for bsym in checkpoints:
+    opened = from_trace(trace)
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id != ltorch.checkpoint.id:
+            opened.bound_symbols.append(bsym)
+            continue
+        opened.bound_symbols += bsym.subsymbols
         kept = {proxy.name for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
         for out in (out for inner in bsym.subsymbols for out in inner.flat_proxy_outs if out.name not in kept):
             out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
-    opened = from_trace(trace)
-    opened.bound_symbols = [
-        inner
-        for bsym in trace.bound_symbols
-        for inner in (bsym.subsymbols if bsym.sym.id == ltorch.checkpoint.id else (bsym,))
-    ]
     opened.set_provenance(TraceProvenance("Open checkpoints"))
     return opened
 
 
 def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
-    """Exempts losses from activation checkpointing: thunder would run a checkpointed forward twice, whatever its tags.
+    """Exempts losses from activation checkpointing, in which thunder would run them twice, whatever their tags.
 
-    To run a loss again saves no memory: its saved tensors are small, or finished gradients.
+    That would save no memory: what they save is small, or finished gradients.
     """
     for bsym in trace.bound_symbols:
         if _is_region(bsym) or is_loss(bsym):

@@ -50,11 +50,12 @@ def _concatenated_losses(cat: BoundSymbol, index: TraceIndex) -> BoundSymbol | N
     losses = [chunk for chunk in chunks if chunk is not None and is_loss(chunk)]
     if cat.output.ndim != 1 or len(losses) < len(chunks) or any(index.users(loss.output) != [cat] for loss in losses):
         return None
-    first, *others = (CrossEntropy.of(loss) for loss in losses)
-    logits = _split_tensor([first.logits, *(other.logits for other in others)], index)
-    target = _split_tensor([first.target, *(other.target for other in others)], index)
+    calls = [CrossEntropy.of(loss) for loss in losses]
+    first = calls[0]
+    logits = _split_tensor([call.logits for call in calls], index)
+    target = _split_tensor([call.target for call in calls], index)
     alike = all(loss.sym.id == losses[0].sym.id for loss in losses) and all(
-        index.same_values(other.values[2:], first.values[2:]) for other in others
+        index.same_values(call.values[2:], first.values[2:]) for call in calls
     )
     if logits is None or target is None or not alike or first.reduction != "none" or first.is_deprecated:
         return None

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from sys import float_info
 from typing import Any
 
 import thunder.torch as ltorch
@@ -52,7 +53,7 @@ class Term:
     transposed: bool = False
     factor: Fraction = Fraction(1)
     carries_grad: bool = True
-    """Whether gradients flow to the operands: not where the linear was computed under `torch.no_grad`."""
+    """Whether gradients flow to the operands: not where the linear was detached, or computed under `torch.no_grad`."""
 
     @property
     def hidden(self) -> int:
@@ -69,7 +70,7 @@ class LogitsPath:
 
     tensor: TensorProxy
     terms: tuple[Term, ...]
-    """More than one where linears are added, as a low-rank adapter does it."""
+    """More than one where linears are added, as a low-rank adapter does it; the one with the largest H is the first."""
     class_dimension: int
     """Where the vocabulary is in the tensor's shape."""
     bsyms: tuple[BoundSymbol, ...]
@@ -82,10 +83,8 @@ class LogitsPath:
     is_log_softmax: bool = False
     """Whether the tensor is the log_softmax of these logits."""
     rows: tuple[RowStep, ...] = ()
-    carries_grad: bool = True
-    """Whether gradients flow from the tensor to the terms."""
     bias_carries_grad: bool = True
-    """Whether gradients flow from the tensor to the bias, which may be added after the terms were detached."""
+    """Whether gradients flow to the bias, which may be added after the terms were detached."""
 
     @property
     def vocab(self) -> int:
@@ -105,30 +104,34 @@ class LogitsPath:
 
     @property
     def has_float_factors(self) -> bool:
-        """Whether its factors are finite and not 0 as floats, as which the region takes them."""
+        """Whether its factors, which may be products, are in the range of floats, as which the region takes them."""
         softcap = Fraction(1) if self.softcap is None else self.softcap
         factors = (softcap, self.scale * softcap, *(term.factor for term in self.terms))
-        return all(map(_is_float, factors))
+        return all(float_info.min <= abs(factor) <= float_info.max for factor in factors)
 
     @property
-    def logit_map(self) -> dict[str, float | int]:
-        """The map from z to the logits, as those arguments of `linear_cross_entropy` that differ from the defaults."""
-        arguments: dict[str, float | int] = {}
-        scale = self.scale
-        if self.softcap is not None:
-            scale *= self.softcap
-            arguments["softcap"] = float(self.softcap)
-        if self.vocab_size is not None:
-            arguments["vocab_size"] = self.vocab_size
-        return arguments if scale == 1 else {**arguments, "logit_scale": float(scale)}
+    def logit_map(self) -> dict[str, Any]:
+        """The map from z to the logits, as fields of a `Loss`."""
+        if self.softcap is None:
+            return {"logit_scale": float(self.scale), "softcap": None, "vocab_size": self.vocab_size}
+        scale = float(self.scale * self.softcap)
+        return {"logit_scale": scale, "softcap": float(self.softcap), "vocab_size": self.vocab_size}
+
+    @property
+    def carries_grad(self) -> bool:
+        """Whether gradients flow to any operand."""
+        return any(term.carries_grad for term in self.terms) or (self.bias is not None and self.bias_carries_grad)
+
+    def detached(self) -> "LogitsPath":
+        """The same without gradients."""
+        terms = tuple(replace(term, carries_grad=False) for term in self.terms)
+        return replace(self, terms=terms, bias_carries_grad=False)
 
     def then(self, bsym: BoundSymbol, *rows: RowStep, **changes: Any) -> "LogitsPath":
         """The description of the result of `bsym`, applied to the tensor; `rows` is what it does to these."""
-        carries = carries_grad(bsym.output)
-        changes = {"carries_grad": self.carries_grad, "bias_carries_grad": self.bias_carries_grad, **changes}
-        changes |= {name: value and carries for name, value in changes.items() if name.endswith("carries_grad")}
         changes["bsyms"] = (*self.bsyms, *changes.get("bsyms", ()), bsym)
-        return replace(self, tensor=bsym.output, rows=(*self.rows, *rows), **changes)
+        path = replace(self, tensor=bsym.output, rows=(*self.rows, *rows), **changes)
+        return path if carries_grad(bsym.output) else path.detached()
 
 
 def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
@@ -191,7 +194,7 @@ def _linear(
     return _begin(bsym, Term(input, weight), bias)
 
 
-def _begin(bsym: BoundSymbol, term: Term, bias: TensorProxy | None = None, *before: BoundSymbol) -> LogitsPath:
+def _begin(bsym: BoundSymbol, term: Term, bias: TensorProxy | None, *before: BoundSymbol) -> LogitsPath:
     nothing = LogitsPath(term.input, (term,), class_dimension=bsym.output.ndim - 1, bsyms=before, bias=bias)
     return nothing.then(bsym)
 
@@ -203,10 +206,10 @@ def _matmul(
     if weight.ndim != 2:
         raise _changed(bsym, f" with an operand of shape {tuple(weight.shape)}")
     producer = index.producers.get(weight.name)
-    order = _permutation(producer) if producer is not None and producer.sym.id in _PERMUTATIONS else None
-    if producer is not None and order == (1, 0) and carries_grad(weight):
+    if producer is not None and producer.sym.id in _PERMUTATIONS and carries_grad(weight):
         # The matrix is a transposed weight, most likely a parameter: use the weight itself.
-        return _begin(bsym, Term(input, producer.args[0]), bias, producer)
+        if _permutation(producer) == (1, 0):
+            return _begin(bsym, Term(input, producer.args[0]), bias, producer)
     return _begin(bsym, Term(input, weight, transposed=True), bias)
 
 
@@ -222,10 +225,7 @@ def _addmm(
 
 
 def _same_values(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    """A copy or a cast. The only cast that is allowed is from 16 bits to float32.
-
-    A narrower dtype would round the logits once more; float64 is wider than what the loss of float32 operands uses.
-    """
+    """A copy or a cast, from 16 bits to float32: others would round the logits once more, or need a wider loss."""
     before, after = dtypes.to_strong_dtype(path.tensor.dtype), dtypes.to_strong_dtype(bsym.output.dtype)
     if before != after and not (before.bytes < 4 and after is dtypes.float32):
         raise _changed(bsym)
@@ -233,7 +233,7 @@ def _same_values(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> Logi
 
 
 def _detach(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    return path.then(bsym, carries_grad=False, bias_carries_grad=False)
+    return path.detached().then(bsym)
 
 
 def _reshape(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
@@ -341,14 +341,6 @@ def _factor(bsym: BoundSymbol, value: Any) -> Fraction:
     return Fraction(value)
 
 
-def _is_float(factor: Fraction) -> bool:
-    """Whether a factor, converted to a float, is neither 0 nor infinite."""
-    try:
-        return float(factor) != 0
-    except OverflowError:
-        return False
-
-
 def _scale(path: LogitsPath, bsym: BoundSymbol, factor: Fraction) -> LogitsPath:
     if path.is_log_softmax:
         raise _changed(bsym, " after log_softmax")
@@ -406,19 +398,15 @@ def _sum_of_linears(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, othe
         if any(part.bias is not None and part.scale != 1 for part in (path, summand)):
             raise _changed(bsym)
         scale = Fraction(1)
-    terms = tuple(
-        replace(term, factor=term.factor * part.scale / scale, carries_grad=term.carries_grad and part.carries_grad)
-        for part in (path, summand)
-        for term in part.terms
-    )
+    terms = [replace(term, factor=term.factor * part.scale / scale) for part in (path, summand) for term in part.terms]
+    head = max(terms, key=lambda term: term.hidden)
     with_bias = path if summand.bias is None else summand
     return path.then(
         bsym,
         bsyms=summand.bsyms,
-        terms=terms,
+        terms=(head, *(term for term in terms if term is not head)),
         scale=scale,
         bias=with_bias.bias,
-        carries_grad=True,
         bias_carries_grad=with_bias.bias_carries_grad,
     )
 

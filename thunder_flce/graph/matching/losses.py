@@ -72,6 +72,11 @@ class CrossEntropy:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
+    def class_dimension(self) -> int:
+        """Where the classes are in the logits' shape."""
+        return min(1, self.logits.ndim - 1)
+
+    @property
     def has_probabilities(self) -> bool:
         """Whether the targets are class probabilities."""
         return tuple(self.logits.shape) == tuple(self.target.shape)

@@ -1,11 +1,11 @@
 """Finding linear + cross-entropy in a trace. Nothing is changed here; `transform` does that.
 
 A loss is followed upwards from its logits to the linear that made them (`logits_path`). The result is a `Match` with a
-description of that path, or a `NotFusedLoss` with a reason for the user to read.
+description of that path, or a `NotFused` with a reason for the user to read.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
@@ -25,8 +25,6 @@ class Argmax:
     bsym: BoundSymbol
     indices: TensorProxy
     """Its result: the logits' shape without the vocabulary, or with one element in that dimension."""
-    path: LogitsPath
-    """From the linear to its operand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,50 +32,35 @@ class Match:
     """A linear + cross-entropy that can become one region."""
 
     cross_entropy: BoundSymbol
-    """Also the nll_loss of a log_softmax."""
+    """Or the nll_loss of a log_softmax."""
     path: LogitsPath
     """From the linear to the loss."""
     arguments: CrossEntropy
     argmaxes: tuple[Argmax, ...] = ()
     """What the region computes besides the loss."""
-    argmax_output: str = "argmax"
-    """Which of the region's outputs they are: see `functional.linear_cross_entropy`."""
-    after_loss: tuple[BoundSymbol, ...] = ()
-    """Operations before the loss that depend on an argmax, so that they have to move after the loss."""
-    shares_logits_with: tuple[BoundSymbol, ...] = ()
-    """Other losses on the same logits: this one can be fused only if they are."""
+    outputs: tuple[str, ...] = ()
+    """The region's output that each of them is, if there are any: see `functional.linear_cross_entropy`."""
+    other_losses: tuple[BoundSymbol, ...] = ()
+    """On the same logits: this one can be fused only if they are."""
 
 
-@dataclass(frozen=True)
-class NotFusedLoss:
-    """A cross-entropy that stays as it is."""
-
-    cross_entropy: BoundSymbol
-    reason: Reason
-    detail: str = ""
-    """The operation or value that prevents fusion."""
-
-
-def find_cross_entropies(index: TraceIndex) -> list[Match | NotFusedLoss]:
-    """Each cross-entropy of the trace, in order, and whether it can be fused with its linear."""
-    found: dict[int, Match | NotFusedLoss] = {}
-    for bsym in index.bsyms:
-        if is_loss(bsym):
-            try:
-                found[id(bsym)] = _match(bsym, index)
-            except NotFused as error:
-                found[id(bsym)] = NotFusedLoss(bsym, error.reason, error.detail)
+def find_cross_entropies(index: TraceIndex) -> list[tuple[BoundSymbol, Match | NotFused]]:
+    """Each cross-entropy of the trace, in order, and how, or why not, it can be fused with its linear."""
+    losses = [bsym for bsym in index.bsyms if is_loss(bsym)]
+    found: dict[int, Match | NotFused] = {}
+    for loss in losses:
+        try:
+            found[id(loss)] = _match(loss, index)
+        except NotFused as reason:
+            found[id(loss)] = reason
     # Losses on the same logits are all fused, or none of them is.
     while broken := [
-        match
-        for match in found.values()
-        if isinstance(match, Match)
-        and any(isinstance(found[id(other)], NotFusedLoss) for other in match.shares_logits_with)
+        key
+        for key, match in found.items()
+        if isinstance(match, Match) and any(isinstance(found[id(other)], NotFused) for other in match.other_losses)
     ]:
-        for match in broken:
-            detail = "by another loss that is not fused"
-            found[id(match.cross_entropy)] = NotFusedLoss(match.cross_entropy, Reason.LOGITS_USED, detail)
-    return list(found.values())
+        found |= dict.fromkeys(broken, NotFused(Reason.LOGITS_USED, "by another loss that is not fused"))
+    return [(loss, found[id(loss)]) for loss in losses]
 
 
 def _match(loss: BoundSymbol, index: TraceIndex) -> Match:
@@ -92,7 +75,7 @@ def _match(loss: BoundSymbol, index: TraceIndex) -> Match:
         raise NotFused(Reason.DEPRECATED_ARGUMENT)
     if arguments.has_probabilities:
         raise NotFused(Reason.CLASS_PROBABILITIES)
-    if path.class_dimension != min(1, logits.ndim - 1):
+    if path.class_dimension != arguments.class_dimension:
         raise NotFused(Reason.CLASS_DIMENSION, f"logits of shape {tuple(logits.shape)}")
     if loss.sym.id == ltorch.nll_loss.id and not path.is_log_softmax:
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
@@ -101,30 +84,22 @@ def _match(loss: BoundSymbol, index: TraceIndex) -> Match:
     _check_operands(path, target)
     _check_class_weights(path, arguments.weight, index)
     # The pattern fits. What is left is whether the logits have other users.
-    on_path, users = {id(bsym) for bsym in (*path.bsyms, loss)}, _Users()
-    for at in paths:
-        for user in index.users(at.tensor):
-            if id(user) not in on_path:
-                users.add(at, user, index)
-    if users.losses and users.argmaxes:
-        raise NotFused(Reason.LOGITS_USED, "by other losses and an argmax")
-    for argmax in users.argmaxes:
-        _check_argmax(argmax, path)
-    is_accuracy = all(_is_for_accuracy(argmax, path, arguments, index) for argmax in users.argmaxes)
+    losses, argmaxes = _other_users(paths, loss, index)
+    if argmaxes:
+        if losses:
+            raise NotFused(Reason.LOGITS_USED, "by other losses and an argmax")
+        _check_order(argmaxes, loss, index)
     for writer in index.between(path.bsyms, loss):
         # The region takes the loss's place. What is written may share memory with an operand of the linear. Labels are
         # integers and may be changed.
         if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
             raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
-    return Match(
-        loss,
-        path,
-        arguments,
-        argmaxes=tuple(users.argmaxes),
-        argmax_output="valid_argmax" if is_accuracy else "argmax",
-        after_loss=tuple(_dependants(users.argmaxes, loss, index)),
-        shares_logits_with=tuple(users.losses),
+    # In ignored rows, valid_argmax is -1, which no other label may be.
+    is_accuracy = not -1 <= arguments.ignore_index < path.vocab and all(
+        _is_compared_with_labels(argmax.indices, target, index) for argmax in argmaxes
     )
+    output = "valid_argmax" if is_accuracy else "argmax"
+    return Match(loss, path, arguments, tuple(argmaxes), (output,) if argmaxes else (), tuple(losses))
 
 
 def _check_operands(path: LogitsPath, target: TensorProxy) -> None:
@@ -152,28 +127,35 @@ def _check_class_weights(path: LogitsPath, weight: TensorProxy | None, index: Tr
         raise NotFused(Reason.CLASS_WEIGHTS, dtype.shortname())
 
 
-@dataclass(frozen=True, eq=False)
-class _Users:
-    """Other users of the logits that fusion allows: further losses, or argmaxes that the region can compute."""
+def _other_users(
+    paths: Sequence[LogitsPath], loss: BoundSymbol, index: TraceIndex
+) -> tuple[list[BoundSymbol], list[Argmax]]:
+    """What else uses the logits, or what is between them and the linear: other losses, and argmaxes of the same rows.
 
-    losses: list[BoundSymbol] = field(default_factory=list)
-    argmaxes: list[Argmax] = field(default_factory=list)
-
-    def add(self, path: LogitsPath, user: BoundSymbol, index: TraceIndex) -> None:
-        """Follows a user of the logits to losses and argmaxes; raises `NotFused` where it leads to anything else."""
+    Raises:
+        NotFused: where anything else uses them.
+    """
+    losses: list[BoundSymbol] = []
+    argmaxes: list[Argmax] = []
+    on_path = {id(bsym) for bsym in (*paths[-1].bsyms, loss)}
+    waiting = [(path, user) for path in paths for user in index.users(path.tensor) if id(user) not in on_path]
+    while waiting:
+        path, user = waiting.pop(0)
         if user.sym.id == prims.PrimIDs.RETURN:
             raise NotFused(Reason.LOGITS_RETURNED)
         if is_loss(user) and user.args[0].name == path.tensor.name:
-            self.losses.append(user)
+            losses.append(user)
         elif (indices := _indices_of_maximum(path, user, index)) is not None:
-            self.argmaxes.append(Argmax(user, indices, path))
+            if not _has_same_maximum(path, paths[-1]):
+                raise NotFused(Reason.LOGITS_USED, f"{path.tensor.name} is used by {user.sym.name}")
+            argmaxes.append(Argmax(user, indices))
         else:
             try:
                 branch = step(path, user, index)
             except NotFused:
                 raise NotFused(Reason.LOGITS_USED, f"{path.tensor.name} is used by {user.sym.name}") from None
-            for next_user in index.users(branch.tensor):
-                self.add(branch, next_user, index)
+            waiting += [(branch, next_user) for next_user in index.users(branch.tensor)]
+    return losses, argmaxes
 
 
 def _indices_of_maximum(path: LogitsPath, user: BoundSymbol, index: TraceIndex) -> TensorProxy | None:
@@ -188,35 +170,29 @@ def _indices_of_maximum(path: LogitsPath, user: BoundSymbol, index: TraceIndex) 
     return indices if is_over_vocab else None
 
 
-def _check_argmax(argmax: Argmax, path: LogitsPath) -> None:
-    """Raises `NotFused` unless it is the argmax of the rows of logits that the loss reads."""
-    at = argmax.path
+def _has_same_maximum(path: LogitsPath, other: LogitsPath) -> bool:
+    """Whether two tensors have the same rows, and in each of them the largest element in the same column."""
     # Any increasing function of the logits has the same maximum.
-    same_maximum = (
-        len(at.terms) == len(path.terms)
-        and at.bias is path.bias
-        and at.vocab_size == path.vocab_size
-        and (at.scale > 0) == (path.scale > 0)
+    return (
+        path.selection == other.selection
+        and len(path.terms) == len(other.terms)
+        and path.bias is other.bias
+        and path.vocab_size == other.vocab_size
+        and (path.scale > 0) == (other.scale > 0)
     )
-    if at.selection != path.selection or not same_maximum:
-        raise NotFused(Reason.LOGITS_USED, f"{at.tensor.name} is used by {argmax.bsym.sym.name}")
 
 
-def _is_for_accuracy(argmax: Argmax, path: LogitsPath, arguments: CrossEntropy, index: TraceIndex) -> bool:
-    """Whether an argmax is only compared with the labels: then it may be -1 in ignored rows, which is no label."""
-    if -1 <= arguments.ignore_index < path.vocab:
-        return False
-    waiting = [argmax.indices]
-    while waiting:
-        indices = waiting.pop()
-        for user in index.users(indices):
-            if user.sym.id in RESHAPES:
-                waiting.append(user.output)
-                continue
-            others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
-            is_comparison = user.sym.id in (ltorch.eq.id, ltorch.ne.id) and len(others) == 1
-            if not is_comparison or not _are_labels(others[0], indices, arguments.target, index):
+def _is_compared_with_labels(indices: TensorProxy, target: TensorProxy, index: TraceIndex) -> bool:
+    """Whether an argmax is only compared with the loss's labels."""
+    for user in index.users(indices):
+        if user.sym.id in RESHAPES:
+            if not _is_compared_with_labels(user.output, target, index):
                 return False
+            continue
+        others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
+        is_comparison = user.sym.id in (ltorch.eq.id, ltorch.ne.id) and len(others) == 1
+        if not is_comparison or not _are_labels(others[0], indices, target, index):
+            return False
     return True
 
 
@@ -234,19 +210,13 @@ def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, 
     return tensor.shape == indices.shape and index.same_values(flat(tensor), flat(target))
 
 
-def _dependants(argmaxes: Sequence[Argmax], loss: BoundSymbol, index: TraceIndex) -> list[BoundSymbol]:
-    """The operations before the loss that depend on an argmax, which the region will compute together with the loss."""
-    if not argmaxes:
-        return []
-    between = index.between([argmax.bsym for argmax in argmaxes], loss)
+def _check_order(argmaxes: Sequence[Argmax], loss: BoundSymbol, index: TraceIndex) -> None:
+    """Raises `NotFused` unless what depends on an argmax can run after the loss, with which it is computed."""
     dependent = {argmax.indices.name for argmax in argmaxes}
-    found = []
-    for bsym in (*between, loss):
+    for bsym in index.bsyms:
         if any(arg.name in dependent for arg in bsym.flat_proxy_args):
             dependent |= {out.name for out in bsym.flat_proxy_outs}
-            found.append(bsym)
-    if loss in found:
+    if loss.output.name in dependent:
         raise NotFused(Reason.LOGITS_USED, "the loss depends on their argmax")
     if writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None):
         raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
-    return found

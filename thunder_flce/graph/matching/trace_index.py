@@ -13,6 +13,7 @@ class TraceIndex:
     """The bound symbols of a trace, in order, with the producer and the users of each tensor."""
 
     def __init__(self, trace: TraceCtx):
+        self.trace = trace
         self.bsyms = list(trace.bound_symbols)
         self.producers: dict[str, BoundSymbol] = {}
         self.consumers: dict[str, list[BoundSymbol]] = {}

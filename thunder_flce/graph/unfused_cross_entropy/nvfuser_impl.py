@@ -37,9 +37,9 @@ def forward_fusion(
     ops = fd.ops
     target = ops.cast(target, DataType.Int)
     valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
-    zero = fd.define_scalar(0.0, DataType.Float)
+    zero = _scalar(fd, 0.0)
 
-    safe_target = ops.where(ops.logical_or(ops.logical_not(valid), wrong), fd.define_scalar(0, DataType.Int), target)
+    safe_target = ops.where(ops.logical_or(ops.logical_not(valid), wrong), _scalar(fd, 0), target)
     column = ops.broadcast_in_dim(safe_target, shape=[rows, 1], broadcast_dims=[0])
     target_logit = ops.reshape(ops.take_along_axis(logits, column, dim=1), new_shape=[rows])
     target_logit = ops.cast(target_logit, DataType.Float)
@@ -50,7 +50,7 @@ def forward_fusion(
     row_log_sum = ops.log(ops.sum(ops.exp(shifted), [1]))
 
     loss = ops.sub(row_log_sum, ops.sub(target_logit, row_max))
-    loss = ops.where(wrong, fd.define_scalar(float("nan"), DataType.Float), ops.where(valid, loss, zero))
+    loss = ops.where(wrong, _scalar(fd, float("nan")), ops.where(valid, loss, zero))
     valid_count = ops.sum(ops.cast(valid, DataType.Int), [0])
     if reduction != "none":
         loss = ops.sum(loss, [0])
@@ -83,33 +83,30 @@ def backward_fusion(
         scale = ops.div(scale, ops.cast(valid_count, DataType.Float))
     if reduction != "none":
         scale = ops.broadcast_in_dim(scale, shape=[rows], broadcast_dims=[])
-    scale = ops.where(valid, scale, fd.define_scalar(0.0, DataType.Float))
-    scale = ops.where(wrong, fd.define_scalar(float("nan"), DataType.Float), scale)
+    scale = ops.where(valid, scale, _scalar(fd, 0.0))
+    scale = ops.where(wrong, _scalar(fd, float("nan")), scale)
 
     def column(vector: Any) -> Any:
         return ops.broadcast(vector, [False, True])
 
     shifted = ops.sub(ops.cast(logits, DataType.Float), column(row_max))
     probability = ops.exp(ops.sub(shifted, column(row_log_sum)))
-    columns = ops.iota(
-        fd.define_scalar(vocab, DataType.Int),
-        fd.define_scalar(0, DataType.Int),
-        fd.define_scalar(1, DataType.Int),
-        dtype=DataType.Int,
-    )
+    columns = ops.iota(_scalar(fd, vocab), _scalar(fd, 0), _scalar(fd, 1), dtype=DataType.Int)
     is_target = ops.eq(ops.broadcast(columns, [True, False]), column(target))
-    one_hot = ops.where(is_target, fd.define_scalar(1.0, DataType.Float), fd.define_scalar(0.0, DataType.Float))
+    one_hot = ops.where(is_target, _scalar(fd, 1.0), _scalar(fd, 0.0))
     return ops.cast(ops.mul(ops.sub(probability, one_hot), column(scale)), dtype)
 
 
 def _classify(fd: FusionDefinition, target: Any, *, vocab: int, ignore_index: int) -> tuple[Any, Any]:
     """(N,) which targets are not ignored, and which of those are outside the vocabulary."""
     ops = fd.ops
-    valid = ops.ne(target, fd.define_scalar(ignore_index, DataType.Int))
-    outside = ops.logical_or(
-        ops.lt(target, fd.define_scalar(0, DataType.Int)), ops.ge(target, fd.define_scalar(vocab, DataType.Int))
-    )
+    valid = ops.ne(target, _scalar(fd, ignore_index))
+    outside = ops.logical_or(ops.lt(target, _scalar(fd, 0)), ops.ge(target, _scalar(fd, vocab)))
     return valid, ops.logical_and(valid, outside)
+
+
+def _scalar(fd: FusionDefinition, value: float) -> Any:
+    return fd.define_scalar(value, DataType.Int if isinstance(value, int) else DataType.Float)
 
 
 def register() -> None:

@@ -6,7 +6,7 @@ nvFuser's cross_entropy itself would take them for indices, and fail.
 thunder calls the checker and the rules with the arguments of `torch.nn.functional.cross_entropy`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import dtypes
@@ -28,8 +28,7 @@ def _is_supported(call: CrossEntropy) -> bool:
         return False
     if dtypes.is_float_dtype(target.dtype) != call.has_probabilities:
         return False
-    classes = 0 if logits.ndim == 1 else 1
-    rows = tuple(size for dim, size in enumerate(logits.shape) if dim != classes)
+    rows = tuple(size for dimension, size in enumerate(logits.shape) if dimension != call.class_dimension)
     return call.has_probabilities or tuple(target.shape) == rows
 
 
@@ -61,27 +60,22 @@ def _from_rows(rows: TensorProxy, like: TensorProxy) -> TensorProxy:
     return ltorch.permute(last, (0, like.ndim - 1, *range(1, like.ndim - 1)))
 
 
-class _Forward(NamedTuple):
-    """The loss, and what its gradient is computed from."""
-
-    loss: TensorProxy
-    saved: tuple[TensorProxy, ...]
+# A forward returns the loss, and what the gradient is computed from beside the arguments.
 
 
-def _forward(call: CrossEntropy) -> _Forward:
+def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
     """The symbol for indices of classes."""
     logits = _to_rows(call.logits)
     target = call.target if call.target.ndim == 1 else ltorch.reshape(call.target, (-1,))
     loss, *statistics = symbols.cross_entropy_fwd(logits, target, **_settings(call))
     if call.reduction == "none":
         loss = ltorch.reshape(loss, tuple(call.target.shape))
-    return _Forward(loss, (logits, target, *statistics))
+    return loss, (logits, target, *statistics)
 
 
-def _backward(call: CrossEntropy, forward: _Forward) -> None:
-    grad = get_grad(forward.loss)
+def _backward(call: CrossEntropy, grad: TensorProxy, saved: tuple[TensorProxy, ...]) -> None:
     grad = ltorch.reshape(grad, (-1,)) if call.reduction == "none" and grad.ndim != 1 else grad
-    gradient = symbols.cross_entropy_bwd(grad, *forward.saved, **_settings(call))
+    gradient = symbols.cross_entropy_bwd(grad, *saved, **_settings(call))
     put_grad(call.logits, _from_rows(gradient, call.logits))
 
 
@@ -89,22 +83,21 @@ def _backward(call: CrossEntropy, forward: _Forward) -> None:
 # so that only the log-sum-exp is saved.
 
 
-def _probabilities_forward(call: CrossEntropy) -> _Forward:
+def _probabilities_forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
     """The loss for class probabilities y: -Σ_v q_v log p_v with q = w ((1 - ε) y + ε / V)."""
-    classes = _classes(call)
+    classes = call.class_dimension
     log_sum_exp = ltorch.logsumexp(ltorch.to(call.logits, loss_dtype(call.logits)), classes, keepdim=True)
     loss = ltorch.sum(_share(call) * (log_sum_exp - call.logits), classes)
     if call.reduction != "none":
         rows, loss = loss.numel, ltorch.sum(loss)
         loss = loss / rows if call.reduction == "mean" else loss
-    return _Forward(ltorch.to(loss, call.logits.dtype), (log_sum_exp,))
+    return ltorch.to(loss, call.logits.dtype), (log_sum_exp,)
 
 
-def _probabilities_backward(call: CrossEntropy, forward: _Forward) -> None:
+def _probabilities_backward(call: CrossEntropy, grad: TensorProxy, saved: tuple[TensorProxy, ...]) -> None:
     """dlogits = p Σ q - q and dy = -w (1 - ε) log p, times the upstream gradient."""
-    classes = _classes(call)
-    (log_sum_exp,) = forward.saved
-    grad = ltorch.to(get_grad(forward.loss), log_sum_exp.dtype)
+    classes, (log_sum_exp,) = call.class_dimension, saved
+    grad = ltorch.to(grad, log_sum_exp.dtype)
     if call.reduction == "none":
         grad = ltorch.unsqueeze(grad, classes)
     elif call.reduction == "mean":
@@ -116,16 +109,11 @@ def _probabilities_backward(call: CrossEntropy, forward: _Forward) -> None:
     put_grad(call.target, ltorch.to(slope if call.weight is None else slope * _along_classes(call), call.target.dtype))
 
 
-def _classes(call: CrossEntropy) -> int:
-    """The dimension of the classes."""
-    return min(1, call.logits.ndim - 1)
-
-
 def _share(call: CrossEntropy) -> TensorProxy:
     """q, the weight of each class's loss."""
     share = ltorch.to(call.target, loss_dtype(call.logits))
     if call.label_smoothing:
-        share = share * (1 - call.label_smoothing) + call.label_smoothing / call.logits.shape[_classes(call)]
+        share = share * (1 - call.label_smoothing) + call.label_smoothing / call.logits.shape[call.class_dimension]
     return share if call.weight is None else share * _along_classes(call)
 
 
@@ -140,17 +128,18 @@ def _checker(*args: Any, **kwargs: Any) -> bool:
 
 def _transform(*args: Any, **kwargs: Any) -> TensorProxy:
     call = CrossEntropy.call(*args, **kwargs)
-    return (_probabilities_forward if call.has_probabilities else _forward)(call).loss
+    forward = _probabilities_forward if call.has_probabilities else _forward
+    return forward(call)[0]
 
 
 def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
     call = CrossEntropy.call(*args, **kwargs)
-    run, differentiate = (
-        (_probabilities_forward, _probabilities_backward) if call.has_probabilities else (_forward, _backward)
-    )
-    forward = run(call)
-    differentiate(call, forward)
-    return forward.loss
+    forward, backward = _forward, _backward
+    if call.has_probabilities:
+        forward, backward = _probabilities_forward, _probabilities_backward
+    loss, saved = forward(call)
+    backward(call, get_grad(loss), saved)
+    return loss
 
 
 executor.register_implementation(

@@ -27,13 +27,7 @@ def _cross_entropy_fwd_meta(
 
 
 def _cross_entropy_bwd_meta(
-    grad: TensorProxy,
-    logits: TensorProxy,
-    target: TensorProxy,
-    row_max: TensorProxy,
-    row_log_sum: TensorProxy,
-    valid_count: TensorProxy,
-    **settings: Any,
+    grad: TensorProxy, logits: TensorProxy, *others: TensorProxy, **settings: Any
 ) -> TensorProxy:
     """Mirrors `backward_impl`."""
     return TensorProxy(like=logits, requires_grad=False)

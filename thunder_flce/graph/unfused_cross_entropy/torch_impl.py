@@ -23,17 +23,10 @@ from thunder_flce.operation.loss import Loss
 def forward_impl(
     logits: Tensor, target: Tensor, *, weight: Tensor | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The loss and the rows' statistics.
+    """The loss, () or (N,) in the logits' dtype; row_max and row_log_sum, (N,); valid_count, () int64.
 
-    Args:
-        logits: (N, V) floating point.
-        target: (N,) integers in [0, V), or ignore_index.
-        weight: (V,) class weights.
-        **settings: reduction, ignore_index and label_smoothing, as in `Loss`.
-
-    Returns:
-        loss, () or (N,), in the logits' dtype; row_max (N,) and row_log_sum (N,), relative to row_max, in float32
-        (float64 for float64 logits); valid_count () int64.
+    The logits are (N, V), the targets (N,), class weights (V,); `settings` are fields of a `Loss`. row_log_sum is
+    relative to row_max; both are float32, or float64 for float64 logits.
 
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
