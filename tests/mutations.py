@@ -659,7 +659,7 @@ MUTATIONS = [
     *_of(
         "execution/row_kernels/dispatch.py",
         ("mask", 'name == "torch" or (device_type == "cuda" and', 'name == "torch" or ('),
-        ("index", "n for n in FASTEST[method]", "n for n in reversed(FASTEST[method])"),
+        ("index", "name for name in FASTEST if", "name for name in reversed(FASTEST) if"),
         ("divisor", "reads = 4 / 3 if", "reads = 3 / 4 if"),
         tests=(ROW_KERNELS,),
     ),
