@@ -139,10 +139,8 @@ class RowWork:
     """Of the gradient; None without one."""
     moments: tuple[str, ...] = ()
     """Names of `operation.moments.MOMENTS`."""
-    uniform: bool = False
-    entropy: bool = False
-    """Whether these of `RowCoefficients` are there; then, whether class weights are read, and rows summed."""
-    has_class_weight: bool = False
+    optional: tuple[str, ...] = ()
+    """Which of "uniform" and "entropy", of `RowCoefficients`, and "class_weight" are read, in this order."""
     column_sums: bool = False
 
     @classmethod
@@ -153,13 +151,14 @@ class RowWork:
     ) -> "RowWork":  # fmt: skip
         """Of a call of `method` with such arguments; `logits` is z (C,) for "target_gradient"."""
         buffers = () if isinstance(logits, Tensor) else logits.buffers
-        uniform = coefficients is not None and coefficients.uniform is not None
+        terms = ("uniform", "entropy") if coefficients is not None else ()
+        optional = tuple(name for name in terms if getattr(coefficients, name) is not None)
+        if class_weight is not None and ("uniform" in optional or reads_class_weight(names)):
+            optional = (*optional, "class_weight")
         return cls(
             method=method, layouts=tuple(buffer.layout for buffer in buffers),
             dtype=logits.dtype if isinstance(logits, Tensor) else buffers[0].padded.dtype, out_dtype=dtype,
-            moments=names, uniform=uniform, column_sums=column_sums,
-            entropy=coefficients is not None and coefficients.entropy is not None,
-            has_class_weight=class_weight is not None and (uniform or reads_class_weight(names)),
+            moments=names, optional=optional, column_sums=column_sums,
         )  # fmt: skip
 
 
