@@ -276,8 +276,8 @@ MUTATIONS = [
             "return max(candidates, key=lambda candidate: seconds",
         ),
         ("sign", "plan = min(plan, one, key", "plan = max(plan, one, key"),
-        ("sign", "return min(larger, in_float32(", "return max(larger, in_float32("),
-        ("mask", "if problem.loss.has_row_gradients:\n            raise", "if False:\n            raise"),
+        ("sign", "return min(larger, in_float32,", "return max(larger, in_float32,"),
+        ("mask", 'if strategy == "gradients_in_forward" and has_row_gradients:\n', "if False:\n"),
         tests=(CHOICE, "tests/test_cost.py"),
     ),
     *_of(
@@ -288,7 +288,7 @@ MUTATIONS = [
     ),
     *_of(
         "planning/cost.py",
-        ("divisor", "sum(step.bytes for step in steps) / rates.bandwidth", "0"),
+        ("divisor", "sum(step.bytes for step in found.steps) / rates.bandwidth", "0"),
         ("mask", " + parts * rates.part_seconds", ""),
         ("mask", 'step.runs_in == "Triton" if step.operations else ', ""),
         tests=("tests/test_cost.py",),

@@ -376,8 +376,7 @@ def _missing_row_kernels(region: PlannedRegion) -> str | None:
     missing = dispatch.missing(dtype=problem.logits_dtype, device_type=problem.device_type)
     if plan.row_kernels != "auto" or missing is None:
         return None
-    steps = [step for stage in program(problem, plan).stages for step in stage.every_step()]
-    instead = "nvFuser" if any(step.runs_in == "nvFuser" for step in steps) else "PyTorch"
+    instead = "nvFuser" if any(step.runs_in == "nvFuser" for step in program(problem, plan).steps) else "PyTorch"
     what = f"{missing.library} ({missing.install})"
     return f"row kernels: not installed: {what}; {instead} runs their share, and the region {_SLOWER[instead]}"
 
