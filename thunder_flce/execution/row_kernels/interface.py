@@ -70,19 +70,12 @@ class LogitsInBlocks:
 
     @classmethod
     def lay_out(cls, layout: BlockLayout, borrowed: Tensor, own: Tensor, last: VocabLayout) -> "LogitsInBlocks":
-        """Blocks for all `layout.rows` rows.
-
-        Args:
-            layout: how the logits are divided.
-            borrowed: the memory of dW, one-dimensional, of the logits' dtype.
-            own: the other memory, at least `layout.own_elements`.
-            last: the layout of the last block.
-        """
-        step, width = layout.block_elements, VocabLayout.contiguous(layout.width)
-        starts = [(borrowed, layout.free_elements + number * step) for number in range(layout.borrowed)]
-        starts += [(own, number * step) for number in range(layout.count - layout.borrowed)]
-        buffers = []
-        for (memory, start), of_block in zip(starts, [*[width] * (layout.count - 1), last], strict=True):
+        """Blocks for all rows in dW's memory and other memory, one-dimensional, the last block with its own layout."""
+        buffers, step = [], layout.block_elements
+        for number, of_block in enumerate([*[VocabLayout.contiguous(layout.width)] * (layout.count - 1), last]):
+            memory, start = borrowed, layout.free_elements + number * step
+            if number >= layout.borrowed:
+                memory, start = own, (number - layout.borrowed) * step
             flat = memory[start : start + layout.rows * of_block.row_stride]
             buffers.append(LogitsBuffer(flat.view(layout.rows, of_block.row_stride), of_block))
         return cls(layout, tuple(buffers))
@@ -107,7 +100,7 @@ class TargetColumns(NamedTuple):
 
     @classmethod
     def of(cls, target: Tensor, block: slice) -> "TargetColumns":
-        """target: (C,); block: its columns, a slice with both ends."""
+        """In a block of columns, a slice with both ends."""
         column, last = target - block.start, block.stop - block.start - 1
         return cls(column.clamp(0, last), (column >= 0) & (column <= last))
 
@@ -163,7 +156,10 @@ class RowWork:
 
 
 class RowKernels(Protocol):
-    """Row-wise computations. Row vectors are (C,), contiguous, in float32 (float64 for float64 logits)."""
+    """Row-wise computations. Row vectors are (C,), contiguous, in float32 (float64 for float64 logits).
+
+    Statistics are of the same rows as the logits; class weights are (V,) in the row vectors' dtype, None for ones.
+    """
 
     logit_map: LogitMap
 
@@ -173,14 +169,7 @@ class RowKernels(Protocol):
     def moments(
         self, buffer: LogitsBuffer, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        """Sums over each row, (C,) by name, all in one pass where that is possible.
-
-        Args:
-            buffer: the logits.
-            statistics: of the same rows.
-            class_weight: (V,) in the row vectors' dtype, None for ones.
-            names: of `operation.moments.MOMENTS`, at least one.
-        """
+        """Sums over each row, (C,) by name, at least one of `operation.moments.MOMENTS`."""
 
     def gradient(
         self, buffer: LogitsBuffer, statistics: RowStatistics, coefficients: RowCoefficients,
@@ -188,9 +177,8 @@ class RowKernels(Protocol):
     ) -> tuple[LogitsBuffer, Tensor | None]:  # fmt: skip
         """The gradient of `RowCoefficients` without its one_hot term, and its sums over the rows.
 
-        Returns:
-            The gradient in `dtype`, in place of the logits where that is their dtype and in new memory where it is not;
-            the sums, (V,), of what was written before it was rounded, or None unless `column_sums`.
+        It is in `dtype`, in place of the logits where that is their dtype and in new memory where it is not. The sums,
+        (V,), are of what was written before it was rounded; None unless `column_sums`.
         """
 
     def statistics_and_gradient(
@@ -206,7 +194,4 @@ class RowKernels(Protocol):
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
         class_weight: Tensor | None, *, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        """(C,) the gradient with its one_hot term, in `dtype`: what belongs in the target's column.
-
-        z and the class weights, if there are any, are those at each row's target, (C,).
-        """
+        """(C,) the gradient with its one_hot term, in `dtype`, from z and class weights at each row's target, (C,)."""
