@@ -42,13 +42,7 @@ CHOICES = ("auto", *BACKENDS)
 
 
 def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
-    """The row kernels of a backend or, for "auto", of the fastest that is there.
-
-    Args:
-        choice: one of `CHOICES`.
-        dtype: of the logits.
-        device_type: where they are, such as "cuda".
-        logit_map: what they are mapped by.
+    """The row kernels of one of `CHOICES` for logits of such a dtype on such a device; for "auto", of the fastest.
 
     Raises:
         ValueError: as `check_available`.
@@ -58,7 +52,7 @@ def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, l
 
 
 def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> None:
-    """Whether a backend can run where it was asked for; arguments as of `kernels_for`.
+    """Whether a backend can run on such logits.
 
     Raises:
         ValueError: where it cannot; the text says what to do.

@@ -6,7 +6,7 @@ z (C, V), lies in a `LogitsBuffer`, whose rows may be padded (`VocabLayout`); it
 wherever it is read, in float32 (float64 for float64).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,11 +35,6 @@ class LogitsBuffer:
     """(C, row_stride), contiguous."""
     layout: VocabLayout
 
-    @classmethod
-    def allocate(cls, rows: int, layout: VocabLayout, *, dtype: torch.dtype, device: torch.device) -> "LogitsBuffer":
-        """Uninitialised memory for `rows` rows."""
-        return cls(torch.empty(rows, layout.row_stride, dtype=dtype, device=device), layout)
-
     @property
     def logits(self) -> Tensor:
         """(C, V), the view without the padding."""
@@ -58,6 +53,10 @@ class LogitsBuffer:
     def rows(self, rows: slice) -> "LogitsBuffer":
         """Some rows of the buffer, as a view."""
         return LogitsBuffer(self.padded[rows], self.layout)
+
+    def in_dtype(self, dtype: torch.dtype) -> "LogitsBuffer":
+        """Memory of that dtype: its own or, where that is of another, as much of uninitialised memory."""
+        return self if dtype == self.padded.dtype else replace(self, padded=torch.empty_like(self.padded, dtype=dtype))
 
 
 @dataclass(frozen=True)

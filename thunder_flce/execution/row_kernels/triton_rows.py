@@ -379,9 +379,7 @@ class TritonRowKernels:
     ) -> tuple[LogitsBuffer, Tensor | None]:  # fmt: skip
         """Each sum is of the same terms in the same order from one run to the next."""
         padded, layout = buffer.padded, buffer.layout
-        rows, out = padded.shape[0], buffer
-        if dtype != padded.dtype:
-            out = LogitsBuffer.allocate(rows, layout, dtype=dtype, device=padded.device)
+        rows, out = padded.shape[0], buffer.in_dtype(dtype)
         block, rows_at_once, rows_each, sums = _gradient_block(layout.row_stride), 1, 1, None
         if column_sums:
             block, rows_at_once = _SUMS_BLOCK, _SUMS_ROWS
