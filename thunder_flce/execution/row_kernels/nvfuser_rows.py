@@ -172,7 +172,7 @@ def part_statistics(build: _Builder, layout: VocabLayout) -> None:
     build.output((u - shift).apply("exp").apply("sum", [2]))
 
 
-def merge_parts(build: _Builder, parts: int, has_entry: bool = False) -> None:
+def merge_parts(build: _Builder, parts: int, has_entry: bool) -> None:
     """Statistics of (C, S) parts to row_max and row_log_sum, two float32 (C,); NaN for a row of only -inf.
 
     With `has_entry`, also z at the targets, A and B of `RowCoefficients`, (C,) each, to the gradient there, (C,).
@@ -236,7 +236,7 @@ def fusions_of(work: RowWork) -> dict[str, tuple[Any, ...]]:
     parts = sum(parts_of(layout.row_stride) for layout in work.layouts)
     of_parts = {f"part_statistics{end}": (part_statistics, layout) for layout, end in blocks.items()}
     if work.method == "statistics":
-        return {**of_parts, "merge_parts": (merge_parts, parts)}
+        return {**of_parts, "merge_parts": (merge_parts, parts, False)}
     gradients = {
         f"gradient{end}": fusions_of(replace(work, method="gradient", layouts=(layout,)))["gradient"]
         for layout, end in blocks.items()
@@ -290,8 +290,8 @@ class NvFuserRowKernels:
     def _run_all(self, work: RowWork, z: Tensor, vectors: dict[str, Any]) -> list[Tensor]:
         """The outputs of all fusions of moments or a gradient; `vectors` are (C,), and class weights as long as z."""
         inputs, outputs, is_matrix = [z], [], z.ndim == 2
-        for vector, name in ((vectors[name], name) for name in _vectors_of(work)):
-            inputs.append(vector.unsqueeze(0 if name == "class_weight" else 1) if is_matrix else vector)
+        for name in _vectors_of(work):
+            inputs.append(vectors[name].unsqueeze(0 if name == "class_weight" else 1) if is_matrix else vectors[name])
         for define, *settings in fusions_of(work).values():
             outputs += self._run(inputs, define, work.dtype, *settings, fast=is_matrix)
         return outputs
@@ -299,11 +299,10 @@ class NvFuserRowKernels:
     def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
         if not buffer.padded.shape[0]:
             return TorchRowKernels(self.logit_map).statistics(buffer)
-        parts = self._part_statistics((buffer,))
-        return RowStatistics(*self._run(parts, merge_parts, buffer.padded.dtype, parts[0].shape[1]))
+        return RowStatistics(*self._statistics((buffer,)))
 
-    def _part_statistics(self, blocks: tuple[LogitsBuffer, ...]) -> list[Tensor]:
-        """Of rows in one or more vocabulary blocks."""
+    def _statistics(self, blocks: tuple[LogitsBuffer, ...], *at_target: Tensor) -> list[Tensor]:
+        """Of rows in one or more vocabulary blocks; and what `merge_parts` makes of z, A and B at the targets."""
         found = []
         for padded, layout in ((block.padded, block.layout) for block in blocks):
             if layout.padding and not _is_masked(layout, self.logit_map):
@@ -311,7 +310,9 @@ class NvFuserRowKernels:
             parts = parts_of(layout.row_stride)
             in_parts = padded.view(-1, parts, layout.row_stride // parts)
             found.append(self._run([in_parts], part_statistics, padded.dtype, layout, fast=True))
-        return found[0] if len(found) == 1 else [torch.cat(of, 1) for of in zip(*found, strict=True)]
+        merged = found[0] if len(found) == 1 else [torch.cat(of, 1) for of in zip(*found, strict=True)]
+        settings = (blocks[0].padded.dtype, merged[0].shape[1], bool(at_target))
+        return self._run([*merged, *at_target], merge_parts, *settings)
 
     def moments(
         self, buffer: LogitsBuffer, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
@@ -354,18 +355,16 @@ class NvFuserRowKernels:
         """The target's entry is computed first and written last."""
         if not target.shape[0]:
             return TorchRowKernels(self.logit_map).statistics_and_gradient(logits, target, coefficients)
-        blocks, dtype, at = logits.buffers, logits.buffers[0].padded.dtype, target.unsqueeze(1)
+        blocks, at = logits.buffers, target.unsqueeze(1)
         places = [TargetColumns.of(at, columns) for columns in logits.columns] if len(blocks) > 1 else []
         z = blocks[0].padded.gather(1, places[0].column if places else at)
         for block, place in zip(blocks[1:], places[1:], strict=True):
             z = torch.where(place.is_here, block.padded.gather(1, place.column), z)
         z = z.squeeze(1)
-        parts = self._part_statistics(blocks)
-        inputs = [*parts, z, coefficients.probability, coefficients.one_hot]
-        row_max, row_log_sum, entry = self._run(inputs, merge_parts, dtype, parts[0].shape[1], True)
-        statistics, entry = RowStatistics(row_max, row_log_sum), entry.unsqueeze(1)
+        *found, entry = self._statistics(blocks, z, coefficients.probability, coefficients.one_hot)
+        statistics, entry = RowStatistics(*found), entry.unsqueeze(1)
         for block in blocks:
-            self.gradient(block, statistics, coefficients, None, dtype=dtype)
+            self.gradient(block, statistics, coefficients, None, dtype=z.dtype)
         if not places:
             blocks[0].padded.scatter_(1, at, entry)
         for block, (column, is_here) in zip(blocks, places, strict=False):
