@@ -12,7 +12,7 @@ from torch import Tensor
 from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Gradients, Operands, Term, UpstreamGradients
 from thunder_flce.execution.plan import LossOnly, Plan
-from thunder_flce.execution.record import Stage, Tape, Value
+from thunder_flce.execution.record import Stage, Step, Tape, Value
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operation.problem import Problem
 
@@ -38,6 +38,11 @@ class Program:
     def stages(self) -> tuple[Stage, ...]:
         """Of both directions."""
         return (*self.forward, *self.backward)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Every step of every stage, in the order in which they run."""
+        return [step for stage in self.stages for step in stage.every_step()]
 
     @property
     def directions(self) -> dict[str, tuple[Stage, ...]]:
