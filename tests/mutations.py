@@ -682,6 +682,28 @@ MUTATIONS = [
         ),
     ),
     *_of(
+        "graph/matching/upstream.py",
+        ("sign", "factors.append((-1.0, False))", "pass"),
+        ("divisor", "factors.append((others[0], is_divided))", "factors.append((others[0], False))"),
+        ("mask", " and index.exists_before(factor, loss)", ""),
+        ("mask", " and factor != 0", ""),
+        ("mask", "user.sym.id in _DIVISIONS and not is_second", "user.sym.id in _DIVISIONS"),
+        tests=("tests/test_upstream.py::test_which_factors_are_found",),
+    ),
+    *_of(
+        "graph/transform.py",
+        ("mask", "symbols.converted(symbols.converted(tensor, value.dtype), row_dtype)", "tensor"),
+        ("mask", 'if region["input"].dtype == dtypes.float16 and not is_scale:', "if False:"),
+        ("divisor", "number / factor if divides else number * factor", "number * factor"),
+        tests=("tests/test_upstream.py",),
+    ),
+    *_of(
+        "execution/engine.py",
+        ("divisor", "torch.float32)) / expected_gradient", "torch.float32))"),
+        ("mask", "region.scalar(1.0) if expected is None else expected", "region.scalar(1.0)"),
+        tests=("tests/test_upstream.py::test_another_upstream_gradient_is_right_too", PROGRAM),
+    ),
+    *_of(
         "graph/unfused_cross_entropy/nvfuser_impl.py",
         ("sign", "ops.sub(target_logit, row_max)", "ops.add(target_logit, row_max)"),
         ("divisor", "loss = ops.div(loss, ops.cast(valid_count, DataType.Float))", "pass"),

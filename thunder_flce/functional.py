@@ -35,6 +35,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     vocab_size: int | None = None,
     num_items: Tensor | float | None = None,
+    expected_gradient: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
     terms: Sequence[tuple[Tensor, Tensor]] = (),
     options: Options | None = None,
@@ -77,6 +78,10 @@ def linear_cross_entropy(
             three have no gradient, and take a pass of their own.
         terms: further linears that are added to the logits, such as a low-rank adapter beside the head: pairs of an
             input (..., H_i) and a weight (V, H_i), of input's dtype and device.
+        expected_gradient: the upstream gradient of the loss that gradients in the forward are finished for, where it is
+            not 1: a number, or a tensor without dimensions on input's device, such as a `GradScaler`'s scale, which the
+            host never waits for; neither 0 nor infinite. Another upstream gradient is right, too, but then 16-bit
+            gradients are rounded once more. With it, float16 gradients may be computed in the forward, too.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 
@@ -89,6 +94,7 @@ def linear_cross_entropy(
         IndexError: where a target is neither in [0, V) nor ignore_index.
         TypeError, ValueError: see `arguments.check_linear_cross_entropy`.
     """
+    options = as_options(options)
     loss = Loss(
         reduction=reduction,
         ignore_index=ignore_index,
@@ -108,12 +114,13 @@ def linear_cross_entropy(
         "terms": terms,
         "weight": weight,
         "num_items": num_items,
+        "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
     check_linear_cross_entropy(**arguments, loss=loss)
     tensors = named_operands(input, linear_weight, linear_bias, terms)
     needs_grad = [name for name, tensor in tensors.items() if tensor.requires_grad and torch.is_grad_enabled()]
     operands = operands_of(arguments, loss, needs_grad)
-    plan = plan_for(operands, as_options(options))
+    plan = plan_for(operands, options)
     results = in_shape_of(target, _LinearCrossEntropy.apply(operands, plan, *_tensors_of(operands)))
     return results if outputs else results[0]
 
@@ -142,7 +149,7 @@ def operands_of(arguments: Mapping[str, Any], loss: Loss, needs_grad: Collection
         target=target.reshape(-1),
         loss=loss,
         class_weight=arguments["weight"],
-        num_items=_as_row_scalar(arguments["num_items"], target, dtype=statistics_dtype(input.dtype)),
+        **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},
         bias_grad="linear_bias" in needs_grad,
     )
 
@@ -168,8 +175,11 @@ def _autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast(operands)
 
 
-def _as_row_scalar(number: Tensor | float | None, like: Tensor, *, dtype: torch.dtype) -> Tensor | None:
-    """num_items as a tensor of a dtype, on the device of `like`."""
+_ROW_SCALARS = ("num_items", "expected_gradient")
+
+
+def _as_row_scalar(number: Tensor | float | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A number as a tensor of a dtype, on the device of `like`."""
     if number is None:
         return None
     if isinstance(number, Tensor):
@@ -194,6 +204,7 @@ def problem_of(operands: Operands, options: Options) -> Problem:
         bias_grad=operands.bias_grad,
         has_class_weight=operands.class_weight is not None,
         has_num_items=operands.num_items is not None,
+        has_expected_gradient=operands.expected_gradient is not None,
         float32_logits=options.has_float32_logits(operands.dtype),
     )
 
@@ -231,7 +242,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         outputs = dict(zip(operands.loss.outputs, result.outputs, strict=True))
         ctx.mark_non_differentiable(*(out for name, out in outputs.items() if name not in DIFFERENTIABLE_OUTPUTS))
         if result.gradients is not None:
-            ctx.save_for_backward(result.statistics.valid_count, *result.gradients.in_order())
+            expected = operands.expected_gradient
+            ctx.save_for_backward(expected, result.statistics.valid_count, *result.gradients.in_order())
         elif not isinstance(plan, LossOnly):
             ctx.save_for_backward(*tensors, *result.statistics, result.logits)
         return result.loss, *result.outputs
@@ -242,7 +254,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("linear_cross_entropy has no second derivative; call backward without create_graph=True")
         if isinstance(ctx.plan, GradientsInForward):
-            gradients = engine.scale_gradients(grad, *ctx.saved_tensors)
+            expected, *saved = ctx.saved_tensors
+            gradients = engine.scale_gradients(grad, *saved, expected_gradient=expected)
         else:
             saved = ctx.saved_tensors
             tensors, (*statistics, logits) = saved[: ctx.tensors], saved[ctx.tensors :]

@@ -168,7 +168,8 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
             "the upstream gradient is a vector that has to be applied before anything is summed over tokens"
         )
     # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
-    waits = has_row_gradients or problem.dtype is torch.float16
+    has_loss_scale = problem.dtype is not torch.float16 or problem.has_expected_gradient
+    waits = has_row_gradients or not has_loss_scale
     if strategy == "gradients_in_forward" or (strategy is None and not waits):
         return _accumulating_plan(problem, options, budget.chunk)
     saved_rows = _saved_rows(problem, rows, budget.saved) if strategy is None else 0

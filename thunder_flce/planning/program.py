@@ -62,7 +62,8 @@ def program(problem: Problem, plan: Plan) -> Program:
     kept: Gradients | tuple[Tensor | None, ...] | None = None
     if result.gradients is not None:
         grad, gradients = _value(tape, "grad", operands.row_dtype), result.gradients.in_order()
-        kept = engine.scale_gradients(grad, result.statistics.valid_count, *gradients)
+        expected = operands.expected_gradient
+        kept = engine.scale_gradients(grad, result.statistics.valid_count, *gradients, expected_gradient=expected)
     elif not isinstance(plan, LossOnly):
         upstream = _upstream(problem, tape, operands.row_dtype)
         statistics, logits = result.statistics, result.logits
@@ -107,6 +108,7 @@ def _operands(problem: Problem, tape: Tape) -> Operands:
         loss=problem.loss,
         class_weight=_value(tape, "w", dtype, rows) if problem.has_class_weight else None,
         num_items=_value(tape, "num_items", dtype) if problem.has_num_items else None,
+        expected_gradient=_value(tape, "expected_gradient", dtype) if problem.has_expected_gradient else None,
         bias_grad=problem.bias_grad,
     )
 
