@@ -682,6 +682,18 @@ MUTATIONS = [
         ),
     ),
     *_of(
+        "registration.py",
+        ("mask", 'if "thunder" in sys.modules:', "if False:"),
+        ("mask", "else:\n        sys.meta_path.insert(0, _ThunderFinder())", ""),
+        ("mask", "except Exception as error:", "except ZeroDivisionError as error:"),
+        tests=("tests/test_imports.py",),
+    ),
+    *_of(
+        "__init__.py",
+        ("mask", "except Exception as error:", "except ZeroDivisionError as error:"),
+        tests=("tests/test_imports.py",),
+    ),
+    *_of(
         "graph/unfused_cross_entropy/nvfuser_impl.py",
         ("sign", "ops.sub(target_logit, row_max)", "ops.add(target_logit, row_max)"),
         ("divisor", "loss = ops.div(loss, ops.cast(valid_count, DataType.Float))", "pass"),
