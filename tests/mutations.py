@@ -689,6 +689,15 @@ MUTATIONS = [
         tests=("tests/test_imports.py",),
     ),
     *_of(
+        "modules.py",
+        ("divisor", "bound = self.in_features**-0.5", "bound = self.in_features**-0.25"),
+        ("mask", "weight=self.class_weight,", "weight=None,"),
+        ("mask", "num_items=num_items,", "num_items=None,"),
+        ("mask", "if self.weight.shape != shape:", "if False:"),
+        ("index", "loss.weight, loss.bias = linear.weight, linear.bias", "loss.weight = linear.weight"),
+        tests=("tests/test_modules.py",),
+    ),
+    *_of(
         "__init__.py",
         ("mask", "except Exception as error:", "except ZeroDivisionError as error:"),
         tests=("tests/test_imports.py",),

@@ -24,6 +24,7 @@ import thunder_flce
 
 x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
 thunder_flce.linear_cross_entropy(x, w, torch.tensor([0, 1, 2])).backward()
+thunder_flce.LinearCrossEntropyLoss(4, 5)(x, torch.tensor([0, 1, 2])).backward()
 assert x.grad.isfinite().all()
 ours = {name.removeprefix("thunder_flce.") for name in sys.modules if name.startswith("thunder_flce.")}
 heavy = {"graph", "inspection", "bench", "execution.row_kernels.nvfuser_rows", "execution.row_kernels.triton_rows"}
@@ -36,7 +37,8 @@ for attempt in range(2):
         except ImportError as error:
             cause = "failed with ModuleNotFoundError: no thunder here"
             assert f"thunder_flce.{name} needs lightning-thunder" in str(error) and cause in str(error), error
-            assert "works without it: Options" in str(error) and "linear_cross_entropy" in str(error), error
+            without = set(str(error).rpartition("works without it: ")[2].split(", "))
+            assert without == {"LinearCrossEntropyLoss", "Options", "Plan", "linear_cross_entropy"}, error
         else:
             raise AssertionError(name)
 assert not hasattr(thunder_flce, "jitt")

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_flce.execution.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.modules import LinearCrossEntropyLoss
 from thunder_flce.options import Options
 from thunder_flce.registration import register_with_thunder
 
 __all__ = [
     "FlcePlugin",
     "FuseLinearCrossEntropy",
+    "LinearCrossEntropyLoss",
     "NotFusedError",
     "NotFusedWarning",
     "Options",

@@ -64,7 +64,7 @@ def check_linear_cross_entropy(
     for name in ("weight", "num_items"):
         if name in tensors and tensors[name].requires_grad:
             raise ValueError(f"{name} must not require a gradient: there is none with respect to it")
-    _check_loss(loss, linear_weight.shape[0])
+    check_loss(loss, linear_weight.shape[0])
     if num_items is not None:
         _check_num_items(num_items, loss)
 
@@ -145,7 +145,8 @@ def _check_num_items(num_items: Any, loss: Loss) -> None:
         raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
 
 
-def _check_loss(loss: Loss, vocab: int) -> None:
+def check_loss(loss: Loss, vocab: int) -> None:
+    """Raises for a loss that has no meaning where linear_weight has `vocab` rows; see `check_linear_cross_entropy`."""
     if loss.reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, but got {loss.reduction!r}")
     for name, is_right, expected in (

@@ -1,0 +1,163 @@
+"""Modules around the function: the head and its loss in one."""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.operation.arguments import check_loss
+from thunder_flce.operation.loss import Loss
+from thunder_flce.options import Options, as_options
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """A language model's head and its loss as one module: `linear_cross_entropy` with the parameters of a linear.
+
+    Takes the arguments of `torch.nn.LinearCrossEntropyLoss`, but for `out_features`, and those of
+    `thunder_flce.linear_cross_entropy`, which describes them. The parameters have the names of `torch.nn.Linear`, so
+    the module loads the state dict of the head that it replaces, and shares an embedding's weight with
+    `loss.weight = embedding.weight`.
+
+    The weight is used in `forward` only, so FSDP can shard the module as a unit.
+
+    Args:
+        in_features: H, the hidden size.
+        num_classes: V, the size of the vocabulary.
+        bias: whether the linear has a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+        weight: (V,) class weights, kept as the buffer `class_weight`.
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, options: as in
+            `thunder_flce.linear_cross_entropy`.
+
+    Attributes:
+        weight: (V, H) the linear's weight.
+        bias: (V,), or None.
+
+    Raises:
+        TypeError, ValueError: for an argument that has no meaning; the message names it.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        z_loss: float = 0.0,
+        vocab_size: int | None = None,
+        outputs: tuple[str, ...] = (),
+        options: Options | None = None,
+    ):
+        super().__init__()
+        for name, size in (("in_features", in_features), ("num_classes", num_classes)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a positive int, but got {size!r}")
+        if not isinstance(weight, Tensor | None):
+            raise TypeError(f"weight must be a tensor, but got {type(weight).__name__}")
+        if weight is not None and weight.shape != (num_classes,):
+            raise ValueError(
+                f"weight must be (V,) = ({num_classes},), class weights, but got {tuple(weight.shape)}; to share an "
+                "embedding's weight, assign it to the module's attribute weight"
+            )
+        self.in_features = in_features
+        self.num_classes = num_classes
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.logit_scale = logit_scale
+        self.z_loss = z_loss
+        self.vocab_size = vocab_size
+        self.outputs = outputs
+        self.options = options
+        check_loss(Loss(**self._settings()), num_classes)
+        as_options(options)
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("class_weight", weight)
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **settings: Any) -> "LinearCrossEntropyLoss":
+        """The loss of an existing head, with which it shares weight and bias.
+
+        Args:
+            linear: the head.
+            **settings: the arguments of the loss.
+
+        Raises:
+            TypeError: where linear is not a `torch.nn.Linear`, or computes something else in its forward.
+        """
+        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+            raise TypeError(
+                f"linear must be a torch.nn.Linear with the forward of torch.nn.Linear, but got "
+                f"{type(linear).__name__}; what else it computes would be lost"
+            )
+        has_bias = linear.bias is not None
+        loss = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta", **settings)
+        loss.weight, loss.bias = linear.weight, linear.bias
+        return loss
+
+    def reset_parameters(self) -> None:
+        """Random parameters, as `torch.nn.Linear` has them."""
+        bound = self.in_features**-0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self, input: Tensor, target: Tensor, *, num_items: Tensor | float | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The loss, or a tuple of the loss and `outputs`.
+
+        Args:
+            input: (..., H) the hidden states, of weight's dtype and device.
+            target: (...) integers in [0, V), or ignore_index.
+            num_items: what "mean" divides by, in place of the number of valid targets.
+
+        Raises:
+            IndexError, TypeError, ValueError: as in `thunder_flce.linear_cross_entropy`; and where a weight of another
+                shape was assigned.
+        """
+        shape = (self.num_classes, self.in_features)
+        if self.weight.shape != shape:
+            raise ValueError(
+                f"weight must be (num_classes, in_features) = {shape}, but {tuple(self.weight.shape)} was assigned to "
+                "it; make the module with the sizes of the weight that it shares"
+            )
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            weight=self.class_weight,
+            num_items=num_items,
+            options=self.options,
+            **self._settings(),
+        )
+
+    def extra_repr(self) -> str:
+        """The sizes, and what is not as it is by default."""
+        settings: dict[str, Any] = {"in_features": self.in_features, "num_classes": self.num_classes}
+        settings["bias"] = self.bias is not None
+        settings |= Loss(**self._settings()).non_defaults()
+        if self.options is not None:
+            settings["options"] = self.options
+        return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+    def _settings(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(Loss)}
