@@ -695,6 +695,10 @@ MUTATIONS = [
         ("mask", "num_items=num_items,", "num_items=None,"),
         ("mask", "if self.weight.shape != shape:", "if False:"),
         ("index", "loss.weight, loss.bias = linear.weight, linear.bias", "loss.weight = linear.weight"),
+        ("mask", "isinstance(output[0], Tensor) and output[0].ndim == 0", "isinstance(output[0], Tensor)"),
+        ("mask", 'torch.compiler.disable(raise_no_loss, reason="raises an error")', "raise_no_loss"),
+        ("index", '"__dict__", vars(module)', '"__dict__", vars(module).copy()'),
+        ("index", "(_same(self, model_class),)", "(self,)"),
         tests=("tests/test_modules.py",),
     ),
     *_of(

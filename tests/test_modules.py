@@ -1,8 +1,9 @@
-"""The modules: the head and its loss in one."""
+"""The modules: the head and its loss in one, and a model that returns nothing but its loss."""
 
 import copy
 import io
-from dataclasses import replace
+import pickle
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thunder_flce
+from front_ends import FRONT_ENDS, assert_agrees, decisions
 from reference import assert_close_to_truth, differentiate, make_case
-from thunder_flce import LinearCrossEntropyLoss, Options
+from thunder_flce import LinearCrossEntropyLoss, Options, loss_only
 
 H, V = 24, 101
 
@@ -63,11 +65,11 @@ def test_a_setting_may_change():
     assert_close_to_truth(differentiate(loss(case.x, case.target), case, None), case, reduction="sum")
 
 
-@pytest.mark.parametrize("compile_loss", [thunder_flce.jit, thunder_flce.thunderfx], ids=["thunder.jit", "thunderfx"])
-def test_compiled(compile_loss):
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_compiled(front_end):
     loss = LinearCrossEntropyLoss(H, V, bias=True, softcap=5.0, weight=torch.rand(V))
     case = _case(loss)
-    result = differentiate(compile_loss(loss)(case.x, case.target), case, None)
+    result = differentiate(FRONT_ENDS[front_end](loss)(case.x, case.target), case, None)
     assert_close_to_truth(result, case, softcap=5.0)
 
 
@@ -205,3 +207,141 @@ def test_fsdp_shards_it_as_a_unit(mesh):
     gradients = (x.grad, *(parameter.grad.full_tensor() for parameter in sharded.parameters()))
     expected = differentiate(loss(case.x, case.target), case, None)
     torch.testing.assert_close((value, *gradients), (expected.loss, *expected.gradients))
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_loss_only_of_transformers(front_end):
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
+    # No layers, whose tracing takes seconds; `test_models` has one.
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 0, "use_cache": False}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=V, num_attention_heads=4, **sizes))
+    tokens = torch.randint(V, (2, 24))
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    jitted = FRONT_ENDS[front_end](loss_only(model))
+    assert_agrees(
+        model,
+        lambda: model(tokens, labels=labels).loss,
+        lambda: jitted(tokens, labels=labels),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    (decision,) = decisions(jitted)
+    assert decision.fused
+    (decision,) = thunder_flce.explain(jitted)[0].decisions
+    file, _, line = decision.source.rpartition(":")
+    with open(file, encoding="utf-8") as source:
+        assert "cross_entropy(source, target" in source.readlines()[int(line) - 1]
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class Model(nn.Module):
+    """A model like those of transformers, with one of their ways to return a loss."""
+
+    def __init__(self, returns=Output):
+        super().__init__()
+        self.embedding = nn.Embedding(V, H)
+        self.lm_head = nn.Linear(H, V)
+        self.returns = returns
+
+    def forward(self, tokens, labels=None):
+        """The loss and the logits."""
+        logits = self.lm_head(self.embedding(tokens))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1))
+        return self.returns(loss, logits)
+
+
+TOKENS = torch.arange(6).view(2, 3)
+RETURNS = {
+    "attribute": Output,
+    "dict": lambda loss, logits: {"logits": logits, **({} if loss is None else {"loss": loss})},
+    "tuple": lambda loss, logits: (logits,) if loss is None else (loss, logits),
+}
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_loss_only_of_other_outputs(returns):
+    model = Model(RETURNS[returns])
+    only = loss_only(model)
+    expected = nn.functional.cross_entropy(model.lm_head(model.embedding(TOKENS)).view(-1, V), TOKENS.view(-1))
+    assert torch.equal(only(TOKENS, TOKENS), expected) and torch.equal(only(TOKENS, labels=TOKENS), expected)
+    with pytest.raises(
+        TypeError, match=r"Model returned no loss; call it with labels=….* this is a (Output|dict|tuple)"
+    ):
+        only(TOKENS)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("returns", RETURNS)
+def test_loss_only_compiled(returns, front_end):
+    model = Model(RETURNS[returns])
+    jitted = FRONT_ENDS[front_end](loss_only(model))
+    eager = loss_only(model)
+    assert_agrees(model, lambda: eager(TOKENS, TOKENS), lambda: jitted(TOKENS, labels=TOKENS))
+    (decision,) = decisions(jitted)
+    assert decision.fused
+    with pytest.raises(TypeError, match="Model returned no loss; call it with labels"):
+        jitted(TOKENS)
+
+
+def test_loss_only_is_the_same_model():
+    model = Model()
+    only = loss_only(model)
+    assert list(only.state_dict()) == list(model.state_dict())
+    for (name, parameter), (of_model, right) in zip(only.named_parameters(), model.named_parameters(), strict=True):
+        assert name == of_model and parameter is right
+    only.eval()
+    assert not model.training and not model.lm_head.training
+    model.train()
+    assert only.training
+    only.lm_head.weight = only.embedding.weight
+    assert model.lm_head.weight is model.embedding.weight
+    only.to(torch.bfloat16)
+    assert model.lm_head.bias.dtype == torch.bfloat16
+    assert isinstance(only, Model) and type(only).__name__ == "Model" and repr(only) == repr(model)
+    assert isinstance(model(TOKENS, TOKENS), Output)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda only: pickle.loads(pickle.dumps(only))], ids=["copy", "pickle"]
+)
+def test_copies_of_loss_only(copied):
+    only = loss_only(Model())
+    other = copied(only)
+    assert torch.equal(other(TOKENS, TOKENS), only(TOKENS, TOKENS))
+    assert other.lm_head.weight is not only.lm_head.weight
+
+
+def _replaced(model):
+    model.forward = model.forward
+    return model
+
+
+def _compiled(model):
+    model.compile(backend="eager")
+    return model
+
+
+NO_LOSS = {
+    "no module": (lambda: Model().forward, "model must be a torch.nn.Module, but got method"),
+    "no labels": (lambda: nn.Linear(H, V), "the forward of Linear takes no labels, so it computes no loss; give"),
+    "jitted": (
+        lambda: thunder_flce.jit(Model()),
+        "the forward of ThunderModule takes no labels.*before it is compiled",
+    ),
+    "compiled": (lambda: torch.compile(Model(), backend="eager"), "this OptimizedModule was compiled or replaced"),
+    "compiled in place": (lambda: _compiled(Model()), "this Model was compiled or replaced; call loss_only before"),
+    "replaced": (lambda: _replaced(Model()), "the forward of this Model was compiled or replaced"),
+}
+
+
+@pytest.mark.parametrize("name", NO_LOSS)
+def test_loss_only_of_what_has_none(name):
+    make, message = NO_LOSS[name]
+    with pytest.raises(TypeError, match=message):
+        loss_only(make())

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_flce.execution.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
-from thunder_flce.modules import LinearCrossEntropyLoss
+from thunder_flce.modules import LinearCrossEntropyLoss, loss_only
 from thunder_flce.options import Options
 from thunder_flce.registration import register_with_thunder
 
@@ -22,6 +22,7 @@ __all__ = [
     "explain",
     "jit",
     "linear_cross_entropy",
+    "loss_only",
     "thunderfx",
 ]
 

@@ -1,7 +1,9 @@
-"""Modules around the function: the head and its loss in one."""
+"""Modules: the head and its loss in one, and a model that returns nothing but its loss."""
 
+import inspect
 from dataclasses import fields
-from typing import Any
+from functools import wraps
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -161,3 +163,78 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def _settings(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(Loss)}
+
+
+def loss_only(model: nn.Module) -> nn.Module:
+    """A model that returns only its loss, of one that returns it beside the logits, as those of transformers do.
+
+    Logits that a program returns must be there in full, so this is what to compile:
+    `thunder_flce.jit(thunder_flce.loss_only(model))`. It is called as the model is, with `labels=`.
+
+    It is the same model but for the forward: the two share parameters, buffers and their names, submodules, hooks, mode
+    and every other attribute, so that what is set on one is set on the other.
+
+    Args:
+        model: its forward takes `labels`, and returns the loss as the attribute or the item "loss" of its output, or as
+            the first item of a tuple.
+
+    Raises:
+        TypeError: where model is no module, its forward takes no `labels`, or it was compiled before; and when it is
+            called, where the model returns no loss.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")
+    model_class = type(model)
+    name = model_class.__name__
+    if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None) is not None:
+        raise TypeError(f"the forward of this {name} was compiled or replaced; call loss_only before that")
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise TypeError(
+            f"the forward of {name} takes no labels, so it computes no loss; give loss_only the model that does, "
+            "before it is compiled or wrapped, or return the loss from a module of your own"
+        )
+
+    def raise_no_loss(output: Any) -> NoReturn:
+        raise TypeError(
+            f"{name} returned no loss; call it with labels=…, and have it return the loss as .loss of its output, as "
+            f'the item "loss", or as a scalar that is first in a tuple; this is a {type(output).__name__}'
+        )
+
+    # Where Dynamo traces into a raise, it never compiles that frame again, though the next call may have labels.
+    raise_no_loss = torch.compiler.disable(raise_no_loss, reason="raises an error")
+
+    class LossOnly(model_class):  # type: ignore[misc, valid-type]
+        @wraps(model_class.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            output = super().forward(*args, **kwargs)
+            loss = _loss_of(output)
+            if loss is None:
+                raise_no_loss(output)
+            return loss
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            # This class cannot be found by its name.
+            return loss_only, (_same(self, model_class),)
+
+    # transformers writes a class's name into checkpoints.
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(LossOnly, attribute, getattr(model_class, attribute))
+    return _same(model, LossOnly)
+
+
+def _same(module: nn.Module, as_class: type[nn.Module]) -> nn.Module:
+    """An object of that class with the attributes of a module; not a copy of them, but the same dictionary."""
+    same: nn.Module = object.__new__(as_class)
+    object.__setattr__(same, "__dict__", vars(module))
+    return same
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """The loss among what a model returned; None where there is none."""
+    if isinstance(output, dict):
+        return output.get("loss")
+    if hasattr(output, "loss"):
+        return output.loss
+    # Without labels, the first are the logits.
+    is_loss = isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0
+    return output[0] if is_loss else None
