@@ -5,24 +5,9 @@ import warnings
 warnings.filterwarnings("ignore", message="transformer_engine module not found")
 
 import torch
-from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import thunder_flce
-
-
-class LossOnly(nn.Module):
-    """A transformers model that returns its loss and nothing else.
-
-    As it is, it returns the logits beside the loss, so they would have to be there in full.
-    """
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, labels=labels).loss
 
 
 def main() -> None:
@@ -37,7 +22,8 @@ def main() -> None:
         num_key_value_heads=2,
         use_cache=False,
     )
-    module = LossOnly(LlamaForCausalLM(config)).to(device)
+    # As it is, the model returns the logits beside the loss, so they would have to be there in full.
+    module = thunder_flce.loss_only(LlamaForCausalLM(config).to(device))
     jitted = thunder_flce.jit(module)
     input_ids = torch.randint(config.vocab_size, (4, 64), device=device)
     labels = input_ids.clone()
@@ -46,7 +32,7 @@ def main() -> None:
     parameters = dict(module.named_parameters())
     results = {}
     for name, call in {"eager": module, "thunder_flce.jit": jitted}.items():
-        loss = call(input_ids, labels)
+        loss = call(input_ids, labels=labels)
         results[name] = (loss, torch.autograd.grad(loss, list(parameters.values())))
         print(f"{name:18} loss {loss.item():.6f}")
     (loss, gradients), (fused_loss, fused_gradients) = results.values()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import thunder_flce
 from reference import Case, error, make_case, truth
-from thunder_flce import Options, linear_cross_entropy
+from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.execution import gradient_scaling
 
 UPSTREAM = [1 / 3, 1 / 6, 0.1, 1000 / 7]
@@ -41,6 +41,7 @@ def fused(x, weight, target):
 WAYS = {
     "argument": lambda g: lambda *a: linear_cross_entropy(*a, expected_gradient=g) * g,
     "tensor": lambda g: lambda *a: linear_cross_entropy(*a, expected_gradient=torch.tensor(g, device=a[0].device)) * g,
+    "module": lambda g: lambda *a: _module(a, expected_gradient=g) * g,
     "option": lambda g: lambda *a: linear_cross_entropy(*a, options=Options(expected_gradient=g)) * g,
     "option of jit": lambda g: _outside(thunder_flce.jit(fused, options=Options(expected_gradient=g)), g),
     "multiplied": lambda g: thunder_flce.jit(lambda *a: fused(*a) * g),
@@ -49,6 +50,12 @@ WAYS = {
     "16-bit loss": lambda g: thunder_flce.jit(lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * g),
     "scale": lambda g: _with_scale(thunder_flce.jit(lambda scale, *a: scale * fused(*a)), g),
 }
+
+
+def _module(arguments, **settings):
+    x, weight, target = arguments
+    module = LinearCrossEntropyLoss(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    return torch.func.functional_call(module, {"weight": weight}, (x, target), settings)
 
 
 def _outside(jitted, g):

@@ -1,17 +1,18 @@
-"""Fused linear + cross-entropy for lightning-thunder; ARCHITECTURE.md says where to read on."""
+"""Fused linear + cross-entropy for PyTorch and lightning-thunder; ARCHITECTURE.md says where to read on."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from thunder_flce.execution.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
-from thunder_flce.graph.executor import executor
-from thunder_flce.graph.plugin import FlcePlugin, jit
-from thunder_flce.graph.thunderfx import thunderfx
-from thunder_flce.graph.transform import FuseLinearCrossEntropy, NotFusedError, NotFusedWarning
-from thunder_flce.inspection.report import Report, explain
+from thunder_flce.modules import LinearCrossEntropyLoss, loss_only
 from thunder_flce.options import Options
+from thunder_flce.registration import register_with_thunder
 
 __all__ = [
     "FlcePlugin",
     "FuseLinearCrossEntropy",
+    "LinearCrossEntropyLoss",
     "NotFusedError",
     "NotFusedWarning",
     "Options",
@@ -21,5 +22,47 @@ __all__ = [
     "explain",
     "jit",
     "linear_cross_entropy",
+    "loss_only",
     "thunderfx",
 ]
+
+if TYPE_CHECKING:
+    from thunder_flce.graph.executor import executor
+    from thunder_flce.graph.plugin import FlcePlugin, jit
+    from thunder_flce.graph.thunderfx import thunderfx
+    from thunder_flce.graph.transform import FuseLinearCrossEntropy, NotFusedError, NotFusedWarning
+    from thunder_flce.inspection.report import Report, explain
+else:
+    # To import thunder takes seconds, and does not work with every PyTorch; the rest needs neither. So these names are
+    # imported when they are first used (PEP 562).
+    _NEED_THUNDER = {
+        "FlcePlugin": "graph.plugin",
+        "FuseLinearCrossEntropy": "graph.transform",
+        "NotFusedError": "graph.transform",
+        "NotFusedWarning": "graph.transform",
+        "Report": "inspection.report",
+        "executor": "graph.executor",
+        "explain": "inspection.report",
+        "jit": "graph.plugin",
+        "thunderfx": "graph.thunderfx",
+    }
+
+    def __getattr__(name: str) -> Any:
+        if name not in _NEED_THUNDER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            value = getattr(import_module(f"{__name__}.{_NEED_THUNDER[name]}"), name)
+        except Exception as error:
+            without = [other for other in __all__ if other not in _NEED_THUNDER]
+            raise ImportError(
+                f"{__name__}.{name} needs lightning-thunder, and to import that failed with {type(error).__name__}: "
+                f"{error}. What works without it: {', '.join(without)}"
+            ) from error
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+register_with_thunder()

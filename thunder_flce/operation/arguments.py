@@ -65,7 +65,7 @@ def check_linear_cross_entropy(
     for name in ("weight", *numbers):
         if name in tensors and tensors[name].requires_grad:
             raise ValueError(f"{name} must not require a gradient: there is none with respect to it")
-    _check_loss(loss, linear_weight.shape[0])
+    check_loss(loss, linear_weight.shape[0])
     for name, number in numbers.items():
         if number is not None and not _is_tensor(number) and not _is_number(number):
             raise TypeError(f"{name} must be a number or a tensor without dimensions, but got {type(number).__name__}")
@@ -143,7 +143,8 @@ def _check_shapes(tensors: dict[str, Any]) -> None:
             raise ValueError(f"{name} must {what}, but got {shapes[name]}")
 
 
-def _check_loss(loss: Loss, vocab: int) -> None:
+def check_loss(loss: Loss, vocab: int) -> None:
+    """Raises for a loss that has no meaning where linear_weight has `vocab` rows; see `check_linear_cross_entropy`."""
     if loss.reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, but got {loss.reduction!r}")
     for name, is_right, expected in (

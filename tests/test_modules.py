@@ -1,0 +1,342 @@
+"""The modules: the head and its loss in one, and a model that returns nothing but its loss."""
+
+import copy
+import io
+import pickle
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import thunder_flce
+from front_ends import FRONT_ENDS, assert_agrees, decisions
+from reference import assert_close_to_truth, differentiate, make_case
+from thunder_flce import LinearCrossEntropyLoss, Options, loss_only
+
+H, V = 24, 101
+
+
+def _case(loss, **settings):
+    """Random inputs of the module's, whose parameters are the weight and the bias."""
+    case = make_case(hidden=loss.in_features, vocab=loss.num_classes, dtype=loss.weight.dtype, **settings)
+    return replace(case, weight=loss.weight, bias=loss.bias, class_weight=loss.class_weight)
+
+
+SETTINGS = {
+    "defaults": {},
+    "bias": {"bias": True},
+    "class weights": {"weight": torch.linspace(0.1, 2, V), "label_smoothing": 0.1},
+    "logits": {"softcap": 5.0, "logit_scale": 1.5, "vocab_size": 97},
+    "none": {"reduction": "none", "ignore_index": 3},
+    "z-loss and outputs": {"z_loss": 0.01, "outputs": ("entropy", "accuracy")},
+    "options": {"reduction": "sum", "options": Options(chunk_rows=8)},
+}
+OF_MODULE = ("bias", "weight", "options")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_as_exact_as_eager(name, dtype, device):
+    settings = SETTINGS[name]
+    loss = LinearCrossEntropyLoss(H, V, device=device, dtype=dtype, **settings).to(device)
+    case = _case(loss, device=device, ignore_index=loss.ignore_index)
+    case.target.clamp_(max=settings.get("vocab_size", V) - 1)
+    settings = {name: value for name, value in settings.items() if name not in OF_MODULE}
+    grad = torch.rand(case.target.shape, device=device) if settings.get("reduction") == "none" else None
+    result = differentiate(loss(case.x, case.target), case, grad, settings.get("outputs", ()))
+    assert_close_to_truth(result, case, grad, **settings)
+
+
+def test_num_items():
+    loss = LinearCrossEntropyLoss(H, V)
+    case = _case(loss)
+    result = differentiate(loss(case.x, case.target, num_items=torch.tensor(50)), case, None)
+    assert_close_to_truth(result, case, num_items=50)
+
+
+def test_a_setting_may_change():
+    loss = LinearCrossEntropyLoss(H, V)
+    case = _case(loss)
+    loss.reduction = "sum"
+    assert_close_to_truth(differentiate(loss(case.x, case.target), case, None), case, reduction="sum")
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+def test_compiled(front_end):
+    loss = LinearCrossEntropyLoss(H, V, bias=True, softcap=5.0, weight=torch.rand(V))
+    case = _case(loss)
+    result = differentiate(FRONT_ENDS[front_end](loss)(case.x, case.target), case, None)
+    assert_close_to_truth(result, case, softcap=5.0)
+
+
+class Tied(nn.Module):
+    """A model whose head shares its embedding's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(V, H)
+        self.lm_head = LinearCrossEntropyLoss(H, V)
+        self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens, labels):
+        return self.lm_head(self.embedding(tokens), labels)
+
+
+def test_a_tied_weight_gets_both_gradients():
+    model, tokens, labels = Tied(), torch.randint(V, (2, 9)), torch.randint(V, (2, 9))
+    assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
+    copied = copy.deepcopy(model)
+    assert copied.lm_head.weight is copied.embedding.weight is not model.embedding.weight
+    weight = model.embedding.weight.detach().double().requires_grad_()
+    logits = nn.functional.linear(nn.functional.embedding(tokens, weight), weight)
+    exact = torch.autograd.grad(nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1)), weight)
+    for each in (model, copied):
+        each(tokens, labels).backward()
+        torch.testing.assert_close((each.embedding.weight.grad.double(),), exact, rtol=1e-4, atol=1e-7)
+
+
+def test_state_dict_is_that_of_the_head():
+    linear, loss = nn.Linear(H, V), LinearCrossEntropyLoss(H, V, bias=True)
+    loss.load_state_dict(linear.state_dict())
+    assert torch.equal(loss.weight, linear.weight) and torch.equal(loss.bias, linear.bias)
+    linear.load_state_dict(loss.state_dict())
+    model = Tied()
+    tied = torch.randn(V, H)
+    model.load_state_dict({"embedding.weight": tied, "lm_head.weight": tied})
+    assert torch.equal(model.lm_head.weight, tied) and model.lm_head.weight is model.embedding.weight
+    assert list(LinearCrossEntropyLoss(H, V, weight=torch.ones(V)).state_dict()) == ["weight", "class_weight"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_from_linear_shares_the_parameters(bias):
+    linear = nn.Linear(H, V, bias=bias).bfloat16()
+    linear.weight.requires_grad_(False)
+    loss = LinearCrossEntropyLoss.from_linear(linear, softcap=5.0, weight=torch.rand(V))
+    assert loss.weight is linear.weight and loss.bias is linear.bias and not loss.class_weight.is_meta
+    case = _case(loss)
+    assert_close_to_truth(differentiate(loss(case.x, case.target), case, None), case, softcap=5.0)
+
+
+def test_initial_parameters():
+    torch.manual_seed(0)
+    loss = LinearCrossEntropyLoss(H, V, bias=True)
+    torch.manual_seed(0)
+    linear = nn.Linear(H, V)
+    torch.testing.assert_close((loss.weight, loss.bias), (linear.weight, linear.bias))
+    assert LinearCrossEntropyLoss(H, V, device="meta", dtype=torch.float16).weight.dtype == torch.float16
+
+
+def test_copies_and_conversions():
+    loss = LinearCrossEntropyLoss(H, V, bias=True, weight=torch.rand(V), reduction="sum", options=Options(chunk_rows=8))
+    file = io.BytesIO()
+    torch.save(loss, file)
+    file.seek(0)
+    case = _case(loss)
+    expected = loss(case.x, case.target)
+    for other in (copy.deepcopy(loss), torch.load(file, weights_only=False)):
+        assert torch.equal(other(case.x, case.target), expected) and other.weight is not loss.weight
+    half = copy.deepcopy(loss).to(torch.bfloat16)
+    assert half.weight.dtype == half.bias.dtype == half.class_weight.dtype == torch.bfloat16
+    assert half(case.x.bfloat16(), case.target).dtype == torch.float32
+
+
+def test_repr():
+    assert repr(LinearCrossEntropyLoss(4, 9)) == (
+        "LinearCrossEntropyLoss(in_features=4, num_classes=9, bias=False, reduction='mean', ignore_index=-100)"
+    )
+    text = repr(LinearCrossEntropyLoss(4, 9, bias=True, softcap=30.0, options=Options(chunk_rows=8)))
+    assert "bias=True" in text and "softcap=30.0" in text and "chunk_rows=8" in text
+
+
+BAD = [
+    ({"in_features": 0}, ValueError, "in_features must be a positive int, but got 0"),
+    ({"num_classes": 9.0}, ValueError, "num_classes must be a positive int, but got 9.0"),
+    ({"num_classes": True}, ValueError, "num_classes must be a positive int, but got True"),
+    ({"weight": torch.ones(9, 4)}, ValueError, r"weight must be \(V,\) = \(9,\), class weights, but got \(9, 4\); to"),
+    ({"weight": [1.0] * 9}, TypeError, "weight must be a tensor, but got list"),
+    ({"reduction": "avg"}, ValueError, "reduction must be one of"),
+    ({"vocab_size": 10}, ValueError, "vocab_size must be between 1 and the rows of linear_weight, 9, but got 10"),
+    ({"outputs": "entropy"}, ValueError, "outputs must be a tuple of names"),
+    ({"options": "auto"}, TypeError, "options must be thunder_flce.Options or None, but got str"),
+]
+
+
+@pytest.mark.parametrize(("change", "exception", "message"), BAD, ids=[next(iter(change)) for change, _, _ in BAD])
+def test_bad_arguments(change, exception, message):
+    with pytest.raises(exception, match=message):
+        LinearCrossEntropyLoss(**{"in_features": 4, "num_classes": 9, **change})
+
+
+def test_a_tied_weight_of_another_shape():
+    loss = LinearCrossEntropyLoss(4, 9)
+    loss.weight = nn.Embedding(10, 4).weight
+    with pytest.raises(ValueError, match=r"weight must be .* = \(9, 4\), but \(10, 4\) was assigned to it; make the"):
+        loss(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+
+
+class Scaled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("linear", [Scaled(4, 9), nn.Embedding(9, 4)], ids=["another forward", "no linear"])
+def test_from_what_is_not_a_linear(linear):
+    with pytest.raises(TypeError, match=f"linear must be .* but got {type(linear).__name__}"):
+        LinearCrossEntropyLoss.from_linear(linear)
+
+
+@pytest.fixture
+def mesh():
+    """One CPU process as a mesh."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_fsdp_shards_it_as_a_unit(mesh):
+    loss = LinearCrossEntropyLoss(H, V, bias=True)
+    sharded = fully_shard(copy.deepcopy(loss), mesh=mesh)
+    case = _case(loss)
+    x = case.x.detach().clone().requires_grad_()
+    value = sharded(x, case.target)
+    value.backward()
+    gradients = (x.grad, *(parameter.grad.full_tensor() for parameter in sharded.parameters()))
+    expected = differentiate(loss(case.x, case.target), case, None)
+    torch.testing.assert_close((value, *gradients), (expected.loss, *expected.gradients))
+
+
+def test_loss_only_of_transformers():
+    """Through thunderfx; `test_models` goes through thunder.jit."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "use_cache": False}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=V, num_attention_heads=4, **sizes))
+    tokens = torch.randint(V, (2, 24))
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    jitted = thunder_flce.thunderfx(loss_only(model))
+    tolerances = {"rtol": 1e-4, "atol": 1e-5}
+    assert_agrees(model, lambda: model(tokens, labels=labels).loss, lambda: jitted(tokens, labels=labels), **tolerances)
+    (decision,) = thunder_flce.explain(jitted)[0].decisions
+    assert decision.fused
+    file, _, line = decision.source.rpartition(":")
+    with open(file, encoding="utf-8") as source:
+        assert "cross_entropy(source, target" in source.readlines()[int(line) - 1]
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class Model(nn.Module):
+    """A model like those of transformers, with one of their ways to return a loss."""
+
+    def __init__(self, returns=Output):
+        super().__init__()
+        self.embedding = nn.Embedding(V, H)
+        self.lm_head = nn.Linear(H, V)
+        self.returns = returns
+
+    def forward(self, tokens, labels=None):
+        """The loss and the logits."""
+        logits = self.lm_head(self.embedding(tokens))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1))
+        return self.returns(loss, logits)
+
+
+TOKENS = torch.arange(6).view(2, 3)
+RETURNS = {
+    "attribute": Output,
+    "dict": lambda loss, logits: {"logits": logits, **({} if loss is None else {"loss": loss})},
+    "tuple": lambda loss, logits: (logits,) if loss is None else (loss, logits),
+}
+
+
+@pytest.mark.parametrize("returns", RETURNS)
+def test_loss_only_of_other_outputs(returns):
+    model = Model(RETURNS[returns])
+    only = loss_only(model)
+    expected = nn.functional.cross_entropy(model.lm_head(model.embedding(TOKENS)).view(-1, V), TOKENS.view(-1))
+    assert torch.equal(only(TOKENS, TOKENS), expected) and torch.equal(only(TOKENS, labels=TOKENS), expected)
+    with pytest.raises(
+        TypeError, match=r"Model returned no loss; call it with labels=….* this is a (Output|dict|tuple)"
+    ):
+        only(TOKENS)
+
+
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("returns", RETURNS)
+def test_loss_only_compiled(returns, front_end):
+    model = Model(RETURNS[returns])
+    jitted = FRONT_ENDS[front_end](loss_only(model))
+    eager = loss_only(model)
+    assert_agrees(model, lambda: eager(TOKENS, TOKENS), lambda: jitted(TOKENS, labels=TOKENS))
+    (decision,) = decisions(jitted)
+    assert decision.fused
+    if returns == "attribute":
+        # Dynamo must not give up the frame, which it shares with the other cases.
+        with pytest.raises(TypeError, match="Model returned no loss; call it with labels"):
+            jitted(TOKENS)
+
+
+def test_loss_only_is_the_same_model():
+    model = Model()
+    only = loss_only(model)
+    assert list(only.state_dict()) == list(model.state_dict())
+    for (name, parameter), (of_model, right) in zip(only.named_parameters(), model.named_parameters(), strict=True):
+        assert name == of_model and parameter is right
+    only.eval()
+    assert not model.training and not model.lm_head.training
+    model.train()
+    assert only.training
+    only.lm_head.weight = only.embedding.weight
+    assert model.lm_head.weight is model.embedding.weight
+    only.to(torch.bfloat16)
+    assert model.lm_head.bias.dtype == torch.bfloat16
+    assert isinstance(only, Model) and type(only).__name__ == "Model" and repr(only) == repr(model)
+    assert isinstance(model(TOKENS, TOKENS), Output)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda only: pickle.loads(pickle.dumps(only))], ids=["copy", "pickle"]
+)
+def test_copies_of_loss_only(copied):
+    only = loss_only(Model())
+    other = copied(only)
+    assert torch.equal(other(TOKENS, TOKENS), only(TOKENS, TOKENS))
+    assert other.lm_head.weight is not only.lm_head.weight
+
+
+def _replaced(model):
+    model.forward = model.forward
+    return model
+
+
+def _compiled(model):
+    model.compile(backend="eager")
+    return model
+
+
+NO_LOSS = {
+    "no module": (lambda: Model().forward, "model must be a torch.nn.Module, but got method"),
+    "no labels": (lambda: nn.Linear(H, V), "the forward of Linear takes no labels, so it computes no loss; give"),
+    "jitted": (
+        lambda: thunder_flce.jit(Model()),
+        "the forward of ThunderModule takes no labels.*before it is compiled",
+    ),
+    "compiled": (lambda: torch.compile(Model(), backend="eager"), "this OptimizedModule was compiled or replaced"),
+    "compiled in place": (lambda: _compiled(Model()), "this Model was compiled or replaced; call loss_only before"),
+    "replaced": (lambda: _replaced(Model()), "the forward of this Model was compiled or replaced"),
+}
+
+
+@pytest.mark.parametrize("name", NO_LOSS)
+def test_loss_only_of_what_has_none(name):
+    make, message = NO_LOSS[name]
+    with pytest.raises(TypeError, match=message):
+        loss_only(make())

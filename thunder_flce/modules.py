@@ -1,0 +1,247 @@
+"""Modules: the head and its loss in one, and a model that returns nothing but its loss."""
+
+import inspect
+from dataclasses import fields
+from functools import wraps
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.operation.arguments import check_loss
+from thunder_flce.operation.loss import Loss
+from thunder_flce.options import Options, as_options
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """A language model's head and its loss as one module: `linear_cross_entropy` with the parameters of a linear.
+
+    Takes the arguments of `torch.nn.LinearCrossEntropyLoss`, but for `out_features`, and those of
+    `thunder_flce.linear_cross_entropy`, which describes them. The parameters have the names of `torch.nn.Linear`, so
+    the module loads the state dict of the head that it replaces, and shares an embedding's weight with
+    `loss.weight = embedding.weight`.
+
+    The weight is used in `forward` only, so FSDP can shard the module as a unit.
+
+    Args:
+        in_features: H, the hidden size.
+        num_classes: V, the size of the vocabulary.
+        bias: whether the linear has a bias.
+        device: of the parameters.
+        dtype: of the parameters.
+        weight: (V,) class weights, kept as the buffer `class_weight`.
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, options: as in
+            `thunder_flce.linear_cross_entropy`.
+
+    Attributes:
+        weight: (V, H) the linear's weight.
+        bias: (V,), or None.
+
+    Raises:
+        TypeError, ValueError: for an argument that has no meaning; the message names it.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        z_loss: float = 0.0,
+        vocab_size: int | None = None,
+        outputs: tuple[str, ...] = (),
+        options: Options | None = None,
+    ):
+        super().__init__()
+        for name, size in (("in_features", in_features), ("num_classes", num_classes)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} must be a positive int, but got {size!r}")
+        if not isinstance(weight, Tensor | None):
+            raise TypeError(f"weight must be a tensor, but got {type(weight).__name__}")
+        if weight is not None and weight.shape != (num_classes,):
+            raise ValueError(
+                f"weight must be (V,) = ({num_classes},), class weights, but got {tuple(weight.shape)}; to share an "
+                "embedding's weight, assign it to the module's attribute weight"
+            )
+        self.in_features = in_features
+        self.num_classes = num_classes
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.softcap = softcap
+        self.logit_scale = logit_scale
+        self.z_loss = z_loss
+        self.vocab_size = vocab_size
+        self.outputs = outputs
+        self.options = options
+        check_loss(Loss(**self._settings()), num_classes)
+        as_options(options)
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("class_weight", weight)
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, **settings: Any) -> "LinearCrossEntropyLoss":
+        """The loss of an existing head, with which it shares weight and bias.
+
+        Args:
+            linear: the head.
+            **settings: the arguments of the loss.
+
+        Raises:
+            TypeError: where linear is not a `torch.nn.Linear`, or computes something else in its forward.
+        """
+        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+            raise TypeError(
+                f"linear must be a torch.nn.Linear with the forward of torch.nn.Linear, but got "
+                f"{type(linear).__name__}; what else it computes would be lost"
+            )
+        has_bias = linear.bias is not None
+        loss = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta", **settings)
+        loss.weight, loss.bias = linear.weight, linear.bias
+        return loss
+
+    def reset_parameters(self) -> None:
+        """Random parameters, as `torch.nn.Linear` has them."""
+        bound = self.in_features**-0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self,
+        input: Tensor,
+        target: Tensor,
+        *,
+        num_items: Tensor | float | None = None,
+        expected_gradient: Tensor | float | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """The loss, or a tuple of the loss and `outputs`.
+
+        Args:
+            input: (..., H) the hidden states, of weight's dtype and device.
+            target: (...) integers in [0, V), or ignore_index.
+            num_items: what "mean" divides by, in place of the number of valid targets.
+            expected_gradient: the upstream gradient that gradients in the forward are finished for.
+
+        Raises:
+            IndexError, TypeError, ValueError: as in `thunder_flce.linear_cross_entropy`; and where a weight of another
+                shape was assigned.
+        """
+        shape = (self.num_classes, self.in_features)
+        if self.weight.shape != shape:
+            raise ValueError(
+                f"weight must be (num_classes, in_features) = {shape}, but {tuple(self.weight.shape)} was assigned to "
+                "it; make the module with the sizes of the weight that it shares"
+            )
+        return linear_cross_entropy(
+            input,
+            self.weight,
+            target,
+            linear_bias=self.bias,
+            weight=self.class_weight,
+            num_items=num_items,
+            expected_gradient=expected_gradient,
+            options=self.options,
+            **self._settings(),
+        )
+
+    def extra_repr(self) -> str:
+        """The sizes, and what is not as it is by default."""
+        settings: dict[str, Any] = {"in_features": self.in_features, "num_classes": self.num_classes}
+        settings["bias"] = self.bias is not None
+        settings |= Loss(**self._settings()).non_defaults()
+        if self.options is not None:
+            settings["options"] = self.options
+        return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+    def _settings(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(Loss)}
+
+
+def loss_only(model: nn.Module) -> nn.Module:
+    """A model that returns only its loss, of one that returns it beside the logits, as those of transformers do.
+
+    Logits that a program returns must be there in full, so this is what to compile:
+    `thunder_flce.jit(thunder_flce.loss_only(model))`. It is called as the model is, with `labels=`.
+
+    It is the same model but for the forward: the two share parameters, buffers and their names, submodules, hooks, mode
+    and every other attribute, so that what is set on one is set on the other.
+
+    Args:
+        model: its forward takes `labels`, and returns the loss as the attribute or the item "loss" of its output, or as
+            the first item of a tuple.
+
+    Raises:
+        TypeError: where model is no module, its forward takes no `labels`, or it was compiled before; and when it is
+            called, where the model returns no loss.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")
+    model_class = type(model)
+    name = model_class.__name__
+    if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None) is not None:
+        raise TypeError(f"the forward of this {name} was compiled or replaced; call loss_only before that")
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise TypeError(
+            f"the forward of {name} takes no labels, so it computes no loss; give loss_only the model that does, "
+            "before it is compiled or wrapped, or return the loss from a module of your own"
+        )
+
+    def raise_no_loss(output: Any) -> NoReturn:
+        raise TypeError(
+            f"{name} returned no loss; call it with labels=…, and have it return the loss as .loss of its output, as "
+            f'the item "loss", or as a scalar that is first in a tuple; this is a {type(output).__name__}'
+        )
+
+    # Where Dynamo traces into a raise, it never compiles that frame again, though the next call may have labels.
+    raise_no_loss = torch.compiler.disable(raise_no_loss, reason="raises an error")
+
+    class LossOnly(model_class):  # type: ignore[misc, valid-type]
+        @wraps(model_class.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            output = super().forward(*args, **kwargs)
+            loss = _loss_of(output)
+            if loss is None:
+                raise_no_loss(output)
+            return loss
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            # This class cannot be found by its name.
+            return loss_only, (_same(self, model_class),)
+
+    # transformers writes a class's name into checkpoints.
+    for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(LossOnly, attribute, getattr(model_class, attribute))
+    return _same(model, LossOnly)
+
+
+def _same(module: nn.Module, as_class: type[nn.Module]) -> nn.Module:
+    """An object of that class with the attributes of a module; not a copy of them, but the same dictionary."""
+    same: nn.Module = object.__new__(as_class)
+    object.__setattr__(same, "__dict__", vars(module))
+    return same
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """The loss among what a model returned; None where there is none."""
+    if isinstance(output, dict):
+        return output.get("loss")
+    if hasattr(output, "loss"):
+        return output.loss
+    # Without labels, the first are the logits.
+    is_loss = isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0
+    return output[0] if is_loss else None
