@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from program_interpreter import loop_sizes
 from test_program import CASES, PLANS, Case, T, can_run, problem_of
-from thunder_flce import functional, linear_cross_entropy
+from thunder_flce import functional, linear_cross_entropy, operators
 from thunder_flce.execution import engine
 from thunder_flce.execution.layout import VocabLayout
 from thunder_flce.execution.matmul import matmul
@@ -361,7 +361,7 @@ def test_predicted_memory_is_what_tensors_take(plan, needs, ignored_rows, monkey
     seen: list[Problem] = []
 
     def plan_for(operands, options):
-        seen.append(functional.problem_of(operands, options))
+        seen.append(operators.problem_of(operands, options))
         return plan
 
     monkeypatch.setattr(functional, "plan_for", plan_for)

@@ -91,6 +91,19 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
     return replace(plan, tune_products=options.tune_products and _has_large_matmuls(problem, plan))
 
 
+def lasting_strategy(problem: Problem, options: Options) -> str:
+    """A strategy for any number of tokens, and whatever memory is free: logits are saved only where that was asked for.
+
+    Raises:
+        ValueError: as `make_plan`.
+    """
+    check_available(options.row_kernels, dtype=problem.logits_dtype, device_type=problem.device_type)
+    if not problem.needs_grad:
+        return LossOnly.strategy
+    strategy, _ = _choose_strategy(problem, options, _Budget(None, None))
+    return strategy
+
+
 def temporary_bytes(problem: Problem, plan: Plan) -> int:
     """See `Program.temporary_bytes`."""
     return program(problem, plan).temporary_bytes
@@ -166,12 +179,6 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
         return LossOnly(chunk_rows=options.chunk_rows or _recomputed_chunk(problem, budget), **common)
     strategy, saved_rows = _choose_strategy(problem, options, budget)
     if strategy == "gradients_in_forward":
-        if problem.loss.has_row_gradients:
-            raise ValueError(
-                'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: '
-                "otherwise the upstream gradient is a vector that has to be applied before anything is summed over "
-                "tokens"
-            )
         return _accumulating_plan(problem, options, budget.chunk)
     if strategy == "save_logits" and saved_rows == problem.tokens:
         return SaveLogits(**common)
@@ -185,6 +192,11 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
 def _choose_strategy(problem: Problem, options: Options, budget: _Budget) -> tuple[str, int]:
     """The strategy, and of how many tokens the logits are saved."""
     whole = {"save_logits": problem.tokens}
+    if options.strategy == "gradients_in_forward" and problem.loss.has_row_gradients:
+        raise ValueError(
+            'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: '
+            "otherwise the upstream gradient is a vector that has to be applied before anything is summed over tokens"
+        )
     if options.strategy is not None:
         return options.strategy, whole.get(options.strategy, 0)
     # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
