@@ -1,7 +1,8 @@
-"""`linear_cross_entropy` for eager PyTorch, with autograd."""
+"""`linear_cross_entropy` for PyTorch: arguments, autocast and shapes, then the operator."""
 
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -52,8 +53,9 @@ def linear_cross_entropy(
 
         logits = softcap * tanh(logit_scale * linear(input, linear_weight, linear_bias).float() / softcap)
 
-    Works eagerly, with autograd, and inside `thunder.jit`. Under `torch.autocast`, the linears' operands are cast. The
-    formulas are in `operation.loss`.
+    Works eagerly and inside `thunder.jit`. For torch.compile and torch.export it is one operator, whose strategy then
+    depends neither on the number of tokens nor on free memory: logits are saved only if the options say so. Under
+    `torch.autocast`, the linears' operands are cast. The formulas are in `operation.loss`.
 
     Args:
         input: (..., H) float16, bfloat16, float32 or float64: the hidden states.
@@ -95,6 +97,7 @@ def linear_cross_entropy(
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
         TypeError, ValueError: see `arguments.check_linear_cross_entropy`.
+        RuntimeError: for second derivatives and for `torch.vmap`.
     """
     loss = Loss(
         reduction=reduction,
@@ -151,7 +154,7 @@ def _autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _plain(number: Any) -> Any:
-    """A number that a compiler traces as a symbol, as what it is: the operator is made for it."""
-    if isinstance(number, torch.SymInt):
+    """A number as Python's own, which the operator's settings need: it may be NumPy's, or a compiler's symbol."""
+    if isinstance(number, Integral | torch.SymInt) and not isinstance(number, bool):
         return int(number)
-    return float(number) if isinstance(number, torch.SymFloat) else number
+    return float(number) if isinstance(number, Real | torch.SymFloat) and not isinstance(number, bool) else number

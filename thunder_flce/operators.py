@@ -5,8 +5,7 @@ of tokens is symbolic. What is no tensor is one string, `settings`, a Python lit
 program is compiled for any number of tokens, options from which the operator makes the plan when it runs. Such options
 name the strategy, since that decides what is returned.
 
-The operators know no autograd: `functional` has it. They return fresh, contiguous tensors and change none of their
-arguments. Legend: T tokens, N terms, H hidden size, V vocabulary.
+They return fresh, contiguous tensors and change none of their arguments. `autograd` differentiates them.
 """
 
 import ast
