@@ -242,8 +242,12 @@ def test_narrow_terms_take_little_more_than_reading_the_logits(vocab, kind, rank
         "dW": lambda: matmul.weight_gradient_(dw, logits, x, accumulate=True, tune=True),
     }[kind]
 
-    def seconds(run):
-        run()
-        return min(tuning._seconds(run, 5) for _ in range(3))
+    def read():
+        logits.add_(1)
 
-    assert seconds(run) <= 3 * seconds(lambda: logits.add_(1)) + 3e-5
+    run()
+    read()
+    # In turns, and the fastest of many: other processes may use the device, too.
+    times = [(tuning._seconds(run, 2), tuning._seconds(read, 2)) for _ in range(30)]
+    taken, to_read = map(min, zip(*times, strict=True))
+    assert taken <= 3 * to_read + 3e-5

@@ -44,13 +44,12 @@ def test_padding_is_masked_only_where_a_fill_does_not_do(logit_map):
 
 def test_the_gradient_has_no_broadcast():
     """With one, nvFuser would copy the whole chunk before it writes in place."""
-    everything = {"uniform": True, "entropy": True, "has_class_weight": True}
     work = RowWork(
         method="gradient",
         layouts=(VocabLayout.aligned(1003),),
         dtype=torch.bfloat16,
         out_dtype=torch.bfloat16,
-        **everything,
+        optional=("uniform", "entropy", "class_weight"),
     )
     (fusion,) = nvfuser_rows.definitions(work, LogitMap(softcap=3.0)).values()
     assert "broadcast" not in str(fusion)

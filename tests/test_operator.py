@@ -96,7 +96,7 @@ PLANS: list[Plan] = [
 
 def operator_arguments(case: Case, loss: Loss, plan: Plan, *, is_planned: bool):
     needs_grad = () if isinstance(plan, LossOnly) else ("input", "linear_weight", "linear_bias", "terms[0].weight")
-    tensors = {"linear_bias": case.bias, "weight": case.class_weight, "num_items": None}
+    tensors = {"linear_bias": case.bias, "weight": case.class_weight, "num_items": None, "expected_gradient": None}
     if is_planned:
         settings = Settings.planned(loss, needs_grad, plan)
     else:
@@ -216,6 +216,13 @@ def test_numbers_that_change_between_calls():
         assert_right(compiled(case, num_items=items, z_loss=z_loss), case, num_items=items, z_loss=z_loss)
 
 
+@pytest.mark.parametrize("expected", [0.7, torch.tensor(0.5)], ids=["number", "tensor"])
+def test_expected_gradient_compiled(expected):
+    case = make_case()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert_right(compiled(case, expected_gradient=expected), case)
+
+
 def test_the_function_itself_compiled():
     case = make_case()
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
@@ -236,7 +243,7 @@ def test_logits_are_not_saved_for_any_number_of_tokens():
     """Unless the options say so: how much memory is free must not be a part of a compiled program."""
     case = make_case()
     named = {"input": case.x, "linear_weight": case.weight, "target": case.target}
-    named |= dict.fromkeys(("linear_bias", "weight", "num_items")) | {"terms": ()}
+    named |= dict.fromkeys(("linear_bias", "weight", "num_items", "expected_gradient")) | {"terms": ()}
 
     def strategy(loss=None, *, needs_grad=("input",), dtype=torch.float32, **options) -> str:
         cast = {name: named[name].to(dtype) for name in ("input", "linear_weight")}

@@ -54,6 +54,7 @@ class Case:
     bias_grad: bool = True
     class_weight: bool = False
     num_items: float | None = None
+    expected_gradient: bool = False
     terms: tuple[TermShape, ...] = (TermShape(hidden=H, input_grad=True, weight_grad=True),)
 
 
@@ -80,6 +81,7 @@ CASES = {
     "vocab_size": Case(Loss(vocab_size=20), bias=True),
     "num_items": Case(Loss(z_loss=0.01), num_items=7.0, class_weight=True),
     "no items": Case(num_items=0.0),
+    "expected gradient": Case(Loss(z_loss=0.01), bias=True, expected_gradient=True),
     "argmax": Case(Loss(outputs=("argmax", "accuracy"), logit_scale=-1.5)),
     "values without gradients": Case(Loss(outputs=("mean_logit", "valid_argmax", "log_sum_sq_probs"), softcap=2.0)),
     "log_prob": Case(Loss(outputs=("log_prob",))),
@@ -113,6 +115,7 @@ def problem_of(case: Case, plan: Plan, *, tokens: int = T, vocab: int = V, dtype
         bias_grad=case.bias and case.bias_grad and needs_grad,
         has_class_weight=case.class_weight,
         has_num_items=case.num_items is not None,
+        has_expected_gradient=case.expected_gradient,
         float32_logits=plan.float32_logits,
     )
 
@@ -145,6 +148,8 @@ def operands_of(problem: Problem, *, num_items: float | None, ignored: float) ->
         names["w"] = torch.rand(rows, dtype=torch.float64)
     if num_items is not None:
         names["num_items"] = torch.tensor(num_items, dtype=torch.float64)
+    if problem.has_expected_gradient:
+        names["expected_gradient"] = torch.tensor(-0.3, dtype=torch.float64)
     return names
 
 
@@ -196,6 +201,7 @@ def interpreted(problem: Problem, plan: Plan, operands: dict, upstream: dict, *,
     saved = {name: names[name] for name in ("row_max", "row_log_sum", "valid_count")}
     if isinstance(plan, GradientsInForward):
         saved |= {name: tensor for name, tensor in names.items() if name in _gradient_names(problem)}
+        saved |= {name: names[name] for name in ("expected_gradient",) if name in names}
         backward = saved | as_printed(upstream)
     else:
         saved |= {name: names[name] for name in ("entropy",) if name in problem.loss.outputs}

@@ -120,6 +120,7 @@ def random_operands(problem: Problem) -> Operands:
         loss=problem.loss,
         class_weight=torch.rand(rows) if problem.has_class_weight else None,
         num_items=torch.tensor(7.0) if problem.has_num_items else None,
+        expected_gradient=torch.tensor(0.3) if problem.has_expected_gradient else None,
         bias_grad=problem.bias_grad,
     )
 

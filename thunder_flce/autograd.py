@@ -31,14 +31,14 @@ def differentiable_forward(settings: Settings, operands: Operands) -> tuple[Tens
     return _apply(
         settings,
         (
-            *(operands.target, operands.class_weight, operands.num_items),
+            *(operands.target, operands.class_weight, operands.num_items, operands.expected_gradient),
             *(head.x, head.weight, operands.bias),
             *(tensor for term in others for tensor in (term.x, term.weight)),
         ),
     )
 
 
-_NAMES = ("target", "weight", "num_items", "input", "linear_weight", "linear_bias")
+_NAMES = ("target", "weight", "num_items", "expected_gradient", "input", "linear_weight", "linear_bias")
 
 
 def _apply(settings: Settings, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
@@ -69,7 +69,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.settings.strategy == GradientsInForward.strategy:
             # torch.func records each backward. It has to find the operands there, or a second derivative would miss a
             # part instead of raising an error.
-            ctx.save_for_backward(*saved, *(tensors if ctx.is_transformed else ()))
+            expected_gradient = tensors[_NAMES.index("expected_gradient")]
+            ctx.save_for_backward(expected_gradient, *saved, *(tensors if ctx.is_transformed else ()))
         elif ctx.settings.strategy != LossOnly.strategy:
             logits = saved[3] if len(saved) > 3 else None
             ctx.save_for_backward(*saved[:3], logits, outputs.get("entropy"), *tensors)
@@ -84,10 +85,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         run = _Backward.apply if is_recorded else _Backward.forward
         found = run(ctx.settings, *upstream, *ctx.saved_tensors)
         # Where the operands are among the inputs.
-        at = named_operands(5, 6, 7, [(i, i + 1) for i in range(8, ctx.count, 2)])
+        first = 2 + _NAMES.index("input")
+        pairs = [(at, at + 1) for at in range(first + 3, ctx.count, 2)]
+        positions = named_operands(first, first + 1, first + 2, pairs)
         gradients: list[Tensor | None] = [None] * ctx.count
         for name, gradient in zip(ctx.settings.needs_grad, found, strict=True):
-            gradients[at[name]] = gradient
+            gradients[positions[name]] = gradient
         return tuple(gradients)
 
     @staticmethod
@@ -101,9 +104,9 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(settings: Settings, grad: Any, log_prob_grad: Any, entropy_grad: Any, *saved: Any) -> Any:
         if settings.strategy == GradientsInForward.strategy:
-            valid_count, *gradients = saved[: 1 + len(settings.needs_grad)]
+            expected_gradient, valid_count, *gradients = saved[: 2 + len(settings.needs_grad)]
             scale = operators.scaled if is_traced(valid_count) else engine.scale_gradients
-            return tuple(scale(grad, valid_count, *gradients))
+            return tuple(scale(grad, valid_count, *gradients, expected_gradient=expected_gradient))
         row_max, row_log_sum, valid_count, logits, entropy, *tensors = saved
         arguments = {
             "grad": grad,
@@ -149,8 +152,8 @@ def _autograd_kernel(
                 f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
                 "it with one that does"
             )
-    plain = (target, optional.get("weight"), optional.get("num_items"))
-    return list(_apply(known, (*plain, input, linear_weight, bias, *terms)))
+    given = {"input": input, "linear_weight": linear_weight, "target": target, **optional}
+    return list(_apply(known, (*map(given.get, _NAMES), *terms)))
 
 
 operators.library.impl("linear_cross_entropy", _autograd_kernel, "Autograd")

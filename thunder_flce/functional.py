@@ -43,6 +43,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     vocab_size: int | None = None,
     num_items: Tensor | float | None = None,
+    expected_gradient: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
     terms: Sequence[tuple[Tensor, Tensor]] = (),
     options: Options | None = None,
@@ -86,6 +87,10 @@ def linear_cross_entropy(
             three have no gradient, and take a pass of their own.
         terms: further linears that are added to the logits, such as a low-rank adapter beside the head: pairs of an
             input (..., H_i) and a weight (V, H_i), of input's dtype and device.
+        expected_gradient: the upstream gradient of the loss that gradients in the forward are finished for, where it is
+            not 1: a number, or a tensor without dimensions on input's device, such as a `GradScaler`'s scale, which the
+            host never waits for; neither 0 nor infinite. Another upstream gradient is right, too, but then 16-bit
+            gradients are rounded once more. With it, float16 gradients may be computed in the forward, too.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 
@@ -99,6 +104,7 @@ def linear_cross_entropy(
         TypeError, ValueError: see `arguments.check_linear_cross_entropy`.
         RuntimeError: for second derivatives and for `torch.vmap`.
     """
+    options = as_options(options)
     loss = Loss(
         reduction=reduction,
         ignore_index=_plain(ignore_index),
@@ -118,12 +124,13 @@ def linear_cross_entropy(
         "terms": terms,
         "weight": weight,
         "num_items": num_items,
+        "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
     check_linear_cross_entropy(**arguments, loss=loss)
     tensors = named_operands(input, linear_weight, linear_bias, terms)
     is_grad_enabled = torch.is_grad_enabled()
     needs_grad = tuple(name for name, tensor in tensors.items() if is_grad_enabled and requires_grad(tensor))
-    operands, options = operands_of(arguments, loss, needs_grad), as_options(options)
+    operands = operands_of(arguments, loss, needs_grad)
     if is_traced(input):
         settings = Settings.unplanned(operands, needs_grad, options)
     else:

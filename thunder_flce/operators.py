@@ -119,13 +119,16 @@ def operands_of(arguments: Mapping[str, Any], loss: Loss, needs_grad: Collection
         target=target.reshape(-1),
         loss=loss,
         class_weight=arguments["weight"],
-        num_items=_as_row_scalar(arguments["num_items"], target, dtype=statistics_dtype(input.dtype)),
+        **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},
         bias_grad="linear_bias" in needs_grad,
     )
 
 
-def _as_row_scalar(number: Tensor | float | None, like: Tensor, *, dtype: torch.dtype) -> Tensor | None:
-    """num_items as a tensor of a dtype, on the device of `like`."""
+_ROW_SCALARS = ("num_items", "expected_gradient")
+
+
+def _as_row_scalar(number: Tensor | float | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A number as a tensor of a dtype, on the device of `like`."""
     if number is None:
         return None
     if isinstance(number, Tensor):
@@ -150,6 +153,7 @@ def problem_of(operands: Operands, options: Options) -> Problem:
         bias_grad=operands.bias_grad,
         has_class_weight=operands.class_weight is not None,
         has_num_items=operands.num_items is not None,
+        has_expected_gradient=operands.expected_gradient is not None,
         float32_logits=options.has_float32_logits(operands.dtype),
     )
 
@@ -180,8 +184,12 @@ def differentiate(settings: Settings, arguments: Mapping[str, Any], *, keep_logi
     return _needed(gradients)
 
 
-def scaled(grad: Tensor, valid_count: Tensor, *gradients: Tensor) -> list[Tensor]:
+def scaled(
+    grad: Tensor, valid_count: Tensor, *gradients: Tensor, expected_gradient: Tensor | None = None
+) -> list[Tensor]:
     """`engine.scale_gradients` as PyTorch operations, which a compiler fuses and runs in memory of its choice."""
+    if expected_gradient is not None:
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) / expected_gradient
     grad = torch.where(valid_count == 0, 0, grad)
     return [(gradient.to(grad.dtype) * grad).to(gradient.dtype) for gradient in gradients]
 
@@ -267,8 +275,20 @@ def _define(name: str, schema: str, run: Callable[..., list[Tensor]], fake: Call
 
 _POSITIONAL = ("input", "linear_weight", "target")
 _BACKWARD_POSITIONAL = ("grad", *_POSITIONAL, "row_max", "row_log_sum", "valid_count")
-_DEFAULTS = ("linear_bias", "weight", "num_items", "entropy", "logits", "log_prob_grad", "entropy_grad")
-_KEYWORDS = "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? num_items=None"
+_DEFAULTS = (
+    "linear_bias",
+    "weight",
+    "num_items",
+    "expected_gradient",
+    "entropy",
+    "logits",
+    "log_prob_grad",
+    "entropy_grad",
+)
+_KEYWORDS = (
+    "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? num_items=None, "
+    "Tensor? expected_gradient=None"
+)
 library = torch.library.Library("thunder_flce", "FRAGMENT")
 _define(
     "linear_cross_entropy", f"Tensor input, Tensor linear_weight, Tensor target, {_KEYWORDS}", _forward, _forward_fake

@@ -1,5 +1,6 @@
 """What a user can choose about how the loss is computed; the defaults suit training on one device."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,12 @@ class Options:
     each alone, or "auto": for each step the fastest of those that are installed. Neither Triton nor nvFuser runs
     float64, or on a CPU; to ask for them there is an error."""
 
+    expected_gradient: float | None = None
+    """The upstream gradient that gradients in the forward are finished for, where it is not 1: such as the reciprocal
+    of the number of accumulation steps by which a training loop divides the loss. Another one is right, too, but then
+    16-bit gradients are rounded once more. In a jitted program, that of its results: constants that follow the loss in
+    the program are found by themselves."""
+
     tune_products: bool = True
     """Whether, on a Hopper GPU, the large matmuls of 16-bit operands try the algorithms that cuBLAS proposes when they
     first run, and then run with the fastest. That waits for the device, and takes a third of a second or so for each
@@ -92,6 +99,10 @@ class Options:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, but got {getattr(self, name)!r}")
+        expected = self.expected_gradient
+        is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
+        if expected is not None and not (is_number and math.isfinite(expected) and expected != 0):
+            raise ValueError(f"expected_gradient must be None or a finite number other than 0, but got {expected!r}")
         if not isinstance(self.tune_products, bool):
             raise ValueError(f"tune_products must be True or False, but got {self.tune_products!r}")
 

@@ -164,14 +164,14 @@ def build_fusions() -> dict[str, str]:
         work = RowWork(method=method, layouts=layouts, dtype=torch.bfloat16, out_dtype=torch.bfloat16, **asked)
         return dispatch.definitions(work, logit_map)
 
-    everything = {"uniform": True, "entropy": True, "has_class_weight": True, "column_sums": True}
-    (of_everything,) = of_rows("gradient", LogitMap(scale=0.5, softcap=30.0), **everything).values()
+    everything = ("uniform", "entropy", "class_weight")
+    of_everything = of_rows("gradient", LogitMap(scale=0.5, softcap=30.0), optional=everything, column_sums=True)
     fusions = {
         # Statistics, gradient and the targets' entries are all that a Llama-like region takes.
         **of_rows("statistics_and_gradient", LogitMap()),
-        **of_rows("moments", LogitMap(), moments=tuple(MOMENTS), has_class_weight=True),
+        **of_rows("moments", LogitMap(), moments=tuple(MOMENTS), optional=("class_weight",)),
         **of_rows("gradient", LogitMap(), column_sums=True),
-        "gradient_of_everything": of_everything,
+        "gradient_of_everything": of_everything["gradient_with_column_sums"],
         "cross_entropy_fwd": standalone(nvfuser_impl.forward_fusion, logits, target),
         "cross_entropy_bwd": standalone(
             nvfuser_impl.backward_fusion, grad, logits, target, row_vector, row_vector, count

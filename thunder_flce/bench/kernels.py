@@ -93,7 +93,7 @@ def measure(
     copies: dict[str, Step] = {}
     try:
         with attempt("logits", device) as tried:
-            buffer = LogitsBuffer.allocate(rows, layout, dtype=dtype, device=torch.device(device))
+            buffer = LogitsBuffer(torch.empty(rows, layout.row_stride, dtype=dtype, device=device), layout)
             buffer.padded.normal_()
             copies = {name: _copy_step(buffer, _bytes_moved(name, buffer)) for name in methods}
         if tried.failed is not None:

@@ -65,7 +65,10 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
     rows = selection.rows()
 
     scales = RowScales.of(region, rows)
-    row_gradients = RowGradients(region, scales, UpstreamGradients(region.scalar(1.0)))
+    expected = region.operands.expected_gradient
+    row_gradients = RowGradients(
+        region, scales, UpstreamGradients(region.scalar(1.0) if expected is None else expected)
+    )
     sums.begin(rows)
     results = []
     if staged and rows.count:
@@ -175,12 +178,16 @@ def backward(
     return sums.finish()
 
 
-def scale_gradients(grad: Tensor, valid_count: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Backward of `GradientsInForward`: the gradients times the upstream gradient, grad ().
+def scale_gradients(
+    grad: Tensor, valid_count: Tensor, *gradients: Tensor | None, expected_gradient: Tensor | float | None = None
+) -> tuple[Tensor | None, ...]:
+    """Backward of `GradientsInForward`: the gradients times the upstream gradient, grad (), over the expected one.
 
     What autograd will read again, because the graph is kept, is left as it is. Without a valid row the gradients are
     zeros even for an upstream gradient of NaN, which a function of the NaN that is the mean of nothing may have.
     """
+    if expected_gradient is not None:
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) / expected_gradient
     grad = torch.where(valid_count == 0, 0, grad)
     return tuple(None if gradient is None else steps.scaled(gradient, grad) for gradient in gradients)
 

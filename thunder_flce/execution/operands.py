@@ -37,6 +37,8 @@ class Operands:
     """(V,) floating point"""
     num_items: Tensor | None = None
     """() what "mean" divides by, in place of the number of valid targets"""
+    expected_gradient: Tensor | None = None
+    """() the upstream gradient that gradients in the forward are finished for; None for 1"""
     bias_grad: bool = False
 
     @property
@@ -121,4 +123,4 @@ class ForwardResult(NamedTuple):
     logits: Tensor | None = None
     """(S, row stride) of the first S rows that are computed; only plans that save logits keep them"""
     gradients: Gradients | None = None
-    """For an upstream gradient of 1; only `GradientsInForward` has them"""
+    """For the expected upstream gradient; only `GradientsInForward` has them"""

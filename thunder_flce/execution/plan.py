@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsInForward(Plan):
-    """The forward computes the gradients for an upstream gradient of 1, a chunk of tokens at a time."""
+    """The forward computes the gradients for the expected upstream gradient, a chunk of tokens at a time."""
 
     strategy: ClassVar[str] = "gradients_in_forward"
 

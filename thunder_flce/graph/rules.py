@@ -27,7 +27,14 @@ from thunder_flce.graph.thunder_private import (
     register_autocast_rule,
     register_general_jit_lookaside,
 )
-from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands, region_problem
+from thunder_flce.graph.trace_arguments import (
+    BY_NAME,
+    POSITIONAL,
+    loss_of,
+    region_arguments,
+    region_operands,
+    region_problem,
+)
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import Options
@@ -83,7 +90,9 @@ def _run(
     shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan}
     if region["terms"]:
         shared["terms"] = tuple(map(tuple, region["terms"]))
-    shared |= {name: region[name] for name in ("weight", "num_items") if region[name] is not None}
+    is_in_forward = plan["strategy"] == GradientsInForward.strategy
+    by_name = [name for name in BY_NAME if region[name] is not None and (is_in_forward or name != "expected_gradient")]
+    shared |= {name: region[name] for name in by_name}
     dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
     results = symbols.linear_cross_entropy_fwd(*tensors, **dtype, **shared)
     count = 1 + len(loss.outputs)
@@ -91,8 +100,9 @@ def _run(
     if needs_grad:
         outputs = dict(zip(loss.outputs, values[1:], strict=True))
         grad = get_grad(values[0])
-        if plan["strategy"] == GradientsInForward.strategy:
-            gradients = symbols.scale_gradients(grad, statistics[2], *saved)
+        if is_in_forward:
+            expected = {name: region[name] for name in by_name if name == "expected_gradient"}
+            gradients = symbols.scale_gradients(grad, statistics[2], *saved, **expected)
         else:
             of_outputs = {f"{name}_grad": get_grad(outputs[name]) for name in DIFFERENTIABLE_OUTPUTS if name in outputs}
             if "entropy" in outputs:

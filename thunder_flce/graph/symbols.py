@@ -46,6 +46,7 @@ def linear_cross_entropy(
     terms: Sequence[tuple[TensorProxy, TensorProxy]] = (),
     weight: TensorProxy | None = None,
     num_items: TensorProxy | float | None = None,
+    expected_gradient: TensorProxy | float | None = None,
     options: None = None,
     dtype: dtypes.dtype | None = None,
     needs_grad: tuple[str, ...] | None = None,
@@ -58,22 +59,26 @@ def linear_cross_entropy(
     `functional.linear_cross_entropy`), the names of the tensors that need a gradient, and the fields of a `Plan`.
     """
     loss = Loss(**settings)
-    tensors = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
-    check_linear_cross_entropy(input, linear_weight, target, **tensors, loss=loss)
+    given = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
+    given["expected_gradient"] = expected_gradient
+    check_linear_cross_entropy(input, linear_weight, target, **given, loss=loss)
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
     linears = ((input, linear_weight), *terms)
     logits = decomposition.logits(linears, linear_bias, loss=loss, dtype=loss_dtype(input))
     flat_target = ltorch.reshape(target, (-1,))
-    if dtypes.to_strong_dtype(target.dtype) is not dtypes.int64:
-        flat_target = ltorch.to(flat_target, dtypes.int64)
+    flat_target = converted(flat_target, dtypes.int64)
     value, *others = decomposition.loss_and_outputs(logits, flat_target, weight, num_items, loss)
-    if dtype is not None and dtype != value.dtype:
-        value = ltorch.to(value, dtype)
+    value = value if dtype is None else converted(value, dtype)
     results = [ltorch.reshape(value, target.shape) if loss.reduction == "none" else value]
     # Reshaped in any case: thunder differentiates nothing of an operation that returns what was computed without grad.
     results += [ltorch.reshape(other, target.shape if other.ndim else ()) for other in others]
     return tuple(results) if loss.outputs else results[0]
+
+
+def converted(tensor: TensorProxy, dtype: dtypes.dtype) -> TensorProxy:
+    """A tensor in a dtype: itself, without an operation in the trace, where it has that."""
+    return tensor if dtypes.to_strong_dtype(tensor.dtype) is dtype else ltorch.to(tensor, dtype)
 
 
 # The arguments after the tensors are the fields of a `Loss` and of a `Plan`, spelled out, since a trace prints and
@@ -151,7 +156,7 @@ def _linear_cross_entropy_bwd_impl(grad: Tensor, *tensors: Any, **settings: Any)
 
 
 def _scale_gradients_meta(
-    grad: TensorProxy, valid_count: TensorProxy, *gradients: TensorProxy
+    grad: TensorProxy, valid_count: TensorProxy, *gradients: TensorProxy, **expected: Any
 ) -> tuple[TensorProxy, ...]:
     """Mirrors `engine.scale_gradients`."""
     return tuple(TensorProxy(like=gradient) for gradient in gradients)

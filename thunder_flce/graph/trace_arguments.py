@@ -15,12 +15,14 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.problem import Problem, TermShape
 
 POSITIONAL = ("input", "linear_weight", "target", "linear_bias")
+BY_NAME = ("weight", "num_items", "expected_gradient")
+"""Further tensors or numbers, None where they are not given."""
 
 
 def region_arguments(*tensors: Any, **settings: Any) -> dict[str, Any]:
     """The region: tensors that are given by position are the `POSITIONAL` ones; any after these are passed over."""
-    optional = {"linear_bias": None, "terms": (), "weight": None, "num_items": None}
-    return {**optional, **dict(zip(POSITIONAL, tensors, strict=False)), **settings}
+    optional = dict.fromkeys(("linear_bias", *BY_NAME))
+    return {**optional, "terms": (), **dict(zip(POSITIONAL, tensors, strict=False)), **settings}
 
 
 def loss_of(region: Mapping[str, Any]) -> Loss:
@@ -52,5 +54,6 @@ def region_problem(region: Mapping[str, Any], needs_grad: Collection[str], *, fl
         bias_grad="linear_bias" in needs_grad,
         has_class_weight=region["weight"] is not None,
         has_num_items=region["num_items"] is not None,
+        has_expected_gradient=region["expected_gradient"] is not None,
         float32_logits=float32_logits,
     )

@@ -36,6 +36,7 @@ _LETTERS = {
     "linear_bias": "b",
     "weight": "w",
     "num_items": "num_items",
+    "expected_gradient": "expected_gradient",
 }
 # What the backward takes beside them.
 _BACKWARD = ("grad", "log_prob_grad", "entropy_grad", "row_max", "row_log_sum", "entropy", "logits")
@@ -83,12 +84,14 @@ def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `scale_gradients`."""
     yield default_python_printer(bsym, *printables)
-    tape = Tape(to_torch_device(bsym.flat_proxy_args[0].device))
-    grad, valid_count, *gradients = (
-        Value(tape, proxy.name, shape=proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype))
-        for proxy in bsym.flat_proxy_args
-    )
-    engine.scale_gradients(grad, valid_count, *gradients)
+    tape = Tape(to_torch_device(bsym.args[0].device))
+
+    def value(proxy: Any) -> Any:
+        if not isinstance(proxy, TensorProxy):
+            return proxy
+        return Value(tape, proxy.name, shape=proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype))
+
+    engine.scale_gradients(*map(value, bsym.args), **{name: value(given) for name, given in bsym.kwargs.items()})
     yield from _commented(stage_lines(tape.take_stages()))
 
 

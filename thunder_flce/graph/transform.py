@@ -1,7 +1,9 @@
 """The transform: makes linear + cross-entropy one region, and gives every region its plan."""
 
+import math
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +22,7 @@ from thunder_flce.graph.matching.losses import is_loss
 from thunder_flce.graph.matching.match import Match, find_cross_entropies
 from thunder_flce.graph.matching.reasons import NotFused, Reason
 from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
+from thunder_flce.graph.matching.upstream import factors_after
 from thunder_flce.graph.rules import PlannedRegion, plan_region
 from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor, disable_autocast
 from thunder_flce.graph.trace_arguments import region_arguments, region_operands
@@ -163,7 +166,7 @@ class _Rewrite(TraceSubstitutionProcessor):
     def __init__(self, index: TraceIndex, matches: list[Match], *, options: Options, decisions: list[Decision]):
         super().__init__(index.trace)
         self._matches = {id(match.cross_entropy): match for match in matches}
-        self._need_grad = index.need_grad
+        self._index, self._need_grad = index, index.need_grad
         self._options = options
         self._decisions = decisions
         self._argmaxes = {id(argmax.bsym) for match in matches for argmax in match.argmaxes}
@@ -251,7 +254,34 @@ class _Rewrite(TraceSubstitutionProcessor):
             needs_grad = tuple(name for name, operand in operands.items() if operand.name in self._need_grad)
         return self._region(region, bsym, needs_grad)
 
+    def _expected_gradient(self, region: Mapping[str, Any], loss: BoundSymbol) -> TensorProxy | float | None:
+        """The upstream gradient that the trace and the options say; None for 1. May add operations to the trace."""
+        number, tensor = self._options.expected_gradient or 1.0, None
+        value, row_dtype = loss.flat_proxy_outs[0], symbols.loss_dtype(region["input"])
+        for factor, divides in factors_after(loss, self._index):
+            if not isinstance(factor, TensorProxy):
+                number = number / factor if divides else number * factor
+                continue
+            factor = ltorch.detach(factor if factor.ndim == 0 else ltorch.reshape(factor, ()))
+            factor = symbols.converted(factor, row_dtype)
+            factor = ltorch.true_divide(1.0, factor) if divides else factor
+            tensor = factor if tensor is None else ltorch.mul(tensor, factor)
+        # A number that follows the loss is no loss scale, which is what float16 needs.
+        is_scale = tensor is not None or self._options.expected_gradient is not None
+        if (number == 1 and tensor is None) or number == 0 or not math.isfinite(number):
+            return None
+        if region["input"].dtype == dtypes.float16 and not is_scale:
+            return None
+        if tensor is not None:
+            tensor = tensor if number == 1 else ltorch.mul(tensor, number)
+        elif value.dtype.bytes < 4:
+            tensor = ltorch.full((), number, device=value.device, dtype=row_dtype)
+        # A loss in 16 bits rounds its upstream gradient.
+        return number if tensor is None else symbols.converted(symbols.converted(tensor, value.dtype), row_dtype)
+
     def _region(self, region: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
+        if region["expected_gradient"] is None and needs_grad:
+            region["expected_gradient"] = self._expected_gradient(region, source)
         planned = plan_region(region, needs_grad, self._options)
         self._decisions.append(Decision(_source(source), planned))
         region |= {"needs_grad": needs_grad, "plan": planned.plan.non_defaults()}

@@ -376,13 +376,11 @@ _SLOWER = {"nvFuser": "takes 2 to 8% longer", "PyTorch": "takes about 1.4 to 2 t
 def _missing_row_kernels(region: PlannedRegion) -> str | None:
     """What "auto" would use if it were installed, and what that costs; None where nothing is missing."""
     problem, plan = region
-    names = dispatch.missing(dtype=problem.logits_dtype, device_type=problem.device_type)
-    if plan.row_kernels != "auto" or not names:
+    missing = dispatch.missing(dtype=problem.logits_dtype, device_type=problem.device_type)
+    if plan.row_kernels != "auto" or missing is None:
         return None
-    steps = [step for stage in program(problem, plan).stages for step in stage.every_step()]
-    instead = "nvFuser" if any(step.runs_in == "nvFuser" for step in steps) else "PyTorch"
-    missing = [dispatch.BACKENDS[name] for name in names]
-    what = " and ".join(f"{backend.library} ({backend.install})" for backend in missing)
+    instead = "nvFuser" if any(step.runs_in == "nvFuser" for step in program(problem, plan).steps) else "PyTorch"
+    what = f"{missing.library} ({missing.install})"
     return f"row kernels: not installed: {what}; {instead} runs their share, and the region {_SLOWER[instead]}"
 
 

@@ -46,6 +46,7 @@ def check_linear_cross_entropy(
     terms: Any = (),
     weight: Any,
     num_items: Any,
+    expected_gradient: Any,
     loss: Loss,
 ) -> None:
     """Raises for arguments of `functional.linear_cross_entropy`, tensors or proxies, that have no meaning.
@@ -58,17 +59,27 @@ def check_linear_cross_entropy(
     tensors = {**named_operands(input, linear_weight, linear_bias, terms), "target": target}
     if weight is not None:
         tensors["weight"] = weight
-    if _is_tensor(num_items):
-        tensors["num_items"] = num_items
+    numbers = {"num_items": num_items, "expected_gradient": expected_gradient}
+    tensors |= {name: number for name, number in numbers.items() if _is_tensor(number)}
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, input)
     _check_shapes(tensors)
-    for name in ("weight", "num_items"):
+    for name in ("weight", *numbers):
         if name in tensors and tensors[name].requires_grad:
             raise ValueError(f"{name} must not require a gradient: there is none with respect to it")
     _check_loss(loss, linear_weight.shape[0])
-    if num_items is not None:
-        _check_num_items(num_items, loss)
+    for name, number in numbers.items():
+        if number is not None and not _is_tensor(number) and not _is_number(number):
+            raise TypeError(f"{name} must be a number or a tensor without dimensions, but got {type(number).__name__}")
+    if num_items is not None and loss.reduction != "mean":
+        raise ValueError(
+            f'num_items is what reduction "mean" divides by, in place of the number of valid targets; with reduction '
+            f"{loss.reduction!r} it has no meaning"
+        )
+    if isinstance(num_items, Real) and not 0 <= float(num_items) < math.inf:
+        raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
+    if isinstance(expected_gradient, Real) and (expected_gradient == 0 or not math.isfinite(expected_gradient)):
+        raise ValueError(f"expected_gradient must be finite and not 0, but got {expected_gradient}")
 
 
 def _check_pairs(terms: Any) -> None:
@@ -88,12 +99,13 @@ def _check_tensor(name: str, tensor: Any, input: Any) -> None:
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
     expected = {"target": INTEGERS, "num_items": (*INTEGERS, *FLOATS)}.get(name, FLOATS)
+    may_differ = name in ("target", "num_items", "expected_gradient")
     dtype, of_input = dtype_name(tensor), dtype_name(input)
     if dtype not in expected:
         raise TypeError(f"{name} must have one of the dtypes {', '.join(expected)}, but got {dtype}")
     # Class weights are not an operand of a matmul, so they may be float32 where the operands have 16 bits.
     is_wider_weight = name == "weight" and dtype == "float32" and of_input != "float64"
-    if dtype != of_input and name not in ("target", "num_items") and not is_wider_weight:
+    if dtype != of_input and not may_differ and not is_wider_weight:
         raise TypeError(f"{name} must have input's dtype, {of_input}, but got {dtype}")
     if str(tensor.device) != str(input.device):
         raise ValueError(f"{name} must be on input's device, {input.device}, but got {tensor.device}")
@@ -119,6 +131,7 @@ def _check_shapes(tensors: dict[str, Any]) -> None:
         ("linear_bias", (vocab,), of_columns),
         ("weight", (vocab,), of_columns),
         ("num_items", (), "be a number or a tensor without dimensions"),
+        ("expected_gradient", (), "be a number or a tensor without dimensions"),
     ):
         if shapes.get(name, expected) != expected:
             raise ValueError(f"{name} must {what}, but got {shapes[name]}")
@@ -130,21 +143,6 @@ def _check_shapes(tensors: dict[str, Any]) -> None:
         if shapes[name] != (*rows, of_weight[1]):
             what = f"be {(*rows, of_weight[1])}: input's shape with the last dimension of {weight_name}"
             raise ValueError(f"{name} must {what}, but got {shapes[name]}")
-
-
-def _check_num_items(num_items: Any, loss: Loss) -> None:
-    if loss.reduction != "mean":
-        raise ValueError(
-            f'num_items is what reduction "mean" divides by, in place of the number of valid targets; with reduction '
-            f"{loss.reduction!r} it has no meaning"
-        )
-    if _is_tensor(num_items):
-        return
-    if not _is_number(num_items):
-        expected = "a number or a tensor without dimensions"
-        raise TypeError(f"num_items must be {expected}, but got {type(num_items).__name__}")
-    if isinstance(num_items, Real) and not 0 <= float(num_items) < math.inf:
-        raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
 
 
 def _check_loss(loss: Loss, vocab: int) -> None:

@@ -1,13 +1,12 @@
-"""Choosing a plan: candidates by rules of thumb, and between them by their predicted time and memory.
+"""Choosing a plan: candidates by rules of thumb, and between them by the predicted time and memory of their `program`.
 
-Legend: T tokens, H hidden size, V vocabulary, C tokens in a chunk. The matmuls of a region cost 6·T·H·V operations
-whatever the plan; plans differ in which of them run twice, in how often dW is read and written, and in what is alive at
-the peak. Time and memory of a candidate are those of its `program`.
+Plans differ in which matmuls run twice, in how often dW is read and written, and in what is alive at the peak.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +23,9 @@ from thunder_flce.execution.plan import (
     SaveSomeLogits,
 )
 from thunder_flce.execution.row_kernels.dispatch import check_available
-from thunder_flce.execution.staged_logits import MOST_BLOCKS, BlockLayout
+from thunder_flce.execution.staged_logits import MOST_BLOCKS
 from thunder_flce.operation.problem import Problem
-from thunder_flce.options import Options
+from thunder_flce.options import STRATEGIES, Options
 from thunder_flce.planning.cost import seconds
 from thunder_flce.planning.program import program
 
@@ -76,13 +75,11 @@ def cached_plan(problem: Problem, options: Options, device: torch.device) -> Pla
 def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None = None) -> Plan:
     """The plan for `problem`: the fastest one that fits the memory budget.
 
-    Args:
-        problem: shapes, dtypes, the loss and which gradients are needed.
-        options: the user's choices; each of them overrides what the plan would choose.
-        memory: the device's; None where it is unknown. Needed where the budget is a fraction of it.
+    Each of the options overrides what would be chosen. `memory` is the device's, None where it is unknown.
 
     Raises:
-        ValueError: where a chosen strategy cannot give the gradients asked for, or chosen row kernels cannot run.
+        ValueError: where a chosen strategy cannot give the gradients asked for, chosen row kernels cannot run, or the
+            budget is a fraction of an unknown memory.
     """
     check_available(options.row_kernels, dtype=problem.logits_dtype, device_type=problem.device_type)
     plan = _strategy_plan(problem, options, _Budget.of(options, memory))
@@ -98,10 +95,10 @@ def lasting_strategy(problem: Problem, options: Options) -> str:
         ValueError: as `make_plan`.
     """
     check_available(options.row_kernels, dtype=problem.logits_dtype, device_type=problem.device_type)
-    if not problem.needs_grad:
-        return LossOnly.strategy
-    strategy, _ = _choose_strategy(problem, options, _Budget(None, None))
-    return strategy
+    # No size matters, and all of them may be a compiler's symbols.
+    terms = tuple(replace(term, hidden=1) for term in problem.terms)
+    smallest = replace(problem, tokens=1, terms=terms, vocab=1, weight_rows=1)
+    return _strategy_plan(smallest, replace(options, memory_budget=None, chunk_rows=1), _Budget(None, None)).strategy
 
 
 def temporary_bytes(problem: Problem, plan: Plan) -> int:
@@ -115,7 +112,10 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
     They keep what the plan does with ignored rows and who runs its row work, and heed no memory budget.
     """
     kept = Options(ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels)
-    others = [replace(kept, strategy=strategy) for strategy in _strategies(problem)]
+    # Without gradients there is one strategy.
+    impossible = {"gradients_in_forward"} if problem.loss.has_row_gradients else set()
+    strategies = [name for name in STRATEGIES if problem.needs_grad and name not in impossible]
+    others = [replace(kept, strategy=strategy) for strategy in strategies]
     if isinstance(plan, GradientsInForward | RecomputeLogits | LossOnly) and not isinstance(plan, SaveSomeLogits):
         same = kept if isinstance(plan, LossOnly) else replace(kept, strategy=plan.strategy)
         sizes = {plan.chunk_rows // 2, min(plan.chunk_rows * 2, problem.tokens)}
@@ -124,21 +124,17 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
     return [other for at, other in enumerate(plans) if other not in (plan, *plans[:at])]
 
 
-def _strategies(problem: Problem) -> list[str]:
-    """The strategies that can give the gradients that are needed."""
-    if not problem.needs_grad:
-        return []
-    in_forward = ["gradients_in_forward"] if not problem.loss.has_row_gradients else []
-    return [*in_forward, "save_logits", "recompute_logits"]
-
-
 def logits_bytes(problem: Problem, rows: int) -> int:
     """Bytes of the logits of `rows` tokens, and of their gradients where they do not share memory."""
-    layout = layout_for(problem.vocab, dtype=problem.logits_dtype, device_type=problem.device_type)
     itemsize = problem.dtype.itemsize
     if problem.float32_logits:
         itemsize = 4 + itemsize * problem.needs_grad
-    return rows * layout.row_stride * itemsize
+    return rows * _row_stride(problem, problem.vocab) * itemsize
+
+
+def _row_stride(problem: Problem, columns: int) -> int:
+    """Elements from one row of logits to the next."""
+    return layout_for(columns, dtype=problem.logits_dtype, device_type=problem.device_type).row_stride
 
 
 def _common(problem: Problem, options: Options) -> dict[str, Any]:
@@ -174,42 +170,37 @@ class _Budget(NamedTuple):
 
 def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
     """The strategy and its sizes."""
-    common = _common(problem, options)
-    if not problem.needs_grad:
-        return LossOnly(chunk_rows=options.chunk_rows or _recomputed_chunk(problem, budget), **common)
-    strategy, saved_rows = _choose_strategy(problem, options, budget)
-    if strategy == "gradients_in_forward":
-        return _accumulating_plan(problem, options, budget.chunk)
-    if strategy == "save_logits" and saved_rows == problem.tokens:
-        return SaveLogits(**common)
+    common, strategy = _common(problem, options), options.strategy
     rows = options.chunk_rows or _recomputed_chunk(problem, budget)
-    columns = _block_columns(problem, logits_bytes(problem, rows))
+    if not problem.needs_grad:
+        return LossOnly(chunk_rows=rows, **common)
+    has_row_gradients = problem.loss.has_row_gradients
+    if strategy == "gradients_in_forward" and has_row_gradients:
+        raise ValueError(
+            'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
+            "the upstream gradient is a vector that has to be applied before anything is summed over tokens"
+        )
+    # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
+    has_loss_scale = problem.dtype is not torch.float16 or problem.has_expected_gradient
+    waits = has_row_gradients or not has_loss_scale
+    if strategy == "gradients_in_forward" or (strategy is None and not waits):
+        return _accumulating_plan(problem, options, budget.chunk)
+    saved_rows = _saved_rows(problem, rows, budget.saved) if strategy is None else 0
+    if strategy == "save_logits" or (strategy is None and saved_rows == problem.tokens):
+        return SaveLogits(**common)
+    columns = _block_columns(problem, rows)
     if saved_rows:
         return SaveSomeLogits(saved_rows=saved_rows, chunk_rows=rows, block_columns=columns, **common)
     return RecomputeLogits(chunk_rows=rows, block_columns=columns, **common)
 
 
-def _choose_strategy(problem: Problem, options: Options, budget: _Budget) -> tuple[str, int]:
-    """The strategy, and of how many tokens the logits are saved."""
-    whole = {"save_logits": problem.tokens}
-    if options.strategy == "gradients_in_forward" and problem.loss.has_row_gradients:
-        raise ValueError(
-            'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: '
-            "otherwise the upstream gradient is a vector that has to be applied before anything is summed over tokens"
-        )
-    if options.strategy is not None:
-        return options.strategy, whole.get(options.strategy, 0)
-    # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
-    if not problem.loss.has_row_gradients and problem.dtype is not torch.float16:
-        return "gradients_in_forward", 0
-    if budget.saved is None:
-        return "recompute_logits", 0
-    if logits_bytes(problem, problem.tokens) <= budget.saved:
-        return "save_logits", problem.tokens
-    others = logits_bytes(problem, options.chunk_rows or _recomputed_chunk(problem, budget))
-    rows = (budget.saved - others) // logits_bytes(problem, 1)
-    rows -= rows % TILE_ROWS
-    return ("save_logits", rows) if rows >= SMALLEST_SAVED_PART * problem.tokens else ("recompute_logits", 0)
+def _saved_rows(problem: Problem, chunk_rows: int, budget: int | None) -> int:
+    """Of how many tokens the logits are saved, beside a chunk of others."""
+    fitting = 0 if budget is None else budget // logits_bytes(problem, 1)
+    if fitting >= problem.tokens:
+        return problem.tokens
+    rows = (fitting - chunk_rows) // TILE_ROWS * TILE_ROWS
+    return rows if rows >= SMALLEST_SAVED_PART * problem.tokens else 0
 
 
 # Chunks.
@@ -228,7 +219,7 @@ def _smallest_chunk(problem: Problem) -> int:
 
 
 def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -> int:
-    """Rows of the largest chunk that fits the budget, never under the smallest that is worth running."""
+    """Rows of the largest chunk that fits the budget beside other bytes, never under the smallest worth running."""
     row_bytes = logits_bytes(problem, 1)
     smallest = _smallest_chunk(problem)
     if budget is not None:
@@ -262,9 +253,6 @@ def _accumulating_plan(problem: Problem, options: Options, budget: int | None) -
     common = _common(problem, options)
     sums_16_bits = problem.dtype.itemsize < 4 and problem.weight_grad_columns > 0
 
-    def in_float32(rows: int) -> GradientsInForward:
-        return GradientsInForward(chunk_rows=rows, float32_accumulator=True, **common)
-
     def in_16_bits(rows: int) -> GradientsInForward:
         """With the rows of the most frequent targets in float32 where there are chunks."""
         has_sums = sums_16_bits and rows < problem.tokens
@@ -272,8 +260,9 @@ def _accumulating_plan(problem: Problem, options: Options, budget: int | None) -
         return GradientsInForward(chunk_rows=rows, float32_rows=frequent if has_sums else 0, **common)
 
     beside_accumulator = options.chunk_rows or _balanced(problem, _largest_beside_accumulator(problem, budget))
+    in_float32 = GradientsInForward(chunk_rows=beside_accumulator, float32_accumulator=True, **common)
     if options.accumulate == "float32" and sums_16_bits:
-        return in_float32(beside_accumulator)
+        return in_float32
     plan = in_16_bits(options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget)))
     if options.chunk_rows is None and budget is None and _fits_in_one_chunk(problem):
         one = in_16_bits(max(problem.tokens, 1))
@@ -283,9 +272,9 @@ def _accumulating_plan(problem: Problem, options: Options, budget: int | None) -
     if options.accumulate == "parameter" or not sums_16_bits or is_exact:
         return plan
     if options.chunk_rows:
-        return in_float32(options.chunk_rows)
+        return in_float32
     larger = in_16_bits(_balanced(problem, -(-problem.tokens // (EXACT_CHUNKS if few_targets else 1))))
-    return min(larger, in_float32(beside_accumulator), key=lambda candidate: temporary_bytes(problem, candidate))
+    return min(larger, in_float32, key=lambda candidate: temporary_bytes(problem, candidate))
 
 
 def _fits_in_one_chunk(problem: Problem) -> bool:
@@ -313,17 +302,14 @@ def _largest_beside_accumulator(problem: Problem, budget: int | None) -> int:
 
 
 def _with_staged_logits(problem: Problem, plan: GradientsInForward) -> GradientsInForward:
-    """The plan, or one like it whose first chunk is staged in the memory of dW, where that spares small chunks.
-
-    It takes the memory of one of these, and has all tokens, or as many as spare the most chunks.
-    """
-    tokens, rows = problem.tokens, plan.chunk_rows
+    """The plan, or one like it whose first chunk is staged in the memory of dW, where that spares small chunks."""
+    is_small = plan.chunk_rows < min(problem.tokens, CUDA_SMALL_CHUNK)
     is_one_linear = len(problem.terms) == 1 and problem.terms[0].weight_grad and not problem.bias_grad
-    can_stage = problem.device_type == "cuda" and is_one_linear and problem.hidden % ROW_MULTIPLE == 0
-    in_place = problem.logits_dtype == problem.dtype
-    if not (can_stage and in_place and problem.loss.is_plain and rows < min(tokens, CUDA_SMALL_CHUNK)):
+    is_aligned = problem.device_type == "cuda" and problem.hidden % ROW_MULTIPLE == 0
+    in_place = problem.logits_dtype == problem.dtype and problem.loss.is_plain
+    if not (is_small and is_one_linear and is_aligned and in_place):
         return plan
-    candidates = [plan, *_staged_candidates(problem, plan)]
+    candidates = [plan, *islice(_staged_candidates(problem, plan), STAGED_CANDIDATES)]
     return min(candidates, key=lambda candidate: seconds(program(problem, candidate)))
 
 
@@ -331,31 +317,25 @@ def _staged_candidates(problem: Problem, plan: GradientsInForward) -> Iterator[G
     """All tokens in one chunk, and as many in the first as leave a whole number of small chunks, the largest first."""
     tokens, rows = problem.tokens, plan.chunk_rows
     whole = replace(plan, chunk_rows=tokens, float32_accumulator=False, float32_rows=0)
-    found = 0
-    for later in range(-(-tokens // rows)):
-        first = tokens - later * rows
-        if later:
-            first = -(-first // TILE_ROWS) * TILE_ROWS
-        if first <= rows or found == STAGED_CANDIDATES:
+    for left in range(tokens, 0, -rows):
+        like, first = (whole, tokens) if left == tokens else (plan, -(-left // TILE_ROWS) * TILE_ROWS)
+        if first <= rows:
             return
-        like = plan if later else whole
         divided = (replace(like, staged=(first, count)) for count in range(2, MOST_BLOCKS + 1))
-        fitting = next((candidate for candidate in divided if _has_room(problem, candidate, rows)), None)
-        if fitting is not None:
-            found += 1
-            yield fitting
+        yield from islice((candidate for candidate in divided if _has_room(problem, candidate, rows)), 1)
 
 
 def _has_room(problem: Problem, plan: GradientsInForward, limit: int) -> bool:
     """Whether staging takes no more than `limit` rows of logits beside dW, where also dX's float32 sum has room."""
-    blocks, itemsize = _blocks_of(problem, plan), problem.dtype.itemsize
+    itemsize = problem.dtype.itemsize
+    blocks = plan.staged_logits(hidden=problem.hidden, vocab=problem.vocab, itemsize=itemsize)
+    assert blocks is not None
     if blocks.width < CUDA_SMALLEST_BLOCK or not blocks.borrowed:
         return False
     has_dx = problem.input_grad_columns > 0
     sum_bytes = 4 * blocks.rows * problem.hidden if has_dx and itemsize < 4 else 0
     last = blocks.columns[-1]
-    layout = layout_for(last.stop - last.start, dtype=problem.logits_dtype, device_type=problem.device_type)
-    own_bytes = blocks.own_elements(layout.row_stride) * itemsize
+    own_bytes = blocks.own_elements(_row_stride(problem, last.stop - last.start)) * itemsize
     # Where rows are ignored, a copy of the first rows of x is made. dX of these rows comes first, so that it needs
     # other memory of dX, or its own.
     is_copied = plan.ignored_rows != "compute" and not (has_dx and 2 * blocks.rows <= problem.tokens)
@@ -363,27 +343,17 @@ def _has_room(problem: Problem, plan: GradientsInForward, limit: int) -> bool:
     return sum_bytes <= blocks.free_elements * itemsize and own_bytes <= logits_bytes(problem, limit)
 
 
-def _blocks_of(problem: Problem, plan: GradientsInForward) -> BlockLayout:
-    blocks = plan.staged_logits(hidden=problem.hidden, vocab=problem.vocab, itemsize=problem.dtype.itemsize)
-    assert blocks is not None
-    return blocks
-
-
 # Vocabulary blocks, and matmuls.
 
 
-def _block_columns(problem: Problem, block_bytes: int) -> int:
-    """Columns of a vocabulary block whose logits, for all tokens, take about `block_bytes`."""
-    itemsize = logits_bytes(problem, 1) // max(
-        layout_for(problem.vocab, dtype=problem.logits_dtype, device_type=problem.device_type).row_stride, 1
-    )
-    columns = max(block_bytes // (max(problem.tokens, 1) * itemsize), 1024)
+def _block_columns(problem: Problem, rows: int) -> int:
+    """Columns of a vocabulary block whose logits, for all tokens, are about as many as those of `rows` rows."""
+    columns = max(rows * _row_stride(problem, problem.vocab) // max(problem.tokens, 1), 1024)
     blocks = -(-problem.vocab // columns)
     return min(-(-problem.vocab // (blocks * PADDED_ROW_MULTIPLE)) * PADDED_ROW_MULTIPLE, problem.vocab)
 
 
 def _has_large_matmuls(problem: Problem, plan: Plan) -> bool:
     """Whether cuBLAS's algorithms are worth measuring, for the largest matmuls at least; see `matmul.tuning`."""
-    steps = [step for stage in program(problem, plan).stages for step in stage.every_step()]
-    largest = max((step.operations for step in steps if step.runs_in == "cuBLAS"), default=0)
+    largest = max((step.operations for step in program(problem, plan).steps if step.runs_in == "cuBLAS"), default=0)
     return can_tune(largest, dtype=problem.dtype, device_type=problem.device_type)

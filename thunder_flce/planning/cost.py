@@ -42,9 +42,8 @@ _ANY_DEVICE = DEVICE_RATES["NVIDIA H200"]
 
 def seconds(found: Program, rates: DeviceRates = _ANY_DEVICE) -> float:
     """Time of forward and backward at these rates."""
-    steps = [step for stage in found.stages for step in stage.every_step()]
-    matmuls = sum(step.operations for step in steps) / rates.matmul_rate
-    passes = sum(step.bytes for step in steps) / rates.bandwidth
+    matmuls = sum(step.operations for step in found.steps) / rates.matmul_rate
+    passes = sum(step.bytes for step in found.steps) / rates.bandwidth
     # Loops over the same parts, one after another, go over the same chunk or blocks.
     loops = {(stage.over, stage.start, stage.sizes) for stage in found.stages if stage.over}
     parts = sum(len(sizes) for _, _, sizes in loops)
@@ -52,22 +51,16 @@ def seconds(found: Program, rates: DeviceRates = _ANY_DEVICE) -> float:
 
 
 def predicted_seconds(problem: Problem, plan: Plan, device_name: str | None) -> float | None:
-    """Time of forward and backward of a region, in seconds.
+    """Time of forward and backward of a region on a device that CUDA calls so, in seconds.
 
     None, "unknown", where there are no rates: on a CPU, for other devices than those of `DEVICE_RATES`, for float32 and
     float64, and where row work is PyTorch's.
-
-    Args:
-        problem: the region.
-        plan: how it runs.
-        device_name: as `torch.cuda.get_device_name` has it; None for none.
     """
     rates = DEVICE_RATES.get(device_name or "")
     if rates is None or problem.dtype.itemsize != 2 or problem.device_type != "cuda":
         return None
     found = program(problem, plan)
-    steps = [step for stage in found.stages for step in stage.every_step()]
-    is_unknown = any(step.runs_in == "PyTorch" and step.is_row_work for step in steps)
+    is_unknown = any(step.runs_in == "PyTorch" and step.is_row_work for step in found.steps)
     return None if is_unknown else seconds(found, rates)
 
 

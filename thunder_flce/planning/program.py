@@ -12,7 +12,7 @@ from torch import Tensor
 from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Gradients, Operands, Term, UpstreamGradients
 from thunder_flce.execution.plan import LossOnly, Plan
-from thunder_flce.execution.record import Stage, Tape, Value
+from thunder_flce.execution.record import Stage, Step, Tape, Value
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operation.problem import Problem
 
@@ -40,6 +40,11 @@ class Program:
         return (*self.forward, *self.backward)
 
     @property
+    def steps(self) -> list[Step]:
+        """Every step of every stage, in the order in which they run."""
+        return [step for stage in self.stages for step in stage.every_step()]
+
+    @property
     def directions(self) -> dict[str, tuple[Stage, ...]]:
         """The stages by direction; no backward where no gradient is needed."""
         directions = {"forward": self.forward, "backward": self.backward}
@@ -57,7 +62,8 @@ def program(problem: Problem, plan: Plan) -> Program:
     kept: Gradients | tuple[Tensor | None, ...] | None = None
     if result.gradients is not None:
         grad, gradients = _value(tape, "grad", operands.row_dtype), result.gradients.in_order()
-        kept = engine.scale_gradients(grad, result.statistics.valid_count, *gradients)
+        expected = operands.expected_gradient
+        kept = engine.scale_gradients(grad, result.statistics.valid_count, *gradients, expected_gradient=expected)
     elif not isinstance(plan, LossOnly):
         upstream = _upstream(problem, tape, operands.row_dtype)
         statistics, logits = result.statistics, result.logits
@@ -102,6 +108,7 @@ def _operands(problem: Problem, tape: Tape) -> Operands:
         loss=problem.loss,
         class_weight=_value(tape, "w", dtype, rows) if problem.has_class_weight else None,
         num_items=_value(tape, "num_items", dtype) if problem.has_num_items else None,
+        expected_gradient=_value(tape, "expected_gradient", dtype) if problem.has_expected_gradient else None,
         bias_grad=problem.bias_grad,
     )
 

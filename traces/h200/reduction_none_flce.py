@@ -80,7 +80,7 @@ def backward_fn(saved_for_backward, cotangents):
   t9 = torch_prims_reshape_impl(t8, (2, 4096))  # t9: "cuda:0 bf16[2, 4096]"
   del t8
   (t10, t11) = linear_cross_entropy_bwd(t9, hidden, weight, t1, None, t3, t4, t5, t6, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='save_logits', tune_products=True)
-    # x = hidden, W = weight, y = t1
+    # x = hidden, W = weight, y = t1, grad = t9, row_max = t3, row_log_sum = t4, logits = t6
     # dX = t10: bf16[2, 4096, 4096], dW = t11: bf16[128256, 4096]
     # valid, valid_count = y != -100, sum(y != -100)                                                   PyTorch
     # x, y = x[valid], y[valid]  (the host waits for their number)                                     PyTorch

@@ -27,12 +27,12 @@ def computation(hidden, weight, labels):
   # return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **settings)
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
-    # x = hidden, W = weight, y = t1
+  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, expected_gradient=0.25)
+    # x = hidden, W = weight, y = t1, expected_gradient = 0.25
     # loss = t2: f32[], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096]
     # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
     # x, y = x[valid], y[valid]                                                                                           PyTorch
-    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
+    # s f32[8192] = expected_gradient / valid_count                                                                       PyTorch
     # for each chunk of 65 (126 times) and 2 tokens:
     #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
     #   row_max, row_log_sum, logits_y f32[C] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
@@ -112,9 +112,9 @@ def backward_fn(saved_for_backward, cotangents):
   del t24, t25
   t27 = torch.true_divide(t16, 4.0)  # t27: "cpu f32[]"
   del t16
-  (t28, t29) = scale_gradients(t27, t5, t6, t7)
-    # t6 f32[2, 4096, 4096] = t6 * where(t5 == 0, 0, t27)  (skipped where that is 1)  PyTorch
-    # t7 f32[128256, 4096] = t7 * where(t5 == 0, 0, t27)  (skipped where that is 1)   PyTorch
+  (t28, t29) = scale_gradients(t27, t5, t6, t7, expected_gradient=0.25)
+    # t6 f32[2, 4096, 4096] = t6 * where(t5 == 0, 0, t27 / 0.25)  (skipped where that is 1)  PyTorch
+    # t7 f32[128256, 4096] = t7 * where(t5 == 0, 0, t27 / 0.25)  (skipped where that is 1)   PyTorch
   del t27, t5, t6, t7
   t30 = torch.add(t26, t28, alpha=1)  # t30: "cpu f32[2, 4096, 4096]"
   del t26, t28

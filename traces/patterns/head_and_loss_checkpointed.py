@@ -35,12 +35,12 @@ def computation(hidden, weight, labels):
   # return F.cross_entropy(
   t4 = torch.reshape(t2, (2, 4095))  # t4: "cpu i64[2, 4095]"
   del t2
-  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(t3, weight, t4, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
-    # x = t3, W = weight, y = t4
+  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(t3, weight, t4, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, expected_gradient=2.0)
+    # x = t3, W = weight, y = t4, expected_gradient = 2.0
     # loss = t5: f32[], row_max = t6: f32[8190], row_log_sum = t7: f32[8190], valid_count = t8: i64[], dX = t9: f32[2, 4095, 4096], dW = t10: f32[128256, 4096]
     # valid, valid_count = y != -100, sum(y != -100)                                                                       PyTorch
     # x, y = x[valid], y[valid]                                                                                            PyTorch
-    # s f32[8190] = 1 / valid_count                                                                                        PyTorch
+    # s f32[8190] = expected_gradient / valid_count                                                                        PyTorch
     # for each chunk of 65 tokens, 126 in all:
     #   logits f32[65, 128256] = x[chunk] @ W.t()                                                                          PyTorch
     #   row_max, row_log_sum, logits_y f32[65] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
@@ -87,9 +87,9 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t13 = torch.mul(2.0, t12)  # t13: "cpu f32[]"
   del t12
-  (t14, t15) = scale_gradients(t13, t8, t9, t10)
-    # t9 f32[2, 4095, 4096] = t9 * where(t8 == 0, 0, t13)  (skipped where that is 1)  PyTorch
-    # t10 f32[128256, 4096] = t10 * where(t8 == 0, 0, t13)  (skipped where that is 1)   PyTorch
+  (t14, t15) = scale_gradients(t13, t8, t9, t10, expected_gradient=2.0)
+    # t9 f32[2, 4095, 4096] = t9 * where(t8 == 0, 0, t13 / 2)  (skipped where that is 1)  PyTorch
+    # t10 f32[128256, 4096] = t10 * where(t8 == 0, 0, t13 / 2)  (skipped where that is 1)   PyTorch
   del t13, t8, t9, t10
   t16 = torch_pad_prim_impl(t14, 0.0, ((0, 0, 0), (0, 1, 0), (0, 0, 0)))  # t16: "cpu f32[2, 4096, 4096]"
   del t14

@@ -62,12 +62,12 @@ def computation(hidden, weight, labels):
   # return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **settings)
   t10 = torch.reshape(t9, (2, 4096))  # t10: "cpu i64[2, 4096]"
   del t9
-  (t11, t12, t13, t14, t15, t16) = linear_cross_entropy_fwd(t8, weight, t10, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
-    # x = t8, W = weight, y = t10
+  (t11, t12, t13, t14, t15, t16) = linear_cross_entropy_fwd(t8, weight, t10, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, expected_gradient=0.5)
+    # x = t8, W = weight, y = t10, expected_gradient = 0.5
     # loss = t11: f32[], row_max = t12: f32[8192], row_log_sum = t13: f32[8192], valid_count = t14: i64[], dX = t15: f32[2, 4096, 4096], dW = t16: f32[128256, 4096]
     # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
     # x, y = x[valid], y[valid]                                                                                           PyTorch
-    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
+    # s f32[8192] = expected_gradient / valid_count                                                                       PyTorch
     # for each chunk of 65 (126 times) and 2 tokens:
     #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
     #   row_max, row_log_sum, logits_y f32[C] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
@@ -119,9 +119,9 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   t20 = torch.mul(0.5, t19)  # t20: "cpu f32[]"
-  (t21, t22) = scale_gradients(t20, t14, t15, t16)
-    # t15 f32[2, 4096, 4096] = t15 * where(t14 == 0, 0, t20)  (skipped where that is 1)  PyTorch
-    # t16 f32[128256, 4096] = t16 * where(t14 == 0, 0, t20)  (skipped where that is 1)   PyTorch
+  (t21, t22) = scale_gradients(t20, t14, t15, t16, expected_gradient=0.5)
+    # t15 f32[2, 4096, 4096] = t15 * where(t14 == 0, 0, t20 / 0.5)  (skipped where that is 1)  PyTorch
+    # t16 f32[128256, 4096] = t16 * where(t14 == 0, 0, t20 / 0.5)  (skipped where that is 1)   PyTorch
   del t20, t14, t15, t16
   t23 = torch.mul(t8, t8)  # t23: "cpu f32[2, 4096, 4096]"
   del t8

@@ -6,7 +6,7 @@ z (C, V), lies in a `LogitsBuffer`, whose rows may be padded (`VocabLayout`); it
 wherever it is read, in float32 (float64 for float64).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,11 +35,6 @@ class LogitsBuffer:
     """(C, row_stride), contiguous."""
     layout: VocabLayout
 
-    @classmethod
-    def allocate(cls, rows: int, layout: VocabLayout, *, dtype: torch.dtype, device: torch.device) -> "LogitsBuffer":
-        """Uninitialised memory for `rows` rows."""
-        return cls(torch.empty(rows, layout.row_stride, dtype=dtype, device=device), layout)
-
     @property
     def logits(self) -> Tensor:
         """(C, V), the view without the padding."""
@@ -59,6 +54,10 @@ class LogitsBuffer:
         """Some rows of the buffer, as a view."""
         return LogitsBuffer(self.padded[rows], self.layout)
 
+    def in_dtype(self, dtype: torch.dtype) -> "LogitsBuffer":
+        """Memory of that dtype: its own or, where that is of another, as much of uninitialised memory."""
+        return self if dtype == self.padded.dtype else replace(self, padded=torch.empty_like(self.padded, dtype=dtype))
+
 
 @dataclass(frozen=True)
 class LogitsInBlocks:
@@ -70,19 +69,12 @@ class LogitsInBlocks:
 
     @classmethod
     def lay_out(cls, layout: BlockLayout, borrowed: Tensor, own: Tensor, last: VocabLayout) -> "LogitsInBlocks":
-        """Blocks for all `layout.rows` rows.
-
-        Args:
-            layout: how the logits are divided.
-            borrowed: the memory of dW, one-dimensional, of the logits' dtype.
-            own: the other memory, at least `layout.own_elements`.
-            last: the layout of the last block.
-        """
-        step, width = layout.block_elements, VocabLayout.contiguous(layout.width)
-        starts = [(borrowed, layout.free_elements + number * step) for number in range(layout.borrowed)]
-        starts += [(own, number * step) for number in range(layout.count - layout.borrowed)]
-        buffers = []
-        for (memory, start), of_block in zip(starts, [*[width] * (layout.count - 1), last], strict=True):
+        """Blocks for all rows in dW's memory and other memory, one-dimensional, the last block with its own layout."""
+        buffers, step = [], layout.block_elements
+        for number, of_block in enumerate([*[VocabLayout.contiguous(layout.width)] * (layout.count - 1), last]):
+            memory, start = borrowed, layout.free_elements + number * step
+            if number >= layout.borrowed:
+                memory, start = own, (number - layout.borrowed) * step
             flat = memory[start : start + layout.rows * of_block.row_stride]
             buffers.append(LogitsBuffer(flat.view(layout.rows, of_block.row_stride), of_block))
         return cls(layout, tuple(buffers))
@@ -107,7 +99,7 @@ class TargetColumns(NamedTuple):
 
     @classmethod
     def of(cls, target: Tensor, block: slice) -> "TargetColumns":
-        """target: (C,); block: its columns, a slice with both ends."""
+        """In a block of columns, a slice with both ends."""
         column, last = target - block.start, block.stop - block.start - 1
         return cls(column.clamp(0, last), (column >= 0) & (column <= last))
 
@@ -139,10 +131,8 @@ class RowWork:
     """Of the gradient; None without one."""
     moments: tuple[str, ...] = ()
     """Names of `operation.moments.MOMENTS`."""
-    uniform: bool = False
-    entropy: bool = False
-    """Whether these of `RowCoefficients` are there; then, whether class weights are read, and rows summed."""
-    has_class_weight: bool = False
+    optional: tuple[str, ...] = ()
+    """Which of "uniform" and "entropy", of `RowCoefficients`, and "class_weight" are read, in this order."""
     column_sums: bool = False
 
     @classmethod
@@ -153,18 +143,22 @@ class RowWork:
     ) -> "RowWork":  # fmt: skip
         """Of a call of `method` with such arguments; `logits` is z (C,) for "target_gradient"."""
         buffers = () if isinstance(logits, Tensor) else logits.buffers
-        uniform = coefficients is not None and coefficients.uniform is not None
+        terms = ("uniform", "entropy") if coefficients is not None else ()
+        optional = tuple(name for name in terms if getattr(coefficients, name) is not None)
+        if class_weight is not None and ("uniform" in optional or reads_class_weight(names)):
+            optional = (*optional, "class_weight")
         return cls(
             method=method, layouts=tuple(buffer.layout for buffer in buffers),
             dtype=logits.dtype if isinstance(logits, Tensor) else buffers[0].padded.dtype, out_dtype=dtype,
-            moments=names, uniform=uniform, column_sums=column_sums,
-            entropy=coefficients is not None and coefficients.entropy is not None,
-            has_class_weight=class_weight is not None and (uniform or reads_class_weight(names)),
+            moments=names, optional=optional, column_sums=column_sums,
         )  # fmt: skip
 
 
 class RowKernels(Protocol):
-    """Row-wise computations. Row vectors are (C,), contiguous, in float32 (float64 for float64 logits)."""
+    """Row-wise computations. Row vectors are (C,), contiguous, in float32 (float64 for float64 logits).
+
+    Statistics are of the same rows as the logits; class weights are (V,) in the row vectors' dtype, None for ones.
+    """
 
     logit_map: LogitMap
 
@@ -174,14 +168,7 @@ class RowKernels(Protocol):
     def moments(
         self, buffer: LogitsBuffer, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        """Sums over each row, (C,) by name, all in one pass where that is possible.
-
-        Args:
-            buffer: the logits.
-            statistics: of the same rows.
-            class_weight: (V,) in the row vectors' dtype, None for ones.
-            names: of `operation.moments.MOMENTS`, at least one.
-        """
+        """Sums over each row, (C,) by name, at least one of `operation.moments.MOMENTS`."""
 
     def gradient(
         self, buffer: LogitsBuffer, statistics: RowStatistics, coefficients: RowCoefficients,
@@ -189,9 +176,8 @@ class RowKernels(Protocol):
     ) -> tuple[LogitsBuffer, Tensor | None]:  # fmt: skip
         """The gradient of `RowCoefficients` without its one_hot term, and its sums over the rows.
 
-        Returns:
-            The gradient in `dtype`, in place of the logits where that is their dtype and in new memory where it is not;
-            the sums, (V,), of what was written before it was rounded, or None unless `column_sums`.
+        It is in `dtype`, in place of the logits where that is their dtype and in new memory where it is not. The sums,
+        (V,), are of what was written before it was rounded; None unless `column_sums`.
         """
 
     def statistics_and_gradient(
@@ -207,7 +193,4 @@ class RowKernels(Protocol):
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
         class_weight: Tensor | None, *, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        """(C,) the gradient with its one_hot term, in `dtype`: what belongs in the target's column.
-
-        z and the class weights, if there are any, are those at each row's target, (C,).
-        """
+        """(C,) the gradient with its one_hot term, in `dtype`, from z and class weights at each row's target, (C,)."""

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partialmethod
 from typing import Any
 
@@ -59,25 +59,30 @@ class _Expression:
         self._fd = fd
         self.value = value
 
-    def raw(self, name: str, *settings: Any) -> "_Expression":
-        """An operation of nvFuser on this value."""
-        return _Expression(self._fd, getattr(self._fd.ops, name)(self.value, *settings))
-
     def apply(self, name: str, *others: Any) -> "_Expression":
-        """The same with further values; numbers become float32 constants."""
-        return self.raw(name, *(self._of(other).value for other in others))
+        """An operation of nvFuser on this value, with others and settings; numbers become float32 constants."""
+        return _Expression(self._fd, getattr(self._fd.ops, name)(self.value, *map(self._operand, others)))
 
-    def _of(self, other: Any) -> "_Expression":
+    def _operand(self, other: Any) -> Any:
         if isinstance(other, _Expression):
-            return other
-        return _Expression(self._fd, self._fd.define_scalar(other, DataType.Float))
+            return other.value
+        return self._fd.define_scalar(other, DataType.Float) if isinstance(other, int | float) else other
 
     def __rsub__(self, other: Any) -> "_Expression":
-        return self._of(other) - self
+        return _Expression(self._fd, self._operand(other)) - self
 
     __add__ = __radd__ = partialmethod(apply, "add")
     __mul__ = __rmul__ = partialmethod(apply, "mul")
     __sub__ = partialmethod(apply, "sub")
+
+
+# What work takes beside z, the statistics and `RowWork.optional`.
+_COEFFICIENTS = {"moments": (), "gradient": ("probability",), "target_gradient": ("probability", "one_hot")}
+
+
+def _vectors_of(work: RowWork) -> tuple[str, ...]:
+    """The names of what moments or a gradient take beside z, in this order."""
+    return (*RowStatistics._fields, *_COEFFICIENTS[work.method], *work.optional)
 
 
 class _Builder:
@@ -92,22 +97,30 @@ class _Builder:
         tensor = self.fd.define_tensor(shape=list(shape), contiguity=contiguity, dtype=_NVFUSER_DTYPES[dtype])
         return _Expression(self.fd, tensor)
 
+    def inputs(self, work: RowWork) -> tuple[_Expression, dict[str, _Expression]]:
+        """z and `_vectors_of` the work: for z (C, row_stride), they are (C, 1) and (1, row_stride), for z (C,) as z."""
+        z_shape = (self.rows, *(layout.row_stride for layout in work.layouts))
+        of_rows, of_columns = ((self.rows, 1), (1, z_shape[-1])) if work.layouts else (z_shape, z_shape)
+        z = self.input(*z_shape, dtype=self.dtype)
+        shapes = {name: of_columns if name == "class_weight" else of_rows for name in _vectors_of(work)}
+        return z, {name: self.input(*shape) for name, shape in shapes.items()}
+
     def output(self, result: _Expression, dtype: torch.dtype = torch.float32, alias: _Expression | None = None) -> None:
         """In the memory of the input `alias`, if there is one."""
         if dtype != torch.float32:
-            result = result.raw("cast", _NVFUSER_DTYPES[dtype])
+            result = result.apply("cast", _NVFUSER_DTYPES[dtype])
         self.fd.add_output(result.value, *([] if alias is None else [alias.value]))
 
     def logits(self, z: _Expression) -> tuple[_Expression, _Expression | None]:
         """u, and tanh(scale · z / softcap), which is None without a softcap."""
-        u, scale, softcap = z.raw("cast", DataType.Float), self.logit_map.scale, self.logit_map.softcap
+        u, scale, softcap = z.apply("cast", DataType.Float), self.logit_map.scale, self.logit_map.softcap
         if softcap is None:
             return (u if scale == 1 else u * scale), None
         if self.dtype == torch.float32:
-            tanh = (u * (scale / softcap)).raw("tanh")
+            tanh = (u * (scale / softcap)).apply("tanh")
         else:
             # tanh x = 1 - 2 / (exp 2x + 1) errs by 1e-7, nothing beside logits rounded to 16 bits; twice as fast.
-            tanh = 1.0 - ((u * (2 * scale / softcap)).raw("exp") + 1.0).raw("reciprocal") * 2.0
+            tanh = 1.0 - ((u * (2 * scale / softcap)).apply("exp") + 1.0).apply("reciprocal") * 2.0
         return tanh * softcap, tanh
 
     def masked(self, values: _Expression, vocab: int, shape: tuple[int, ...], other: float) -> _Expression:
@@ -128,7 +141,7 @@ class _Builder:
         """The gradient of `RowCoefficients`, float32, with the terms whose vectors are given."""
         u, tanh = self.logits(z)
         shifted = u - given["row_max"]
-        p = (shifted - given["row_log_sum"]).raw("exp")
+        p = (shifted - given["row_log_sum"]).apply("exp")
         gradient = p * given["probability"]
         if "entropy" in given:
             gradient = gradient - p * _finite(shifted) * given["entropy"]
@@ -152,22 +165,22 @@ def part_statistics(build: _Builder, layout: VocabLayout) -> None:
     u, _ = build.logits(build.input(build.rows, *shape, dtype=build.dtype))
     if _is_masked(layout, build.logit_map):
         u = build.masked(u, layout.vocab, shape, -math.inf)
-    part_max = u.raw("max", [2])
+    part_max = u.apply("max", [2])
     # A part of only -inf must give the sum 0, not exp(-inf - -inf).
-    shift = part_max.apply("eq", -math.inf).apply("where", 0.0, part_max).raw("broadcast", [False, False, True])
+    shift = part_max.apply("eq", -math.inf).apply("where", 0.0, part_max).apply("broadcast", [False, False, True])
     build.output(part_max)
-    build.output((u - shift).raw("exp").raw("sum", [2]))
+    build.output((u - shift).apply("exp").apply("sum", [2]))
 
 
-def merge_parts(build: _Builder, parts: int, has_entry: bool = False) -> None:
+def merge_parts(build: _Builder, parts: int, has_entry: bool) -> None:
     """Statistics of (C, S) parts to row_max and row_log_sum, two float32 (C,); NaN for a row of only -inf.
 
     With `has_entry`, also z at the targets, A and B of `RowCoefficients`, (C,) each, to the gradient there, (C,).
     """
     part_max, part_sum = build.input(build.rows, parts), build.input(build.rows, parts)
-    row_max = part_max.raw("max", [1])
-    shifted = part_max - row_max.raw("broadcast", [False, True])
-    row_log_sum = (part_sum * shifted.raw("exp")).raw("sum", [1]).raw("log")
+    row_max = part_max.apply("max", [1])
+    shifted = part_max - row_max.apply("broadcast", [False, True])
+    row_log_sum = (part_sum * shifted.apply("exp")).apply("sum", [1]).apply("log")
     build.output(row_max)
     build.output(row_log_sum)
     if has_entry:
@@ -176,53 +189,59 @@ def merge_parts(build: _Builder, parts: int, has_entry: bool = False) -> None:
         build.output(build.gradient(z, given), build.dtype)
 
 
-def moments(build: _Builder, layout: VocabLayout, names: tuple[str, ...], has_class_weight: bool) -> None:
-    """(C, row_stride) z, row_max, row_log_sum and class weights to sums by `names`, float32 (C,)."""
-    z = build.input(build.rows, layout.row_stride, dtype=build.dtype)
-    row_max, row_log_sum = build.input(build.rows, 1), build.input(build.rows, 1)
-    weight = build.input(1, layout.row_stride) if has_class_weight else 1.0
-    shifted = build.logits(z)[0] - row_max
-    p = (shifted - row_log_sum).raw("exp")
-    for moment in (MOMENTS[name] for name in names):
-        term = moment.term(shifted if moment.keeps_infinity else _finite(shifted), p, weight)
+def moments(build: _Builder, work: RowWork) -> None:
+    """z and statistics to the sums, float32 (C,)."""
+    (layout,) = work.layouts
+    z, given = build.inputs(work)
+    shifted = build.logits(z)[0] - given["row_max"]
+    p = (shifted - given["row_log_sum"]).apply("exp")
+    for moment in (MOMENTS[name] for name in work.moments):
+        term = moment.term(shifted if moment.keeps_infinity else _finite(shifted), p, given.get("class_weight", 1.0))
         if layout.padding:
             term = build.masked(term, layout.vocab, (layout.row_stride,), 0.0)
-        build.output(term.raw("sum", [1]))
+        build.output(term.apply("sum", [1]))
 
 
-def gradient(
-    build: _Builder, layout: VocabLayout, out_dtype: torch.dtype, names: tuple[str, ...], outputs: tuple[str, ...]
-) -> None:
-    """(C, row_stride) z and what `names` says to the gradient without its one_hot term, in place if the dtype stays.
+def gradient(build: _Builder, work: RowWork, outputs: tuple[str, ...]) -> None:
+    """z and its vectors to the gradient in `work.out_dtype`, in place of whole rows if that is their dtype.
 
     `outputs` are "gradient", "column_sums", which are its sums over the rows, float32 (row_stride,), or both.
     """
-    z, column = build.input(build.rows, layout.row_stride, dtype=build.dtype), (build.rows, 1)
-    shapes = {name: (1, layout.row_stride) if name == "class_weight" else column for name in names}
-    result = build.gradient(z, {name: build.input(*shape) for name, shape in shapes.items()})
+    z, given = build.inputs(work)
+    result = build.gradient(z, given)
     if "column_sums" in outputs:
-        build.output(result.raw("sum", [0]))
+        build.output(result.apply("sum", [0]))
     if "gradient" in outputs:
-        build.output(result, out_dtype, alias=z if out_dtype == build.dtype else None)
+        in_place = work.method == "gradient" and work.out_dtype == work.dtype
+        build.output(result, work.out_dtype or work.dtype, alias=z if in_place else None)
 
 
-def _gradient_passes(dtype: torch.dtype, out_dtype: torch.dtype, column_sums: bool) -> tuple[tuple[str, ...], ...]:
-    """The outputs of each fusion of a gradient.
+def fusions_of(work: RowWork) -> dict[str, tuple[Any, ...]]:
+    """The fusions that such work takes, by name: the definition and its settings.
 
-    A fusion that sums over one or five rows of float32 and writes over them gave wrong gradients (nvFuser 0.2.36, one
-    H200; 16 bits did not), so float32 in place takes a fusion for each.
+    Of several vocabulary blocks, those of the first and of the last.
     """
-    if not column_sums:
-        return (("gradient",),)
-    if dtype == out_dtype == torch.float32:
-        return ("column_sums",), ("gradient",)
-    return (("column_sums", "gradient"),)
-
-
-def target_gradient(build: _Builder, out_dtype: torch.dtype, names: tuple[str, ...]) -> None:
-    """z at the targets and what `names` says to the gradient there, all (C,)."""
-    z = build.input(build.rows, dtype=build.dtype)
-    build.output(build.gradient(z, {name: build.input(build.rows) for name in names}), out_dtype)
+    if work.method == "moments":
+        return {"moments": (moments, work)}
+    if work.method == "target_gradient":
+        return {"target_gradient": (gradient, work, ("gradient",))}
+    if work.method == "gradient":
+        # A fusion that sums over one or five rows of float32 and writes over them gave wrong gradients (nvFuser 0.2.36,
+        # one H200; 16 bits did not), so float32 in place takes a fusion for each.
+        if work.column_sums and work.dtype == work.out_dtype == torch.float32:
+            return {name: (gradient, work, (name,)) for name in ("column_sums", "gradient")}
+        name = "gradient_with_column_sums" if work.column_sums else "gradient"
+        return {name: (gradient, work, tuple(name.split("_with_")))}
+    blocks = dict(zip(dict.fromkeys((work.layouts[0], work.layouts[-1])), ("", "_of_last_block"), strict=False))
+    parts = sum(parts_of(layout.row_stride) for layout in work.layouts)
+    of_parts = {f"part_statistics{end}": (part_statistics, layout) for layout, end in blocks.items()}
+    if work.method == "statistics":
+        return {**of_parts, "merge_parts": (merge_parts, parts, False)}
+    gradients = {
+        f"gradient{end}": fusions_of(replace(work, method="gradient", layouts=(layout,)))["gradient"]
+        for layout, end in blocks.items()
+    }
+    return {**of_parts, "merge_parts_and_target_gradient": (merge_parts, parts, True), **gradients}
 
 
 def fusion(
@@ -235,37 +254,10 @@ def fusion(
 
 
 def definitions(work: RowWork, logit_map: LogitMap) -> dict[str, FusionDefinition]:
-    """The fusions that such work takes, by name; of several vocabulary blocks, those of the first and of the last."""
-    method, out_dtype = work.method, work.out_dtype or work.dtype
-    given = {"one_hot": method == "target_gradient", "uniform": work.uniform, "entropy": work.entropy}
-    names = tuple(name for name in _NAMES if given.get(name, name != "class_weight" or work.has_class_weight))
-    ends = dict.fromkeys((*work.layouts[:1], *work.layouts[-1:]))
-    blocks = dict(zip(("", "_of_last_block"), ends, strict=False))
-    parts = sum(parts_of(layout.row_stride) for layout in work.layouts)
-    fusions: dict[str, tuple[Any, ...]] = {}
-    if method == "moments":
-        fusions["moments"] = (moments, work.layouts[0], work.moments, work.has_class_weight)
-    if method == "target_gradient":
-        fusions["target_gradient"] = (target_gradient, out_dtype, names)
-    if method in ("statistics", "statistics_and_gradient"):
-        fusions |= {f"part_statistics{end}": (part_statistics, layout) for end, layout in blocks.items()}
-    if method == "statistics":
-        fusions["merge_parts"] = (merge_parts, parts)
-    if method == "statistics_and_gradient":
-        fusions["merge_parts_and_target_gradient"] = (merge_parts, parts, True)
-    if method in ("gradient", "statistics_and_gradient"):
-        for outputs in _gradient_passes(work.dtype, out_dtype, work.column_sums):
-            name, settings = "_with_".join(reversed(outputs)), (out_dtype, names, outputs)
-            fusions |= {name + end: (gradient, layout, *settings) for end, layout in blocks.items()}
-    return {name: fusion(define, logit_map, work.dtype, -1, *rest) for name, (define, *rest) in fusions.items()}
-
-
-_NAMES = (*RowStatistics._fields, *RowCoefficients._fields, "class_weight")
-
-
-def _given(*vectors: Any) -> dict[str, Any]:
-    """What the gradient takes beside z, by name: those of `_NAMES` that are there, in this order."""
-    return {name: vector for name, vector in zip(_NAMES, vectors, strict=False) if vector is not None}
+    """The fusions of `fusions_of`, defined for any number of rows."""
+    return {
+        name: fusion(define, logit_map, work.dtype, -1, *rest) for name, (define, *rest) in fusions_of(work).items()
+    }
 
 
 # Autograd runs backward on threads of its own, one a device, and a definition compiles at its first execution.
@@ -295,14 +287,22 @@ class NvFuserRowKernels:
         note_first_run("nvFuser row kernels", self._fusions[key], start)
         return outputs
 
+    def _run_all(self, work: RowWork, z: Tensor, vectors: dict[str, Any]) -> list[Tensor]:
+        """The outputs of all fusions of moments or a gradient; `vectors` are (C,), and class weights as long as z."""
+        inputs, outputs, is_matrix = [z], [], z.ndim == 2
+        for name in _vectors_of(work):
+            inputs.append(vectors[name].unsqueeze(0 if name == "class_weight" else 1) if is_matrix else vectors[name])
+        for define, *settings in fusions_of(work).values():
+            outputs += self._run(inputs, define, work.dtype, *settings, fast=is_matrix)
+        return outputs
+
     def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
         if not buffer.padded.shape[0]:
             return TorchRowKernels(self.logit_map).statistics(buffer)
-        parts = self._part_statistics((buffer,))
-        return RowStatistics(*self._run(parts, merge_parts, buffer.padded.dtype, parts[0].shape[1]))
+        return RowStatistics(*self._statistics((buffer,)))
 
-    def _part_statistics(self, blocks: tuple[LogitsBuffer, ...]) -> list[Tensor]:
-        """Of rows in one or more vocabulary blocks."""
+    def _statistics(self, blocks: tuple[LogitsBuffer, ...], *at_target: Tensor) -> list[Tensor]:
+        """Of rows in one or more vocabulary blocks; and what `merge_parts` makes of z, A and B at the targets."""
         found = []
         for padded, layout in ((block.padded, block.layout) for block in blocks):
             if layout.padding and not _is_masked(layout, self.logit_map):
@@ -310,39 +310,34 @@ class NvFuserRowKernels:
             parts = parts_of(layout.row_stride)
             in_parts = padded.view(-1, parts, layout.row_stride // parts)
             found.append(self._run([in_parts], part_statistics, padded.dtype, layout, fast=True))
-        return found[0] if len(found) == 1 else [torch.cat(of, 1) for of in zip(*found, strict=True)]
+        merged = found[0] if len(found) == 1 else [torch.cat(of, 1) for of in zip(*found, strict=True)]
+        settings = (blocks[0].padded.dtype, merged[0].shape[1], bool(at_target))
+        return self._run([*merged, *at_target], merge_parts, *settings)
 
     def moments(
         self, buffer: LogitsBuffer, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        padded, layout = buffer.padded, buffer.layout
-        if not padded.shape[0]:
+        if not buffer.padded.shape[0]:
             return TorchRowKernels(self.logit_map).moments(buffer, statistics, class_weight, names)
-        inputs = [padded, *(vector.unsqueeze(1) for vector in statistics)]
-        weight = padded_weight(class_weight, layout, is_read=reads_class_weight(names))
-        if weight is not None:
-            inputs.append(weight.unsqueeze(0))
-        sums = self._run(inputs, moments, padded.dtype, layout, names, weight is not None, fast=True)
+        work = RowWork.of("moments", buffer, class_weight=class_weight, names=names)
+        weight = padded_weight(class_weight, buffer.layout, is_read=reads_class_weight(names))
+        sums = self._run_all(work, buffer.padded, statistics._asdict() | {"class_weight": weight})
         return dict(zip(names, sums, strict=True))
 
     def gradient(
         self, buffer: LogitsBuffer, statistics: RowStatistics, coefficients: RowCoefficients,
         class_weight: Tensor | None, *, dtype: torch.dtype, column_sums: bool = False,
     ) -> tuple[LogitsBuffer, Tensor | None]:  # fmt: skip
-        padded, layout = buffer.padded, buffer.layout
-        if not padded.shape[0]:
-            kernels, settings = TorchRowKernels(self.logit_map), {"column_sums": column_sums}
-            return kernels.gradient(buffer, statistics, coefficients, class_weight, dtype=dtype, **settings)
-        vectors = _given(*statistics, coefficients.probability, None, coefficients.uniform, coefficients.entropy)
-        inputs, names = [padded, *(vector.unsqueeze(1) for vector in vectors.values())], tuple(vectors)
-        weight = padded_weight(class_weight, layout, is_read=coefficients.uniform is not None)
-        if weight is not None:
-            inputs, names = [*inputs, weight.unsqueeze(0)], (*names, "class_weight")
-        outputs = []
-        for of_pass in _gradient_passes(padded.dtype, dtype, column_sums):
-            outputs += self._run(inputs, gradient, padded.dtype, layout, dtype, names, of_pass, fast=True)
-        out = buffer if dtype == padded.dtype else LogitsBuffer(outputs[-1], layout)
-        return out, outputs[0][: layout.vocab] if column_sums else None
+        settings: dict[str, Any] = {"dtype": dtype, "column_sums": column_sums}
+        if not buffer.padded.shape[0]:
+            kernels = TorchRowKernels(self.logit_map)
+            return kernels.gradient(buffer, statistics, coefficients, class_weight, **settings)
+        work = RowWork.of("gradient", buffer, coefficients, class_weight=class_weight, **settings)
+        weight = padded_weight(class_weight, buffer.layout, is_read=coefficients.uniform is not None)
+        vectors = statistics._asdict() | coefficients._asdict() | {"class_weight": weight}
+        outputs = self._run_all(work, buffer.padded, vectors)
+        out = buffer if dtype == work.dtype else LogitsBuffer(outputs[-1], buffer.layout)
+        return out, outputs[0][: buffer.layout.vocab] if column_sums else None
 
     def target_gradient(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
@@ -350,27 +345,26 @@ class NvFuserRowKernels:
     ) -> Tensor:  # fmt: skip
         if not z.shape[0]:
             return z.new_empty(0, dtype=dtype)
-        vectors = _given(*statistics, *coefficients, None if coefficients.uniform is None else class_weight)
-        return self._run([z, *vectors.values()], target_gradient, z.dtype, dtype, tuple(vectors))[0]
+        work = RowWork.of("target_gradient", z, coefficients, class_weight=class_weight, dtype=dtype)
+        vectors = statistics._asdict() | coefficients._asdict() | {"class_weight": class_weight}
+        return self._run_all(work, z, vectors)[0]
 
     def statistics_and_gradient(
         self, logits: LogitsBuffer | LogitsInBlocks, target: Tensor, coefficients: RowCoefficients
     ) -> tuple[RowStatistics, Tensor]:
         """The target's entry is computed first and written last."""
-        blocks, dtype, at = logits.buffers, logits.buffers[0].padded.dtype, target.unsqueeze(1)
         if not target.shape[0]:
             return TorchRowKernels(self.logit_map).statistics_and_gradient(logits, target, coefficients)
+        blocks, at = logits.buffers, target.unsqueeze(1)
         places = [TargetColumns.of(at, columns) for columns in logits.columns] if len(blocks) > 1 else []
         z = blocks[0].padded.gather(1, places[0].column if places else at)
         for block, place in zip(blocks[1:], places[1:], strict=True):
             z = torch.where(place.is_here, block.padded.gather(1, place.column), z)
         z = z.squeeze(1)
-        parts = self._part_statistics(blocks)
-        inputs = [*parts, z, coefficients.probability, coefficients.one_hot]
-        row_max, row_log_sum, entry = self._run(inputs, merge_parts, dtype, parts[0].shape[1], True)
-        statistics, entry = RowStatistics(row_max, row_log_sum), entry.unsqueeze(1)
+        *found, entry = self._statistics(blocks, z, coefficients.probability, coefficients.one_hot)
+        statistics, entry = RowStatistics(*found), entry.unsqueeze(1)
         for block in blocks:
-            self.gradient(block, statistics, coefficients, None, dtype=dtype)
+            self.gradient(block, statistics, coefficients, None, dtype=z.dtype)
         if not places:
             blocks[0].padded.scatter_(1, at, entry)
         for block, (column, is_here) in zip(blocks, places, strict=False):

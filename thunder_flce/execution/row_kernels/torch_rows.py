@@ -71,10 +71,7 @@ class TorchRowKernels:
         self, buffer: LogitsBuffer, statistics: RowStatistics, coefficients: RowCoefficients,
         class_weight: Tensor | None, *, dtype: torch.dtype, column_sums: bool = False,
     ) -> tuple[LogitsBuffer, Tensor | None]:  # fmt: skip
-        z = buffer.logits
-        out = buffer
-        if dtype != z.dtype:
-            out = LogitsBuffer.allocate(z.shape[0], buffer.layout, dtype=dtype, device=z.device)
+        z, out = buffer.logits, buffer.in_dtype(dtype)
         row_dtype = statistics.row_max.dtype
         sums = z.new_zeros(z.shape[1], dtype=row_dtype) if column_sums else None
         for rows in _row_blocks(z):

@@ -134,8 +134,8 @@ def _finite(shifted):
 
 @triton.jit
 def _gradient(
-    z, row_max, row_log_sum, probability, one_hot, uniform, entropy, weight,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr,
+    z, row_max, row_log_sum, probability, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr,
+    one_hot=None, uniform=None, entropy=None, weight=None,
 ):  # fmt: skip
     """The gradient of `RowCoefficients`, float32, of whatever broadcasts; None for terms that are not there."""
     u = _logits(z, SCALE, SOFTCAP, IS_EXACT)
@@ -262,17 +262,16 @@ def _statistics_and_gradient_kernel(
 
     share = tl.load(probability + index)
     if rest is not None:
-        gradient = _gradient(rest, largest, log_sum, share, None, None, None, None, SCALE, SOFTCAP, IS_EXACT)
+        gradient = _gradient(rest, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT)
         tl.store(row + rest_columns, gradient.to(rest.dtype), mask=rest_columns < stride)
     for count in range(0, vocab // BLOCK):
         columns = (vocab // BLOCK - 1 - count) * BLOCK + tl.arange(0, BLOCK)
         block = tl.load(row + columns, eviction_policy="evict_first")
-        gradient = _gradient(block, largest, log_sum, share, None, None, None, None, SCALE, SOFTCAP, IS_EXACT)
+        gradient = _gradient(block, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT)
         tl.store(row + columns, gradient.to(block.dtype), eviction_policy="evict_first")
     # The target's entry is written once more, after all others.
     tl.debug_barrier()
-    own = tl.load(one_hot + index)
-    gradient = _gradient(at_target, largest, log_sum, share, own, None, None, None, SCALE, SOFTCAP, IS_EXACT)
+    gradient = _gradient(at_target, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, tl.load(one_hot + index))
     tl.store(row + offset, gradient.to(at_target.dtype), mask=has_target)
 
 
@@ -302,9 +301,8 @@ def _gradient_kernel(
         gradient = _gradient(
             tl.load(z + offsets, mask=mask, other=0.0),
             _of_rows(row_max, index, is_row), _of_rows(row_log_sum, index, is_row),
-            _of_rows(probability, index, is_row), _of_rows(one_hot, index, is_row),
-            _of_rows(uniform, index, is_row), _of_rows(entropy, index, is_row),
-            weight, SCALE, SOFTCAP, IS_EXACT,
+            _of_rows(probability, index, is_row), SCALE, SOFTCAP, IS_EXACT, _of_rows(one_hot, index, is_row),
+            _of_rows(uniform, index, is_row), _of_rows(entropy, index, is_row), weight,
         )  # fmt: skip
         tl.store(out + offsets, gradient.to(out.dtype.element_ty), mask=mask)
         if column_sums is not None:
@@ -342,7 +340,6 @@ _PART_WARPS, _PART_REGISTERS = 16, 40
 _PART_BLOCK = _Block(math.inf, 4096, _PART_WARPS, _PART_REGISTERS)
 _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
-_MOST_PARTS = MOST_BLOCKS
 # The gradient alone takes the largest of these that makes rows at most a tenth longer.
 _GRADIENT_BLOCKS = (_Block(math.inf, 4096, 8), _Block(math.inf, 2048, 4), _Block(math.inf, 1024, 4))
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
@@ -382,9 +379,7 @@ class TritonRowKernels:
     ) -> tuple[LogitsBuffer, Tensor | None]:  # fmt: skip
         """Each sum is of the same terms in the same order from one run to the next."""
         padded, layout = buffer.padded, buffer.layout
-        rows, out = padded.shape[0], buffer
-        if dtype != padded.dtype:
-            out = LogitsBuffer.allocate(rows, layout, dtype=dtype, device=padded.device)
+        rows, out = padded.shape[0], buffer.in_dtype(dtype)
         block, rows_at_once, rows_each, sums = _gradient_block(layout.row_stride), 1, 1, None
         if column_sums:
             block, rows_at_once = _SUMS_BLOCK, _SUMS_ROWS
@@ -420,10 +415,10 @@ class TritonRowKernels:
         borrowed, step = 0, 0
         if isinstance(logits, LogitsInBlocks):
             borrowed, step = logits.layout.borrowed, logits.layout.block_elements
-        parts, exchange = _parts(last, len(blocks)), None
-        block = _block_for(last.layout.vocab, _ONE_PASS_BLOCKS) if parts.total == 1 else _PART_BLOCK
+        parts = _parts(last, len(blocks))
+        block, exchange = _block_for(last.layout.vocab, _ONE_PASS_BLOCKS), None
         if parts.total > 1:
-            exchange = _exchange(rows, parts, last.padded.device)
+            block, exchange = _PART_BLOCK, _exchange(rows, parts, last.padded.device)
         vectors = _vectors(target, coefficients.probability, coefficients.one_hot)
         arguments = [blocks[0].padded, blocks[borrowed].padded, step, *vectors, *found, z_target, exchange]
         self._launch(
@@ -435,7 +430,7 @@ class TritonRowKernels:
         return found, z_target
 
     def _launch(self, kernel: Any, programs: int, arguments: list[Any], block: _Block, **constants: Any) -> None:
-        """Runs a kernel on so many programs, if any; its first argument is a tensor."""
+        """Runs a kernel on so many programs, if any."""
         device = arguments[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -464,17 +459,17 @@ class _Parts(NamedTuple):
 
 def _parts(buffer: LogitsBuffer, blocks: int = 1) -> _Parts:
     """Of rows in so many vocabulary blocks, of which `buffer` has the widest."""
-    stride, itemsize, device = buffer.layout.row_stride, buffer.padded.element_size(), buffer.padded.device
-    if blocks == 1 and stride * itemsize <= _LARGEST_ROW_BYTES:
-        return _Parts(1, stride)
-    each = _ceil(stride * itemsize, _LARGEST_PART_BYTES)
-    each = min(each | 1 if blocks == 1 else each, _MOST_PARTS // blocks)
+    stride, device, each = buffer.layout.row_stride, buffer.padded.device, 1
+    row_bytes = stride * buffer.padded.element_size()
+    if blocks > 1 or row_bytes > _LARGEST_ROW_BYTES:
+        each = _ceil(row_bytes, _LARGEST_PART_BYTES)
+        each = min(each | 1 if blocks == 1 else each, MOST_BLOCKS // blocks)
     # Programs wait for the others of their row. They are numbered as they start, so the first row that is not finished
     # has all that runs to itself, and gets on as soon as all its parts run at a time.
     if blocks * each > _parts_at_a_time(device):
-        if blocks == 1:
-            return _Parts(1, stride)
-        raise RuntimeError(f"{device} is too small for rows of logits in {blocks} vocabulary blocks")
+        if blocks > 1:
+            raise RuntimeError(f"{device} is too small for rows of logits in {blocks} vocabulary blocks")
+        each = 1
     return _Parts(blocks * each, _ceil(stride, each * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE)
 
 
@@ -523,9 +518,8 @@ def _columns(layout: VocabLayout) -> dict[str, int]:
 
 
 def _row_vectors(buffer: LogitsBuffer) -> RowStatistics:
-    """Memory for statistics."""
-    empty, rows = buffer.padded.new_empty, buffer.padded.shape[0]
-    return RowStatistics(empty(rows, dtype=torch.float32), empty(rows, dtype=torch.float32))
+    rows = buffer.padded.shape[0]
+    return RowStatistics(*(buffer.padded.new_empty(rows, dtype=torch.float32) for _ in RowStatistics._fields))
 
 
 def _vectors(*vectors: Tensor | None) -> list[Tensor | None]:

@@ -38,6 +38,11 @@ class TraceIndex:
         start = min(self._positions[id(bsym)] for bsym in first)
         return self.bsyms[start : self._positions[id(last)]]
 
+    def exists_before(self, tensor: TensorProxy, bsym: BoundSymbol) -> bool:
+        """Whether a tensor is an argument of the trace, or computed before a bound symbol."""
+        producer = self.producers.get(tensor.name)
+        return producer is None or self._positions[id(producer)] < self._positions[id(bsym)]
+
     def same_values(self, a: Any, b: Any) -> bool:
         """Whether two arguments are the same, or computed by the same operations; ignores changes in place."""
         if not isinstance(a, TensorProxy) or not isinstance(b, TensorProxy):

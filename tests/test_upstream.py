@@ -1,0 +1,199 @@
+"""Gradients that the forward finishes for the upstream gradient that is to come."""
+
+import re
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+import thunder_flce
+from reference import Case, error, make_case, truth
+from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.execution import gradient_scaling
+
+UPSTREAM = [1 / 3, 1 / 6, 0.1, 1000 / 7]
+
+
+def a_case(device: str, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """Logits of standard deviation 0.05, whose rounding would hide that of the gradients otherwise."""
+    case = make_case(tokens=1024, vocab=300, hidden=64, dtype=dtype, device=device, ignored=0.0)
+    with torch.no_grad():
+        case.weight.copy_(torch.randn_like(case.weight) * 0.05 / 8)
+        case.x.copy_(torch.randn_like(case.x))
+    return case
+
+
+def errors(case: Case, gradients, upstream: float) -> list[float]:
+    """Those of dX and dW, over those of eager PyTorch."""
+    grad = torch.tensor(upstream, device=case.x.device)
+    exact = [gradient for gradient in truth(case, grad).gradients if gradient is not None]
+    loss = F.cross_entropy(F.linear(case.x, case.weight).float(), case.target)
+    eager = torch.autograd.grad(loss * upstream, (case.x, case.weight))
+    return [error(got, e) / error(p, e) for got, p, e in zip(gradients, eager, exact, strict=True)]
+
+
+def fused(x, weight, target):
+    return F.cross_entropy(F.linear(x, weight).float(), target)
+
+
+# Each takes the upstream gradient, and returns the loss of x, W and y times that.
+WAYS = {
+    "argument": lambda g: lambda *a: linear_cross_entropy(*a, expected_gradient=g) * g,
+    "tensor": lambda g: lambda *a: linear_cross_entropy(*a, expected_gradient=torch.tensor(g, device=a[0].device)) * g,
+    "option": lambda g: lambda *a: linear_cross_entropy(*a, options=Options(expected_gradient=g)) * g,
+    "option of jit": lambda g: _outside(thunder_flce.jit(fused, options=Options(expected_gradient=g)), g),
+    "multiplied": lambda g: thunder_flce.jit(lambda *a: fused(*a) * g),
+    "divided": lambda g: thunder_flce.jit(lambda *a: fused(*a) / (1 / g)),
+    "function in jit": lambda g: thunder_flce.jit(lambda *a: 2 * (linear_cross_entropy(*a) * (g / 2))),
+    "16-bit loss": lambda g: thunder_flce.jit(lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * g),
+    "scale": lambda g: _with_scale(thunder_flce.jit(lambda scale, *a: scale * fused(*a)), g),
+}
+
+
+def _outside(jitted, g):
+    return lambda *a: jitted(*a) * g
+
+
+def _with_scale(jitted, g):
+    return lambda *a: jitted(torch.tensor(g, device=a[0].device), *a)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("upstream", UPSTREAM)
+def test_one_rounding(upstream, way, device, monkeypatch):
+    """No more than PyTorch's error, and the backward has nothing left to multiply with."""
+    factors = []
+    scale = gradient_scaling.scale_gradient
+    monkeypatch.setattr(
+        gradient_scaling,
+        "scale_gradient",
+        lambda gradient, factor, **settings: factors.append(factor) or scale(gradient, factor, **settings),
+    )
+    case = a_case(device)
+    loss = WAYS[way](upstream)(case.x, case.weight, case.target)
+    gradients = torch.autograd.grad(loss, (case.x, case.weight), retain_graph=True)
+    # A loss in 16 bits rounds its upstream gradient.
+    rounded = torch.tensor(upstream, dtype=torch.bfloat16 if way == "16-bit loss" else torch.float64).item()
+    assert max(errors(case, gradients, rounded)) < 1.02
+    assert len(factors) == 2 and all(abs(factor.item() - 1) < 3e-7 for factor in factors)
+    # As exact the second time.
+    for again, gradient in zip(torch.autograd.grad(loss, (case.x, case.weight)), gradients, strict=True):
+        assert torch.equal(again, gradient)
+
+
+def test_without_it_there_are_two(device):
+    case = a_case(device)
+    loss = linear_cross_entropy(case.x, case.weight, case.target) * UPSTREAM[0]
+    assert min(errors(case, torch.autograd.grad(loss, (case.x, case.weight)), UPSTREAM[0])) > 1.2
+
+
+@pytest.mark.parametrize("upstream", [-3.0, 0.0, 1.0])
+def test_another_upstream_gradient_is_right_too(upstream, device):
+    case = make_case(dtype=torch.float32, device=device, bias=True)
+    options = {"linear_bias": case.bias, "expected_gradient": 0.1, "z_loss": 0.01}
+    loss = linear_cross_entropy(case.x, case.weight, case.target, **options)
+    gradients = torch.autograd.grad(loss, case.operands(), torch.tensor(upstream, device=device))
+    for got, right in zip(gradients, truth(case, torch.tensor(upstream), z_loss=0.01).gradients, strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["argument", "option of jit", "scale"])
+def test_float16_under_a_loss_scale(way, device):
+    """Its gradients can be computed in the forward, and do not underflow."""
+    case = a_case(device, torch.float16)
+    loss = WAYS[way](2.0**12)(case.x, case.weight, case.target)
+    gradients = torch.autograd.grad(loss, (case.x, case.weight))
+    assert max(errors(case, gradients, 2.0**12)) < 1.02
+    if way != "argument":
+        jitted = thunder_flce.jit(lambda scale, *a: scale * fused(*a))
+        jitted(torch.tensor(2.0**12, device=device), case.x, case.weight, case.target)
+        assert thunder_flce.explain(jitted)[0].decisions[0].plan.strategy == "gradients_in_forward"
+
+
+def test_a_number_is_no_loss_scale(device):
+    case = a_case(device, torch.float16)
+    jitted = thunder_flce.jit(lambda *a: fused(*a) / 3)
+    jitted(case.x, case.weight, case.target)
+    assert thunder_flce.explain(jitted)[0].decisions[0].plan.strategy != "gradients_in_forward"
+
+
+def _two_losses(x, weight, target):
+    return 0.75 * fused(x, weight, target) + fused(2 * x, weight, target) / 4
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (lambda *a: fused(*a) / 4, ["0.25"]),
+        (lambda *a: -fused(*a), ["-1.0"]),
+        (lambda *a: 3 - fused(*a), ["-1.0"]),
+        (lambda *a: fused(*a) - 3, []),
+        (lambda *a: fused(*a).double() * 0.5 + 1, ["0.5"]),
+        (lambda *a: (fused(*a) * 0.5).reshape(1) * 3, ["1.5"]),
+        (lambda *a: (loss := fused(*a), (loss * 0.5, loss.detach()))[1], ["0.5"]),
+        (lambda *a: (loss := fused(*a), (loss * 0.5, loss))[1], ["0.5"]),
+        (_two_losses, ["0.75", "0.25"]),
+        (lambda *a: linear_cross_entropy(*a, outputs=("accuracy",))[0] * 0.5, ["0.5"]),
+        (lambda *a: linear_cross_entropy(*a, expected_gradient=3) * 0.5, ["3"]),
+        # What is not a factor that is known before the loss.
+        (lambda *a: fused(*a) ** 2 * 3, []),
+        (lambda *a: 3 / fused(*a), []),
+        (lambda *a: (loss := fused(*a), loss * 3 + loss)[1], []),
+        (lambda *a: (loss := fused(*a), loss * (loss.detach() + 1))[1], []),
+        (lambda *a: fused(*a).expand(3) * 3, []),
+        (lambda *a: fused(*a) * 0.0, []),
+        (lambda *a: fused(*a) / 0.0, []),
+        (lambda *a: fused(*a) * float("inf"), []),
+        (lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2], reduction="none").sum() / 3, ["0.3333333333333333"]),
+        (lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2], reduction="none") / 3, []),
+    ],
+)
+def test_which_factors_are_found(program, expected):
+    """In the printed trace; those that are not found are right, too."""
+    case = make_case(dtype=torch.float32, ignored=0.0)
+    jitted = thunder_flce.jit(program)
+    got, right = (f(case.x, case.weight, case.target) for f in (jitted, program))
+    got, right = (results[0] if isinstance(results, tuple) else results for results in (got, right))
+    trace = thunder.last_traces(jitted)[-1].python()
+    assert re.findall(r"linear_cross_entropy_fwd\(.*expected_gradient=([-\d.]+)\)", trace) == expected
+    if right.isfinite().all():
+        gradients = (torch.autograd.grad(results.sum(), (case.x, case.weight)) for results in (got, right))
+        for ours, eager in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+
+
+def test_a_factor_with_a_gradient_of_its_own():
+    """It is a factor all the same, and gets its gradient."""
+    case = make_case(dtype=torch.float32, ignored=0.0)
+    weight_of_loss = torch.tensor(0.3, requires_grad=True)
+    jitted = thunder_flce.jit(lambda w, *a: fused(*a) / w)
+    needing = (weight_of_loss, case.x, case.weight)
+    got = torch.autograd.grad(jitted(weight_of_loss, case.x, case.weight, case.target), needing)
+    right = torch.autograd.grad(fused(case.x, case.weight, case.target) / weight_of_loss, needing)
+    assert "expected_gradient=t" in thunder.last_traces(jitted)[-1].python()
+    for ours, eager in zip(got, right, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("expected", "kind", "message"),
+    [
+        (0, ValueError, "expected_gradient must be finite and not 0, but got 0"),
+        (float("nan"), ValueError, "expected_gradient must be finite and not 0, but got nan"),
+        (torch.ones(2), ValueError, r"expected_gradient must be a number or a tensor without dimensions, .*\(2,\)"),
+        (torch.ones((), requires_grad=True), ValueError, "expected_gradient must not require a gradient"),
+        ("1", TypeError, "expected_gradient must be a number or a tensor without dimensions, but got str"),
+    ],
+)
+def test_bad_input(expected, kind, message):
+    case = make_case()
+    for call in (linear_cross_entropy, thunder_flce.jit(linear_cross_entropy)):
+        with pytest.raises(kind, match=message):
+            call(case.x, case.weight, case.target, expected_gradient=expected)
+
+
+@pytest.mark.parametrize("expected", [0, float("inf"), "1", True])
+def test_bad_option(expected):
+    with pytest.raises(ValueError, match="expected_gradient must be None or a finite number other than 0, but got"):
+        Options(expected_gradient=expected)
