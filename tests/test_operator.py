@@ -248,7 +248,10 @@ def test_logits_are_not_saved_for_any_number_of_tokens():
     def strategy(loss=None, *, needs_grad=("input",), dtype=torch.float32, **options) -> str:
         cast = {name: named[name].to(dtype) for name in ("input", "linear_weight")}
         operands = operands_of({**named, **cast}, loss or Loss(), needs_grad)
-        return Settings.unplanned(operands, needs_grad, Options(**options)).strategy
+        settings = Settings.unplanned(operands, needs_grad, Options(**options))
+        # What the operator plans with when it runs.
+        assert settings.options.strategy == (settings.strategy if needs_grad else None)
+        return settings.strategy
 
     assert strategy() == "gradients_in_forward"
     assert strategy(dtype=torch.float16) == strategy(Loss(reduction="none")) == "recompute_logits"
@@ -362,8 +365,8 @@ def test_a_gradient_that_only_an_outer_transform_needs():
     case = make_case()
 
     def value(weight):
-        inner = torch.func.grad_and_value(lambda x: linear_cross_entropy(x, weight, case.target))
-        return inner(case.x.detach())[1]
+        inner = torch.func.grad_and_value(lambda x, weight: linear_cross_entropy(x, weight, case.target))
+        return inner(case.x.detach(), weight)[1]
 
     assert error(torch.func.grad(value)(case.weight.detach()), truth(case).gradients[1]) < 1e-6
 
