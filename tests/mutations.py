@@ -42,6 +42,7 @@ TRITON_ROWS = (f"{ROW_KERNELS}::test_in_the_interpreter", "tests/test_triton_row
 FREQUENT_ROWS = "tests/test_numerics.py::test_rows_of_dw_with_the_most_targets"
 ONE_PASS = "tests/test_properties.py::test_one_pass"
 SCALING = "tests/test_numerics.py::test_finished_gradients_are_scaled_with_one_rounding"
+OPERATOR = "tests/test_operator.py"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
 
 
@@ -164,16 +165,33 @@ MUTATIONS = [
         tests=(TERMS,),
     ),
     *_of(
-        "functional.py",
-        (
-            "index",
-            "pairs = [(x, weight), *zip(of_others[::2], of_others[1::2]",
-            "pairs = [(x, weight), *zip(of_others[2::2], of_others[3::2]",
-        ),
-        ("index", 'UpstreamGradients(grad, grads.get("log_prob")', 'UpstreamGradients(grad, grads.get("entropy")'),
+        "operators.py",
         ("mask", "input_grad=of_input in needs_grad", 'input_grad="input" in needs_grad'),
         ("mask", "weight_grad=of_weight in needs_grad", 'weight_grad="linear_weight" in needs_grad'),
+        ("index", "zip(terms[::2], terms[1::2]", "zip(terms[1::2], terms[::2]"),
         tests=(TERMS,),
+    ),
+    *_of(
+        "operators.py",
+        ("mask", "grad = torch.where(valid_count == 0, 0, grad)", "grad = grad * 1"),
+        ("mask", "arguments, keep_logits=True)", "arguments, keep_logits=False)"),
+        ("index", "results += [new(tokens), new(tokens), valid_count]", "results += [new(tokens), valid_count]"),
+        ("mask", "options = replace(options, strategy=strategy)", "pass"),
+        ("mask", "grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) / expected_gradient", "pass"),
+        tests=(OPERATOR,),
+    ),
+    *_of(
+        "autograd.py",
+        ("index", "range(first + 3, ctx.count, 2)", "range(first + 4, ctx.count + 1, 2)"),
+        ("index", "(of_outputs.get(name) for name in DIFFERENTIABLE_OUTPUTS)", "others"),
+        tests=(TERMS,),
+    ),
+    *_of(
+        "autograd.py",
+        ("mask", "*(tensors if ctx.is_transformed else ())", ""),
+        ("mask", "while not tensor.requires_grad and", "while False and"),
+        ("mask", "operand.requires_grad and name not in known.needs_grad", "False"),
+        tests=(OPERATOR,),
     ),
     *_of(
         "execution/operands.py",
@@ -326,7 +344,7 @@ MUTATIONS = [
     ),
     *_of(
         "execution/engine.py",
-        ("mask", "logits.clone() if region.tape is None and is_overwritten and graph_is_kept() else logits", "logits"),
+        ("mask", "logits.clone() if is_kept else logits", "logits"),
         tests=(SECOND_BACKWARD,),
     ),
     *_of(

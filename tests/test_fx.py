@@ -329,16 +329,38 @@ def test_options_reach_the_plan():
         assert decisions(compiled)[0].plan.chunk_rows == 8
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("compile", [torch.compile, thunder_flce.thunderfx])
-def test_functional_form_behind_dynamo(compile):
-    """It runs as it is, between two graphs."""
+def test_functional_form_behind_dynamo(compile, reduction):
+    """In one graph: an operator for Inductor, a region for thunder."""
     hidden, weight = torch.randn(2, 7, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     labels = torch.randint(20, (2, 7))
+    labels[0, :3] = -100
 
     def program(hidden, weight, labels):
-        return thunder_flce.linear_cross_entropy(hidden * 2, weight, labels) * 3
+        return (thunder_flce.linear_cross_entropy(hidden * 2, weight, labels, reduction=reduction) * 3).mean()
 
-    loss, expected = compile(program)(hidden, weight, labels), program(hidden, weight, labels)
+    compiled = compile(program, fullgraph=True)
+    loss, expected = compiled(hidden, weight, labels), program(hidden, weight, labels)
     torch.testing.assert_close(loss, expected)
     gradients = [torch.autograd.grad(value, (hidden, weight)) for value in (loss, expected)]
     torch.testing.assert_close(*gradients)
+    if compile is thunder_flce.thunderfx:
+        (graph,) = compiled._backend.subgraph_infos
+        (fused,) = graph.thunder_compiled_fns
+        symbols = [bsym.sym.name for bsym in thunder.last_traces(fused)[-1].bound_symbols]
+        assert "linear_cross_entropy_fwd" in symbols
+
+
+def test_functional_form_with_options_behind_thunderfx():
+    """thunder does not know them, so the operator runs."""
+    hidden, weight = torch.randn(14, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
+    labels = torch.randint(20, (14,))
+
+    def program(hidden, weight, labels):
+        options = thunder_flce.Options(chunk_rows=5)
+        return thunder_flce.linear_cross_entropy(hidden * 2, weight, labels, options=options) * 3
+
+    results = [function(hidden, weight, labels) for function in (thunder_flce.thunderfx(program), program)]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, (hidden, weight)) for loss in results))

@@ -14,7 +14,7 @@ from test_thunder import Head, V, shifted_loss
 from thunder_flce import Options, functional, linear_cross_entropy
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.execution.row_kernels.dispatch import BACKENDS, is_installed
-from thunder_flce.functional import problem_of
+from thunder_flce.operators import problem_of
 from thunder_flce.options import IGNORED_ROWS, STRATEGIES
 from thunder_flce.planning.choose import temporary_bytes
 

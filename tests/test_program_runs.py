@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from program_interpreter import loop_sizes
+from reference import run_inside
 from test_program import CASES, PLANS, Case, T, can_run, problem_of
-from thunder_flce import functional, linear_cross_entropy
+from thunder_flce import functional, linear_cross_entropy, operators
 from thunder_flce.execution import engine
 from thunder_flce.execution.layout import VocabLayout
 from thunder_flce.execution.matmul import matmul
@@ -296,7 +297,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), settings=None):
         known = {tensor.untyped_storage()._cdata for tensor in tree_leaves((arguments, settings)) if _is_tensor(tensor)}
-        result = function(*arguments, **(settings or {}))
+        result = run_inside(self, function, arguments, settings)
         if self._is_paused:
             return result
         for tensor in filter(_is_tensor, tree_leaves(result)):
@@ -362,7 +363,7 @@ def test_predicted_memory_is_what_tensors_take(plan, needs, ignored_rows, monkey
     seen: list[Problem] = []
 
     def plan_for(operands, options):
-        seen.append(functional.problem_of(operands, options))
+        seen.append(operators.problem_of(operands, options))
         return plan
 
     monkeypatch.setattr(functional, "plan_for", plan_for)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reference import assert_as_exact_as_eager, error, make_case, truth
-from thunder_flce import Options, functional, linear_cross_entropy
+from thunder_flce import Options, linear_cross_entropy, operators
 from thunder_flce.execution import row_selection
 from thunder_flce.execution.matmul import matmul
 from thunder_flce.execution.operands import Operands, Term
@@ -68,7 +68,7 @@ def planned(monkeypatch, request):
             return SaveSomeLogits(saved_rows=14, chunk_rows=26, block_columns=5, ignored_rows=options.ignored_rows)
         return make_plan(problem, options)
 
-    monkeypatch.setattr(functional, "cached_plan", plan_of)
+    monkeypatch.setattr(operators, "cached_plan", plan_of)
     strategy = {"some rows saved": "save_logits"}.get(name, name)
     chunk_rows = None if strategy == "save_logits" else 10
     return SimpleNamespace(name=name, options=Options(strategy=strategy, chunk_rows=chunk_rows, ignored_rows="compute"))

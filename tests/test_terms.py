@@ -20,6 +20,7 @@ from reference import (
     error,
     make_case,
     ours,
+    run_inside,
     truth,
 )
 from thunder_flce import Options, functional, linear_cross_entropy
@@ -200,7 +201,7 @@ class _Allocations(TorchDispatchMode):
         self.elements = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+        result = run_inside(self, func, args, kwargs)
         known = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reference import error
-from thunder_flce import Options, functional, linear_cross_entropy
+from thunder_flce import Options, linear_cross_entropy, operators
 from thunder_flce.execution.matmul import cublaslt, matmul, tuning
 from thunder_flce.execution.matmul.cublaslt import MatmulDescriptor, Signature
 from thunder_flce.execution.matmul.layout import Matmul, StoredMatrix
@@ -330,7 +330,7 @@ def test_a_region_tunes_what_its_plan_says(plan, stand_in, monkeypatch):
             made = replace(made, block_columns=20)
         return SaveSomeLogits(saved_rows=30, **vars(made)) if plan == "some rows saved" else made
 
-    monkeypatch.setattr(functional, "cached_plan", plan_of)
+    monkeypatch.setattr(operators, "cached_plan", plan_of)
 
     def gradients(tune):
         options = Options(strategy=strategy, chunk_rows=20, tune_products=tune)
@@ -481,7 +481,7 @@ def test_nothing_is_measured_while_a_graph_is_captured(fresh):
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_region(strategy, vocab, has_bias, fresh):
     """Tuned or not: as exact, and in the same memory."""
-    functional.cached_plan.cache_clear()
+    operators.cached_plan.cache_clear()
     tokens, hidden = 1000, 512
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = (torch.randn(vocab, hidden, device="cuda") / hidden**0.5).bfloat16().requires_grad_()

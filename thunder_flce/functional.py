@@ -1,25 +1,33 @@
-"""`linear_cross_entropy` for eager PyTorch, with autograd."""
+"""`linear_cross_entropy` for PyTorch: arguments, autocast and shapes, then the operator."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+import functools
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_flce.execution import engine
-from thunder_flce.execution.operands import Operands, SavedStatistics, Term, UpstreamGradients
-from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan
-from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
+from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
-from thunder_flce.operation.problem import Problem, TermShape
+from thunder_flce.operation.loss import Loss
+from thunder_flce.operators import Settings, is_traced, operands_of, plan_for
 from thunder_flce.options import Options, as_options
-from thunder_flce.planning.choose import cached_plan
 
 
-# Dynamo, which torch.compile and thunderfx trace with, would trace into the engine, which depends on the data.
-@torch.compiler.disable(reason="linear_cross_entropy runs as it is, between two graphs")
+def _one_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes Dynamo see one call of a function, which AOTAutograd or thunder looks into, and not what it does."""
+    inner = torch.compiler.allow_in_graph(function)
+
+    # Dynamo looks into the very function that is compiled.
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return torch.compiler.allow_in_graph(call)
+
+
+@_one_call
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -46,8 +54,9 @@ def linear_cross_entropy(
 
         logits = softcap * tanh(logit_scale * linear(input, linear_weight, linear_bias).float() / softcap)
 
-    Works eagerly, with autograd, and inside `thunder.jit`. Under `torch.autocast`, the linears' operands are cast. The
-    formulas are in `operation.loss`.
+    Works eagerly and inside `thunder.jit`. For torch.compile and torch.export it is one operator, whose strategy then
+    depends neither on the number of tokens nor on free memory: logits are saved only if the options say so. Under
+    `torch.autocast`, the linears' operands are cast. The formulas are in `operation.loss`.
 
     Args:
         input: (..., H) float16, bfloat16, float32 or float64: the hidden states.
@@ -93,16 +102,17 @@ def linear_cross_entropy(
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
         TypeError, ValueError: see `arguments.check_linear_cross_entropy`.
+        RuntimeError: for second derivatives and for `torch.vmap`.
     """
     options = as_options(options)
     loss = Loss(
         reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        logit_scale=logit_scale,
-        softcap=softcap,
-        z_loss=z_loss,
-        vocab_size=vocab_size,
+        ignore_index=_plain(ignore_index),
+        label_smoothing=_plain(label_smoothing),
+        logit_scale=_plain(logit_scale),
+        softcap=_plain(softcap),
+        z_loss=_plain(z_loss),
+        vocab_size=_plain(vocab_size),
         outputs=outputs,
     )
     input, linear_weight, linear_bias, terms = _autocast((input, linear_weight, linear_bias, terms))
@@ -118,40 +128,15 @@ def linear_cross_entropy(
     }
     check_linear_cross_entropy(**arguments, loss=loss)
     tensors = named_operands(input, linear_weight, linear_bias, terms)
-    needs_grad = [name for name, tensor in tensors.items() if tensor.requires_grad and torch.is_grad_enabled()]
+    is_grad_enabled = torch.is_grad_enabled()
+    needs_grad = tuple(name for name, tensor in tensors.items() if is_grad_enabled and requires_grad(tensor))
     operands = operands_of(arguments, loss, needs_grad)
-    plan = plan_for(operands, options)
-    results = in_shape_of(target, _LinearCrossEntropy.apply(operands, plan, *_tensors_of(operands)))
+    if is_traced(input):
+        settings = Settings.unplanned(operands, needs_grad, options)
+    else:
+        settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
+    results = in_shape_of(target, differentiable_forward(settings, operands)[: 1 + len(outputs)])
     return results if outputs else results[0]
-
-
-def operands_of(arguments: Mapping[str, Any], loss: Loss, needs_grad: Collection[str]) -> Operands:
-    """What the engine takes.
-
-    Args:
-        arguments: those of `linear_cross_entropy` by name; others are passed over.
-        loss: the loss.
-        needs_grad: of the names of `named_operands`, those whose gradient is needed.
-    """
-    input, target = arguments["input"], arguments["target"]
-    linears = [*named_operands(input, arguments["linear_weight"], None, arguments["terms"]).items()]
-    return Operands(
-        terms=tuple(
-            Term(
-                x=x.reshape(target.numel(), x.shape[-1]),
-                weight=weight,
-                input_grad=of_input in needs_grad,
-                weight_grad=of_weight in needs_grad,
-            )
-            for (of_input, x), (of_weight, weight) in zip(linears[::2], linears[1::2], strict=True)
-        ),
-        bias=arguments["linear_bias"],
-        target=target.reshape(-1),
-        loss=loss,
-        class_weight=arguments["weight"],
-        **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},
-        bias_grad="linear_bias" in needs_grad,
-    )
 
 
 def in_shape_of(target: Tensor, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -162,7 +147,7 @@ def in_shape_of(target: Tensor, results: Sequence[Tensor]) -> tuple[Tensor, ...]
 def _autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Under `torch.autocast`, the linears' operands in its dtype, but for float64, as `torch.nn.functional.linear`."""
     device_type = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device_type):
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return operands
     dtype = torch.get_autocast_dtype(device_type)
 
@@ -175,93 +160,8 @@ def _autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast(operands)
 
 
-_ROW_SCALARS = ("num_items", "expected_gradient")
-
-
-def _as_row_scalar(number: Tensor | float | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """A number as a tensor of a dtype, on the device of `like`."""
-    if number is None:
-        return None
-    if isinstance(number, Tensor):
-        return number.to(dtype)
-    return torch.full((), number, dtype=dtype, device=like.device)
-
-
-def problem_of(operands: Operands, options: Options) -> Problem:
-    """What is known of a call before it runs."""
-    return Problem(
-        tokens=operands.tokens,
-        terms=tuple(
-            TermShape(hidden=term.x.shape[1], input_grad=term.input_grad, weight_grad=term.weight_grad)
-            for term in operands.terms
-        ),
-        vocab=operands.vocab,
-        weight_rows=operands.weight_rows,
-        dtype=operands.dtype,
-        device_type=operands.device.type,
-        loss=operands.loss,
-        has_bias=operands.bias is not None,
-        bias_grad=operands.bias_grad,
-        has_class_weight=operands.class_weight is not None,
-        has_num_items=operands.num_items is not None,
-        has_expected_gradient=operands.expected_gradient is not None,
-        float32_logits=options.has_float32_logits(operands.dtype),
-    )
-
-
-def plan_for(operands: Operands, options: Options) -> Plan:
-    """The plan for tensors that are there."""
-    return cached_plan(problem_of(operands, options), options, operands.device)
-
-
-def _tensors_of(operands: Operands) -> tuple[Tensor | None, ...]:
-    """All tensors, in the order that autograd sees: those of the linears first, as `Gradients.in_order` has them."""
-    head, *others = operands.terms
-    of_others = [tensor for term in others for tensor in (term.x, term.weight)]
-    plain = (operands.target, operands.class_weight, operands.num_items)
-    return (head.x, head.weight, operands.bias, *of_others, *plain)
-
-
-def _with_tensors(operands: Operands, tensors: Sequence[Any]) -> Operands:
-    """The operands with other tensors, in the order of `_tensors_of`."""
-    x, weight, bias, *of_others, target, class_weight, num_items = tensors
-    pairs = [(x, weight), *zip(of_others[::2], of_others[1::2], strict=True)]
-    terms = tuple(replace(term, x=x, weight=w) for term, (x, w) in zip(operands.terms, pairs, strict=True))
-    return replace(operands, terms=terms, bias=bias, target=target, class_weight=class_weight, num_items=num_items)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, operands: Operands, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        result = engine.forward(operands, plan)
-        ctx.plan = plan
-        # Tensors are kept by autograd alone.
-        ctx.operands = _with_tensors(operands, [None] * len(tensors))
-        ctx.tensors = len(tensors)
-        ctx.set_materialize_grads(False)
-        outputs = dict(zip(operands.loss.outputs, result.outputs, strict=True))
-        ctx.mark_non_differentiable(*(out for name, out in outputs.items() if name not in DIFFERENTIABLE_OUTPUTS))
-        if result.gradients is not None:
-            expected = operands.expected_gradient
-            ctx.save_for_backward(expected, result.statistics.valid_count, *result.gradients.in_order())
-        elif not isinstance(plan, LossOnly):
-            ctx.save_for_backward(*tensors, *result.statistics, result.logits)
-        return result.loss, *result.outputs
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Under create_graph, once_differentiable would return gradients that silently lack their own.
-        if torch.is_grad_enabled():
-            raise RuntimeError("linear_cross_entropy has no second derivative; call backward without create_graph=True")
-        if isinstance(ctx.plan, GradientsInForward):
-            expected, *saved = ctx.saved_tensors
-            gradients = engine.scale_gradients(grad, *saved, expected_gradient=expected)
-        else:
-            saved = ctx.saved_tensors
-            tensors, (*statistics, logits) = saved[: ctx.tensors], saved[ctx.tensors :]
-            operands = _with_tensors(ctx.operands, tensors)
-            grads = dict(zip(operands.loss.outputs, output_grads, strict=True))
-            upstream = UpstreamGradients(grad, grads.get("log_prob"), grads.get("entropy"))
-            found = engine.backward(operands, ctx.plan, SavedStatistics(*statistics), logits, upstream)
-            gradients = found.in_order()
-        return None, None, *gradients, None, None, None
+def _plain(number: Any) -> Any:
+    """A number as Python's own, which the operator's settings need: it may be NumPy's, or a compiler's symbol."""
+    if isinstance(number, Integral | torch.SymInt) and not isinstance(number, bool):
+        return int(number)
+    return float(number) if isinstance(number, Real | torch.SymFloat) and not isinstance(number, bool) else number

@@ -22,8 +22,9 @@ from thunder_flce.bench.measuring import (
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.execution.operands import Operands, Term
-from thunder_flce.functional import linear_cross_entropy, plan_for, problem_of
+from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.operation.loss import Loss
+from thunder_flce.operators import plan_for, problem_of
 from thunder_flce.options import Options
 from thunder_flce.planning import cost
 from thunder_flce.planning.program import program

@@ -131,7 +131,13 @@ def _forward_for_backward(region: Region, chunk_rows: int, saved_rows: int | Non
 
 
 def backward(
-    operands: Operands, plan: Plan, saved: SavedStatistics, logits: Tensor | None, upstream: UpstreamGradients
+    operands: Operands,
+    plan: Plan,
+    saved: SavedStatistics,
+    logits: Tensor | None,
+    upstream: UpstreamGradients,
+    *,
+    keep_logits: bool = False,
 ) -> Gradients:
     """The gradients, for the plans that compute them in the backward.
 
@@ -141,6 +147,7 @@ def backward(
         saved: as returned by the forward.
         logits: as returned by the forward; used up, unless the graph is kept.
         upstream: the gradients of the loss and its outputs.
+        keep_logits: whether the logits must stay as they are in any case.
     """
     region = Region(operands, plan)
     rows = reselect_rows(region, saved.valid_count)
@@ -152,7 +159,8 @@ def backward(
     saved_rows = slice(0, min(_saved_rows(plan, operands.tokens) or 0, rows.count))
     # Where the logits are overwritten but the graph is kept, autograd will read them again. A plan counts on neither.
     is_overwritten = region.logits_dtype == operands.dtype
-    padded = logits.clone() if region.tape is None and is_overwritten and graph_is_kept() else logits
+    is_kept = region.tape is None and is_overwritten and (keep_logits or graph_is_kept())
+    padded = logits.clone() if is_kept else logits
     buffer = steps.first_rows(LogitsBuffer(padded, region.layout(operands.vocab)), saved_rows.stop)
     steps.name_logits(region, buffer)
     targets = steps.Targets(rows.target[saved_rows])

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+import torch
+
 from thunder_flce.operation.loss import OUTPUTS, Loss
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -177,6 +179,9 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_number(value: Any, kind: type = Real) -> bool:
-    """Whether it is a `Real` or an `Integral` number, or a proxy of one, but no bool."""
-    of_value = getattr(value, "python_type", type(value))
+    """Whether it is a `Real` or an `Integral` number, or stands for one while a program is traced, but no bool."""
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        of_value = value.node.pytype
+    else:
+        of_value = getattr(value, "python_type", type(value))
     return issubclass(of_value, kind) and of_value is not bool

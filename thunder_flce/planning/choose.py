@@ -88,6 +88,19 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
     return replace(plan, tune_products=options.tune_products and _has_large_matmuls(problem, plan))
 
 
+def lasting_strategy(problem: Problem, options: Options) -> str:
+    """A strategy for any number of tokens, and whatever memory is free: logits are saved only where that was asked for.
+
+    Raises:
+        ValueError: as `make_plan`.
+    """
+    check_available(options.row_kernels, dtype=problem.logits_dtype, device_type=problem.device_type)
+    # No size matters, and all of them may be a compiler's symbols.
+    terms = tuple(replace(term, hidden=1) for term in problem.terms)
+    smallest = replace(problem, tokens=1, terms=terms, vocab=1, weight_rows=1)
+    return _strategy_plan(smallest, replace(options, memory_budget=None, chunk_rows=1), _Budget(None, None)).strategy
+
+
 def temporary_bytes(problem: Problem, plan: Plan) -> int:
     """See `Program.temporary_bytes`."""
     return program(problem, plan).temporary_bytes

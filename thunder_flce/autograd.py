@@ -1,0 +1,159 @@
+"""Derivatives of the operators: with autograd and torch.func, eagerly, traced, and in exported programs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_flce import operators
+from thunder_flce.execution import engine
+from thunder_flce.execution.operands import Operands
+from thunder_flce.execution.plan import GradientsInForward, LossOnly
+from thunder_flce.operation.arguments import named_operands
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
+from thunder_flce.operators import Settings, is_traced
+
+_NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
+_NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input may be (..., H), and target (...)"
+
+
+def requires_grad(tensor: Tensor) -> bool:
+    """Whether a tensor requires a gradient, in any of the transforms of torch.func that are at work."""
+    while not tensor.requires_grad and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
+def differentiable_forward(settings: Settings, operands: Operands) -> tuple[Tensor, ...]:
+    """What `torch.ops.thunder_flce.linear_cross_entropy` returns; the loss and its outputs can be differentiated."""
+    head, *others = operands.terms
+    return _apply(
+        settings,
+        (
+            *(operands.target, operands.class_weight, operands.num_items, operands.expected_gradient),
+            *(head.x, head.weight, operands.bias),
+            *(tensor for term in others for tensor in (term.x, term.weight)),
+        ),
+    )
+
+
+_NAMES = ("target", "weight", "num_items", "expected_gradient", "input", "linear_weight", "linear_bias")
+
+
+def _apply(settings: Settings, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """For the tensors of `_NAMES`, then those of the terms."""
+    return _LinearCrossEntropy.apply(settings, torch._C._are_functorch_transforms_active(), *tensors)
+
+
+def _by_name(tensors: Sequence[Tensor | None]) -> dict[str, Any]:
+    return {**dict(zip(_NAMES, tensors, strict=False)), "terms": tensors[len(_NAMES) :]}
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Returns what is saved for the backward, too: torch.func asks for that."""
+
+    @staticmethod
+    def forward(settings: Settings, is_transformed: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.thunder_flce.linear_cross_entropy(**_by_name(tensors), settings=str(settings)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+        ctx.settings, ctx.is_transformed, *tensors = inputs
+        ctx.count = len(inputs)
+        names = ctx.settings.loss.outputs
+        outputs, saved = dict(zip(names, results[1:], strict=False)), results[1 + len(names) :]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(o for n, o in outputs.items() if n not in DIFFERENTIABLE_OUTPUTS), *saved)
+        if ctx.settings.strategy == GradientsInForward.strategy:
+            # torch.func records each backward. It has to find the operands there, or a second derivative would miss a
+            # part instead of raising an error.
+            expected_gradient = tensors[_NAMES.index("expected_gradient")]
+            ctx.save_for_backward(expected_gradient, *saved, *(tensors if ctx.is_transformed else ()))
+        elif ctx.settings.strategy != LossOnly.strategy:
+            logits = saved[3] if len(saved) > 3 else None
+            ctx.save_for_backward(*saved[:3], logits, outputs.get("entropy"), *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        is_recorded = torch.is_grad_enabled()
+        if is_recorded and not ctx.is_transformed:
+            raise RuntimeError(f"{_NO_SECOND_DERIVATIVE}; call backward without create_graph=True")
+        of_outputs = dict(zip(ctx.settings.loss.outputs, others, strict=False))
+        upstream = (grad, *(of_outputs.get(name) for name in DIFFERENTIABLE_OUTPUTS))
+        run = _Backward.apply if is_recorded else _Backward.forward
+        found = run(ctx.settings, *upstream, *ctx.saved_tensors)
+        # Where the operands are among the inputs.
+        first = 2 + _NAMES.index("input")
+        pairs = [(at, at + 1) for at in range(first + 3, ctx.count, 2)]
+        positions = named_operands(first, first + 1, first + 2, pairs)
+        gradients: list[Tensor | None] = [None] * ctx.count
+        for name, gradient in zip(ctx.settings.needs_grad, found, strict=True):
+            gradients[positions[name]] = gradient
+        return tuple(gradients)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        raise RuntimeError(_NO_VMAP)
+
+
+class _Backward(torch.autograd.Function):
+    """The backward; a function of its own where autograd records it."""
+
+    @staticmethod
+    def forward(settings: Settings, grad: Any, log_prob_grad: Any, entropy_grad: Any, *saved: Any) -> Any:
+        if settings.strategy == GradientsInForward.strategy:
+            expected_gradient, valid_count, *gradients = saved[: 2 + len(settings.needs_grad)]
+            scale = operators.scaled if is_traced(valid_count) else engine.scale_gradients
+            return tuple(scale(grad, valid_count, *gradients, expected_gradient=expected_gradient))
+        row_max, row_log_sum, valid_count, logits, entropy, *tensors = saved
+        arguments = {
+            "grad": grad,
+            "log_prob_grad": log_prob_grad,
+            "entropy_grad": entropy_grad,
+            "row_max": row_max,
+            "row_log_sum": row_log_sum,
+            "valid_count": valid_count,
+            "logits": logits,
+            "entropy": entropy,
+            **_by_name(tensors),
+        }
+        if is_traced(valid_count):
+            return tuple(torch.ops.thunder_flce.linear_cross_entropy_backward(**arguments, settings=str(settings)))
+        return tuple(operators.differentiate(settings, arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(_NO_SECOND_DERIVATIVE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
+        raise RuntimeError(_NO_VMAP)
+
+
+def _autograd_kernel(
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, terms: Sequence[Tensor], settings: str, **optional: Any
+) -> list[Tensor]:
+    """What a call of the operator itself runs, as those in exported programs do."""
+    bias, known = optional.get("linear_bias"), Settings.parse(settings)
+    operands = named_operands(input, linear_weight, bias, list(zip(terms[::2], terms[1::2], strict=True)))
+    if not torch.is_grad_enabled() or not any(operand.requires_grad for operand in operands.values()):
+        with torch._C._AutoDispatchBelowAutograd():
+            call = torch.ops.thunder_flce.linear_cross_entropy
+            return call(input, linear_weight, target, terms=terms, settings=settings, **optional)
+    for name, operand in operands.items():
+        if operand.requires_grad and name not in known.needs_grad:
+            raise RuntimeError(
+                f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
+                "it with one that does"
+            )
+    given = {"input": input, "linear_weight": linear_weight, "target": target, **optional}
+    return list(_apply(known, (*map(given.get, _NAMES), *terms)))
+
+
+operators.library.impl("linear_cross_entropy", _autograd_kernel, "Autograd")

@@ -1,0 +1,303 @@
+"""The operators `torch.ops.thunder_flce.linear_cross_entropy` and `…_backward`, which compilers and exporters see.
+
+Each is opaque: it runs the engine. Its fake implementation knows the shapes of what it returns, also where the number
+of tokens is symbolic. What is no tensor is one string, `settings`, a Python literal. It holds a plan or, where a
+program is compiled for any number of tokens, options from which the operator makes the plan when it runs. Such options
+name the strategy, since that decides what is returned.
+
+They return fresh, contiguous tensors and change none of their arguments. `autograd` differentiates them.
+"""
+
+import ast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from thunder_flce.execution import engine
+from thunder_flce.execution.layout import layout_for
+from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, Term, UpstreamGradients
+from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, SaveLogits, SaveSomeLogits
+from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
+from thunder_flce.operation.arguments import named_operands
+from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operation.problem import Problem, TermShape
+from thunder_flce.options import Options
+from thunder_flce.planning.choose import cached_plan, lasting_strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the operators' string says."""
+
+    loss: Loss
+    needs_grad: tuple[str, ...]
+    """Of the names of `named_operands`, those whose gradient is needed, in their order."""
+    strategy: str
+    plan: Plan | None = None
+    """None: made from the options when the operator runs."""
+    options: Options = Options()
+
+    @classmethod
+    def planned(cls, loss: Loss, needs_grad: tuple[str, ...], plan: Plan) -> "Settings":
+        """Those for a plan that is known."""
+        return cls(loss=loss, needs_grad=needs_grad, strategy=plan.strategy, plan=plan)
+
+    @classmethod
+    def unplanned(cls, operands: Operands, needs_grad: tuple[str, ...], options: Options) -> "Settings":
+        """Those for any number of tokens, for operands that may be fake.
+
+        Raises:
+            ValueError: see `planning.choose.make_plan`.
+        """
+        strategy = lasting_strategy(problem_of(operands, options), options)
+        if strategy != LossOnly.strategy:
+            options = replace(options, strategy=strategy)
+        return cls(loss=operands.loss, needs_grad=needs_grad, strategy=strategy, options=options)
+
+    def __str__(self) -> str:
+        return _written(self)
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> "Settings":
+        """The settings that were written as `text`."""
+        values = ast.literal_eval(text)
+        plan = values.get("plan")
+        return Settings(
+            loss=Loss(**values["loss"]),
+            needs_grad=values["needs_grad"],
+            strategy=values["strategy"],
+            plan=None if plan is None else Plan.of({"strategy": values["strategy"], **plan}),
+            options=Options(**values.get("options", {})),
+        )
+
+    def plan_of(self, operands: Operands) -> Plan:
+        """The plan for operands that are there."""
+        return plan_for(operands, self.options) if self.plan is None else self.plan
+
+    def float32_logits(self, operands: Operands) -> bool:
+        """Whether the logits of 16-bit operands stay in float32."""
+        return self.options.has_float32_logits(operands.dtype) if self.plan is None else self.plan.float32_logits
+
+
+@lru_cache(maxsize=1024)
+def _written(settings: Settings) -> str:
+    values = {"loss": settings.loss.non_defaults(), "needs_grad": settings.needs_grad, "strategy": settings.strategy}
+    if settings.plan is not None:
+        values["plan"] = {name: value for name, value in settings.plan.non_defaults().items() if name != "strategy"}
+    options = settings.options
+    changed = {f.name: value for f in fields(options) if (value := getattr(options, f.name)) != f.default}
+    return repr({**values, "options": changed} if changed else values)
+
+
+def operands_of(arguments: Mapping[str, Any], loss: Loss, needs_grad: Collection[str]) -> Operands:
+    """What the engine takes.
+
+    Args:
+        arguments: those of `linear_cross_entropy` by name; others are passed over.
+        loss: the loss.
+        needs_grad: of the names of `named_operands`, those whose gradient is needed.
+    """
+    input, target = arguments["input"], arguments["target"]
+    linears = [*named_operands(input, arguments["linear_weight"], None, arguments["terms"]).items()]
+    return Operands(
+        terms=tuple(
+            Term(
+                x=x.reshape(target.numel(), x.shape[-1]),
+                weight=weight,
+                input_grad=of_input in needs_grad,
+                weight_grad=of_weight in needs_grad,
+            )
+            for (of_input, x), (of_weight, weight) in zip(linears[::2], linears[1::2], strict=True)
+        ),
+        bias=arguments["linear_bias"],
+        target=target.reshape(-1),
+        loss=loss,
+        class_weight=arguments["weight"],
+        **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},
+        bias_grad="linear_bias" in needs_grad,
+    )
+
+
+_ROW_SCALARS = ("num_items", "expected_gradient")
+
+
+def _as_row_scalar(number: Tensor | float | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """A number as a tensor of a dtype, on the device of `like`."""
+    if number is None:
+        return None
+    if isinstance(number, Tensor):
+        return number.to(dtype)
+    return torch.full((), number, dtype=dtype, device=like.device)
+
+
+def problem_of(operands: Operands, options: Options) -> Problem:
+    """What is known of a call before it runs."""
+    return Problem(
+        tokens=operands.tokens,
+        terms=tuple(
+            TermShape(hidden=term.x.shape[1], input_grad=term.input_grad, weight_grad=term.weight_grad)
+            for term in operands.terms
+        ),
+        vocab=operands.vocab,
+        weight_rows=operands.weight_rows,
+        dtype=operands.dtype,
+        device_type=operands.device.type,
+        loss=operands.loss,
+        has_bias=operands.bias is not None,
+        bias_grad=operands.bias_grad,
+        has_class_weight=operands.class_weight is not None,
+        has_num_items=operands.num_items is not None,
+        has_expected_gradient=operands.expected_gradient is not None,
+        float32_logits=options.has_float32_logits(operands.dtype),
+    )
+
+
+def plan_for(operands: Operands, options: Options) -> Plan:
+    """The plan for tensors that are there."""
+    return cached_plan(problem_of(operands, options), options, operands.device)
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether a program is being compiled or exported, or runs on tensors without values."""
+    return torch.compiler.is_compiling() or tensor.is_meta or is_fake(tensor)
+
+
+def differentiate(settings: Settings, arguments: Mapping[str, Any], *, keep_logits: bool = False) -> list[Tensor]:
+    """The needed gradients, for the strategies that compute them in the backward, of tensors that are there.
+
+    Args:
+        settings: those of the forward.
+        arguments: those of the backward operator, by name.
+        keep_logits: whether saved logits must stay as they are even where autograd will not read them again.
+    """
+    operands = _operands(settings, arguments)
+    statistics = SavedStatistics(*(arguments[name] for name in SavedStatistics._fields))
+    upstream = UpstreamGradients(arguments["grad"], arguments["log_prob_grad"], arguments["entropy_grad"])
+    plan, logits = settings.plan_of(operands), arguments["logits"]
+    gradients = engine.backward(operands, plan, statistics, logits, upstream, keep_logits=keep_logits)
+    return _needed(gradients)
+
+
+def scaled(
+    grad: Tensor, valid_count: Tensor, *gradients: Tensor, expected_gradient: Tensor | None = None
+) -> list[Tensor]:
+    """`engine.scale_gradients` as PyTorch operations, which a compiler fuses and runs in memory of its choice."""
+    if expected_gradient is not None:
+        grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) / expected_gradient
+    grad = torch.where(valid_count == 0, 0, grad)
+    return [(gradient.to(grad.dtype) * grad).to(gradient.dtype) for gradient in gradients]
+
+
+def _needed(gradients: Gradients) -> list[Tensor]:
+    return [gradient for gradient in gradients.in_order() if gradient is not None]
+
+
+def _arguments(names: Sequence[str], tensors: Sequence[Tensor | None], others: Mapping[str, Any]) -> dict[str, Any]:
+    """By name; those that have their defaults are not handed over."""
+    return {**dict.fromkeys(_DEFAULTS), **dict(zip(names, tensors, strict=True)), **others}
+
+
+def _operands(settings: Settings, arguments: Mapping[str, Any]) -> Operands:
+    terms = arguments["terms"]
+    pairs = list(zip(terms[::2], terms[1::2], strict=True))
+    return operands_of({**arguments, "terms": pairs}, settings.loss, settings.needs_grad)
+
+
+def _forward(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor]:
+    known = Settings.parse(settings)
+    operands = _operands(known, _arguments(_POSITIONAL, tensors, others))
+    result = engine.forward(operands, known.plan_of(operands))
+    results = [result.loss, *result.outputs]
+    if result.gradients is not None:
+        return [*results, result.statistics.valid_count, *_needed(result.gradients)]
+    if known.strategy == LossOnly.strategy:
+        return results
+    # The entropy is among the outputs.
+    return [*results, *result.statistics[:3], *([] if result.logits is None else [result.logits])]
+
+
+def _forward_fake(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor]:
+    known = Settings.parse(settings)
+    operands, loss = _operands(known, _arguments(_POSITIONAL, tensors, others)), known.loss
+    tokens, row_dtype = operands.tokens, operands.row_dtype
+
+    def new(*shape: int, dtype: torch.dtype = row_dtype) -> Tensor:
+        return operands.target.new_empty(shape, dtype=dtype)
+
+    results = [new(tokens) if loss.reduction == "none" else new()]
+    for output in (OUTPUTS[name] for name in loss.outputs):
+        shape = () if output.is_mean else (tokens,)
+        results.append(new(*shape, dtype=torch.int64 if output.is_index else row_dtype))
+    if known.strategy == LossOnly.strategy:
+        return results
+    valid_count = new(dtype=torch.int64)
+    if known.strategy == GradientsInForward.strategy:
+        return [*results, valid_count, *_gradients_fake(operands)]
+    results += [new(tokens), new(tokens), valid_count]
+    if known.strategy == SaveLogits.strategy:
+        dtype = torch.float32 if known.float32_logits(operands) else operands.dtype
+        row = layout_for(operands.vocab, dtype=dtype, device_type=operands.device.type).row_stride
+        rows = known.plan.saved_rows if isinstance(known.plan, SaveSomeLogits) else tokens
+        results.append(new(rows, row, dtype=dtype))
+    return results
+
+
+def _gradients_fake(operands: Operands) -> list[Tensor]:
+    needed = [
+        operand for term in operands.terms for operand in ((term.x, term.input_grad), (term.weight, term.weight_grad))
+    ]
+    if operands.bias is not None:
+        needed.insert(2, (operands.bias, operands.bias_grad))
+    return [operand.new_empty(operand.shape) for operand, is_needed in needed if is_needed]
+
+
+def _backward(*tensors: Tensor | None, settings: str, **others: Any) -> list[Tensor]:
+    arguments = _arguments(_BACKWARD_POSITIONAL, tensors, others)
+    return differentiate(Settings.parse(settings), arguments, keep_logits=True)
+
+
+def _backward_fake(*tensors: Tensor | None, settings: str, **others: Any) -> list[Tensor]:
+    arguments = _arguments(_BACKWARD_POSITIONAL, tensors, others)
+    return _gradients_fake(_operands(Settings.parse(settings), arguments))
+
+
+def _define(name: str, schema: str, run: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> None:
+    library.define(f"{name}({schema}) -> Tensor[]")
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+
+
+_POSITIONAL = ("input", "linear_weight", "target")
+_BACKWARD_POSITIONAL = ("grad", *_POSITIONAL, "row_max", "row_log_sum", "valid_count")
+_DEFAULTS = (
+    "linear_bias",
+    "weight",
+    "num_items",
+    "expected_gradient",
+    "entropy",
+    "logits",
+    "log_prob_grad",
+    "entropy_grad",
+)
+_KEYWORDS = (
+    "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? num_items=None, "
+    "Tensor? expected_gradient=None"
+)
+library = torch.library.Library("thunder_flce", "FRAGMENT")
+_define(
+    "linear_cross_entropy", f"Tensor input, Tensor linear_weight, Tensor target, {_KEYWORDS}", _forward, _forward_fake
+)
+_define(
+    "linear_cross_entropy_backward",
+    "Tensor? grad, Tensor input, Tensor linear_weight, Tensor target, Tensor row_max, Tensor row_log_sum, "
+    f"Tensor valid_count, {_KEYWORDS}, Tensor? entropy=None, "
+    "Tensor? logits=None, Tensor? log_prob_grad=None, Tensor? entropy_grad=None",
+    _backward,
+    _backward_fake,
+)
