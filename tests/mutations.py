@@ -710,7 +710,7 @@ MUTATIONS = [
     ),
     *_of(
         "graph/transform.py",
-        ("mask", "symbols.converted(symbols.converted(tensor, value.dtype), row_dtype)", "tensor"),
+        ("mask", "number if value.dtype.bytes >= 4 else _rounded(", "number if True else _rounded("),
         ("mask", 'if region["input"].dtype == dtypes.float16 and not is_scale:', "if False:"),
         ("divisor", "number / factor if divides else number * factor", "number * factor"),
         tests=("tests/test_upstream.py",),

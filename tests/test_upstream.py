@@ -92,7 +92,7 @@ def test_one_rounding(upstream, way, device, monkeypatch):
 def test_without_it_there_are_two(device):
     case = a_case(device)
     loss = linear_cross_entropy(case.x, case.weight, case.target) * UPSTREAM[0]
-    assert min(errors(case, torch.autograd.grad(loss, (case.x, case.weight)), UPSTREAM[0])) > 1.2
+    assert max(errors(case, torch.autograd.grad(loss, (case.x, case.weight)), UPSTREAM[0])) > 1.2
 
 
 @pytest.mark.parametrize("upstream", [-3.0, 0.0, 1.0])
@@ -168,6 +168,21 @@ def test_which_factors_are_found(program, expected):
         gradients = (torch.autograd.grad(results.sum(), (case.x, case.weight)) for results in (got, right))
         for ours, eager in zip(*gradients, strict=True):
             torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [1 / 3, -0.1, 1000 / 7, 1 + 2**-8, 1 + 3 * 2**-8, 1 - 2**-12])
+def test_the_factor_of_a_16_bit_loss_is_rounded(factor, dtype):
+    """As the loss rounds its upstream gradient."""
+    case = make_case(dtype=dtype, ignored=0.0)
+    jitted = thunder_flce.jit(
+        lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * factor, options=Options(expected_gradient=1.0)
+    )
+    jitted(case.x, case.weight, case.target)
+    trace = thunder.last_traces(jitted)[-1].python()
+    found = re.search(r"linear_cross_entropy_fwd\(.*expected_gradient=([-\d.]+)\)", trace)
+    rounded = torch.tensor(factor, dtype=dtype).item()
+    assert (1.0 if found is None else float(found[1])) == rounded
 
 
 def test_a_factor_with_a_gradient_of_its_own():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import thunder.torch as ltorch
+import torch
 from thunder.core import dtypes
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
@@ -273,11 +274,9 @@ class _Rewrite(TraceSubstitutionProcessor):
         if region["input"].dtype == dtypes.float16 and not is_scale:
             return None
         if tensor is not None:
-            tensor = tensor if number == 1 else ltorch.mul(tensor, number)
-        elif value.dtype.bytes < 4:
-            tensor = ltorch.full((), number, device=value.device, dtype=row_dtype)
+            return tensor if number == 1 else ltorch.mul(tensor, number)
         # A loss in 16 bits rounds its upstream gradient.
-        return number if tensor is None else symbols.converted(symbols.converted(tensor, value.dtype), row_dtype)
+        return number if value.dtype.bytes >= 4 else _rounded(number, dtypes.to_torch_dtype(value.dtype))
 
     def _region(self, region: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
         if region["expected_gradient"] is None and needs_grad:
@@ -298,6 +297,12 @@ def _operands(term: Term, path: LogitsPath) -> tuple[TensorProxy, TensorProxy]:
     if term.factor != 1:
         input = ltorch.mul(input, float(term.factor))
     return input, ltorch.transpose(weight, 0, 1) if term.transposed else weight
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """A normal number in the precision of a dtype, without a tensor, which may be fake while a trace is made."""
+    unit, (significand, exponent) = torch.finfo(dtype).eps / 2, math.frexp(number)
+    return math.ldexp(round(significand / unit) * unit, exponent)
 
 
 def _open_checkpoints(trace: TraceCtx) -> TraceCtx:
