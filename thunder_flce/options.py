@@ -61,7 +61,7 @@ class Options:
 
     row_kernels: str = "auto"
     """Who runs the row work, which is everything but the matmuls: "triton", "nvfuser" or "torch" (PyTorch operations),
-    each alone, or "auto": for each step the fastest of those that are installed. Neither Triton nor nvFuser runs
+    each alone, or "auto": the fastest that is installed. Neither Triton nor nvFuser runs
     float64, or on a CPU; to ask for them there is an error."""
 
     expected_gradient: float | None = None
