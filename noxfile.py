@@ -19,11 +19,14 @@ OLDEST_TORCH, *BETWEEN, NEWEST_TORCH = ("2.8", "2.9", "2.10", "2.11")
 NVFUSER_PYTHONS, NVFUSER_TORCH = ("3.10", "3.12"), "2.10"
 """What the extra `nvfuser` has wheels for."""
 
-# Whole files: imports, the numbers, thunder.jit, thunderfx, real models, the modules, the plan, and the kernels
+# Whole files: imports, the numbers, thunder.jit, thunderfx, the operators, real models, the plan, and the kernels
 # in Triton's interpreter.
 SHORT_SUITE = [
     f"tests/test_{name}.py"
-    for name in "imports numerics thunder fx models modules plan explain nvfuser triton_rows examples".split()
+    for name in (
+        *("imports", "numerics", "thunder", "fx", "operator", "upstream", "models", "modules", "plan", "explain"),
+        *("nvfuser", "triton_rows", "examples"),
+    )
 ]
 
 VERSIONS = [

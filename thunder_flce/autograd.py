@@ -47,7 +47,8 @@ def _apply(settings: Settings, tensors: Sequence[Tensor | None]) -> tuple[Tensor
 
 
 def _by_name(tensors: Sequence[Tensor | None]) -> dict[str, Any]:
-    return {**dict(zip(_NAMES, tensors, strict=False)), "terms": tensors[len(_NAMES) :]}
+    # Dynamo of torch 2.8, in compiled autograd, takes strict=False for True.
+    return {**dict(zip(_NAMES, tensors[: len(_NAMES)], strict=True)), "terms": tensors[len(_NAMES) :]}
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -80,7 +81,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_recorded = torch.is_grad_enabled()
         if is_recorded and not ctx.is_transformed:
             raise RuntimeError(f"{_NO_SECOND_DERIVATIVE}; call backward without create_graph=True")
-        of_outputs = dict(zip(ctx.settings.loss.outputs, others, strict=False))
+        names = ctx.settings.loss.outputs
+        of_outputs = dict(zip(names, others[: len(names)], strict=True))
         upstream = (grad, *(of_outputs.get(name) for name in DIFFERENTIABLE_OUTPUTS))
         run = _Backward.apply if is_recorded else _Backward.forward
         found = run(ctx.settings, *upstream, *ctx.saved_tensors)
