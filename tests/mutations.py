@@ -711,7 +711,9 @@ MUTATIONS = [
     *_of(
         "graph/transform.py",
         ("mask", "number if value.dtype.bytes >= 4 else _rounded(", "number if True else _rounded("),
-        ("mask", 'if region["input"].dtype == dtypes.float16 and not is_scale:', "if False:"),
+        ("mask", 'if region["input"].dtype == dtypes.float16 and self', "if False and self"),
+        ("mask", "return ltorch.where(is_usable, tensor, 1.0)", "return tensor"),
+        ("mask", "elif factor.name not in self._missing:", "else:"),
         ("divisor", "number / factor if divides else number * factor", "number * factor"),
         tests=("tests/test_upstream.py",),
     ),

@@ -108,7 +108,7 @@ def test_state_dict_is_that_of_the_head():
     tied = torch.randn(V, H)
     model.load_state_dict({"embedding.weight": tied, "lm_head.weight": tied})
     assert torch.equal(model.lm_head.weight, tied) and model.lm_head.weight is model.embedding.weight
-    assert list(LinearCrossEntropyLoss(H, V, weight=torch.ones(V)).state_dict()) == ["weight", "class_weight"]
+    assert list(LinearCrossEntropyLoss(H, V, weight=torch.ones(V)).state_dict()) == ["weight"]
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -340,3 +340,23 @@ def test_loss_only_of_what_has_none(name):
     make, message = NO_LOSS[name]
     with pytest.raises(TypeError, match=message):
         loss_only(make())
+
+
+def test_the_state_dict_is_that_of_a_linear():
+    """With class weights, too, which are a setting."""
+    linear = torch.nn.Linear(5, 11, bias=False)
+    loss = LinearCrossEntropyLoss(5, 11, bias=False, weight=torch.ones(11))
+    loss.load_state_dict(linear.state_dict())
+    assert loss.state_dict().keys() == linear.state_dict().keys() and torch.equal(loss.weight, linear.weight)
+
+
+def test_a_linear_that_is_more_than_one():
+    hooked, parametrized, replaced = (torch.nn.Linear(5, 11, bias=False) for _ in range(3))
+    hooked.register_forward_hook(lambda module, inputs, output: output * 3)
+    torch.nn.utils.parametrizations.weight_norm(parametrized)
+    replaced.forward = lambda x: x
+    with pytest.raises(TypeError, match="linear must have no forward hooks"):
+        LinearCrossEntropyLoss.from_linear(hooked)
+    for linear in (parametrized, replaced):
+        with pytest.raises(TypeError, match="linear must be a torch.nn.Linear with the forward of torch.nn.Linear"):
+            LinearCrossEntropyLoss.from_linear(linear)

@@ -571,3 +571,22 @@ def test_captured_after_compilation(name):
     right = truth(case, torch.ones_like(captured[0]), reduction=reduction)
     for got, exact in zip(captured, (right.loss, *right.gradients), strict=True):
         assert error(got, exact) < 1e-5
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_upstream_gradient(strategy):
+    """As from a function that has none: then nothing has a gradient."""
+
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    case = make_case()
+    loss = linear_cross_entropy(case.x, case.weight, case.target, options=Options(strategy=strategy))
+    Stop.apply(loss).backward()
+    assert case.x.grad is None and case.weight.grad is None

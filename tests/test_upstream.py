@@ -105,24 +105,64 @@ def test_another_upstream_gradient_is_right_too(upstream, device):
         torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["argument", "option of jit", "scale"])
+@pytest.mark.parametrize("way", ["argument", "option of jit"])
 def test_float16_under_a_loss_scale(way, device):
     """Its gradients can be computed in the forward, and do not underflow."""
     case = a_case(device, torch.float16)
     loss = WAYS[way](2.0**12)(case.x, case.weight, case.target)
     gradients = torch.autograd.grad(loss, (case.x, case.weight))
     assert max(errors(case, gradients, 2.0**12)) < 1.02
-    if way != "argument":
-        jitted = thunder_flce.jit(lambda scale, *a: scale * fused(*a))
-        jitted(torch.tensor(2.0**12, device=device), case.x, case.weight, case.target)
-        assert thunder_flce.explain(jitted)[0].decisions[0].plan.strategy == "gradients_in_forward"
 
 
-def test_a_number_is_no_loss_scale(device):
-    case = a_case(device, torch.float16)
-    jitted = thunder_flce.jit(lambda *a: fused(*a) / 3)
-    jitted(case.x, case.weight, case.target)
-    assert thunder_flce.explain(jitted)[0].decisions[0].plan.strategy != "gradients_in_forward"
+@pytest.mark.parametrize("factor", [1 / 3, torch.tensor(0.125)], ids=["number", "tensor"])
+def test_what_follows_the_loss_is_no_loss_scale(factor):
+    """float16 waits for the one that is outside."""
+    case = a_case("cpu", torch.float16)
+    for options, is_in_forward in ((Options(), False), (Options(expected_gradient=2.0**16), True)):
+        jitted = thunder_flce.jit(lambda factor, *a: fused(*a) * factor, options=options)
+        loss = jitted(factor, case.x, case.weight, case.target)
+        gradients = torch.autograd.grad(loss, (case.x, case.weight), torch.tensor(2.0**16))
+        assert max(errors(case, gradients, 2.0**16 * float(factor))) < 1.02
+        strategy = thunder_flce.explain(jitted)[0].decisions[0].plan.strategy
+        assert (strategy == "gradients_in_forward") == is_in_forward
+
+
+@pytest.mark.parametrize(
+    ("factor", "divides"), [(0.0, False), (False, False), (1e-42, False), (-2.0, False), (1e39, True), (-2.0, True)]
+)
+def test_a_tensor_of_any_value(factor, divides):
+    """One that is 0 when the program runs, too; and the loss that is returned beside the product keeps its gradient."""
+    case = make_case(dtype=torch.float32, ignored=0.0)
+    factor = torch.tensor(factor, dtype=torch.bool if factor is False else torch.float64)
+
+    def program(factor, *a):
+        loss = fused(*a)
+        return loss, (loss / (factor * 1.0) if divides else loss * factor)
+
+    jitted = thunder_flce.jit(program)
+    for which in (0, 1):
+        results = [f(factor, case.x, case.weight, case.target)[which] for f in (jitted, program)]
+        got, right = (torch.autograd.grad(result, (case.x, case.weight)) for result in results)
+        for ours, eager in zip(got, right, strict=True):
+            torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+
+
+def test_a_factor_that_the_region_gives():
+    """The accuracy, which is computed after the region where the region computes the argmax."""
+    case = make_case(dtype=torch.float32, ignored=0.0)
+
+    def program(x, weight, target):
+        logits = F.linear(x, weight)
+        accuracy = (logits.argmax(-1) == target).float().mean() + 0.5
+        return F.cross_entropy(logits, target) * accuracy * 2
+
+    jitted = thunder_flce.jit(program, strict=True)
+    got, right = (
+        torch.autograd.grad(f(case.x, case.weight, case.target), (case.x, case.weight)) for f in (jitted, program)
+    )
+    for ours, eager in zip(got, right, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
+    assert "expected_gradient=2.0" in thunder.last_traces(jitted)[-1].python()
 
 
 def _two_losses(x, weight, target):

@@ -74,6 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(expected_gradient, *saved, *(tensors if ctx.is_transformed else ()))
         elif ctx.settings.strategy != LossOnly.strategy:
             logits = saved[3] if len(saved) > 3 else None
+            tensors[_NAMES.index("expected_gradient")] = None
             ctx.save_for_backward(*saved[:3], logits, outputs.get("entropy"), *tensors)
 
     @staticmethod
@@ -84,6 +85,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         names = ctx.settings.loss.outputs
         of_outputs = dict(zip(names, others[: len(names)], strict=True))
         upstream = (grad, *(of_outputs.get(name) for name in DIFFERENTIABLE_OUTPUTS))
+        if all(each is None for each in upstream):
+            return (None,) * ctx.count
         run = _Backward.apply if is_recorded else _Backward.forward
         found = run(ctx.settings, *upstream, *ctx.saved_tensors)
         # Where the operands are among the inputs.

@@ -91,7 +91,8 @@ class LinearCrossEntropyLoss(nn.Module):
         as_options(options)
         self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
-        self.register_buffer("class_weight", weight)
+        # A setting: the state dict is that of a linear.
+        self.register_buffer("class_weight", weight, persistent=False)
         self.reset_parameters()
 
     @classmethod
@@ -105,11 +106,14 @@ class LinearCrossEntropyLoss(nn.Module):
         Raises:
             TypeError: where linear is not a `torch.nn.Linear`, or computes something else in its forward.
         """
-        if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        is_plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
+        if not is_plain or "forward" in vars(linear) or "weight" not in linear._parameters:
             raise TypeError(
-                f"linear must be a torch.nn.Linear with the forward of torch.nn.Linear, but got "
+                f"linear must be a torch.nn.Linear with the forward of torch.nn.Linear and a plain weight, but got "
                 f"{type(linear).__name__}; what else it computes would be lost"
             )
+        if linear._forward_hooks or linear._forward_pre_hooks:
+            raise TypeError("linear must have no forward hooks, which would be lost")
         has_bias = linear.bias is not None
         loss = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta", **settings)
         loss.weight, loss.bias = linear.weight, linear.bias
@@ -178,8 +182,9 @@ def loss_only(model: nn.Module) -> nn.Module:
     Logits that a program returns must be there in full, so this is what to compile:
     `thunder_flce.jit(thunder_flce.loss_only(model))`. It is called as the model is, with `labels=`.
 
-    It is the same model but for the forward: the two share parameters, buffers and their names, submodules, hooks, mode
-    and every other attribute, so that what is set on one is set on the other.
+    Compile it by a function, such as `torch.compile`: `Module.compile` replaces the call of both. It is the same model
+    but for the forward: the two share parameters, buffers and their names, submodules, hooks, mode and every other
+    attribute, so that what is set on one is set on the other.
 
     Args:
         model: its forward takes `labels`, and returns the loss as the attribute or the item "loss" of its output, or as
@@ -193,6 +198,8 @@ def loss_only(model: nn.Module) -> nn.Module:
         raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")
     model_class = type(model)
     name = model_class.__name__
+    if getattr(model_class.forward, "returns_loss_only", False):
+        return model
     if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError(f"the forward of this {name} was compiled or replaced; call loss_only before that")
     if "labels" not in inspect.signature(model.forward).parameters:
@@ -223,6 +230,7 @@ def loss_only(model: nn.Module) -> nn.Module:
             # This class cannot be found by its name.
             return loss_only, (_same(self, model_class),)
 
+    LossOnly.forward.returns_loss_only = True  # type: ignore[attr-defined]
     # transformers writes a class's name into checkpoints.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(LossOnly, attribute, getattr(model_class, attribute))

@@ -259,22 +259,25 @@ class _Rewrite(TraceSubstitutionProcessor):
         """The upstream gradient that the trace and the options say; None for 1. May add operations to the trace."""
         number, tensor = self._options.expected_gradient or 1.0, None
         value, row_dtype = loss.flat_proxy_outs[0], symbols.loss_dtype(region["input"])
+        # What follows the loss is no loss scale, which is what float16 needs.
+        if region["input"].dtype == dtypes.float16 and self._options.expected_gradient is None:
+            return None
         for factor, divides in factors_after(loss, self._index):
             if not isinstance(factor, TensorProxy):
                 number = number / factor if divides else number * factor
-                continue
-            factor = ltorch.detach(factor if factor.ndim == 0 else ltorch.reshape(factor, ()))
-            factor = symbols.converted(factor, row_dtype)
-            factor = ltorch.true_divide(1.0, factor) if divides else factor
-            tensor = factor if tensor is None else ltorch.mul(tensor, factor)
-        # A number that follows the loss is no loss scale, which is what float16 needs.
-        is_scale = tensor is not None or self._options.expected_gradient is not None
-        if (number == 1 and tensor is None) or number == 0 or not math.isfinite(number):
-            return None
-        if region["input"].dtype == dtypes.float16 and not is_scale:
-            return None
+            elif factor.name not in self._missing:
+                factor = ltorch.detach(factor if factor.ndim == 0 else ltorch.reshape(factor, ()))
+                factor = symbols.converted(factor, row_dtype)
+                factor = ltorch.true_divide(1.0, factor) if divides else factor
+                tensor = factor if tensor is None else ltorch.mul(tensor, factor)
         if tensor is not None:
-            return tensor if number == 1 else ltorch.mul(tensor, number)
+            # It may be 0 when the program runs. Then gradients are finished for 1.
+            tensor = tensor if number == 1 else ltorch.mul(tensor, number)
+            size = ltorch.abs(tensor)
+            is_usable = ltorch.logical_and(ltorch.ge(size, _LEAST_FACTOR), ltorch.le(size, 1 / _LEAST_FACTOR))
+            return ltorch.where(is_usable, tensor, 1.0)
+        if number == 1 or not _LEAST_FACTOR <= abs(number) <= 1 / _LEAST_FACTOR:
+            return None
         # A loss in 16 bits rounds its upstream gradient.
         return number if value.dtype.bytes >= 4 else _rounded(number, dtypes.to_torch_dtype(value.dtype))
 
@@ -297,6 +300,10 @@ def _operands(term: Term, path: LogitsPath) -> tuple[TensorProxy, TensorProxy]:
     if term.factor != 1:
         input = ltorch.mul(input, float(term.factor))
     return input, ltorch.transpose(weight, 0, 1) if term.transposed else weight
+
+
+# Of what gradients are finished for: with it, and with its reciprocal, they neither underflow nor overflow in float32.
+_LEAST_FACTOR = 2.0**-60
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:

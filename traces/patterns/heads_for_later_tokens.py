@@ -70,8 +70,8 @@ def computation(hidden, weight, second_weight, labels):
   # return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), **settings)
   t13 = torch.reshape(t11, (2, 4094))  # t13: "cpu i64[2, 4094]"
   del t11
-  (t14, t15, t16, t17, t18, t19) = linear_cross_entropy_fwd(t12, second_weight, t13, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, expected_gradient=0.30000001192092896)
-    # x = t12, W = second_weight, y = t13, expected_gradient = 0.30000001192092896
+  (t14, t15, t16, t17, t18, t19) = linear_cross_entropy_fwd(t12, second_weight, t13, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, expected_gradient=0.3)
+    # x = t12, W = second_weight, y = t13, expected_gradient = 0.3
     # loss = t14: f32[], row_max = t15: f32[8188], row_log_sum = t16: f32[8188], valid_count = t17: i64[], dX = t18: f32[2, 4094, 4096], dW = t19: f32[128256, 4096]
     # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
     # x, y = x[valid], y[valid]                                                                                           PyTorch
@@ -126,9 +126,9 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   t23 = torch.mul(0.3, t22)  # t23: "cpu f32[]"
-  (t24, t25) = scale_gradients(t23, t17, t18, t19, expected_gradient=0.30000001192092896)
-    # t18 f32[2, 4094, 4096] = t18 * where(t17 == 0, 0, t23 / 0.30000001192092896)  (skipped where that is 1)  PyTorch
-    # t19 f32[128256, 4096] = t19 * where(t17 == 0, 0, t23 / 0.30000001192092896)  (skipped where that is 1)   PyTorch
+  (t24, t25) = scale_gradients(t23, t17, t18, t19, expected_gradient=0.3)
+    # t18 f32[2, 4094, 4096] = t18 * where(t17 == 0, 0, t23 / 0.3)  (skipped where that is 1)  PyTorch
+    # t19 f32[128256, 4096] = t19 * where(t17 == 0, 0, t23 / 0.3)  (skipped where that is 1)   PyTorch
   del t23, t17, t18, t19
   t26 = torch_pad_prim_impl(t24, 0.0, ((0, 0, 0), (0, 2, 0), (0, 0, 0)))  # t26: "cpu f32[2, 4096, 4096]"
   del t24

@@ -7,11 +7,11 @@
 #
 # fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t11: f32[], 4 bytes
-#     t8: i64[], 8 bytes
-#     t9: f32[2, 4096, 4096], 134,217,728 bytes
-#     t10: f32[128256, 4096], 2,101,346,304 bytes
-#     t4: f32[], 4 bytes
+#     t16: f32[], 4 bytes
+#     t13: i64[], 8 bytes
+#     t14: f32[2, 4096, 4096], 134,217,728 bytes
+#     t15: f32[128256, 4096], 2,101,346,304 bytes
+#     t9: f32[], 4 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -37,9 +37,17 @@ def computation(hidden, weight, labels, num_items):
   del t2
   t4 = torch_div_prim_impl(1.0, t3)  # t4: "cpu f32[]"
   del t3
-  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, expected_gradient=t4)
-    # x = hidden, W = weight, y = t1, expected_gradient = t4
-    # loss = t5: f32[], row_max = t6: f32[8192], row_log_sum = t7: f32[8192], valid_count = t8: i64[], dX = t9: f32[2, 4096, 4096], dW = t10: f32[128256, 4096]
+  t5 = torch.abs(t4)  # t5: "cpu f32[]"
+  t6 = torch.ge(t5, 8.673617379884035e-19)  # t6: "cpu b8[]"
+  t7 = torch.le(t5, 1.152921504606847e+18)  # t7: "cpu b8[]"
+  del t5
+  t8 = torch.logical_and(t6, t7)  # t8: "cpu b8[]"
+  del t6, t7
+  t9 = torch.where(t8, t4, 1.0)  # t9: "cpu f32[]"
+  del t8, t4
+  (t10, t11, t12, t13, t14, t15) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, expected_gradient=t9)
+    # x = hidden, W = weight, y = t1, expected_gradient = t9
+    # loss = t10: f32[], row_max = t11: f32[8192], row_log_sum = t12: f32[8192], valid_count = t13: i64[], dX = t14: f32[2, 4096, 4096], dW = t15: f32[128256, 4096]
     # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
     # x, y = x[valid], y[valid]                                                                                           PyTorch
     # s f32[8192] = expected_gradient                                                                                     PyTorch
@@ -54,13 +62,13 @@ def computation(hidden, weight, labels, num_items):
     # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
     # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
     # dX f32[8192, 4096] = scatter(dX)                                                                                    PyTorch
-  del t6, t7, t1
+  del t11, t12, t1
 
   # return _loss(F.linear(hidden, weight).float(), labels, reduction="sum") / num_items
-  t11 = Tensor.to(num_items, torch.float32, copy=True)  # t11: "cpu f32[]"
-  t12 = torch_div_prim_impl(t5, t11)  # t12: "cpu f32[]"
-  del t5
-  return {'output': (t12,), 'flat_args': [hidden, weight, labels, num_items], 'flat_output': (t12,)}, ((t11, t8, t9, t10, t4), ())
+  t16 = Tensor.to(num_items, torch.float32, copy=True)  # t16: "cpu f32[]"
+  t17 = torch_div_prim_impl(t10, t16)  # t17: "cpu f32[]"
+  del t10
+  return {'output': (t17,), 'flat_args': [hidden, weight, labels, num_items], 'flat_output': (t17,)}, ((t16, t13, t14, t15, t9), ())
 
 
 # Constructed by Delete Last Used
@@ -78,22 +86,22 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t13, = cotangents
-  # t13: "cpu f32[]"
+  t18, = cotangents
+  # t18: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t11, t8, t9, t10, t4, = C0
-  # t11: "cpu f32[]"
-  # t8: "cpu i64[]"
-  # t9: "cpu f32[2, 4096, 4096]"
-  # t10: "cpu f32[128256, 4096]"
-  # t4: "cpu f32[]"
+  t16, t13, t14, t15, t9, = C0
+  # t16: "cpu f32[]"
+  # t13: "cpu i64[]"
+  # t14: "cpu f32[2, 4096, 4096]"
+  # t15: "cpu f32[128256, 4096]"
+  # t9: "cpu f32[]"
   clear_mutable_collection(C0)
   del C0
-  t14 = torch.true_divide(t13, t11)  # t14: "cpu f32[]"
-  del t13, t11
-  (t15, t16) = scale_gradients(t14, t8, t9, t10, expected_gradient=t4)
-    # t9 f32[2, 4096, 4096] = t9 * where(t8 == 0, 0, t14 / t4)  (skipped where that is 1)  PyTorch
-    # t10 f32[128256, 4096] = t10 * where(t8 == 0, 0, t14 / t4)  (skipped where that is 1)   PyTorch
-  del t14, t8, t9, t10, t4
-  return (t15, t16, None, None)
+  t19 = torch.true_divide(t18, t16)  # t19: "cpu f32[]"
+  del t18, t16
+  (t20, t21) = scale_gradients(t19, t13, t14, t15, expected_gradient=t9)
+    # t14 f32[2, 4096, 4096] = t14 * where(t13 == 0, 0, t19 / t9)  (skipped where that is 1)  PyTorch
+    # t15 f32[128256, 4096] = t15 * where(t13 == 0, 0, t19 / t9)  (skipped where that is 1)   PyTorch
+  del t19, t13, t14, t15, t9
+  return (t20, t21, None, None)
