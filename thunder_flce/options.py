@@ -48,7 +48,7 @@ class Options:
 
     accumulate: str = "auto"
     """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":
-    the parameter's dtype while that is as good (`plan.EXACT_CHUNKS`, `plan.EXACT_TOKENS_PER_COLUMN`), else float32."""
+    the parameter's dtype while that is as good (`planning.choose.EXACT_CHUNKS`), else float32."""
 
     ignored_rows: str = "skip"
     """"skip": rows whose target is ignore_index are dropped before the first matmul, at the price of one device
@@ -57,7 +57,7 @@ class Options:
 
     logits_dtype: str = "input"
     """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,
-    as an unfused model does, or "float32", as the product has summed them, for three times the memory a chunk."""
+    as an unfused model does, or "float32", as the matmul has summed them, for three times the memory a chunk."""
 
     row_kernels: str = "auto"
     """Who runs the row work, which is everything but the matmuls: "triton", "nvfuser" or "torch" (PyTorch operations),

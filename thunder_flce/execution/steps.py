@@ -358,7 +358,7 @@ def _write(region: Region, result: str, like: Tensor, words: str, work: RowWork,
     """Writes down a call of the row kernels, with others that belong to it; returns the library."""
     choice, device_type = region.plan.row_kernels, region.device_type
     runs_in = library(choice, work, device_type)
-    fused = tuple(each for each in (work, *more) if library(choice, each, device_type) == "nvFuser")
+    fused = (work, *more) if runs_in == "nvFuser" else ()
     nbytes = bytes_moved(work, like.shape[0], runs_in)
     region.written_to.write(
         as_value(like).named(result), words, note=note, runs_in=runs_in, fusions=fused, is_row_work=True, bytes=nbytes

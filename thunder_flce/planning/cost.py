@@ -3,8 +3,9 @@
     time = operations of the matmuls / their rate + bytes of the other steps / bandwidth + parts of loops × their cost
 
 The matmuls are taken at the rate that the three of a loss region reach together, and everything else at the speed of
-memory; nothing overlaps. On the H200 that the constants are from, predictions are within 4% of the measurements, or 8%
-where the device waits for the host between matmuls of a tenth of a millisecond (tests/test_cost.py).
+memory; nothing overlaps. It is the device's time: where the device waits for the host, more passes. On the H200 that
+the constants are from, predictions are within 8% of the measurements, and for the default within 4%
+(tests/test_cost.py).
 """
 
 from dataclasses import dataclass
