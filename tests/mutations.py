@@ -254,6 +254,11 @@ MUTATIONS = [
     ),
     *_of(
         "execution/gradient_accumulation.py",
+        ("mask", "(is_sum and is_small)", "False"),
+        tests=(f"{TERMS}::test_a_low_rank_weight_gradient_is_summed_in_float32",),
+    ),
+    *_of(
+        "execution/gradient_accumulation.py",
         ("mask", "self._frequent.begin(weight)", "pass"),
         ("divisor", "occurrences.clamp_(max=255)", "occurrences"),
         ("index", "dlogits.gather(1, self._columns.expand(", "dlogits.gather(1, 0 * self._columns.expand("),
@@ -263,7 +268,11 @@ MUTATIONS = [
     *_of(
         "execution/gradient_accumulation.py",
         ("index", "frequent.add(at, frequent_columns, x)", "frequent.add(0, frequent_columns, x)"),
-        ("mask", "elif self._frequent is not None:\n", "elif self._frequent is not None and at == 0:\n"),
+        (
+            "mask",
+            "elif self._frequent is not None and not of_term.is_in_float32:\n",
+            "elif self._frequent is not None and at == 0:\n",
+        ),
         tests=(TERMS,),
     ),
     *_of(
