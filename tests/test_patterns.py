@@ -37,7 +37,9 @@ def _run(fn, tensors):
     needing_grad = [tensor for tensor in tensors if tensor.requires_grad]
     if not outputs[0].requires_grad:
         return outputs, ()
-    return outputs, torch.autograd.grad(outputs[0], needing_grad, allow_unused=True, materialize_grads=True)
+    # Of a vector, gradients that differ from one element to the next.
+    loss = outputs[0] if outputs[0].ndim == 0 else (outputs[0] * torch.linspace(-1, 2, outputs[0].shape[-1])).sum()
+    return outputs, torch.autograd.grad(loss, needing_grad, allow_unused=True, materialize_grads=True)
 
 
 def _largest_with_vocabulary(jitted):

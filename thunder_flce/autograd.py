@@ -9,7 +9,7 @@ from torch import Tensor
 from thunder_flce import operators
 from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Operands
-from thunder_flce.execution.plan import GradientsInForward, LossOnly
+from thunder_flce.execution.plan import LossOnly
 from thunder_flce.operation.arguments import named_operands
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operators import Settings, is_traced
@@ -67,15 +67,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         outputs, saved = dict(zip(names, results[1:], strict=False)), results[1 + len(names) :]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for n, o in outputs.items() if n not in DIFFERENTIABLE_OUTPUTS), *saved)
-        if ctx.settings.strategy == GradientsInForward.strategy:
+        if ctx.settings.finishes_in_forward:
             # torch.func records each backward. It has to find the operands there, or a second derivative would miss a
             # part instead of raising an error.
             expected_gradient = tensors[_NAMES.index("expected_gradient")]
             ctx.save_for_backward(expected_gradient, *saved, *(tensors if ctx.is_transformed else ()))
         elif ctx.settings.strategy != LossOnly.strategy:
-            logits = saved[3] if len(saved) > 3 else None
+            kept = saved[3] if len(saved) > 3 else None
             tensors[_NAMES.index("expected_gradient")] = None
-            ctx.save_for_backward(*saved[:3], logits, outputs.get("entropy"), *tensors)
+            ctx.save_for_backward(*saved[:3], kept, outputs.get("entropy"), *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Any, *others: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -108,11 +108,11 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(settings: Settings, grad: Any, log_prob_grad: Any, entropy_grad: Any, *saved: Any) -> Any:
-        if settings.strategy == GradientsInForward.strategy:
+        if settings.finishes_in_forward:
             expected_gradient, valid_count, *gradients = saved[: 2 + len(settings.needs_grad)]
             scale = operators.scaled if is_traced(valid_count) else engine.scale_gradients
             return tuple(scale(grad, valid_count, *gradients, expected_gradient=expected_gradient))
-        row_max, row_log_sum, valid_count, logits, entropy, *tensors = saved
+        row_max, row_log_sum, valid_count, kept, entropy, *tensors = saved
         arguments = {
             "grad": grad,
             "log_prob_grad": log_prob_grad,
@@ -120,7 +120,7 @@ class _Backward(torch.autograd.Function):
             "row_max": row_max,
             "row_log_sum": row_log_sum,
             "valid_count": valid_count,
-            "logits": logits,
+            "kept": kept,
             "entropy": entropy,
             **_by_name(tensors),
         }

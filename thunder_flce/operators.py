@@ -76,6 +76,11 @@ class Settings:
             options=Options(**values.get("options", {})),
         )
 
+    @property
+    def finishes_in_forward(self) -> bool:
+        """Whether the backward has nothing left to do but to multiply the gradients by one number."""
+        return self.strategy == GradientsInForward.strategy and not self.loss.has_row_gradients
+
     def plan_of(self, operands: Operands) -> Plan:
         """The plan for operands that are there."""
         return plan_for(operands, self.options) if self.plan is None else self.plan
@@ -168,19 +173,19 @@ def is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or tensor.is_meta or is_fake(tensor)
 
 
-def differentiate(settings: Settings, arguments: Mapping[str, Any], *, keep_logits: bool = False) -> list[Tensor]:
+def differentiate(settings: Settings, arguments: Mapping[str, Any], *, may_overwrite: bool = True) -> list[Tensor]:
     """The needed gradients, for the strategies that compute them in the backward, of tensors that are there.
 
     Args:
         settings: those of the forward.
         arguments: those of the backward operator, by name.
-        keep_logits: whether saved logits must stay as they are even where autograd will not read them again.
+        may_overwrite: whether what was kept may be used up where autograd will not read it again.
     """
     operands = _operands(settings, arguments)
     statistics = SavedStatistics(*(arguments[name] for name in SavedStatistics._fields))
     upstream = UpstreamGradients(arguments["grad"], arguments["log_prob_grad"], arguments["entropy_grad"])
-    plan, logits = settings.plan_of(operands), arguments["logits"]
-    gradients = engine.backward(operands, plan, statistics, logits, upstream, keep_logits=keep_logits)
+    plan, kept = settings.plan_of(operands), arguments["kept"]
+    gradients = engine.backward(operands, plan, statistics, kept, upstream, may_overwrite=may_overwrite)
     return _needed(gradients)
 
 
@@ -219,7 +224,7 @@ def _forward(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor]:
     if known.strategy == LossOnly.strategy:
         return results
     # The entropy is among the outputs.
-    return [*results, *result.statistics[:3], *([] if result.logits is None else [result.logits])]
+    return [*results, *result.statistics[:3], *([] if result.kept is None else [result.kept])]
 
 
 def _forward_fake(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor]:
@@ -237,9 +242,11 @@ def _forward_fake(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor
     if known.strategy == LossOnly.strategy:
         return results
     valid_count = new(dtype=torch.int64)
-    if known.strategy == GradientsInForward.strategy:
+    if known.finishes_in_forward:
         return [*results, valid_count, *_gradients_fake(operands)]
     results += [new(tokens), new(tokens), valid_count]
+    if known.strategy == GradientsInForward.strategy:
+        return [*results, *_gradients_fake(operands)]
     if known.strategy == SaveLogits.strategy:
         dtype = torch.float32 if known.float32_logits(operands) else operands.dtype
         row = layout_for(operands.vocab, dtype=dtype, device_type=operands.device.type).row_stride
@@ -259,7 +266,7 @@ def _gradients_fake(operands: Operands) -> list[Tensor]:
 
 def _backward(*tensors: Tensor | None, settings: str, **others: Any) -> list[Tensor]:
     arguments = _arguments(_BACKWARD_POSITIONAL, tensors, others)
-    return differentiate(Settings.parse(settings), arguments, keep_logits=True)
+    return differentiate(Settings.parse(settings), arguments, may_overwrite=False)
 
 
 def _backward_fake(*tensors: Tensor | None, settings: str, **others: Any) -> list[Tensor]:
@@ -281,7 +288,7 @@ _DEFAULTS = (
     "num_items",
     "expected_gradient",
     "entropy",
-    "logits",
+    "kept",
     "log_prob_grad",
     "entropy_grad",
 )
@@ -297,7 +304,7 @@ _define(
     "linear_cross_entropy_backward",
     "Tensor? grad, Tensor input, Tensor linear_weight, Tensor target, Tensor row_max, Tensor row_log_sum, "
     f"Tensor valid_count, {_KEYWORDS}, Tensor? entropy=None, "
-    "Tensor? logits=None, Tensor? log_prob_grad=None, Tensor? entropy_grad=None",
+    "Tensor? kept=None, Tensor? log_prob_grad=None, Tensor? entropy_grad=None",
     _backward,
     _backward_fake,
 )

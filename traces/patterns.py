@@ -328,6 +328,105 @@ def head_and_loss_checkpointed(hidden, weight, labels):
     return checkpoint(shift_by_slices, hidden, weight, labels, use_reentrant=False) * 2
 
 
+# Log-probabilities and entropies. `tokens` are labels of which none is ignored.
+
+
+def log_softmax_gathered(hidden, weight, tokens):
+    log_probs = F.log_softmax(F.linear(hidden, weight).float(), dim=-1)
+    return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def log_probability_as_trl_has_it(hidden, weight, tokens):
+    """`selective_log_softmax`, with a temperature and the shift of causal language models."""
+    logits = F.linear(hidden, weight)[:, :-1].float() / 0.7
+    index = tokens[:, 1:]
+    selected_logits = torch.gather(logits, dim=-1, index=index.unsqueeze(-1)).squeeze(-1)
+    logsumexp_values = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
+    return selected_logits - logsumexp_values
+
+
+def log_probability_of_each_sequence(hidden, weight, tokens):
+    """A loop over sequences, as TRL has it for 16 bits."""
+    per_token = []
+    for row_logits, row_labels in zip(F.linear(hidden, weight), tokens, strict=True):
+        row_log_probs = F.log_softmax(row_logits, dim=-1)
+        per_token.append(row_log_probs.gather(dim=-1, index=row_labels.unsqueeze(-1)).squeeze(-1))
+    return torch.stack(per_token)
+
+
+def log_softmax_by_logsumexp(hidden, weight, tokens):
+    """As torch.distributions.Categorical has it."""
+    logits = F.linear(hidden, weight)
+    logits = logits - logits.logsumexp(dim=-1, keepdim=True)
+    return logits.gather(2, tokens[..., None])[..., 0].exp().mean()
+
+
+def probability_gathered(hidden, weight, bias, tokens):
+    probabilities = torch.softmax(F.linear(hidden, weight, bias).view(-1, weight.shape[0]), dim=-1)
+    return torch.take_along_dim(probabilities, tokens.view(-1, 1), dim=1).log().sum()
+
+
+def log_probability_indexed(hidden, weight, tokens):
+    logits = F.linear(hidden, weight).view(-1, weight.shape[0])
+    rows = torch.arange(logits.shape[0], device=logits.device)
+    return -F.log_softmax(logits, -1)[rows, tokens.view(-1) - 1].mean()
+
+
+def preference_loss(hidden, weight, tokens):
+    """DPO without a reference: a loss of sums of log-probabilities."""
+    log_probs = F.log_softmax(F.linear(hidden, weight), -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    chosen, rejected = log_probs.sum(-1).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def clipped_ratio_with_entropy(hidden, weight, tokens):
+    """PPO's and GRPO's objective with an entropy bonus, and what is logged beside it."""
+    logits = F.linear(hidden, weight).float() / 0.9
+    log_probs = torch.log_softmax(logits, dim=-1)
+    per_token = log_probs.gather(-1, tokens[..., None]).squeeze(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    ratio = (per_token - per_token.detach() + 0.1).exp()
+    advantage = torch.arange(tokens.shape[1], device=tokens.device) / tokens.shape[1] - 0.5
+    gain, clipped = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
+    # thunder has no gradient of torch.minimum.
+    loss = -torch.where(gain < clipped, gain, clipped).mean() - 0.01 * entropy.mean()
+    return loss, (logits.argmax(-1) == tokens).float().mean()
+
+
+def entropy_as_verl_has_it(hidden, weight, tokens):
+    """Logged beside a log-probability."""
+    logits = F.linear(hidden, weight)
+    log_probs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, dim=-1)
+    with torch.no_grad():
+        probabilities = F.softmax(logits, dim=-1)
+        entropy = torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
+    return log_probs.mean(), entropy
+
+
+def entropy_in_chunks(hidden, weight, tokens):
+    """As TRL's `entropy_from_logits`."""
+    entropies = []
+    for chunk in F.linear(hidden, weight).view(-1, weight.shape[0]).split(20):
+        log_probs = F.log_softmax(chunk, dim=-1)
+        entropies.append(-(torch.exp(log_probs) * log_probs).sum(-1))
+    return torch.cat(entropies).view(tokens.shape)
+
+
+def entropy_beside_cross_entropy(hidden, weight, labels):
+    """A penalty of confidence: a gradient of the entropy, of ignored tokens, too."""
+    log_probs = F.log_softmax(F.linear(hidden, weight), dim=-1)
+    loss = F.nll_loss(log_probs.view(-1, weight.shape[0]), labels.view(-1), ignore_index=-100)
+    return loss + 0.01 * (log_probs.exp() * log_probs).sum(-1).mean()
+
+
+def entropy_logged_beside_cross_entropy(hidden, weight, labels):
+    logits = F.linear(hidden, weight).float()
+    with torch.no_grad():
+        log_probs = logits[:, :-1].log_softmax(-1)
+        entropy = (-log_probs.exp() * log_probs).sum(-1)
+    return _loss(logits[:, :-1], labels[:, 1:]), entropy
+
+
 FUSED: tuple[Callable, ...] = (
     float32_logits,
     flattened,
@@ -386,6 +485,18 @@ FUSED: tuple[Callable, ...] = (
     accuracy_where_minus_one_is_ignored,
     head_checkpointed,
     head_and_loss_checkpointed,
+    log_softmax_gathered,
+    log_probability_as_trl_has_it,
+    log_probability_of_each_sequence,
+    log_softmax_by_logsumexp,
+    probability_gathered,
+    log_probability_indexed,
+    preference_loss,
+    clipped_ratio_with_entropy,
+    entropy_as_verl_has_it,
+    entropy_in_chunks,
+    entropy_beside_cross_entropy,
+    entropy_logged_beside_cross_entropy,
 )
 
 
@@ -423,7 +534,28 @@ def another_loss_on_the_same_logits_is_not_fused(hidden, weight, labels):
 def log_probabilities_used(hidden, weight, labels):
     log_probs = F.log_softmax(F.linear(hidden, weight), dim=-1)
     loss = F.nll_loss(log_probs.view(-1, weight.shape[0]), labels.view(-1), ignore_index=-100)
-    return loss - 0.01 * (log_probs.exp() * log_probs).sum(-1).mean()
+    return loss - 0.01 * log_probs.square().sum(-1).mean()
+
+
+def several_log_probabilities_a_token(hidden, weight, tokens):
+    """Such as those of a teacher's most likely tokens."""
+    columns = torch.stack([tokens, tokens.flip(-1)], dim=-1)
+    return F.linear(hidden, weight).log_softmax(-1).gather(-1, columns).sum()
+
+
+def logits_gathered(hidden, weight, tokens):
+    return F.linear(hidden, weight).gather(-1, tokens.unsqueeze(-1)).mean()
+
+
+def log_probability_beside_another_use(hidden, weight, tokens):
+    logits = F.linear(hidden, weight)
+    log_sum = logits.logsumexp(-1)
+    return (logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_sum).mean() + log_sum.square().mean()
+
+
+def log_probability_after_an_activation(hidden, weight, tokens):
+    logits = torch.relu(F.linear(hidden, weight))
+    return F.log_softmax(logits, -1).gather(-1, tokens.unsqueeze(-1)).sum()
 
 
 def nll_loss_of_logits(hidden, weight, labels):
@@ -472,6 +604,10 @@ NOT_FUSED: dict[Callable, Reason] = {
     logits_used_by_another_loss: Reason.LOGITS_USED,
     another_loss_on_the_same_logits_is_not_fused: Reason.LOGITS_USED,
     log_probabilities_used: Reason.LOGITS_USED,
+    several_log_probabilities_a_token: Reason.NOT_A_LOG_PROBABILITY,
+    logits_gathered: Reason.NOT_A_LOG_PROBABILITY,
+    log_probability_beside_another_use: Reason.LOGITS_USED,
+    log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
     activation: Reason.TRANSFORMED_LOGITS,
     scaled_by_a_tensor: Reason.TRANSFORMED_LOGITS,

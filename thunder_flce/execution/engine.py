@@ -30,7 +30,7 @@ from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, Reco
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_kernels.interface import LogitsBuffer, LogitsInBlocks, RowStatistics
 from thunder_flce.execution.row_loss import ChunkResult, RowGradients, RowScales, chunk_result, finish_loss
-from thunder_flce.execution.row_selection import Rows, Selection, reselect_rows, select_rows
+from thunder_flce.execution.row_selection import Rows, Selection, every_row, reselect_rows, select_rows
 from thunder_flce.operation.loss import RowCoefficients
 
 
@@ -51,7 +51,10 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
 
 
 def _forward_with_gradients(region: Region, plan: GradientsInForward) -> ForwardResult:
-    """Each chunk's logits become gradients at once; nothing is kept but these."""
+    """Each chunk's logits become gradients at once; nothing is kept but these.
+
+    Where each row has an upstream gradient of its own, they are those for 1 at each row: only dX is there then.
+    """
     selection = select_rows(region)
     sums = GradientSums(region, plan)
     staged = sums.staged_logits()
@@ -65,10 +68,10 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
     rows = selection.rows()
 
     scales = RowScales.of(region, rows)
-    expected = region.operands.expected_gradient
-    row_gradients = RowGradients(
-        region, scales, UpstreamGradients(region.scalar(1.0) if expected is None else expected)
-    )
+    has_units = region.loss.has_row_gradients
+    expected = None if has_units else region.operands.expected_gradient
+    upstream = UpstreamGradients(region.scalar(1.0) if expected is None else expected)
+    row_gradients = RowGradients(region, RowScales.ones(rows) if has_units else scales, upstream)
     sums.begin(rows)
     results = []
     if staged and rows.count:
@@ -100,7 +103,8 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
         del xs, logits, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     del first_logits, buffer, staged
-    return finish_loss(region, scales, results)._replace(gradients=sums.finish())
+    found, gradients = finish_loss(region, scales, results), sums.finish()
+    return found._replace(kept=gradients.inputs[0]) if has_units else found._replace(gradients=gradients)
 
 
 def _forward_for_backward(region: Region, chunk_rows: int, saved_rows: int | None) -> ForwardResult:
@@ -127,29 +131,32 @@ def _forward_for_backward(region: Region, chunk_rows: int, saved_rows: int | Non
         results.append(chunk_result(region, scales, logits, chunk))
         del xs, logits
     del buffer
-    return finish_loss(region, scales, results)._replace(logits=saved_logits)
+    return finish_loss(region, scales, results)._replace(kept=saved_logits)
 
 
 def backward(
     operands: Operands,
     plan: Plan,
     saved: SavedStatistics,
-    logits: Tensor | None,
+    kept: Tensor | None,
     upstream: UpstreamGradients,
     *,
-    keep_logits: bool = False,
+    may_overwrite: bool = True,
 ) -> Gradients:
-    """The gradients, for the plans that compute them in the backward.
+    """The gradients, for the plans that finish them in the backward.
 
     Args:
         operands: as in the forward.
         plan: as in the forward.
         saved: as returned by the forward.
-        logits: as returned by the forward; used up, unless the graph is kept.
+        kept: as returned by the forward; used up, unless the graph is kept.
         upstream: the gradients of the loss and its outputs.
-        keep_logits: whether the logits must stay as they are in any case.
+        may_overwrite: whether `kept` may be used up even so.
     """
-    region = Region(operands, plan)
+    region, logits = Region(operands, plan), kept
+    if isinstance(plan, GradientsInForward):
+        assert kept is not None
+        return _scaled_units(region, kept, saved.valid_count, upstream, may_overwrite)
     rows = reselect_rows(region, saved.valid_count)
     known = _known_rows(region, rows, saved, upstream)
     if isinstance(plan, RecomputeLogits) and (logits is None or rows.count == 0):
@@ -159,7 +166,7 @@ def backward(
     saved_rows = slice(0, min(_saved_rows(plan, operands.tokens) or 0, rows.count))
     # Where the logits are overwritten but the graph is kept, autograd will read them again. A plan counts on neither.
     is_overwritten = region.logits_dtype == operands.dtype
-    is_kept = region.tape is None and is_overwritten and (keep_logits or graph_is_kept())
+    is_kept = region.tape is None and is_overwritten and (not may_overwrite or graph_is_kept())
     padded = logits.clone() if is_kept else logits
     buffer = steps.first_rows(LogitsBuffer(padded, region.layout(operands.vocab)), saved_rows.stop)
     steps.name_logits(region, buffer)
@@ -190,6 +197,16 @@ def scale_gradients(
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) / expected_gradient
     grad = torch.where(valid_count == 0, 0, grad)
     return tuple(None if gradient is None else steps.scaled(gradient, grad) for gradient in gradients)
+
+
+def _scaled_units(
+    region: Region, kept: Tensor, valid_count: Tensor, upstream: UpstreamGradients, may_overwrite: bool
+) -> Gradients:
+    """dX, from that for an upstream gradient of 1 at each row."""
+    rows = every_row(region, valid_count)
+    factors = RowGradients(region, RowScales.of(region, rows), upstream).factors
+    is_free = may_overwrite and (region.tape is not None or not graph_is_kept())
+    return Gradients((steps.scaled_rows(kept, factors, may_overwrite=is_free),), (None,), None)
 
 
 def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | None, block_columns: int) -> Gradients:

@@ -29,6 +29,12 @@ def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> 
     return result
 
 
+def scale_rows(gradient: Tensor, factors: Tensor, *, may_overwrite: bool) -> Tensor:
+    """Each row of gradient (T, H) times its factor, (T,), computed in float32 or float64; see `scale_gradient`."""
+    result = gradient if may_overwrite else torch.empty_like(gradient)
+    return torch.mul(gradient, factors[:, None], out=result)
+
+
 def library(dtype: torch.dtype, device: torch.device) -> str:
     """Who multiplies a contiguous gradient that may be overwritten: "Triton" or "PyTorch"."""
     is_small_float = dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -120,7 +120,8 @@ class ForwardResult(NamedTuple):
     outputs: tuple[Tensor, ...]
     """What `Loss.outputs` names, in its order: (T,), or () for the accuracy"""
     statistics: SavedStatistics
-    logits: Tensor | None = None
-    """(S, row stride) of the first S rows that are computed; only plans that save logits keep them"""
+    kept: Tensor | None = None
+    """What the backward goes on with: (S, row stride) logits of the first S rows that are computed, of plans that save
+    them, or (T, H) dX for an upstream gradient of 1 at each row, of `GradientsInForward`"""
     gradients: Gradients | None = None
-    """For the expected upstream gradient; only `GradientsInForward` has them"""
+    """For the expected upstream gradient, of `GradientsInForward` where that is one number for all rows"""

@@ -59,7 +59,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsInForward(Plan):
-    """The forward computes the gradients for the expected upstream gradient, a chunk of tokens at a time."""
+    """The forward computes the gradients for the expected upstream gradient, a chunk of tokens at a time.
+
+    Or, of a frozen head, for 1 at each row, where each row has its own: then the backward multiplies rows.
+    """
 
     strategy: ClassVar[str] = "gradients_in_forward"
 

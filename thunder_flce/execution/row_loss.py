@@ -45,6 +45,11 @@ class RowScales(NamedTuple):
                 divisor = rows.mask_ignored(row_weights.at_target).sum()
         return cls(rows, class_weight, row_weights, divisor, z_divisor)
 
+    @classmethod
+    def ones(cls, rows: Rows) -> "RowScales":
+        """As if every row counted once."""
+        return cls(rows, None, None, None, None)
+
 
 class RowGradients:
     """Gives each chunk of rows the coefficients of its gradient.
@@ -81,6 +86,11 @@ class RowGradients:
         self._z_term = None
         if loss.z_loss:
             self._z_term = steps.let(region, "s_z", 2 * loss.z_loss * of_rows(upstream.loss, scales.z_divisor))
+
+    @property
+    def factors(self) -> Tensor:
+        """(N,) A, what multiplies a row's gradient for 1, where `Loss.has_parallel_row_gradients`."""
+        return self._vectors.probability
 
     def coefficients(
         self, chunk: slice, statistics: RowStatistics | None, entropy: Tensor | None = None

@@ -139,7 +139,8 @@ def _host_waits(region: Region) -> bool:
 
 def _are_skipped(region: Region) -> bool:
     """Whether ignored rows are left out, where the host knows how many there are."""
-    return region.plan.ignored_rows == "skip" and not region.loss.needs_every_row
+    loss = region.loss
+    return region.plan.ignored_rows == "skip" and loss.ignores_rows and not loss.needs_every_row
 
 
 class RowSelection:
@@ -196,7 +197,7 @@ class RowSelection:
             message = f"target is neither in [0, {vocab}) nor ignore_index ({ignore_index})"
             torch._assert_async(self._counts[1] == 0, message)
             # The clamp only matters to a kernel that runs before the assertion stops the device.
-            return _all_rows(target.clamp(0, vocab - 1), valid_count, self._valid)
+            return _all_rows(self._region, target.clamp(0, vocab - 1), valid_count, self._valid)
         if self._arrived is None:
             count, wrong = self._counts.tolist()
         else:
@@ -208,7 +209,7 @@ class RowSelection:
                 f"vocabulary, nor ignore_index ({ignore_index}); the first is {target[self._is_wrong][0].item()}"
             )
         if not _are_skipped(self._region):
-            return _all_rows(target, valid_count, self._valid)
+            return _all_rows(self._region, target, valid_count, self._valid)
         return _valid_rows(target, valid_count, self._valid, count, self._valid_first)
 
 
@@ -222,7 +223,8 @@ class PlannedSelection:
 
     def __init__(self, region: Region):
         self._region = region
-        self._rows = _planned_rows(region, "the host waits for their number while the first logits are computed")
+        waits = "the host waits for their number while the first logits are computed"
+        self._rows = _planned_rows(region, waits, are_skipped=_are_skipped(region))
 
     def first_rows(self, largest: int, outs: Sequence[Tensor | None]) -> None:
         """Nothing: the matmul that hides the wait for the device is counted with the first chunk's.
@@ -258,30 +260,39 @@ def reselect_rows(region: Region, valid_count: Tensor) -> Rows:
         valid_count: () saved by the forward.
     """
     if region.tape is not None:
-        return _planned_rows(region, "the host waits for their number")
+        return _planned_rows(region, "the host waits for their number", are_skipped=_are_skipped(region))
     target = region.operands.target.long()
     valid = target != region.loss.ignore_index
     if not (_are_skipped(region) and _host_waits(region)):
-        return _all_rows(target, valid_count, valid)
+        return _all_rows(region, target, valid_count, valid)
     return _valid_rows(target, valid_count, valid, int(valid_count), None)
 
 
-def _planned_rows(region: Region, waits: str) -> PlannedRows:
+def every_row(region: Region, valid_count: Tensor) -> Rows:
+    """All rows, whichever of them the forward computed: the host does not wait for their number."""
+    if region.tape is not None:
+        return _planned_rows(region, "", are_skipped=False)
+    target = region.operands.target.long()
+    return _all_rows(region, target, valid_count, target != region.loss.ignore_index)
+
+
+def _planned_rows(region: Region, waits: str, *, are_skipped: bool) -> PlannedRows:
     """All rows.
 
     Args:
         region: the region.
         waits: a note that the host waits for the number of valid rows, where it does.
+        are_skipped: whether ignored rows are left out.
     """
     tape, target, ignore_index = region.written_to, region.operands.target, region.loss.ignore_index
-    tape.write("valid, valid_count", f"y != {ignore_index}, sum(y != {ignore_index})")
+    if region.loss.ignores_rows:
+        tape.write("valid, valid_count", f"y != {ignore_index}, sum(y != {ignore_index})")
     valid = Value(tape, "valid", shape=target.shape, dtype=torch.bool)
-    are_skipped = _are_skipped(region)
     if are_skipped:
         names = [str(term.x) for term in region.terms] + ["y"]
         words = ", ".join(f"{name}[valid]" for name in names)
         tape.write(", ".join(names), words, note=waits if region.is_cuda else "")
-    else:
+    elif region.loss.ignores_rows:
         tape.write("y", "where(valid, y, 0)")
     return PlannedRows(
         count=target.shape[0],
@@ -289,7 +300,7 @@ def _planned_rows(region: Region, waits: str) -> PlannedRows:
         target=Value(tape, "y", shape=target.shape, dtype=torch.int64),
         valid_count=Value(tape, "valid_count", dtype=torch.int64),
         order=valid if are_skipped else None,
-        valid=None if are_skipped else valid,
+        valid=valid if region.loss.ignores_rows and not are_skipped else None,
     )
 
 
@@ -298,8 +309,10 @@ def _valid_first(valid: Tensor) -> Tensor:
     return torch.argsort(valid, descending=True, stable=True)
 
 
-def _all_rows(target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
+def _all_rows(region: Region, target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
     total = target.shape[0]
+    if not region.loss.ignores_rows:
+        return Rows(total, total, target, valid_count)
     return Rows(total, total, torch.where(valid, target, 0), valid_count, valid=valid)
 
 

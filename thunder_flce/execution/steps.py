@@ -404,6 +404,14 @@ def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient
 
 
+def scaled_rows(gradient: Tensor, factors: Tensor, *, may_overwrite: bool) -> Tensor:
+    """dX (T, H) for an upstream gradient of 1 at each row, times the rows' factors, (T,), in its place if possible."""
+    if not isinstance(gradient, Value):
+        return gradient_scaling.scale_rows(gradient, factors, may_overwrite=may_overwrite)
+    gradient.tape.write(gradient, f"{gradient} * {factors}", note="each row", bytes=2 * gradient.nbytes)
+    return gradient
+
+
 def target_columns(region: Region, target: Tensor, block: slice) -> Targets:
     """Where targets are in a block of the vocabulary."""
     if region.tape is None:

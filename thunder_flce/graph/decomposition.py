@@ -42,7 +42,7 @@ def loss_and_outputs(
     columns = logits.shape[1]
     if weight is not None and weight.shape[0] != columns:
         weight = weight[:columns]
-    if loss.is_plain and num_items is None and logits.numel:
+    if loss.is_plain and not loss.outputs and num_items is None and logits.numel:
         # Executors have kernels for it. PyTorch refuses the backward of thunder's "sum"; that of an empty batch has no
         # gradient.
         reduction = "none" if loss.reduction == "sum" else loss.reduction
@@ -69,7 +69,7 @@ def loss_and_outputs(
 
     def output(name: str) -> TensorProxy:
         of = OUTPUTS[name]
-        with _no_grad(not of.is_differentiable):
+        with _no_grad(name not in loss.differentiable_outputs):
             result = of.of(row, columns, ltorch.log)
             if of.is_mean:
                 return ltorch.sum(ltorch.to(ltorch.eq(result, target) & valid, logits.dtype)) / count

@@ -35,7 +35,6 @@ from thunder_flce.graph.trace_arguments import (
     region_operands,
     region_problem,
 )
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import cached_plan
@@ -90,7 +89,7 @@ def _run(
     shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan}
     if region["terms"]:
         shared["terms"] = tuple(map(tuple, region["terms"]))
-    is_in_forward = plan["strategy"] == GradientsInForward.strategy
+    is_in_forward = plan["strategy"] == GradientsInForward.strategy and not loss.has_row_gradients
     by_name = [name for name in BY_NAME if region[name] is not None and (is_in_forward or name != "expected_gradient")]
     shared |= {name: region[name] for name in by_name}
     dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
@@ -104,11 +103,11 @@ def _run(
             expected = {name: region[name] for name in by_name if name == "expected_gradient"}
             gradients = symbols.scale_gradients(grad, statistics[2], *saved, **expected)
         else:
-            of_outputs = {f"{name}_grad": get_grad(outputs[name]) for name in DIFFERENTIABLE_OUTPUTS if name in outputs}
-            if "entropy" in outputs:
+            of_outputs = {f"{name}_grad": get_grad(outputs[name]) for name in loss.differentiable_outputs}
+            if "entropy" in loss.differentiable_outputs:
                 of_outputs["entropy"] = outputs["entropy"]
-            logits = saved[0] if saved else None
-            gradients = symbols.linear_cross_entropy_bwd(grad, *tensors, *statistics, logits, **of_outputs, **shared)
+            kept = saved[0] if saved else None
+            gradients = symbols.linear_cross_entropy_bwd(grad, *tensors, *statistics, kept, **of_outputs, **shared)
         operands = region_operands(region)
         for name, gradient in zip(needs_grad, gradients, strict=True):
             put_grad(operands[name], gradient)

@@ -104,7 +104,7 @@ def _linear_cross_entropy_fwd_meta(
     results += [new((tokens,)), new((tokens,)), new((), dtypes.int64)]
     if isinstance(plan, GradientsInForward):
         results += _gradients_meta(operands, needs_grad)
-    elif isinstance(plan, SaveLogits | SaveSomeLogits):
+    if isinstance(plan, SaveLogits | SaveSomeLogits):
         dtype = torch.float32 if plan.float32_logits else dtypes.to_torch_dtype(input.dtype)
         columns = loss.vocab_size or operands["linear_weight"].shape[0]
         layout = layout_for(columns, dtype=dtype, device_type=input.device.type)
@@ -126,15 +126,18 @@ def _needed(gradients: Gradients, region: Mapping[str, Any]) -> tuple[Tensor, ..
 
 
 def _linear_cross_entropy_fwd_impl(*tensors: Tensor | None, **settings: Any) -> tuple[Tensor, ...]:
-    """See `engine.forward`: the loss, its further outputs, the statistics, and the logits or the needed gradients."""
+    """See `engine.forward`: the loss, its further outputs, the statistics, and what is kept or the needed gradients."""
     region = region_arguments(*tensors, **settings)
-    result = engine.forward(functional.operands_of(region, loss_of(region), region["needs_grad"]), Plan.of(region))
+    plan = Plan.of(region)
+    result = engine.forward(functional.operands_of(region, loss_of(region), region["needs_grad"]), plan)
     value, *outputs = functional.in_shape_of(region["target"], (result.loss, *result.outputs))
     if "dtype" in region:
         value = value.to(dtypes.to_torch_dtype(region["dtype"]))
-    logits = () if result.logits is None else (result.logits,)
+    kept = [] if result.kept is None else [result.kept]
+    if isinstance(plan, GradientsInForward):
+        kept = [tensor.view(region["input"].shape) for tensor in kept]
     gradients = () if result.gradients is None else _needed(result.gradients, region)
-    return (value, *outputs, *result.statistics[:3], *logits, *gradients)
+    return (value, *outputs, *result.statistics[:3], *kept, *gradients)
 
 
 def _linear_cross_entropy_bwd_meta(
@@ -148,11 +151,14 @@ def _linear_cross_entropy_bwd_impl(grad: Tensor, *tensors: Any, **settings: Any)
     """See `engine.backward`: the needed gradients, from the region's tensors and what the forward has saved."""
     region = region_arguments(*tensors, **settings)
     operands = functional.operands_of(region, loss_of(region), region["needs_grad"])
-    row_max, row_log_sum, valid_count, logits = tensors[len(POSITIONAL) :]
+    row_max, row_log_sum, valid_count, kept = tensors[len(POSITIONAL) :]
+    plan = Plan.of(region)
+    if isinstance(plan, GradientsInForward):
+        kept = kept.view(-1, kept.shape[-1])
     entropy = region["entropy"].reshape(-1) if "entropy" in region else None
     statistics = SavedStatistics(row_max, row_log_sum, valid_count, entropy)
     upstream = UpstreamGradients(grad, region.get("log_prob_grad"), region.get("entropy_grad"))
-    return _needed(engine.backward(operands, Plan.of(region), statistics, logits, upstream), region)
+    return _needed(engine.backward(operands, plan, statistics, kept, upstream), region)
 
 
 def _scale_gradients_meta(

@@ -39,7 +39,7 @@ _LETTERS = {
     "expected_gradient": "expected_gradient",
 }
 # What the backward takes beside them.
-_BACKWARD = ("grad", "log_prob_grad", "entropy_grad", "row_max", "row_log_sum", "entropy", "logits")
+_BACKWARD = ("grad", "log_prob_grad", "entropy_grad", "row_max", "row_log_sum", "entropy", "kept")
 
 
 def _gradient_name(operand: str) -> str:
@@ -56,12 +56,14 @@ def output_names(settings: Mapping[str, Any]) -> list[str]:
     if settings["strategy"] == GradientsInForward.strategy:
         names += map(_gradient_name, settings["needs_grad"])
     elif settings["strategy"] == SaveLogits.strategy:
-        names.append(_logits_name(settings))
+        names.append(_kept_name(settings))
     return names
 
 
-def _logits_name(settings: Mapping[str, Any]) -> str:
-    """What the linears give, as steps name it."""
+def _kept_name(settings: Mapping[str, Any]) -> str:
+    """What steps call that which the forward keeps: dX, or what the linears give."""
+    if settings["strategy"] == GradientsInForward.strategy:
+        return "dX"
     return "logits" if loss_of(settings).logit_map == LogitMap() else "z"
 
 
@@ -76,7 +78,7 @@ def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `linear_cross_entropy_bwd`."""
     yield default_python_printer(bsym, *printables)
     grad, *tensors = bsym.args
-    saved = dict(zip((*STATISTICS, "logits"), tensors[len(POSITIONAL) :], strict=True))
+    saved = dict(zip((*STATISTICS, "kept"), tensors[len(POSITIONAL) :], strict=True))
     region = region_arguments(*tensors, **bsym.kwargs, **saved, grad=grad)
     yield from _region_comments(bsym, region, map(_gradient_name, region["needs_grad"]), "backward")
 
@@ -129,7 +131,7 @@ def _region_comments(
     letters = {name: region[operand] for operand, name in _LETTERS.items()}
     for number, term in enumerate(region["terms"], start=1):
         letters |= zip(term_names(number), term, strict=True)
-    letters |= {_logits_name(region) if name == "logits" else name: region.get(name) for name in _BACKWARD}
+    letters |= {_kept_name(region) if name == "kept" else name: region.get(name) for name in _BACKWARD}
     operands = [f"{name} = {getattr(given, 'name', given)}" for name, given in letters.items() if given is not None]
     named = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in zip(outputs, bsym.output, strict=True)]
     plan = Plan.of(region)

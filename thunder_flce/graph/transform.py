@@ -1,4 +1,4 @@
-"""The transform: makes linear + cross-entropy one region, and gives every region its plan."""
+"""The transform: makes a linear and what is computed from its logits one region, and gives every region its plan."""
 
 import math
 import time
@@ -19,8 +19,8 @@ from thunder_flce.execution.plan import Plan
 from thunder_flce.graph import symbols
 from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses
 from thunder_flce.graph.matching.logits_path import LogitsPath, Term
-from thunder_flce.graph.matching.losses import is_loss
-from thunder_flce.graph.matching.match import Match, find_cross_entropies
+from thunder_flce.graph.matching.losses import CrossEntropy, is_loss
+from thunder_flce.graph.matching.match import Found, Match, Result, find_matches
 from thunder_flce.graph.matching.reasons import NotFused, Reason
 from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
 from thunder_flce.graph.matching.upstream import factors_after
@@ -28,21 +28,25 @@ from thunder_flce.graph.rules import PlannedRegion, plan_region
 from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor, disable_autocast
 from thunder_flce.graph.trace_arguments import region_arguments, region_operands
 from thunder_flce.operation.arguments import named_operands
-from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.options import Options, as_options
 
 
 class NotFusedWarning(UserWarning):
-    """A cross-entropy whose logits come from a linear was not fused with it."""
+    """A cross-entropy, log-probability or entropy whose logits come from a linear was not fused with it."""
 
 
 class NotFusedError(RuntimeError):
-    """With `strict=True`: a cross-entropy whose logits come from a linear was not fused with it."""
+    """With `strict=True`: what a `NotFusedWarning` would tell."""
+
+
+PLURALS = {"cross-entropy": "cross-entropies", "log-probability": "log-probabilities", "entropy": "entropies"}
+"""The kinds of what is looked for."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided about one cross-entropy of a trace."""
+    """What was decided about one cross-entropy, log-probability or entropy of a trace."""
 
     source: str
     """"file:line" of the user's call, as far as it is known."""
@@ -52,6 +56,8 @@ class Decision:
     """None where it was fused."""
     detail: str = ""
     """The operation or value that prevents fusion."""
+    kind: str = "cross-entropy"
+    """Of `PLURALS`: of a region, what it takes the place of; it may give further results."""
 
     @property
     def fused(self) -> bool:
@@ -86,7 +92,8 @@ class Compilation:
 class FuseLinearCrossEntropy(Transform):
     """Replaces linear → … → cross_entropy by `linear_cross_entropy`, before autograd.
 
-    The region takes the place of the loss, because the labels may be computed between the two:
+    The same for log-probabilities and entropies that are spelled out (`matching.readings`). The region takes the place
+    of the loss, because the labels may be computed between the two:
 
         # before                                              # after
         logits = ltorch.linear(h, w, None)                    labels = ltorch.pad(y, (0, 1), 'constant', -100)
@@ -113,7 +120,7 @@ class FuseLinearCrossEntropy(Transform):
         """Called by thunder once per compiled trace.
 
         Raises:
-            NotFusedError: where `strict`, with the source and the reason of each cross-entropy that is not fused.
+            NotFusedError: where `strict`, with the source and the reason of everything that is not fused.
         """
         start = time.perf_counter()
         compilation = Compilation(computation_trace)
@@ -123,12 +130,12 @@ class FuseLinearCrossEntropy(Transform):
         index, found = _search(dce(computation_trace))
         _keep_forwards_out_of_backward(index.trace)
         compilation.decisions += [
-            Decision(_source(loss), reason=outcome.reason, detail=outcome.detail)
-            for loss, outcome in found
+            Decision(_source(bsym), reason=outcome.reason, detail=outcome.detail, kind=kind)
+            for bsym, kind, outcome in found
             if isinstance(outcome, NotFused)
         ]
         self._report([decision for decision in compilation.decisions if decision.reason is not Reason.NO_LINEAR])
-        matches = [outcome for _, outcome in found if isinstance(outcome, Match)]
+        matches = [outcome for _, _, outcome in found if isinstance(outcome, Match)]
         if matches or any(map(_is_region, index.bsyms)):
             rewrite = _Rewrite(index, matches, transform=self, decisions=compilation.decisions)
             # The trace has its casts already; the region's symbol would be cast by them once more.
@@ -145,24 +152,24 @@ class FuseLinearCrossEntropy(Transform):
 
     def _report(self, missed: list[Decision]) -> None:
         """Warns of what was not fused though its logits come from a linear, or raises if strict."""
-        messages = [f"thunder_flce: the cross-entropy at {decision}" for decision in missed]
+        messages = [f"thunder_flce: the {decision.kind} at {decision}" for decision in missed]
         if self.strict and messages:
             raise NotFusedError("\n".join(messages))
         for message in messages:
             warnings.warn(message, NotFusedWarning, stacklevel=3)
 
 
-def _search(trace: TraceCtx) -> tuple[TraceIndex, list[tuple[BoundSymbol, Match | NotFused]]]:
-    """The losses of a trace, and its index: with chunked losses merged, if these can all be fused."""
+def _search(trace: TraceCtx) -> tuple[TraceIndex, list[Found]]:
+    """What a trace computes from logits, and its index: with chunked losses merged, if these can all be fused."""
     merged, new_losses = merge_chunked_losses(trace)
     if new_losses:
         index = TraceIndex(merged)
-        found = find_cross_entropies(index)
-        fused = {loss.output.name for loss, outcome in found if isinstance(outcome, Match)}
+        found = find_matches(index)
+        fused = {bsym.output.name for bsym, _, outcome in found if isinstance(outcome, Match)}
         if all(loss.name in fused for loss in new_losses):
             return index, found
     index = TraceIndex(trace)
-    return index, find_cross_entropies(index)
+    return index, find_matches(index)
 
 
 class _Rewrite(TraceSubstitutionProcessor):
@@ -172,18 +179,18 @@ class _Rewrite(TraceSubstitutionProcessor):
         self, index: TraceIndex, matches: list[Match], *, transform: FuseLinearCrossEntropy, decisions: list[Decision]
     ):
         super().__init__(index.trace)
-        self._matches = {id(match.cross_entropy): match for match in matches}
+        self._matches = {id(match.place): match for match in matches}
         self._index, self._need_grad = index, index.need_grad
         self._plan, self._options = transform.plan, transform.options
         self._decisions = decisions
-        self._argmaxes = {id(argmax.bsym) for match in matches for argmax in match.argmaxes}
-        self._missing = self._argmaxes_of_matches()
-        """The names of argmaxes that no region has given yet, and of what is computed from them."""
+        self._replaced = {id(result.bsym) for match in matches for result in match.results[1:]}
+        self._missing = self._further_results()
+        """The names of what no region has given yet, beside what it takes the place of, and of what depends on that."""
         self._waiting: list[BoundSymbol] = []
-        """Operations that use what is missing, so that they have to move after a loss."""
+        """Operations that use what is missing, so that they have to move after a region."""
 
     def process_bsym(self, bsym: BoundSymbol) -> None:
-        if id(bsym) in self._argmaxes:
+        if id(bsym) in self._replaced:
             return
         if any(arg.name in self._missing for arg in bsym.flat_proxy_args):
             self._missing |= {out.name for out in bsym.flat_proxy_outs}
@@ -196,56 +203,55 @@ class _Rewrite(TraceSubstitutionProcessor):
             self.add_processed_bsyms([bsym.from_bsym()])
             self.set_result(bsym.output)
 
-    def _argmaxes_of_matches(self) -> set[str]:
-        return {argmax.indices.name for match in self._matches.values() for argmax in match.argmaxes}
+    def _further_results(self) -> set[str]:
+        return {result.tensor.name for match in self._matches.values() for result in match.results[1:]}
 
     def _fuse(self, match: Match) -> None:
-        """Puts the region in place of the loss, and after it the operations that wait for one of its outputs.
+        """Puts the region in place of its first result, and after it the operations that wait for another one.
 
         Those that wait for another region, too, wait again.
         """
-        loss, *indices = self.add_bsyms_from_function(self._fused, match, tags=match.cross_entropy.tags)
-        self.set_result(loss)
-        for argmax, result in zip(match.argmaxes, indices, strict=True):
+        first, *further = self.add_bsyms_from_function(self._fused, match, tags=match.place.tags)
+        self.set_result(first)
+        for result, tensor in zip(match.results[1:], further, strict=True):
             # thunder reads the program's outputs before it swaps names.
-            self.write(argmax.indices, argmax.indices)
-            self.add_to_swap_map(argmax.indices, result)
+            self.write(result.tensor, result.tensor)
+            self.add_to_swap_map(result.tensor, tensor)
         self.add_unprocessed_bsyms(self._waiting)
-        self._missing, self._waiting = self._argmaxes_of_matches(), []
+        self._missing, self._waiting = self._further_results(), []
 
     def _fused(self, match: Match) -> tuple[TensorProxy, ...]:
-        """The loss, and the result that replaces each argmax."""
-        call, path, unfused = match.arguments, match.path, match.cross_entropy.output
+        """What replaces each of the results."""
+        call, path = match.arguments, match.path
         (input, weight), *terms = (_operands(term, path) for term in path.terms)
         is_detached = path.bias is not None and path.carries_grad and not path.bias_carries_grad
-        # After the selection, rows keep their order, so the labels can be reshaped to the hidden states' rows.
-        rows = input.shape[:-1]
         loss = Loss(
             reduction=call.reduction,
             ignore_index=call.ignore_index,
             label_smoothing=call.label_smoothing,
             outputs=match.outputs,
+            detached=_detached(match),
             **path.logit_map,
         )
+        loss_dtypes = [result.tensor.dtype for result in match.results if result.output == "loss"]
+        loss_dtype = loss_dtypes[0] if loss_dtypes else symbols.loss_dtype(input)
         region = region_arguments(
             input,
             weight,
-            call.target if call.target.shape == rows else ltorch.reshape(call.target, rows),
+            _labels(match, input),
             ltorch.detach(path.bias) if is_detached else path.bias,
             terms=tuple(terms),
             weight=call.weight,
-            dtype=None if unfused.dtype == symbols.loss_dtype(input) else dtypes.to_strong_dtype(unfused.dtype),
+            dtype=None if loss_dtype == symbols.loss_dtype(input) else dtypes.to_strong_dtype(loss_dtype),
             **loss.non_defaults(),
         )
-        needs_grad = self._operands_that_need_grad(path) if carries_grad(unfused) else ()
-        result = self._region(region, match.cross_entropy, needs_grad)
-        value, *indices = result if match.outputs else (result,)
-        shapes = [unfused.shape, *(argmax.indices.shape for argmax in match.argmaxes)]
-        results = [value, *(indices * len(match.argmaxes))]
-        return tuple(
-            result if result.shape == shape else ltorch.reshape(result, shape)
-            for result, shape in zip(results, shapes, strict=True)
-        )
+        is_differentiated = any(carries_grad(result.tensor) for result in match.results)
+        needs_grad = self._operands_that_need_grad(path) if is_differentiated else ()
+        given = self._region(region, match.place, needs_grad, match.kind)
+        values = dict(zip(("loss", *match.outputs), given if match.outputs else (given,), strict=True))
+        if match.reduced is not None:
+            values["loss"] = _reduced(match.reduced, values["loss"])
+        return tuple(_result(result, values[result.output]) for result in match.results)
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
         head, *others = path.terms
@@ -260,7 +266,7 @@ class _Rewrite(TraceSubstitutionProcessor):
         if carries_grad(bsym.flat_proxy_outs[0]):
             operands = region_operands(region)
             needs_grad = tuple(name for name, operand in operands.items() if operand.name in self._need_grad)
-        return self._region(region, bsym, needs_grad)
+        return self._region(region, bsym, needs_grad, "cross-entropy")
 
     def _expected_gradient(self, region: Mapping[str, Any], loss: BoundSymbol) -> TensorProxy | float | None:
         """The upstream gradient that the trace and the options say; None for 1. May add operations to the trace."""
@@ -288,11 +294,11 @@ class _Rewrite(TraceSubstitutionProcessor):
         # A loss in 16 bits rounds its upstream gradient.
         return number if value.dtype.bytes >= 4 else _rounded(number, dtypes.to_torch_dtype(value.dtype))
 
-    def _region(self, region: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
+    def _region(self, region: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...], kind: str) -> Any:
         if region["expected_gradient"] is None and needs_grad:
             region["expected_gradient"] = self._expected_gradient(region, source)
         planned = self._plan(region, needs_grad)
-        self._decisions.append(Decision(_source(source), planned))
+        self._decisions.append(Decision(_source(source), planned, kind=kind))
         region |= {"needs_grad": needs_grad, "plan": planned.plan.non_defaults()}
         return symbols.linear_cross_entropy(**region)
 
@@ -307,6 +313,48 @@ def _operands(term: Term, path: LogitsPath) -> tuple[TensorProxy, TensorProxy]:
     if term.factor != 1:
         input = ltorch.mul(input, float(term.factor))
     return input, ltorch.transpose(weight, 0, 1) if term.transposed else weight
+
+
+def _detached(match: Match) -> tuple[str, ...]:
+    """The outputs that could have a gradient, but are not used where one flows."""
+    used = {result.output for result in match.results if carries_grad(result.tensor)}
+    return tuple(name for name in match.outputs if name in DIFFERENTIABLE_OUTPUTS and name not in used)
+
+
+def _labels(match: Match, input: TensorProxy) -> TensorProxy:
+    """The labels in the shape of the input's rows: after the selection, rows keep their order."""
+    rows, labels = input.shape[:-1], match.arguments.target
+    if labels is None:
+        # An entropy needs none.
+        return ltorch.zeros(rows, device=input.device, dtype=dtypes.int64)
+    if match.reduced is not None:
+        labels = ltorch.where(ltorch.ne(labels, match.reduced.ignore_index), labels, 0)
+    if match.wraps_labels:
+        labels = ltorch.where(ltorch.lt(labels, 0), ltorch.add(labels, match.path.vocab), labels)
+    return labels if labels.shape == rows else ltorch.reshape(labels, rows)
+
+
+def _reduced(call: CrossEntropy, losses: TensorProxy) -> TensorProxy:
+    """The cross-entropy, from the losses of all rows; these are in an order and a number as the labels."""
+    valid = ltorch.ne(call.target, call.ignore_index)
+    losses = ltorch.where(valid, ltorch.reshape(losses, valid.shape), 0.0)
+    if call.reduction == "none":
+        return losses
+    total = ltorch.sum(losses)
+    return total if call.reduction == "sum" else ltorch.true_divide(total, ltorch.sum(valid))
+
+
+def _result(result: Result, value: TensorProxy) -> TensorProxy:
+    """A tensor of the program, from the output of the region that it is made of."""
+    if carries_grad(value) and not carries_grad(result.tensor):
+        value = ltorch.detach(value)
+    if value.shape != result.tensor.shape:
+        value = ltorch.reshape(value, result.tensor.shape)
+    if result.factor == -1:
+        value = ltorch.neg(value)
+    if result.is_exponential:
+        value = ltorch.exp(value)
+    return symbols.converted(value, dtypes.to_strong_dtype(result.tensor.dtype))
 
 
 # Of what gradients are finished for: with it, and with its reciprocal, they neither underflow nor overflow in float32.

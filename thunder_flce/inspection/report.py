@@ -1,4 +1,4 @@
-"""`explain`: what was decided about each cross-entropy, what it costs, what is saved, and how long compiling took."""
+"""`explain`: what was decided about each loss, what it costs, what is saved, and how long compiling took."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from thunder_flce.execution.plan import Plan
 from thunder_flce.execution.row_kernels import dispatch
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.trace_printer import stage_rows
-from thunder_flce.graph.transform import Compilation, Decision, FuseLinearCrossEntropy
+from thunder_flce.graph.transform import PLURALS, Compilation, Decision, FuseLinearCrossEntropy
 from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
 from thunder_flce.inspection.saved import SavedTensor, saved_by_plain_thunder, saved_tensors
 from thunder_flce.inspection.subgraphs import Part, parts, source_line
@@ -51,7 +51,7 @@ class CompilationReport:
     """What can be said about one compiled trace."""
 
     decisions: list[Decision]
-    """One for each cross-entropy, fused or not."""
+    """One for each cross-entropy, log-probability or entropy, fused or not."""
 
     _compilation: Compilation = field(repr=False)
     _passes: _Passes = field(repr=False)
@@ -60,7 +60,7 @@ class CompilationReport:
 
     @staticmethod
     def plans(decision: Decision) -> list[PredictedPlan]:
-        """The plan of a cross-entropy, and its alternatives; nothing where it was not fused."""
+        """The plan of a region, and its alternatives; nothing where it was not fused."""
         if decision.region is None:
             return []
         problem, chosen = decision.region
@@ -148,14 +148,14 @@ class GraphReport:
     """One for each set of shapes that it was called with."""
 
     others: list[Decision]
-    """The cross-entropies of a part that thunder does not compile."""
+    """Those of a part that thunder does not compile: its cross-entropies."""
 
     split_reasons: Sequence[str]
     """Why its graph was cut into parts, as thunder put it."""
 
     @property
     def decisions(self) -> list[Decision]:
-        """One for each cross-entropy of each compilation."""
+        """One for each cross-entropy, log-probability or entropy of each compilation."""
         return [*(d for compilation in self.compilations for d in compilation.decisions), *self.others]
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Report(Sequence):
 
     @property
     def decisions(self) -> list[Decision]:
-        """One for each cross-entropy of each compilation, and of the parts that thunder does not compile."""
+        """Those of all graphs, the parts that thunder does not compile included."""
         return [decision for graph in self.graphs for decision in graph.decisions]
 
     def __len__(self) -> int:
@@ -239,7 +239,7 @@ class Report(Sequence):
         if not self.compilations and not self.decisions:
             yield heading("nothing is compiled yet: call it first")
             return
-        yield heading(f"thunder_flce: {self._fused()} cross-entropies fused")
+        yield heading(f"thunder_flce: {self._fused()}")
         reasons = dict.fromkeys(reason for graph in self.graphs for reason in graph.split_reasons)
         if reasons:
             yield Block("thunder cut a graph because of:\n" + "\n".join(f"- {reason}" for reason in reasons))
@@ -255,13 +255,18 @@ class Report(Sequence):
             yield table(columns, rows, right=(1, 2, 3))
 
     def _fused(self) -> str:
-        return f"{sum(decision.fused for decision in self.decisions)} of {len(self.decisions)}"
+        """How many of each kind, such as "1 of 1 cross-entropies fused"."""
+        counts = []
+        for kind, plural in PLURALS.items():
+            fused = [decision.fused for decision in self.decisions if decision.kind == kind]
+            counts += [f"{sum(fused)} of {len(fused)} {plural}"] if fused else []
+        return f"{', '.join(counts)} fused" if counts else f"no {', '.join(PLURALS)}"
 
     def __str__(self) -> str:
         return "\n".join(block.text for block in self.blocks())
 
     def __repr__(self) -> str:
-        return f"<Report: {len(self)} compilations, {self._fused()} cross-entropies fused>"
+        return f"<Report: {len(self)} compilations, {self._fused()}>"
 
     def __rich__(self):
         from rich.console import Group
@@ -271,7 +276,7 @@ class Report(Sequence):
 
 
 def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:
-    """What was decided about each cross-entropy, for each trace that a jitted function or module has compiled.
+    """What was decided about each loss, for each trace that a jitted function or module has compiled.
 
     Args:
         jitted: what `thunder_flce.jit`, `thunder.jit` with our transform, `thunder.compile` with our plugin or
@@ -333,6 +338,7 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
 def _decision_dict(decision: Decision) -> dict[str, Any]:
     directions = program(*decision.region).directions if decision.region else {}
     return {
+        "kind": decision.kind,
         "source": decision.source,
         "line": source_line(decision),
         "fused": decision.fused,

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_flce.execution.row_kernels.dispatch import check_available
 from thunder_flce.graph.plugin import jit
-from thunder_flce.graph.transform import NotFusedWarning
+from thunder_flce.graph.transform import PLURALS, NotFusedWarning
 from thunder_flce.inspection import programs
 from thunder_flce.inspection.formatting import print_text
 from thunder_flce.inspection.report import explain
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         after = jit(program, options=Options(row_kernels=parsed.row_kernels))
         compile_only(after, tensors)
         report = explain(after)
-        decisions = [str(decision) for decision in report.decisions] or ["no cross-entropy"]
+        decisions = [str(decision) for decision in report.decisions] or [f"no {', '.join(PLURALS)}"]
         _print(_text("after", ["after: thunder_flce.jit", *decisions], after))
     if parsed.fusions:
         definitions = report.nvfuser_definitions()

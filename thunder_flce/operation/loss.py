@@ -116,6 +116,9 @@ OUTPUTS: MappingProxyType[str, Output] = MappingProxyType(
         "log_sum_sq_probs": Output(lambda row, columns, log: log(row.moments["sum_sq"]), moments=("sum_sq",)),
     }
 )
+NOTHING_IGNORED = -(2**63)
+"""The `ignore_index` of losses that ignore nothing: no target in 64 bits can be further from the vocabulary."""
+
 DIFFERENTIABLE_OUTPUTS = tuple(name for name, output in OUTPUTS.items() if output.is_differentiable)
 
 
@@ -131,6 +134,8 @@ class Loss:
     z_loss: float = 0.0
     vocab_size: int | None = None
     outputs: tuple[str, ...] = ()
+    detached: tuple[str, ...] = ()
+    """Outputs through which no gradient flows though it could, as a trace knows of what is only logged."""
 
     def non_defaults(self) -> dict[str, Any]:
         """What a trace carries: the reduction, ignore_index, and the other fields that differ from their defaults."""
@@ -144,16 +149,31 @@ class Loss:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is neither smoothing, nor a z-loss, nor any further output.
+        """Whether there is neither smoothing, nor a z-loss, nor an output that asks more of a row than its statistics.
 
-        Then C is 0, A and B are known before the statistics, and nothing else is asked of a row.
+        Then C is 0, and A and B are known before the statistics.
         """
-        return not (self.label_smoothing or self.z_loss or self.outputs)
+        return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax)
+
+    @property
+    def differentiable_outputs(self) -> tuple[str, ...]:
+        """The outputs through which a gradient may flow."""
+        return tuple(name for name in DIFFERENTIABLE_OUTPUTS if name in self.outputs and name not in self.detached)
+
+    @property
+    def has_parallel_row_gradients(self) -> bool:
+        """Whether a row's gradients of all results are one vector times a number each: A = B, and C and g_e are 0."""
+        return not (self.label_smoothing or self.z_loss or "entropy" in self.differentiable_outputs)
+
+    @property
+    def ignores_rows(self) -> bool:
+        """Whether there is a target that means that a row is ignored."""
+        return self.ignore_index != NOTHING_IGNORED
 
     @property
     def has_row_gradients(self) -> bool:
         """Whether upstream gradients are one number a row, to be known before anything is summed over rows."""
-        return self.reduction == "none" or any(name in DIFFERENTIABLE_OUTPUTS for name in self.outputs)
+        return self.reduction == "none" or bool(self.differentiable_outputs)
 
     @property
     def moments(self) -> tuple[str, ...]:

@@ -52,6 +52,15 @@ class Problem:
         return self.bias_grad or any(term.input_grad or term.weight_grad for term in self.terms)
 
     @property
+    def has_unit_gradients(self) -> bool:
+        """Whether each row's gradient is its upstream gradient times a vector that does not depend on it.
+
+        That is dX of a frozen head. dW and db are sums over rows, and with further terms there is more than one dX.
+        """
+        is_frozen = not (self.bias_grad or self.weight_grad_columns)
+        return is_frozen and len(self.terms) == 1 and self.loss.has_parallel_row_gradients
+
+    @property
     def weight_grad_columns(self) -> int:
         """The hidden sizes of the terms whose weight needs a gradient, together."""
         return sum(term.hidden for term in self.terms if term.weight_grad)

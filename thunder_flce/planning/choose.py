@@ -113,7 +113,7 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
     """
     kept = Options(ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels)
     # Without gradients there is one strategy.
-    impossible = {"gradients_in_forward"} if problem.loss.has_row_gradients else set()
+    impossible = {"gradients_in_forward"} if _needs_later_sums(problem) else set()
     strategies = [name for name in STRATEGIES if problem.needs_grad and name not in impossible]
     others = [replace(kept, strategy=strategy) for strategy in strategies]
     if isinstance(plan, GradientsInForward | RecomputeLogits | LossOnly) and not isinstance(plan, SaveSomeLogits):
@@ -174,15 +174,15 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
     rows = options.chunk_rows or _recomputed_chunk(problem, budget)
     if not problem.needs_grad:
         return LossOnly(chunk_rows=rows, **common)
-    has_row_gradients = problem.loss.has_row_gradients
-    if strategy == "gradients_in_forward" and has_row_gradients:
+    if strategy == "gradients_in_forward" and _needs_later_sums(problem):
         raise ValueError(
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
-            "the upstream gradient is a vector that has to be applied before anything is summed over tokens"
+            "the upstream gradient is a vector that has to be applied before anything is summed over tokens. Or it "
+            "needs a frozen weight and bias, no further terms, no label smoothing, no z_loss and no entropy"
         )
     # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
     has_loss_scale = problem.dtype is not torch.float16 or problem.has_expected_gradient
-    waits = has_row_gradients or not has_loss_scale
+    waits = _needs_later_sums(problem) or not (has_loss_scale or problem.loss.has_row_gradients)
     if strategy == "gradients_in_forward" or (strategy is None and not waits):
         return _accumulating_plan(problem, options, budget.chunk)
     saved_rows = _saved_rows(problem, rows, budget.saved) if strategy is None else 0
@@ -192,6 +192,11 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
     if saved_rows:
         return SaveSomeLogits(saved_rows=saved_rows, chunk_rows=rows, block_columns=columns, **common)
     return RecomputeLogits(chunk_rows=rows, block_columns=columns, **common)
+
+
+def _needs_later_sums(problem: Problem) -> bool:
+    """Whether upstream gradients, one number a row, have to be known before anything is summed."""
+    return problem.loss.has_row_gradients and not problem.has_unit_gradients
 
 
 def _saved_rows(problem: Problem, chunk_rows: int, budget: int | None) -> int:

@@ -13,7 +13,6 @@ from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Gradients, Operands, Term, UpstreamGradients
 from thunder_flce.execution.plan import LossOnly, Plan
 from thunder_flce.execution.record import Stage, Step, Tape, Value
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operation.problem import Problem
 
 
@@ -66,9 +65,10 @@ def program(problem: Problem, plan: Plan) -> Program:
         kept = engine.scale_gradients(grad, result.statistics.valid_count, *gradients, expected_gradient=expected)
     elif not isinstance(plan, LossOnly):
         upstream = _upstream(problem, tape, operands.row_dtype)
-        statistics, logits = result.statistics, result.logits
+        statistics, saved = result.statistics, result.kept
         del result
-        kept = engine.backward(operands, plan, statistics, logits, upstream)
+        kept = engine.backward(operands, plan, statistics, saved, upstream)
+        del saved
     backward = tape.take_stages()
     del kept
     return Program(
@@ -116,8 +116,6 @@ def _operands(problem: Problem, tape: Tape) -> Operands:
 def _upstream(problem: Problem, tape: Tape, dtype: torch.dtype) -> UpstreamGradients:
     shape = (problem.tokens,) if problem.loss.reduction == "none" else ()
     outputs = {
-        name: _value(tape, f"{name}_grad", dtype, problem.tokens)
-        for name in problem.loss.outputs
-        if name in DIFFERENTIABLE_OUTPUTS
+        name: _value(tape, f"{name}_grad", dtype, problem.tokens) for name in problem.loss.differentiable_outputs
     }
     return UpstreamGradients(_value(tape, "grad", dtype, *shape), **outputs)

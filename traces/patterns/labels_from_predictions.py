@@ -7,7 +7,7 @@
 #         is_wrong = logits.argmax(-1) != labels
 #         return _loss(logits, torch.where(is_wrong, labels, -100))
 #
-# not fused, because the logits, or something between them and the loss, are also used elsewhere (the loss depends on their argmax)
+# not fused, because the logits, or something between them and the loss, are also used elsewhere (the loss depends on their argmax or entropy)
 # Saved for backward, beside the arguments and views of them:
 #     t4: f32[8192, 128256], 4,202,692,608 bytes
 #     t5: i64[8192], 65,536 bytes

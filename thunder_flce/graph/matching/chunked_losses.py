@@ -12,6 +12,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, from_trace
 from thunder.core.transform_common import dce
 
+from thunder_flce.graph.matching.logits_path import SPLITS, split_dimension
 from thunder_flce.graph.matching.losses import CrossEntropy, is_loss
 from thunder_flce.graph.matching.trace_index import TraceIndex
 
@@ -52,8 +53,8 @@ def _concatenated_losses(cat: BoundSymbol, index: TraceIndex) -> BoundSymbol | N
         return None
     calls = [CrossEntropy.of(loss) for loss in losses]
     first = calls[0]
-    logits = _split_tensor([call.logits for call in calls], index)
-    target = _split_tensor([call.target for call in calls], index)
+    logits = split_tensor([call.logits for call in calls], index)
+    target = split_tensor([call.target for call in calls], index)
     alike = all(loss.sym.id == losses[0].sym.id for loss in losses) and all(
         index.same_values(call.values[2:], first.values[2:]) for call in calls
     )
@@ -62,17 +63,13 @@ def _concatenated_losses(cat: BoundSymbol, index: TraceIndex) -> BoundSymbol | N
     return replace(first, logits=logits, target=target).in_place_of(losses[0], cat.output)
 
 
-def _split_tensor(chunks: Sequence[TensorProxy], index: TraceIndex) -> TensorProxy | None:
+def split_tensor(chunks: Sequence[TensorProxy], index: TraceIndex) -> TensorProxy | None:
     """The tensor that was split along its first dimension into just these chunks, in this order, or None."""
     split = index.producers.get(chunks[0].name)
-    if split is None or split.sym.id not in _SPLITS:
+    if split is None or split.sym.id not in SPLITS:
         return None
-    whole, _, dimension = [*split.args, *split.kwargs.values(), 0][:3]
     names = [chunk.name for chunk in chunks]
-    return whole if dimension == 0 and names == [out.name for out in split.output] else None
-
-
-_SPLITS = {ltorch.split.id, ltorch.chunk.id, ltorch.tensor_split.id}
+    return split.args[0] if split_dimension(split) == 0 and names == [out.name for out in split.output] else None
 
 
 def _sum_loss(total: BoundSymbol, index: TraceIndex) -> BoundSymbol | None:

@@ -29,9 +29,10 @@ class RowStep:
     """One operation on the rows of logits, given by what it does to the shape without the vocabulary."""
 
     kind: str
-    """"reshape", "permute" or "index"."""
+    """"reshape", "permute", "index" or "part"."""
     argument: tuple[Any, ...]
-    """The new shape, the order of the dimensions, or an index (an int or a slice) for each of them."""
+    """The new shape, the order of the dimensions, or an index (an int or a slice) for each of them. Of a part: its
+    number, how many there are, and along which dimension; a region takes it only together with the others."""
 
     def __call__(self, hidden: TensorProxy) -> TensorProxy:
         """Applies the operation to the rows of an (..., H) tensor; adds operations to the trace."""
@@ -80,8 +81,8 @@ class LogitsPath:
     softcap: Fraction | None = None
     vocab_size: int | None = None
     """The number of columns, where only the first columns of the vocabulary are kept."""
-    is_log_softmax: bool = False
-    """Whether the tensor is the log_softmax of these logits."""
+    normalised: str = ""
+    """"log_softmax" or "softmax" where the tensor is that of these logits."""
     rows: tuple[RowStep, ...] = ()
     bias_carries_grad: bool = True
     """Whether gradients flow to the bias, which may be added after the terms were detached."""
@@ -100,7 +101,7 @@ class LogitsPath:
     @property
     def is_linear(self) -> bool:
         """Whether the tensor is all of the linears' columns, times a factor at most."""
-        return self.softcap is None and self.vocab_size is None and not self.is_log_softmax
+        return self.softcap is None and self.vocab_size is None and not self.normalised
 
     @property
     def has_float_factors(self) -> bool:
@@ -122,6 +123,11 @@ class LogitsPath:
         """Whether gradients flow to any operand."""
         return any(term.carries_grad for term in self.terms) or (self.bias is not None and self.bias_carries_grad)
 
+    @property
+    def is_part(self) -> bool:
+        """Whether the tensor is one of several that the rows were split into."""
+        return any(step.kind == "part" for step in self.rows)
+
     def detached(self) -> "LogitsPath":
         """The same without gradients."""
         terms = tuple(replace(term, carries_grad=False) for term in self.terms)
@@ -130,8 +136,8 @@ class LogitsPath:
     def then(self, bsym: BoundSymbol, *rows: RowStep, **changes: Any) -> "LogitsPath":
         """The description of the result of `bsym`, applied to the tensor; `rows` is what it does to these."""
         changes["bsyms"] = (*self.bsyms, *changes.get("bsyms", ()), bsym)
-        path = replace(self, tensor=bsym.output, rows=(*self.rows, *rows), **changes)
-        return path if carries_grad(bsym.output) else path.detached()
+        path = replace(self, **{"tensor": bsym.output, "rows": (*self.rows, *rows), **changes})
+        return path if carries_grad(path.tensor) else path.detached()
 
 
 def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
@@ -140,7 +146,7 @@ def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
     Raises:
         NotFused: where the logits do not come from a linear, or no rule describes an operation between the two.
     """
-    between: list[BoundSymbol] = []
+    between: list[tuple[BoundSymbol, Proxy]] = []
     current: Proxy = logits
     while (producer := index.producers.get(current.name)) is not None and producer.sym.id not in LINEARS:
         inputs = [arg for arg in producer.flat_proxy_args if isinstance(arg, TensorProxy)]
@@ -148,7 +154,7 @@ def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
             raise NotFused(Reason.NO_LINEAR)
         if not is_static(current, *inputs):
             raise NotFused(Reason.DYNAMIC)
-        between.append(producer)
+        between.append((producer, current))
         # Of several arguments, follow one of the result's size, if possible one that the program computes.
         same_size = [arg for arg in inputs if arg.numel == current.numel]
         current = next((arg for arg in same_size if arg.name in index.producers), (same_size or inputs)[0])
@@ -158,9 +164,16 @@ def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
     if not is_static(*producer.flat_proxy_args, *producer.flat_proxy_outs):
         raise NotFused(Reason.DYNAMIC)
     paths = [LINEARS[producer.sym.id](index, producer, *producer.args, **producer.kwargs)]
-    for bsym in reversed(between):
-        paths.append(step(paths[-1], bsym, index))
+    for bsym, result in reversed(between):
+        paths.append(_part(paths[-1], bsym, result) if bsym.sym.id in SPLITS else step(paths[-1], bsym, index))
     return paths
+
+
+def steps(path: LogitsPath, bsym: BoundSymbol, index: TraceIndex) -> list[LogitsPath]:
+    """The descriptions of all results of one more operation; see `step`."""
+    if bsym.sym.id in SPLITS:
+        return [_part(path, bsym, result) for result in bsym.output]
+    return [step(path, bsym, index)]
 
 
 def step(path: LogitsPath, bsym: BoundSymbol, index: TraceIndex) -> LogitsPath:
@@ -301,14 +314,32 @@ def _index(path: LogitsPath, bsym: BoundSymbol, key: tuple[int | slice, ...]) ->
     start, stop, stride = columns.indices(path.vocab) if isinstance(columns, slice) else (0, 0, 1)
     if (start, stride) != (0, 1) or stop < 1:
         raise _changed(bsym, " along the vocabulary")
-    if stop < path.vocab and path.is_log_softmax:
-        raise _changed(bsym, " along the vocabulary after log_softmax")
+    if stop < path.vocab and path.normalised:
+        raise _changed(bsym, f" along the vocabulary after {path.normalised}")
     rows = _without(key, path.class_dimension)
     takes_all = all(isinstance(part, slice) and part == slice(None) for part in rows)
     class_dimension = sum(isinstance(part, slice) for part in key[: path.class_dimension])
     vocab_size = stop if stop < path.vocab else path.vocab_size
     steps = () if takes_all else (RowStep("index", rows),)
     return path.then(bsym, *steps, class_dimension=class_dimension, vocab_size=vocab_size)
+
+
+def _part(path: LogitsPath, bsym: BoundSymbol, part: TensorProxy) -> LogitsPath:
+    """One of the tensors that a split returns."""
+    dimension = split_dimension(bsym) % path.tensor.ndim
+    if dimension == path.class_dimension:
+        raise _changed(bsym, " along the vocabulary")
+    number = [result.name for result in bsym.output].index(part.name)
+    dropped = dimension < path.class_dimension and part.ndim < path.tensor.ndim
+    row = RowStep("part", (number, len(bsym.output), dimension - (dimension > path.class_dimension)))
+    return path.then(bsym, row, tensor=part, class_dimension=path.class_dimension - dropped)
+
+
+def split_dimension(split: BoundSymbol) -> int:
+    """The dimension of a bound symbol that is one of `SPLITS`."""
+    if split.sym.id == ltorch.unbind.id:
+        return [*split.args, *split.kwargs.values(), 0][1]
+    return [*split.args, *split.kwargs.values(), 0][2]
 
 
 def _is_integer(value: Any) -> bool:
@@ -342,8 +373,8 @@ def _factor(bsym: BoundSymbol, value: Any) -> Fraction:
 
 
 def _scale(path: LogitsPath, bsym: BoundSymbol, factor: Fraction) -> LogitsPath:
-    if path.is_log_softmax:
-        raise _changed(bsym, " after log_softmax")
+    if path.normalised:
+        raise _changed(bsym, f" after {path.normalised}")
     if path.softcap is None:
         return path.then(bsym, scale=path.scale * factor)
     if factor < 0:
@@ -351,17 +382,47 @@ def _scale(path: LogitsPath, bsym: BoundSymbol, factor: Fraction) -> LogitsPath:
     return path.then(bsym, softcap=path.softcap * factor)
 
 
+def _subtract(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    """The logits less their logsumexp are their log_softmax."""
+    logits, log_sum = bsym.args
+    producer = index.producers.get(log_sum.name) if isinstance(log_sum, TensorProxy) else None
+    kept = (*path.tensor.shape[: path.class_dimension], 1, *path.tensor.shape[path.class_dimension + 1 :])
+    if producer is None or producer.sym.id != ltorch.logsumexp.id or tuple(log_sum.shape) != kept:
+        raise _changed(bsym)
+    is_own = producer.args[0].name == path.tensor.name == logits.name
+    if not is_own or path.normalised or bsym.kwargs.get("alpha", 1) != 1:
+        raise _changed(bsym)
+    return path.then(bsym, bsyms=(producer,), normalised="log_softmax")
+
+
 def _tanh(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    if path.softcap is not None or path.is_log_softmax:
+    if path.softcap is not None or path.normalised:
         raise _changed(bsym)
     return path.then(bsym, softcap=Fraction(1))
 
 
 def _log_softmax(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    _, dimension = bsym.args
+    return _normalise(index, path, bsym, "log_softmax")
+
+
+def _softmax(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    return _normalise(index, path, bsym, "softmax")
+
+
+def _normalise(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, function: str) -> LogitsPath:
+    dimension = bsym.kwargs["dim"] if "dim" in bsym.kwargs else bsym.args[1]
     if dimension % path.tensor.ndim != path.class_dimension:
-        raise NotFused(Reason.CLASS_DIMENSION, f"log_softmax over dimension {dimension}")
-    return replace(_same_values(index, path, bsym), is_log_softmax=True)
+        raise NotFused(Reason.CLASS_DIMENSION, f"{function} over dimension {dimension}")
+    # A softmax of log-probabilities is that of the logits; one of probabilities is another.
+    if path.normalised == "softmax":
+        raise _changed(bsym, " after softmax")
+    return replace(_same_values(index, path, bsym), normalised=function)
+
+
+def _exp(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    if path.normalised != "log_softmax":
+        raise _changed(bsym)
+    return path.then(bsym, normalised="softmax")
 
 
 def _add(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
@@ -448,6 +509,8 @@ RESHAPES = {
     PrimIDs.SQUEEZE,
 }
 
+SPLITS = {ltorch.unbind.id, ltorch.split.id, ltorch.chunk.id, ltorch.tensor_split.id}
+
 RULES: dict[Any, Callable[[TraceIndex, LogitsPath, BoundSymbol], LogitsPath]] = {
     **dict.fromkeys(COPIES, _same_values),
     **dict.fromkeys(_PERMUTATIONS, _permute),
@@ -459,7 +522,10 @@ RULES: dict[Any, Callable[[TraceIndex, LogitsPath, BoundSymbol], LogitsPath]] = 
     ltorch.mul.id: _multiply,
     ltorch.true_divide.id: _divide,
     ltorch.div.id: _divide,
+    ltorch.sub.id: _subtract,
     ltorch.tanh.id: _tanh,
     ltorch.add.id: _add,
     ltorch.log_softmax.id: _log_softmax,
+    "torch.softmax": _softmax,
+    ltorch.exp.id: _exp,
 }

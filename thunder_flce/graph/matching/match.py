@@ -1,112 +1,365 @@
-"""Finding linear + cross-entropy in a trace. Nothing is changed here; `transform` does that.
+"""Finding what can become one region with its linear. Nothing is changed here; `transform` does that.
 
-A loss is followed upwards from its logits to the linear that made them (`logits_path`). The result is a `Match` with a
-description of that path, or a `NotFused` with a reason for the user to read.
+Cross-entropies, log-probabilities and entropies (`readings`) are followed upwards from their logits to the linear that
+made them (`logits_path`). Those that read the same rows for the same labels are one region. The outcome is a `Match`
+with a description of the path, or a `NotFused` with a reason for the user to read.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES, LogitsPath, paths_to, step
+from thunder_flce.graph.matching.logits_path import RESHAPES, LogitsPath, paths_to, steps
 from thunder_flce.graph.matching.losses import CrossEntropy, is_loss
+from thunder_flce.graph.matching.readings import (
+    Reading,
+    before_reshapes,
+    find_readings,
+    has_same_linears,
+    is_same_logits,
+)
 from thunder_flce.graph.matching.reasons import NotFused, Reason
 from thunder_flce.graph.matching.trace_index import TraceIndex, is_static, tensors_written
+from thunder_flce.operation.loss import NOTHING_IGNORED
 
 
-@dataclass(frozen=True, eq=False)
-class Argmax:
-    """The column of each row's largest logit, such as a program computes for accuracy."""
+class Result(NamedTuple):
+    """A tensor of the program that a region gives."""
 
     bsym: BoundSymbol
-    indices: TensorProxy
-    """Its result: the logits' shape without the vocabulary, or with one element in that dimension."""
+    """What computes it in the program."""
+    tensor: TensorProxy
+    output: str
+    """"loss" or one of the region's further outputs: see `functional.linear_cross_entropy`."""
+    factor: int = 1
+    """What the output has to be multiplied by, 1 or -1."""
+    is_exponential: bool = False
+    """Whether it is the exponential of that."""
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """A linear + cross-entropy that can become one region."""
+    """What can become one region."""
 
-    cross_entropy: BoundSymbol
-    """Or the nll_loss of a log_softmax."""
+    kind: str
+    """"cross-entropy", "log-probability" or "entropy"."""
     path: LogitsPath
-    """From the linear to the loss."""
+    """From the linear to the logits."""
     arguments: CrossEntropy
-    argmaxes: tuple[Argmax, ...] = ()
-    """What the region computes besides the loss."""
-    outputs: tuple[str, ...] = ()
-    """The region's output that each of them is, if there are any: see `functional.linear_cross_entropy`."""
-    other_losses: tuple[BoundSymbol, ...] = ()
-    """On the same logits: this one can be fused only if they are."""
+    """Those of the region. A log-probability is the negative of a cross-entropy."""
+    results: tuple[Result, ...]
+    """The region takes the place of the first. The others can be computed with it."""
+    wraps_labels: bool = False
+    """Whether labels from -V to -1 count from the end."""
+    reduced: CrossEntropy | None = None
+    """The cross-entropy that is made of the losses of all rows, where the region gives these."""
+
+    @property
+    def place(self) -> BoundSymbol:
+        """Where the region will be."""
+        return self.results[0].bsym
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """The region's outputs beside the loss."""
+        return tuple(dict.fromkeys(result.output for result in self.results if result.output != "loss"))
 
 
-def find_cross_entropies(index: TraceIndex) -> list[tuple[BoundSymbol, Match | NotFused]]:
-    """Each cross-entropy of the trace, in order, and how, or why not, it can be fused with its linear."""
-    losses = [bsym for bsym in index.bsyms if is_loss(bsym)]
-    found: dict[int, Match | NotFused] = {}
-    for loss in losses:
-        try:
-            found[id(loss)] = _match(loss, index)
-        except NotFused as reason:
-            found[id(loss)] = reason
-    # Losses on the same logits are all fused, or none of them is.
+class Found(NamedTuple):
+    """A cross-entropy, log-probability or entropy, and what can become of it."""
+
+    bsym: BoundSymbol
+    kind: str
+    outcome: Match | NotFused
+
+
+def find_matches(index: TraceIndex) -> list[Found]:
+    """What a trace computes from logits, in order, and how, or why not, it can be fused with its linear.
+
+    What becomes part of another one's region is left out.
+    """
+    candidates = [_Candidate.of_loss(bsym, index) for bsym in index.bsyms if is_loss(bsym)]
+    candidates += [_Candidate.of_reading(reading) for reading in find_readings(index)]
+    candidates.sort(key=lambda candidate: index.position(candidate.bsym))
+    leaders: list[_Candidate] = []
+    # An entropy has no labels of its own, so the others come first.
+    for candidate in sorted(candidates, key=lambda candidate: candidate.kind == "entropy"):
+        leader = next((leader for leader in leaders if leader.takes(candidate, index)), None)
+        if leader is None:
+            leaders.append(candidate)
+        else:
+            leader.members.append(candidate)
+    owners: dict[int, list[_Candidate]] = {}
+    for leader in leaders:
+        for bsym in leader.own_bsyms():
+            owners.setdefault(id(bsym), []).append(leader)
+    for leader in leaders:
+        leader.find_users(owners, index)
+    _distribute_argmaxes(leaders)
+    for leader in leaders:
+        leader.match(index)
+    # What reads the same logits is fused as a whole, or not at all.
     while broken := [
-        key
-        for key, match in found.items()
-        if isinstance(match, Match) and any(isinstance(found[id(other)], NotFused) for other in match.other_losses)
+        leader
+        for leader in leaders
+        if leader.problem is None and any(other.problem is not None for other in leader.others)
     ]:
-        found |= dict.fromkeys(broken, NotFused(Reason.LOGITS_USED, "by another loss that is not fused"))
-    return [(loss, found[id(loss)]) for loss in losses]
+        for leader in broken:
+            leader.problem = NotFused(Reason.LOGITS_USED, "by something that is not fused itself")
+    leaders.sort(key=lambda leader: index.position(leader.bsym))
+    return [Found(leader.bsym, leader.kind, leader.outcome) for leader in leaders]
 
 
-def _match(loss: BoundSymbol, index: TraceIndex) -> Match:
-    arguments = CrossEntropy.of(loss)
-    logits, target = arguments.logits, arguments.target
+@dataclass(eq=False)
+class _Candidate:
+    """What may become a region, or a part of another one's."""
+
+    kind: str
+    result: Result
+    paths: Sequence[Sequence[LogitsPath]] = ()
+    """From the linear to each tensor of logits that is read."""
+    arguments: CrossEntropy | None = None
+    reading: Reading | None = None
+    problem: NotFused | None = None
+    """Why it cannot be fused, as far as that is known."""
+    members: "list[_Candidate]" = field(default_factory=list)
+    """Others that its region computes, too."""
+    others: "list[_Candidate]" = field(default_factory=list)
+    """Those on the same logits that are regions of their own."""
+    argmaxes: "list[tuple[LogitsPath, Result]]" = field(default_factory=list)
+    """Those that are met on the logits, and the logits of each."""
+    own_argmaxes: list[Result] = field(default_factory=list)
+    """Those that its region computes."""
+    found: Match | None = None
+
+    @classmethod
+    def of_loss(cls, loss: BoundSymbol, index: TraceIndex) -> "_Candidate":
+        arguments = CrossEntropy.of(loss)
+        candidate = cls("cross-entropy", Result(loss, loss.output, "loss"), arguments=arguments)
+        try:
+            candidate.paths = [_paths_of_loss(loss, arguments, index)]
+        except NotFused as problem:
+            candidate.problem = problem
+        return candidate
+
+    @classmethod
+    def of_reading(cls, reading: Reading) -> "_Candidate":
+        """The loss of a token is the negative of its log-probability."""
+        is_entropy, factor = reading.output == "entropy", reading.factor
+        kind, output = ("entropy", "entropy") if is_entropy else ("log-probability", "loss")
+        result = Result(reading.bsym, reading.tensor, output, factor if is_entropy else -factor, reading.is_exponential)
+        problem = reading.problem
+        if problem is None and not reading.output:
+            problem = NotFused(Reason.NOT_A_LOG_PROBABILITY, f"by {reading.bsym.sym.name} alone")
+        elif problem is None and abs(factor) != 1:
+            problem = NotFused(Reason.NOT_A_LOG_PROBABILITY, f"but {factor} times that")
+        return cls(kind, result, reading.paths, reading=reading, problem=problem)
+
+    @property
+    def outcome(self) -> Match | NotFused:
+        """What has become of it."""
+        outcome = self.problem or self.found
+        assert outcome is not None
+        return outcome
+
+    @property
+    def bsym(self) -> BoundSymbol:
+        return self.result.bsym
+
+    @property
+    def path(self) -> LogitsPath:
+        """The description of the logits that the region will compute: one with gradients, if any has them."""
+        paths = [ways[-1] for each in (self, *self.members) for ways in each.paths]
+        return next((path for path in paths if path.carries_grad), paths[0])
+
+    @property
+    def labels(self) -> TensorProxy | None:
+        if self.reading is not None:
+            return self.reading.labels
+        return None if self.arguments is None else self.arguments.target
+
+    def own_bsyms(self) -> Iterator[BoundSymbol]:
+        """Its result's and its members', and the operations between the logits and these."""
+        for each in (self, *self.members):
+            yield each.bsym
+            if each.reading is not None:
+                yield from each.reading.inner
+
+    def takes(self, other: "_Candidate", index: TraceIndex) -> bool:
+        """Whether its region can compute another one's result, too: of the same rows, all of them, and labels."""
+        mine, theirs = self.reading, other.reading
+        if self.problem or other.problem or theirs is None:
+            return False
+        if not is_same_logits(self.path, theirs.path) or not _flow_alike(self.path, theirs.path):
+            return False
+        if self.arguments is not None:
+            # The region then has to give a loss for each row. Without a gradient, to compute the logits once more for
+            # the entropy alone takes as long, and less memory.
+            return theirs.labels is None and theirs.path.carries_grad and self.arguments.weight is None
+        if theirs.labels is None:
+            return True
+        return (
+            mine is not None
+            and mine.labels is not None
+            and mine.wraps_labels == theirs.wraps_labels
+            and index.same_values(before_reshapes(mine.labels, index), before_reshapes(theirs.labels, index))
+        )
+
+    def find_users(self, owners: "dict[int, list[_Candidate]]", index: TraceIndex) -> None:
+        """What else uses the logits, or what is between them and the linear or the results."""
+        if self.problem is not None:
+            return
+        all_paths = [paths for each in (self, *self.members) for paths in each.paths]
+        passed = {id(bsym) for paths in all_paths for bsym in paths[-1].bsyms}
+        passed |= {id(bsym) for bsym in self.own_bsyms()}
+        try:
+            inner = [bsym for each in (self, *self.members) if each.reading for bsym in each.reading.inner]
+            # That of logits from which it is subtracted, too.
+            inner += [bsym for paths in all_paths for bsym in paths[-1].bsyms if bsym.sym.id == ltorch.logsumexp.id]
+            self._check_inner(inner, passed, owners, index)
+            waiting = [(path, user) for paths in all_paths for path in paths for user in index.users(path.tensor)]
+            while waiting:
+                path, user = waiting.pop(0)
+                if id(user) not in passed:
+                    passed.add(id(user))
+                    waiting += self._follow(path, user, owners, index)
+        except NotFused as problem:
+            self.problem = problem
+
+    def _check_inner(
+        self, inner: list[BoundSymbol], passed: set[int], owners: "dict[int, list[_Candidate]]", index: TraceIndex
+    ) -> None:
+        """Raises `NotFused` where something else uses what is between the logits and a result, such as logsumexp."""
+        for tensor in (bsym.output for bsym in inner):
+            for user in index.users(tensor):
+                if id(user) not in passed and id(user) not in owners:
+                    raise _used(tensor, user)
+                self.others += [other for other in owners.get(id(user), ()) if other is not self]
+
+    def _follow(
+        self, path: LogitsPath, user: BoundSymbol, owners: "dict[int, list[_Candidate]]", index: TraceIndex
+    ) -> list[tuple[LogitsPath, BoundSymbol]]:
+        """Notes a user of some logits; returns the users of its result, if that is logits, too."""
+        if user.sym.id == prims.PrimIDs.RETURN:
+            raise NotFused(Reason.LOGITS_RETURNED)
+        if id(user) in owners:
+            self.others += owners[id(user)]
+            return []
+        if (indices := _indices_of_maximum(path, user, index)) is not None:
+            self.argmaxes.append((path, Result(user, indices, "argmax")))
+            return []
+        try:
+            branches = steps(path, user, index)
+        except NotFused:
+            raise _used(path.tensor, user) from None
+        return [(branch, next_user) for branch in branches for next_user in index.users(branch.tensor)]
+
+    def match(self, index: TraceIndex) -> None:
+        """Makes a `Match` of it, or finds out why it cannot be one."""
+        if self.problem is not None:
+            return
+        try:
+            self.found = self._checked_match(index)
+        except NotFused as problem:
+            self.problem = problem
+
+    def _checked_match(self, index: TraceIndex) -> Match:
+        path, arguments = self.path, self.arguments
+        if self.reading is not None:
+            _check_path(path, self.labels)
+            # An entropy has no labels.
+            arguments = CrossEntropy(path.tensor, self.labels, ignore_index=NOTHING_IGNORED, reduction="none")
+        assert arguments is not None
+        if self.own_argmaxes or self.members:
+            _check_order([result.tensor for result in self._further_results()], self.result, index)
+        reduced = self.arguments if self.members else None
+        if reduced is not None:
+            arguments = replace(arguments, ignore_index=NOTHING_IGNORED, reduction="none")
+        bsyms = [bsym for each in (self, *self.members) for paths in each.paths for bsym in paths[-1].bsyms]
+        for writer in index.between(bsyms, self.bsym):
+            # The region takes the result's place. What is written may share memory with an operand of the linear.
+            # Labels are integers and may be changed.
+            if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
+                raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
+        # In ignored rows, valid_argmax is -1, which no other label may be.
+        is_accuracy = not -1 <= arguments.ignore_index < path.vocab and all(
+            _is_compared_with_labels(argmax.tensor, self.labels, index) for argmax in self.own_argmaxes
+        )
+        output = "valid_argmax" if is_accuracy else "argmax"
+        argmaxes = [argmax._replace(output=output) for argmax in self.own_argmaxes]
+        return Match(
+            kind=self.kind,
+            path=path,
+            arguments=arguments,
+            results=(self.result, *(member.result for member in self.members), *argmaxes),
+            wraps_labels=self.reading is not None and self.reading.wraps_labels,
+            reduced=reduced,
+        )
+
+    def _further_results(self) -> list[Result]:
+        return [*(member.result for member in self.members), *self.own_argmaxes]
+
+
+def _flow_alike(a: LogitsPath, b: LogitsPath) -> bool:
+    """Whether gradients flow to the same operands, or to none of one of the two."""
+    flows = [([term.carries_grad for term in path.terms], path.bias_carries_grad) for path in (a, b)]
+    return flows[0] == flows[1] or not (a.carries_grad and b.carries_grad)
+
+
+def _used(tensor: TensorProxy, user: BoundSymbol) -> NotFused:
+    return NotFused(Reason.LOGITS_USED, f"{tensor.name} is used by {user.sym.name}")
+
+
+def _distribute_argmaxes(leaders: Sequence[_Candidate]) -> None:
+    """Gives each argmax to a region that computes the same rows; without one, its logits must stay as they are."""
+    met: dict[int, list[tuple[_Candidate, LogitsPath, Result]]] = {}
+    for leader in leaders:
+        for path, argmax in leader.argmaxes:
+            met.setdefault(id(argmax.bsym), []).append((leader, path, argmax))
+    for of_argmax in met.values():
+        fitting = [leader for leader, path, _ in of_argmax if _has_same_maximum(path, leader.path)]
+        if fitting:
+            fitting[0].own_argmaxes.append(of_argmax[0][2])
+            continue
+        for leader, path, argmax in of_argmax:
+            leader.problem = leader.problem or _used(path.tensor, argmax.bsym)
+
+
+def _paths_of_loss(loss: BoundSymbol, arguments: CrossEntropy, index: TraceIndex) -> list[LogitsPath]:
+    logits = arguments.logits
     if not is_static(*arguments.values):
         raise NotFused(Reason.DYNAMIC)
     paths = paths_to(logits, index)
     path = paths[-1]
-
     if arguments.is_deprecated:
         raise NotFused(Reason.DEPRECATED_ARGUMENT)
     if arguments.has_probabilities:
         raise NotFused(Reason.CLASS_PROBABILITIES)
     if path.class_dimension != arguments.class_dimension:
         raise NotFused(Reason.CLASS_DIMENSION, f"logits of shape {tuple(logits.shape)}")
-    if loss.sym.id == ltorch.nll_loss.id and not path.is_log_softmax:
+    if loss.sym.id == ltorch.nll_loss.id and path.normalised != "log_softmax":
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
+    if path.normalised == "softmax":
+        raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax")
+    _check_path(path, arguments.target)
+    _check_class_weights(path, arguments.weight, index)
+    return paths
+
+
+def _check_path(path: LogitsPath, labels: TensorProxy | None) -> None:
+    if path.is_part:
+        raise NotFused(Reason.TRANSFORMED_LOGITS, "by a split whose parts do not come together again")
     if not path.has_float_factors:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
-    _check_operands(path, target)
-    _check_class_weights(path, arguments.weight, index)
-    # The pattern fits. What is left is whether the logits have other users.
-    losses, argmaxes = _other_users(paths, loss, index)
-    if argmaxes:
-        if losses:
-            raise NotFused(Reason.LOGITS_USED, "by other losses and an argmax")
-        _check_order(argmaxes, loss, index)
-    for writer in index.between(path.bsyms, loss):
-        # The region takes the loss's place. What is written may share memory with an operand of the linear. Labels are
-        # integers and may be changed.
-        if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
-            raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
-    # In ignored rows, valid_argmax is -1, which no other label may be.
-    is_accuracy = not -1 <= arguments.ignore_index < path.vocab and all(
-        _is_compared_with_labels(argmax.indices, target, index) for argmax in argmaxes
-    )
-    output = "valid_argmax" if is_accuracy else "argmax"
-    return Match(loss, path, arguments, tuple(argmaxes), (output,) if argmaxes else (), tuple(losses))
-
-
-def _check_operands(path: LogitsPath, target: TensorProxy) -> None:
     tensors = [tensor for term in path.terms for tensor in (term.input, term.weight)]
     if path.bias is not None:
         tensors.append(path.bias)
-    if any(type(tensor) is not TensorProxy for tensor in (*tensors, target)):
+    if any(type(tensor) is not TensorProxy for tensor in (*tensors, *([] if labels is None else [labels]))):
         raise NotFused(Reason.DISTRIBUTED)
     if not is_static(*tensors):
         raise NotFused(Reason.DYNAMIC)
@@ -127,37 +380,6 @@ def _check_class_weights(path: LogitsPath, weight: TensorProxy | None, index: Tr
         raise NotFused(Reason.CLASS_WEIGHTS, dtype.shortname())
 
 
-def _other_users(
-    paths: Sequence[LogitsPath], loss: BoundSymbol, index: TraceIndex
-) -> tuple[list[BoundSymbol], list[Argmax]]:
-    """What else uses the logits, or what is between them and the linear: other losses, and argmaxes of the same rows.
-
-    Raises:
-        NotFused: where anything else uses them.
-    """
-    losses: list[BoundSymbol] = []
-    argmaxes: list[Argmax] = []
-    on_path = {id(bsym) for bsym in (*paths[-1].bsyms, loss)}
-    waiting = [(path, user) for path in paths for user in index.users(path.tensor) if id(user) not in on_path]
-    while waiting:
-        path, user = waiting.pop(0)
-        if user.sym.id == prims.PrimIDs.RETURN:
-            raise NotFused(Reason.LOGITS_RETURNED)
-        if is_loss(user) and user.args[0].name == path.tensor.name:
-            losses.append(user)
-        elif (indices := _indices_of_maximum(path, user, index)) is not None:
-            if not _has_same_maximum(path, paths[-1]):
-                raise NotFused(Reason.LOGITS_USED, f"{path.tensor.name} is used by {user.sym.name}")
-            argmaxes.append(Argmax(user, indices))
-        else:
-            try:
-                branch = step(path, user, index)
-            except NotFused:
-                raise NotFused(Reason.LOGITS_USED, f"{path.tensor.name} is used by {user.sym.name}") from None
-            waiting += [(branch, next_user) for next_user in index.users(branch.tensor)]
-    return losses, argmaxes
-
-
 def _indices_of_maximum(path: LogitsPath, user: BoundSymbol, index: TraceIndex) -> TensorProxy | None:
     """What `argmax`, or `max` without use of its values, returns for each row; None where `user` is neither."""
     if user.sym.id not in (ltorch.argmax.id, ltorch.torch_max.id) or len(user.args) < 2:
@@ -173,17 +395,13 @@ def _indices_of_maximum(path: LogitsPath, user: BoundSymbol, index: TraceIndex) 
 def _has_same_maximum(path: LogitsPath, other: LogitsPath) -> bool:
     """Whether two tensors have the same rows, and in each of them the largest element in the same column."""
     # Any increasing function of the logits has the same maximum.
-    return (
-        path.selection == other.selection
-        and len(path.terms) == len(other.terms)
-        and path.bias is other.bias
-        and path.vocab_size == other.vocab_size
-        and (path.scale > 0) == (other.scale > 0)
-    )
+    return has_same_linears(path, other) and (path.scale > 0) == (other.scale > 0)
 
 
-def _is_compared_with_labels(indices: TensorProxy, target: TensorProxy, index: TraceIndex) -> bool:
+def _is_compared_with_labels(indices: TensorProxy, target: TensorProxy | None, index: TraceIndex) -> bool:
     """Whether an argmax is only compared with the loss's labels."""
+    if target is None:
+        return False
     for user in index.users(indices):
         if user.sym.id in RESHAPES:
             if not _is_compared_with_labels(user.output, target, index):
@@ -198,25 +416,18 @@ def _is_compared_with_labels(indices: TensorProxy, target: TensorProxy, index: T
 
 def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, index: TraceIndex) -> bool:
     """Whether a tensor has the loss's labels, in the same rows."""
-
-    def flat(tensor: TensorProxy) -> TensorProxy:
-        while (producer := index.producers.get(tensor.name)) is not None:
-            # A narrower integer might be another label.
-            if producer.sym.id not in RESHAPES | COPIES or tensor.dtype not in (producer.args[0].dtype, dtypes.int64):
-                break
-            tensor = producer.args[0]
-        return tensor
-
-    return tensor.shape == indices.shape and index.same_values(flat(tensor), flat(target))
+    return tensor.shape == indices.shape and index.same_values(
+        before_reshapes(tensor, index), before_reshapes(target, index)
+    )
 
 
-def _check_order(argmaxes: Sequence[Argmax], loss: BoundSymbol, index: TraceIndex) -> None:
-    """Raises `NotFused` unless what depends on an argmax can run after the loss, with which it is computed."""
-    dependent = {argmax.indices.name for argmax in argmaxes}
+def _check_order(further: Sequence[TensorProxy], first: Result, index: TraceIndex) -> None:
+    """Raises `NotFused` unless what depends on further results can run after the first, where the region will be."""
+    dependent = {tensor.name for tensor in further}
     for bsym in index.bsyms:
         if any(arg.name in dependent for arg in bsym.flat_proxy_args):
             dependent |= {out.name for out in bsym.flat_proxy_outs}
-    if loss.output.name in dependent:
-        raise NotFused(Reason.LOGITS_USED, "the loss depends on their argmax")
+    if first.tensor.name in dependent:
+        raise NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
     if writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None):
         raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")

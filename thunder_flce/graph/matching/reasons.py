@@ -1,16 +1,17 @@
-"""Why a cross-entropy was not fused with its linear."""
+"""Why something that is computed from the logits of a linear was not fused with it."""
 
 from enum import Enum
 
 
 class Reason(Enum):
-    """Why a cross-entropy was not fused with its linear."""
+    """Why something that is computed from the logits of a linear was not fused with it."""
 
     NO_LINEAR = "its logits do not come from a linear layer"
     LOGITS_USED = "the logits, or something between them and the loss, are also used elsewhere"
     LOGITS_RETURNED = "the program returns its logits; return the loss only to have them fused"
     TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss"
     NOT_LOG_PROBABILITIES = "the input of nll_loss is not a log_softmax"
+    NOT_A_LOG_PROBABILITY = "its logits are gathered, but not into the log-probability of one label a row"
     CLASS_DIMENSION = "the vocabulary is not the class dimension of the loss"
     CLASS_PROBABILITIES = "the targets are class probabilities"
     CLASS_WEIGHTS = "it has class weights that are not supported"

@@ -33,6 +33,10 @@ class TraceIndex:
         """The bound symbols that use a tensor, the return included."""
         return self.consumers.get(tensor.name, [])
 
+    def position(self, bsym: BoundSymbol) -> int:
+        """Where a bound symbol is in the trace."""
+        return self._positions[id(bsym)]
+
     def between(self, first: Sequence[BoundSymbol], last: BoundSymbol) -> list[BoundSymbol]:
         """The bound symbols from the earliest of `first` up to, but without, `last`."""
         start = min(self._positions[id(bsym)] for bsym in first)
@@ -42,6 +46,18 @@ class TraceIndex:
         """Whether a tensor is an argument of the trace, or computed before a bound symbol."""
         producer = self.producers.get(tensor.name)
         return producer is None or self._positions[id(producer)] < self._positions[id(bsym)]
+
+    def derives_from(self, tensor: TensorProxy, source: TensorProxy) -> bool:
+        """Whether a tensor is another one, or computed from it."""
+        waiting, seen = [tensor.name], set()
+        while waiting:
+            name = waiting.pop()
+            if name == source.name:
+                return True
+            if name not in seen and name in self.producers:
+                waiting += [arg.name for arg in self.producers[name].flat_proxy_args]
+            seen.add(name)
+        return False
 
     def same_values(self, a: Any, b: Any) -> bool:
         """Whether two arguments are the same, or computed by the same operations; ignores changes in place."""

@@ -1,0 +1,165 @@
+"""A frozen head: each row's gradient is computed in the forward, whatever its upstream gradient will be."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+import test_patterns  # noqa: F401 (finds traces/patterns.py)
+import thunder_flce
+from reference import error, make_case
+from test_readings import regions, tensors_for
+from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.execution.plan import GradientsInForward
+from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.problem import Problem, TermShape
+from thunder_flce.planning.choose import make_plan, temporary_bytes
+from thunder_flce.planning.cost import predicted_seconds
+from thunder_flce.planning.program import program
+
+import patterns  # isort: skip
+
+TARGET = torch.randint(40, (2, 16), generator=torch.Generator().manual_seed(0))
+TARGET[0, :3] = -100
+CLASS_WEIGHT = torch.linspace(0, 2, 40)
+UPSTREAM = torch.linspace(-1, 2, 32).view(2, 16)
+WAYS = {
+    "eager": lambda function: function,
+    "thunder": thunder_flce.jit,
+    "torch.compile": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
+}
+
+
+def operands(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, 16, 24, generator=generator).to(dtype).requires_grad_()
+    return hidden, torch.randn(40, 24, generator=generator).mul(0.3).to(dtype)
+
+
+def ours(hidden, head, *, reduction, outputs, class_weights=False, **settings):
+    settings |= {"reduction": reduction, "outputs": outputs, "weight": CLASS_WEIGHT if class_weights else None}
+    results = linear_cross_entropy(hidden, head, TARGET, **settings)
+    loss, *others = results if outputs else (results,)
+    total = (loss * UPSTREAM).sum() if reduction == "none" else loss * 1.7
+    return total + (others[0] * UPSTREAM.square()).sum() if outputs else total
+
+
+def exact(hidden, head, *, reduction, outputs, class_weights=False, softcap=None, logit_scale=1.0):
+    logits = F.linear(hidden, head).to(torch.promote_types(hidden.dtype, torch.float32)) * logit_scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), TARGET.flatten(), CLASS_WEIGHT if class_weights else None, reduction=reduction
+    )
+    total = (loss.view(TARGET.shape) * UPSTREAM).sum() if reduction == "none" else loss * 1.7
+    log_prob = logits.log_softmax(-1).gather(-1, TARGET.clamp(min=0)[..., None]).squeeze(-1)
+    return total + (log_prob * UPSTREAM.square())[TARGET >= 0].sum() if outputs else total
+
+
+CASES = {
+    "none": {"reduction": "none", "outputs": ()},
+    "log_prob": {"reduction": "none", "outputs": ("log_prob",)},
+    "mean and log_prob": {"reduction": "mean", "outputs": ("log_prob", "argmax")},
+    "sum, class weights": {"reduction": "sum", "outputs": ("log_prob",), "class_weights": True},
+    "softcap": {"reduction": "none", "outputs": ("log_prob",), "softcap": 3.0, "logit_scale": 0.5},
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients(way, settings):
+    """Twice, over a graph that is kept; the chunks and ignored rows are those of the option."""
+    torch._dynamo.reset()
+    hidden, head = operands()
+    expected = torch.autograd.grad(exact(hidden, head, **settings), hidden)
+    for options in (None, Options(chunk_rows=7), Options(ignored_rows="compute")):
+        if options is not None and way == "thunder":
+            continue
+        given = settings if options is None else {**settings, "options": options}
+        loss = WAYS[way](lambda hidden, given=given: ours(hidden, head, **given))(hidden)
+        torch.testing.assert_close(loss, exact(hidden, head, **settings))
+        for again in (True, False):
+            torch.testing.assert_close(torch.autograd.grad(loss, hidden, retain_graph=again), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_as_exact_as_eager(dtype):
+    """Rounded twice: once for an upstream gradient of 1, and once for that which comes."""
+    case = make_case(tokens=256, vocab=300, hidden=64, dtype=dtype, device="cpu", ignored=0.0)
+    upstream = torch.randn(256)
+    weight = case.weight.detach()
+
+    def gradient(function, x, weight):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad((function(x, weight) * upstream).sum(), x)[0]
+
+    def eager(x, weight):
+        logits = F.linear(x, weight)
+        return F.cross_entropy(
+            logits.double() if x.dtype is torch.float64 else logits.float(), case.target, reduction="none"
+        )
+
+    right = gradient(eager, case.x.double(), weight.double())
+    got = gradient(lambda x, w: linear_cross_entropy(x, w, case.target, reduction="none"), case.x, weight)
+    assert error(got, right) <= 1.25 * error(gradient(eager, case.x, weight), right)
+
+
+def problem(**changes) -> Problem:
+    of = {"tokens": 8192, "vocab": 151936, "dtype": torch.bfloat16, "device_type": "cuda"}
+    of["loss"] = Loss(reduction="none")
+    term = TermShape(hidden=4096, input_grad=True, weight_grad=changes.pop("weight_grad", False))
+    return Problem(terms=(term,), **{**of, **changes})
+
+
+def test_two_products_and_one_chunk():
+    """Of three, at the shape of a preference loss."""
+    frozen = problem()
+    plan = make_plan(frozen, Options())
+    assert isinstance(plan, GradientsInForward)
+    product = 2 * 8192 * 151936 * 4096
+    assert sum(step.operations for step in program(frozen, plan).steps) == 2 * product
+    assert temporary_bytes(frozen, plan) < 0.65e9
+    assert predicted_seconds(frozen, plan, "NVIDIA H200") < 0.72 * 3 * product / 680e12
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weight_grad": True},
+        {"has_bias": True, "bias_grad": True},
+        {"loss": Loss(reduction="none", label_smoothing=0.1)},
+        {"loss": Loss(reduction="none", z_loss=0.1)},
+        {"loss": Loss(reduction="none", outputs=("entropy",))},
+        {"terms": (TermShape(hidden=8, input_grad=True, weight_grad=False),) * 2},
+    ],
+    ids=str,
+)
+def test_what_has_no_unit_gradient(changes):
+    of = problem(**{name: change for name, change in changes.items() if name != "terms"})
+    of = Problem(**{**vars(of), **changes}) if "terms" in changes else of
+    assert make_plan(of, Options()).strategy == "recompute_logits"
+    with pytest.raises(ValueError, match="needs a frozen weight and bias, no further terms, no label smoothing"):
+        make_plan(of, Options(strategy="gradients_in_forward"))
+
+
+@pytest.mark.parametrize(
+    ("program", "strategy"),
+    [
+        (patterns.preference_loss, "gradients_in_forward"),
+        (patterns.entropy_as_verl_has_it, "gradients_in_forward"),
+        (patterns.clipped_ratio_with_entropy, "recompute_logits"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_in_a_trace(program, strategy):
+    """An entropy that is only logged does no harm; one with a gradient has a direction of its own."""
+    hidden, weight, tokens = tensors_for(program)
+    weight = weight.detach()
+    jitted = thunder_flce.jit(program)
+    losses = [function(hidden, weight, tokens) for function in (jitted, program)]
+    losses = [loss[0] if isinstance(loss, tuple) else loss for loss in losses]
+    got, right = (torch.autograd.grad(loss, hidden) for loss in losses)
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+    (region,) = regions(jitted)
+    assert region["strategy"] == strategy
+    backward = thunder.last_backward_traces(jitted)[-1].python()
+    assert ("(each row)" in backward) == (strategy == "gradients_in_forward")

@@ -1,0 +1,196 @@
+"""Log-probabilities and entropies that a program spells out: what becomes one region, and what is reported."""
+
+import warnings
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+import test_patterns  # noqa: F401 (finds traces/patterns.py)
+import thunder_flce
+from front_ends import FRONT_ENDS, decisions
+from reference import error
+from thunder_flce import NotFusedError, NotFusedWarning
+from thunder_flce.inspection import programs
+
+import patterns  # isort: skip
+
+SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
+
+
+def tensors_for(program, dtype=torch.float32):
+    tensors = programs.arguments(program, SIZES, device="cpu", dtype=dtype)
+    return [tensor.detach().mul(0.5).requires_grad_() if tensor.is_floating_point() else tensor for tensor in tensors]
+
+
+def results(fn, tensors):
+    """The first output, and its gradients for random upstream ones."""
+    output = fn(*tensors)
+    output = output[0] if isinstance(output, tuple) else output
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).to(output.dtype)
+    needing = [tensor for tensor in tensors if tensor.requires_grad]
+    return [output.detach(), *torch.autograd.grad(output, needing, upstream)]
+
+
+def regions(jitted):
+    """The arguments of the regions in the final trace."""
+    bsyms = thunder.last_traces(jitted)[-1].bound_symbols
+    return [bsym.kwargs for bsym in bsyms if bsym.sym.name == "linear_cross_entropy_fwd"]
+
+
+READINGS = (
+    patterns.log_softmax_gathered,
+    patterns.log_probability_as_trl_has_it,
+    patterns.log_probability_of_each_sequence,
+    patterns.probability_gathered,
+    patterns.log_probability_indexed,
+    patterns.preference_loss,
+    patterns.clipped_ratio_with_entropy,
+    patterns.entropy_as_verl_has_it,
+    patterns.entropy_in_chunks,
+)
+
+
+@pytest.mark.parametrize("program", READINGS, ids=lambda program: program.__name__)
+def test_as_exact_as_eager(program):
+    """In bfloat16, against float64. Eager rounds a log_softmax of 16 bits, and we do not."""
+    tensors = tensors_for(program, torch.bfloat16)
+    exact = results(program, [t.detach().double().requires_grad_() if t.is_floating_point() else t for t in tensors])
+    for got, eager, right in zip(
+        results(thunder_flce.jit(program), tensors), results(program, tensors), exact, strict=True
+    ):
+        assert got.dtype == eager.dtype
+        assert error(got, right) <= 1.25 * error(eager, right) + 2**-9
+
+
+@pytest.mark.parametrize(
+    ("program", "outputs"),
+    [
+        (patterns.log_softmax_gathered, [()]),
+        (patterns.log_probability_as_trl_has_it, [()]),
+        (patterns.clipped_ratio_with_entropy, [("entropy", "valid_argmax")]),
+        (patterns.entropy_as_verl_has_it, [("entropy",)]),
+        (patterns.entropy_in_chunks, [("entropy",)]),
+        (patterns.entropy_beside_cross_entropy, [("entropy",)]),
+        (patterns.entropy_logged_beside_cross_entropy, [("entropy",), ()]),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_regions(program, outputs):
+    """One for everything that reads the same rows for the same labels."""
+    jitted = thunder_flce.jit(program)
+    jitted(*tensors_for(program))
+    assert [region.get("outputs", ()) for region in regions(jitted)] == outputs
+
+
+@pytest.mark.parametrize("compiled", FRONT_ENDS.values(), ids=FRONT_ENDS)
+def test_front_ends(compiled):
+    program = patterns.log_probability_as_trl_has_it
+    tensors = tensors_for(program)
+    jitted = compiled(program, strict=True)
+    for got, right in zip(results(jitted, tensors), results(program, tensors), strict=True):
+        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+    assert [(decision.kind, decision.fused) for decision in decisions(jitted)] == [("log-probability", True)]
+    assert "1 of 1 log-probabilities fused" in str(thunder_flce.explain(jitted))
+
+
+def test_without_gradients():
+    """As rollouts and reference models are scored."""
+    tensors = tensors_for(patterns.entropy_as_verl_has_it)
+    jitted = thunder_flce.jit(patterns.entropy_as_verl_has_it)
+    with torch.no_grad():
+        torch.testing.assert_close(jitted(*tensors), patterns.entropy_as_verl_has_it(*tensors))
+    assert [region["strategy"] for region in regions(jitted)] == ["loss_only"]
+
+
+def test_labels_that_do_not_exist():
+    """gather knows no ignore_index."""
+    hidden, weight, tokens = tensors_for(patterns.log_softmax_gathered)
+    tokens[1, 2] = -100
+    with pytest.raises(IndexError, match="target has 1 of 48 values"):
+        thunder_flce.jit(patterns.log_softmax_gathered)(hidden, weight, tokens)
+
+
+def test_strict():
+    program = patterns.log_probability_beside_another_use
+    with pytest.raises(NotFusedError, match="the log-probability at .*patterns.py:.* is used by square|pow|mul"):
+        thunder_flce.jit(program, strict=True)(*tensors_for(program))
+
+
+def test_a_loss_beside_what_is_not_fused():
+    """All logits are there then."""
+
+    def program(hidden, weight, tokens):
+        logits = F.linear(hidden, weight)
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) + logits.gather(-1, tokens[..., None]).mean()
+
+    jitted = thunder_flce.jit(program)
+    with pytest.warns(NotFusedWarning, match="the cross-entropy at .*by something that is not fused itself"):
+        jitted(*tensors_for(program))
+    assert [decision.fused for decision in decisions(jitted)] == [False, False]
+
+
+def gate_of_experts(hidden, weight, tokens):
+    scores = F.linear(hidden, weight).softmax(-1)
+    _, chosen = scores.topk(2, dim=-1)
+    weights = scores.gather(-1, chosen)
+    return (weights / weights.sum(-1, keepdim=True)).square().sum()
+
+
+def greedy_choice(hidden, weight, tokens):
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    return log_probs.gather(-1, log_probs.argmax(-1, keepdim=True)).sum()
+
+
+def classifier(hidden, weight, tokens):
+    return F.linear(hidden, weight).softmax(-1).square().sum()
+
+
+def attention(hidden, weight, tokens):
+    scores = (hidden @ hidden.transpose(1, 2)).softmax(-1)
+    return -(scores * scores.log()).sum() + (scores @ hidden).sum()
+
+
+def attention_entropy(hidden, weight, tokens):
+    scores = (hidden @ hidden.transpose(1, 2)).log_softmax(-1)
+    return -(scores.exp() * scores).sum(-1).mean()
+
+
+def relative_positions(hidden, weight, tokens):
+    scores = hidden @ hidden.transpose(1, 2)
+    return scores.gather(-1, tokens.new_zeros(tokens.shape)[..., None]).sum()
+
+
+def embeddings_gathered(hidden, weight, tokens):
+    hidden = F.layer_norm(F.linear(hidden, weight), weight.shape[:1])
+    return hidden.gather(-1, tokens[..., None]).sum()
+
+
+def norm(hidden, weight, tokens):
+    hidden = F.linear(hidden, weight)
+    return (hidden * hidden).sum(-1).sqrt().sum()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        gate_of_experts,
+        greedy_choice,
+        classifier,
+        attention,
+        attention_entropy,
+        relative_positions,
+        embeddings_gathered,
+        norm,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_what_is_none_of_its_business(program):
+    tensors = tensors_for(program)
+    jitted = thunder_flce.jit(program, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NotFusedWarning)
+        torch.testing.assert_close(jitted(*tensors), program(*tensors))
+    assert not regions(jitted) and not decisions(jitted)
+    assert "no cross-entropy, log-probability, entropy" in str(thunder_flce.explain(jitted))

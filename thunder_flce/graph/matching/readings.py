@@ -1,0 +1,388 @@
+"""What a program computes of each row of its logits, spelled out: the log-probability of a label, and the entropy.
+
+Of a row of logits u, both are sums of three numbers: u_y, the logit of the label; L = log Σ exp u; and E = Σ p u.
+
+    log p_y = u_y - L         log_softmax(u).gather(-1, y), or u.gather(-1, y) - logsumexp(u)
+    entropy = L - E           -(p * log_softmax(u)).sum(-1), or logsumexp(u) - (p * u).sum(-1)
+
+So an operation on such sums is a rule for their coefficients, and spellings need not be known one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import thunder.torch as ltorch
+from thunder.core import dtypes
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+
+from thunder_flce.graph.matching.chunked_losses import split_tensor
+from thunder_flce.graph.matching.logits_path import COPIES, LINEARS, RESHAPES, LogitsPath, RowStep, paths_to
+from thunder_flce.graph.matching.reasons import NotFused, Reason
+from thunder_flce.graph.matching.trace_index import TraceIndex, is_static
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A tensor of one number for each row of logits: a sum of u_y, L and E, or its exponential."""
+
+    bsym: BoundSymbol
+    """What computes it."""
+    coefficients: tuple[int, int, int]
+    """Of u_y, L and E."""
+    paths: tuple[tuple[LogitsPath, ...], ...] = ()
+    """From the linear to each tensor of logits that is read, which the last description of each is of."""
+    labels: TensorProxy | None = None
+    """y: integers, one a row, in any shape."""
+    inner: tuple[BoundSymbol, ...] = ()
+    """The operations between the logits and `bsym`."""
+    wraps_labels: bool = False
+    """Whether labels from -V to -1 count from the end."""
+    is_exponential: bool = False
+    problem: NotFused | None = None
+    """Why the logits are not those of a linear, where they are not; then there is no path."""
+
+    @property
+    def tensor(self) -> TensorProxy:
+        """The result."""
+        return self.bsym.output
+
+    @property
+    def path(self) -> LogitsPath:
+        """The description of the logits."""
+        return self.paths[0][-1]
+
+    @property
+    def output(self) -> str:
+        """What it is `factor` times: "log_prob" or "entropy", outputs of `linear_cross_entropy`; "" for neither."""
+        of_label, of_log_sum, of_expected = self.coefficients
+        if of_expected == 0:
+            return "log_prob" if of_label == -of_log_sum != 0 else ""
+        return "entropy" if of_label == 0 and of_log_sum == -of_expected else ""
+
+    @property
+    def factor(self) -> int:
+        """See `output`."""
+        return self.coefficients[0] or self.coefficients[1]
+
+
+def find_readings(index: TraceIndex) -> list[Reading]:
+    """The log-probabilities and entropies of a trace, in order, and logits that are gathered to no such end."""
+    found: dict[str, Reading] = {}
+    for bsym in index.bsyms:
+        is_new = isinstance(bsym.output, TensorProxy) and index.producers.get(bsym.output.name) is bsym
+        rule = _RULES.get(bsym.sym.id) if is_new else None
+        if rule is not None and is_static(*bsym.flat_args):
+            reading = rule(index, bsym, found)
+            if reading is not None:
+                found[bsym.output.name] = reading
+    inner = {id(bsym) for reading in found.values() if reading.output for bsym in reading.inner}
+
+    def is_wanted(reading: Reading) -> bool:
+        is_gathered = reading.labels is not None and reading.problem is None and not reading.inner
+        return id(reading.bsym) not in inner and bool(reading.output or is_gathered)
+
+    return [reading for reading in found.values() if is_wanted(reading)]
+
+
+_Found = dict[str, Reading]
+
+
+def _gather(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    logits, dimension, labels = (lambda input, dim, index: (input, dim, index))(*bsym.args, **bsym.kwargs)
+    return _at_labels(index, bsym, logits, dimension, labels)
+
+
+def _take_along_dim(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    logits, labels, dimension = (lambda input, indices, dim: (input, indices, dim))(*bsym.args, **bsym.kwargs)
+    return _at_labels(index, bsym, logits, dimension, labels)
+
+
+def _at_labels(
+    index: TraceIndex, bsym: BoundSymbol, logits: TensorProxy, dimension: int, labels: TensorProxy
+) -> Reading | None:
+    """The logits, or what log_softmax and softmax make of them, at one column of each row."""
+    try:
+        paths = paths_to(logits, index)
+    except NotFused as problem:
+        is_normalised = _is_normalised(logits, dimension, index)
+        return _unknown(index, bsym, logits, (1, -1 if is_normalised else 0, 0), problem)
+    path = paths[-1]
+    # Columns that hang on the logits are choices, as of a gate's experts or a sampled token.
+    if dimension % logits.ndim != path.class_dimension or index.derives_from(labels, paths[0].tensor):
+        return None
+    reading = Reading(
+        bsym,
+        (1, -1 if path.normalised else 0, 0),
+        paths=(tuple(paths),),
+        labels=labels,
+        is_exponential=path.normalised == "softmax",
+    )
+    if labels.numel * path.vocab != logits.numel or bsym.output.numel != labels.numel:
+        detail = f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
+        return replace(reading, coefficients=(1, -1, 0), problem=NotFused(Reason.NOT_A_LOG_PROBABILITY, detail))
+    return reading
+
+
+def _unknown(
+    index: TraceIndex, bsym: BoundSymbol, logits: TensorProxy, coefficients: tuple[int, int, int], problem: NotFused
+) -> Reading | None:
+    """A reading of what no rule describes; None where a product of activations, as in attention, made the logits."""
+    producer = index.producers.get(logits.name)
+    while producer is not None and producer.sym.id not in LINEARS:
+        inputs = [arg for arg in producer.flat_proxy_args if isinstance(arg, TensorProxy)]
+        larger = [arg for arg in inputs if arg.numel >= bsym.output.numel]
+        producer = index.producers.get(larger[0].name) if larger else None
+    if producer is not None and any(arg.ndim > 2 for arg in producer.flat_proxy_args[1:2]):
+        return None
+    return Reading(bsym, coefficients, problem=problem)
+
+
+def _is_normalised(tensor: TensorProxy, dimension: int, index: TraceIndex) -> bool:
+    """Whether a tensor is what log_softmax or softmax returned, as it is."""
+    while (producer := index.producers.get(tensor.name)) is not None and producer.sym.id in COPIES:
+        tensor = producer.args[0]
+    is_function = producer is not None and producer.sym.id in (ltorch.log_softmax.id, "torch.softmax")
+    return is_function and dimension % tensor.ndim == tensor.ndim - 1
+
+
+def _logsumexp(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    logits = bsym.args[0]
+    try:
+        paths = paths_to(logits, index)
+    except NotFused as problem:
+        return _unknown(index, bsym, logits, (0, 1, 0), problem)
+    is_over_classes = not paths[-1].normalised and _reduces_classes(bsym, paths[-1])
+    return Reading(bsym, (0, 1, 0), paths=(tuple(paths),)) if is_over_classes else None
+
+
+def _reduces_classes(bsym: BoundSymbol, path: LogitsPath) -> bool:
+    dimension = [*bsym.args[1:], bsym.kwargs.get("dim")][0]
+    if isinstance(dimension, list | tuple) and len(dimension) == 1:
+        (dimension,) = dimension
+    return isinstance(dimension, int) and dimension % path.tensor.ndim == path.class_dimension
+
+
+def _sum(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    """Σ p u, or Σ p log p = E - L."""
+    sign, inner, factors = _product(bsym.args[0], index)
+    if len(factors) != 2:
+        return None
+    try:
+        ways = [paths_to(factor, index) for factor in factors]
+    except NotFused as problem:
+        is_entropy = all(_is_normalised(factor, -1, index) or _is_exponential(factor, index) for factor in factors)
+        return _unknown(index, bsym, factors[0], (0, sign, -sign), problem) if is_entropy else None
+    forms = [way[-1].normalised for way in ways]
+    others = [form for form in forms if form != "softmax"]
+    is_expected = len(others) == 1 and is_same_logits(ways[0][-1], ways[1][-1]) and _reduces_classes(bsym, ways[0][-1])
+    if not is_expected:
+        return None
+    coefficients = (0, -sign if others[0] else 0, sign)
+    return Reading(bsym, coefficients, paths=tuple(map(tuple, ways)), inner=inner)
+
+
+def _product(tensor: TensorProxy, index: TraceIndex) -> tuple[int, tuple[BoundSymbol, ...], list[TensorProxy]]:
+    """A sign, the operations and two factors whose product a tensor is; no factors where it is none."""
+    producer = index.producers.get(tensor.name)
+    if producer is None or producer.sym.id not in (ltorch.neg.id, ltorch.mul.id):
+        return 1, (), []
+    tensors = [arg for arg in producer.args if isinstance(arg, TensorProxy)]
+    if producer.sym.id == ltorch.neg.id:
+        sign, inner, factors = _product(tensors[0], index)
+        return -sign, (*inner, producer), factors
+    sign, inner, factors = 1, (producer,), []
+    for factor in tensors:
+        before = index.producers.get(factor.name)
+        while before is not None and before.sym.id == ltorch.neg.id:
+            sign, inner, factor = -sign, (before, *inner), before.args[0]
+            before = index.producers.get(factor.name)
+        factors.append(factor)
+    return sign, inner, factors
+
+
+def _is_exponential(tensor: TensorProxy, index: TraceIndex) -> bool:
+    producer = index.producers.get(tensor.name)
+    return producer is not None and producer.sym.id == ltorch.exp.id and _is_normalised(producer.args[0], -1, index)
+
+
+def is_same_logits(a: LogitsPath, b: LogitsPath) -> bool:
+    """Whether two descriptions are of the same logits, in the same rows and in the same order."""
+    return has_same_linears(a, b) and (a.scale, a.softcap) == (b.scale, b.softcap)
+
+
+def has_same_linears(a: LogitsPath, b: LogitsPath) -> bool:
+    """Whether two descriptions are of the same rows of the same linears, however these are mapped to logits."""
+
+    def operands(path: LogitsPath) -> list[Any]:
+        names = [(term.input.name, term.weight.name, term.transposed, term.factor) for term in path.terms]
+        return [*names, path.bias and path.bias.name, path.vocab_size, path.selection]
+
+    return operands(a) == operands(b)
+
+
+def before_reshapes(labels: TensorProxy, index: TraceIndex) -> TensorProxy:
+    """The labels before they were copied or reshaped, as `labels[..., None]` does it, too."""
+    while (producer := index.producers.get(labels.name)) is not None:
+        if producer.sym.id not in RESHAPES | COPIES | {ltorch.getitem.id}:
+            break
+        source = producer.args[0]
+        # A narrower integer might be another label.
+        if source.numel != labels.numel or labels.dtype not in (source.dtype, dtypes.int64):
+            break
+        if producer.sym.id == ltorch.getitem.id and any(isinstance(arg, TensorProxy) for arg in producer.flat_args[1:]):
+            break
+        labels = source
+    return labels
+
+
+def _neg(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    return _combined(index, bsym, [(-1, bsym.args[0])], found)
+
+
+def _sub(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    return _combined(index, bsym, [(1, bsym.args[0]), (-1, bsym.args[1])], found)
+
+
+def _add(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    return _combined(index, bsym, [(1, bsym.args[0]), (1, bsym.args[1])], found)
+
+
+def _same_values(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    """A cast, or the same numbers in another shape."""
+    return _combined(index, bsym, [(1, bsym.args[0])], found)
+
+
+def _combined(index: TraceIndex, bsym: BoundSymbol, addends: list[tuple[int, Any]], found: _Found) -> Reading | None:
+    """The sum of some readings, each with its sign; what is finished goes on only where nothing else uses it."""
+    parts = [found.get(tensor.name) for _, tensor in addends if isinstance(tensor, TensorProxy)]
+    readings = [part for part in parts if part is not None and not part.is_exponential]
+    if len(readings) < len(addends) or bsym.kwargs.get("alpha", 1) != 1:
+        return None
+    if any(reading.output and index.users(reading.tensor) != [bsym] for reading in readings):
+        return None
+    first = readings[0]
+    shapes = {tuple(reading.tensor.shape) for reading in readings}
+    labels = [reading.labels for reading in readings if reading.labels is not None]
+    problem = next((reading.problem for reading in readings if reading.problem is not None), None)
+    are_alike = problem is not None or all(is_same_logits(reading.path, first.path) for reading in readings)
+    if len(shapes) > 1 or len(labels) > 1 or not are_alike or not dtypes.is_float_dtype(bsym.output.dtype):
+        return None
+    signs = [sign for sign, _ in addends]
+    columns = zip(*(reading.coefficients for reading in readings), strict=True)
+    of_label, of_log_sum, of_expected = (
+        sum(sign * each for sign, each in zip(signs, column, strict=True)) for column in columns
+    )
+    return Reading(
+        bsym,
+        (of_label, of_log_sum, of_expected),
+        paths=tuple(path for reading in readings for path in reading.paths),
+        labels=labels[0] if labels else None,
+        inner=tuple(inner for reading in readings for inner in (*reading.inner, reading.bsym)),
+        problem=problem,
+    )
+
+
+def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    """Logits [arange(N), labels], or one number a row without a dimension of length 1."""
+    tensor, key = bsym.args
+    if tensor.name in found and bsym.output.numel == tensor.numel:
+        return _same_values(index, bsym, found)
+    if not isinstance(key, tuple) or tensor.ndim != 2 or len(key) != 2:
+        return None
+    rows, labels = key
+    if not all(isinstance(part, TensorProxy) and part.ndim == 1 and not _is_mask(part) for part in key):
+        return None
+    producer = index.producers.get(rows.name)
+    count = tensor.shape[0]
+    is_every_row = (
+        producer is not None
+        and producer.sym.id == ltorch.arange.id
+        and producer.args in ((count, None, 1), (0, count, 1))
+        and labels.shape[0] == count
+    )
+    reading = _at_labels(index, bsym, tensor, 1, labels) if is_every_row else None
+    return reading and replace(reading, wraps_labels=True)
+
+
+def _is_mask(tensor: TensorProxy) -> bool:
+    return dtypes.is_boolean_dtype(tensor.dtype)
+
+
+def _joined(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    """Readings of the parts into which rows were split, such as the sequences of a batch, put together again."""
+    tensors, dimension = bsym.args[0], [*bsym.args[1:], *bsym.kwargs.values(), 0][0]
+    parts = [reading for tensor in tensors if (reading := found.get(tensor.name)) is not None]
+    if len(parts) < len(tensors) or dimension != 0 or any(part.problem is not None for part in parts):
+        return None
+    first = parts[0]
+    alike = {(part.coefficients, part.is_exponential, part.wraps_labels, len(part.paths)) for part in parts}
+    if len(alike) > 1 or any(part.labels is None for part in parts) != (first.labels is None):
+        return None
+    ways = [_joined_way(parts_of_way) for parts_of_way in zip(*(part.paths for part in parts), strict=True)]
+    labels = None
+    if first.labels is not None:
+        labels = _whole([before_reshapes(part.labels, index) for part in parts if part.labels is not None], index)
+    if not all(ways) or (labels is None) != (first.labels is None):
+        return None
+    inner = tuple(inner for part in parts for inner in (*part.inner, part.bsym))
+    return replace(first, bsym=bsym, paths=tuple(ways), labels=labels, inner=inner)
+
+
+def _joined_way(ways: Sequence[tuple[LogitsPath, ...]]) -> tuple[LogitsPath, ...]:
+    """From the linear to all parts, and last the description of the logits as if they were whole; nothing otherwise."""
+    lasts = [way[-1] for way in ways]
+    before = next((path for path, part in pairwise(ways[0]) if part.rows == lasts[0].rows), None)
+    if before is None or not all(_is_part(last, number, len(ways), before) for number, last in enumerate(lasts)):
+        return ()
+    wholes = [replace(last, rows=last.rows[:-1]) for last in lasts]
+    if not all(is_same_logits(whole, wholes[0]) and whole.normalised == wholes[0].normalised for whole in wholes):
+        return ()
+    bsyms = tuple(bsym for last in lasts for bsym in last.bsyms)
+    whole = replace(wholes[0], tensor=before.tensor, class_dimension=before.class_dimension, bsyms=bsyms)
+    return (*(path for way in ways for path in way), whole)
+
+
+def _is_part(path: LogitsPath, number: int, count: int, whole: LogitsPath) -> bool:
+    """Whether its last operation on rows takes one of the parts of the first dimension."""
+    if not path.rows or path.rows[:-1] != whole.rows:
+        return False
+    rest = (slice(None),) * (whole.tensor.ndim - 2)
+    is_index = count == whole.tensor.shape[0] and path.rows[-1] == RowStep("index", (number, *rest))
+    return is_index or path.rows[-1] == RowStep("part", (number, count, 0))
+
+
+def _whole(parts: Sequence[TensorProxy], index: TraceIndex) -> TensorProxy | None:
+    """The tensor whose parts along the first dimension these are, all of them and in order, or None."""
+    producer = index.producers.get(parts[0].name)
+    if producer is None or producer.sym.id != ltorch.getitem.id:
+        return split_tensor(parts, index)
+    tensor = producer.args[0]
+    expected = [(ltorch.getitem.id, (tensor.name, number)) for number in range(tensor.shape[0])]
+    found = [
+        (part.sym.id, (part.args[0].name, *_plain_key(part.args[1])))
+        for part in (index.producers.get(part.name) for part in parts)
+        if part is not None and len(part.args) > 1
+    ]
+    return tensor if found == expected else None
+
+
+def _plain_key(key: Any) -> tuple[Any, ...]:
+    return key if isinstance(key, tuple) else (key,)
+
+
+_RULES: dict[Any, Callable[[TraceIndex, BoundSymbol, _Found], Reading | None]] = {
+    ltorch.gather.id: _gather,
+    ltorch.take_along_dim.id: _take_along_dim,
+    ltorch.getitem.id: _getitem,
+    ltorch.logsumexp.id: _logsumexp,
+    ltorch.sum.id: _sum,
+    ltorch.neg.id: _neg,
+    ltorch.sub.id: _sub,
+    ltorch.add.id: _add,
+    ltorch.stack.id: _joined,
+    ltorch.cat.id: _joined,
+    **dict.fromkeys(COPIES | RESHAPES, _same_values),
+}
