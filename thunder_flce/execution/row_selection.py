@@ -150,7 +150,7 @@ class RowSelection:
         # In a narrow dtype, V and ignore_index would wrap around before they are compared with.
         self._target = target = region.operands.target.long()
         self._valid = target != region.loss.ignore_index
-        self._is_wrong = self._valid & (target != target.clamp(0, region.operands.vocab - 1))
+        self._is_wrong = self._valid & (target != target.clamp(0, region.operands.whole_vocab - 1))
         self._counts = torch.stack([self._valid, self._is_wrong]).sum(1)
         self._host_waits = _host_waits(region)
         self._valid_first = self._arrived = None
@@ -190,7 +190,7 @@ class RowSelection:
             IndexError: where a target is neither in [0, V) nor ignore_index. Where the host may not wait for the
                 device, a device-side assertion instead, as in PyTorch.
         """
-        target, vocab, ignore_index = self._target, self._region.operands.vocab, self._region.loss.ignore_index
+        target, vocab, ignore_index = self._target, self._region.operands.whole_vocab, self._region.loss.ignore_index
         valid_count = self._counts[0]
         if not self._host_waits:
             message = f"target is neither in [0, {vocab}) nor ignore_index ({ignore_index})"

@@ -110,6 +110,7 @@ def _operands(problem: Problem, tape: Tape) -> Operands:
         num_items=_value(tape, "num_items", dtype) if problem.has_num_items else None,
         expected_gradient=_value(tape, "expected_gradient", dtype) if problem.has_expected_gradient else None,
         bias_grad=problem.bias_grad,
+        shard=problem.shard,
     )
 
 
