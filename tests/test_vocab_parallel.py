@@ -9,7 +9,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import RankErrors, as_threads
-from reference import Case, Result, assert_close_to_truth, error, make_case, ours, truth
+from reference import (
+    DIFFERENTIABLE,
+    Case,
+    Result,
+    assert_close_to_truth,
+    error,
+    incoming_gradients,
+    make_case,
+    ours,
+    truth,
+)
 from thunder_flce import Options, VocabParallel, linear_cross_entropy
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
@@ -201,6 +211,78 @@ def test_a_mesh_and_a_second_backward():
         torch.testing.assert_close(second, 3 * whole.gradients[0])
 
     as_threads(4, run)
+
+
+# The tokens divided, too.
+
+
+def divided_tokens(case: Case, sizes, grad=None, **settings) -> Result:
+    """The same where each rank has an equal part of the tokens; its loss, if there is one a token, is of these."""
+    ranks = len(sizes)
+    tokens = case.target.shape[0] // ranks
+
+    def run(rank):
+        mine = slice(rank * tokens, (rank + 1) * tokens)
+        part = part_of(case, parts(sizes)[rank])
+        part.x = case.x.detach()[mine].clone().requires_grad_(case.x.requires_grad)
+        part.terms = tuple(
+            (x.detach()[mine].clone().requires_grad_(x.requires_grad), weight) for x, weight in part.terms
+        )
+        part.target = case.target[mine].clone()
+        parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
+        of_tokens = grad[mine] if grad is not None and grad.ndim else grad
+        names = settings.get("outputs", ())
+        results = linear_cross_entropy(
+            part.x, part.weight, part.target, linear_bias=part.bias, weight=part.class_weight, terms=part.terms,
+            vocab_parallel=parallel, **settings,
+        )  # fmt: skip
+        loss, *outputs = results if names else (results,)
+        upstream = [torch.ones_like(loss) if of_tokens is None else of_tokens]
+        upstream += [each[mine] for each in incoming_gradients(case, names, loss.dtype)]
+        wanted = [loss, *(o for name, o in zip(names, outputs, strict=True) if name in DIFFERENTIABLE)]
+        return Result(loss.detach(), torch.autograd.grad(wanted, part.needing_grad(), upstream), tuple(outputs))
+
+    results = as_threads(ranks, run)
+    gradients = [torch.cat(each) for each in zip(*(result.gradients for result in results), strict=True)]
+
+    def whole(each):
+        if each[0].ndim:
+            return torch.cat(each)
+        assert all(torch.equal(one.nan_to_num(7), each[0].nan_to_num(7)) for one in each)
+        return each[0]
+
+    outputs = tuple(whole(each).detach() for each in zip(*(result.outputs for result in results), strict=True))
+    return Result(whole([result.loss for result in results]), tuple(gradients), outputs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
+def test_sequence_parallel(strategy, ignored_rows):
+    case = make_case(tokens=36, bias=True, ranks=(4,), ignored=0.3)
+    options = Options(strategy=strategy, chunk_rows=10, ignored_rows=ignored_rows)
+    for first_ignored in (0, 12, 36):  # All tokens of the first rank, then of all ranks.
+        case.target[:first_ignored] = -100
+        result = divided_tokens(case, UNEVEN, options=options)
+        assert_close_to_truth(result, case, tiny=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"label_smoothing": 0.1, "z_loss": 0.01, "outputs": ("argmax", "accuracy")},
+        {"reduction": "none", "outputs": ("log_prob", "entropy", "valid_argmax")},
+        {"reduction": "sum", "outputs": ("entropy",), "options": Options(strategy="save_logits")},
+        {"num_items": 12.0, "options": Options(chunk_rows=1)},
+    ],
+    ids=str,
+)
+def test_every_loss_of_divided_tokens(settings):
+    case = make_case(tokens=36, class_weight=True)
+    case.target[12:20] = -100
+    grad = torch.rand(36) if settings.get("reduction") == "none" else None
+    result = divided_tokens(case, UNEVEN, grad, **settings)
+    settings.pop("options", None)
+    assert_close_to_truth(result, case, grad, tiny=True, **settings)
 
 
 # All ranks mean the same call.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.autograd import differentiable_forward, requires_grad
+from thunder_flce.execution.shards import start_gathering
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, is_traced, operands_of, plan_for
@@ -149,6 +150,8 @@ def linear_cross_entropy(
         agreement = agree(vocab_parallel, arguments, loss=loss, options=options)
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)
+        if shard.sequence_parallel:
+            arguments["target"] = start_gathering(shard, target.reshape(-1)).wait()
         operands = operands_of(arguments, loss, needs_grad, shard=shard)
         plan = plan_for(operands, options, agreement.memory)
         settings = Settings.planned(loss, needs_grad, plan, shard=shard)

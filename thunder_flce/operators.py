@@ -114,10 +114,12 @@ def operands_of(
     """
     input, target = arguments["input"], arguments["target"]
     linears = [*named_operands(input, arguments["linear_weight"], None, arguments["terms"]).items()]
+    # The targets are those of all ranks, which may divide the tokens.
+    tokens = target.numel() // (1 if shard is None else shard.token_parts)
     return Operands(
         terms=tuple(
             Term(
-                x=x.reshape(target.numel(), x.shape[-1]),
+                x=x.reshape(tokens, x.shape[-1]),
                 weight=weight,
                 input_grad=of_input in needs_grad,
                 weight_grad=of_weight in needs_grad,

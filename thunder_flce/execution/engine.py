@@ -30,7 +30,8 @@ from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, Reco
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_kernels.interface import LogitsBuffer, LogitsInBlocks, RowStatistics
 from thunder_flce.execution.row_loss import ChunkResult, RowGradients, RowScales, chunk_result, finish_loss
-from thunder_flce.execution.row_selection import Rows, Selection, reselect_rows, select_rows
+from thunder_flce.execution.row_selection import Rows, Selection
+from thunder_flce.execution.token_parts import PartSelection, reselect_rows, select_rows
 from thunder_flce.operation.loss import RowCoefficients
 
 
@@ -253,7 +254,7 @@ def _known_rows(region: Region, rows: Rows, saved: SavedStatistics, upstream: Up
     # An ignored row's logits need not match the saved statistics: exp(z - the largest number) is 0.
     largest = torch.finfo(region.operands.row_dtype).max
     row_log_sum = steps.let(region, "row_log_sum", rows.mask_ignored(rows.gather(saved.row_log_sum), fill=largest))
-    entropy = None if saved.entropy is None else steps.let(region, "entropy", rows.gather(saved.entropy))
+    entropy = None if saved.entropy is None else steps.let(region, "entropy", rows.received(saved.entropy))
     return _KnownRows(scales, row_gradients, RowStatistics(row_max, row_log_sum), entropy)
 
 
@@ -281,7 +282,7 @@ def _as_dlogits(region: Region, logits: LogitsBuffer) -> LogitsBuffer:
 
 def _start_first_logits(
     region: Region,
-    selection: Selection,
+    selection: Selection | PartSelection,
     logits: LogitsBuffer | LogitsInBlocks,
     *,
     largest: int,

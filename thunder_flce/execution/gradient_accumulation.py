@@ -170,7 +170,7 @@ class GradientSums:
                 if frequent is not None and frequent_columns is not None and not of_term.is_in_float32:
                     frequent.add(at, frequent_columns, x)
             if of_term.input is not None:
-                out = of_term.input[chunk]
+                out = of_term.input[self._rows.of_part(chunk)]
                 if pending is None:
                     steps.matmul_(region, "dX", out, matrix, of_term.term.weight)
                 else:
@@ -303,7 +303,7 @@ class BlockSums:
         out = self._input
         if out is None:
             out = self._region.empty(f"dX{self._suffix}", self._shape, self._region.operands.dtype)
-        region, others = self._region, out[self._others]
+        region, others = self._region, out[rows.of_part(self._others)]
         if region.sums_input_grad:
             steps.InputGradient(region, self._total).finish(others)
         elif self._total.dtype != out.dtype:

@@ -33,6 +33,11 @@ class Region:
         self.shard = operands.shard
 
     @property
+    def has_token_parts(self) -> bool:
+        """Whether each rank has a part of the tokens, too."""
+        return self.shard is not None and self.shard.sequence_parallel
+
+    @property
     def sums_input_grad(self) -> bool:
         """Whether dX is summed over the ranks that divide the vocabulary."""
         return self.shard is not None and self.shard.reduces_input_grad

@@ -64,7 +64,7 @@ class RowGradients:
         def of_rows(grad: Tensor | None, divisor: Tensor | None = None) -> Tensor:
             """(N,) an upstream gradient, 0 where rows are ignored."""
             grad = region.scalar(0.0) if grad is None else grad.to(dtype)
-            grad = grad.expand(rows.count) if grad.ndim == 0 else rows.gather(grad.reshape(-1))
+            grad = grad.expand(rows.count) if grad.ndim == 0 else rows.received(grad.reshape(-1))
             return rows.mask_ignored(grad if divisor is None else grad / divisor).contiguous()
 
         self._scale = loss.logit_scale
@@ -136,7 +136,7 @@ def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) ->
         terms.append((steps.let(region, "z_term", rows.mask_ignored(z_term)), scales.z_divisor))
     value = loss.reduce(terms)
     if loss.reduction == "none":
-        value = rows.scatter(value)
+        value = rows.returned(value)
     value = steps.let(region, "loss", value)
     outputs = {name: _output(region, scales, name, row) for name in loss.outputs}
     saved = SavedStatistics(
@@ -155,8 +155,10 @@ def _output(region: Region, scales: RowScales, name: str, row: Row) -> Tensor:
     if output.is_mean:
         hits = rows.mask_ignored(value, fill=-1) == rows.target
         value = hits.sum().to(region.operands.row_dtype) / rows.valid_count
-    elif output.ignored is not None:
-        value = rows.scatter(rows.mask_ignored(value, output.ignored), output.ignored)
+    elif output.ignored is None:
+        value = rows.returned(value)
+    else:
+        value = rows.returned(rows.mask_ignored(value, output.ignored), output.ignored)
     return steps.let(region, name, value)
 
 

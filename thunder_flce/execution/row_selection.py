@@ -86,6 +86,18 @@ class Rows:
             return vector
         return vector.new_full((self.total,), fill).index_copy_(0, self.index, vector)
 
+    def of_part(self, chunk: slice) -> slice:
+        """Of a tensor of the rows whose input is here, those of a chunk."""
+        return chunk
+
+    def returned(self, vector: Tensor, fill: float = 0) -> Tensor:
+        """What the caller gets of a vector (N,): one number for each of its tokens, `fill` for those left out."""
+        return self.scatter(vector, fill)
+
+    def received(self, vector: Tensor) -> Tensor:
+        """(N,) of a vector that the caller has, one number for each of its tokens."""
+        return self.gather(vector)
+
     def scatter_(self, tensor: Tensor) -> None:
         """Moves the first N rows of `tensor` (T, H) to their tokens, in place; 0 in all others."""
         if self.order is None:

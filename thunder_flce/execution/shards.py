@@ -76,23 +76,44 @@ def all_gathered(shard: Shard, vectors: Sequence[Tensor]) -> list[Tensor]:
     return list(found.unbind(1))
 
 
-class InputGradientSum:
-    """dX of some rows while it is summed over the ranks, which other work need not wait for.
+class Pending:
+    """A tensor that the ranks are making, while this one does something else."""
+
+    def __init__(self, result: Tensor, work: Any):
+        self._result, self._work = result, work
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is there. On CUDA the device waits for it, not the host."""
+        if self._work is not None:
+            self._work.wait()
+        return self._result
+
+
+def start_sum(shard: Shard, part: Tensor) -> Pending:
+    """The sum over the ranks of dX of some rows, or of that this rank's part of these.
 
     Args:
         shard: of a vocabulary.
         part: (C, H) what this rank's columns contribute, contiguous; used up.
+
+    Returns:
+        (C, H), where tokens are divided (C / R, H).
     """
+    group = process_group(shard)
+    if not shard.sequence_parallel:
+        return Pending(part, dist.all_reduce(part, group=group, async_op=True) if part.numel() else None)
+    result = part.new_empty(part.shape[0] // shard.ranks, part.shape[1])
+    work = dist.reduce_scatter_tensor(result, part, group=group, async_op=True) if part.numel() else None
+    return Pending(result, work)
 
-    def __init__(self, shard: Shard, part: Tensor):
-        self._sum = part
-        self._work = dist.all_reduce(part, group=process_group(shard), async_op=True) if part.numel() else None
 
-    def wait(self) -> Tensor:
-        """(C, H) the sum. On CUDA the device waits for it, not the host."""
-        if self._work is not None:
-            self._work.wait()
-        return self._sum
+def start_gathering(shard: Shard, part: Tensor) -> Pending:
+    """A tensor (P, …) of every rank, one after the other: (R·P, …)."""
+    part = part.contiguous()
+    result = part.new_empty(shard.ranks * part.shape[0], *part.shape[1:])
+    group = process_group(shard)
+    work = dist.all_gather_into_tensor(result, part, group=group, async_op=True) if part.numel() else None
+    return Pending(result, work)
 
 
 def _as_float(column: Tensor, dtype: torch.dtype) -> Tensor:

@@ -438,7 +438,7 @@ class InputGradient:
         assert region.shard is not None
         part = rounded(region, part, region.input_grad_dtype)
         self._region, self._part = region, part
-        self._sum = None if region.tape is not None else shards.InputGradientSum(region.shard, part)
+        self._sum = None if region.tape is not None else shards.start_sum(region.shard, part)
 
     def finish(self, out: Tensor) -> None:
         """Puts the sum into `out` (C, H), rounded once."""

@@ -25,3 +25,8 @@ class Shard:
     """Whether it is summed in float32 (float64 for float64) and rounded once."""
     sequence_parallel: bool = False
     """Whether each rank has a part of the tokens, too: equal parts, in the order of ranks."""
+
+    @property
+    def token_parts(self) -> int:
+        """Among how many ranks the tokens are divided."""
+        return self.ranks if self.sequence_parallel else 1

@@ -75,6 +75,10 @@ def cached_plan(problem: Problem, options: Options, device: torch.device) -> Pla
 @lru_cache(maxsize=1024)
 def agreed_plan(problem: Problem, options: Options, memory: DeviceMemory | None) -> Plan:
     """`make_plan` for a part of a vocabulary, from what all ranks have agreed on, so that all get the same plan."""
+    assert problem.shard is not None
+    if options.chunk_rows is not None:
+        # At least one row of each part of the tokens.
+        options = replace(options, chunk_rows=max(options.chunk_rows, problem.shard.token_parts))
     return make_plan(problem, options, memory=memory)
 
 
@@ -205,6 +209,8 @@ def _saved_rows(problem: Problem, chunk_rows: int, budget: int | None) -> int:
     fitting = 0 if budget is None else budget // logits_bytes(problem, 1)
     if fitting >= problem.tokens:
         return problem.tokens
+    if problem.shard is not None and problem.shard.sequence_parallel:
+        return 0
     rows = (fitting - chunk_rows) // TILE_ROWS * TILE_ROWS
     return rows if rows >= SMALLEST_SAVED_PART * problem.tokens else 0
 
