@@ -1,7 +1,11 @@
-"""Ranks for tests: threads of this process, which is quick, or processes that speak gloo."""
+"""Ranks for tests: threads of this process, which is quick, or processes that speak gloo or NCCL."""
 
+import tempfile
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,3 +71,46 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     if errors:
         raise RankErrors(errors)
     return results
+
+
+def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 120) -> list[Any]:
+    """What a function of a module returns for each rank, a process each; None for one that has died.
+
+    Args:
+        count: how many.
+        run: takes the rank. Of an exception, the words are its result.
+        device: "cpu", or "cuda": a GPU for each rank.
+        timeout_s: of the default process group, and for all of it.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (count, run, device, timeout_s, folder)
+        processes = [context.Process(target=_process, args=(rank, *arguments), daemon=True) for rank in range(count)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for rank in hanging:
+            processes[rank].kill()
+        assert not hanging, f"ranks {hanging} hang"
+        files = [Path(folder, str(rank)) for rank in range(count)]
+        return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def _process(rank, count, run, device, timeout_s, folder) -> None:
+    torch.set_num_threads(1)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "nccl"
+    store = f"file://{folder}/store"
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timeout)
+    try:
+        result = run(rank)
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+    torch.save(result, Path(folder, str(rank)))
+    dist.destroy_process_group()

@@ -71,9 +71,7 @@ def summed(shard: Shard, vectors: Sequence[Tensor]) -> list[Tensor]:
 def all_gathered(shard: Shard, vectors: Sequence[Tensor]) -> list[Tensor]:
     """(R, C) of all ranks, of each of some vectors (C,) of one dtype."""
     packed = torch.stack(list(vectors))
-    found = packed.new_empty(shard.ranks, *packed.shape)
-    dist.all_gather_into_tensor(found, packed, group=process_group(shard))
-    return list(found.unbind(1))
+    return list(start_gathering(shard, packed).wait().view(shard.ranks, *packed.shape).unbind(1))
 
 
 class Pending:
