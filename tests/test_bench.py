@@ -14,7 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from thunder_flce.__main__ import main
-from thunder_flce.bench import chunked_loop, cli, kernels, measuring, methods, other_copy, predictions, records, regions
+from thunder_flce.bench import (
+    chunked_loop,
+    cli,
+    distributed,
+    kernels,
+    measuring,
+    methods,
+    other_copy,
+    predictions,
+    records,
+    regions,
+)
 from thunder_flce.bench.measuring import (
     TOTAL,
     Outcome,
@@ -46,6 +57,16 @@ def bench(path, subset, *options):
     common = ["--device", "cpu", "--rounds", "1", "--calls", "2", "--json", str(path)]
     assert main(["bench", subset, *common, *options]) == 0
     return records.read([path])
+
+
+def test_distributed(tmp_path):
+    shape = "tokens=40,vocab=71,hidden=16,dtype=float32"
+    rows = {row["method"]: row for row in bench(tmp_path / "rows", "distributed", "--shapes", shape)}
+    assert list(rows) == list(distributed.METHODS)
+    for name in ("vocab_parallel", "sequence_parallel", "loss_parallel"):
+        assert rows[name]["ranks"] == 2 and rows[name]["dx_error"] < 1e-5 and rows[name]["dw_error"] < 1e-5
+    assert rows["vocab_parallel"]["same_bits"] and "same_bits" not in rows["sequence_parallel"]
+    assert rows["three products"]["ratio"] == 1
 
 
 @pytest.fixture

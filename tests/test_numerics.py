@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from reference import Case, assert_as_exact_as_eager, eager, error, make_case, ours, plain_region, truth
 from thunder_flce import Options, linear_cross_entropy
-from thunder_flce.execution import engine
+from thunder_flce.execution import engine, steps
 from thunder_flce.execution.gradient_accumulation import FrequentRows
 from thunder_flce.execution.gradient_scaling import scale_gradient
 from thunder_flce.execution.layout import layout_for
@@ -84,7 +84,7 @@ def test_rows_of_dw_with_the_most_targets(device):
     x = torch.randn(len(target), 8, dtype=torch.bfloat16, device=device)
     term = Term(x=x, weight=torch.empty(20, 8, dtype=torch.bfloat16, device=device), weight_grad=True)
     operands = Operands(terms=(term,), bias=None, target=target, loss=Loss())
-    rows = FrequentRows(Region(operands, GradientsInForward(chunk_rows=500)), target, 3)
+    rows = FrequentRows(Region(operands, GradientsInForward(chunk_rows=500)), steps.Targets(target), 3)
     for half in (slice(0, 500), slice(500, None)):
         rows.add(0, rows.columns_of(dlogits[half]), x[half])
     weight_grad = torch.zeros(20, 8, dtype=torch.bfloat16, device=device)

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_flce.execution.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.labels import count_items, shift_labels
 from thunder_flce.modules import LinearCrossEntropyLoss, loss_only
 from thunder_flce.options import Options
 from thunder_flce.registration import register_with_thunder
+from thunder_flce.vocab_parallel import VocabParallel
 
 __all__ = [
     "FlcePlugin",
@@ -18,11 +20,14 @@ __all__ = [
     "Options",
     "Plan",
     "Report",
+    "VocabParallel",
+    "count_items",
     "executor",
     "explain",
     "jit",
     "linear_cross_entropy",
     "loss_only",
+    "shift_labels",
     "thunderfx",
 ]
 

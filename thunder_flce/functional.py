@@ -1,18 +1,23 @@
 """`linear_cross_entropy` for PyTorch: arguments, autocast and shapes, then the operator."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from thunder_flce.autograd import differentiable_forward, requires_grad
+from thunder_flce.execution.shards import start_gathering
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, is_traced, operands_of, plan_for
 from thunder_flce.options import Options, as_options
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 
 def _one_call(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +51,7 @@ def linear_cross_entropy(
     expected_gradient: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
     terms: Sequence[tuple[Tensor, Tensor]] = (),
+    vocab_parallel: "VocabParallel | ProcessGroup | DeviceMesh | None" = None,
     options: Options | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """Cross-entropy of a linear layer's output, without ever holding all of that output.
@@ -91,6 +97,10 @@ def linear_cross_entropy(
             not 1: a number, or a tensor without dimensions on input's device, such as a `GradScaler`'s scale, which the
             host never waits for; neither 0 nor infinite. Another upstream gradient is right, too, but then 16-bit
             gradients are rounded once more. With it, float16 gradients may be computed in the forward, too.
+        vocab_parallel: the process group, the one-dimensional device mesh or the `VocabParallel` of the ranks that
+            divide the vocabulary. linear_weight, linear_bias and the weights of terms are then this rank's rows, V
+            those of all; weight is the whole vector, and input and target are the same on all ranks. Loss, outputs and
+            the input's gradient are those of the whole vocabulary, with the same bits on all ranks. Eager calls only.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 
@@ -116,7 +126,7 @@ def linear_cross_entropy(
         outputs=outputs,
     )
     input, linear_weight, linear_bias, terms = _autocast((input, linear_weight, linear_bias, terms))
-    arguments = {
+    arguments: dict[str, Any] = {
         "input": input,
         "linear_weight": linear_weight,
         "target": target,
@@ -126,17 +136,36 @@ def linear_cross_entropy(
         "num_items": num_items,
         "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
-    check_linear_cross_entropy(**arguments, loss=loss)
-    tensors = named_operands(input, linear_weight, linear_bias, terms)
-    is_grad_enabled = torch.is_grad_enabled()
-    needs_grad = tuple(name for name, tensor in tensors.items() if is_grad_enabled and requires_grad(tensor))
-    operands = operands_of(arguments, loss, needs_grad)
-    if is_traced(input):
-        settings = Settings.unplanned(operands, needs_grad, options)
+    if vocab_parallel is None:
+        check_linear_cross_entropy(**arguments, loss=loss)
+        needs_grad = _needs_grad(arguments)
+        operands = operands_of(arguments, loss, needs_grad)
+        if is_traced(input):
+            settings = Settings.unplanned(operands, needs_grad, options)
+        else:
+            settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
     else:
-        settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
+        if isinstance(input, Tensor) and is_traced(input):
+            raise NotImplementedError(ONLY_EAGER)
+        agreement = agree(vocab_parallel, arguments, loss=loss, options=options)
+        check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
+        shard, needs_grad = agreement.shard, _needs_grad(arguments)
+        if shard.sequence_parallel:
+            arguments["target"] = start_gathering(shard, target.reshape(-1)).wait()
+        operands = operands_of(arguments, loss, needs_grad, shard=shard)
+        plan = plan_for(operands, options, agreement.memory)
+        settings = Settings.planned(loss, needs_grad, plan, shard=shard)
     results = in_shape_of(target, differentiable_forward(settings, operands)[: 1 + len(outputs)])
     return results if outputs else results[0]
+
+
+def _needs_grad(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """The operands whose gradient is needed, by the names of `named_operands`."""
+    if not torch.is_grad_enabled():
+        return ()
+    names = ("input", "linear_weight", "linear_bias", "terms")
+    operands = named_operands(*(arguments[name] for name in names))
+    return tuple(name for name, tensor in operands.items() if requires_grad(tensor))
 
 
 def in_shape_of(target: Tensor, results: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ They return fresh, contiguous tensors and change none of their arguments. `autog
 
 import ast
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from thunder_flce.device import DeviceMemory
 from thunder_flce.execution import engine
 from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, Term, UpstreamGradients
@@ -26,8 +27,9 @@ from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.operation.arguments import named_operands
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.operation.problem import Problem, TermShape
+from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
-from thunder_flce.planning.choose import cached_plan, lasting_strategy
+from thunder_flce.planning.choose import agreed_plan, cached_plan, lasting_strategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +43,12 @@ class Settings:
     plan: Plan | None = None
     """None: made from the options when the operator runs."""
     options: Options = Options()
+    shard: Shard | None = None
 
     @classmethod
-    def planned(cls, loss: Loss, needs_grad: tuple[str, ...], plan: Plan) -> "Settings":
+    def planned(cls, loss: Loss, needs_grad: tuple[str, ...], plan: Plan, *, shard: Shard | None = None) -> "Settings":
         """Those for a plan that is known."""
-        return cls(loss=loss, needs_grad=needs_grad, strategy=plan.strategy, plan=plan)
+        return cls(loss=loss, needs_grad=needs_grad, strategy=plan.strategy, plan=plan, shard=shard)
 
     @classmethod
     def unplanned(cls, operands: Operands, needs_grad: tuple[str, ...], options: Options) -> "Settings":
@@ -74,6 +77,7 @@ class Settings:
             strategy=values["strategy"],
             plan=None if plan is None else Plan.of({"strategy": values["strategy"], **plan}),
             options=Options(**values.get("options", {})),
+            shard=Shard(**values["shard"]) if "shard" in values else None,
         )
 
     @property
@@ -95,25 +99,32 @@ def _written(settings: Settings) -> str:
     values = {"loss": settings.loss.non_defaults(), "needs_grad": settings.needs_grad, "strategy": settings.strategy}
     if settings.plan is not None:
         values["plan"] = {name: value for name, value in settings.plan.non_defaults().items() if name != "strategy"}
+    if settings.shard is not None:
+        values["shard"] = asdict(settings.shard)
     options = settings.options
     changed = {f.name: value for f in fields(options) if (value := getattr(options, f.name)) != f.default}
     return repr({**values, "options": changed} if changed else values)
 
 
-def operands_of(arguments: Mapping[str, Any], loss: Loss, needs_grad: Collection[str]) -> Operands:
+def operands_of(
+    arguments: Mapping[str, Any], loss: Loss, needs_grad: Collection[str], *, shard: Shard | None = None
+) -> Operands:
     """What the engine takes.
 
     Args:
         arguments: those of `linear_cross_entropy` by name; others are passed over.
         loss: the loss.
         needs_grad: of the names of `named_operands`, those whose gradient is needed.
+        shard: of a vocabulary that ranks divide.
     """
     input, target = arguments["input"], arguments["target"]
     linears = [*named_operands(input, arguments["linear_weight"], None, arguments["terms"]).items()]
+    # The targets are those of all ranks, which may divide the tokens.
+    tokens = target.numel() // (1 if shard is None else shard.token_parts)
     return Operands(
         terms=tuple(
             Term(
-                x=x.reshape(target.numel(), x.shape[-1]),
+                x=x.reshape(tokens, x.shape[-1]),
                 weight=weight,
                 input_grad=of_input in needs_grad,
                 weight_grad=of_weight in needs_grad,
@@ -126,6 +137,7 @@ def operands_of(arguments: Mapping[str, Any], loss: Loss, needs_grad: Collection
         class_weight=arguments["weight"],
         **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},
         bias_grad="linear_bias" in needs_grad,
+        shard=shard,
     )
 
 
@@ -142,15 +154,20 @@ def _as_row_scalar(number: Tensor | float | None, like: Tensor, dtype: torch.dty
 
 
 def problem_of(operands: Operands, options: Options) -> Problem:
-    """What is known of a call before it runs."""
+    """What is known of a call before it runs; of a divided vocabulary, what is known of the largest part."""
+    vocab, rows, shard = operands.vocab, operands.weight_rows, operands.shard
+    if shard is not None:
+        vocab = rows = shard.largest
+        shard = replace(shard, rank=0, start=0, columns=vocab)
     return Problem(
         tokens=operands.tokens,
         terms=tuple(
             TermShape(hidden=term.x.shape[1], input_grad=term.input_grad, weight_grad=term.weight_grad)
             for term in operands.terms
         ),
-        vocab=operands.vocab,
-        weight_rows=operands.weight_rows,
+        vocab=vocab,
+        weight_rows=rows,
+        shard=shard,
         dtype=operands.dtype,
         device_type=operands.device.type,
         loss=operands.loss,
@@ -163,9 +180,12 @@ def problem_of(operands: Operands, options: Options) -> Problem:
     )
 
 
-def plan_for(operands: Operands, options: Options) -> Plan:
-    """The plan for tensors that are there."""
-    return cached_plan(problem_of(operands, options), options, operands.device)
+def plan_for(operands: Operands, options: Options, memory: DeviceMemory | None = None) -> Plan:
+    """The plan for tensors that are there; for a divided vocabulary, with the least memory of all ranks."""
+    problem = problem_of(operands, options)
+    if problem.shard is not None:
+        return agreed_plan(problem, options, memory)
+    return cached_plan(problem, options, operands.device)
 
 
 def is_traced(tensor: Tensor) -> bool:
@@ -211,7 +231,7 @@ def _arguments(names: Sequence[str], tensors: Sequence[Tensor | None], others: M
 def _operands(settings: Settings, arguments: Mapping[str, Any]) -> Operands:
     terms = arguments["terms"]
     pairs = list(zip(terms[::2], terms[1::2], strict=True))
-    return operands_of({**arguments, "terms": pairs}, settings.loss, settings.needs_grad)
+    return operands_of({**arguments, "terms": pairs}, settings.loss, settings.needs_grad, shard=settings.shard)
 
 
 def _forward(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor]:

@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench import against, columns, kernels, methods, models, predictions, records, regions, sweep
+from thunder_flce.bench import (
+    against,
+    columns,
+    distributed,
+    kernels,
+    methods,
+    models,
+    predictions,
+    records,
+    regions,
+    sweep,
+)
 from thunder_flce.bench.columns import Column
 from thunder_flce.bench.measuring import DeviceLost, Progress, Schedule
 from thunder_flce.bench.other_copy import PACKAGE
@@ -167,6 +178,12 @@ def _parser() -> argparse.ArgumentParser:
     subset.add_argument("--vocabs", nargs="+", type=_positive, metavar="V", help="columns of the logits")
     subset.add_argument("--dtype", choices=DTYPES, help="of the logits (default: bfloat16; float32 on a CPU)")
     subset.add_argument("--methods", nargs="+", choices=kernels.KERNELS, default=kernels.KERNELS, metavar="KERNEL")
+
+    subset = _subset(subsets, "distributed", "a loss region whose vocabulary several GPUs of this machine divide")
+    _shape_option(subset)
+    subset.add_argument("--ranks", type=_positive, default=2, help="processes, a GPU each (default: %(default)s)")
+    names = list(distributed.METHODS)
+    subset.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD", help="; ".join(names))
 
     subset = subsets.add_parser("figures", help="draws figures from what the other subsets have written")
     subset.add_argument("data", nargs="+", type=Path, help="JSON lines")
@@ -360,7 +377,29 @@ def _kernels(parsed: argparse.Namespace) -> Run:
     )
 
 
+def _distributed(parsed: argparse.Namespace) -> Run:
+    def case(text: str) -> Case:
+        shape = parse_shape(text)
+
+        def measure(names: list[str], progress: Progress) -> Iterator[distributed.Row]:
+            schedule = _schedule(parsed)
+            return distributed.measure(
+                shape, names, ranks=parsed.ranks, device=parsed.device, schedule=schedule, progress=progress
+            )
+
+        return Case(text=text, title=f"{shape}, over {parsed.ranks} ranks", measure=measure)
+
+    return Run(
+        subset="distributed",
+        case_option="shapes",
+        cases=[case(text) for text in _shape_texts(parsed)],
+        methods=parsed.methods,
+        columns=columns.DISTRIBUTED,
+    )
+
+
 _RUNS = {
+    "distributed": _distributed,
     "regions": _regions,
     "sweep": _sweep,
     "against": _against,

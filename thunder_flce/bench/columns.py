@@ -59,6 +59,15 @@ MODELS = [
     Column("first_call_s", "first step, s", "{:.1f}"),
     Column("loss_error", "loss error", _ERROR),
 ]
+DISTRIBUTED = [
+    Column("ranks", "ranks", "{}"),
+    Column("time_ms", "both, ms", _TIME),
+    Column("ratio", "× products", "{:.3f}"),
+    Column("memory_gb", "peak − gradients, GB", _GB),
+    Column("dx_error", "dX error", _ERROR),
+    Column("dw_error", "dW error", _ERROR),
+    Column("same_bits", "same bits", "{}"),
+]
 KERNELS = [
     Column("backend", "backend", "{}"),
     Column("time_ms", "time, ms", "{:.3f}"),

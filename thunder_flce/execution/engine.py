@@ -30,7 +30,8 @@ from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, Reco
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_kernels.interface import LogitsBuffer, LogitsInBlocks, RowStatistics
 from thunder_flce.execution.row_loss import ChunkResult, RowGradients, RowScales, chunk_result, finish_loss
-from thunder_flce.execution.row_selection import Rows, Selection, every_row, reselect_rows, select_rows
+from thunder_flce.execution.row_selection import Rows, Selection, every_row
+from thunder_flce.execution.token_parts import PartSelection, reselect_rows, select_rows
 from thunder_flce.operation.loss import RowCoefficients
 
 
@@ -94,9 +95,9 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
             result = chunk_result(region, scales, logits, chunk)
             results.append(result)
             coefficients = row_gradients.coefficients(chunk, result.statistics)
-            targets = steps.Targets(rows.target[chunk], z=result.target_entry)
+            assert result.targets is not None
             dlogits, bias_grad = steps.gradient_(
-                region, logits, result.statistics, coefficients, targets, scales.class_weight
+                region, logits, result.statistics, coefficients, result.targets, scales.class_weight
             )
         sums.add(dlogits, xs, chunk, bias_grad)
         # The next chunk's are allocated before these names are bound again.
@@ -170,7 +171,7 @@ def backward(
     padded = logits.clone() if is_kept else logits
     buffer = steps.first_rows(LogitsBuffer(padded, region.layout(operands.vocab)), saved_rows.stop)
     steps.name_logits(region, buffer)
-    targets = steps.Targets(rows.target[saved_rows])
+    targets = steps.targets(region, rows.target[saved_rows])
     statistics, coefficients = known.statistics_of(saved_rows), known.coefficients_of(saved_rows)
     is_all = saved_rows.stop == rows.count
     dlogits, bias_grad = steps.gradient_(
@@ -224,7 +225,7 @@ def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | 
     if operands.bias_grad:
         bias_grad = region.empty("db", (operands.weight_rows,), operands.row_dtype)
         zero_unused_rows(bias_grad, operands)
-    vocab, width = operands.vocab, min(block_columns, operands.vocab)
+    vocab, width = operands.vocab, max(min(block_columns, operands.vocab), 1)
     blocks = (slice(start, min(start + width, vocab)) for start in range(0, vocab, width))
     for block in region.loop(blocks, "block"):
         logits = steps.logits_buffer(region, others.stop - others.start, block.stop - block.start)
@@ -270,18 +271,19 @@ def _known_rows(region: Region, rows: Rows, saved: SavedStatistics, upstream: Up
     # An ignored row's logits need not match the saved statistics: exp(z - the largest number) is 0.
     largest = torch.finfo(region.operands.row_dtype).max
     row_log_sum = steps.let(region, "row_log_sum", rows.mask_ignored(rows.gather(saved.row_log_sum), fill=largest))
-    entropy = None if saved.entropy is None else steps.let(region, "entropy", rows.gather(saved.entropy))
+    entropy = None if saved.entropy is None else steps.let(region, "entropy", rows.received(saved.entropy))
     return _KnownRows(scales, row_gradients, RowStatistics(row_max, row_log_sum), entropy)
 
 
 def _takes_one_pass(region: Region) -> bool:
     """Whether one kernel makes the statistics of a chunk's rows and, in place of its logits, their gradient.
 
-    Not where the gradient needs new memory, where the loss asks more of a row than its statistics, or where db is
-    needed: a sum over the rows, of which the kernel sees one at a time.
+    Not where the gradient needs new memory, where the loss asks more of a row than its statistics, where ranks have to
+    combine these, or where db is needed: a sum over the rows, of which the kernel sees one at a time.
     """
     in_place = region.logits_dtype == region.operands.dtype
-    return in_place and region.loss.is_plain and not region.operands.bias_grad
+    is_plain = region.loss.is_plain and region.shard is None
+    return in_place and is_plain and not region.operands.bias_grad
 
 
 def _gradient_in_one_pass(region: Region, rows: Rows, row_gradients: RowGradients, logits, chunk: slice) -> ChunkResult:
@@ -297,7 +299,7 @@ def _as_dlogits(region: Region, logits: LogitsBuffer) -> LogitsBuffer:
 
 def _start_first_logits(
     region: Region,
-    selection: Selection,
+    selection: Selection | PartSelection,
     logits: LogitsBuffer | LogitsInBlocks,
     *,
     largest: int,

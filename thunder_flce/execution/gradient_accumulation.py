@@ -47,7 +47,7 @@ class TermGradients:
         self.weight: Tensor | None = None
         """(V, H)"""
         if self.term.input_grad:
-            self.input = region.empty(f"dX{self.suffix}", (operands.tokens, self.hidden), operands.dtype)
+            self.input = region.empty(f"dX{self.suffix}", tuple(self.term.x.shape), operands.dtype)
         if self.term.weight_grad:
             self.weight = region.empty(f"dW{self.suffix}", (operands.weight_rows, self.hidden), weight_dtype)
             zero_unused_rows(self.weight, operands)
@@ -97,8 +97,9 @@ class GradientSums:
         """Takes the rows that are computed, when their number is known."""
         self._rows = rows
         has_sums_in_16_bits = any(term.weight is not None and not term.is_in_float32 for term in self._terms)
-        if self._plan.float32_rows and has_sums_in_16_bits:
-            self._frequent = FrequentRows(self._region, rows.target, self._plan.float32_rows)
+        if self._plan.float32_rows and has_sums_in_16_bits and self._region.operands.vocab:
+            targets = steps.targets(self._region, rows.target)
+            self._frequent = FrequentRows(self._region, targets, self._plan.float32_rows)
 
     def staged_logits(self) -> StagedLogits | None:
         """Memory for logits of which those of the first chunk are staged in dW's, if the plan says so."""
@@ -159,14 +160,21 @@ class GradientSums:
         region, matrix, frequent = self._region, dlogits.logits, self._frequent
         frequent_columns = None if frequent is None else frequent.columns_of(matrix)
         for at, (of_term, x) in enumerate(zip(self._terms, xs, strict=True)):
+            pending = None
+            if of_term.input is not None:
+                # The ranks' sum of dX is hidden by dW.
+                pending = steps.start_input_gradient(region, matrix, of_term.term.weight)
             if of_term.weight is not None:
                 out, again = of_term.weight[: matrix.shape[1]], not self._is_first
                 steps.matmul_(region, "dW", out, matrix, x, accumulate=again)
                 if frequent is not None and frequent_columns is not None and not of_term.is_in_float32:
                     frequent.add(at, frequent_columns, x)
             if of_term.input is not None:
-                out = of_term.input[chunk]
-                steps.matmul_(region, "dX", out, matrix, of_term.term.weight)
+                out = of_term.input[self._rows.of_part(chunk)]
+                if pending is None:
+                    steps.matmul_(region, "dX", out, matrix, of_term.term.weight)
+                else:
+                    pending.finish(out)
         if self._bias is not None and bias_grad is not None:
             steps.add_(region, self._bias[: region.operands.vocab], bias_grad)
         self._is_first = False
@@ -244,13 +252,13 @@ class BlockSums:
         operands, self._region, self._saved = region.operands, region, saved
         self._term, self._x, self._suffix = region.terms[at], x, str(at or "")
         self._others = slice(0 if saved is None else saved.rows.stop, x.shape[0])
-        self._shape = (operands.tokens, x.shape[1])
+        self._shape = tuple(self._term.x.shape)
         self._input: Tensor | None = None
         self._total: Tensor | None = None
         self.weight: Tensor | None = None
         """(V, H)"""
         if self._term.input_grad:
-            is_wide = operands.dtype == operands.row_dtype
+            is_wide = operands.dtype == operands.row_dtype and not region.sums_input_grad
             if is_wide or saved is not None:
                 self._input = region.empty(f"dX{self._suffix}", self._shape, operands.dtype)
             if is_wide and self._input is not None:
@@ -258,8 +266,15 @@ class BlockSums:
             else:
                 shape = (self._others.stop - self._others.start, x.shape[1])
                 self._total = region.empty(f"dX{self._suffix}_sum", shape, operands.row_dtype)
+            if not operands.vocab:
+                self._total.zero_()
             if saved is not None and self._input is not None:
-                steps.matmul_(region, "dX", self._input[saved.rows], saved.dlogits, self._term.weight)
+                out = self._input[saved.rows]
+                pending = steps.start_input_gradient(region, saved.dlogits, self._term.weight)
+                if pending is None:
+                    steps.matmul_(region, "dX", out, saved.dlogits, self._term.weight)
+                else:
+                    pending.finish(out)
         if self._term.weight_grad:
             self.weight = region.empty(f"dW{self._suffix}", (operands.weight_rows, x.shape[1]), operands.dtype)
             zero_unused_rows(self.weight, operands)
@@ -288,8 +303,11 @@ class BlockSums:
         out = self._input
         if out is None:
             out = self._region.empty(f"dX{self._suffix}", self._shape, self._region.operands.dtype)
-        if self._total.dtype != out.dtype:
-            steps.copy_(self._region, out[self._others], self._total)
+        region, others = self._region, out[rows.of_part(self._others)]
+        if region.sums_input_grad:
+            steps.InputGradient(region, self._total).finish(others)
+        elif self._total.dtype != out.dtype:
+            steps.copy_(region, others, self._total)
         rows.scatter_(out)
         return out
 
@@ -314,12 +332,12 @@ class FrequentRows:
 
     Args:
         region: whose terms' dW are summed.
-        target: (N,) of the rows that are computed.
+        targets: (N,) of the rows that are computed.
         count: how many rows of dW, at most.
     """
 
-    def __init__(self, region: Region, target: Tensor, count: int):
-        self._region = region
+    def __init__(self, region: Region, targets: steps.Targets, count: int):
+        self._region, target = region, targets.column
         vocab = region.operands.vocab
         self._count = min(count, vocab)
         self._sums: list[Tensor | None] = [None] * len(region.terms)
@@ -328,7 +346,8 @@ class FrequentRows:
             self._columns = steps.let(region, "frequent", columns.to(torch.int64))
             return
         occurrences = torch.zeros(vocab, dtype=torch.float32, device=target.device)
-        occurrences.scatter_add_(0, target, torch.ones_like(target, dtype=torch.float32))
+        counted = torch.ones_like(target, dtype=torch.float32) if targets.is_here is None else targets.is_here.float()
+        occurrences.scatter_add_(0, target, counted)
         # topk goes over 8 bits at a time: 0.04 instead of 0.07 ms. With over 255 tokens, any column is frequent enough.
         occurrences = occurrences.clamp_(max=255).to(torch.uint8)
         self._columns = occurrences.topk(self._count, sorted=False).indices

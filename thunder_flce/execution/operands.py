@@ -8,6 +8,7 @@ from torch import Tensor
 
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class Term:
     x: Tensor
     """(T, H)"""
     weight: Tensor
-    """(V, H), x's dtype; of its rows, only the first `Loss.vocab_size` are used"""
+    """(V, H), x's dtype; of its rows, only the first `Operands.vocab` are used"""
     input_grad: bool = False
     weight_grad: bool = False
 
@@ -40,6 +41,8 @@ class Operands:
     expected_gradient: Tensor | None = None
     """() the upstream gradient that gradients in the forward are finished for; None for 1"""
     bias_grad: bool = False
+    shard: Shard | None = None
+    """Of which part of the vocabulary weights and bias are; targets and class weights are of all. None: of all"""
 
     @property
     def weight_rows(self) -> int:
@@ -48,8 +51,13 @@ class Operands:
 
     @property
     def vocab(self) -> int:
-        """Columns of the logits: V, or `Loss.vocab_size`."""
-        return self.loss.vocab_size or self.weight_rows
+        """Columns of the logits that are computed here: V, `Loss.vocab_size`, or those of the shard."""
+        return self.whole_vocab if self.shard is None else self.shard.columns
+
+    @property
+    def whole_vocab(self) -> int:
+        """Columns of the logits, those of other ranks included."""
+        return (self.loss.vocab_size or self.weight_rows) if self.shard is None else self.shard.vocab
 
     @property
     def tokens(self) -> int:

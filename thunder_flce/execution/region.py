@@ -30,6 +30,23 @@ class Region:
         vocab = operands.vocab
         self.terms = tuple(replace(term, weight=term.weight[:vocab]) for term in operands.terms)
         self.bias = None if operands.bias is None else operands.bias[:vocab]
+        self.shard = operands.shard
+
+    @property
+    def has_token_parts(self) -> bool:
+        """Whether each rank has a part of the tokens, too."""
+        return self.shard is not None and self.shard.sequence_parallel
+
+    @property
+    def sums_input_grad(self) -> bool:
+        """Whether dX is summed over the ranks that divide the vocabulary."""
+        return self.shard is not None and self.shard.reduces_input_grad
+
+    @property
+    def input_grad_dtype(self) -> torch.dtype:
+        """What it is summed in."""
+        is_wide = self.shard is not None and self.shard.float32_input_grad
+        return self.operands.row_dtype if is_wide else self.operands.dtype
 
     @cached_property
     def kernels(self) -> RowKernels:

@@ -21,7 +21,7 @@ class RowScales(NamedTuple):
 
     rows: Rows
     class_weight: Tensor | None
-    """(V,) in the dtype of the rows; None for ones"""
+    """(V,) of the columns that are computed here, in the dtype of the rows; None for ones"""
     row_weights: RowWeights | None
     """The class weights' share in each row, (N,) and ()"""
     divisor: Tensor | None
@@ -34,8 +34,10 @@ class RowScales(NamedTuple):
         """For the rows of a region. num_items takes the place of both divisors; where it is 0, the results are 0."""
         operands, class_weight, row_weights = region.operands, region.operands.class_weight, None
         if class_weight is not None:
-            class_weight = class_weight[: operands.vocab].detach().to(operands.row_dtype)
+            class_weight = class_weight[: operands.whole_vocab].detach().to(operands.row_dtype)
             row_weights = RowWeights(class_weight[rows.target], class_weight.sum())
+            if (shard := region.shard) is not None:
+                class_weight = class_weight[shard.start : shard.start + shard.columns]
         divisor = z_divisor = None
         if region.loss.reduction == "mean":
             divisor = z_divisor = rows.valid_count
@@ -67,12 +69,12 @@ class RowGradients:
         def of_rows(grad: Tensor | None, divisor: Tensor | None = None) -> Tensor:
             """(N,) an upstream gradient, 0 where rows are ignored."""
             grad = region.scalar(0.0) if grad is None else grad.to(dtype)
-            grad = grad.expand(rows.count) if grad.ndim == 0 else rows.gather(grad.reshape(-1))
+            grad = grad.expand(rows.count) if grad.ndim == 0 else rows.received(grad.reshape(-1))
             return rows.mask_ignored(grad if divisor is None else grad / divisor).contiguous()
 
         self._scale = loss.logit_scale
         s = steps.let(region, "s", of_rows(upstream.loss, scales.divisor))
-        probability, one_hot, uniform, _ = row_coefficients(loss, s, scales.row_weights, region.operands.vocab)
+        probability, one_hot, uniform, _ = row_coefficients(loss, s, scales.row_weights, region.operands.whole_vocab)
         if upstream.log_prob is not None:
             g_p = steps.let(region, "g_p", of_rows(upstream.log_prob))
             probability, one_hot = probability - g_p, one_hot - g_p
@@ -121,19 +123,21 @@ class ChunkResult(NamedTuple):
     """z at each row's target"""
     moments: dict[str, Tensor]
     argmax: Tensor | None = None
+    targets: steps.Targets | None = None
+    """Where the targets are in the chunk's logits; None where the gradient is already there"""
 
 
 def chunk_result(region: Region, scales: RowScales, logits: LogitsBuffer, chunk: slice) -> ChunkResult:
     """What the loss needs of a chunk's rows, from their logits (C, V), which stay as they are."""
-    z_y = steps.target_entry(region, logits, steps.Targets(scales.rows.target[chunk]))
-    statistics = steps.statistics(region, logits)
+    row, targets = steps.whole_rows(region, logits, steps.targets(region, scales.rows.target[chunk]))
+    statistics = RowStatistics(row.row_max, row.row_log_sum)
     moments = steps.moments(region, logits, statistics, scales.class_weight)
-    return ChunkResult(statistics, z_y, moments, steps.argmax(region, logits))
+    return ChunkResult(statistics, row.target_entry, moments, row.argmax, targets)
 
 
 def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) -> ForwardResult:
     """The loss, its further outputs and the saved statistics, from the results of all chunks."""
-    loss, rows, vocab = region.loss, scales.rows, region.operands.vocab
+    loss, rows, vocab = region.loss, scales.rows, region.operands.whole_vocab
     row, z_y = _concatenated(region, chunks)
     row = row._replace(target_logit=region.logit_map(z_y.to(region.operands.row_dtype)))
     cross_entropy = rows.mask_ignored(loss.cross_entropy(row, scales.row_weights, vocab))
@@ -142,7 +146,7 @@ def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) ->
         terms.append((steps.let(region, "z_term", rows.mask_ignored(z_term)), scales.z_divisor))
     value = loss.reduce(terms)
     if loss.reduction == "none":
-        value = rows.scatter(value)
+        value = rows.returned(value)
     value = steps.let(region, "loss", value)
     outputs = {name: _output(region, scales, name, row) for name in loss.outputs}
     saved = SavedStatistics(
@@ -157,12 +161,14 @@ def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) ->
 def _output(region: Region, scales: RowScales, name: str, row: Row) -> Tensor:
     """One of the loss's further outputs, (T,), or () for a mean."""
     output, rows = OUTPUTS[name], scales.rows
-    value = output.of(row, region.operands.vocab, torch.log)
+    value = output.of(row, region.operands.whole_vocab, torch.log)
     if output.is_mean:
         hits = rows.mask_ignored(value, fill=-1) == rows.target
         value = hits.sum().to(region.operands.row_dtype) / rows.valid_count
-    elif output.ignored is not None:
-        value = rows.scatter(rows.mask_ignored(value, output.ignored), output.ignored)
+    elif output.ignored is None:
+        value = rows.returned(value)
+    else:
+        value = rows.returned(rows.mask_ignored(value, output.ignored), output.ignored)
     return steps.let(region, name, value)
 
 

@@ -86,6 +86,18 @@ class Rows:
             return vector
         return vector.new_full((self.total,), fill).index_copy_(0, self.index, vector)
 
+    def of_part(self, chunk: slice) -> slice:
+        """Of a tensor of the rows whose input is here, those of a chunk."""
+        return chunk
+
+    def returned(self, vector: Tensor, fill: float = 0) -> Tensor:
+        """What the caller gets of a vector (N,): one number for each of its tokens, `fill` for those left out."""
+        return self.scatter(vector, fill)
+
+    def received(self, vector: Tensor) -> Tensor:
+        """(N,) of a vector that the caller has, one number for each of its tokens."""
+        return self.gather(vector)
+
     def scatter_(self, tensor: Tensor) -> None:
         """Moves the first N rows of `tensor` (T, H) to their tokens, in place; 0 in all others."""
         if self.order is None:
@@ -151,7 +163,7 @@ class RowSelection:
         # In a narrow dtype, V and ignore_index would wrap around before they are compared with.
         self._target = target = region.operands.target.long()
         self._valid = target != region.loss.ignore_index
-        self._is_wrong = self._valid & (target != target.clamp(0, region.operands.vocab - 1))
+        self._is_wrong = self._valid & (target != target.clamp(0, region.operands.whole_vocab - 1))
         self._counts = torch.stack([self._valid, self._is_wrong]).sum(1)
         self._host_waits = _host_waits(region)
         self._valid_first = self._arrived = None
@@ -191,7 +203,7 @@ class RowSelection:
             IndexError: where a target is neither in [0, V) nor ignore_index. Where the host may not wait for the
                 device, a device-side assertion instead, as in PyTorch.
         """
-        target, vocab, ignore_index = self._target, self._region.operands.vocab, self._region.loss.ignore_index
+        target, vocab, ignore_index = self._target, self._region.operands.whole_vocab, self._region.loss.ignore_index
         valid_count = self._counts[0]
         if not self._host_waits:
             message = f"target is neither in [0, {vocab}) nor ignore_index ({ignore_index})"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thunder_flce.execution import gradient_scaling
+from thunder_flce.execution import gradient_scaling, shards
 from thunder_flce.execution.layout import VocabLayout
 from thunder_flce.execution.matmul import matmul
 from thunder_flce.execution.record import Value, as_value
@@ -37,7 +37,7 @@ class Targets(NamedTuple):
     is_here: Tensor | None = None
     """(C,) False in rows whose target is in another vocabulary block; `column` is then any column"""
     z: Tensor | None = None
-    """(C,) the linear's output there, where it is known"""
+    """(C,) the linear's output in these columns, where it is known"""
 
 
 def let(region: Region, name: str, tensor: Tensor) -> Tensor:
@@ -120,12 +120,17 @@ def matmul_(
         parts: of how many matmuls out becomes the sum, before it is rounded.
     """
     tuned = region.plan.tune_products
-    if region.tape is None:
+    if region.tape is None and not region.operands.vocab:
+        # A rank without columns: dX is a sum over none, and the others are empty.
+        if not accumulate:
+            out.zero_()
+    elif region.tape is None:
         if kind == "logits":
             matmul.logits_(out, a, b, bias=bias, accumulate=accumulate, tune=tuned)
         else:
             run = matmul.input_gradient_ if kind == "dX" else matmul.weight_gradient_
             run(out, a, b, accumulate=accumulate, tune=tuned)
+    if region.tape is None:
         return
     work = matmul.MatmulWork.of(kind, out, a, b, tune=tuned, parts=parts)
     if bias is not None and region.layout(work.columns).padding:
@@ -175,6 +180,34 @@ _MEMORY_BOUND_HIDDEN = 160
 # The row work.
 
 
+def whole_rows(region: Region, buffer: LogitsBuffer, targets: Targets) -> tuple[shards.PartOfRows, Targets]:
+    """What the loss needs of each row but for its moments, and the targets with z there; the logits stay as they are.
+
+    Where the vocabulary is divided it is of the whole row, and all ranks get the same bits.
+    """
+    shard, rows = region.shard, buffer.padded.shape[0]
+    if shard is not None and region.tape is None and not buffer.layout.vocab:
+        part = shards.part_without_columns(rows, region.scalar(0.0), has_argmax=region.loss.needs_argmax)
+        return shards.combined(shard, part), targets
+    entry = target_entry(region, buffer, targets)
+    targets = targets._replace(z=entry)
+    part = shards.PartOfRows(*statistics(region, buffer), entry, argmax(region, buffer))
+    if shard is None:
+        return part, targets
+    if region.tape is not None:
+        found = [vector for vector in part if vector is not None]
+        names = ", ".join(map(str, found))
+        _write_exchange(region, names, f"combined({names})", found)
+        return part, targets
+    assert targets.is_here is not None
+    part = part._replace(target_entry=torch.where(targets.is_here, entry.to(part.row_max.dtype), 0))
+    if part.argmax is not None:
+        largest = buffer.logits.gather(1, part.argmax[:, None]).squeeze(1).to(part.row_max.dtype)
+        largest = largest if region.loss.logit_scale > 0 else -largest
+        part = part._replace(argmax=part.argmax + shard.start, argmax_entry=largest)
+    return shards.combined(shard, part), targets
+
+
 def statistics(region: Region, buffer: LogitsBuffer) -> RowStatistics:
     """The maximum and the log of the sum of exponentials of each row."""
     if region.tape is None:
@@ -190,18 +223,27 @@ def moments(
     region: Region, buffer: LogitsBuffer, found: RowStatistics, class_weight: Tensor | None
 ) -> dict[str, Tensor]:
     """The sums over each row that the loss and its outputs need: `Loss.moments`."""
-    names = region.loss.moments
+    names, shard = region.loss.moments, region.shard
     if not names:
         return {}
     if region.tape is None:
-        return region.kernels.moments(buffer, found, class_weight, names)
+        if buffer.layout.vocab:
+            sums = region.kernels.moments(buffer, found, class_weight, names)
+        else:
+            sums = dict.fromkeys(names, torch.zeros_like(found.row_max))
+        if shard is None:
+            return sums
+        return dict(zip(names, shards.summed(shard, [sums[name] for name in names]), strict=True))
     shifted = _u(region, buffer) - found.row_max
     probability = torch.exp(shifted - found.row_log_sum)
     weight = 1 if class_weight is None else class_weight
     words = [f"sum_v({MOMENTS[name].term(shifted, probability, weight)})" for name in names]
     work = RowWork.of("moments", buffer, class_weight=class_weight, names=names)
     _write(region, ", ".join(names), found.row_max, ", ".join(words), work)
-    return {name: _row_value(region, name, buffer) for name in names}
+    values: dict[str, Tensor] = {name: _row_value(region, name, buffer) for name in names}
+    if shard is not None:
+        _write_exchange(region, ", ".join(names), f"summed({', '.join(names)})", list(values.values()))
+    return values
 
 
 def argmax(region: Region, buffer: LogitsBuffer) -> Tensor | None:
@@ -262,6 +304,9 @@ def gradient_(
     as it was before: (p − 1) in float32 keeps the digits that p, rounded to 16 bits, has lost near 1.
     """
     operands = region.operands
+    if not buffer.layout.vocab:
+        sums = region.zeros("", (0,), operands.row_dtype) if operands.bias_grad else None
+        return buffer.in_dtype(operands.dtype), sums
     if coefficients.uniform is None:
         class_weight = None
     if region.tape is not None:
@@ -366,6 +411,52 @@ def _write(region: Region, result: str, like: Tensor, words: str, work: RowWork,
     return runs_in
 
 
+# What ranks tell each other.
+
+
+def start_input_gradient(region: Region, dlogits: Tensor, weight: Tensor) -> "InputGradient | None":
+    """Starts dX (C, H) = dlogits (C, V) @ weight (V, H), summed over the ranks that divide the vocabulary.
+
+    None where there is nothing to sum.
+    """
+    if not region.sums_input_grad:
+        return None
+    part = region.empty("dX_part", (dlogits.shape[0], weight.shape[1]), region.input_grad_dtype)
+    matmul_(region, "dX", part, dlogits, weight)
+    return InputGradient(region, part)
+
+
+class InputGradient:
+    """dX of some rows (C, H) while it is summed over the ranks; what the device does in between hides that.
+
+    Args:
+        region: the region, with a shard.
+        part: (C, H) what the columns of this rank contribute.
+    """
+
+    def __init__(self, region: Region, part: Tensor):
+        assert region.shard is not None
+        part = rounded(region, part, region.input_grad_dtype)
+        self._region, self._part = region, part
+        self._sum = None if region.tape is not None else shards.start_sum(region.shard, part)
+
+    def finish(self, out: Tensor) -> None:
+        """Puts the sum into `out` (C, H), rounded once."""
+        if self._sum is None:
+            _write_exchange(self._region, str(self._part), f"summed({self._part})", [self._part])
+            total = self._part
+        else:
+            total = self._sum.wait()
+        copy_(self._region, out, total)
+
+
+def _write_exchange(region: Region, result: str, words: str, vectors: Sequence[Tensor]) -> None:
+    """Writes down that ranks exchange vectors, which each then has for the whole vocabulary."""
+    runs_in = "NCCL" if region.is_cuda else "gloo"
+    moved = sum(vector.nbytes for vector in vectors)
+    region.written_to.write(result, words, note="over the ranks", runs_in=runs_in, bytes=moved)
+
+
 # Rows and sums.
 
 
@@ -412,8 +503,16 @@ def scaled_rows(gradient: Tensor, factors: Tensor, *, may_overwrite: bool) -> Te
     return gradient
 
 
+def targets(region: Region, target: Tensor) -> Targets:
+    """Where targets are in all columns that are computed here."""
+    if region.shard is None:
+        return Targets(target)
+    return target_columns(region, target, slice(0, region.operands.vocab))
+
+
 def target_columns(region: Region, target: Tensor, block: slice) -> Targets:
-    """Where targets are in a block of the vocabulary."""
-    if region.tape is None:
-        return Targets(*TargetColumns.of(target, block))
-    return Targets(target)
+    """Where targets are in a block of the columns that are computed here."""
+    if region.tape is not None:
+        return Targets(target)
+    first = 0 if region.shard is None else region.shard.start
+    return Targets(*TargetColumns.of(target, slice(first + block.start, first + block.stop)))

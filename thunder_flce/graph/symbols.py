@@ -34,6 +34,7 @@ from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands
 from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.vocab_parallel import ONLY_EAGER
 
 
 @ltorch.torchsymbol(functional.linear_cross_entropy, id="thunder_flce.linear_cross_entropy", tags=FORWARD_TAGS)
@@ -48,6 +49,7 @@ def linear_cross_entropy(
     num_items: TensorProxy | float | None = None,
     expected_gradient: TensorProxy | float | None = None,
     options: None = None,
+    vocab_parallel: None = None,
     dtype: dtypes.dtype | None = None,
     needs_grad: tuple[str, ...] | None = None,
     plan: dict[str, Any] | None = None,
@@ -59,7 +61,9 @@ def linear_cross_entropy(
     `functional.linear_cross_entropy`), the names of the tensors that need a gradient, and the fields of a `Plan`.
     """
     loss = Loss(**settings)
-    given = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
+    if vocab_parallel is not None:
+        raise NotImplementedError(ONLY_EAGER)
+    given: dict[str, Any] = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
     given["expected_gradient"] = expected_gradient
     check_linear_cross_entropy(input, linear_weight, target, **given, loss=loss)
     if options is not None:

@@ -48,8 +48,11 @@ def check_linear_cross_entropy(
     num_items: Any,
     expected_gradient: Any,
     loss: Loss,
+    vocab: int | None = None,
 ) -> None:
     """Raises for arguments of `functional.linear_cross_entropy`, tensors or proxies, that have no meaning.
+
+    `vocab` are the rows of the whole weight, where linear_weight is one of its parts.
 
     Raises:
         TypeError: for a dtype or a type that does not fit; the message names the argument and what was expected.
@@ -63,11 +66,11 @@ def check_linear_cross_entropy(
     tensors |= {name: number for name, number in numbers.items() if _is_tensor(number)}
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, input)
-    _check_shapes(tensors)
+    _check_shapes(tensors, vocab)
     for name in ("weight", *numbers):
         if name in tensors and tensors[name].requires_grad:
             raise ValueError(f"{name} must not require a gradient: there is none with respect to it")
-    check_loss(loss, linear_weight.shape[0])
+    check_loss(loss, linear_weight.shape[0] if vocab is None else vocab)
     for name, number in numbers.items():
         if number is not None and not _is_tensor(number) and not _is_number(number):
             raise TypeError(f"{name} must be a number or a tensor without dimensions, but got {type(number).__name__}")
@@ -111,7 +114,7 @@ def _check_tensor(name: str, tensor: Any, input: Any) -> None:
         raise ValueError(f"{name} must be on input's device, {input.device}, but got {tensor.device}")
 
 
-def _check_shapes(tensors: dict[str, Any]) -> None:
+def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     of_input, of_weight = shapes["input"], shapes["linear_weight"]
     if not of_input:
@@ -119,7 +122,8 @@ def _check_shapes(tensors: dict[str, Any]) -> None:
     if len(of_weight) != 2:
         raise ValueError(f"linear_weight must be two-dimensional, (V, H), but got {of_weight}")
     vocab, hidden = of_weight
-    if vocab == 0:
+    whole_vocab = vocab if whole_vocab is None else whole_vocab
+    if whole_vocab == 0:
         raise ValueError("linear_weight must have at least one row (V ≥ 1), but got V = 0")
     *rows, last = of_input
     if last != hidden:
@@ -129,7 +133,7 @@ def _check_shapes(tensors: dict[str, Any]) -> None:
     for name, expected, what in (
         ("target", tuple(rows), f"have input's shape without its last dimension, {tuple(rows)}"),
         ("linear_bias", (vocab,), of_columns),
-        ("weight", (vocab,), of_columns),
+        ("weight", (whole_vocab,), f"be (V,) = ({whole_vocab},)"),
         ("num_items", (), "be a number or a tensor without dimensions"),
         ("expected_gradient", (), "be a number or a tensor without dimensions"),
     ):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class Problem:
     """Whether gradients in the forward are finished for another upstream gradient than 1."""
     float32_logits: bool = False
     """Whether logits of 16-bit operands stay in float32."""
+    shard: Shard | None = None
+    """Where ranks divide the vocabulary: the largest part, to which `vocab` and `weight_rows` belong, too."""
 
     @property
     def hidden(self) -> int:

@@ -72,6 +72,16 @@ def cached_plan(problem: Problem, options: Options, device: torch.device) -> Pla
     return make_plan(problem, options, memory=DeviceMemory.of(device))
 
 
+@lru_cache(maxsize=1024)
+def agreed_plan(problem: Problem, options: Options, memory: DeviceMemory | None) -> Plan:
+    """`make_plan` for a part of a vocabulary, from what all ranks have agreed on, so that all get the same plan."""
+    assert problem.shard is not None
+    if options.chunk_rows is not None:
+        # At least one row of each part of the tokens.
+        options = replace(options, chunk_rows=max(options.chunk_rows, problem.shard.token_parts))
+    return make_plan(problem, options, memory=memory)
+
+
 def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None = None) -> Plan:
     """The plan for `problem`: the fastest one that fits the memory budget.
 
@@ -204,6 +214,8 @@ def _saved_rows(problem: Problem, chunk_rows: int, budget: int | None) -> int:
     fitting = 0 if budget is None else budget // logits_bytes(problem, 1)
     if fitting >= problem.tokens:
         return problem.tokens
+    if problem.shard is not None and problem.shard.sequence_parallel:
+        return 0
     rows = (fitting - chunk_rows) // TILE_ROWS * TILE_ROWS
     return rows if rows >= SMALLEST_SAVED_PART * problem.tokens else 0
 
@@ -233,7 +245,9 @@ def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -
         return max(CPU_CHUNK_BYTES // row_bytes, smallest)
     enough = int(CUDA_CHUNK_OPERATIONS / (6 * max(problem.hidden, 1) * problem.vocab))
     third = -(-problem.tokens // (CUDA_FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
-    return max(CUDA_CHUNK_ROWS, min(enough, CUDA_CHUNK_BYTES // row_bytes, third))
+    # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
+    fewest = CUDA_CHUNK_ROWS * (1 if problem.shard is None else problem.shard.ranks)
+    return max(fewest, min(enough, CUDA_CHUNK_BYTES // row_bytes, third))
 
 
 def _balanced(problem: Problem, largest: int) -> int:
@@ -310,6 +324,7 @@ def _with_staged_logits(problem: Problem, plan: GradientsInForward) -> Gradients
     """The plan, or one like it whose first chunk is staged in the memory of dW, where that spares small chunks."""
     is_small = plan.chunk_rows < min(problem.tokens, CUDA_SMALL_CHUNK)
     is_one_linear = len(problem.terms) == 1 and problem.terms[0].weight_grad and not problem.bias_grad
+    is_one_linear = is_one_linear and problem.shard is None
     is_aligned = problem.device_type == "cuda" and problem.hidden % ROW_MULTIPLE == 0
     in_place = problem.logits_dtype == problem.dtype and problem.loss.is_plain
     if not (is_small and is_one_linear and is_aligned and in_place):

@@ -90,12 +90,13 @@ def _value(tape: Tape, name: str, dtype: torch.dtype, *shape: int) -> Value:
 
 def _operands(problem: Problem, tape: Tape) -> Operands:
     dtype, rows = problem.dtype, problem.weight_rows or problem.vocab
+    tokens = problem.tokens // (1 if problem.shard is None else problem.shard.token_parts)
     terms = []
     for number, term in enumerate(problem.terms):
         x, weight = term_names(number)
         terms.append(
             Term(
-                x=_value(tape, x, dtype, problem.tokens, term.hidden),
+                x=_value(tape, x, dtype, tokens, term.hidden),
                 weight=_value(tape, weight, dtype, rows, term.hidden),
                 input_grad=term.input_grad,
                 weight_grad=term.weight_grad,
@@ -110,6 +111,7 @@ def _operands(problem: Problem, tape: Tape) -> Operands:
         num_items=_value(tape, "num_items", dtype) if problem.has_num_items else None,
         expected_gradient=_value(tape, "expected_gradient", dtype) if problem.has_expected_gradient else None,
         bias_grad=problem.bias_grad,
+        shard=problem.shard,
     )
 
 

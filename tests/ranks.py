@@ -1,0 +1,116 @@
+"""Ranks for tests: threads of this process, which is quick, or processes that speak gloo or NCCL."""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+
+class RankErrors(Exception):
+    """The exceptions of the ranks that raised one, by rank."""
+
+    def __init__(self, errors: dict[int, BaseException]):
+        super().__init__(errors)
+        self.errors = errors
+
+
+def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
+    """What `run` returns for each rank, a thread each; the default process group has all of them.
+
+    Raises:
+        RankErrors: where some ranks raise. The others are ended.
+    """
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    results: list[Any] = [None] * count
+    errors: dict[int, BaseException] = {}
+    _install_threaded_pg()
+    isolate(True)
+    ProcessLocalGroup.reset()
+    store = dist.HashStore()
+    barrier = threading.Barrier(count)
+    # Grad mode and autocast are a thread's own.
+    is_grad_enabled = torch.is_grad_enabled()
+
+    def rank_thread(rank: int) -> None:
+        dist.init_process_group(backend="threaded", rank=rank, world_size=count, store=store)
+        try:
+            with torch.set_grad_enabled(is_grad_enabled):
+                results[rank] = run(rank)
+        except SystemExit:
+            pass  # Another rank has raised.
+        except BaseException as error:
+            errors[rank] = error
+        # Each rank may raise for itself before the others are ended.
+        try:
+            barrier.wait(timeout=2 if errors else 60)
+        except threading.BrokenBarrierError:
+            ProcessLocalGroup.exception_handle(RuntimeError("a rank has failed"))
+        dist.destroy_process_group()
+
+    try:
+        threads = [threading.Thread(target=rank_thread, args=(rank,), daemon=True) for rank in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive(), "a rank hangs"
+    finally:
+        isolate(False)
+        _uninstall_threaded_pg()
+    if errors:
+        raise RankErrors(errors)
+    return results
+
+
+def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 120) -> list[Any]:
+    """What a function of a module returns for each rank, a process each; None for one that has died.
+
+    Args:
+        count: how many.
+        run: takes the rank. Of an exception, the words are its result.
+        device: "cpu", or "cuda": a GPU for each rank.
+        timeout_s: of the default process group, and for all of it.
+    """
+    context = torch.multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (count, run, device, timeout_s, folder)
+        processes = [context.Process(target=_process, args=(rank, *arguments), daemon=True) for rank in range(count)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_s
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0))
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for rank in hanging:
+            processes[rank].kill()
+        assert not hanging, f"ranks {hanging} hang"
+        files = [Path(folder, str(rank)) for rank in range(count)]
+        return [torch.load(file, weights_only=False) if file.exists() else None for file in files]
+
+
+def _process(rank, count, run, device, timeout_s, folder) -> None:
+    torch.set_num_threads(1)
+    backend = "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "nccl"
+    store = f"file://{folder}/store"
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timeout)
+    try:
+        result = run(rank)
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+    torch.save(result, Path(folder, str(rank)))
+    dist.destroy_process_group()

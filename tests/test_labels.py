@@ -1,0 +1,72 @@
+"""Labels of training on several ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import as_threads
+from reference import Case, error, make_case, ours, truth
+from thunder_flce import count_items, shift_labels
+
+
+def test_the_averaged_gradient_is_that_of_the_mean_over_all_tokens():
+    case = make_case(tokens=60, dtype=torch.float64)
+    case.target[:20] = -100  # None on the first rank, most on the last.
+    case.target[20:38] = -100
+    exact = truth(case)
+
+    def run(rank):
+        mine = slice(20 * rank, 20 * rank + 20)
+        part = Case(case.x.detach()[mine].requires_grad_(), case.weight, None, case.target[mine])
+        num_items = count_items(part.target, group=dist.group.WORLD)
+        result = ours(part, num_items=num_items)
+        found = [result.loss, *result.gradients]
+        for tensor in (found[0], found[2]):
+            dist.all_reduce(tensor)
+            tensor /= 3
+        return found
+
+    for loss, _, weight_grad in as_threads(3, run):
+        assert error(loss, exact.loss) < 1e-6 and error(weight_grad, exact.gradients[1]) < 1e-6
+
+
+def test_where_nothing_counts():
+    case = make_case()
+    case.target[:] = -100
+
+    def run(rank):
+        num_items = count_items(case.target, group=dist.group.WORLD)
+        assert num_items == 0
+        part = Case(case.x.detach().requires_grad_(), case.weight.detach().requires_grad_(), None, case.target)
+        return ours(part, num_items=num_items)
+
+    for result in as_threads(2, run):
+        assert result.loss == 0 and not any(gradient.any() for gradient in result.gradients)
+
+
+def test_alone_it_is_the_number_of_targets():
+    target = torch.tensor([[1, -100, 3], [7, 7, 0]])
+    assert count_items(target) == 5 and count_items(target, ignore_index=7) == 4
+    with pytest.raises(TypeError, match=r"target must be a tensor of integers, but got torch.float32"):
+        count_items(target.float())
+    with pytest.raises(TypeError, match="group must be a ProcessGroup or a DeviceMesh of one dimension, but got str"):
+        count_items(target, group="tp")
+
+
+def test_labels_are_shifted_before_tokens_are_divided():
+    labels = torch.arange(16).reshape(2, 8)
+    shifted = shift_labels(labels)
+    assert shifted.tolist() == [[1, 2, 3, 4, 5, 6, 7, -100], [9, 10, 11, 12, 13, 14, 15, -100]]
+    assert shift_labels(labels.int(), ignore_index=-1).dtype == torch.int32
+    assert shift_labels(labels, ignore_index=-1)[1, -1] == -1
+    assert shift_labels(labels[:, :0]).shape == (2, 0)
+
+    # The loss of all tokens is that of a model which shifts for itself.
+    hidden, weight = torch.randn(2, 8, 4, dtype=torch.float64), torch.randn(16, 4, dtype=torch.float64)
+    whole = ours(Case(hidden[:, :-1], weight, None, labels[:, 1:]), reduction="sum").loss
+    parts = [Case(hidden[:, mine], weight, None, shifted[:, mine]) for mine in (slice(0, 4), slice(4, 8))]
+    torch.testing.assert_close(sum(ours(part, reduction="sum").loss for part in parts), whole)
+    with pytest.raises(TypeError, match="labels must be a tensor of integers, but got list"):
+        shift_labels([1, 2])
+    with pytest.raises(ValueError, match="labels must be"):
+        shift_labels(torch.tensor(1))

@@ -1,0 +1,138 @@
+"""The vocabulary divided among processes, with gloo and, where there are GPUs, with NCCL: results, and how they fail.
+
+What is computed, `test_vocab_parallel` shows on threads; here are the communication itself and its failures.
+"""
+
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import as_processes
+from reference import Case, assert_close_to_truth, error, make_case, ours, truth
+from test_vocab_parallel import STRATEGIES, joined, part_of, parts
+from thunder_flce import Options, VocabParallel, linear_cross_entropy
+from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
+
+on_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+DEVICES = ["cpu", pytest.param("cuda", marks=on_gpus)]
+SETTINGS = [
+    *({"options": Options(strategy=strategy, chunk_rows=20)} for strategy in STRATEGIES),
+    {"outputs": ("argmax", "valid_argmax", "accuracy"), "label_smoothing": 0.1, "z_loss": 1e-3},
+    {"reduction": "none", "outputs": ("entropy", "log_prob"), "softcap": 5.0},
+]
+
+
+def _case(device: str, dtype: torch.dtype) -> Case:
+    torch.manual_seed(5)
+    return make_case(tokens=64, vocab=331, hidden=32, bias=True, class_weight=True, device=device, dtype=dtype)
+
+
+def _results(rank: int) -> list:
+    """For both divisions and all settings, this rank's results, on the CPU."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        case = _case(device, dtype)
+        for sizes in ((166, 165), (331, 0)):
+            for settings in SETTINGS:
+                part = part_of(case, parts(sizes)[rank])
+                result = ours(part, vocab_parallel=dist.group.WORLD, **settings)
+                for name in ("loss", "gradients", "outputs"):
+                    value = getattr(result, name)
+                    moved = value.cpu() if torch.is_tensor(value) else tuple(each.detach().cpu() for each in value)
+                    setattr(result, name, moved)
+                found.append(result)
+    return found
+
+
+def _divided_tokens(rank: int) -> tuple:
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    case = _case(device, torch.float32)
+    case.target[:32:3] = -100
+    mine = slice(32 * rank, 32 * rank + 32)
+    part = part_of(case, parts((200, 131))[rank])
+    x = case.x.detach()[mine].clone().requires_grad_()
+    parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
+    loss = linear_cross_entropy(
+        x, part.weight, case.target[mine], vocab_parallel=parallel, options=Options(chunk_rows=16)
+    )
+    return tuple(each.detach().cpu() for each in (loss, *torch.autograd.grad(loss, (x, part.weight))))
+
+
+def _everything(rank: int) -> tuple:
+    return _results(rank), _divided_tokens(rank)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_results(device):
+    found = as_processes(2, _everything, device=device)
+    assert all(isinstance(each, tuple) for each in found), found
+    of_settings, of_divided_tokens = zip(*found, strict=True)
+    results = iter(zip(*of_settings, strict=True))
+    for dtype in (torch.float32, torch.bfloat16):
+        case = _case(device, dtype)
+        case = Case(*(each.detach().cpu().requires_grad_() for each in (case.x, case.weight, case.bias)),
+                    case.target.cpu(), case.class_weight.cpu())  # fmt: skip
+        for _ in range(2):
+            for settings in SETTINGS:
+                settings = {name: value for name, value in settings.items() if name != "options"}
+                assert_close_to_truth(joined(case, next(results)), case, tiny=True, **settings)
+    case = _case(device, torch.float32)
+    case.target[:32:3] = -100
+    exact = truth(Case(case.x, case.weight, None, case.target))
+    losses, inputs, weights = zip(*of_divided_tokens, strict=True)
+    assert torch.equal(*losses) and error(losses[0], exact.loss.cpu()) < 1e-6
+    assert error(torch.cat(inputs), exact.gradients[0].cpu()) < 1e-5
+    assert error(torch.cat(weights), exact.gradients[1].cpu()) < 1e-5
+
+
+# How it fails: with words, and within the group's timeout.
+
+
+def _call(rank: int, group, **settings) -> str:
+    """What becomes of a call, in words."""
+    case = _case("cpu", torch.float32)
+    part = part_of(case, parts((200, 131))[rank])
+    started = time.monotonic()
+    try:
+        loss = linear_cross_entropy(part.x, part.weight, case.target, vocab_parallel=group, **settings)
+    except Exception as failure:
+        assert time.monotonic() - started < 20
+        return f"{type(failure).__name__}: {failure}"
+    return f"{loss:.4f}"
+
+
+def _failures(rank: int) -> list[str]:
+    groups = [dist.new_group(timeout=timedelta(seconds=3)) for _ in range(2)]
+    found = [_call(rank, groups[0]), _call(rank, groups[0], options=Options(chunk_rows=7 + rank))]
+    # Each kind of call is known to both, but now they differ in which one they make.
+    for options in (Options(chunk_rows=16), Options(chunk_rows=64)):
+        _call(rank, groups[0], options=options)
+    os.environ[CHECK_EVERY_CALL] = "1"
+    found.append(_call(rank, groups[0], options=Options(chunk_rows=(16, 64)[rank])))
+    found.append(_call(rank, groups[0], num_items=float(rank)))
+    del os.environ[CHECK_EVERY_CALL]
+    # A rank raises something of its own, and does not come.
+    found.append(_call(rank, groups[0]) if rank == 0 else "raises")
+    if rank == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [*found, _call(rank, groups[1])]
+
+
+def test_failures():
+    (found, killed) = as_processes(2, _failures)
+    assert killed is None
+    right, differs, checked, values, alone, left = found
+    assert re.fullmatch(r"\d\.\d{4}", right)
+    assert re.match(r"ValueError: all ranks .* options is Options.*chunk_rows=7.* on rank 0 and Options", differs)
+    assert re.match(r"ValueError: all ranks .*chunk_rows=16.* on rank 0 and .*chunk_rows=64.* on rank 1", checked)
+    assert re.match(r"ValueError: all ranks .* the value of num_items is 0.0 on rank 0 and 1.0 on rank 1", values)
+    for message in (alone, left):
+        assert re.match(r"(RuntimeError|DistBackendError|DistNetworkError): .*(imed out|onnection)", message, re.DOTALL)

@@ -1,0 +1,312 @@
+"""The vocabulary divided among ranks: the loss of the whole in float64, and the same bits on all ranks."""
+
+import itertools
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ranks import RankErrors, as_threads
+from reference import (
+    DIFFERENTIABLE,
+    Case,
+    Result,
+    assert_close_to_truth,
+    error,
+    incoming_gradients,
+    make_case,
+    ours,
+    truth,
+)
+from thunder_flce import Options, VocabParallel, linear_cross_entropy
+
+STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
+UNEVEN = (40, 0, 61)
+
+
+def part_of(case: Case, rows: slice) -> Case:
+    """What one rank has of a case: leaves of its own, whose rows of the vocabulary are `rows`."""
+
+    def leaf(tensor, rows=slice(None)):
+        return None if tensor is None else tensor.detach()[rows].clone().requires_grad_(tensor.requires_grad)
+
+    terms = tuple((leaf(x), leaf(weight, rows)) for x, weight in case.terms)
+    return Case(
+        leaf(case.x), leaf(case.weight, rows), leaf(case.bias, rows), case.target.clone(), case.class_weight, terms
+    )
+
+
+def parts(sizes) -> list[slice]:
+    """The rows of the vocabulary that each rank has."""
+    return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
+
+
+def joined(case: Case, results: list[Result]) -> Result:
+    """The result of the whole vocabulary, once it is clear that all ranks have the same loss, outputs and dX."""
+    whole = []
+    for operand, *gradients in zip(case.needing_grad(), *(result.gradients for result in results), strict=True):
+        if operand.shape[0] == case.weight.shape[0]:
+            whole.append(torch.cat(gradients))
+        else:
+            assert all(torch.equal(gradient, gradients[0]) for gradient in gradients), "dX differs between ranks"
+            whole.append(gradients[0])
+    first = results[0]
+    for result in results:
+        for one, other in zip((result.loss, *result.outputs), (first.loss, *first.outputs), strict=True):
+            assert one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    return Result(first.loss, tuple(whole), first.outputs)
+
+
+def divided(case: Case, sizes, grad=None, *, parallel=None, **settings) -> Result:
+    """The loss and gradients of a case whose vocabulary is divided among ranks, in parts of such sizes."""
+
+    def run(rank):
+        vocab_parallel = dist.group.WORLD if parallel is None else parallel(rank)
+        return ours(part_of(case, parts(sizes)[rank]), grad, vocab_parallel=vocab_parallel, **settings)
+
+    return joined(case, as_threads(len(sizes), run))
+
+
+def check(case: Case, sizes, grad=None, *, parallel=None, options=None, **settings) -> Result:
+    """Asserts that it errs no more than eager PyTorch on one device."""
+    result = divided(case, sizes, grad, parallel=parallel, options=options, **settings)
+    assert_close_to_truth(result, case, grad, tiny=True, **settings)
+    return result
+
+
+# The loss, whatever part a rank has.
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("sizes", [(101,), (51, 50), UNEVEN, (0, 101), (1, 99, 1, 0)], ids=str)
+def test_every_division(sizes, strategy):
+    case = make_case(bias=True, ranks=(4,))
+    check(case, sizes, options=Options(strategy=strategy, chunk_rows=10))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype(dtype, strategy):
+    case = make_case(tokens=96, vocab=256, hidden=64, dtype=dtype, bias=True)
+    check(case, (100, 28, 0, 128), options=Options(strategy=strategy, chunk_rows=40))
+
+
+LOSSES = [
+    {"reduction": "sum", "softcap": 5.0, "logit_scale": -1.5},
+    {"label_smoothing": 0.1, "z_loss": 0.01},
+    {"num_items": 50.0, "logit_scale": 2.0},
+    {"vocab_size": 70, "label_smoothing": 0.2},
+    {"vocab_size": 30},
+    {"reduction": "none", "z_loss": 0.01, "outputs": ("log_prob", "entropy", "argmax", "accuracy")},
+    {"outputs": ("valid_argmax", "mean_logit", "log_sum_sq_probs", "accuracy"), "logit_scale": -1.0},
+    {"reduction": "sum", "outputs": ("entropy",), "vocab_size": 39, "softcap": 3.0},
+]
+
+
+@pytest.mark.parametrize("settings", LOSSES, ids=str)
+def test_every_loss(settings):
+    case = make_case(bias=True, class_weight=True, vocab=101)
+    case.target.clamp_(max=settings.get("vocab_size", 101) - 1)
+    grad = torch.rand(case.target.shape) if settings.get("reduction") == "none" else None
+    strategies = STRATEGIES if grad is None and "entropy" not in settings.get("outputs", ()) else STRATEGIES[1:]
+    for strategy in strategies:
+        check(case, UNEVEN, grad, options=Options(strategy=strategy, chunk_rows=16), **settings)
+
+
+def test_rows_of_every_kind():
+    case = make_case(tokens=12, vocab=101, ignored=0.0)
+    case.target[:] = torch.tensor([0, 39, 40, 100, 99, 41, 40, 39, -100, 0, 100, 5])
+    check(case, UNEVEN)
+    with torch.no_grad():
+        case.weight[50] = 1e4 * case.x[0]
+    for target in (case.target, torch.full_like(case.target, 7), torch.full_like(case.target, -100)):
+        case.target = target
+        check(case, UNEVEN, options=Options(chunk_rows=5))
+        check(case, UNEVEN, options=Options(chunk_rows=5, ignored_rows="compute"))
+
+
+def test_a_part_whose_logits_are_all_minus_infinity():
+    case = make_case(bias=True, ignored=0.0)
+    case.target.clamp_(max=39)
+    with torch.no_grad():
+        case.bias[40:] = float("-inf")
+    check(case, UNEVEN)
+    check(case, (60, 41), options=Options(strategy="recompute_logits"))
+
+
+def test_of_equal_logits_the_argmax_is_the_lowest_column():
+    case = make_case(tokens=8, vocab=101, ignored=0.0)
+    with torch.no_grad():
+        case.weight[[20, 30, 45, 100]] = 3 * case.x[0]
+        case.weight[[50, 90]] = 3 * case.x[1]
+
+    def starts(rank):  # The last part first.
+        return VocabParallel(group=dist.group.WORLD, start=(0, 61, 40)[rank])
+
+    def run(rank):
+        mine = slice(starts(rank).start, starts(rank).start + (40, 40, 21)[rank])
+        return ours(part_of(case, mine), vocab_parallel=starts(rank), outputs=("argmax",)).outputs[0]
+
+    for found in as_threads(3, run):
+        assert torch.equal(found, (case.x @ case.weight.t()).argmax(1))
+        assert found[0] == 20 and found[1] == 50
+
+
+def test_gradients_that_are_not_needed():
+    for needed in itertools.product((False, True), repeat=3):
+        case = make_case(bias=True)
+        for operand, is_needed in zip(case.operands(), needed, strict=True):
+            operand.requires_grad_(is_needed)
+        for strategy in STRATEGIES:
+            check(case, UNEVEN, options=Options(strategy=strategy, chunk_rows=16))
+
+
+def test_partial_input_gradients_add_up():
+    case = make_case(dtype=torch.float64)
+
+    def run(rank):
+        parallel = VocabParallel(group=dist.group.WORLD, input_grad="partial")
+        return ours(part_of(case, parts(UNEVEN)[rank]), vocab_parallel=parallel).gradients[0]
+
+    whole = ours(case).gradients[0]
+    found = as_threads(3, run)
+    assert not found[1].any() and not torch.allclose(found[0], whole)
+    torch.testing.assert_close(sum(found), whole)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_input_gradients_are_summed_in_the_dtype_asked_for(strategy):
+    case = make_case(tokens=64, vocab=200, hidden=32, dtype=torch.bfloat16)
+    options = Options(strategy=strategy, chunk_rows=30)
+
+    def gradient(dtype):
+        return divided(
+            case,
+            (50, 50, 50, 50),
+            options=options,
+            parallel=lambda rank: VocabParallel(group=dist.group.WORLD, input_grad_dtype=dtype),
+        ).gradients[0]
+
+    exact = truth(case).gradients[0]
+    assert error(gradient(torch.bfloat16), exact) > 1.2 * error(gradient(None), exact)
+
+
+def test_a_mesh_and_a_second_backward():
+    case = make_case(dtype=torch.float64)
+    whole = ours(case)
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        mine = part_of(case, parts((60, 41))[rank % 2])
+        with pytest.raises(ValueError, match=r"device mesh of one dimension, but has 2.*mesh\[\"tp\"\]"):
+            ours(mine, vocab_parallel=mesh)
+        loss = linear_cross_entropy(
+            mine.x, mine.weight, mine.target, vocab_parallel=mesh["tp"], options=Options(strategy="save_logits")
+        )
+        first = torch.autograd.grad(loss, mine.x, retain_graph=True)[0]
+        second = torch.autograd.grad(3 * loss, mine.x)[0]
+        torch.testing.assert_close(first, whole.gradients[0])
+        torch.testing.assert_close(second, 3 * whole.gradients[0])
+
+    as_threads(4, run)
+
+
+# The tokens divided, too.
+
+
+def divided_tokens(case: Case, sizes, grad=None, **settings) -> Result:
+    """The same where each rank has an equal part of the tokens; its loss, if there is one a token, is of these."""
+    ranks = len(sizes)
+    tokens = case.target.shape[0] // ranks
+
+    def run(rank):
+        mine = slice(rank * tokens, (rank + 1) * tokens)
+        part = part_of(case, parts(sizes)[rank])
+        part.x = case.x.detach()[mine].clone().requires_grad_(case.x.requires_grad)
+        part.terms = tuple(
+            (x.detach()[mine].clone().requires_grad_(x.requires_grad), weight) for x, weight in part.terms
+        )
+        part.target = case.target[mine].clone()
+        parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
+        of_tokens = grad[mine] if grad is not None and grad.ndim else grad
+        names = settings.get("outputs", ())
+        results = linear_cross_entropy(
+            part.x, part.weight, part.target, linear_bias=part.bias, weight=part.class_weight, terms=part.terms,
+            vocab_parallel=parallel, **settings,
+        )  # fmt: skip
+        loss, *outputs = results if names else (results,)
+        upstream = [torch.ones_like(loss) if of_tokens is None else of_tokens]
+        upstream += [each[mine] for each in incoming_gradients(case, names, loss.dtype)]
+        wanted = [loss, *(o for name, o in zip(names, outputs, strict=True) if name in DIFFERENTIABLE)]
+        return Result(loss.detach(), torch.autograd.grad(wanted, part.needing_grad(), upstream), tuple(outputs))
+
+    results = as_threads(ranks, run)
+    gradients = [torch.cat(each) for each in zip(*(result.gradients for result in results), strict=True)]
+
+    def whole(each):
+        if each[0].ndim:
+            return torch.cat(each)
+        assert all(torch.equal(one.nan_to_num(7), each[0].nan_to_num(7)) for one in each)
+        return each[0]
+
+    outputs = tuple(whole(each).detach() for each in zip(*(result.outputs for result in results), strict=True))
+    return Result(whole([result.loss for result in results]), tuple(gradients), outputs)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
+def test_sequence_parallel(strategy, ignored_rows):
+    case = make_case(tokens=36, bias=True, ranks=(4,), ignored=0.3)
+    options = Options(strategy=strategy, chunk_rows=10, ignored_rows=ignored_rows)
+    for first_ignored in (0, 12, 36):  # All tokens of the first rank, then of all ranks.
+        case.target[:first_ignored] = -100
+        result = divided_tokens(case, UNEVEN, options=options)
+        assert_close_to_truth(result, case, tiny=True)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"label_smoothing": 0.1, "z_loss": 0.01, "outputs": ("argmax", "accuracy")},
+        {"reduction": "none", "outputs": ("log_prob", "entropy", "valid_argmax")},
+        {"reduction": "sum", "outputs": ("entropy",), "options": Options(strategy="save_logits")},
+        {"num_items": 12.0, "options": Options(chunk_rows=1)},
+    ],
+    ids=str,
+)
+def test_every_loss_of_divided_tokens(settings):
+    case = make_case(tokens=36, class_weight=True)
+    case.target[12:20] = -100
+    grad = torch.rand(36) if settings.get("reduction") == "none" else None
+    result = divided_tokens(case, UNEVEN, grad, **settings)
+    settings.pop("options", None)
+    assert_close_to_truth(result, case, grad, tiny=True, **settings)
+
+
+# All ranks mean the same call.
+
+
+def test_what_differs_between_ranks_raises_on_all_of_them():
+    case = make_case()
+    for differing, message in (
+        ({"options": lambda rank: Options(chunk_rows=8 + rank)}, "options is Options.* on rank 0 and Options.*"),
+        ({"label_smoothing": lambda rank: 0.1 * rank}, "label_smoothing is 0.0 on rank 0 and 0.1 on rank 1"),
+        ({"outputs": lambda rank: ("entropy",) * rank}, "outputs is .* on rank 0 and"),
+        ({"linear_bias": lambda rank: None if rank else torch.zeros(50)}, "linear_bias is"),
+        ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
+    ):
+        name, value = next(iter(differing.items()))
+
+        def run(rank, name=name, value=value):
+            mine = part_of(case, parts((50, 51))[rank])
+            linear_cross_entropy(
+                mine.x, mine.weight, mine.target, vocab_parallel=dist.group.WORLD, **{name: value(rank)}
+            )
+
+        with pytest.raises(RankErrors) as raised:
+            as_threads(2, run)
+        assert len(raised.value.errors) == 2
+        for found in raised.value.errors.values():
+            assert isinstance(found, ValueError) and re.search(message, str(found))

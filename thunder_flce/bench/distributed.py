@@ -1,0 +1,284 @@
+"""A loss region whose vocabulary several GPUs divide: time, memory and error of each way, on the slowest rank.
+
+Each rank is a process of its own. All ranks run the same calls in the same order, without the clock having a say, since
+their collectives have to match.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from thunder_flce.bench.measuring import TOTAL, Mark, Outcome, Progress, Schedule, Step, peak_bytes, take_turns
+from thunder_flce.bench.reference import make_reference, relative_error, three_matmuls
+from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.options import Options
+from thunder_flce.vocab_parallel import VocabParallel
+
+# A rank that fails ends the others after this time.
+_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(ShapeRow):
+    """What one way takes on the slowest rank; None for what was not measured."""
+
+    method: str
+    ranks: int
+    failed: str | None = None
+    time_ms: float | None = None
+    time_ms_p20: float | None = None
+    time_ms_p80: float | None = None
+    ratio: float | None = None
+    """To the three products over this rank's rows, all tokens at once, without any collective."""
+    memory_gb: float | None = None
+    """The peak above the inputs and the gradients."""
+    dx_error: float | None = None
+    dw_error: float | None = None
+    """Of all ranks' rows together."""
+    same_bits: bool | None = None
+    """Whether all ranks have the same loss and dX; None where they need not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What a rank has."""
+
+    inputs: Inputs
+    """All tokens, and its rows of the weight"""
+    mesh: DeviceMesh
+    tokens: slice
+    """Its tokens, where these are divided, too"""
+    vocab: int
+    """Rows of the whole weight"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a way computes: `tokens` are those that dx belongs to."""
+
+    loss: Tensor
+    dx: Tensor
+    dw: Tensor
+
+
+def _three_products(part: Part) -> Step:
+    return three_matmuls(part.inputs)
+
+
+def _three_products_and_sum(part: Part) -> Step:
+    x, weight = part.inputs.x.detach(), part.inputs.weight.detach()
+    dlogits = torch.randn(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device).mul_(1e-3)
+    dweight = torch.empty_like(weight)
+    group = part.mesh.get_group()
+
+    def step(mark: Mark) -> None:
+        torch.mm(x, weight.t())
+        mark("forward")
+        dx = torch.mm(dlogits, weight, out_dtype=torch.float32) if x.is_cuda else torch.mm(dlogits, weight).float()
+        work = dist.all_reduce(dx, group=group, async_op=True)
+        torch.mm(dlogits.t(), x, out=dweight)
+        assert work is not None
+        work.wait()
+        dx.to(x.dtype)
+        mark("backward")
+
+    return step
+
+
+def _run(loss: Callable[[Tensor, Tensor], Tensor], part: Part, tokens: slice, mark: Mark) -> Result:
+    x = part.inputs.x.detach()[tokens].requires_grad_()
+    value = loss(x, part.inputs.weight)
+    mark("forward")
+    dx, dw = torch.autograd.grad(value, (x, part.inputs.weight))
+    mark("backward")
+    return Result(loss=value.detach(), dx=dx, dw=dw)
+
+
+def _vocab_parallel(
+    part: Part,
+    *,
+    input_grad_dtype: torch.dtype | None = None,
+    divides_tokens: bool = False,
+    options: Options | None = None,
+) -> Step:
+    parallel = VocabParallel(group=part.mesh, sequence_parallel=divides_tokens, input_grad_dtype=input_grad_dtype)
+    tokens = part.tokens if divides_tokens else slice(None)
+    target = part.inputs.target[tokens]
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, target, vocab_parallel=parallel, options=options)
+
+    return partial(_run, loss, part, tokens)
+
+
+def _loss_parallel(part: Part) -> Step:
+    """PyTorch's own: logits as a DTensor that is divided by columns, all of them at once."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh, hidden = part.mesh, part.inputs.x.shape[1]
+    of_weight = torch.Size((part.vocab, hidden))
+
+    def step(mark: Mark) -> Result:
+        x = part.inputs.x.detach().requires_grad_()
+        weight = part.inputs.weight
+        with loss_parallel():
+            logits = F.linear(
+                DTensor.from_local(x, mesh, [Replicate()], run_check=False),
+                DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, shape=of_weight, stride=(hidden, 1)),
+            )
+            target = DTensor.from_local(part.inputs.target, mesh, [Replicate()], run_check=False)
+            value = F.cross_entropy(logits.float(), target)
+            del logits
+            mark("forward")
+            dx, dw = torch.autograd.grad(value, (x, weight))
+        mark("backward")
+        whole = value.detach()
+        assert isinstance(whole, DTensor)
+        return Result(loss=whole.to_local(), dx=dx, dw=dw)
+
+    return step
+
+
+METHODS: Mapping[str, Callable[[Part], Step]] = {
+    "three products": _three_products,
+    "three products, dX summed": _three_products_and_sum,
+    "vocab_parallel": _vocab_parallel,
+    "vocab_parallel, dX summed in input's dtype": lambda part: _vocab_parallel(
+        part, input_grad_dtype=part.inputs.x.dtype
+    ),
+    "vocab_parallel, one chunk": lambda part: _vocab_parallel(part, options=Options(chunk_rows=part.inputs.x.shape[0])),
+    "sequence_parallel": partial(_vocab_parallel, divides_tokens=True),
+    "loss_parallel": _loss_parallel,
+}
+
+
+def measure(
+    shape: Shape, names: list[str], *, ranks: int, device: str, schedule: Schedule, progress: Progress
+) -> Iterator[Row]:
+    """Measures some ways on so many ranks, each in a process of its own.
+
+    Args:
+        shape: of all ranks together.
+        names: from `METHODS`.
+        ranks: how many.
+        device: "cuda", a GPU for each rank, or "cpu".
+        schedule: how many calls.
+        progress: called before each step.
+    """
+    progress(f"{ranks} processes")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (ranks, shape, names, device, schedule, folder)
+        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=ranks)
+        yield from torch.load(Path(folder, "rows"), weights_only=False)
+
+
+def _run_rank(
+    rank: int, ranks: int, shape: Shape, names: list[str], device: str, schedule: Schedule, folder: str
+) -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=_TIMEOUT
+    )
+    try:
+        rows = _rows(shape, names, device, schedule)
+        if rank == 0:
+            torch.save(rows, Path(folder, "rows"))
+    finally:
+        dist.destroy_process_group()
+
+
+def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> list[Row]:
+    """The rows of this rank; those of all ranks are the same."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    whole = Inputs.random(shape, device)
+    reference = make_reference(whole)
+    size, tokens = -(-shape.vocab // ranks), shape.tokens // ranks
+    mine = slice(rank * size, (rank + 1) * size)
+    weight = whole.weight.detach()[mine].clone().requires_grad_()
+    part = Part(
+        inputs=replace(whole, weight=weight),
+        mesh=init_device_mesh(device, (ranks,), mesh_dim_names=("tp",)),
+        tokens=slice(rank * tokens, (rank + 1) * tokens),
+        vocab=shape.vocab,
+    )
+    of_reference = {"dx": reference.gradients["dx"], "dw": reference.gradients["dw"][mine].clone()}
+    del whole, reference
+    # The clock must not decide how often a step runs.
+    schedule = replace(schedule, settle_ms=0, turn_ms=1e9)
+    steps: dict[str, Step] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        step = METHODS[name](part)
+        for _ in range(2):
+            result = step(_no_mark)
+        if isinstance(result, Result):
+            found[name] = _checked(result, of_reference, part)
+            gradients = result.dx.nbytes + result.dw.nbytes
+            del result
+            found[name]["memory_gb"] = _largest((peak_bytes(step, device)[TOTAL] - gradients) / 1e9)
+        else:
+            found[name] = {}
+        steps[name] = step
+    outcomes = take_turns(steps, schedule, device=device, progress=_no_mark)
+    times = {name: _slowest(outcome) for name, outcome in outcomes.items()}
+    products = times.get("three products")
+    rows = []
+    for name, outcome in times.items():
+        spread = outcome.spread(TOTAL, "time_ms")
+        if products is not None:
+            found[name]["ratio"] = spread["time_ms"] / products.spread(TOTAL, "time_ms")["time_ms"]
+        rows.append(Row(method=name, ranks=ranks, **ShapeRow.fields_of(shape), **spread, **found[name]))
+    return rows
+
+
+def _no_mark(phase: str) -> None:
+    pass
+
+
+def _checked(result: Result, reference: dict[str, Tensor], part: Part) -> dict[str, Any]:
+    """The errors over all ranks, and whether these have the same bits."""
+    of_tokens = reference["dx"]
+    has_all_tokens = result.dx.shape == of_tokens.shape
+    if not has_all_tokens:
+        of_tokens = of_tokens[part.tokens]
+    numbers = {
+        "dx_error": _largest(relative_error(result.dx, of_tokens)),
+        "dw_error": _largest(relative_error(result.dw, reference["dw"])),
+    }
+    if not has_all_tokens:
+        return numbers
+    first = result.dx.clone()
+    dist.broadcast(first, 0)
+    losses = [torch.empty_like(result.loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, result.loss)
+    differs = not torch.equal(first, result.dx) or any(not torch.equal(loss, losses[0]) for loss in losses)
+    return {**numbers, "same_bits": not _largest(float(differs))}
+
+
+def _slowest(outcome: Outcome) -> Outcome:
+    """The time of each call on the rank that took longest."""
+    assert outcome.failed is None, outcome.failed
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [lap[TOTAL] for lap in outcome.laps_ms])
+    return Outcome([{TOTAL: max(laps)} for laps in zip(*gathered, strict=True)])
+
+
+def _largest(number: float) -> float:
+    """Over the ranks."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, number)
+    return max(gathered)

@@ -1,0 +1,123 @@
+"""What the ranks that divide a vocabulary tell each other, by torch.distributed's collectives.
+
+Each rank has the logits of its columns. A few numbers a row make them the logits of the whole: the statistics of each
+part, z at the target from the rank that has it, the argmax of each part. Each rank combines those of all ranks in the
+same order, so that loss and gradients are the same bits everywhere. Legend: C rows in a chunk, H hidden size, R ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thunder_flce.operation.shard import Shard
+
+# The column of an argmax where a rank has no columns: above every other.
+NO_COLUMN = 2**31 - 1
+
+
+def process_group(shard: Shard) -> dist.ProcessGroup:
+    """The group of a shard."""
+    return dist.distributed_c10d._resolve_process_group(cast(Any, shard.group))
+
+
+class PartOfRows(NamedTuple):
+    """What the logits of some columns, or of all, say about C rows, (C,) each."""
+
+    row_max: Tensor
+    row_log_sum: Tensor
+    target_entry: Tensor
+    """z at the target; of a rank, 0 where that is another's"""
+    argmax: Tensor | None = None
+    """int64; None where nobody asks for it"""
+    argmax_entry: Tensor | None = None
+    """Of a rank, z there, or -z where the smallest is looked for"""
+
+
+def part_without_columns(rows: int, zero: Tensor, *, has_argmax: bool) -> PartOfRows:
+    """What a rank without columns knows of its rows; `zero` is () in the dtype of rows, on the device."""
+    nothing = zero.new_full((rows,), float("-inf"))
+    part = PartOfRows(nothing, nothing, zero.expand(rows))
+    if not has_argmax:
+        return part
+    return part._replace(argmax=zero.new_full((rows,), NO_COLUMN, dtype=torch.int64), argmax_entry=nothing)
+
+
+def combined(shard: Shard, part: PartOfRows) -> PartOfRows:
+    """The same of all columns. One all-gather, of floating-point numbers in the dtype of rows."""
+    numbers = list(part[:3])
+    if part.argmax is not None and part.argmax_entry is not None:
+        numbers += [part.argmax_entry, _as_float(part.argmax, part.row_max.dtype)]
+    maxima, log_sums, entries, *choices = all_gathered(shard, numbers)
+    row_max = maxima.amax(0)
+    # A part without columns, or whose logits are all -inf, adds nothing, though -inf - -inf is NaN.
+    sums = torch.where(maxima == float("-inf"), 0, torch.exp(maxima - row_max + log_sums)).sum(0)
+    whole = PartOfRows(row_max, sums.log_(), entries.sum(0))
+    if not choices:
+        return whole
+    values, columns = choices[0], _as_column(choices[1])
+    # NaN is the largest number, as in torch.argmax; of equals, the first column is taken.
+    is_largest = (values == values.amax(0)) | values.isnan()
+    return whole._replace(argmax=torch.where(is_largest, columns, NO_COLUMN).amin(0))
+
+
+def summed(shard: Shard, vectors: Sequence[Tensor]) -> list[Tensor]:
+    """Each of some vectors (C,) summed over the ranks, in their order. One all-gather."""
+    return [parts.sum(0) for parts in all_gathered(shard, vectors)]
+
+
+def all_gathered(shard: Shard, vectors: Sequence[Tensor]) -> list[Tensor]:
+    """(R, C) of all ranks, of each of some vectors (C,) of one dtype."""
+    packed = torch.stack(list(vectors))
+    return list(start_gathering(shard, packed).wait().view(shard.ranks, *packed.shape).unbind(1))
+
+
+class Pending:
+    """A tensor that the ranks are making, while this one does something else."""
+
+    def __init__(self, result: Tensor, work: Any):
+        self._result, self._work = result, work
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is there. On CUDA the device waits for it, not the host."""
+        if self._work is not None:
+            self._work.wait()
+        return self._result
+
+
+def start_sum(shard: Shard, part: Tensor) -> Pending:
+    """The sum over the ranks of dX of some rows, or of that this rank's part of these.
+
+    Args:
+        shard: of a vocabulary.
+        part: (C, H) what this rank's columns contribute, contiguous; used up.
+
+    Returns:
+        (C, H), where tokens are divided (C / R, H).
+    """
+    group = process_group(shard)
+    if not shard.sequence_parallel:
+        return Pending(part, dist.all_reduce(part, group=group, async_op=True) if part.numel() else None)
+    result = part.new_empty(part.shape[0] // shard.ranks, part.shape[1])
+    work = dist.reduce_scatter_tensor(result, part, group=group, async_op=True) if part.numel() else None
+    return Pending(result, work)
+
+
+def start_gathering(shard: Shard, part: Tensor) -> Pending:
+    """A tensor (P, …) of every rank, one after the other: (R·P, …)."""
+    part = part.contiguous()
+    result = part.new_empty(shard.ranks * part.shape[0], *part.shape[1:])
+    group = process_group(shard)
+    work = dist.all_gather_into_tensor(result, part, group=group, async_op=True) if part.numel() else None
+    return Pending(result, work)
+
+
+def _as_float(column: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bits of a column as a floating-point number, to go with such numbers."""
+    return column.view(dtype) if dtype.itemsize == 8 else column.to(torch.int32).view(dtype)
+
+
+def _as_column(number: Tensor) -> Tensor:
+    return number.contiguous().view(torch.int64 if number.dtype.itemsize == 8 else torch.int32).to(torch.int64)

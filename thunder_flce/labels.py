@@ -1,0 +1,72 @@
+"""Labels of training on several ranks: how many count, and which token is predicted where."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+
+def count_items(target: Tensor, ignore_index: int = -100, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
+    """The `num_items` of `linear_cross_entropy` with which data parallel training takes the mean over all tokens.
+
+    Data parallel training averages gradients over its ranks, as DDP and FSDP do. With the mean over each rank's own
+    tokens, those of a rank with few of them would weigh more. With the number of all ranks' tokens over the number of
+    ranks, the averaged gradient is that of the mean over all tokens, and the loss averaged over ranks is that mean.
+
+    With gradient accumulation, add the counts of all micro-batches, and give each of them the sum.
+
+    Args:
+        target: (...) integers. Of labels that are shifted, those after the shift.
+        ignore_index: targets of this value do not count.
+        group: the ranks whose gradients are averaged: of a mesh, the data parallel and context parallel ones, not those
+            that divide the vocabulary. All of them must call this. None: one rank.
+
+    Returns:
+        () float32 on target's device, for which the host never waits; 0 where no target counts, for which the loss and
+        its gradients are 0, too.
+
+    Raises:
+        TypeError: where target is not a tensor of integers, or group is none.
+    """
+    _check_integers("target", target)
+    count = (target != ignore_index).sum()
+    if group is None:
+        return count.float()
+    if isinstance(group, DeviceMesh):
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group must be a ProcessGroup or a DeviceMesh of one dimension, but got {type(group).__name__}"
+        )
+    dist.all_reduce(count, group=group)
+    return count.float() / dist.get_world_size(group)
+
+
+def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """The token after each token, which is what a language model predicts there.
+
+    To be called before tokens are divided among ranks, as context parallelism does: a part does not know the first
+    token of the next one. The loss then takes these labels and all hidden states, without a shift of its own.
+
+    Args:
+        labels: (..., T) integers.
+        ignore_index: what the last token of each sequence gets.
+
+    Returns:
+        (..., T) of labels' dtype.
+
+    Raises:
+        TypeError: where labels is not a tensor of integers.
+        ValueError: where it has no dimension.
+    """
+    _check_integers("labels", labels)
+    if not labels.ndim:
+        raise ValueError("labels must be (..., T), but has no dimension")
+    last = labels[..., -1:]
+    return torch.cat([labels[..., 1:], torch.full_like(last, ignore_index)], -1)
+
+
+def _check_integers(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.dtype is torch.bool:
+        found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a tensor of integers, but got {found}")

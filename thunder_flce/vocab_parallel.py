@@ -1,0 +1,217 @@
+"""The vocabulary divided among ranks: who has which part, and that all ranks mean the same call.
+
+Ranks that disagree about a call would run another number of collectives, or with other sizes, and hang. So before the
+first call with some shapes and settings they tell each other what they were given, and any difference is an error on
+all of them. What they agree on then holds for every such call: nothing more is exchanged.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+
+from thunder_flce.device import DeviceMemory
+from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.shard import Shard
+from thunder_flce.options import Options
+
+ONLY_EAGER = (
+    "vocab_parallel works in eager calls only, but this program is traced by torch.compile, torch.export or thunder: "
+    "call linear_cross_entropy outside of it, for example in a function that torch.compiler.disable decorates"
+)
+
+# Any value but "" and "0" makes ranks compare every call, not only the first of its kind.
+CHECK_EVERY_CALL = "THUNDER_FLCE_CHECK_RANKS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabParallel:
+    """How the ranks of a group divide the vocabulary of `linear_cross_entropy`.
+
+    Raises:
+        TypeError, ValueError: for a field that has no meaning; the message names it.
+    """
+
+    group: ProcessGroup | DeviceMesh
+    """The ranks: a process group, or a device mesh of one dimension."""
+
+    start: int | None = None
+    """The first row of the whole weight that this rank has. None, on all ranks: the parts follow each other in the
+    order of ranks. Parts may differ in size, and may be empty."""
+
+    sequence_parallel: bool = False
+    """Whether input and target are this rank's part of the tokens, in the order of ranks and of equal size. Their loss
+    is that of all tokens; with reduction "none", loss and outputs are those of this rank's tokens. The input's gradient
+    is that of this rank's part."""
+
+    input_grad: str = "reduced"
+    """"reduced": the gradient of input, and of the inputs of terms, is summed over the ranks. "partial": each rank gets
+    what its columns contribute, to be summed by whoever asked for it."""
+
+    input_grad_dtype: torch.dtype | None = None
+    """What it is summed in: None for float32 (float64 for float64), or input's dtype, which moves half as much."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.group, DeviceMesh):
+            if self.group.ndim != 1:
+                names = self.group.mesh_dim_names
+                raise ValueError(
+                    f"group must be a device mesh of one dimension, but has {self.group.ndim}, {names}: take the one "
+                    'over which the vocabulary is divided, such as mesh["tp"]'
+                )
+        elif not isinstance(self.group, ProcessGroup):
+            raise TypeError(
+                f"group must be a ProcessGroup or a DeviceMesh that this rank belongs to, but got {_name(self.group)}"
+            )
+        if self.start is not None and (isinstance(self.start, bool) or not isinstance(self.start, int)):
+            raise TypeError(f"start must be None or an int, but got {_name(self.start)}")
+        for name, choices in (("sequence_parallel", (False, True)), ("input_grad", ("reduced", "partial"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, but got {getattr(self, name)!r}")
+        if self.sequence_parallel and self.input_grad == "partial":
+            raise ValueError('input_grad must be "reduced" with sequence_parallel: each rank has tokens of its own')
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks."""
+        return self.group.get_group() if isinstance(self.group, DeviceMesh) else self.group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What all ranks know of a call."""
+
+    shard: Shard
+    weight_rows: int
+    """Of the whole weight."""
+    memory: DeviceMemory | None
+    """The least of all ranks; None for a CPU."""
+
+
+# Of each group, by what a rank was given.
+_agreements: WeakKeyDictionary[ProcessGroup, dict[Any, Agreement]] = WeakKeyDictionary()
+
+
+def agree(vocab_parallel: Any, arguments: Mapping[str, Any], *, loss: Loss, options: Options) -> Agreement:
+    """Who has which part of the vocabulary. Ranks exchange that when they first meet such a call.
+
+    Args:
+        vocab_parallel: as `linear_cross_entropy` takes it.
+        arguments: of `linear_cross_entropy`, by name; not checked yet.
+        loss: the loss.
+        options: the options.
+
+    Raises:
+        TypeError, ValueError: see `VocabParallel`; and for what differs between ranks, on all of them.
+    """
+    parallel = vocab_parallel if isinstance(vocab_parallel, VocabParallel) else VocabParallel(group=vocab_parallel)
+    group = parallel.process_group
+    call = _described(parallel, arguments, loss, options)
+    weight = arguments["linear_weight"]
+    rows = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim else 0
+    key = (*call.items(), rows, parallel.start)
+    known = _agreements.setdefault(group, {})
+    checks_every_call = os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0")
+    if key in known and not checks_every_call:
+        return known[key]
+    values = _values(arguments) if checks_every_call else {}
+    memory = DeviceMemory.of(weight.device) if isinstance(weight, Tensor) else None
+    given: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, (call | values, rows, parallel.start, memory), group=group)
+    calls, all_rows, starts, memories = zip(*given, strict=True)
+    _check_equal(calls)
+    if key not in known:
+        known[key] = Agreement(
+            shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
+            weight_rows=sum(all_rows),
+            memory=None if None in memories else DeviceMemory(*map(min, zip(*memories, strict=True))),
+        )
+    return known[key]
+
+
+def _described(parallel: VocabParallel, arguments: Mapping[str, Any], loss: Loss, options: Options) -> dict[str, Any]:
+    """What must be equal on all ranks, by the name of the argument."""
+    weights = ("linear_weight", "linear_bias")
+    call: dict[str, Any] = {
+        name: _word(value, is_part=name in weights) for name, value in arguments.items() if name != "terms"
+    }
+    for number, term in enumerate(arguments["terms"]):
+        call[f"terms[{number}]"] = tuple(_word(value, is_part=at > 0) for at, value in enumerate(term))
+    settings = {name: getattr(parallel, name) for name in ("sequence_parallel", "input_grad", "input_grad_dtype")}
+    return {**call, **asdict(loss), "options": repr(options), "grad mode": torch.is_grad_enabled(), **settings}
+
+
+def _word(value: Any, *, is_part: bool) -> str:
+    """An argument but for its numbers and, where it is a part of the vocabulary, its rows."""
+    if not isinstance(value, Tensor):
+        return _name(value)
+    shape = ["V", *value.shape[1:]] if is_part else list(value.shape)
+    dtype = str(value.dtype).removeprefix("torch.")
+    gradient = ", which requires a gradient" if value.requires_grad else ""
+    return f"{dtype} ({', '.join(map(str, shape))}) on {value.device.type}{gradient}"
+
+
+def _values(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that must be equal, too."""
+    target, number = arguments["target"], arguments["num_items"]
+    weights = torch.arange(1, target.numel() + 1, device=target.device)
+    return {
+        "the values of target": int((target.reshape(-1).long() * weights).sum()),
+        "the value of num_items": None if number is None else float(number),
+    }
+
+
+def _name(value: Any) -> str:
+    return type(value).__name__
+
+
+def _check_equal(calls: tuple[dict[str, Any], ...]) -> None:
+    for rank, call in enumerate(calls):
+        for name in {**calls[0], **call}:
+            first, other = (each.get(name) for each in (calls[0], call))
+            if first != other:
+                raise ValueError(
+                    f"all ranks of vocab_parallel must be given the same, but {name} is {first} on rank 0 and {other} "
+                    f"on rank {rank}"
+                )
+
+
+def _starts(all_rows: tuple[int, ...], starts: tuple[int | None, ...]) -> list[int]:
+    """The first row of each rank's part."""
+    in_order = [sum(all_rows[:rank]) for rank in range(len(all_rows))]
+    given = [start for start in starts if start is not None]
+    if not given:
+        return in_order
+    if len(given) == len(starts):
+        parts = sorted((start, start + rows) for start, rows in zip(given, all_rows, strict=True) if rows)
+        if [start for start, _ in parts] == [0, *(stop for _, stop in parts)][: len(parts)]:
+            return given
+    of_ranks = ", ".join(f"{start} with {rows} rows" for start, rows in zip(starts, all_rows, strict=True))
+    raise ValueError(
+        f"start must be None on all ranks, or the parts must follow each other from row 0 without gap or overlap, but "
+        f"the ranks have {of_ranks}"
+    )
+
+
+def _shard(parallel: VocabParallel, loss: Loss, all_rows: tuple[int, ...], starts: list[int]) -> Shard:
+    rank, size = dist.get_rank(parallel.process_group), loss.vocab_size
+    vocab = size if isinstance(size, int) else sum(all_rows)
+    columns = [max(min(start + rows, vocab) - start, 0) for start, rows in zip(starts, all_rows, strict=True)]
+    return Shard(
+        group=parallel.process_group.group_name,
+        ranks=len(all_rows),
+        rank=rank,
+        start=starts[rank],
+        columns=columns[rank],
+        largest=max(columns),
+        vocab=vocab,
+        reduces_input_grad=parallel.input_grad == "reduced",
+        float32_input_grad=parallel.input_grad_dtype in (None, torch.float32, torch.float64),
+        sequence_parallel=parallel.sequence_parallel,
+    )
