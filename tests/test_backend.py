@@ -95,7 +95,8 @@ def test_any_number_of_tokens(program):
         tensors[2][0, 0] = 3
         torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
     assert_fused(compiled)
-    assert len(thunder_flce.explain(compiled)) <= 2  # B = 1 is a graph of its own
+    # B = 1 and B = T are graphs of their own to Dynamo.
+    assert len(thunder_flce.explain(compiled)) <= 3
 
 
 @quick
@@ -230,7 +231,7 @@ def test_strict():
     model.after_head = torch.relu
     compiled = compiled_with(model, options={"strict": True})
     for _ in range(2):
-        with pytest.raises(NotFusedError, match=r"test_fx.py:\d+: not fused, .* by relu"):
+        with pytest.raises(NotFusedError, match=r"test_fx.py:\d+: not fused, because .* \(by relu\)"):
             compiled(*batch())
     torch._dynamo.reset()
     with pytest.warns(NotFusedWarning, match="by relu"):
@@ -295,7 +296,6 @@ def test_explain_of_a_function_and_of_a_module_compiled_in_place():
     model.compile(backend="thunder_flce")
     model(*batch())
     function = compiled_with(lambda tokens, labels: Model.forward(model, tokens, labels))
-    assert "nothing is compiled yet" in str(thunder_flce.explain(function))
     function(*batch())
     for compiled in (model, function):
         assert_fused(compiled, times=1)
@@ -324,7 +324,7 @@ def test_ddp_and_its_split_graphs(tmp_path):
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
-        model = nn.Sequential(nn.Linear(H, 512), nn.ReLU(), nn.Linear(512, H))
+        model = nn.Sequential(nn.Linear(H, 2**14), nn.ReLU(), nn.Linear(2**14, H))  # 1 MiB each
 
         class WithLoss(nn.Module):
             def __init__(self):
@@ -335,7 +335,7 @@ def test_ddp_and_its_split_graphs(tmp_path):
                 return F.cross_entropy(self.head(self.body(hidden)), labels)
 
         module = WithLoss()
-        ddp = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=0.01)
+        ddp = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)
         compiled = compiled_with(ddp)
         hidden, labels = torch.randn(6, H), torch.randint(V, (6,))
         assert_agrees(module, lambda: module(hidden, labels), lambda: compiled(hidden, labels), **CLOSE)
@@ -352,7 +352,7 @@ def test_fsdp2(tmp_path):
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        model, arguments = Model(), batch()
+        model, arguments = PrintsBeforeHead(), batch()
         expected = model(*arguments)
         fully_shard(model.hidden, mesh=mesh)
         fully_shard(model, mesh=mesh)
