@@ -724,11 +724,6 @@ MUTATIONS = [
         "graph/matching/match.py",
         ("mask", "if id(user) not in passed and id(user) not in owners:", "if False:"),
         ("mask", "return theirs.labels is None and theirs.path.carries_grad and", "return theirs.labels is None and"),
-        (
-            "index",
-            'ignore_index=NOTHING_IGNORED, reduction="none")\n        assert',
-            'reduction="none")\n        assert',
-        ),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(
