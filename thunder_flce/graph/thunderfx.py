@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from thunder_flce.graph.plugin import with_fusion
 from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject, get_torch_compile_kwargs
@@ -59,10 +58,7 @@ class _Compiler(ThunderCompiler):
         self.thunder_options["transforms"] = list(self._transforms)
         _spell_out_autocast(gm)
         _spell_out_ignore_index(gm)
-        # A lazy graph module writes its code when it is first called: by then thunder's interpreter is at work, which
-        # cannot run what torch 2.13 and newer write it with.
-        with _use_lazy_graph_module(False):
-            return super().__call__(gm, sample_args)
+        return super().__call__(gm, sample_args)
 
 
 def _spell_out_autocast(gm: torch.fx.GraphModule) -> None:
