@@ -20,7 +20,7 @@ def _missing(what: object) -> ImportError:
 
 
 try:
-    from thunder.core.compile_data import get_compile_data
+    from thunder.core.compile_data import compile_data_and_stats, get_compile_data
     from thunder.core.jit_ext import (
         interpreter_needs_wrap,
         record_source_loc_in_symbol_header,
@@ -33,6 +33,7 @@ try:
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
     from thunder.dynamo.utils import CompilerType, get_torch_compile_kwargs
     from thunder.executors.nvfuserex import nvfuser_available
+    from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
     from thunder.transforms.autocast import disable_autocast, maybe_downcast_to, register_autocast_rule
 
     if nvfuser_available():

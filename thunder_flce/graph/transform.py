@@ -130,7 +130,7 @@ class FuseLinearCrossEntropy(Transform):
         self._report([decision for decision in compilation.decisions if decision.reason is not Reason.NO_LINEAR])
         matches = [outcome for _, outcome in found if isinstance(outcome, Match)]
         if matches or any(map(_is_region, index.bsyms)):
-            rewrite = _Rewrite(index, matches, options=self.options, decisions=compilation.decisions)
+            rewrite = _Rewrite(index, matches, transform=self, decisions=compilation.decisions)
             # The trace has its casts already; the region's symbol would be cast by them once more.
             with disable_autocast():
                 computation_trace, _ = rewrite()
@@ -138,6 +138,10 @@ class FuseLinearCrossEntropy(Transform):
             computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         compilation.seconds = time.perf_counter() - start
         return prologue_trace, computation_trace, epilogue_trace
+
+    def plan(self, region: Mapping[str, Any], needs_grad: tuple[str, ...]) -> PlannedRegion:
+        """The plan of a region, from its arguments and the names of the operands that need a gradient."""
+        return plan_region(region, needs_grad, self.options)
 
     def _report(self, missed: list[Decision]) -> None:
         """Warns of what was not fused though its logits come from a linear, or raises if strict."""
@@ -164,11 +168,13 @@ def _search(trace: TraceCtx) -> tuple[TraceIndex, list[tuple[BoundSymbol, Match 
 class _Rewrite(TraceSubstitutionProcessor):
     """Puts regions in place of matches, and gives those that are there a plan."""
 
-    def __init__(self, index: TraceIndex, matches: list[Match], *, options: Options, decisions: list[Decision]):
+    def __init__(
+        self, index: TraceIndex, matches: list[Match], *, transform: FuseLinearCrossEntropy, decisions: list[Decision]
+    ):
         super().__init__(index.trace)
         self._matches = {id(match.cross_entropy): match for match in matches}
         self._index, self._need_grad = index, index.need_grad
-        self._options = options
+        self._plan, self._options = transform.plan, transform.options
         self._decisions = decisions
         self._argmaxes = {id(argmax.bsym) for match in matches for argmax in match.argmaxes}
         self._missing = self._argmaxes_of_matches()
@@ -231,7 +237,8 @@ class _Rewrite(TraceSubstitutionProcessor):
             dtype=None if unfused.dtype == symbols.loss_dtype(input) else dtypes.to_strong_dtype(unfused.dtype),
             **loss.non_defaults(),
         )
-        result = self._region(region, match.cross_entropy, self._operands_that_need_grad(path))
+        needs_grad = self._operands_that_need_grad(path) if carries_grad(unfused) else ()
+        result = self._region(region, match.cross_entropy, needs_grad)
         value, *indices = result if match.outputs else (result,)
         shapes = [unfused.shape, *(argmax.indices.shape for argmax in match.argmaxes)]
         results = [value, *(indices * len(match.argmaxes))]
@@ -284,7 +291,7 @@ class _Rewrite(TraceSubstitutionProcessor):
     def _region(self, region: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...]) -> Any:
         if region["expected_gradient"] is None and needs_grad:
             region["expected_gradient"] = self._expected_gradient(region, source)
-        planned = plan_region(region, needs_grad, self._options)
+        planned = self._plan(region, needs_grad)
         self._decisions.append(Decision(_source(source), planned))
         region |= {"needs_grad": needs_grad, "plan": planned.plan.non_defaults()}
         return symbols.linear_cross_entropy(**region)

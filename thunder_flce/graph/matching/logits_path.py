@@ -21,7 +21,7 @@ from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_flce.graph.matching.reasons import NotFused, Reason
-from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
+from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, tensors_written
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def step(path: LogitsPath, bsym: BoundSymbol, index: TraceIndex) -> LogitsPath:
     Raises:
         NotFused: where no rule describes the operation.
     """
-    if bsym.sym.id is PrimIDs.UPDATE_ALIASES:
+    if bsym.sym.id is PrimIDs.UPDATE_ALIASES or tensors_written(bsym):
         raise NotFused(Reason.OPERAND_MODIFIED, "the logits, or what shares their memory")
     rule = RULES.get(bsym.sym.id)
     if rule is None or not isinstance(bsym.output, TensorProxy) or bsym.output.device != path.tensor.device:

@@ -1,0 +1,149 @@
+"""The backend "thunder_flce" of torch.compile: its options, and the graphs that it has compiled.
+
+torch.compile finds `compile_graph` by its entry point. thunder is imported when the first graph with a cross-entropy
+comes, by `graph.dynamo`.
+"""
+
+import difflib
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule
+
+from thunder_flce.options import Options
+
+LOSSES = (F.cross_entropy, F.nll_loss)
+"""What nn.CrossEntropyLoss and nn.NLLLoss are in Dynamo's graphs, too."""
+
+
+@dataclass(frozen=True)
+class CompiledGraph:
+    """A graph of Dynamo's that was compiled."""
+
+    fusions: Sequence[Any]
+    """A `graph.dynamo.Fusion` for the graph, and for each graph within it, that has a cross-entropy."""
+
+    seconds: float
+    """Inductor's time, AOTAutograd's included."""
+
+
+def compile_graph(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Inductor, with each linear + cross-entropy of the graph fused into one operator before.
+
+    Called by torch.compile, once for each graph.
+
+    Args:
+        gm: the graph.
+        example_inputs: its arguments, as Inductor takes them.
+        mode: Inductor's.
+        options: `strict` (raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its
+            linear), the fields of `thunder_flce.Options`, and those of Inductor.
+
+    Raises:
+        TypeError, ValueError: for an option of ours with a value that it cannot have.
+        RuntimeError: for an option that neither we nor Inductor have.
+    """
+    flce_options, strict, inductor_options = _split(options or {})
+    inductor = torch._TorchCompileInductorWrapper(mode, inductor_options, None)
+    fusions: list[Any] = []
+    graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    if any(node.target in LOSSES for graph in graphs for node in graph.graph.nodes):
+        from thunder_flce.graph.dynamo.fusion import fuse
+        from thunder_flce.graph.transform import NotFusedError
+
+        try:
+            fusions = fuse(gm, flce_options, strict=strict)
+        except NotFusedError as error:
+            return _raising(error)
+    start = time.perf_counter()
+    compiled = inductor(gm, example_inputs)
+    # Dynamo may have to trace the program again, and then drops this graph: only now is it known that it stays.
+    _graphs_of(_caller()).append(CompiledGraph(fusions, time.perf_counter() - start))
+    return compiled
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    """A compiled graph that raises: Dynamo would hide what its backend raises in an error of its own."""
+
+    def call(*args: Any) -> Any:
+        raise error
+
+    return call
+
+
+def _split(options: Mapping[str, Any]) -> tuple[Options, bool, dict[str, Any]]:
+    """Our options, `strict`, and Inductor's options."""
+    names = {field.name for field in fields(Options)}
+    ours = {name: value for name, value in options.items() if name in names}
+    strict = options.get("strict", False)
+    if not isinstance(strict, bool):
+        raise TypeError(f"the option strict must be True or False, but got {strict!r}")
+    others = {name: value for name, value in options.items() if name not in {*names, "strict"}}
+    from torch._inductor import config
+
+    known = [*sorted(names), "strict", *config.get_config_copy()]
+    for name in others:
+        if name.replace("-", "_") not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            raise RuntimeError(
+                f"the backend thunder_flce has no option {name!r}{f'; did you mean {similar[0]!r}?' if similar else ''}"
+                f" Its own are {', '.join(sorted({*names, 'strict'}))}; all others are Inductor's, which "
+                "torch._inductor.list_options() lists"
+            )
+    return Options(**ours), strict, others
+
+
+# torch.compile makes one of these for each of its calls, and calls the backend through it.
+_callers: "WeakValueDictionary[int, Any]" = WeakValueDictionary()
+
+
+def _caller() -> Any:
+    """The torch.compile that `compile_graph` was called for: it is told to a backend by nothing else."""
+    return sys._getframe(2).f_locals.get("self")
+
+
+def _graphs_of(caller: Any) -> list[CompiledGraph]:
+    if not isinstance(caller, torch._TorchCompileWrapper):
+        return []
+    _callers[id(caller)] = caller
+    return vars(caller).setdefault("_thunder_flce_graphs", [])
+
+
+def compiled_graphs(compiled: Any) -> list[CompiledGraph] | None:
+    """The graphs of what torch.compile returned, or of a module after `module.compile()`; None for another backend.
+
+    torch.compile shares code between calls with the same options, such as for two instances of a class. Where nothing
+    was compiled for this one, these are the graphs of all calls that it may share code with.
+    """
+    compiled = getattr(compiled, "_compiled_call_impl", None) or compiled
+    cells = getattr(getattr(compiled, "get_compiler_config", None), "__closure__", None) or ()
+    caller = next((cell.cell_contents.callback for cell in cells if hasattr(cell.cell_contents, "callback")), None)
+    for name in ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable"):  # the second in torch 2.8
+        while hasattr(caller, name):
+            caller = getattr(caller, name)
+    if getattr(caller, "compiler_fn", None) is not compile_graph:
+        return None
+    others = (graph for other in _callers.values() if other == caller for graph in _graphs_of(other))
+    return _graphs_of(caller) or list(others)
+
+
+def _reset() -> None:
+    """Called by torch.compiler.reset()."""
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+    reset_cudagraph_trees()
+
+
+compile_graph.reset = _reset  # type: ignore[attr-defined]

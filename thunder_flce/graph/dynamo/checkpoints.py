@@ -1,0 +1,70 @@
+"""Opens the checkpointed functions that a loss region reaches into."""
+
+from typing import Any
+
+from torch._higher_order_ops.wrap import TagActivationCheckpoint, tag_activation_checkpoint
+from torch.fx import Graph, GraphModule, Node
+
+from thunder_flce.graph.dynamo.tracing import is_linear, is_loss
+
+
+def open_checkpoints(gm: GraphModule) -> None:
+    """Puts the operations of a checkpointed function in its place, tagged as what the backward computes again.
+
+    Only where it has a loss, or the logits of one. PyTorch tags them just so, when AOTAutograd traces the function. Not
+    with a policy of its own (`context_fn`), for which PyTorch has to run it.
+    """
+    while (checkpoint := _checkpoint_of_a_region(gm)) is not None:
+        _open(gm, checkpoint)
+
+
+def _checkpoint_of_a_region(gm: GraphModule) -> Node | None:
+    checkpoints = {
+        node: _body(gm, node)
+        for node in gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
+        if "_checkpoint_context_fn" not in _body(gm, node).meta
+    }
+    reached = _above_losses(gm.graph) if checkpoints else set()
+    return next(
+        (node for node, body in checkpoints.items() if node in reached or any(map(is_loss, body.graph.nodes))), None
+    )
+
+
+def _body(gm: GraphModule, checkpoint: Any) -> GraphModule:
+    return _attribute(gm, checkpoint.args[0].target)
+
+
+def _above_losses(graph: Graph) -> set[Node]:
+    """From each loss up to, but without, the linears."""
+    above: set[Node] = set()
+    waiting = [node for node in graph.nodes if is_loss(node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in above and not is_linear(node):
+            above.add(node)
+            waiting += node.all_input_nodes
+    return above
+
+
+def _open(gm: GraphModule, checkpoint: Any) -> None:
+    body = TagActivationCheckpoint.tag_nodes(_body(gm, checkpoint), is_sac=False)
+    _, *operands = checkpoint.args
+    inner = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    for node in body.graph.find_nodes(op="get_attr"):
+        # In the body's own names, these would be those of the outer graph.
+        name = f"{checkpoint.name}_{node.name}"
+        setattr(gm, name, _attribute(body, node.target))
+        node.target = name
+    with gm.graph.inserting_before(checkpoint):
+        results: Any = gm.graph.graph_copy(body.graph, inner)
+    for user in list(checkpoint.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(checkpoint)
+
+
+def _attribute(module: GraphModule, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found

@@ -1,0 +1,99 @@
+"""Fuses linear + cross-entropy in a graph of Dynamo's, before AOTAutograd and Inductor see it."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thunder.common import CompileData
+from thunder.core import devices, dtypes
+from thunder.core.trace import TraceCtx
+from torch.fx import GraphModule
+
+from thunder_flce.execution.plan import LossOnly
+from thunder_flce.graph.dynamo.checkpoints import open_checkpoints
+from thunder_flce.graph.dynamo.sizes import Sizes
+from thunder_flce.graph.dynamo.tracing import is_loss, trace_region
+from thunder_flce.graph.dynamo.writing import write_back
+from thunder_flce.graph.rules import PlannedRegion
+from thunder_flce.graph.thunder_private import compile_data_and_stats
+from thunder_flce.graph.trace_arguments import region_problem
+from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
+from thunder_flce.operation.problem import Problem
+from thunder_flce.options import Options
+from thunder_flce.planning.choose import cached_plan, lasting_strategy
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What was done to one graph."""
+
+    compilation: Compilation
+    after: TraceCtx
+    """The region's trace after the transform."""
+    tracing_seconds: float
+    """Time to trace the region and to write it back."""
+
+
+def fuse(gm: GraphModule, options: Options, *, strict: bool) -> list[Fusion]:
+    """Puts the operator `linear_cross_entropy` into a graph, and into those within it, for each loss that it can be.
+
+    Args:
+        gm: the graph, which is changed.
+        options: choices about time and memory.
+        strict: raise where a cross-entropy is not fused with its linear.
+
+    Returns:
+        A fusion for each graph that has a loss.
+
+    Raises:
+        NotFusedError: where `strict`, with the source and the reason of each cross-entropy that is not fused.
+    """
+    open_checkpoints(gm)
+    graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    found = [_fuse(module, options, strict) for module in graphs if any(map(is_loss, module.graph.nodes))]
+    for module in graphs:
+        module.recompile()
+    return found
+
+
+def _fuse(gm: GraphModule, options: Options, strict: bool) -> Fusion:
+    start = time.perf_counter()
+    # thunder's functions ask it whether gradients are enabled; of each tensor, Dynamo knows that.
+    with compile_data_and_stats(CompileData(fn=gm, executors_list=(), disable_preprocessing=True), None):
+        region = trace_region(gm.graph)
+        transform = _FuseForInductor(region.sizes, options, strict=strict)
+        _, trace, _ = transform.transform_traces_pre_prologue(None, region.trace, None)
+    (compilation,) = transform.compilations
+    write_back(region, trace, options)
+    return Fusion(compilation, trace, time.perf_counter() - start - compilation.seconds)
+
+
+class _FuseForInductor(FuseLinearCrossEntropy):
+    """The transform for regions that become the operator, which makes its plan when it runs."""
+
+    def __init__(self, sizes: Sizes, options: Options, *, strict: bool):
+        super().__init__(options, strict=strict)
+        self._sizes = sizes
+
+    def plan(self, region: Mapping[str, Any], needs_grad: tuple[str, ...]) -> PlannedRegion:
+        """The plan that the operator will make for the sizes of the call that is compiled."""
+        weight = region["linear_weight"]
+        dtype = dtypes.to_torch_dtype(weight.dtype)
+        problem = region_problem(region, needs_grad, float32_logits=self.options.has_float32_logits(dtype))
+        problem = self._with_hints(problem, region["target"].shape)
+        options, strategy = self.options, lasting_strategy(problem, self.options)
+        if strategy != LossOnly.strategy:
+            options = replace(options, strategy=strategy)
+        return PlannedRegion(problem, cached_plan(problem, options, devices.to_torch_device(weight.device)))
+
+    def _with_hints(self, problem: Problem, rows: Sequence[int]) -> Problem:
+        hint = self._sizes.hint
+        return replace(
+            problem,
+            tokens=math.prod(map(hint, rows)),
+            vocab=hint(problem.vocab),
+            weight_rows=hint(problem.weight_rows or problem.vocab),
+            terms=tuple(replace(term, hidden=hint(term.hidden)) for term in problem.terms),
+        )

@@ -1,0 +1,355 @@
+"""The loss region of a graph of Dynamo's as a trace of thunder's.
+
+The region is all nodes from the linears to the losses, what the targets are computed from, and all that uses the logits
+or the losses. thunder traces what it knows of these. Any other operation stands in the trace under its name, with its
+operands and results, as does one outside the region that changes a tensor in place: so the matcher sees all users of
+the logits.
+"""
+
+import inspect
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from thunder.core import devices, dtypes, prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.langctxs import Languages, langctx
+from thunder.core.proxies import ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, tracectx
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_map
+
+from thunder_flce.graph.dynamo.sizes import Sizes
+from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions
+
+_LOSSES = ("cross_entropy", "nll_loss")
+_LINEARS = ("linear", "matmul", "mm", "addmm")
+_PERMUTATIONS = ("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "getattr")
+# Of what may have a symbolic size as an argument, only their results' shapes say what they do.
+_RESHAPES = ("view", "reshape")
+# For one of these, thunder would make as many results as the number that stands for a symbolic size.
+_SPLITS = ("split", "chunk", "tensor_split", "unbind")
+_CAST_BY_AUTOCAST = (*_LINEARS, *_LOSSES, "log_softmax")
+
+
+class WrappedTensorProxy(TensorProxy):
+    """A DTensor, or another tensor that is not a plain one: the matcher declines it."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a bound symbol comes from, in place of the positions in a line that thunder keeps."""
+
+    lineno: int | None
+    node: Node
+
+
+@dataclass
+class RegionTrace:
+    """A trace, and what its names are in the graph."""
+
+    graph: Graph
+    sizes: Sizes
+    trace: TraceCtx = field(default_factory=TraceCtx)
+    values: dict[Node, Any] = field(default_factory=dict)
+    """The proxy of each node that has one, or a tuple of them."""
+    bsyms: dict[Node, list[BoundSymbol]] = field(default_factory=dict)
+    """What a node of the region is in the trace."""
+
+    def proxies(self) -> Iterator[tuple[Node, TensorProxy]]:
+        """Each node that is one tensor, with its proxy."""
+        return ((node, value) for node, value in self.values.items() if isinstance(value, TensorProxy))
+
+
+def trace_region(graph: Graph) -> RegionTrace:
+    """Traces the region of the graph's losses, of which there has to be one.
+
+    Puts the casts of autocast into the graph, where an operation of the region does them.
+    """
+    _spell_out_autocast(graph)
+    region = RegionTrace(graph, Sizes(graph))
+    wanted = _region_of(graph)
+    with tracectx(region.trace), langctx(Languages.TORCH), disable_autocast():
+        tracer = _Tracer(region)
+        for node in graph.nodes:
+            if node.op in ("call_function", "call_method", "call_module"):
+                tracer.add(node, is_wanted=node in wanted)
+        tracer.finish()
+    return region
+
+
+def name_of(node: Node) -> str:
+    """An operation's name, such as "view"."""
+    if isinstance(node.target, str):
+        return node.target.rpartition(".")[2]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def source_of(node: Node) -> str | None:
+    """The user's line that a node comes from, as "file:line"."""
+    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(frames[-1]) if frames else None
+
+
+def value_of(node: Node) -> Any:
+    """What Dynamo has found a node to be: a fake tensor, a symbolic size, a tuple; None where it says nothing."""
+    return node.meta.get("example_value")
+
+
+def is_loss(node: Node) -> bool:
+    """Whether a node is a cross-entropy or an nll_loss."""
+    return node.op == "call_function" and node.target in (F.cross_entropy, F.nll_loss)
+
+
+def is_linear(node: Node) -> bool:
+    """Whether a node is a linear, or a matmul that may be one."""
+    return node.op in ("call_function", "call_method") and name_of(node) in _LINEARS
+
+
+def _spell_out_autocast(graph: Graph) -> None:
+    """Puts casts before what autocast casts the operands of: nothing else has results of another dtype than these."""
+    for node in list(graph.nodes):
+        value = value_of(node)
+        if node.op not in ("call_function", "call_method") or name_of(node) not in _CAST_BY_AUTOCAST:
+            continue
+        if not isinstance(value, Tensor):
+            continue
+        with graph.inserting_before(node):
+            for operand in node.all_input_nodes:
+                example = value_of(operand)
+                is_cast = isinstance(example, Tensor) and example.is_floating_point() and example.dtype != value.dtype
+                if is_cast:
+                    cast = graph.call_method("to", (operand, value.dtype))
+                    cast.meta = {**node.meta, "example_value": example.to(value.dtype)}
+                    node.replace_input_with(operand, cast)
+
+
+def _region_of(graph: Graph) -> set[Node]:
+    """From each loss up to the linears, with the permutations of their operands, and from the linears down."""
+    region: set[Node] = set()
+    linears: list[Node] = []
+    waiting = [node for node in graph.nodes if is_loss(node)]
+    while waiting:
+        node = waiting.pop()
+        if node in region or node.op not in ("call_function", "call_method"):
+            continue
+        region.add(node)
+        if is_linear(node):
+            linears.append(node)
+            region |= {operand for operand in node.all_input_nodes if name_of(operand) in _PERMUTATIONS}
+        else:
+            waiting += node.all_input_nodes
+    below: set[Node] = set()
+    while linears:
+        node = linears.pop()
+        if node not in below:
+            below.add(node)
+            linears += node.users
+    region |= below
+    # Whatever labels are compared with, too: it may be the labels, computed once more.
+    waiting = [operand for node in region for operand in node.all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        value = value_of(node)
+        if node not in region and isinstance(value, Tensor) and not value.is_floating_point() and not is_linear(node):
+            region.add(node)
+            waiting += node.all_input_nodes
+    return region
+
+
+class _Tracer:
+    """Adds nodes to a trace, in the order of the graph."""
+
+    def __init__(self, region: RegionTrace):
+        self._region, self._trace, self._sizes = region, region.trace, region.sizes
+        self._values = region.values
+
+    def add(self, node: Node, *, is_wanted: bool) -> None:
+        """Adds an operation, unless it has nothing to do with the region."""
+        written = [operand for operand in _written_by(node) if _is_known(value_of(operand))]
+        uses_region = any(operand in self._region.bsyms for operand in node.all_input_nodes)
+        if not (is_wanted or uses_region or written):
+            return
+        value = value_of(node)
+        if not any(map(_is_known, tree_flatten(value)[0])) and not written:
+            # A size, or a switch such as that of autocast: no tensor depends on it but those that Dynamo knows of.
+            return
+        with_positions = _source(node)
+        self._trace.set_current_source_location(*with_positions)
+        scope: list[BoundSymbol] = []
+        depth = len(self._trace.scopes)
+        self._trace.push_scope(scope)
+        try:
+            result = self._traced(node) if is_wanted and not written else None
+        except Exception:
+            # Whatever thunder cannot do is an operation like one that it does not know.
+            result = None
+        finally:
+            del self._trace.scopes[depth:]
+        if result is None:
+            scope = self._unknown(node, written)
+        else:
+            self._values[node] = result
+        self._trace.peek_scope().extend(scope)
+        self._region.bsyms[node] = scope
+        self._mark_detached(node)
+
+    def finish(self) -> None:
+        """Adds the results of the graph that are of the region, and the trace's arguments."""
+        results: list[Any] = []
+        for node in self._region.graph.find_nodes(op="output"):
+            results = [self._values[each] for each in node.all_input_nodes if each in self._region.bsyms]
+        prims.python_return(tuple(tree_flatten(results)[0]))
+        inputs = [proxy for node, proxy in self._region.proxies() if node not in self._region.bsyms]
+        self._trace.args = tuple(inputs)
+        signature = SigInfo("region")
+        signature.args = [(proxy.name, None) for proxy in inputs]
+        self._trace._siginfo = signature
+
+    def _traced(self, node: Node) -> Any:
+        """What thunder makes of a node; None where it is not sure to be the same."""
+        operands = [value_of(operand) for operand in node.all_input_nodes]
+        if any(map(_is_symbolic, operands)) and name_of(node) not in _RESHAPES:
+            return None
+        if name_of(node) in _SPLITS and any(map(_is_symbolic, operands[0].shape)):
+            return None
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._operand)
+        if node.op == "call_method":
+            function: Callable | None = partial(_call_method, str(node.target))
+        elif node.target in torch_to_thunder_functions:
+            function = torch_to_thunder_functions[node.target]
+        else:
+            is_pythons = getattr(node.target, "__module__", "") in ("_operator", "builtins")
+            function = node.target if is_pythons else None  # type: ignore[assignment]
+        if function is None:
+            return None
+        result = function(*args, **kwargs)
+        results, expected = tree_flatten(result)[0], tree_flatten(value_of(node))[0]
+        is_same = len(results) == len(expected) and all(map(self._is_same, results, expected))
+        return result if is_same else None
+
+    def _operand(self, node: Node) -> Any:
+        value = value_of(node)
+        if isinstance(value, torch.SymInt):
+            return self._sizes.number(value)
+        if node not in self._values:
+            self._values[node] = tree_map(partial(self._proxy, is_input=True, name=node.name), value)
+        return self._values[node]
+
+    def _is_same(self, proxy: Any, value: Any) -> bool:
+        if not isinstance(proxy, TensorProxy) or not isinstance(value, Tensor):
+            return False
+        shape = tuple(map(self._sizes.number, value.shape))
+        dtype = dtypes.to_torch_dtype(proxy.dtype)
+        return tuple(proxy.shape) == shape and dtype == value.dtype and str(proxy.device) == str(_device(value))
+
+    def _proxy(self, value: Any, *, is_input: bool = False, name: str | None = None) -> Any:
+        if not _is_known(value):
+            return value
+        make = WrappedTensorProxy if is_traceable_wrapper_subclass(value) else TensorProxy
+        proxy = make(
+            None if name is None or self._trace.has_name(name) else name,
+            shape=tuple(map(self._sizes.number, value.shape)),
+            device=_device(value),
+            dtype=dtypes.to_dtype(value.dtype),
+            requires_grad=is_input and value.requires_grad,
+        )
+        return proxy
+
+    def _unknown(self, node: Node, written: list[Node]) -> list[BoundSymbol]:
+        """An operation as its name, its operands and its results; for each tensor that it writes to, one more."""
+        value, name = value_of(node), name_of(node)
+        # What returns what it has written to returns another tensor, as far as the trace is concerned.
+        result = tree_map(self._proxy, value)
+        self._values[node] = result
+        operands = [self._operand(each) for each in node.all_input_nodes]
+        proxies = [each for each in tree_flatten(operands)[0] if isinstance(each, TensorProxy)]
+        if not written:
+            return [self._bound(name, proxies, result)]
+        # The matcher takes the first operand of an operation with such a name for what it writes to.
+        name = f"{name.rstrip('_')}_"
+        first, *others = (self._operand(each) for each in written)
+        proxies = [first, *(proxy for proxy in proxies if proxy is not first)]
+        return [*(self._bound(name, [other], None) for other in others), self._bound(name, proxies, result)]
+
+    def _bound(self, name: str, operands: list[TensorProxy], result: Any) -> BoundSymbol:
+        tags = (prims.OpTags.DONT_DCE,) if name.endswith("_") else ()
+        # With a call context, thunder prints the name without a module.
+        return Symbol(name, is_prim=True, tags=tags).bind(*operands, output=result, _call_ctx={})
+
+    def _mark_detached(self, node: Node) -> None:
+        """Says of each result whether autograd knows it, which Dynamo has found out."""
+        results, values = tree_flatten(self._values[node])[0], tree_flatten(value_of(node))[0]
+        for proxy, value in zip(results, values, strict=True):
+            if isinstance(proxy, TensorProxy) and not value.requires_grad:
+                proxy.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+
+
+def _call_method(name: str, self: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(self, name)(*args, **kwargs)
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _is_known(value: Any) -> bool:
+    """Whether it is a tensor that thunder can have."""
+    return isinstance(value, Tensor) and value.dtype in _DTYPES and value.layout is torch.strided
+
+
+_DTYPES = {dtypes.to_torch_dtype(dtype) for dtype in dtypes.strong_dtypes}
+
+
+def _device(value: Tensor) -> devices.Device:
+    return devices.to_device(value.device)
+
+
+def _source(node: Node) -> tuple[str | None, Position]:
+    file, _, line = (source_of(node) or "").rpartition(":")
+    return file or None, Position(int(line) if line else None, node)
+
+
+_WRITING_OPERATORS = {
+    getattr(operator, f"i{name}")
+    for name in "add and concat floordiv lshift mod mul matmul or pow \
+rshift sub truediv xor".split()
+} | {operator.setitem}
+
+
+def _written_by(node: Node) -> list[Node]:
+    """The tensors that an operation changes in place."""
+    target, out = node.target, node.kwargs.get("out")
+    found = [each for each in tree_flatten(out)[0] if isinstance(each, Node)]
+    if isinstance(target, torch._ops.OpOverload):
+        arguments = _arguments(node, [argument.name for argument in target._schema.arguments])
+        is_written = {a.name: a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments}
+        values = [value for name, value in arguments.items() if is_written.get(name)]
+        found += [each for each in tree_flatten(values)[0] if isinstance(each, Node)]
+    elif node.args and isinstance(node.args[0], Node):
+        name = name_of(node)
+        # Those of Python that end so, such as and_, avoid its keywords.
+        is_by_name = name.endswith("_") and not name.endswith("__") and target not in vars(operator).values()
+        if is_by_name or target in _WRITING_OPERATORS or name == "__setitem__" or _is_inplace(node):
+            found.append(node.args[0])
+    return found
+
+
+def _arguments(node: Node, names: list[str]) -> Mapping[str, Any]:
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _is_inplace(node: Node) -> bool:
+    """Whether a function of torch.nn.functional has inplace=True."""
+    if getattr(node.target, "__module__", "") != F.__name__:
+        return False
+    return bool(_arguments(node, list(inspect.signature(node.target).parameters)).get("inplace"))  # type: ignore[arg-type]

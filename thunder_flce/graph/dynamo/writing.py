@@ -1,0 +1,210 @@
+"""Writes a transformed trace back into the graph that it was traced from.
+
+Only what the transform has changed is written: each region as a call of the operator, with the operations that it has
+put around it, before the loss that it replaces. All other nodes stay as they are, so nothing but the region depends on
+how thunder sees the program.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from torch.fx import Node
+from torch.utils._pytree import tree_flatten, tree_map
+
+from thunder_flce.execution.plan import LossOnly
+from thunder_flce.graph import symbols
+from thunder_flce.graph.dynamo.tracing import RegionTrace, value_of
+from thunder_flce.graph.executor import loss_dtype
+from thunder_flce.graph.trace_arguments import loss_of, region_arguments, region_operands
+from thunder_flce.operators import Settings
+from thunder_flce.options import Options
+
+# What the transform puts around a region.
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    ltorch.abs.id: torch.abs,
+    ltorch.detach.id: torch.detach,
+    ltorch.ge.id: torch.ge,
+    ltorch.getitem.id: operator.getitem,
+    ltorch.le.id: torch.le,
+    ltorch.logical_and.id: torch.logical_and,
+    ltorch.mul.id: torch.mul,
+    ltorch.permute.id: torch.permute,
+    ltorch.reshape.id: torch.reshape,
+    ltorch.to.id: torch.Tensor.to,
+    ltorch.transpose.id: torch.transpose,
+    ltorch.true_divide.id: torch.true_divide,
+    ltorch.where.id: torch.where,
+}
+
+
+def write_back(region: RegionTrace, trace: TraceCtx, options: Options) -> None:
+    """Changes the region's graph to what the transformed trace says.
+
+    Args:
+        region: of the graph, which is changed.
+        trace: what the transform made of the region's trace.
+        options: of the operator.
+    """
+    _Writer(region, options).write(trace)
+
+
+class _Writer:
+    def __init__(self, region: RegionTrace, options: Options):
+        self._region, self._graph, self._options = region, region.graph, options
+        self._nodes: dict[str, Node] = {}
+        for node, proxy in region.proxies():
+            self._nodes.setdefault(proxy.name, node)
+        self._before = {out.name: bsym for of_node in region.bsyms.values() for bsym in of_node for out in _outs(bsym)}
+        self._owners = {
+            out.name: node for node, of_node in region.bsyms.items() for bsym in of_node for out in _outs(bsym)
+        }
+        self._positions = {node: position for position, node in enumerate(self._graph.nodes)}
+        self._last = list(self._graph.nodes)
+        """The last node at each position: nodes that are added have the position of the one that they come after."""
+
+    def write(self, trace: TraceCtx) -> None:
+        kept, replaced = set(), {}
+        for bsym in trace.bound_symbols:
+            own = [out.name for out in _outs(bsym)]
+            is_return = bsym.sym.id == prims.PrimIDs.RETURN
+            if own and own[0] not in self._before:
+                self._add(bsym)
+                continue
+            kept |= {self._owners[name] for name in own}
+            before = self._region.trace.bound_symbols[-1] if is_return else self._before[own[0]] if own else bsym
+            for old, new in zip(before.flat_proxy_args, bsym.flat_proxy_args, strict=True):
+                if old.name != new.name:
+                    replaced[old.name] = new.name
+            if own:
+                self._move_after_operands(self._owners[own[0]], bsym)
+        for node, proxy in list(self._region.proxies()):
+            if proxy.name in replaced:
+                node.replace_all_uses_with(self._nodes[replaced[proxy.name]])
+        self._erase(kept)
+        self._graph.lint()
+
+    def _add(self, bsym: BoundSymbol) -> None:
+        """Adds an operation of the transform after the latest of its operands, but not before the loss."""
+        loss = bsym.source_positions.node
+        operands = [self._nodes[proxy.name] for proxy in bsym.flat_proxy_args]
+        position = max(self._positions[node] for node in (loss, *operands))
+        last = self._last[position]
+        end = last.next
+        with self._graph.inserting_before(end):
+            results = self._region_call(bsym) if _is_region(bsym) else [self._operation(bsym)]
+        while last.next is not end:
+            last = last.next
+            self._positions[last] = position
+            last.meta.update({name: value for name, value in loss.meta.items() if name in _SOURCE_META})
+        self._last[position] = last
+        self._nodes |= {out.name: node for out, node in zip(_outs(bsym), results, strict=True)}
+
+    def _move_after_operands(self, node: Node, bsym: BoundSymbol) -> None:
+        """Moves what uses an argmax: the region computes that with the loss, which may come later."""
+        position = max((self._positions[self._nodes[proxy.name]] for proxy in bsym.flat_proxy_args), default=0)
+        if position > self._positions[node]:
+            self._last[position].append(node)
+            self._last[position], self._positions[node] = node, position
+
+    def _operation(self, bsym: BoundSymbol) -> Node:
+        is_reshape = bsym.sym.id == ltorch.reshape.id
+        args = tuple(self._argument(arg, is_size=is_reshape) for arg in bsym.args if arg is not None)
+        kwargs = {name: self._argument(value) for name, value in bsym.kwargs.items() if value is not None}
+        return self._graph.call_function(_OPERATIONS[bsym.sym.id], args, kwargs)
+
+    def _argument(self, argument: Any, *, is_size: bool = False) -> Any:
+        def written(part: Any) -> Any:
+            if isinstance(part, TensorProxy):
+                return self._nodes[part.name]
+            if isinstance(part, dtypes.dtype):
+                return dtypes.to_torch_dtype(part)
+            return self._region.sizes.node(part) if is_size and type(part) is int else part
+
+        return tree_map(written, argument)
+
+    def _region_call(self, bsym: BoundSymbol) -> list[Node]:
+        """The operator, and its results, each in the shape of the trace's."""
+        region, graph = region_arguments(*bsym.args, **bsym.kwargs), self._graph
+        settings = self._settings(region)
+        device = devices.to_torch_device(region["input"].device)
+        row_dtype = dtypes.to_torch_dtype(loss_dtype(region["input"]))
+        nodes = {
+            name: self._operand(name, operand, settings.needs_grad) for name, operand in region_operands(region).items()
+        }
+        x, weight, *terms = (node for name, node in nodes.items() if name != "linear_bias")
+        others = {"linear_bias": nodes.get("linear_bias"), "weight": self._argument(region["weight"])}
+        for name in ("num_items", "expected_gradient"):
+            others[name] = self._number(region[name], device, row_dtype)
+        call = graph.call_function(
+            torch.ops.thunder_flce.linear_cross_entropy.default,
+            (x, weight, graph.call_function(torch.flatten, (self._nodes[region["target"].name],))),
+            {
+                "terms": terms,
+                "settings": str(settings),
+                **{name: node for name, node in others.items() if node is not None},
+            },
+        )
+        results = []
+        for at, out in enumerate(_outs(bsym)):
+            node = graph.call_function(operator.getitem, (call, at))
+            if out.ndim:
+                sizes = tuple(self._region.sizes.node(size) for size in out.shape)
+                node = graph.call_function(torch.reshape, (node, sizes))
+            if at == 0 and region.get("dtype") is not None:
+                node = graph.call_function(torch.Tensor.to, (node, dtypes.to_torch_dtype(region["dtype"])))
+            results.append(node)
+        return results
+
+    def _settings(self, region: Mapping[str, Any]) -> Settings:
+        strategy, options = region["plan"]["strategy"], self._options
+        if strategy != LossOnly.strategy:
+            options = replace(options, strategy=strategy)
+        return Settings(loss=loss_of(region), needs_grad=region["needs_grad"], strategy=strategy, options=options)
+
+    def _operand(self, name: str, proxy: TensorProxy, needs_grad: tuple[str, ...]) -> Node:
+        """A linear's operand, an input as (T, H), detached where no gradient is meant to reach it."""
+        node = self._nodes[proxy.name]
+        if name not in needs_grad:
+            # The operator insists on it.
+            node = self._graph.call_function(torch.detach, (node,))
+        if not name.endswith("input") or proxy.ndim == 2:
+            return node
+        return self._graph.call_function(torch.reshape, (node, (-1, self._region.sizes.node(proxy.shape[-1]))))
+
+    def _number(self, number: Any, like: torch.device, dtype: torch.dtype) -> Node | None:
+        """A number or a tensor without dimensions as the operator takes it."""
+        if number is None:
+            return None
+        if isinstance(number, TensorProxy):
+            return self._graph.call_function(torch.Tensor.to, (self._nodes[number.name], dtype))
+        return self._graph.call_function(torch.full, ((), number), {"dtype": dtype, "device": like})
+
+    def _erase(self, kept: set[Node]) -> None:
+        """Erases the nodes of the region that are not in its trace any more; nodes that read their sizes go along."""
+        for node in reversed(self._region.bsyms):
+            if node in kept:
+                continue
+            for user in list(node.users):
+                if isinstance(value_of(user), torch.SymInt) and not user.users:
+                    self._graph.erase_node(user)
+            if not node.users:
+                self._graph.erase_node(node)
+
+
+_SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+def _outs(bsym: BoundSymbol) -> list[TensorProxy]:
+    return [out for out in tree_flatten(bsym.output)[0] if isinstance(out, TensorProxy)]
+
+
+def _is_region(bsym: BoundSymbol) -> bool:
+    return bsym.sym.id == symbols.linear_cross_entropy.id
