@@ -800,6 +800,18 @@ MUTATIONS = [
         tests=("tests/test_modules.py",),
     ),
     *_of(
+        "graph/thunder_private.py",
+        ("mask", "_use_lazy_graph_module(False)(", "_use_lazy_graph_module(True)("),
+        tests=("tests/test_fx.py::test_graphs_have_their_code",),
+    ),
+    *_of(
+        "compatibility.py",
+        ("mask", "if not hasattr(torch.Tensor, name):", "if hasattr(torch.Tensor, name):"),
+        ("mask", 'if not hasattr(Function.apply, "__func__"):', "if False:"),
+        ("index", "builtin.__get__(None, cls)", "builtin.__get__(None, Function)"),
+        tests=("tests/test_imports.py",),
+    ),
+    *_of(
         "__init__.py",
         ("mask", "except Exception as error:", "except ZeroDivisionError as error:"),
         tests=("tests/test_imports.py",),
