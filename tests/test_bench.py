@@ -13,8 +13,20 @@ import thunder
 import torch
 import torch.nn.functional as F
 
+import thunder_flce
 from thunder_flce.__main__ import main
-from thunder_flce.bench import chunked_loop, cli, kernels, measuring, methods, other_copy, predictions, records, regions
+from thunder_flce.bench import (
+    chunked_loop,
+    cli,
+    energy,
+    kernels,
+    measuring,
+    methods,
+    other_copy,
+    predictions,
+    records,
+    regions,
+)
 from thunder_flce.bench.measuring import (
     TOTAL,
     Outcome,
@@ -28,10 +40,11 @@ from thunder_flce.bench.measuring import (
 )
 from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
 from thunder_flce.bench.profiling import slug
-from thunder_flce.bench.reference import make_reference, relative_error
+from thunder_flce.bench.reference import make_reference, relative_error, three_matmuls
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
 from thunder_flce.execution.matmul.tuning import Tuning
 from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
+from thunder_flce.functional import linear_cross_entropy
 
 pytest.importorskip("rich", reason="needs the extra 'bench'")
 image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'")
@@ -388,14 +401,14 @@ def test_loop_of_chunks_with_any_upstream_gradient(monkeypatch, bias):
 
 
 def test_peers_that_are_not_installed_say_so(monkeypatch):
-    for module in ("liger_kernel", "cut_cross_entropy", "quack"):
+    for module in ("liger_kernel", "cut_cross_entropy", "quack", "trl"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
     monkeypatch.setattr(methods, "find_spec", lambda name: None)
-    peers = [name for name in METHODS if name.startswith(("liger", "cut", "quack", "torch linear", "auto"))]
-    assert len(peers) == 9
+    peers = [name for name in METHODS if name.startswith(("liger", "trl", "cut", "quack", "torch linear", "auto"))]
+    assert len(peers) == 13
     for name in peers:
-        with pytest.raises(Unavailable, match=r"liger_kernel|cut_cross_entropy|quack|torch .* has no"):
+        with pytest.raises(Unavailable, match=r"liger_kernel|trl|cut_cross_entropy|quack|torch .* has no"):
             build(name)
 
 
@@ -458,6 +471,61 @@ def test_paired_turns():
     }  # fmt: skip
 
 
+@pytest.fixture
+def nvml(monkeypatch):
+    """A counter of a GPU of 700 W that moves every 30 ms."""
+    start = time.perf_counter()
+
+    class NVMLError(Exception):
+        pass
+
+    def consumed(handle):
+        assert handle == "GPU-1234"
+        return int((time.perf_counter() - start) / 0.03) * 21_000
+
+    counter = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=consumed,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", counter)
+    monkeypatch.setattr(energy, "find_spec", lambda name: counter)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="1234"))
+    return counter
+
+
+def test_power_between_moves_of_the_counter(nvml):
+    with energy.PowerMeter("cuda") as power:
+        time.sleep(0.7)
+    assert power.watts == pytest.approx(700, rel=0.1)
+    with energy.PowerMeter("cuda") as power:
+        pass
+    assert power.watts is None
+    with energy.PowerMeter("cpu") as power:
+        time.sleep(0.1)
+    assert power.watts is None
+
+    def not_supported(handle):
+        raise nvml.NVMLError
+
+    nvml.nvmlDeviceGetTotalEnergyConsumption = not_supported
+    with energy.PowerMeter("cuda") as power:
+        time.sleep(0.1)
+    assert power.watts is None
+
+
+def test_energy_of_a_call(monkeypatch):
+    powers = iter([600.0, None, 800.0])
+    monkeypatch.setattr(energy.PowerMeter, "__exit__", lambda self, *_: setattr(self, "watts", next(powers)))
+    steps = {"slow": lambda mark: (time.sleep(4e-3), mark("phase"))}
+    schedule = Schedule(rounds=3, calls=2, settle_ms=0)
+    outcome = take_turns(steps, schedule, device="cpu", progress=lambda words: None)["slow"]
+    assert outcome.watts == [600, 800]
+    assert outcome.joules() == pytest.approx(0.7 * outcome.median(TOTAL))
+    assert Outcome([{TOTAL: 5.0}]).joules() is None
+
+
 def test_slow_methods_are_timed_less_often():
     schedule = Schedule(rounds=1, calls=50, turn_ms=10, settle_ms=0)
     steps = {"slow": lambda mark: (time.sleep(4e-3), mark("phase"))}
@@ -504,7 +572,9 @@ def test_peaks_of_phases():
     assert peak_bytes(step, "cpu") == {"one": 4000, "two": 24000, "three": 4000, TOTAL: 24000}
 
 
-@pytest.mark.parametrize("text", ["S9", "tokens=3", "tokens=3,vocab=x,hidden=4", "tokens=1,vocab=1,hidden=1,odd=1"])
+@pytest.mark.parametrize(
+    "text", ["S9", "S1,data=flat", "tokens=3", "tokens=3,vocab=x,hidden=4", "tokens=1,vocab=1,hidden=1,odd=1"]
+)
 def test_shapes_that_make_no_sense(text):
     with pytest.raises(ValueError, match="a shape must be one of S1"):
         parse_shape(text)
@@ -546,16 +616,77 @@ def test_missing_packages_name_their_extra(package, arguments, monkeypatch, caps
 
 
 def test_names_of_shapes():
-    assert parse_shape("U1") is SHAPES["U1"]
+    assert parse_shape("U1") == SHAPES["U1"]
     assert str(SHAPES["S1i"]) == "S1i 8192 × 128256 × 4096, 60% ignored"
     assert str(SHAPES["tiny"]) == "tiny 64 × 500 × 32, float32"
     assert str(SHAPES["S1a"]) == "S1a 8192 × 128256 × 4096, frozen head, rank 16"
+    peaked = parse_shape("S1,data=peaked,ignored=0.5")
+    assert (str(peaked), peaked.tokens) == ("S1 8192 × 128256 × 4096, 50% ignored, peaked", 8192)
     custom = parse_shape("tokens=3,vocab=5,hidden=2,frozen=1,rank=4,bias=0,dtype=float16")
     assert (custom.frozen, custom.rank, custom.bias, custom.dtype) == (True, 4, False, torch.float16)
     sizes = [
         (shape.tokens, shape.vocab, shape.hidden, shape.bias, shape.ignored, shape.rank) for shape in SHAPES.values()
     ]
     assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.parametrize("text", ["vocab=8000,hidden=256", "vocab=3000,hidden=768,bias=1,ignored=0.4"])
+def test_peaked_data(text):
+    """A loss near 2, targets by Zipf's law, and predictions between hopeless and certain."""
+    inputs = Inputs.random(parse_shape(f"tokens=4000,{text},dtype=float32,data=peaked"), "cpu")
+    assert 1.7 < make_reference(inputs).loss < 2.5
+    valid = inputs.target != -100
+    assert valid.float().mean() == (0.6 if "ignored" in text else 1)
+    vocab = inputs.weight.shape[0]
+    harmonic = (1 / torch.arange(1, vocab + 1)).sum()
+    counts = torch.bincount(inputs.target[valid], minlength=vocab) / valid.sum()
+    torch.testing.assert_close(counts[:5], 1 / torch.arange(1, 6) / harmonic, rtol=0.25, atol=0)
+    probabilities = F.linear(inputs.x, inputs.weight, inputs.bias)[valid].softmax(1)
+    ratios = probabilities.mean(0)[:5] / counts[:5]
+    assert 0.3 < ratios.min() and ratios.max() < 1.5
+    of_targets = probabilities.gather(1, inputs.target[valid][:, None])
+    assert of_targets.quantile(0.1) < 0.02 and of_targets.quantile(0.9) > 0.8
+
+
+def test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss(monkeypatch):
+    shape = parse_shape("tokens=40,vocab=70,hidden=16,bias=1,ignored=0.5,dtype=float32,data=peaked")
+    inputs = Inputs.random(shape, "cpu")
+    results = {}
+    mm = torch.mm
+
+    def recording(one, other, out=None):
+        results[len(results)] = mm(one, other, out=out)
+        return results[len(results) - 1]
+
+    monkeypatch.setattr(torch, "mm", recording)
+    step = three_matmuls(inputs, rows=7)
+    with torch.no_grad():
+        step(lambda phase: None)
+    logits = F.linear(inputs.x, inputs.weight, inputs.bias).detach().requires_grad_()
+    F.cross_entropy(logits, inputs.target).backward()
+    dlogits = logits.grad[:, :64]
+    torch.testing.assert_close(results[1], dlogits @ inputs.weight.detach()[:64])
+    torch.testing.assert_close(results[2], dlogits.t() @ inputs.x.detach())
+
+
+def test_reduction_none_with_entropy(monkeypatch):
+    """The entropies' gradient is computed, and adds nothing."""
+    inputs = Inputs.random(parse_shape(SHAPE), "cpu")
+    upstream = []
+
+    def with_hook(*arguments, **keywords):
+        losses, entropies = linear_cross_entropy(*arguments, **keywords)
+        entropies.register_hook(upstream.append)
+        return losses, entropies
+
+    monkeypatch.setattr(thunder_flce, "linear_cross_entropy", with_hook)
+    loss = build("flce, entropy")(inputs)
+    loss.backward()
+    reference = make_reference(inputs)
+    assert relative_error(loss.detach(), reference.loss) < 1e-6
+    for name, operand in inputs.named_operands().items():
+        assert relative_error(operand.grad, reference.gradients[name]) < 1e-5
+    assert len(upstream) == 1 and upstream[0].count_nonzero() == 0
 
 
 def test_bytes_and_operations_of_a_frozen_head_with_an_adapter():

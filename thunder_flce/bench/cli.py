@@ -127,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, epilog="Without a subset: regions.")
     subsets = parser.add_subparsers(dest="subset", required=True, metavar="SUBSET")
 
-    subset = _subset(subsets, "regions", "time, memory and error of loss regions, against every installed peer")
+    subset = _subset(
+        subsets, "regions", "time, energy, memory and error of loss regions, against every peer", regions.SCHEDULE
+    )
     _shape_option(subset)
     _region_options(subset)
     subset.add_argument("--dtype", choices=DTYPES, help="instead of the shapes' own")
@@ -174,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_CUSTOM = "tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…]"
+_CUSTOM = "tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…][,data=peaked]"
 
 
 def _subset(subsets: Any, name: str, help: str, default: Schedule | None = None) -> argparse.ArgumentParser:
@@ -190,7 +192,8 @@ def _subset(subsets: Any, name: str, help: str, default: Schedule | None = None)
 
 
 def _shape_option(subset: argparse.ArgumentParser) -> None:
-    subset.add_argument("--shapes", nargs="+", metavar="SHAPE", help=f"{', '.join(SHAPES)}, or {_CUSTOM}")
+    described = f"{', '.join(SHAPES)}, or {_CUSTOM}; or both, as in S1,data=peaked"
+    subset.add_argument("--shapes", nargs="+", metavar="SHAPE", help=described)
 
 
 def _region_options(subset: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ REGIONS = [
     Column("backward_ms", "backward", _TIME),
     Column("ratio", "× matmuls", "{:.3f}"),
     Column("tflops", "TFLOP/s", "{:.4g}"),
+    Column("energy_j", "energy, J", "{:.1f}"),
     Column("memory_gb", "peak, GB", _GB),
     Column("above_outputs_gb", "− gradients", _GB),
     Column("loss_error", "loss error", _ERROR),

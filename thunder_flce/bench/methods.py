@@ -130,6 +130,84 @@ def _auto_chunker() -> Method:
     return method
 
 
+def _per_token(linear_cross_entropy: Callable[[Inputs], tuple[Tensor, Tensor]]) -> Method:
+    """The mean of a loss of reduction "none", with the entropies of the tokens as a second result.
+
+    Their gradients are computed, too, but have a factor of 0, so that the sum is that of the loss.
+    """
+
+    def method(inputs: Inputs) -> Tensor:
+        _reject_terms(inputs)
+        losses, entropies = linear_cross_entropy(inputs)
+        return (losses.sum() + 0 * entropies.sum()) / (inputs.target != -100).sum()
+
+    return method
+
+
+def _entropy() -> Method:
+    function = import_module("thunder_flce").linear_cross_entropy
+    return _per_token(
+        lambda inputs: function(
+            inputs.x,
+            inputs.weight,
+            inputs.target,
+            linear_bias=inputs.bias,
+            reduction="none",
+            outputs=("entropy",),
+        )
+    )
+
+
+def _liger_entropy() -> Method:
+    scaled = _peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    temperature, ignore_index, tiles, entropy = 1.0, -100, 1, True
+
+    def losses_and_entropies(inputs: Inputs) -> tuple[Tensor, Tensor]:
+        _reject_bias(inputs)
+        return scaled.apply(inputs.x, inputs.weight, inputs.target, temperature, ignore_index, tiles, entropy)
+
+    return _per_token(losses_and_entropies)
+
+
+def _liger_hopper() -> Method:
+    module = _peer("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    function = module.LigerFusedLinearCrossEntropySM90Function
+
+    def method(inputs: Inputs) -> Tensor:
+        _reject_terms(inputs)
+        _reject_bias(inputs)
+        return function.apply(inputs.x, inputs.weight, inputs.target)
+
+    return method
+
+
+def _liger_cutile() -> Method:
+    module = _peer("liger_kernel.ops.cutile.ops.fused_linear_cross_entropy")
+
+    def method(inputs: Inputs) -> Tensor:
+        _reject_terms(inputs)
+        _reject_bias(inputs)
+        loss, *_ = module.LigerFusedLinearCrossEntropyFunction.apply(inputs.x, inputs.weight, inputs.target)
+        return loss
+
+    return method
+
+
+def _trl() -> Method:
+    """The head of TRL's trainers without the model around it, at the width of their blocks of the vocabulary."""
+    function = _peer("trl.kernels").ChunkedLogProbFunction
+    temperature, columns, softcap, scale, outputs = 1.0, 32768, None, 1.0, ()
+
+    def method(inputs: Inputs) -> Tensor:
+        _reject_terms(inputs)
+        valid = inputs.target != -100
+        operands = inputs.x[valid], inputs.weight, inputs.bias, inputs.target[valid]
+        log_probabilities, *_ = function.apply(*operands, temperature, columns, softcap, scale, outputs)
+        return -log_probabilities.sum() / valid.sum()
+
+    return method
+
+
 def _liger(**settings: Any) -> Method:
     liger = _peer("liger_kernel.transformers.functional")
 
@@ -225,6 +303,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "torch.compile": lambda: _compiled(partial(torch.compile, dynamic=False)),
     "thunder": _thunder,
     **{name: partial(_jitted, **options) for name, options in OURS.items()},
+    "flce, entropy": _entropy,
     WITHOUT_NVFUSER: partial(our_function, WITHOUT_NVFUSER),
     "grad_and_value loop": _chunked_loop,
     "grad_and_value loop, compiled": partial(_chunked_loop, compiled=True),
@@ -236,6 +315,10 @@ METHODS: dict[str, Callable[[], Method]] = {
     "cut-cross-entropy": _cut_cross_entropy,
     # Without this, gradients below eps / 32 of their dtype are never computed: nearly all of them here.
     "cut-cross-entropy, exact": partial(_cut_cross_entropy, filter_eps=None),
+    "trl": _trl,
+    "liger, hopper": _liger_hopper,
+    "liger, cutile": _liger_cutile,
+    "liger, entropy": _liger_entropy,
     # Not its default of 4096 tokens, at which quack 0.6.5 fails where the hidden size is as large.
     "quack": partial(_quack, tuned=False, chunk_size=2048),
     "quack, tuned": partial(_quack, use_scaled_exp=False),
