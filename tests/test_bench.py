@@ -26,6 +26,7 @@ from thunder_flce.bench import (
     predictions,
     records,
     regions,
+    soak,
 )
 from thunder_flce.bench.measuring import (
     TOTAL,
@@ -336,6 +337,92 @@ def test_models_that_are_not_installed_say_so(tmp_path, monkeypatch):
     rows = bench(tmp_path / "results.jsonl", "models", "--models", "transformers-tiny", "--methods", "eager", "flce")
     assert [row["method"] for row in rows] == ["eager", "flce"]
     assert all("the extra 'examples'" in row["failed"] for row in rows)
+
+
+def test_convergence_and_its_figure(tmp_path):
+    """Runs of one seed begin alike; the loss falls; on a CPU, all methods round the same dlogits."""
+    for package in ("litgpt", "tokenizers"):
+        pytest.importorskip(package, reason="needs the extra 'examples'")
+    path, folder = tmp_path / "results.jsonl", tmp_path / "figures"
+    options = [
+        "--device",
+        "cpu",
+        "--seeds",
+        "0",
+        "1",
+        "--steps",
+        "20",
+        "--methods",
+        "eager",
+        "flce",
+        "--json",
+        str(path),
+    ]
+    assert main(["bench", "convergence", *options]) == 0
+    rows = {(row["method"], row["seed"]): row for row in records.read([path])}
+    assert list(rows) == [("eager", 0), ("flce", 0), ("eager", 1), ("flce", 1)]
+    for row in rows.values():
+        assert (row["model"], row["steps"], row["tokens"], row["vocab"]) == ("tiny", 20, 128, 512)
+        assert row["parameters"] == 2 * 512 * 32 + 4 * 32**2 + 3 * 32 * 64 + 3 * 32
+        assert 6.3 > row["losses"][0] > row["losses"][1] and len(row["losses"]) == 2
+        assert row["final_loss"] == pytest.approx(sum(row["losses"]) / 2, rel=1e-5)
+        assert row["time_ms"] > 0 and row["held_out_loss"] < 6.2
+    for seed in (0, 1):
+        eager, flce = rows["eager", seed], rows["flce", seed]
+        assert flce["losses"] == pytest.approx(eager["losses"], abs=0.01)
+        assert flce["held_out_loss"] == pytest.approx(eager["held_out_loss"], abs=0.01)
+    assert abs(rows["eager", 0]["losses"][0] - rows["eager", 1]["losses"][0]) > 1e-4
+    assert main(["bench", "figures", str(path), "--output", str(folder)]) == 0
+    assert_figures(folder, ["convergence-tiny"])
+
+
+def test_a_soak_of_a_method_that_grows(tmp_path, monkeypatch):
+    held = []
+
+    def leaking():
+        eager = build("eager")
+
+        def method(inputs):
+            held.append(torch.ones(100_000))
+            time.sleep(len(held) * 4e-5)
+            return eager(inputs)
+
+        return method
+
+    monkeypatch.setitem(METHODS, "leaking", leaking)
+    path = tmp_path / "results.jsonl"
+    options = ["--device", "cpu", "--shapes", "tiny", "--steps", "250", "--methods", "flce", "leaking"]
+    assert main(["bench", "soak", *options, "--json", str(path)]) == 0
+    flce, leaking = records.read([path])
+    for row in (flce, leaking):
+        assert row["steps"] == 256 and len(row["passes_ms"]) == 4 and row["compilations"] == 0
+        assert row["drift"] == pytest.approx(row["passes_ms"][3] / row["passes_ms"][1], rel=1e-2)
+    assert flce["host_growth_gb"] < 0.02
+    # 0.4 MB in each of the 128 steps after the second pass.
+    assert 0.03 < leaking["host_growth_gb"] < 0.1 and leaking["drift"] > 1.1
+
+
+def test_a_soak_counts_compilations(monkeypatch):
+    from triton import knobs
+
+    steps = []
+
+    def method(inputs):
+        steps.append((inputs.x.shape[0], (inputs.target == -100).float().mean().item()))
+        if len(steps) in (1, 2, 70):
+            knobs.runtime.jit_post_compile_hook(repr="kernel")
+        return F.cross_entropy(F.linear(inputs.x, inputs.weight), inputs.target)
+
+    monkeypatch.setitem(METHODS, "compiling", lambda: method)
+    measured = soak.measure(SHAPES["tiny"], ["compiling"], steps=1, device="cpu", progress=lambda words: None)
+    (row,) = measured
+    assert (row.steps, row.compilations, row.last_compilation) == (256, 3, 70)
+    assert knobs.runtime.jit_post_compile_hook is None
+    counts = [tokens for tokens, _ in steps]
+    assert sorted(counts[:64]) == sorted(counts[64:128]) and counts[:64] != counts[64:128]
+    assert (min(counts), max(counts)) == (4, 64)
+    ignored = sorted(fraction for tokens, fraction in steps if tokens > 50)
+    assert ignored[0] == 0 and ignored[-1] > 0.75
 
 
 def test_kernels_and_their_figures(tmp_path):

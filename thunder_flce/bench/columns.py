@@ -60,6 +60,22 @@ MODELS = [
     Column("first_call_s", "first step, s", "{:.1f}"),
     Column("loss_error", "loss error", _ERROR),
 ]
+CONVERGENCE = [
+    Column("seed", "seed", "{}"),
+    Column("final_loss", "final loss", "{:.4f}"),
+    Column("held_out_loss", "held out", "{:.4f}"),
+    Column("time_ms", "step, ms", _TIME),
+]
+SOAK = [
+    Column("steps", "steps", "{}"),
+    Column("time_ms", "step, ms", _TIME),
+    Column("drift", "drift", "{:.3f}"),
+    Column("growth_gb", "growth, GB", _GB),
+    Column("peak_growth_gb", "of the peak", _GB),
+    Column("host_growth_gb", "of the host", _GB),
+    Column("compilations", "compilations", "{}"),
+    Column("last_compilation", "last at step", "{}"),
+]
 KERNELS = [
     Column("backend", "backend", "{}"),
     Column("time_ms", "time, ms", "{:.3f}"),
