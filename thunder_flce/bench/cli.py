@@ -179,9 +179,7 @@ def _parser() -> argparse.ArgumentParser:
 
     subset = _subset(subsets, "convergence", "loss curves of training runs from several seeds", None)
     subset.add_argument("--models", nargs="+", choices=convergence.SETUPS, metavar="MODEL", help="which is trained")
-    # A model that is small enough to be trained here has one chunk by default, which is what eager PyTorch computes.
-    trained = ["eager", "flce, 512 rows", "liger"]
-    subset.add_argument("--methods", nargs="+", default=trained, metavar="METHOD")
+    subset.add_argument("--methods", nargs="+", default=["eager", "flce", "liger"], metavar="METHOD")
     subset.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     subset.add_argument("--steps", type=_positive, default=2000, help="of each run (default: %(default)s)")
 
@@ -379,7 +377,7 @@ def _convergence(parsed: argparse.Namespace) -> Run:
 
         return Case(text=name, title=name, measure=measure)
 
-    names = parsed.models or ["llama-120m" if parsed.device == "cuda" else "tiny"]
+    names = parsed.models or ["llama-100m" if parsed.device == "cuda" else "tiny"]
     return Run(
         subset="convergence",
         case_option="models",

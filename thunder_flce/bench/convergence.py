@@ -54,12 +54,12 @@ _LLAMA = {
     "rotary_percentage": 1.0,
 }
 SETUPS = {
-    "llama-120m": Setup(
-        config={**_LLAMA, "n_layer": 6, "n_embd": 768, "n_head": 12, "intermediate_size": 2048},
+    "llama-100m": Setup(
+        config={**_LLAMA, "n_layer": 10, "n_embd": 640, "n_head": 10, "intermediate_size": 1728},
         vocab=50257,
-        batch=2,
+        batch=4,
         length=1024,
-        characters=24_000_000,
+        characters=48_000_000,
         learning_rate=6e-4,
     ),
     "tiny": Setup(
