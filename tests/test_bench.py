@@ -18,6 +18,7 @@ from thunder_flce.__main__ import main
 from thunder_flce.bench import (
     chunked_loop,
     cli,
+    convergence,
     energy,
     kernels,
     measuring,
@@ -376,6 +377,18 @@ def test_convergence_and_its_figure(tmp_path):
     assert_figures(folder, ["convergence-tiny"])
 
 
+def test_what_is_trained_on():
+    for package in ("litgpt", "tokenizers"):
+        pytest.importorskip(package, reason="needs the extra 'examples'")
+    training, seen = convergence._Training(convergence.SETUPS["tiny"], "cpu"), []
+    training._loss(lambda inputs: seen.append(inputs) or inputs.x.sum(), torch.arange(200), torch.tensor([3, 50]))
+    (inputs,) = seen
+    assert inputs.target.tolist() == [*range(4, 36), *range(51, 83)]
+    assert (inputs.x.dtype, tuple(inputs.x.shape), inputs.weight.dtype) == (torch.bfloat16, (64, 32), torch.bfloat16)
+    rates = [convergence._schedule(step, 100) for step in range(100)]
+    assert rates[0] == 0.2 and max(rates) == rates[5] == 1 and 0.1 < rates[-1] < 0.101
+
+
 def test_a_soak_of_a_method_that_grows(tmp_path, monkeypatch):
     held = []
 
@@ -383,8 +396,8 @@ def test_a_soak_of_a_method_that_grows(tmp_path, monkeypatch):
         eager = build("eager")
 
         def method(inputs):
-            held.append(torch.ones(100_000))
-            time.sleep(len(held) * 4e-5)
+            held.append(torch.ones(500_000))
+            time.sleep(len(held) * 1e-4)
             return eager(inputs)
 
         return method
@@ -397,9 +410,9 @@ def test_a_soak_of_a_method_that_grows(tmp_path, monkeypatch):
     for row in (flce, leaking):
         assert row["steps"] == 256 and len(row["passes_ms"]) == 4 and row["compilations"] == 0
         assert row["drift"] == pytest.approx(row["passes_ms"][3] / row["passes_ms"][1], rel=1e-2)
-    assert flce["host_growth_gb"] < 0.02
-    # 0.4 MB in each of the 128 steps after the second pass.
-    assert 0.03 < leaking["host_growth_gb"] < 0.1 and leaking["drift"] > 1.1
+    assert flce["host_growth_gb"] < 0.1
+    # 2 MB in each of the 128 steps after the second pass.
+    assert 0.2 < leaking["host_growth_gb"] < 0.4 and leaking["drift"] > 1.1
 
 
 def test_a_soak_counts_compilations(monkeypatch):
@@ -410,13 +423,14 @@ def test_a_soak_counts_compilations(monkeypatch):
     def method(inputs):
         steps.append((inputs.x.shape[0], (inputs.target == -100).float().mean().item()))
         if len(steps) in (1, 2, 70):
-            knobs.runtime.jit_post_compile_hook(repr="kernel")
+            knobs.runtime.jit_post_compile_hook(repr=f"kernel {len(steps) // 50}")
         return F.cross_entropy(F.linear(inputs.x, inputs.weight), inputs.target)
 
     monkeypatch.setitem(METHODS, "compiling", lambda: method)
     measured = soak.measure(SHAPES["tiny"], ["compiling"], steps=1, device="cpu", progress=lambda words: None)
     (row,) = measured
     assert (row.steps, row.compilations, row.last_compilation) == (256, 3, 70)
+    assert row.compiled == ["1: kernel 0", "2: kernel 0", "70: kernel 1"]
     assert knobs.runtime.jit_post_compile_hook is None
     counts = [tokens for tokens, _ in steps]
     assert sorted(counts[:64]) == sorted(counts[64:128]) and counts[:64] != counts[64:128]

@@ -156,20 +156,21 @@ def _models(title: str, records: list[Record]) -> Figure:
 def _convergence(title: str, records: list[Record]) -> Figure:
     """Loss curves, means over the seeds with their range, and how far each run is from the first method's."""
     figure, (loss, difference) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    runs = {method: [run["losses"] for run in of] for method, of in _grouped(records, lambda r: r["method"]).items()}
+    groups = _grouped(records, lambda record: record["method"])
+    runs = {method: {run["seed"]: run["losses"] for run in group} for method, group in groups.items()}
     first, styles = next(iter(runs)), _style(list(runs))
     count = len(records[0]["losses"])
     averaged = records[0]["steps"] // count
     steps = [averaged * (point + 1) for point in range(count)]
     for method, curves in runs.items():
-        style = {"color": styles[method]["color"], "label": f"{method}, {len(curves)} seeds"}
-        points = list(zip(*curves, strict=True))
+        style = {"color": styles[method]["color"], "label": f"{method}, seeds {', '.join(map(str, curves))}"}
+        points = list(zip(*curves.values(), strict=True))
         loss.plot(steps, [sum(point) / len(point) for point in points], linewidth=1, **style)
         loss.fill_between(steps, [min(p) for p in points], [max(p) for p in points], color=style["color"], alpha=0.2)
-        for curve, of_first in zip(curves, runs[first], strict=True):
-            distances = [one - other for one, other in zip(curve, of_first, strict=True)]
+        for seed in curves.keys() & runs[first].keys():
+            distances = [one - other for one, other in zip(curves[seed], runs[first][seed], strict=True)]
             difference.plot(steps, distances, color=style["color"], linewidth=0.5)
-    loss.set_ylabel(f"loss, means of {averaged} steps; bands: from the least to the most of the seeds")
+    loss.set_ylabel(f"loss, means of {averaged} steps; bands: range of the seeds")
     difference.set_ylabel(f"loss − loss of {first} of the same seed")
     for axes in (loss, difference):
         axes.set_xlabel("step")

@@ -114,7 +114,6 @@ def _auto_chunker() -> Method:
 
     def method(inputs: Inputs) -> Tensor:
         nonlocal chunked
-        _reject_terms(inputs)
         arguments = (inputs.x, inputs.weight, inputs.bias, inputs.target)
         if chunked:
             return program(*arguments)
@@ -127,70 +126,32 @@ def _auto_chunker() -> Method:
             raise Unavailable("declined by the auto chunker")
         return loss
 
-    return method
-
-
-def _per_token(linear_cross_entropy: Callable[[Inputs], tuple[Tensor, Tensor]]) -> Method:
-    """The mean of a loss of reduction "none", with the entropies of the tokens as a second result.
-
-    Their gradients are computed, too, but have a factor of 0, so that the sum is that of the loss.
-    """
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        losses, entropies = linear_cross_entropy(inputs)
-        return (losses.sum() + 0 * entropies.sum()) / (inputs.target != -100).sum()
-
-    return method
+    return _one_linear(method)
 
 
 def _entropy() -> Method:
     function = import_module("thunder_flce").linear_cross_entropy
-    return _per_token(
-        lambda inputs: function(
-            inputs.x,
-            inputs.weight,
-            inputs.target,
-            linear_bias=inputs.bias,
-            reduction="none",
-            outputs=("entropy",),
+    settings = {"reduction": "none", "outputs": ("entropy",)}
+    return _one_linear(
+        lambda inputs: _mean(
+            inputs, *function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, **settings)
         )
     )
 
 
 def _liger_entropy() -> Method:
-    scaled = _peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    function = _peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
     temperature, ignore_index, tiles, entropy = 1.0, -100, 1, True
-
-    def losses_and_entropies(inputs: Inputs) -> tuple[Tensor, Tensor]:
-        _reject_bias(inputs)
-        return scaled.apply(inputs.x, inputs.weight, inputs.target, temperature, ignore_index, tiles, entropy)
-
-    return _per_token(losses_and_entropies)
-
-
-def _liger_hopper() -> Method:
-    module = _peer("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
-    function = module.LigerFusedLinearCrossEntropySM90Function
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        _reject_bias(inputs)
-        return function.apply(inputs.x, inputs.weight, inputs.target)
-
-    return method
+    settings = (temperature, ignore_index, tiles, entropy)
+    return _one_linear(
+        lambda inputs: _mean(inputs, *function.apply(inputs.x, inputs.weight, inputs.target, *settings)),
+        takes_bias=False,
+    )
 
 
-def _liger_cutile() -> Method:
-    module = _peer("liger_kernel.ops.cutile.ops.fused_linear_cross_entropy")
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        _reject_bias(inputs)
-        loss, *_ = module.LigerFusedLinearCrossEntropyFunction.apply(inputs.x, inputs.weight, inputs.target)
-        return loss
-
-    return method
+def _mean(inputs: Inputs, losses: Tensor, entropies: Tensor) -> Tensor:
+    """The mean loss. The entropies get gradients of 0: all is computed for them, and the results stay the same."""
+    return (losses.sum() + 0 * entropies.sum()) / (inputs.target != -100).sum()
 
 
 def _trl() -> Method:
@@ -199,47 +160,36 @@ def _trl() -> Method:
     temperature, columns, softcap, scale, outputs = 1.0, 32768, None, 1.0, ()
 
     def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
         valid = inputs.target != -100
         operands = inputs.x[valid], inputs.weight, inputs.bias, inputs.target[valid]
         log_probabilities, *_ = function.apply(*operands, temperature, columns, softcap, scale, outputs)
         return -log_probabilities.sum() / valid.sum()
 
-    return method
+    return _one_linear(method)
 
 
 def _liger(**settings: Any) -> Method:
-    liger = _peer("liger_kernel.transformers.functional")
+    function = _peer("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return _one_linear(lambda inputs: function(inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings))
 
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        return liger.liger_fused_linear_cross_entropy(
-            inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings
-        )
 
-    return method
+def _liger_hopper() -> Method:
+    module = _peer("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return _without_bias(module.LigerFusedLinearCrossEntropySM90Function.apply)
+
+
+def _liger_cutile() -> Method:
+    module = _peer("liger_kernel.ops.cutile.ops.fused_linear_cross_entropy")
+    function = module.LigerFusedLinearCrossEntropyFunction
+    return _without_bias(lambda *operands: function.apply(*operands)[0])
 
 
 def _cut_cross_entropy(**settings: Any) -> Method:
-    cut_cross_entropy = _peer("cut_cross_entropy")
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        _reject_bias(inputs)
-        return cut_cross_entropy.linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
-
-    return method
+    return _without_bias(partial(_peer("cut_cross_entropy").linear_cross_entropy, **settings))
 
 
 def _quack(**settings: Any) -> Method:
-    quack = _peer("quack.linear_cross_entropy")
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        _reject_bias(inputs)
-        return quack.chunked_linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
-
-    return method
+    return _without_bias(partial(_peer("quack.linear_cross_entropy").chunked_linear_cross_entropy, **settings))
 
 
 def _torch_linear_cross_entropy() -> Method:
@@ -247,22 +197,13 @@ def _torch_linear_cross_entropy() -> Method:
         raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
     function: Callable[..., Tensor] = F.linear_cross_entropy  # type: ignore[attr-defined]
     options = torch.nn.LinearCrossEntropyOptions()
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        return function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options)
-
-    return method
+    return _one_linear(
+        lambda inputs: function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options)
+    )
 
 
 def _chunked_loop(**settings: Any) -> Method:
-    loop = chunked_loop(**settings)
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        return loop(inputs)
-
-    return method
+    return _one_linear(chunked_loop(**settings))
 
 
 def _peer(module: str) -> ModuleType:
@@ -272,14 +213,22 @@ def _peer(module: str) -> ModuleType:
         raise Unavailable(str(error)) from None
 
 
-def _reject_bias(inputs: Inputs) -> None:
-    if inputs.bias is not None:
-        raise Unavailable("no bias in this version")
+def _without_bias(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Method:
+    """A function of x, weight and target."""
+    return _one_linear(lambda inputs: function(inputs.x, inputs.weight, inputs.target), takes_bias=False)
 
 
-def _reject_terms(inputs: Inputs) -> None:
-    if inputs.terms:
-        raise Unavailable("takes one linear, and no adapter beside it")
+def _one_linear(method: Method, *, takes_bias: bool = True) -> Method:
+    """The method, which says so where it gets an adapter, or a bias that it does not take."""
+
+    def checked(inputs: Inputs) -> Tensor:
+        if inputs.terms:
+            raise Unavailable("takes one linear, and no adapter beside it")
+        if inputs.bias is not None and not takes_bias:
+            raise Unavailable("no bias in this version")
+        return method(inputs)
+
+    return checked
 
 
 WITHOUT_NVFUSER = "flce, without nvfuser"

@@ -7,7 +7,8 @@ ignored tokens belongs to the count, but which tokens they are, and so how many,
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,9 +45,11 @@ class Row(ShapeRow):
     host_growth_gb: float | None = None
     """The same of the most memory that the process ever had on the host."""
     compilations: int | None = None
-    """Triton kernels that were compiled or loaded, and matmuls whose algorithm was measured."""
+    """Triton kernels that were compiled or loaded, and matmuls whose algorithm was chosen by measuring."""
     last_compilation: int | None = None
     """The number of the step, from 1, in which the last of them was; None where there was none."""
+    compiled: list[str] = field(default_factory=list)
+    """Each of them, with the number of its step."""
     passes_ms: list[float] = field(default_factory=list)
     """The mean step of each pass."""
     failed: str | None = None
@@ -83,14 +86,14 @@ def _run(method: Method, inputs: Inputs, passes: int) -> dict[str, Any]:
     counts = torch.linspace(tokens / 16, tokens, COUNTS).round().int().tolist()
     passes_ms: list[float] = []
     held: list[list[float]] = []
-    compiled_at: list[int] = []
+    compiled: list[tuple[int, str]] = []
     with _compilations() as compilations:
         for number in range(passes):
             start = time.perf_counter()
             for place, index in enumerate(torch.randperm(COUNTS, generator=generator).tolist(), start=1):
                 before = compilations()
                 run_step(_some(inputs, counts[index], IGNORED[index % len(IGNORED)]), method, lambda phase: None)
-                compiled_at += [number * COUNTS + place] * (compilations() - before)
+                compiled += [(number * COUNTS + place, what) for what in (compilations() - before).elements()]
             synchronize(device.type)
             passes_ms.append((time.perf_counter() - start) / COUNTS * 1e3)
             held.append(_memory_gb(device.type))
@@ -100,8 +103,9 @@ def _run(method: Method, inputs: Inputs, passes: int) -> dict[str, Any]:
         "time_ms": statistics.median(passes_ms[passes // 2 :]),
         "drift": statistics.median(passes_ms[-quarter:]) / statistics.median(passes_ms[quarter : 2 * quarter]),
         **dict(zip(("host_growth_gb", "growth_gb", "peak_growth_gb"), growth, strict=False)),
-        "compilations": len(compiled_at),
-        "last_compilation": compiled_at[-1] if compiled_at else None,
+        "compilations": len(compiled),
+        "last_compilation": compiled[-1][0] if compiled else None,
+        "compiled": [f"{step}: {what}" for step, what in compiled],
         "passes_ms": [round(pass_ms, 3) for pass_ms in passes_ms],
     }
 
@@ -121,14 +125,14 @@ def _memory_gb(device: str) -> list[float]:
 
 
 @contextmanager
-def _compilations() -> Iterator[Any]:
-    """A function that counts compilations since the beginning of the body: `Row.compilations`."""
+def _compilations() -> Iterator[Callable[[], Counter[str]]]:
+    """A function that says what was compiled since the beginning of the body: `Row.compiled`."""
     from triton import knobs
 
-    compiled: list[str] = []
-    before, tuned = knobs.runtime.jit_post_compile_hook, len(tunings())
-    knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
+    kernels: list[str] = []
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda **what: kernels.append(what["repr"])
     try:
-        yield lambda: len(compiled) + len(tunings()) - tuned
+        yield lambda: Counter(kernels) + Counter(f"{tuning.product} {tuning.sizes}" for tuning in tunings())
     finally:
         knobs.runtime.jit_post_compile_hook = before
