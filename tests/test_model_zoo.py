@@ -14,10 +14,9 @@ from torch._inductor import compile_fx
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
 
-from thunder_flce.backend import compile_graph, compiled_graphs  # noqa: E402
-
 import zoo  # noqa: E402
 from front_ends import FRONT_ENDS, assert_agrees, decisions  # noqa: E402
+from thunder_flce.backend import compile_graph, compiled_graphs  # noqa: E402
 
 TRANSFORMERS, THUNDER = Version(transformers.__version__), Version(version("lightning-thunder"))
 BACKEND = "torch.compile"
