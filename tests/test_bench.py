@@ -585,7 +585,7 @@ def test_paired_turns():
 
 @pytest.fixture
 def nvml(monkeypatch):
-    """A counter of a GPU of 700 W that moves every 30 ms."""
+    """A counter of a GPU of 700 W that moves every 30 ms, by too much and too little in turn."""
     start = time.perf_counter()
 
     class NVMLError(Exception):
@@ -593,7 +593,8 @@ def nvml(monkeypatch):
 
     def consumed(handle):
         assert handle == "GPU-1234"
-        return int((time.perf_counter() - start) / 0.03) * 21_000
+        moves = int((time.perf_counter() - start) / 0.03)
+        return moves * 21_000 + moves % 2 * 6_000
 
     counter = SimpleNamespace(
         NVMLError=NVMLError,
