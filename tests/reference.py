@@ -155,6 +155,7 @@ def composed(
     vocab_size: int | None = None,
     num_items: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
+    detached: tuple[str, ...] = (),
 ) -> Tensor | tuple[Tensor, ...]:
     """What `linear_cross_entropy` returns, of the products (..., V), by its definition and PyTorch's operations."""
     shape = target.shape
@@ -203,7 +204,8 @@ def composed(
             return of_all(torch.logsumexp(2 * log_probs, 1)).reshape(shape)
         return (argmax == valid_target).sum().to(logits.dtype) / valid.sum()
 
-    return (loss, *map(output, outputs)) if outputs else loss
+    results = {name: output(name) for name in outputs}
+    return (loss, *(of.detach() if name in detached else of for name, of in results.items())) if outputs else loss
 
 
 def map_logits(products: Tensor, *, softcap: float | None, logit_scale: float, vocab_size: int | None) -> Tensor:

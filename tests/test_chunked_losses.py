@@ -48,7 +48,7 @@ ONE_REGION = {
     sum_of_chunks: "sum",
     one_chunk: "sum",
     torch_chunk: "sum",
-    weighted_tokens_of_chunks: "none",
+    weighted_tokens_of_chunks: "sum",
     sum_of_tokens: "sum",
     sum_of_nll: "sum",
 }

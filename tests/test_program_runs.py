@@ -144,7 +144,7 @@ def executed_calls(problem: Problem, plan: Plan) -> list[list[Call]]:
             entropy=of_rows if "entropy" in loss.outputs else None,
         )
         with spied_calls() as backward:
-            engine.backward(operands, plan, result.statistics, result.logits, upstream)
+            engine.backward(operands, plan, result.statistics, result.kept, upstream)
         calls.append(backward)
     return calls
 

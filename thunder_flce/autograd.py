@@ -31,14 +31,18 @@ def differentiable_forward(settings: Settings, operands: Operands) -> tuple[Tens
     return _apply(
         settings,
         (
-            *(operands.target, operands.class_weight, operands.num_items, operands.expected_gradient),
+            *(operands.target, operands.class_weight, operands.token_weights),
+            *(operands.num_items, operands.expected_gradient),
             *(head.x, head.weight, operands.bias),
             *(tensor for term in others for tensor in (term.x, term.weight)),
         ),
     )
 
 
-_NAMES = ("target", "weight", "num_items", "expected_gradient", "input", "linear_weight", "linear_bias")
+_NAMES = (
+    *("target", "weight", "token_weights", "num_items", "expected_gradient"),
+    *("input", "linear_weight", "linear_bias"),
+)
 
 
 def _apply(settings: Settings, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -47,6 +47,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
     vocab_size: int | None = None,
+    token_weights: Tensor | None = None,
     num_items: Tensor | float | None = None,
     expected_gradient: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
@@ -81,6 +82,8 @@ def linear_cross_entropy(
             weights, and averaged over the valid tokens for "mean".
         vocab_size: only the first vocab_size rows of linear_weight are columns of the logits (1 to V); the others, such
             as padding, get gradients of zero. None: all V.
+        token_weights: (...) floating point: what multiplies each token's loss; "mean" divides by their sum over the
+            valid tokens (with class weights, of the products). A token of weight 0 is ignored. They get no gradient.
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
@@ -137,6 +140,7 @@ def linear_cross_entropy(
         "linear_bias": linear_bias,
         "terms": terms,
         "weight": weight,
+        "token_weights": token_weights,
         "num_items": num_items,
         "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
@@ -155,7 +159,9 @@ def linear_cross_entropy(
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)
         if shard.sequence_parallel:
-            arguments["target"] = start_gathering(shard, target.reshape(-1)).wait()
+            for name in ("target", "token_weights"):
+                if arguments[name] is not None:
+                    arguments[name] = start_gathering(shard, arguments[name].reshape(-1)).wait()
         operands = operands_of(arguments, loss, needs_grad, shard=shard)
         plan = plan_for(operands, options, agreement.memory)
         settings = Settings.planned(loss, needs_grad, plan, shard=shard)

@@ -132,6 +132,7 @@ class LinearCrossEntropyLoss(nn.Module):
         input: Tensor,
         target: Tensor,
         *,
+        token_weights: Tensor | None = None,
         num_items: Tensor | float | None = None,
         expected_gradient: Tensor | float | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -140,6 +141,7 @@ class LinearCrossEntropyLoss(nn.Module):
         Args:
             input: (..., H) the hidden states, of weight's dtype and device.
             target: (...) integers in [0, V), or ignore_index.
+            token_weights: (...) what multiplies each token's loss.
             num_items: what "mean" divides by, in place of the number of valid targets.
             expected_gradient: the upstream gradient that gradients in the forward are finished for.
 
@@ -159,6 +161,7 @@ class LinearCrossEntropyLoss(nn.Module):
             target,
             linear_bias=self.bias,
             weight=self.class_weight,
+            token_weights=token_weights,
             num_items=num_items,
             expected_gradient=expected_gradient,
             options=self.options,

@@ -135,6 +135,7 @@ def operands_of(
         target=target.reshape(-1),
         loss=loss,
         class_weight=arguments["weight"],
+        token_weights=_flat_weights(arguments.get("token_weights"), statistics_dtype(input.dtype)),
         **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},
         bias_grad="linear_bias" in needs_grad,
         shard=shard,
@@ -142,6 +143,10 @@ def operands_of(
 
 
 _ROW_SCALARS = ("num_items", "expected_gradient")
+
+
+def _flat_weights(token_weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if token_weights is None else token_weights.reshape(-1).to(dtype)
 
 
 def _as_row_scalar(number: Tensor | float | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -175,6 +180,7 @@ def problem_of(operands: Operands, options: Options) -> Problem:
         bias_grad=operands.bias_grad,
         has_class_weight=operands.class_weight is not None,
         has_num_items=operands.num_items is not None,
+        has_token_weights=operands.token_weights is not None,
         has_expected_gradient=operands.expected_gradient is not None,
         float32_logits=options.has_float32_logits(operands.dtype),
     )
@@ -305,6 +311,7 @@ _BACKWARD_POSITIONAL = ("grad", *_POSITIONAL, "row_max", "row_log_sum", "valid_c
 _DEFAULTS = (
     "linear_bias",
     "weight",
+    "token_weights",
     "num_items",
     "expected_gradient",
     "entropy",
@@ -313,8 +320,8 @@ _DEFAULTS = (
     "entropy_grad",
 )
 _KEYWORDS = (
-    "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? num_items=None, "
-    "Tensor? expected_gradient=None"
+    "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? token_weights=None, "
+    "Tensor? num_items=None, Tensor? expected_gradient=None"
 )
 library = torch.library.Library("thunder_flce", "FRAGMENT")
 _define(

@@ -328,6 +328,18 @@ def head_and_loss_checkpointed(hidden, weight, labels):
     return checkpoint(shift_by_slices, hidden, weight, labels, use_reentrant=False) * 2
 
 
+def weighted_tokens(hidden, weight, labels, token_weights):
+    losses = _loss(F.linear(hidden, weight), labels, reduction="none")
+    return (losses * token_weights.view(-1)).sum() / token_weights.sum()
+
+
+def masked_mean_of_each_sequence(hidden, weight, tokens, token_weights):
+    """As GRPO has it, without an advantage."""
+    log_probs = F.linear(hidden, weight).float().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    mask = token_weights > 0.5
+    return -((log_probs * mask).sum(-1) / mask.sum(-1)).mean()
+
+
 # Log-probabilities and entropies. `tokens` are labels of which none is ignored.
 
 
@@ -485,6 +497,8 @@ FUSED: tuple[Callable, ...] = (
     accuracy_where_minus_one_is_ignored,
     head_checkpointed,
     head_and_loss_checkpointed,
+    weighted_tokens,
+    masked_mean_of_each_sequence,
     log_softmax_gathered,
     log_probability_as_trl_has_it,
     log_probability_of_each_sequence,

@@ -36,6 +36,8 @@ class Operands:
     loss: Loss
     class_weight: Tensor | None = None
     """(V,) floating point"""
+    token_weights: Tensor | None = None
+    """(T,) what multiplies each row's loss; a row where it is 0 is ignored"""
     num_items: Tensor | None = None
     """() what "mean" divides by, in place of the number of valid targets"""
     expected_gradient: Tensor | None = None

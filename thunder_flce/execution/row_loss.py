@@ -28,6 +28,8 @@ class RowScales(NamedTuple):
     """() of the sum of the cross-entropies over rows; None where nothing is averaged"""
     z_divisor: Tensor | None
     """() of the sum of the z terms"""
+    token_weights: Tensor | None = None
+    """(N,) what multiplies a row's loss; None for ones"""
 
     @classmethod
     def of(cls, region: Region, rows: Rows) -> "RowScales":
@@ -38,14 +40,19 @@ class RowScales(NamedTuple):
             row_weights = RowWeights(class_weight[rows.target], class_weight.sum())
             if (shard := region.shard) is not None:
                 class_weight = class_weight[shard.start : shard.start + shard.columns]
-        divisor = z_divisor = None
+        divisor = z_divisor = token_weights = None
+        if operands.token_weights is not None:
+            token_weights = steps.let(region, "w_t", rows.gather(operands.token_weights))
         if region.loss.reduction == "mean":
             divisor = z_divisor = rows.valid_count
+            if token_weights is not None:
+                divisor = z_divisor = rows.mask_ignored(token_weights).sum()
             if operands.num_items is not None:
                 divisor = z_divisor = torch.where(operands.num_items == 0, float("inf"), operands.num_items)
             elif row_weights is not None:
-                divisor = rows.mask_ignored(row_weights.at_target).sum()
-        return cls(rows, class_weight, row_weights, divisor, z_divisor)
+                at_target = row_weights.at_target if token_weights is None else row_weights.at_target * token_weights
+                divisor = rows.mask_ignored(at_target).sum()
+        return cls(rows, class_weight, row_weights, divisor, z_divisor, token_weights)
 
     @classmethod
     def ones(cls, rows: Rows) -> "RowScales":
@@ -72,8 +79,12 @@ class RowGradients:
             grad = grad.expand(rows.count) if grad.ndim == 0 else rows.received(grad.reshape(-1))
             return rows.mask_ignored(grad if divisor is None else grad / divisor).contiguous()
 
+        def of_loss(divisor: Tensor | None) -> Tensor:
+            grad = of_rows(upstream.loss, divisor)
+            return grad if scales.token_weights is None else grad * scales.token_weights
+
         self._scale = loss.logit_scale
-        s = steps.let(region, "s", of_rows(upstream.loss, scales.divisor))
+        s = steps.let(region, "s", of_loss(scales.divisor))
         probability, one_hot, uniform, _ = row_coefficients(loss, s, scales.row_weights, region.operands.whole_vocab)
         if upstream.log_prob is not None:
             g_p = steps.let(region, "g_p", of_rows(upstream.log_prob))
@@ -87,7 +98,7 @@ class RowGradients:
         )
         self._z_term = None
         if loss.z_loss:
-            self._z_term = steps.let(region, "s_z", 2 * loss.z_loss * of_rows(upstream.loss, scales.z_divisor))
+            self._z_term = steps.let(region, "s_z", 2 * loss.z_loss * of_loss(scales.z_divisor))
 
     @property
     def factors(self) -> Tensor:
@@ -140,10 +151,14 @@ def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) ->
     loss, rows, vocab = region.loss, scales.rows, region.operands.whole_vocab
     row, z_y = _concatenated(region, chunks)
     row = row._replace(target_logit=region.logit_map(z_y.to(region.operands.row_dtype)))
-    cross_entropy = rows.mask_ignored(loss.cross_entropy(row, scales.row_weights, vocab))
+
+    def weighted(value: Tensor) -> Tensor:
+        return rows.mask_ignored(value if scales.token_weights is None else value * scales.token_weights)
+
+    cross_entropy = weighted(loss.cross_entropy(row, scales.row_weights, vocab))
     terms = [(steps.let(region, "cross_entropy", cross_entropy), scales.divisor)]
     if (z_term := loss.z_term(row)) is not None:
-        terms.append((steps.let(region, "z_term", rows.mask_ignored(z_term)), scales.z_divisor))
+        terms.append((steps.let(region, "z_term", weighted(z_term)), scales.z_divisor))
     value = loss.reduce(terms)
     if loss.reduction == "none":
         value = rows.returned(value)

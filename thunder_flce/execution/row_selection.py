@@ -149,10 +149,20 @@ def _host_waits(region: Region) -> bool:
         return region.plan.ignored_rows == "skip" and not torch.cuda.is_current_stream_capturing()
 
 
+def are_valid(region: Region, target: Tensor) -> Tensor:
+    """(T,) bool, False in rows that are ignored."""
+    valid, token_weights = target != region.loss.ignore_index, region.operands.token_weights
+    return valid if token_weights is None else valid & (token_weights != 0)
+
+
+def _ignores_rows(region: Region) -> bool:
+    """Whether rows can be ignored at all."""
+    return region.loss.ignores_rows or region.operands.token_weights is not None
+
+
 def _are_skipped(region: Region) -> bool:
     """Whether ignored rows are left out, where the host knows how many there are."""
-    loss = region.loss
-    return region.plan.ignored_rows == "skip" and loss.ignores_rows and not loss.needs_every_row
+    return region.plan.ignored_rows == "skip" and _ignores_rows(region) and not region.loss.needs_every_row
 
 
 class RowSelection:
@@ -162,8 +172,9 @@ class RowSelection:
         self._region = region
         # In a narrow dtype, V and ignore_index would wrap around before they are compared with.
         self._target = target = region.operands.target.long()
-        self._valid = target != region.loss.ignore_index
-        self._is_wrong = self._valid & (target != target.clamp(0, region.operands.whole_vocab - 1))
+        is_label = target != region.loss.ignore_index
+        self._is_wrong = is_label & (target != target.clamp(0, region.operands.whole_vocab - 1))
+        self._valid = are_valid(region, target)
         self._counts = torch.stack([self._valid, self._is_wrong]).sum(1)
         self._host_waits = _host_waits(region)
         self._valid_first = self._arrived = None
@@ -274,7 +285,7 @@ def reselect_rows(region: Region, valid_count: Tensor) -> Rows:
     if region.tape is not None:
         return _planned_rows(region, "the host waits for their number", are_skipped=_are_skipped(region))
     target = region.operands.target.long()
-    valid = target != region.loss.ignore_index
+    valid = are_valid(region, target)
     if not (_are_skipped(region) and _host_waits(region)):
         return _all_rows(region, target, valid_count, valid)
     return _valid_rows(target, valid_count, valid, int(valid_count), None)
@@ -285,7 +296,7 @@ def every_row(region: Region, valid_count: Tensor) -> Rows:
     if region.tape is not None:
         return _planned_rows(region, "", are_skipped=False)
     target = region.operands.target.long()
-    return _all_rows(region, target, valid_count, target != region.loss.ignore_index)
+    return _all_rows(region, target, valid_count, are_valid(region, target))
 
 
 def _planned_rows(region: Region, waits: str, *, are_skipped: bool) -> PlannedRows:
@@ -297,14 +308,17 @@ def _planned_rows(region: Region, waits: str, *, are_skipped: bool) -> PlannedRo
         are_skipped: whether ignored rows are left out.
     """
     tape, target, ignore_index = region.written_to, region.operands.target, region.loss.ignore_index
-    if region.loss.ignores_rows:
-        tape.write("valid, valid_count", f"y != {ignore_index}, sum(y != {ignore_index})")
+    if _ignores_rows(region):
+        labelled = f"y != {ignore_index}" if region.loss.ignores_rows else ""
+        weighted = "w_t != 0" if region.operands.token_weights is not None else ""
+        words = " & ".join(f"({part})" if labelled and weighted else part for part in (labelled, weighted) if part)
+        tape.write("valid, valid_count", f"{words}, sum({words})")
     valid = Value(tape, "valid", shape=target.shape, dtype=torch.bool)
     if are_skipped:
         names = [str(term.x) for term in region.terms] + ["y"]
         words = ", ".join(f"{name}[valid]" for name in names)
         tape.write(", ".join(names), words, note=waits if region.is_cuda else "")
-    elif region.loss.ignores_rows:
+    elif _ignores_rows(region):
         tape.write("y", "where(valid, y, 0)")
     return PlannedRows(
         count=target.shape[0],
@@ -312,7 +326,7 @@ def _planned_rows(region: Region, waits: str, *, are_skipped: bool) -> PlannedRo
         target=Value(tape, "y", shape=target.shape, dtype=torch.int64),
         valid_count=Value(tape, "valid_count", dtype=torch.int64),
         order=valid if are_skipped else None,
-        valid=valid if region.loss.ignores_rows and not are_skipped else None,
+        valid=valid if _ignores_rows(region) and not are_skipped else None,
     )
 
 
@@ -323,7 +337,7 @@ def _valid_first(valid: Tensor) -> Tensor:
 
 def _all_rows(region: Region, target: Tensor, valid_count: Tensor, valid: Tensor) -> Rows:
     total = target.shape[0]
-    if not region.loss.ignores_rows:
+    if not _ignores_rows(region):
         return Rows(total, total, target, valid_count)
     return Rows(total, total, torch.where(valid, target, 0), valid_count, valid=valid)
 

@@ -127,7 +127,7 @@ def _of_parts(region: Region, rows: Rows, chunk_rows: int | None) -> Rows:
         return PlannedRowsOfParts(rows.count, rows.total, rows.target, rows.valid_count, rows.order, rows.valid)
     target = region.operands.target.long()
     tokens = target.shape[0] // shard.ranks
-    valid = target != region.loss.ignore_index
+    valid = row_selection.are_valid(region, target)
     of_parts = valid.view(shard.ranks, tokens)
     # Without an order, either none is ignored or ignored rows are computed.
     count = tokens if rows.order is None else int(of_parts.sum(1).max())

@@ -34,37 +34,48 @@ def logits(
 def loss_and_outputs(
     logits: TensorProxy,
     target: TensorProxy,
-    weight: TensorProxy | None,
-    num_items: TensorProxy | float | None,
+    *,
     loss: Loss,
+    weight: TensorProxy | None,
+    token_weights: TensorProxy | None,
+    num_items: TensorProxy | float | None,
 ) -> tuple[TensorProxy, ...]:
     """The loss, () or (N,), and the outputs that it names; target is (N,) int64."""
     columns = logits.shape[1]
     if weight is not None and weight.shape[0] != columns:
         weight = weight[:columns]
-    if loss.is_plain and not loss.outputs and num_items is None and logits.numel:
+    is_plain = loss.is_plain and not loss.outputs and num_items is None and token_weights is None
+    if is_plain and logits.numel:
         # Executors have kernels for it. PyTorch refuses the backward of thunder's "sum"; that of an empty batch has no
         # gradient.
         reduction = "none" if loss.reduction == "sum" else loss.reduction
         value = ltorch.cross_entropy(logits, target, weight, ignore_index=loss.ignore_index, reduction=reduction)
         return (ltorch.sum(value) if loss.reduction == "sum" else value,)
     valid = ltorch.ne(target, loss.ignore_index)
+    if token_weights is not None:
+        token_weights = ltorch.to(ltorch.reshape(token_weights, (-1,)), logits.dtype)
+        valid = valid & ltorch.ne(token_weights, 0)
     column = ltorch.where(valid, target, 0)
     weight = None if weight is None else ltorch.to(weight, logits.dtype)
     weights = None if weight is None else RowWeights(ltorch.index_select(weight, 0, column), ltorch.sum(weight))
     row = _row(logits, column, weight, loss)
 
     z_divisor = divisor = count = ltorch.sum(ltorch.to(valid, logits.dtype))
+    if token_weights is not None:
+        z_divisor = divisor = ltorch.sum(ltorch.where(valid, token_weights, 0.0))
     if num_items is not None:
         if not isinstance(num_items, TensorProxy):
             num_items = ltorch.full((), num_items, device=logits.device, dtype=logits.dtype)
         num_items = ltorch.to(num_items, logits.dtype)
         z_divisor = divisor = ltorch.where(ltorch.eq(num_items, 0), float("inf"), num_items)
     elif weights is not None:
-        divisor = ltorch.sum(ltorch.where(valid, weights.at_target, 0.0))
+        at_target = weights.at_target if token_weights is None else weights.at_target * token_weights
+        divisor = ltorch.sum(ltorch.where(valid, at_target, 0.0))
     terms = [(loss.cross_entropy(row, weights, columns, exact=True), divisor)]
     if loss.z_loss:
         terms.append((loss.z_term(row), z_divisor))
+    if token_weights is not None:
+        terms = [(term * token_weights, divisor) for term, divisor in terms]
     value = loss.reduce([(ltorch.where(valid, term, 0.0), divisor) for term, divisor in terms])
 
     def output(name: str) -> TensorProxy:

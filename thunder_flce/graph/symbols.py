@@ -46,6 +46,7 @@ def linear_cross_entropy(
     linear_bias: TensorProxy | None = None,
     terms: Sequence[tuple[TensorProxy, TensorProxy]] = (),
     weight: TensorProxy | None = None,
+    token_weights: TensorProxy | None = None,
     num_items: TensorProxy | float | None = None,
     expected_gradient: TensorProxy | float | None = None,
     options: None = None,
@@ -64,7 +65,7 @@ def linear_cross_entropy(
     if vocab_parallel is not None:
         raise NotImplementedError(ONLY_EAGER)
     given: dict[str, Any] = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
-    given["expected_gradient"] = expected_gradient
+    given |= {"expected_gradient": expected_gradient, "token_weights": token_weights}
     check_linear_cross_entropy(input, linear_weight, target, **given, loss=loss)
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
@@ -72,7 +73,9 @@ def linear_cross_entropy(
     logits = decomposition.logits(linears, linear_bias, loss=loss, dtype=loss_dtype(input))
     flat_target = ltorch.reshape(target, (-1,))
     flat_target = converted(flat_target, dtypes.int64)
-    value, *others = decomposition.loss_and_outputs(logits, flat_target, weight, num_items, loss)
+    value, *others = decomposition.loss_and_outputs(
+        logits, flat_target, loss=loss, weight=weight, token_weights=token_weights, num_items=num_items
+    )
     value = value if dtype is None else converted(value, dtype)
     results = [ltorch.reshape(value, target.shape) if loss.reduction == "none" else value]
     # Reshaped in any case: thunder differentiates nothing of an operation that returns what was computed without grad.

@@ -15,7 +15,7 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.problem import Problem, TermShape
 
 POSITIONAL = ("input", "linear_weight", "target", "linear_bias")
-BY_NAME = ("weight", "num_items", "expected_gradient")
+BY_NAME = ("weight", "token_weights", "num_items", "expected_gradient")
 """Further tensors or numbers, None where they are not given."""
 
 
@@ -54,6 +54,7 @@ def region_problem(region: Mapping[str, Any], needs_grad: Collection[str], *, fl
         bias_grad="linear_bias" in needs_grad,
         has_class_weight=region["weight"] is not None,
         has_num_items=region["num_items"] is not None,
+        has_token_weights=region["token_weights"] is not None,
         has_expected_gradient=region["expected_gradient"] is not None,
         float32_logits=float32_logits,
     )

@@ -35,6 +35,7 @@ _LETTERS = {
     "target": "y",
     "linear_bias": "b",
     "weight": "w",
+    "token_weights": "w_t",
     "num_items": "num_items",
     "expected_gradient": "expected_gradient",
 }

@@ -23,7 +23,7 @@ from thunder_flce.graph.matching.losses import CrossEntropy, is_loss
 from thunder_flce.graph.matching.match import Found, Match, Result, find_matches
 from thunder_flce.graph.matching.reasons import NotFused, Reason
 from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
-from thunder_flce.graph.matching.upstream import factors_after
+from thunder_flce.graph.matching.upstream import WeightedSum, factors_after
 from thunder_flce.graph.rules import PlannedRegion, plan_region
 from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor, disable_autocast
 from thunder_flce.graph.trace_arguments import region_arguments, region_operands
@@ -162,14 +162,39 @@ class FuseLinearCrossEntropy(Transform):
 def _search(trace: TraceCtx) -> tuple[TraceIndex, list[Found]]:
     """What a trace computes from logits, and its index: with chunked losses merged, if these can all be fused."""
     merged, new_losses = merge_chunked_losses(trace)
-    if new_losses:
-        index = TraceIndex(merged)
+    index = TraceIndex(merged)
+    found = find_matches(index)
+    fused = {bsym.output.name for bsym, _, outcome in found if isinstance(outcome, Match)}
+    if not all(loss.name in fused for loss in new_losses):
+        index = TraceIndex(trace)
         found = find_matches(index)
-        fused = {bsym.output.name for bsym, _, outcome in found if isinstance(outcome, Match)}
-        if all(loss.name in fused for loss in new_losses):
-            return index, found
-    index = TraceIndex(trace)
-    return index, find_matches(index)
+    if (delayed := _delay_sums(index, found)) is not None:
+        index = TraceIndex(delayed)
+        found = find_matches(index)
+    return index, found
+
+
+def _delay_sums(index: TraceIndex, found: list[Found]) -> TraceCtx | None:
+    """Weighted sums of losses where they are first used, since a factor that follows may be computed in between.
+
+    # before                                              # after
+    total = ltorch.sum(weighted)                          count = ltorch.sum(weights)
+    count = ltorch.sum(weights)                           total = ltorch.sum(weighted)
+    loss = ltorch.true_divide(total, count)               loss = ltorch.true_divide(total, count)
+    """
+    weighted = [outcome.weighted for _, _, outcome in found if isinstance(outcome, Match)]
+    places = {id(sum_of_losses.place) for sum_of_losses in weighted if sum_of_losses is not None}
+    if not places:
+        return None
+    delayed = from_trace(index.trace)
+    waiting: dict[str, BoundSymbol] = {}
+    for bsym in index.bsyms:
+        delayed.bound_symbols += [waiting.pop(arg.name) for arg in bsym.flat_proxy_args if arg.name in waiting]
+        if id(bsym) in places:
+            waiting[bsym.output.name] = bsym
+        else:
+            delayed.bound_symbols.append(bsym)
+    return delayed
 
 
 class _Rewrite(TraceSubstitutionProcessor):
@@ -183,7 +208,7 @@ class _Rewrite(TraceSubstitutionProcessor):
         self._index, self._need_grad = index, index.need_grad
         self._plan, self._options = transform.plan, transform.options
         self._decisions = decisions
-        self._replaced = {id(result.bsym) for match in matches for result in match.results[1:]}
+        self._replaced = {id(bsym) for match in matches for bsym in match.replaced}
         self._missing = self._further_results()
         """The names of what no region has given yet, beside what it takes the place of, and of what depends on that."""
         self._waiting: list[BoundSymbol] = []
@@ -225,15 +250,21 @@ class _Rewrite(TraceSubstitutionProcessor):
         call, path = match.arguments, match.path
         (input, weight), *terms = (_operands(term, path) for term in path.terms)
         is_detached = path.bias is not None and path.carries_grad and not path.bias_carries_grad
+        results, reduction, token_weights = match.results, call.reduction, None
+        if match.weighted is not None:
+            # The region gives losses, and the sum may be one of log-probabilities: their negatives.
+            (first,) = results
+            token_weights = _token_weights(match.weighted, first.factor, symbols.loss_dtype(input), input)
+            results, reduction = (Result(match.place, match.place.output, "loss"),), "sum"
         loss = Loss(
-            reduction=call.reduction,
+            reduction=reduction,
             ignore_index=call.ignore_index,
             label_smoothing=call.label_smoothing,
             outputs=match.outputs,
             detached=_detached(match),
             **path.logit_map,
         )
-        loss_dtypes = [result.tensor.dtype for result in match.results if result.output == "loss"]
+        loss_dtypes = [result.tensor.dtype for result in results if result.output == "loss"]
         loss_dtype = loss_dtypes[0] if loss_dtypes else symbols.loss_dtype(input)
         region = region_arguments(
             input,
@@ -242,6 +273,7 @@ class _Rewrite(TraceSubstitutionProcessor):
             ltorch.detach(path.bias) if is_detached else path.bias,
             terms=tuple(terms),
             weight=call.weight,
+            token_weights=token_weights,
             dtype=None if loss_dtype == symbols.loss_dtype(input) else dtypes.to_strong_dtype(loss_dtype),
             **loss.non_defaults(),
         )
@@ -251,7 +283,7 @@ class _Rewrite(TraceSubstitutionProcessor):
         values = dict(zip(("loss", *match.outputs), given if match.outputs else (given,), strict=True))
         if match.reduced is not None:
             values["loss"] = _reduced(match.reduced, values["loss"])
-        return tuple(_result(result, values[result.output]) for result in match.results)
+        return tuple(_result(result, values[result.output]) for result in results)
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
         head, *others = path.terms
@@ -319,6 +351,16 @@ def _detached(match: Match) -> tuple[str, ...]:
     """The outputs that could have a gradient, but are not used where one flows."""
     used = {result.output for result in match.results if carries_grad(result.tensor)}
     return tuple(name for name in match.outputs if name in DIFFERENTIABLE_OUTPUTS and name not in used)
+
+
+def _token_weights(weighted: WeightedSum, sign: int, dtype: dtypes.dtype, input: TensorProxy) -> TensorProxy:
+    """What multiplies each row's loss, in the shape of the input's rows."""
+    weights, rows = weighted.weights(), input.shape[:-1]
+    weights = weights if sign == 1 else -weights
+    if not isinstance(weights, TensorProxy):
+        return ltorch.full(rows, weights, device=input.device, dtype=dtype)
+    weights = symbols.converted(weights, dtype)
+    return weights if weights.shape == rows else ltorch.reshape(weights, rows)
 
 
 def _labels(match: Match, input: TensorProxy) -> TensorProxy:

@@ -45,6 +45,7 @@ def check_linear_cross_entropy(
     linear_bias: Any,
     terms: Any = (),
     weight: Any,
+    token_weights: Any = None,
     num_items: Any,
     expected_gradient: Any,
     loss: Loss,
@@ -60,14 +61,13 @@ def check_linear_cross_entropy(
     """
     _check_pairs(terms)
     tensors = {**named_operands(input, linear_weight, linear_bias, terms), "target": target}
-    if weight is not None:
-        tensors["weight"] = weight
+    tensors |= {name: of for name, of in (("weight", weight), ("token_weights", token_weights)) if of is not None}
     numbers = {"num_items": num_items, "expected_gradient": expected_gradient}
     tensors |= {name: number for name, number in numbers.items() if _is_tensor(number)}
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, input)
     _check_shapes(tensors, vocab)
-    for name in ("weight", *numbers):
+    for name in ("weight", "token_weights", *numbers):
         if name in tensors and tensors[name].requires_grad:
             raise ValueError(f"{name} must not require a gradient: there is none with respect to it")
     check_loss(loss, linear_weight.shape[0] if vocab is None else vocab)
@@ -102,7 +102,7 @@ def _check_tensor(name: str, tensor: Any, input: Any) -> None:
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
     expected = {"target": INTEGERS, "num_items": (*INTEGERS, *FLOATS)}.get(name, FLOATS)
-    may_differ = name in ("target", "num_items", "expected_gradient")
+    may_differ = name in ("target", "token_weights", "num_items", "expected_gradient")
     dtype, of_input = dtype_name(tensor), dtype_name(input)
     if dtype not in expected:
         raise TypeError(f"{name} must have one of the dtypes {', '.join(expected)}, but got {dtype}")
@@ -132,6 +132,7 @@ def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
     of_columns = f"be (V,) = ({vocab},)"
     for name, expected, what in (
         ("target", tuple(rows), f"have input's shape without its last dimension, {tuple(rows)}"),
+        ("token_weights", tuple(rows), f"have target's shape, {tuple(rows)}"),
         ("linear_bias", (vocab,), of_columns),
         ("weight", (whole_vocab,), f"be (V,) = ({whole_vocab},)"),
         ("num_items", (), "be a number or a tensor without dimensions"),

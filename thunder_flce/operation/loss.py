@@ -17,6 +17,7 @@ none), label smoothing ε over K columns and z-loss ζ:
     z_term = ζ (m + l)²
     loss = (Σ cross_entropy) / D + (Σ z_term) / N     for "mean": D = Σ w_y, without class weights N; or both num_items
 
+Token weights multiply each row's cross_entropy and z_term; then D is the sum of their products with w_y, N their sum.
 The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, g_p and g_e the upstream gradients of a
 row's cross-entropy, z term, log-probability and entropy, the gradient of z is
 

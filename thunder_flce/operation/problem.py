@@ -37,6 +37,7 @@ class Problem:
     bias_grad: bool = False
     has_class_weight: bool = False
     has_num_items: bool = False
+    has_token_weights: bool = False
     has_expected_gradient: bool = False
     """Whether gradients in the forward are finished for another upstream gradient than 1."""
     float32_logits: bool = False

@@ -108,6 +108,7 @@ def _operands(problem: Problem, tape: Tape) -> Operands:
         target=_value(tape, "y", torch.int64, problem.tokens),
         loss=problem.loss,
         class_weight=_value(tape, "w", dtype, rows) if problem.has_class_weight else None,
+        token_weights=_value(tape, "w_t", torch.float32, problem.tokens) if problem.has_token_weights else None,
         num_items=_value(tape, "num_items", dtype) if problem.has_num_items else None,
         expected_gradient=_value(tape, "expected_gradient", dtype) if problem.has_expected_gradient else None,
         bias_grad=problem.bias_grad,

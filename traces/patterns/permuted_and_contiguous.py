@@ -4,11 +4,11 @@
 #     def permuted_and_contiguous(hidden, weight, labels):
 #         return F.cross_entropy(F.linear(hidden, weight).permute(0, 2, 1).contiguous(), labels, reduction="none").mean()
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t1: f32[8192], 32,768 bytes
-#     t2: f32[8192], 32,768 bytes
-#     t3: i64[], 8 bytes
+#     t4: i64[], 8 bytes
+#     t5: f32[2, 4096, 4096], 134,217,728 bytes
+#     t6: f32[128256, 4096], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -22,33 +22,31 @@ def computation(hidden, weight, labels):
   # labels: "cpu i64[2, 4096]"
 
   # return F.cross_entropy(F.linear(hidden, weight).permute(0, 2, 1).contiguous(), labels, reduction="none").mean()
-  (t0, t1, t2, t3) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = labels
-    # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[]
-    # valid, valid_count = y != -100, sum(y != -100)                                    PyTorch
-    # x, y = x[valid], y[valid]                                                         PyTorch
+  t0 = torch.full((2, 4096), 0.0001220703125, device=torch.device("cpu"), dtype=torch.float32)  # t0: "cpu f32[2, 4096]"
+  (t1, t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65, token_weights=t0)
+    # x = hidden, W = weight, y = labels, w_t = t0
+    # loss = t1: f32[], row_max = t2: f32[8192], row_log_sum = t3: f32[8192], valid_count = t4: i64[], dX = t5: f32[2, 4096, 4096], dW = t6: f32[128256, 4096]
+    # valid, valid_count = (y != -100) & (w_t != 0), sum((y != -100) & (w_t != 0))                                        PyTorch
+    # x, y = x[valid], y[valid]                                                                                           PyTorch
+    # w_t f32[8192] = w_t[valid]                                                                                          PyTorch
+    # s f32[8192] = 1 * w_t                                                                                               PyTorch
     # for each chunk of 65 (126 times) and 2 tokens:
-    #   logits f32[C, 128256] = x[chunk] @ W.t()                                        PyTorch
-    #   logits_y f32[C] = logits[y[chunk]]                                              PyTorch
-    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))  PyTorch
-    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)            PyTorch
-    # loss f32[8192] = scatter(cross_entropy)                                           PyTorch
-    # row_max f32[8192] = scatter(row_max)                                              PyTorch
-    # row_log_sum f32[8192] = scatter(row_log_sum)                                      PyTorch
-  t4 = shallow_copy(t0)  # t4: "cpu f32[2, 4096]"
-  del t0
-  t5 = torch.sum(t4, (0, 1))  # t5: "cpu f32[]"
-  del t4
-  t6 = torch_div_prim_impl(t5, 8192.0)  # t6: "cpu f32[]"
-  del t5
-  t7 = shallow_copy(t6)  # t7: "cpu f32[]"
-  del t6
-  return {'output': (t7,), 'flat_args': [hidden, weight, labels], 'flat_output': (t7,)}, ((hidden, weight, labels, t1, t2, t3), ())
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
+    #   row_max, row_log_sum, logits_y f32[C] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
+    # cross_entropy f32[8192] = (row_log_sum - minimum(logits_y - row_max, 0)) * w_t                                      PyTorch
+    # loss f32[] = sum(cross_entropy)                                                                                     PyTorch
+    # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
+    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
+    # dX f32[8192, 4096] = scatter(dX)                                                                                    PyTorch
+  del t2, t3, t0
+  return {'output': (t1,), 'flat_args': [hidden, weight, labels], 'flat_output': (t1,)}, ((t4, t5, t6), ())
 
 
 # Constructed by Delete Last Used
 import torch
-from torch import Tensor
 from thunder.executors.torchex import no_autocast
 
 @torch.no_grad()
@@ -62,42 +60,18 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t8, = cotangents
-  # t8: "cpu f32[]"
+  t7, = cotangents
+  # t7: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, weight, labels, t1, t2, t3, = C0
-  # hidden: "cpu f32[2, 4096, 4096]"
-  # weight: "cpu f32[128256, 4096]"
-  # labels: "cpu i64[2, 4096]"
-  # t1: "cpu f32[8192]"
-  # t2: "cpu f32[8192]"
-  # t3: "cpu i64[]"
+  t4, t5, t6, = C0
+  # t4: "cpu i64[]"
+  # t5: "cpu f32[2, 4096, 4096]"
+  # t6: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  t9 = torch.true_divide(t8, 8192.0)  # t9: "cpu f32[]"
-  del t8
-  t10 = torch.unsqueeze(t9, 0)  # t10: "cpu f32[1]"
-  del t9
-  t11 = torch.unsqueeze(t10, 1)  # t11: "cpu f32[1, 1]"
-  del t10
-  t12 = Tensor.expand(t11, [1, 1])  # t12: "cpu f32[1, 1]"
-  del t11
-  t13 = Tensor.expand(t12, (2, 4096))  # t13: "cpu f32[2, 4096]"
-  del t12
-  (t14, t15) = linear_cross_entropy_bwd(t13, hidden, weight, labels, None, t1, t2, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = labels, grad = t13, row_max = t1, row_log_sum = t2
-    # dX = t14: f32[2, 4096, 4096], dW = t15: f32[128256, 4096]
-    # valid, valid_count = y != -100, sum(y != -100)                                               PyTorch
-    # x, y = x[valid], y[valid]                                                                    PyTorch
-    # s f32[8192] = grad[valid]                                                                    PyTorch
-    # row_max f32[8192] = row_max[valid]                                                           PyTorch
-    # row_log_sum f32[8192] = row_log_sum[valid]                                                   PyTorch
-    # for each block of 1024 (125 times) and 256 columns of the vocabulary:
-    #   logits f32[8192, K] = x @ W[block].t()                                                     PyTorch
-    #   dlogits f32[8192, K] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  PyTorch
-    #   dX f32[8192, 4096] += dlogits @ W[block]                                                   PyTorch
-    #   dW[block] f32[K, 4096] = dlogits.t() @ x                                                   PyTorch
-    # dX f32[8192, 4096] = scatter(dX)                                                             PyTorch
-  del t13, hidden, weight, labels, t1, t2, t3
-  return (t14, t15, None)
+  (t8, t9) = scale_gradients(t7, t4, t5, t6)
+    # t5 f32[2, 4096, 4096] = t5 * where(t4 == 0, 0, t7)  (skipped where that is 1)  PyTorch
+    # t6 f32[128256, 4096] = t6 * where(t4 == 0, 0, t7)  (skipped where that is 1)   PyTorch
+  del t7, t4, t5, t6
+  return (t8, t9, None)

@@ -25,6 +25,7 @@ from thunder_flce.graph.matching.readings import (
 )
 from thunder_flce.graph.matching.reasons import NotFused, Reason
 from thunder_flce.graph.matching.trace_index import TraceIndex, is_static, tensors_written
+from thunder_flce.graph.matching.upstream import WeightedSum, weighted_sum
 from thunder_flce.operation.loss import NOTHING_IGNORED
 
 
@@ -56,13 +57,21 @@ class Match:
     """The region takes the place of the first. The others can be computed with it."""
     wraps_labels: bool = False
     """Whether labels from -V to -1 count from the end."""
+    weighted: WeightedSum | None = None
+    """What the program makes of the losses of all rows, where the region gives that."""
     reduced: CrossEntropy | None = None
     """The cross-entropy that is made of the losses of all rows, where the region gives these."""
 
     @property
     def place(self) -> BoundSymbol:
         """Where the region will be."""
-        return self.results[0].bsym
+        return self.results[0].bsym if self.weighted is None else self.weighted.place
+
+    @property
+    def replaced(self) -> list[BoundSymbol]:
+        """What the program need not compute any more, beside what the region takes the place of."""
+        inner = () if self.weighted is None else self.weighted.inner
+        return [*inner, *(result.bsym for result in self.results[1:])]
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -292,11 +301,16 @@ class _Candidate:
         )
         output = "valid_argmax" if is_accuracy else "argmax"
         argmaxes = [argmax._replace(output=output) for argmax in self.own_argmaxes]
+        results = (self.result, *(member.result for member in self.members), *argmaxes)
+        # With weights of 0, rows are left out, of which nothing else can be asked then.
+        has_losses = len(results) == 1 and arguments.reduction == "none" and not self.result.is_exponential
+        is_alone = has_losses and self.result.output == "loss" and path.carries_grad
         return Match(
             kind=self.kind,
             path=path,
             arguments=arguments,
-            results=(self.result, *(member.result for member in self.members), *argmaxes),
+            results=results,
+            weighted=weighted_sum(self.bsym, self.paths[0][0].tensor, index) if is_alone else None,
             wraps_labels=self.reading is not None and self.reading.wraps_labels,
             reduced=reduced,
         )

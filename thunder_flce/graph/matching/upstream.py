@@ -1,9 +1,12 @@
 """The upstream gradient that a loss will have, as far as a trace says it: the factors that follow the loss."""
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import thunder.torch as ltorch
-from thunder.core import prims
+from thunder.core import dtypes, prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
@@ -40,6 +43,107 @@ def factors_after(loss: BoundSymbol, index: TraceIndex) -> list[tuple[TensorProx
             break
         tensor = user.output
     return factors
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedSum:
+    """A sum of the losses of all rows, each times a factor that is known before: a number, or one that exists."""
+
+    place: BoundSymbol
+    """What computes the sum."""
+    inner: tuple[BoundSymbol, ...]
+    """The operations between the losses and `place`."""
+    steps: "tuple[_Step, ...]"
+
+    def weights(self) -> TensorProxy | float:
+        """What multiplies each row's loss: its gradient, from that of the sum. Adds operations to the trace."""
+        grad: TensorProxy | float = 1.0
+        for step in reversed(self.steps):
+            grad = step.pull_back(grad)
+            if isinstance(grad, TensorProxy) and tuple(grad.shape) != step.shape:
+                grad = ltorch.expand(grad, step.shape)
+        return grad
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """One linear operation."""
+
+    shape: tuple[int, ...]
+    """Of its operand."""
+    pull_back: Callable[[TensorProxy | float], TensorProxy | float]
+    """From the gradient of its result to that of its operand, as far as that is not the same for all elements."""
+
+
+def weighted_sum(losses: BoundSymbol, logits: TensorProxy, index: TraceIndex) -> WeightedSum | None:
+    """What becomes of the losses of rows, or of log-probabilities, in programs such as `(losses * w).sum() / w.sum()`.
+
+    Args:
+        losses: what computes them.
+        logits: what the factors must not depend on.
+        index: of the trace.
+
+    Returns:
+        None where that is not a sum, or where a factor is not known before the losses.
+    """
+    bsyms, steps, tensor = [losses], [], losses.output
+    while tensor.ndim > 0:
+        users = index.users(tensor)
+        step = _linear_step(users[0], tensor, logits, index) if len(users) == 1 else None
+        if step is None:
+            return None
+        bsyms.append(users[0])
+        steps.append(step)
+        tensor = users[0].output
+    return WeightedSum(bsyms[-1], tuple(bsyms[:-1]), tuple(steps)) if steps else None
+
+
+def _linear_step(user: BoundSymbol, tensor: TensorProxy, logits: TensorProxy, index: TraceIndex) -> _Step | None:
+    shape, kind = tuple(tensor.shape), user.sym.id
+    if not isinstance(user.output, TensorProxy) or not carries_grad(user.output):
+        return None
+    if kind == ltorch.neg.id:
+        return _Step(shape, lambda grad: -grad)
+    if kind in COPIES | RESHAPES and user.output.numel == tensor.numel:
+        return _Step(shape, lambda grad: ltorch.reshape(grad, shape) if isinstance(grad, TensorProxy) else grad)
+    if kind in (ltorch.sum.id, ltorch.mean.id):
+        divisor = math.prod(shape) // user.output.numel if kind == ltorch.mean.id else 1
+        dimensions = _reduced(user, tensor)
+        kept = tuple(1 if at in dimensions else size for at, size in enumerate(shape))
+
+        def spread(grad: TensorProxy | float) -> TensorProxy | float:
+            grad = grad / divisor if divisor != 1 else grad
+            return ltorch.reshape(grad, kept) if isinstance(grad, TensorProxy) else grad
+
+        return _Step(shape, spread)
+    others = [arg for arg in user.args if not (isinstance(arg, Proxy) and arg.name == tensor.name)]
+    is_divided = kind in _DIVISIONS and isinstance(user.args[0], Proxy) and user.args[0].name == tensor.name
+    is_product = (kind == ltorch.mul.id or is_divided) and user.kwargs.get("rounding_mode") is None
+    if not is_product or len(others) != 1 or tuple(user.output.shape) != shape:
+        return None
+    factor = others[0]
+    if isinstance(factor, TensorProxy):
+        if factor.name in index.need_grad or index.derives_from(factor, logits):
+            return None
+    elif not isinstance(factor, int | float) or isinstance(factor, Proxy) or (is_divided and factor == 0):
+        return None
+
+    def multiplied(grad: TensorProxy | float) -> TensorProxy | float:
+        given = ltorch.to(ltorch.detach(factor), row_dtype) if isinstance(factor, TensorProxy) else factor
+        if is_divided:
+            return ltorch.true_divide(grad, given) if isinstance(given, TensorProxy) else grad / given
+        return given if isinstance(grad, float) and grad == 1 else grad * given
+
+    row_dtype = dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
+    return _Step(shape, multiplied)
+
+
+def _reduced(reduction: BoundSymbol, tensor: TensorProxy) -> set[int]:
+    """The dimensions that a sum or a mean is over."""
+    given = [*reduction.args[1:], reduction.kwargs.get("dim")][0]
+    if given is None or given == ():
+        return set(range(tensor.ndim))
+    return {dimension % tensor.ndim for dimension in (given if isinstance(given, list | tuple) else (given,))}
 
 
 def _passes_gradient_on(user: BoundSymbol) -> bool:

@@ -1,0 +1,183 @@
+"""Weights of single tokens, known before the loss: gradients in the forward all the same."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+import test_patterns  # noqa: F401 (finds traces/patterns.py)
+import thunder_flce
+from front_ends import FRONT_ENDS
+from test_readings import regions
+from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
+
+B, T, H, V = 3, 10, 16, 50
+WEIGHTS = torch.rand(B, T, generator=torch.Generator().manual_seed(0)) + 0.1
+WEIGHTS[0, :4] = 0
+CLASS_WEIGHT = torch.linspace(0.1, 2, V)
+
+
+def operands(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(B, T, H, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(V, H, generator=generator).mul(0.3).to(dtype).requires_grad_()
+    labels = torch.randint(V, (B, T), generator=generator)
+    labels[1, 5:] = -100
+    return hidden, weight, labels
+
+
+def exact(hidden, weight, labels, *, reduction, class_weights=False, z_loss=0.0, smoothing=0.0, num_items=None):
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    class_weight = CLASS_WEIGHT.to(logits.dtype) if class_weights else None
+    settings = {"label_smoothing": smoothing, "reduction": "none"}
+    losses = F.cross_entropy(logits, labels.flatten(), class_weight, **settings).view(labels.shape)
+    valid, weights = labels != -100, WEIGHTS.to(logits.dtype)
+    z = z_loss * logits.logsumexp(-1).square().view(labels.shape) * valid
+    losses, z = losses * weights, z * weights
+    if reduction == "none":
+        return losses + z
+    if reduction == "sum":
+        return losses.sum() + z.sum()
+    at_target = 1 if class_weight is None else class_weight[labels.clamp(min=0)]
+    if num_items is not None:
+        return (losses.sum() + z.sum()) / num_items
+    return losses.sum() / (weights * at_target * valid).sum() + z.sum() / (weights * valid).sum()
+
+
+def ours(hidden, weight, labels, *, class_weights=False, smoothing=0.0, **settings):
+    settings |= {"token_weights": WEIGHTS, "weight": CLASS_WEIGHT if class_weights else None}
+    return linear_cross_entropy(hidden, weight, labels, label_smoothing=smoothing, **settings)
+
+
+CASES = {
+    "mean": {"reduction": "mean"},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "num_items": {"reduction": "mean", "num_items": 7.0, "z_loss": 0.01},
+    "everything": {"reduction": "mean", "class_weights": True, "z_loss": 0.01, "smoothing": 0.1},
+}
+WAYS = {
+    "eager": lambda function: function,
+    "computed": lambda function: lambda *a: function(*a, options=Options(ignored_rows="compute", chunk_rows=7)),
+    "in backward": lambda function: lambda *a: function(*a, options=Options(strategy="recompute_logits")),
+    "thunder": thunder_flce.jit,
+    "decomposition": thunder.jit,
+    "torch.compile": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("way", WAYS)
+def test_function(way, settings):
+    torch._dynamo.reset()
+    tensors = operands()
+    loss = WAYS[way](lambda *a, **given: ours(*a, **settings, **given))(*tensors)
+    right = exact(*tensors, **settings)
+    torch.testing.assert_close(loss, right)
+    upstream = torch.randn(right.shape)
+    got, right = (torch.autograd.grad(result, tensors[:2], upstream) for result in (loss, right))
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+
+
+def weighted_mean(hidden, weight, labels, w):
+    losses = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * w.view(-1)).sum() / w.sum()
+
+
+def masked_log_probs(hidden, weight, labels, w):
+    """GRPO's and DAPO's way to average: over each sequence, then over sequences."""
+    tokens, mask = labels.clamp(min=0), (w > 0) & (labels != -100)
+    log_probs = F.linear(hidden, weight).float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    return -((log_probs * mask).sum(-1) / mask.sum(-1)).mean()
+
+
+def weighted_sequences(hidden, weight, labels, w):
+    logits = F.linear(hidden, weight).transpose(1, 2)
+    of_sequences = F.cross_entropy(logits, labels, reduction="none").mean(dim=1, keepdim=True)
+    return (0.5 * of_sequences * w[:, :1] / 3).sum()
+
+
+def mean_of_losses(hidden, weight, labels, w):
+    return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="none").mean() * 2
+
+
+SUMS = (weighted_mean, masked_log_probs, weighted_sequences, mean_of_losses)
+
+
+@pytest.mark.parametrize("program", SUMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("compiled", FRONT_ENDS.values(), ids=FRONT_ENDS)
+def test_found_in_a_trace(compiled, program):
+    """Any upstream gradient is right, and the trace's own factors need no second rounding."""
+    tensors = (*operands(), WEIGHTS)
+    jitted = compiled(program, strict=True)
+    loss, right = jitted(*tensors), program(*tensors)
+    torch.testing.assert_close(loss, right)
+    for upstream in (1.0, -0.3):
+        grad = torch.tensor(upstream)
+        got, expected = (torch.autograd.grad(of, tensors[:2], grad, retain_graph=True) for of in (loss, right))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    if compiled is thunder_flce.jit:
+        (region,) = regions(jitted)
+        assert (region["strategy"], region["reduction"]) == ("gradients_in_forward", "sum")
+        assert "token_weights" in region
+        assert ("expected_gradient" in region) == (program is not weighted_sequences)
+
+
+def of_the_logits(hidden, weight, labels, w):
+    """Such as DFT weights tokens."""
+    losses = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * torch.exp(-losses.detach())).sum()
+
+
+def trained(hidden, weight, labels, w):
+    losses = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * (hidden.mean(-1).flatten() * w.view(-1))).sum()
+
+
+def not_linear(hidden, weight, labels, w):
+    losses = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * w.view(-1)).square().sum()
+
+
+def used_twice(hidden, weight, labels, w):
+    losses = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * w.view(-1)).sum() + losses.square().sum()
+
+
+def spread(hidden, weight, labels, w):
+    losses = F.cross_entropy(F.linear(hidden, weight)[:, 0], labels[:, 0], reduction="none")
+    return (losses * w.t()).sum()
+
+
+@pytest.mark.parametrize(
+    "program", [of_the_logits, trained, not_linear, used_twice, spread], ids=lambda program: program.__name__
+)
+def test_what_is_no_factor(program):
+    tensors = (*operands(), WEIGHTS)
+    jitted = thunder_flce.jit(program)
+    got, right = (torch.autograd.grad(f(*tensors), tensors[:2]) for f in (jitted, program))
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+    assert [region["reduction"] for region in regions(jitted)] == ["none"]
+
+
+def test_module():
+    hidden, weight, labels = operands()
+    module = LinearCrossEntropyLoss(H, V)
+    module.weight = torch.nn.Parameter(weight.detach())
+    loss = module(hidden, labels, token_weights=WEIGHTS)
+    torch.testing.assert_close(loss, exact(hidden, weight, labels, reduction="mean"))
+
+
+@pytest.mark.parametrize(
+    ("weights", "kind", "message"),
+    [
+        (WEIGHTS[0], ValueError, r"token_weights must have target's shape, \(3, 10\), but got \(10,\)"),
+        (WEIGHTS > 0, TypeError, "token_weights must have one of the dtypes"),
+        (WEIGHTS.clone().requires_grad_(), ValueError, "token_weights must not require a gradient"),
+        (1.0, TypeError, "token_weights must be a tensor, but got float"),
+    ],
+)
+def test_bad_input(weights, kind, message):
+    hidden, weight, labels = operands()
+    with pytest.raises(kind, match=message):
+        linear_cross_entropy(hidden, weight, labels, token_weights=weights)
