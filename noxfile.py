@@ -2,7 +2,7 @@
 
     nox --list                                      the sessions
     nox -s "matrix(python 3.11, torch 2.8)"         one of them
-    nox -k nvFuser -- --numprocesses 0              some of them, with other arguments for pytest
+    nox -k transformers -- --numprocesses 0         some of them, with other arguments for pytest
 
 A session takes 5 minutes or so and 7 GB, most of them for PyTorch. Where its tests pass, its environment is deleted.
 A session whose Python is not installed is skipped, with a warning.
@@ -10,14 +10,18 @@ A session whose Python is not installed is skipped, with a warning.
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import nox
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-OLDEST_TORCH, *BETWEEN, NEWEST_TORCH = ("2.8", "2.9", "2.10", "2.11")
+OLDEST_TORCH, *BETWEEN, NEWEST_TORCH = ("2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
+NEWEST_TORCH_OF = {"3.10": "2.14"}
+"""Where it is another one."""
 NVFUSER_PYTHONS, NVFUSER_TORCH = ("3.10", "3.12"), "2.10"
 """What the extra `nvfuser` has wheels for."""
+THUNDER, NIGHTLY = "0.2.6", "0.2.7.dev20260201"
 
 # Whole files: imports, the numbers, thunder.jit, thunderfx, the operators, real models, the plan, and the kernels
 # in Triton's interpreter.
@@ -29,15 +33,49 @@ SHORT_SUITE = [
     )
 ]
 
-VERSIONS = [
-    *((python, torch, False) for python in PYTHONS for torch in (OLDEST_TORCH, NEWEST_TORCH)),
-    *(("3.12", torch, False) for torch in BETWEEN),
-    *((python, NVFUSER_TORCH, True) for python in NVFUSER_PYTHONS),
-]
-SESSIONS = [
-    nox.param(*versions, id=f"python {versions[0]}, torch {versions[1]}{', nvFuser' if versions[2] else ''}")
-    for versions in VERSIONS
-]
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """What a session installs."""
+
+    torch: str
+    thunder: str = THUNDER
+    nvfuser: bool = False
+    transformers: str | None = None
+    """None for the one that `thunder.jit` traces, beside litgpt: pyproject.toml has both."""
+
+    def __str__(self) -> str:
+        others = {
+            f"thunder {self.thunder}": self.thunder != THUNDER,
+            "nvFuser": self.nvfuser,
+            f"transformers {self.transformers}": self.transformers,
+        }
+        return ", ".join([f"torch {self.torch}", *(name for name, is_named in others.items() if is_named)])
+
+
+def _parameters(*sessions: tuple[str, Versions]) -> list[object]:
+    return [nox.param(*session, id=f"python {session[0]}, {session[1]}") for session in sessions]
+
+
+MATRIX = _parameters(
+    *((python, Versions(torch=OLDEST_TORCH)) for python in PYTHONS),
+    *((python, Versions(torch=NEWEST_TORCH_OF.get(python, NEWEST_TORCH))) for python in PYTHONS),
+    *(("3.11", Versions(torch=torch)) for torch in BETWEEN),
+    *((python, Versions(torch=NVFUSER_TORCH, nvfuser=True)) for python in NVFUSER_PYTHONS),
+    *(("3.12", Versions(torch=torch, thunder=NIGHTLY)) for torch in (NVFUSER_TORCH, NEWEST_TORCH)),
+)
+MODELS = _parameters(
+    *(
+        ("3.12", Versions(torch=torch, thunder=thunder, transformers=transformers))
+        for torch, thunder, transformers in (
+            ("2.10", THUNDER, "4.57.6"),
+            ("2.11", THUNDER, "5.9.0"),
+            (NEWEST_TORCH, THUNDER, "5.23.0"),
+            ("2.10", NIGHTLY, "4.57.6"),
+            (NEWEST_TORCH, NIGHTLY, "5.23.0"),
+        )
+    )
+)
 
 nox.options.error_on_missing_interpreters = False
 nox.needs_version = ">=2025.2.9"
@@ -48,12 +86,31 @@ for folder in Path.home().glob(".pyenv/versions/3.*/bin"):
 
 
 @nox.session
-@nox.parametrize("python, torch, nvfuser", SESSIONS)
-def matrix(session: nox.Session, torch: str, nvfuser: bool) -> None:
-    """Installs the package and runs the short suite."""
-    session.install(f"torch=={torch}.*", ".[test,nvfuser]" if nvfuser else ".[test]")
+@nox.parametrize("python, versions", MATRIX)
+def matrix(session: nox.Session, versions: Versions) -> None:
+    """The short suite, with the models that `thunder.jit` traces."""
+    _install(session, versions, extras=["examples", "test"])
+    _test(session, *SHORT_SUITE)
+
+
+@nox.session
+@nox.parametrize("python, versions", MODELS)
+def models(session: nox.Session, versions: Versions) -> None:
+    """The zoo and the Trainer with newer versions of transformers, which litgpt cannot be installed beside."""
+    _install(session, versions, extras=["test"])
+    session.install(f"transformers=={versions.transformers}", "accelerate", "tqdm")
+    _test(session, "tests/test_model_zoo.py", "tests/test_examples.py")
+
+
+def _install(session: nox.Session, versions: Versions, *, extras: list[str]) -> None:
+    extras = [*extras, "nvfuser"] if versions.nvfuser else extras
+    session.install(f"torch=={versions.torch}.*", f"lightning-thunder=={versions.thunder}", f".[{','.join(extras)}]")
     session.run("python", "-c", "import torch, thunder_flce; print(torch.__version__, thunder_flce.__file__)")
+
+
+def _test(session: nox.Session, *files: str) -> None:
+    """Deletes the environment where the tests pass."""
     # The command, not `python -m pytest`: that would put the checkout before the package that is installed.
     arguments = session.posargs or ["--numprocesses", "auto", "--maxprocesses", "8"]
-    session.run("pytest", *SHORT_SUITE, "-q", *arguments, env={"GOMP_SPINCOUNT": "10000"})
+    session.run("pytest", *files, "-q", *arguments, env={"GOMP_SPINCOUNT": "10000"})
     shutil.rmtree(session.virtualenv.location, ignore_errors=True)

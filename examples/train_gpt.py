@@ -21,6 +21,7 @@ from pathlib import Path
 os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # The profiler complains of GPUs that are not there.
 warnings.filterwarnings("ignore", message="transformer_engine module not found")
 
+import thunder_flce  # isort: skip  # With torch 2.13 or newer, thunder can be imported after it only.
 import thunder
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import thunder_flce
 from show_traces import loss_region, print_side_by_side
 from thunder_flce.bench.measuring import TOTAL, Mark, peak_bytes
 from thunder_flce.execution.row_kernels.dispatch import is_installed

@@ -1,5 +1,8 @@
 """What every test gets: a seed, devices, poisoned memory and an unchanged registry."""
 
+# First, as users with torch 2.13 or newer have to: without it, they cannot import thunder.
+import thunder_flce  # noqa: F401 # isort: skip
+
 import pytest
 import thunder
 import torch

@@ -784,11 +784,6 @@ MUTATIONS = [
         "graph/matching/match.py",
         ("mask", "if id(user) not in passed and id(user) not in owners:", "if False:"),
         ("mask", "return theirs.labels is None and theirs.path.carries_grad and", "return theirs.labels is None and"),
-        (
-            "index",
-            'ignore_index=NOTHING_IGNORED, reduction="none")\n        assert',
-            'reduction="none")\n        assert',
-        ),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(
@@ -865,6 +860,18 @@ MUTATIONS = [
         tests=("tests/test_modules.py",),
     ),
     *_of(
+        "graph/thunder_private.py",
+        ("mask", "_use_lazy_graph_module(False)(", "_use_lazy_graph_module(True)("),
+        tests=("tests/test_fx.py::test_graphs_have_their_code",),
+    ),
+    *_of(
+        "compatibility.py",
+        ("mask", "if not hasattr(torch.Tensor, name):", "if hasattr(torch.Tensor, name):"),
+        ("mask", 'if not hasattr(Function.apply, "__func__"):', "if False:"),
+        ("index", "builtin.__get__(None, cls)", "builtin.__get__(None, Function)"),
+        tests=("tests/test_imports.py",),
+    ),
+    *_of(
         "__init__.py",
         ("mask", "except Exception as error:", "except ZeroDivisionError as error:"),
         tests=("tests/test_imports.py",),
@@ -876,6 +883,49 @@ MUTATIONS = [
         ("mask", "ops.where(valid, loss, zero)", "loss"),
         ("index", "_scalar(fd, 0), _scalar(fd, 1), dtype", "_scalar(fd, 0), _scalar(fd, 2), dtype"),
         tests=(NVFUSER,),
+    ),
+    *_of(
+        "bench/shapes.py",
+        ("sign", "noise - log_frequency[drawn]", "noise + log_frequency[drawn]"),
+        ("sign", "log_frequency = -(ranks.log() +", "log_frequency = (ranks.log() +"),
+        ("divisor", "(log_frequency / 256)[:, None]", "log_frequency[:, None]"),
+        ("mask", "torch.where(self.target < 0, self.target, drawn)", "drawn"),
+        tests=("tests/test_bench.py::test_peaked_data",),
+    ),
+    *_of(
+        "bench/reference.py",
+        ("sign", "torch.full_like(targets, -1, dtype=dtype)", "torch.full_like(targets, 1, dtype=dtype)"),
+        ("divisor", "valid[chunk, None] / valid.sum().to(dtype)", "valid[chunk, None]"),
+        ("index", "chunk.dlogits[:, :vocab]", "chunk.dlogits[:, -vocab:]"),
+        tests=("tests/test_bench.py::test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss",),
+    ),
+    *_of(
+        "bench/energy.py",
+        ("divisor", "(last - first) / 1e3 / (end - start)", "(last - first) / (end - start)"),
+        ("index", "self._moves[0], self._moves[-1]", "self._moves[0], self._moves[1]"),
+        tests=("tests/test_bench.py::test_power_between_moves_of_the_counter",),
+    ),
+    *_of(
+        "bench/measuring.py",
+        ("divisor", "statistics.mean(self.watts) * total_ms / 1e3", "statistics.mean(self.watts) * total_ms"),
+        ("mask", "[] if watts is None else [watts]", "[watts or 0]"),
+        tests=("tests/test_bench.py::test_energy_of_a_call",),
+    ),
+    *_of(
+        "bench/soak.py",
+        ("index", "zip(held[-1], held[1], strict=True)", "zip(held[1], held[1], strict=True)"),
+        ("index", "(number * COUNTS + place, what)", "(number * COUNTS, what)"),
+        ("mask", "device=target.device) < ignored", "device=target.device) > 1"),
+        tests=(
+            "tests/test_bench.py::test_a_soak_of_a_method_that_grows",
+            "tests/test_bench.py::test_a_soak_counts_compilations",
+        ),
+    ),
+    *_of(
+        "bench/convergence.py",
+        ("index", "target=sequences[:, 1:].flatten()", "target=sequences[:, :-1].flatten()"),
+        ("sign", "0.55 + 0.45 * math.cos", "0.55 - 0.45 * math.cos"),
+        tests=("tests/test_bench.py::test_what_is_trained_on",),
     ),
 ]
 

@@ -13,11 +13,14 @@ import thunder
 import torch
 import torch.nn.functional as F
 
+import thunder_flce
 from thunder_flce.__main__ import main
 from thunder_flce.bench import (
     chunked_loop,
     cli,
+    convergence,
     distributed,
+    energy,
     kernels,
     measuring,
     methods,
@@ -25,6 +28,7 @@ from thunder_flce.bench import (
     predictions,
     records,
     regions,
+    soak,
 )
 from thunder_flce.bench.measuring import (
     TOTAL,
@@ -39,10 +43,11 @@ from thunder_flce.bench.measuring import (
 )
 from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
 from thunder_flce.bench.profiling import slug
-from thunder_flce.bench.reference import make_reference, relative_error
+from thunder_flce.bench.reference import make_reference, relative_error, three_matmuls
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
 from thunder_flce.execution.matmul.tuning import Tuning
 from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
+from thunder_flce.functional import linear_cross_entropy
 
 pytest.importorskip("rich", reason="needs the extra 'bench'")
 image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'")
@@ -346,6 +351,105 @@ def test_models_that_are_not_installed_say_so(tmp_path, monkeypatch):
     assert all("the extra 'examples'" in row["failed"] for row in rows)
 
 
+def test_convergence_and_its_figure(tmp_path):
+    """Runs of one seed begin alike; the loss falls; on a CPU, all methods round the same dlogits."""
+    for package in ("litgpt", "tokenizers"):
+        pytest.importorskip(package, reason="needs the extra 'examples'")
+    path, folder = tmp_path / "results.jsonl", tmp_path / "figures"
+    options = [
+        "--device",
+        "cpu",
+        "--seeds",
+        "0",
+        "1",
+        "--steps",
+        "20",
+        "--methods",
+        "eager",
+        "flce",
+        "--json",
+        str(path),
+    ]
+    assert main(["bench", "convergence", *options]) == 0
+    rows = {(row["method"], row["seed"]): row for row in records.read([path])}
+    assert list(rows) == [("eager", 0), ("flce", 0), ("eager", 1), ("flce", 1)]
+    for row in rows.values():
+        assert (row["model"], row["steps"], row["tokens"], row["vocab"]) == ("tiny", 20, 128, 512)
+        assert row["parameters"] == 2 * 512 * 32 + 4 * 32**2 + 3 * 32 * 64 + 3 * 32
+        assert 6.3 > row["losses"][0] > row["losses"][1] and len(row["losses"]) == 2
+        assert row["final_loss"] == pytest.approx(sum(row["losses"]) / 2, rel=1e-5)
+        assert row["time_ms"] > 0 and row["held_out_loss"] < 6.2
+    for seed in (0, 1):
+        eager, flce = rows["eager", seed], rows["flce", seed]
+        assert flce["losses"] == pytest.approx(eager["losses"], abs=0.01)
+        assert flce["held_out_loss"] == pytest.approx(eager["held_out_loss"], abs=0.01)
+    assert abs(rows["eager", 0]["losses"][0] - rows["eager", 1]["losses"][0]) > 1e-4
+    assert main(["bench", "figures", str(path), "--output", str(folder)]) == 0
+    assert_figures(folder, ["convergence-tiny"])
+
+
+def test_what_is_trained_on():
+    for package in ("litgpt", "tokenizers"):
+        pytest.importorskip(package, reason="needs the extra 'examples'")
+    training, seen = convergence._Training(convergence.SETUPS["tiny"], "cpu"), []
+    training._loss(lambda inputs: seen.append(inputs) or inputs.x.sum(), torch.arange(200), torch.tensor([3, 50]))
+    (inputs,) = seen
+    assert inputs.target.tolist() == [*range(4, 36), *range(51, 83)]
+    assert (inputs.x.dtype, tuple(inputs.x.shape), inputs.weight.dtype) == (torch.bfloat16, (64, 32), torch.bfloat16)
+    rates = [convergence._schedule(step, 100) for step in range(100)]
+    assert rates[0] == 0.2 and max(rates) == rates[5] == 1 and 0.1 < rates[-1] < 0.101
+
+
+def test_a_soak_of_a_method_that_grows(tmp_path, monkeypatch):
+    held = []
+
+    def leaking():
+        eager = build("eager")
+
+        def method(inputs):
+            held.append(torch.ones(500_000))
+            time.sleep(len(held) * 1e-4)
+            return eager(inputs)
+
+        return method
+
+    monkeypatch.setitem(METHODS, "leaking", leaking)
+    path = tmp_path / "results.jsonl"
+    options = ["--device", "cpu", "--shapes", "tiny", "--steps", "250", "--methods", "flce", "leaking"]
+    assert main(["bench", "soak", *options, "--json", str(path)]) == 0
+    flce, leaking = records.read([path])
+    for row in (flce, leaking):
+        assert row["steps"] == 256 and len(row["passes_ms"]) == 4 and row["compilations"] == 0
+        assert row["drift"] == pytest.approx(row["passes_ms"][3] / row["passes_ms"][1], rel=1e-2)
+    assert flce["host_growth_gb"] < 0.1
+    # 2 MB in each of the 128 steps after the second pass.
+    assert 0.2 < leaking["host_growth_gb"] < 0.4 and leaking["drift"] > 1.1
+
+
+def test_a_soak_counts_compilations(monkeypatch):
+    from triton import knobs
+
+    steps = []
+
+    def method(inputs):
+        steps.append((inputs.x.shape[0], (inputs.target == -100).float().mean().item()))
+        if len(steps) in (1, 2, 70):
+            knobs.runtime.jit_post_compile_hook(repr=f"kernel {len(steps) // 50}")
+        return F.cross_entropy(F.linear(inputs.x, inputs.weight), inputs.target)
+
+    monkeypatch.setitem(METHODS, "compiling", lambda: method)
+    measured = soak.measure(SHAPES["tiny"], ["compiling"], steps=1, device="cpu", progress=lambda words: None)
+    (row,) = measured
+    assert (row.steps, row.compilations, row.last_compilation) == (256, 3, 70)
+    assert row.compiled == ["1: kernel 0", "2: kernel 0", "70: kernel 1"]
+    assert knobs.runtime.jit_post_compile_hook is None
+    counts = [tokens for tokens, _ in steps]
+    assert sorted(counts[:64]) == sorted(counts[64:128]) and counts[:64] != counts[64:128]
+    assert (min(counts), max(counts)) == (4, 64)
+    ignored = sorted(fraction for tokens, fraction in steps if tokens > 50)
+    assert ignored[0] == 0 and ignored[-1] > 0.75
+
+
 def test_kernels_and_their_figures(tmp_path):
     path, folder = tmp_path / "results.jsonl", tmp_path / "figures"
     rows = bench(path, "kernels", "--vocabs", "1000", "4099", "--dtype", "bfloat16")
@@ -409,14 +513,14 @@ def test_loop_of_chunks_with_any_upstream_gradient(monkeypatch, bias):
 
 
 def test_peers_that_are_not_installed_say_so(monkeypatch):
-    for module in ("liger_kernel", "cut_cross_entropy", "quack"):
+    for module in ("liger_kernel", "cut_cross_entropy", "quack", "trl"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
     monkeypatch.setattr(methods, "find_spec", lambda name: None)
-    peers = [name for name in METHODS if name.startswith(("liger", "cut", "quack", "torch linear", "auto"))]
-    assert len(peers) == 9
+    peers = [name for name in METHODS if name.startswith(("liger", "trl", "cut", "quack", "torch linear", "auto"))]
+    assert len(peers) == 13
     for name in peers:
-        with pytest.raises(Unavailable, match=r"liger_kernel|cut_cross_entropy|quack|torch .* has no"):
+        with pytest.raises(Unavailable, match=r"liger_kernel|trl|cut_cross_entropy|quack|torch .* has no"):
             build(name)
 
 
@@ -479,6 +583,62 @@ def test_paired_turns():
     }  # fmt: skip
 
 
+@pytest.fixture
+def nvml(monkeypatch):
+    """A counter of a GPU of 700 W that moves every 30 ms, by too much and too little in turn."""
+    start = time.perf_counter()
+
+    class NVMLError(Exception):
+        pass
+
+    def consumed(handle):
+        assert handle == "GPU-1234"
+        moves = int((time.perf_counter() - start) / 0.03)
+        return moves * 21_000 + moves % 2 * 6_000
+
+    counter = SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=consumed,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", counter)
+    monkeypatch.setattr(energy, "find_spec", lambda name: counter)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="1234"))
+    return counter
+
+
+def test_power_between_moves_of_the_counter(nvml):
+    with energy.PowerMeter("cuda") as power:
+        time.sleep(0.7)
+    assert power.watts == pytest.approx(700, rel=0.1)
+    with energy.PowerMeter("cuda") as power:
+        pass
+    assert power.watts is None
+    with energy.PowerMeter("cpu") as power:
+        time.sleep(0.1)
+    assert power.watts is None
+
+    def not_supported(handle):
+        raise nvml.NVMLError
+
+    nvml.nvmlDeviceGetTotalEnergyConsumption = not_supported
+    with energy.PowerMeter("cuda") as power:
+        time.sleep(0.1)
+    assert power.watts is None
+
+
+def test_energy_of_a_call(monkeypatch):
+    powers = iter([600.0, None, 800.0])
+    monkeypatch.setattr(energy.PowerMeter, "__exit__", lambda self, *_: setattr(self, "watts", next(powers)))
+    steps = {"slow": lambda mark: (time.sleep(4e-3), mark("phase"))}
+    schedule = Schedule(rounds=3, calls=2, settle_ms=0)
+    outcome = take_turns(steps, schedule, device="cpu", progress=lambda words: None)["slow"]
+    assert outcome.watts == [600, 800]
+    assert outcome.joules() == pytest.approx(0.7 * outcome.median(TOTAL))
+    assert Outcome([{TOTAL: 5.0}]).joules() is None
+
+
 def test_slow_methods_are_timed_less_often():
     schedule = Schedule(rounds=1, calls=50, turn_ms=10, settle_ms=0)
     steps = {"slow": lambda mark: (time.sleep(4e-3), mark("phase"))}
@@ -525,7 +685,9 @@ def test_peaks_of_phases():
     assert peak_bytes(step, "cpu") == {"one": 4000, "two": 24000, "three": 4000, TOTAL: 24000}
 
 
-@pytest.mark.parametrize("text", ["S9", "tokens=3", "tokens=3,vocab=x,hidden=4", "tokens=1,vocab=1,hidden=1,odd=1"])
+@pytest.mark.parametrize(
+    "text", ["S9", "S1,data=flat", "tokens=3", "tokens=3,vocab=x,hidden=4", "tokens=1,vocab=1,hidden=1,odd=1"]
+)
 def test_shapes_that_make_no_sense(text):
     with pytest.raises(ValueError, match="a shape must be one of S1"):
         parse_shape(text)
@@ -567,16 +729,77 @@ def test_missing_packages_name_their_extra(package, arguments, monkeypatch, caps
 
 
 def test_names_of_shapes():
-    assert parse_shape("U1") is SHAPES["U1"]
+    assert parse_shape("U1") == SHAPES["U1"]
     assert str(SHAPES["S1i"]) == "S1i 8192 × 128256 × 4096, 60% ignored"
     assert str(SHAPES["tiny"]) == "tiny 64 × 500 × 32, float32"
     assert str(SHAPES["S1a"]) == "S1a 8192 × 128256 × 4096, frozen head, rank 16"
+    peaked = parse_shape("S1,data=peaked,ignored=0.5")
+    assert (str(peaked), peaked.tokens) == ("S1 8192 × 128256 × 4096, 50% ignored, peaked", 8192)
     custom = parse_shape("tokens=3,vocab=5,hidden=2,frozen=1,rank=4,bias=0,dtype=float16")
     assert (custom.frozen, custom.rank, custom.bias, custom.dtype) == (True, 4, False, torch.float16)
     sizes = [
         (shape.tokens, shape.vocab, shape.hidden, shape.bias, shape.ignored, shape.rank) for shape in SHAPES.values()
     ]
     assert len(set(sizes)) == len(sizes)
+
+
+@pytest.mark.parametrize("text", ["vocab=8000,hidden=256", "vocab=3000,hidden=768,bias=1,ignored=0.4"])
+def test_peaked_data(text):
+    """A loss near 2, targets by Zipf's law, and predictions between hopeless and certain."""
+    inputs = Inputs.random(parse_shape(f"tokens=4000,{text},dtype=float32,data=peaked"), "cpu")
+    assert 1.7 < make_reference(inputs).loss < 2.5
+    valid = inputs.target != -100
+    assert valid.float().mean() == (0.6 if "ignored" in text else 1)
+    vocab = inputs.weight.shape[0]
+    harmonic = (1 / torch.arange(1, vocab + 1)).sum()
+    counts = torch.bincount(inputs.target[valid], minlength=vocab) / valid.sum()
+    torch.testing.assert_close(counts[:5], 1 / torch.arange(1, 6) / harmonic, rtol=0.25, atol=0)
+    probabilities = F.linear(inputs.x, inputs.weight, inputs.bias)[valid].softmax(1)
+    ratios = probabilities.mean(0)[:5] / counts[:5]
+    assert 0.3 < ratios.min() and ratios.max() < 1.5
+    of_targets = probabilities.gather(1, inputs.target[valid][:, None])
+    assert of_targets.quantile(0.1) < 0.02 and of_targets.quantile(0.9) > 0.8
+
+
+def test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss(monkeypatch):
+    shape = parse_shape("tokens=40,vocab=70,hidden=16,bias=1,ignored=0.5,dtype=float32,data=peaked")
+    inputs = Inputs.random(shape, "cpu")
+    results = {}
+    mm = torch.mm
+
+    def recording(one, other, out=None):
+        results[len(results)] = mm(one, other, out=out)
+        return results[len(results) - 1]
+
+    monkeypatch.setattr(torch, "mm", recording)
+    step = three_matmuls(inputs, rows=7)
+    with torch.no_grad():
+        step(lambda phase: None)
+    logits = F.linear(inputs.x, inputs.weight, inputs.bias).detach().requires_grad_()
+    F.cross_entropy(logits, inputs.target).backward()
+    dlogits = logits.grad[:, :64]
+    torch.testing.assert_close(results[1], dlogits @ inputs.weight.detach()[:64])
+    torch.testing.assert_close(results[2], dlogits.t() @ inputs.x.detach())
+
+
+def test_reduction_none_with_entropy(monkeypatch):
+    """The entropies' gradient is computed, and adds nothing."""
+    inputs = Inputs.random(parse_shape(SHAPE), "cpu")
+    upstream = []
+
+    def with_hook(*arguments, **keywords):
+        losses, entropies = linear_cross_entropy(*arguments, **keywords)
+        entropies.register_hook(upstream.append)
+        return losses, entropies
+
+    monkeypatch.setattr(thunder_flce, "linear_cross_entropy", with_hook)
+    loss = build("flce, entropy")(inputs)
+    loss.backward()
+    reference = make_reference(inputs)
+    assert relative_error(loss.detach(), reference.loss) < 1e-6
+    for name, operand in inputs.named_operands().items():
+        assert relative_error(operand.grad, reference.gradients[name]) < 1e-5
+    assert len(upstream) == 1 and upstream[0].count_nonzero() == 0
 
 
 def test_bytes_and_operations_of_a_frozen_head_with_an_adapter():

@@ -103,6 +103,35 @@ def test_as_exact_as_eager(dtype):
     assert error(got, right) <= 1.25 * error(gradient(eager, case.x, weight), right)
 
 
+@pytest.mark.parametrize("compiled", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_outputs_that_are_only_logged(compiled, frozen):
+    """The loss has its gradients in the forward, as without them."""
+    hidden, head = operands()
+    needing = (hidden,) if frozen else (hidden, head.requires_grad_())
+    reduction = "none" if frozen else "mean"
+
+    def function(hidden, head):
+        settings = {"reduction": reduction, "outputs": ("entropy",), "detached": ("entropy",)}
+        return linear_cross_entropy(hidden, head, TARGET, **settings)
+
+    torch._dynamo.reset()
+    jitted = compiled(function)
+    loss, entropy = jitted(hidden, head)
+    log_probs = F.linear(hidden, head).log_softmax(-1)
+    right = -(log_probs.exp() * log_probs).sum(-1)
+    torch.testing.assert_close(entropy, torch.where(TARGET == -100, 0, right).detach())
+    # thunder says that all of its results require a gradient.
+    assert compiled is thunder_flce.jit or not entropy.requires_grad
+    got = torch.autograd.grad(loss.sum(), needing)
+    right = F.cross_entropy(F.linear(hidden, head).flatten(0, 1), TARGET.flatten(), reduction=reduction).sum()
+    torch.testing.assert_close(got, torch.autograd.grad(right, needing))
+    if compiled is thunder_flce.jit:
+        assert regions(jitted)[0]["strategy"] == "gradients_in_forward"
+    with pytest.raises(ValueError, match=r"detached must be a tuple of outputs that could have a gradient, here \[\]"):
+        linear_cross_entropy(hidden, head, TARGET, outputs=("argmax",), detached=("argmax",))
+
+
 def problem(**changes) -> Problem:
     of = {"tokens": 8192, "vocab": 151936, "dtype": torch.bfloat16, "device_type": "cuda"}
     of["loss"] = Loss(reduction="none")

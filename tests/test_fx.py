@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from thunder.recipes import BaseRecipe
 from torch import nn
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
@@ -311,6 +312,16 @@ def test_recipe_with_plugin(interpreter):
     assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
     (fusion,) = [t for t in recipe.transforms if isinstance(t, FuseLinearCrossEntropy)]
     assert [d.fused for c in fusion.compilations for d in c.decisions] == [True]
+
+
+@pytest.mark.parametrize("thunderfx", [thunder.dynamo.thunderfx, thunder_flce.thunderfx])
+def test_graphs_have_their_code(thunderfx):
+    """Otherwise thunder's interpreter has to run what PyTorch writes it with, and cannot from torch 2.13 on."""
+    compiled = thunderfx(Model())
+    compiled(*batch())
+    (info,) = compiled._backend.subgraph_infos
+    modules = list(info.split_graph_module.modules())
+    assert len(modules) > 1 and not any(isinstance(module, _LazyGraphModule) for module in modules)
 
 
 def test_strict():

@@ -1,11 +1,14 @@
 """What `import thunder_flce` imports, what works without thunder, and what thunder knows, each in a fresh process."""
 
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import thunder_flce
+from thunder_flce import compatibility
 
 WITHOUT = """
 import sys, warnings
@@ -94,7 +97,71 @@ assert "thunder_flce.linear_cross_entropy" in called, called
 @pytest.mark.parametrize("imports", ["import thunder, thunder_flce", "import thunder_flce, thunder"])
 def test_thunder_knows_of_us_in_both_orders(imports):
     """Its plugin, its executor and the function, though nothing of ours that needs thunder was touched before."""
+    if imports.startswith("import thunder,") and not hasattr(torch.Tensor, "align_as"):
+        pytest.skip("with torch 2.13 and newer, thunder can be imported after thunder_flce only")
     _run(WITH.format(imports=imports))
+
+
+# As it is since torch 2.14: without what thunder's import reads of it.
+BUILTIN_APPLY = """
+torch.autograd.Function.apply = builtin = torch._C._FunctionBase.__dict__["apply"]
+import thunder_flce, thunder
+"""
+AFTERWARDS = """
+assert vars(torch.autograd.Function)["apply"] is builtin
+x, w = (tensor.requires_grad_() for tensor in tensors[:2])
+expected = torch.autograd.grad(program(x, w, tensors[2]), (x, w))
+torch.testing.assert_close(torch.autograd.grad(jitted(x, w, tensors[2]), (x, w)), expected)
+"""
+
+
+def test_thunder_is_imported_where_apply_is_a_builtin():
+    _run(WITH.format(imports=BUILTIN_APPLY) + AFTERWARDS)
+
+
+def test_removed_methods_are_there_for_thunder_only(monkeypatch):
+    """Each with a function of its own; those that are not removed stay what they are."""
+    monkeypatch.setattr(compatibility, "REMOVED_METHODS", ("gone", "gone_too", "rename_"))
+    monkeypatch.setattr(torch.Tensor, "rename_", rename := lambda self: self, raising=False)
+    with compatibility.names_for_thunder():
+        assert torch.Tensor.gone is not torch.Tensor.gone_too and torch.Tensor.rename_ is rename
+        with pytest.raises(NotImplementedError, match=f"torch {re.escape(torch.__version__)} has no torch.Tensor.gone"):
+            torch.ones(2).gone()
+    assert not hasattr(torch.Tensor, "gone") and torch.Tensor.rename_ is rename
+
+
+def test_autograd_functions_work_while_thunder_is_imported(monkeypatch):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return 2 * upstream * ctx.saved_tensors[0]
+
+    monkeypatch.setattr(torch.autograd.Function, "apply", torch._C._FunctionBase.__dict__["apply"])
+    x = torch.randn(3, requires_grad=True)
+    with compatibility.names_for_thunder():
+        torch.testing.assert_close(torch.autograd.grad(Square.apply(x).sum(), x)[0], 2 * x)
+
+
+def test_an_import_of_thunder_that_failed_before():
+    """The second time, Python would name something else: what the first has left behind."""
+    _run("""
+import sys, torch
+torch.autograd.Function.apply = torch._C._FunctionBase.__dict__["apply"]
+for _ in range(2):
+    try:
+        import thunder
+    except Exception as error:
+        message = str(error)
+    else:
+        raise AssertionError("thunder was imported")
+    import thunder_flce
+assert message.endswith("import thunder_flce before thunder"), message
+""")
 
 
 @pytest.mark.parametrize("name", thunder_flce.__all__)

@@ -588,6 +588,8 @@ def test_executors_allow_nvfuser(monkeypatch, exists, listed):
 )
 def test_a_private_name_that_thunder_lacks(module, name):
     """The import warns of it, and what needs thunder is an error."""
+    if not hasattr(torch.Tensor, "align_as"):
+        pytest.skip("with torch 2.13 and newer, thunder cannot be imported first")
     program = (
         f"import thunder, thunder.dynamo.compiler, {module} as module; del module.{name}\n"
         "import thunder_flce; thunder_flce.linear_cross_entropy; thunder_flce.jit"

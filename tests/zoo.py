@@ -1,4 +1,4 @@
-"""Real models, tiny and random, and what becomes of each under `thunder.jit` and `thunderfx`.
+"""Real models, tiny and random, and what becomes of each under `thunder.jit`, `thunderfx` and the backend.
 
     python tests/zoo.py            prints the table of docs/models.md
     python tests/zoo.py --write    puts it there
@@ -6,20 +6,26 @@
 `test_model_zoo.py` asserts every row.
 """
 
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import litgpt
 import torch
 import torch.nn.functional as F
 import transformers
-from litgpt.utils import chunked_cross_entropy
 from torch import nn
 
 from thunder_flce.graph.matching.reasons import Reason
+
+HAS_LITGPT = importlib.util.find_spec("litgpt") is not None
+"""It cannot be installed beside the newest transformers."""
+
+if HAS_LITGPT:
+    import litgpt
+    from litgpt.utils import chunked_cross_entropy
 
 VOCAB = 199
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -55,6 +61,7 @@ class Entry:
     regions: int = 1
     jit: Outcome = FUSED
     thunderfx: Outcome = FUSED
+    backend: Outcome = FUSED
 
 
 class LossOnly(nn.Module):
@@ -180,6 +187,7 @@ ENTRIES = [
         _gpt2(),
         head="tied; by default, transformers logs a warning before the loss, where Dynamo breaks the graph",
         thunderfx=Reason.NO_LINEAR,
+        backend=Reason.NO_LINEAR,
     ),
     Entry(
         "transformers Llama",
@@ -197,6 +205,7 @@ ENTRIES = [
         head="all outputs returned",
         jit=Reason.LOGITS_RETURNED,
         thunderfx=Reason.LOGITS_RETURNED,
+        backend=Reason.LOGITS_RETURNED,
     ),
     Entry("litgpt Pythia", _litgpt("pythia-14m", n_layer=0)),
     Entry("litgpt Llama 2", _litgpt("Llama-2-7b-hf", n_layer=0)),
@@ -226,6 +235,7 @@ ENTRIES = [
         head="experts chosen by the data, where Dynamo breaks the graph",
         jit=Raises(NotImplementedError),
         thunderfx=Reason.NO_LINEAR,
+        backend=Reason.NO_LINEAR,
     ),
 ]
 
@@ -239,9 +249,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 def table() -> str:
     """The rows as Markdown."""
-    lines = ["| model | head and loss | `thunder.jit` | `thunderfx` |", "| --- | --- | --- | --- |"]
+    lines = ["| model | head and loss | `thunder.jit` | `thunderfx` | the backend |", "| --- | --- | --- | --- | --- |"]
     for entry in ENTRIES:
-        outcomes = [_cell(outcome, entry.regions) for outcome in (entry.jit, entry.thunderfx)]
+        outcomes = [_cell(outcome, entry.regions) for outcome in (entry.jit, entry.thunderfx, entry.backend)]
         lines.append(f"| {entry.model} | {entry.head} | {' | '.join(outcomes)} |")
     return "\n".join(lines)
 

@@ -66,7 +66,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         names = ctx.settings.loss.outputs
         outputs, saved = dict(zip(names, results[1:], strict=False)), results[1 + len(names) :]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(o for n, o in outputs.items() if n not in DIFFERENTIABLE_OUTPUTS), *saved)
+        differentiable = ctx.settings.loss.differentiable_outputs
+        ctx.mark_non_differentiable(*(o for n, o in outputs.items() if n not in differentiable), *saved)
         if ctx.settings.finishes_in_forward:
             # torch.func records each backward. It has to find the operands there, or a second derivative would miss a
             # part instead of raising an error.
@@ -75,7 +76,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         elif ctx.settings.strategy != LossOnly.strategy:
             kept = saved[3] if len(saved) > 3 else None
             tensors[_NAMES.index("expected_gradient")] = None
-            ctx.save_for_backward(*saved[:3], kept, outputs.get("entropy"), *tensors)
+            entropy = outputs["entropy"] if "entropy" in differentiable else None
+            ctx.save_for_backward(*saved[:3], kept, entropy, *tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Any, *others: Tensor | None) -> tuple[Tensor | None, ...]:

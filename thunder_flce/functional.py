@@ -50,6 +50,7 @@ def linear_cross_entropy(
     num_items: Tensor | float | None = None,
     expected_gradient: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
+    detached: tuple[str, ...] = (),
     terms: Sequence[tuple[Tensor, Tensor]] = (),
     vocab_parallel: "VocabParallel | ProcessGroup | DeviceMesh | None" = None,
     options: Options | None = None,
@@ -91,6 +92,8 @@ def linear_cross_entropy(
             of the largest; for it, ignored tokens are computed, too; "valid_argmax", the same for less, since it is -1
             for ignored tokens; "accuracy", (), the fraction of the valid tokens whose argmax is their target. These
             three have no gradient, and take a pass of their own.
+        detached: those of "log_prob" and "entropy" that get no gradient, as what is only logged: then gradients need
+            not wait for theirs.
         terms: further linears that are added to the logits, such as a low-rank adapter beside the head: pairs of an
             input (..., H_i) and a weight (V, H_i), of input's dtype and device.
         expected_gradient: the upstream gradient of the loss that gradients in the forward are finished for, where it is
@@ -124,6 +127,7 @@ def linear_cross_entropy(
         z_loss=_plain(z_loss),
         vocab_size=_plain(vocab_size),
         outputs=outputs,
+        detached=detached,
     )
     input, linear_weight, linear_bias, terms = _autocast((input, linear_weight, linear_bias, terms))
     arguments: dict[str, Any] = {

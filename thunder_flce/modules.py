@@ -31,8 +31,8 @@ class LinearCrossEntropyLoss(nn.Module):
         device: of the parameters.
         dtype: of the parameters.
         weight: (V,) class weights, kept as the buffer `class_weight`.
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, options: as in
-            `thunder_flce.linear_cross_entropy`.
+        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, detached,
+            options: as in `thunder_flce.linear_cross_entropy`.
 
     Attributes:
         weight: (V, H) the linear's weight.
@@ -63,6 +63,7 @@ class LinearCrossEntropyLoss(nn.Module):
         z_loss: float = 0.0,
         vocab_size: int | None = None,
         outputs: tuple[str, ...] = (),
+        detached: tuple[str, ...] = (),
         options: Options | None = None,
     ):
         super().__init__()
@@ -86,6 +87,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.z_loss = z_loss
         self.vocab_size = vocab_size
         self.outputs = outputs
+        self.detached = detached
         self.options = options
         check_loss(Loss(**self._settings()), num_classes)
         as_options(options)

@@ -11,6 +11,10 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+import torch
+
+from thunder_flce.compatibility import names_for_thunder
+
 
 def register_with_thunder() -> None:
     """Registers everything now, where thunder is imported already, or else right after its import."""
@@ -46,7 +50,14 @@ class _ThunderFinder(MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 del vars(loader)["exec_module"]
-                loader.exec_module(module)
+                if "thunder.core" in sys.modules:
+                    # What it registered is still there, so that it would fail for another reason now.
+                    raise ImportError(
+                        "an earlier import of thunder has failed in this process. If its error names an attribute that "
+                        f"torch {torch.__version__} lacks, import thunder_flce before thunder"
+                    )
+                with names_for_thunder():
+                    loader.exec_module(module)
                 if self in sys.meta_path:
                     sys.meta_path.remove(self)
                 _register()

@@ -15,6 +15,7 @@ import torch
 from thunder_flce.bench import (
     against,
     columns,
+    convergence,
     distributed,
     kernels,
     methods,
@@ -22,6 +23,7 @@ from thunder_flce.bench import (
     predictions,
     records,
     regions,
+    soak,
     sweep,
 )
 from thunder_flce.bench.columns import Column
@@ -138,7 +140,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, epilog="Without a subset: regions.")
     subsets = parser.add_subparsers(dest="subset", required=True, metavar="SUBSET")
 
-    subset = _subset(subsets, "regions", "time, memory and error of loss regions, against every installed peer")
+    subset = _subset(
+        subsets, "regions", "time, energy, memory and error of loss regions, against every peer", regions.SCHEDULE
+    )
     _shape_option(subset)
     _region_options(subset)
     subset.add_argument("--dtype", choices=DTYPES, help="instead of the shapes' own")
@@ -174,6 +178,17 @@ def _parser() -> argparse.ArgumentParser:
     subset.add_argument("--layers", type=_positive, help="instead of the models' own, which thunder takes minutes for")
     subset.add_argument("--methods", nargs="+", choices=models.METHODS, default=list(models.METHODS), metavar="METHOD")
 
+    subset = _subset(subsets, "convergence", "loss curves of training runs from several seeds", None)
+    subset.add_argument("--models", nargs="+", choices=convergence.SETUPS, metavar="MODEL", help="which is trained")
+    subset.add_argument("--methods", nargs="+", default=["eager", "flce", "liger"], metavar="METHOD")
+    subset.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
+    subset.add_argument("--steps", type=_positive, default=2000, help="of each run (default: %(default)s)")
+
+    subset = _subset(subsets, "soak", "growth of memory, time and kernels while token counts change", None)
+    _shape_option(subset)
+    subset.add_argument("--methods", nargs="+", default=["flce"], metavar="METHOD")
+    subset.add_argument("--steps", type=_positive, default=5000, help="of each method (default: %(default)s)")
+
     subset = _subset(subsets, "kernels", "bandwidth of the row kernels, against a device copy")
     subset.add_argument("--vocabs", nargs="+", type=_positive, metavar="V", help="columns of the logits")
     subset.add_argument("--dtype", choices=DTYPES, help="of the logits (default: bfloat16; float32 on a CPU)")
@@ -191,23 +206,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-_CUSTOM = "tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…]"
+_SCHEDULE = Schedule()
+_CUSTOM = "tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…][,data=peaked]"
 
 
-def _subset(subsets: Any, name: str, help: str, default: Schedule | None = None) -> argparse.ArgumentParser:
+def _subset(subsets: Any, name: str, help: str, default: Schedule | None = _SCHEDULE) -> argparse.ArgumentParser:
+    """A subset whose methods take turns by a schedule, or, with None, each run once."""
     subset = subsets.add_parser(name, help=help, description=help)
-    default = default or Schedule()
-    subset.set_defaults(default_schedule=default)
     subset.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
-    subset.add_argument("--rounds", type=_positive, default=default.rounds, help="turns (default: %(default)s)")
-    subset.add_argument("--calls", type=_positive, default=default.calls, help="timings a turn (default: %(default)s)")
+    if default is not None:
+        subset.set_defaults(default_schedule=default)
+        subset.add_argument("--rounds", type=_positive, default=default.rounds, help="turns (default: %(default)s)")
+        calls = "timings a turn (default: %(default)s)"
+        subset.add_argument("--calls", type=_positive, default=default.calls, help=calls)
     subset.add_argument("--json", type=Path, help="append the results to this file, a line each")
     subset.add_argument("--commit", help="what is measured, where git cannot tell")
     return subset
 
 
 def _shape_option(subset: argparse.ArgumentParser) -> None:
-    subset.add_argument("--shapes", nargs="+", metavar="SHAPE", help=f"{', '.join(SHAPES)}, or {_CUSTOM}")
+    described = f"{', '.join(SHAPES)}, or {_CUSTOM}; or both, as in S1,data=peaked"
+    subset.add_argument("--shapes", nargs="+", metavar="SHAPE", help=described)
 
 
 def _region_options(subset: argparse.ArgumentParser) -> None:
@@ -357,6 +376,42 @@ def _models(parsed: argparse.Namespace) -> Run:
     )
 
 
+def _convergence(parsed: argparse.Namespace) -> Run:
+    def case(name: str) -> Case:
+        def measure(names: list[str], progress: Progress) -> Iterator[convergence.Row]:
+            settings = {"seeds": parsed.seeds, "steps": parsed.steps, "device": parsed.device}
+            return convergence.measure(name, names, **settings, progress=progress)
+
+        return Case(text=name, title=name, measure=measure)
+
+    names = parsed.models or ["llama-100m" if parsed.device == "cuda" else "tiny"]
+    return Run(
+        subset="convergence",
+        case_option="models",
+        cases=[case(name) for name in names],
+        methods=_known(parsed.methods),
+        columns=columns.CONVERGENCE,
+    )
+
+
+def _soak(parsed: argparse.Namespace) -> Run:
+    def case(text: str) -> Case:
+        shape = parse_shape(text)
+
+        def measure(names: list[str], progress: Progress) -> Iterator[soak.Row]:
+            return soak.measure(shape, names, steps=parsed.steps, device=parsed.device, progress=progress)
+
+        return Case(text=text, title=str(shape), measure=measure)
+
+    return Run(
+        subset="soak",
+        case_option="shapes",
+        cases=[case(text) for text in _shape_texts(parsed)],
+        methods=_known(parsed.methods),
+        columns=columns.SOAK,
+    )
+
+
 def _kernels(parsed: argparse.Namespace) -> Run:
     dtype = DTYPES[parsed.dtype or ("bfloat16" if parsed.device == "cuda" else "float32")]
 
@@ -405,5 +460,7 @@ _RUNS = {
     "against": _against,
     "predictions": _predictions,
     "models": _models,
+    "convergence": _convergence,
+    "soak": _soak,
     "kernels": _kernels,
 }

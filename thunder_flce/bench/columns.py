@@ -23,6 +23,7 @@ REGIONS = [
     Column("backward_ms", "backward", _TIME),
     Column("ratio", "× matmuls", "{:.3f}"),
     Column("tflops", "TFLOP/s", "{:.4g}"),
+    Column("energy_j", "energy, J", "{:.1f}"),
     Column("memory_gb", "peak, GB", _GB),
     Column("above_outputs_gb", "− gradients", _GB),
     Column("loss_error", "loss error", _ERROR),
@@ -67,6 +68,22 @@ DISTRIBUTED = [
     Column("dx_error", "dX error", _ERROR),
     Column("dw_error", "dW error", _ERROR),
     Column("same_bits", "same bits", "{}"),
+]
+CONVERGENCE = [
+    Column("seed", "seed", "{}"),
+    Column("final_loss", "final loss", "{:.4f}"),
+    Column("held_out_loss", "held out", "{:.4f}"),
+    Column("time_ms", "step, ms", _TIME),
+]
+SOAK = [
+    Column("steps", "steps", "{}"),
+    Column("time_ms", "step, ms", _TIME),
+    Column("drift", "drift", "{:.3f}"),
+    Column("growth_gb", "growth, GB", _GB),
+    Column("peak_growth_gb", "of the peak", _GB),
+    Column("host_growth_gb", "of the host", _GB),
+    Column("compilations", "compilations", "{}"),
+    Column("last_compilation", "last at step", "{}"),
 ]
 KERNELS = [
     Column("backend", "backend", "{}"),

@@ -1,4 +1,4 @@
-"""Figures from JSON lines: latency and memory over a sweep, time against memory, kernels and models."""
+"""Figures from JSON lines: latency and memory over a sweep, time against memory, kernels, models and loss curves."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -153,6 +153,32 @@ def _models(title: str, records: list[Record]) -> Figure:
     return _finish(figure, step, f"{title}: {size}; {first['device']}")
 
 
+def _convergence(title: str, records: list[Record]) -> Figure:
+    """Loss curves, means over the seeds with their range, and how far each run is from the first method's."""
+    figure, (loss, difference) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    groups = _grouped(records, lambda record: record["method"])
+    runs = {method: {run["seed"]: run["losses"] for run in group} for method, group in groups.items()}
+    first, styles = next(iter(runs)), _style(list(runs))
+    count = len(records[0]["losses"])
+    averaged = records[0]["steps"] // count
+    steps = [averaged * (point + 1) for point in range(count)]
+    for method, curves in runs.items():
+        style = {"color": styles[method]["color"], "label": f"{method}, seeds {', '.join(map(str, curves))}"}
+        points = list(zip(*curves.values(), strict=True))
+        loss.plot(steps, [sum(point) / len(point) for point in points], linewidth=1, **style)
+        loss.fill_between(steps, [min(p) for p in points], [max(p) for p in points], color=style["color"], alpha=0.2)
+        for seed in curves.keys() & runs[first].keys():
+            distances = [one - other for one, other in zip(curves[seed], runs[first][seed], strict=True)]
+            difference.plot(steps, distances, color=style["color"], linewidth=0.5)
+    loss.set_ylabel(f"loss, means of {averaged} steps; bands: range of the seeds")
+    difference.set_ylabel(f"loss − loss of {first} of the same seed")
+    for axes in (loss, difference):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.2)
+    size = f"{records[0]['parameters'] / 1e6:.0f}M parameters, {records[0]['tokens']} tokens a step"
+    return _finish(figure, loss, f"{title}: {size}; {records[0]['device']}")
+
+
 def _plain_numbers(axes: Axes) -> None:
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(plain)
@@ -171,5 +197,6 @@ _FIGURES: dict[str, tuple[Callable[[Record], str], Callable[[str, list[Record]],
     "sweep": (lambda record: record["axis"], _sweep),
     "kernels": (lambda record: f"{record['dtype']}, {record['backend']}", _kernels),
     "models": (lambda record: record["model"], _models),
+    "convergence": (lambda record: record["model"], _convergence),
 }
 """For each subset, what one figure is made of, and how."""

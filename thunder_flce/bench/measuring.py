@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from thunder_flce.bench.energy import PowerMeter
+
 Mark = Callable[[str], None]
 Step = Callable[[Mark], object]
 """Runs once and calls its argument with the name of each phase where that ends, as in mark("forward")."""
@@ -158,7 +160,8 @@ def _laps_ms(step: Step, calls: int, device: str) -> list[dict[str, float]]:
     return clock.laps_ms()
 
 
-def _turn_ms(step: Step, schedule: Schedule, device: str) -> list[dict[str, float]]:
+def _turn(step: Step, schedule: Schedule, device: str) -> tuple[list[dict[str, float]], float | None]:
+    """The laps of a turn, and the mean power meanwhile in W."""
     settled = time.perf_counter() + schedule.settle_ms / 1e3
     while True:
         call_ms = _laps_ms(step, 1, device)[0][TOTAL]
@@ -166,7 +169,9 @@ def _turn_ms(step: Step, schedule: Schedule, device: str) -> list[dict[str, floa
             break
     # The first call after waiting for the device finds it idle; the timed ones follow it without a gap.
     step(lambda phase: None)
-    return _laps_ms(step, max(min(schedule.calls, int(schedule.turn_ms / max(call_ms, 1e-3))), 2), device)
+    with PowerMeter(device) as power:
+        laps_ms = _laps_ms(step, max(min(schedule.calls, int(schedule.turn_ms / max(call_ms, 1e-3))), 2), device)
+    return laps_ms, power.watts
 
 
 @dataclass(frozen=True)
@@ -174,11 +179,19 @@ class Outcome:
     """What the timing of one method gave: a time for each phase of each call, or a failure."""
 
     laps_ms: list[dict[str, float]] = field(default_factory=list)
+    watts: list[float] = field(default_factory=list)
+    """The mean power of each turn in which it was measured."""
+
     failed: str | None = None
 
     def median(self, phase: str) -> float | None:
         """Milliseconds; None where there is no timing."""
         return statistics.median(lap[phase] for lap in self.laps_ms) if self.laps_ms else None
+
+    def joules(self) -> float | None:
+        """What a call takes; None where power was not measured."""
+        total_ms = self.median(TOTAL)
+        return statistics.mean(self.watts) * total_ms / 1e3 if self.watts and total_ms is not None else None
 
     def spread(self, phase: str, name: str) -> dict[str, Any]:
         """Median and 20th and 80th percentile of a phase, under `name` with "", "_p20" and "_p80"."""
@@ -204,7 +217,9 @@ def take_turns(steps: Mapping[str, Step], schedule: Schedule, *, device: str, pr
             if outcomes[name].failed is not None:
                 continue
             with attempt(name, device) as tried:
-                outcomes[name].laps_ms.extend(_turn_ms(step, schedule, device))
+                laps_ms, watts = _turn(step, schedule, device)
+                outcomes[name].laps_ms.extend(laps_ms)
+                outcomes[name].watts.extend([] if watts is None else [watts])
             if tried.failed is not None:
                 outcomes[name] = Outcome(failed=tried.failed)
     return outcomes

@@ -114,7 +114,6 @@ def _auto_chunker() -> Method:
 
     def method(inputs: Inputs) -> Tensor:
         nonlocal chunked
-        _reject_terms(inputs)
         arguments = (inputs.x, inputs.weight, inputs.bias, inputs.target)
         if chunked:
             return program(*arguments)
@@ -127,41 +126,70 @@ def _auto_chunker() -> Method:
             raise Unavailable("declined by the auto chunker")
         return loss
 
-    return method
+    return _one_linear(method)
+
+
+def _entropy() -> Method:
+    function = import_module("thunder_flce").linear_cross_entropy
+    settings = {"reduction": "none", "outputs": ("entropy",)}
+    return _one_linear(
+        lambda inputs: _mean(
+            inputs, *function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, **settings)
+        )
+    )
+
+
+def _liger_entropy() -> Method:
+    function = _peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    temperature, ignore_index, tiles, entropy = 1.0, -100, 1, True
+    settings = (temperature, ignore_index, tiles, entropy)
+    return _one_linear(
+        lambda inputs: _mean(inputs, *function.apply(inputs.x, inputs.weight, inputs.target, *settings)),
+        takes_bias=False,
+    )
+
+
+def _mean(inputs: Inputs, losses: Tensor, entropies: Tensor) -> Tensor:
+    """The mean loss. The entropies get gradients of 0: all is computed for them, and the results stay the same."""
+    return (losses.sum() + 0 * entropies.sum()) / (inputs.target != -100).sum()
+
+
+def _trl() -> Method:
+    """The head of TRL's trainers without the model around it, at the width of their blocks of the vocabulary."""
+    function = _peer("trl.kernels").ChunkedLogProbFunction
+    temperature, columns, softcap, scale, outputs = 1.0, 32768, None, 1.0, ()
+
+    def method(inputs: Inputs) -> Tensor:
+        valid = inputs.target != -100
+        operands = inputs.x[valid], inputs.weight, inputs.bias, inputs.target[valid]
+        log_probabilities, *_ = function.apply(*operands, temperature, columns, softcap, scale, outputs)
+        return -log_probabilities.sum() / valid.sum()
+
+    return _one_linear(method)
 
 
 def _liger(**settings: Any) -> Method:
-    liger = _peer("liger_kernel.transformers.functional")
+    function = _peer("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return _one_linear(lambda inputs: function(inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings))
 
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        return liger.liger_fused_linear_cross_entropy(
-            inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings
-        )
 
-    return method
+def _liger_hopper() -> Method:
+    module = _peer("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    return _without_bias(module.LigerFusedLinearCrossEntropySM90Function.apply)
+
+
+def _liger_cutile() -> Method:
+    module = _peer("liger_kernel.ops.cutile.ops.fused_linear_cross_entropy")
+    function = module.LigerFusedLinearCrossEntropyFunction
+    return _without_bias(lambda *operands: function.apply(*operands)[0])
 
 
 def _cut_cross_entropy(**settings: Any) -> Method:
-    cut_cross_entropy = _peer("cut_cross_entropy")
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        _reject_bias(inputs)
-        return cut_cross_entropy.linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
-
-    return method
+    return _without_bias(partial(_peer("cut_cross_entropy").linear_cross_entropy, **settings))
 
 
 def _quack(**settings: Any) -> Method:
-    quack = _peer("quack.linear_cross_entropy")
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        _reject_bias(inputs)
-        return quack.chunked_linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **settings)
-
-    return method
+    return _without_bias(partial(_peer("quack.linear_cross_entropy").chunked_linear_cross_entropy, **settings))
 
 
 def _torch_linear_cross_entropy() -> Method:
@@ -169,22 +197,13 @@ def _torch_linear_cross_entropy() -> Method:
         raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
     function: Callable[..., Tensor] = F.linear_cross_entropy  # type: ignore[attr-defined]
     options = torch.nn.LinearCrossEntropyOptions()
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        return function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options)
-
-    return method
+    return _one_linear(
+        lambda inputs: function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options)
+    )
 
 
 def _chunked_loop(**settings: Any) -> Method:
-    loop = chunked_loop(**settings)
-
-    def method(inputs: Inputs) -> Tensor:
-        _reject_terms(inputs)
-        return loop(inputs)
-
-    return method
+    return _one_linear(chunked_loop(**settings))
 
 
 def _peer(module: str) -> ModuleType:
@@ -194,14 +213,22 @@ def _peer(module: str) -> ModuleType:
         raise Unavailable(str(error)) from None
 
 
-def _reject_bias(inputs: Inputs) -> None:
-    if inputs.bias is not None:
-        raise Unavailable("no bias in this version")
+def _without_bias(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Method:
+    """A function of x, weight and target."""
+    return _one_linear(lambda inputs: function(inputs.x, inputs.weight, inputs.target), takes_bias=False)
 
 
-def _reject_terms(inputs: Inputs) -> None:
-    if inputs.terms:
-        raise Unavailable("takes one linear, and no adapter beside it")
+def _one_linear(method: Method, *, takes_bias: bool = True) -> Method:
+    """The method, which says so where it gets an adapter, or a bias that it does not take."""
+
+    def checked(inputs: Inputs) -> Tensor:
+        if inputs.terms:
+            raise Unavailable("takes one linear, and no adapter beside it")
+        if inputs.bias is not None and not takes_bias:
+            raise Unavailable("no bias in this version")
+        return method(inputs)
+
+    return checked
 
 
 WITHOUT_NVFUSER = "flce, without nvfuser"
@@ -225,6 +252,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "torch.compile": lambda: _compiled(partial(torch.compile, dynamic=False)),
     "thunder": _thunder,
     **{name: partial(_jitted, **options) for name, options in OURS.items()},
+    "flce, entropy": _entropy,
     WITHOUT_NVFUSER: partial(our_function, WITHOUT_NVFUSER),
     "grad_and_value loop": _chunked_loop,
     "grad_and_value loop, compiled": partial(_chunked_loop, compiled=True),
@@ -236,6 +264,10 @@ METHODS: dict[str, Callable[[], Method]] = {
     "cut-cross-entropy": _cut_cross_entropy,
     # Without this, gradients below eps / 32 of their dtype are never computed: nearly all of them here.
     "cut-cross-entropy, exact": partial(_cut_cross_entropy, filter_eps=None),
+    "trl": _trl,
+    "liger, hopper": _liger_hopper,
+    "liger, cutile": _liger_cutile,
+    "liger, entropy": _liger_entropy,
     # Not its default of 4096 tokens, at which quack 0.6.5 fails where the hidden size is as large.
     "quack": partial(_quack, tuned=False, chunk_size=2048),
     "quack, tuned": partial(_quack, use_scaled_exp=False),

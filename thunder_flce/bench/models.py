@@ -4,9 +4,10 @@ All methods share one model, whose parameters stay as they are: the optimizer do
 So each computes the same loss, and their order does not matter.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thunder_flce.backend import compile_graph
 from thunder_flce.bench.measuring import (
     TOTAL,
     DeviceLost,
@@ -30,6 +32,7 @@ from thunder_flce.bench.measuring import (
     take_turns,
 )
 from thunder_flce.bench.shapes import dtype_name
+from thunder_flce.functional import linear_cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +78,11 @@ MODELS = {
 METHODS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "eager": lambda module: module,
     "torch.compile": partial(torch.compile, dynamic=False),
+    "flce backend": partial(torch.compile, dynamic=False, backend=compile_graph),
+    "function": lambda module: torch.compile(_CallsFunction(module), dynamic=False),
     "thunder": lambda module: import_module("thunder").jit(module),
     "flce": lambda module: import_module("thunder_flce").jit(module),
+    "thunderfx": lambda module: import_module("thunder_flce").thunderfx(module),
 }
 
 
@@ -113,7 +119,7 @@ class Row:
     loss_error: float | None = None
     """|loss − loss of eager| / loss of eager."""
     fused: bool | None = None
-    """Whether this project fused the loss; "flce" only."""
+    """Whether this project fused the loss; "flce", "thunderfx" and "flce backend" only."""
     failed: str | None = None
 
 
@@ -160,7 +166,7 @@ def measure(
             with attempt(method, device) as tried:
                 program = METHODS[method](training.module)
                 numbers[method] = training.first_steps(program)
-                if method == "flce":
+                if method in ("flce", "thunderfx", "flce backend"):
                     numbers[method]["fused"] = _is_fused(program)
                 steps[method] = partial(training.step, program)
             if tried.failed is not None:
@@ -235,6 +241,24 @@ class _Training:
     def _update(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+
+class _CallsFunction(nn.Module):
+    """litgpt's model, with the same parameters, that calls `linear_cross_entropy` itself."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        if not isinstance(module, _LitGPT):
+            raise Unavailable("written for litgpt's models only")
+        self.head, self.softcap = module.model.lm_head, module.model.config.final_logit_softcapping
+        self.body = copy.copy(module.model)
+        self.body._modules = {**module.model._modules, "lm_head": nn.Identity()}
+        self.body.config = replace(module.model.config, final_logit_softcapping=None)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.body(tokens)
+        bias = self.head.bias
+        return linear_cross_entropy(hidden, self.head.weight, labels, linear_bias=bias, softcap=self.softcap)
 
 
 class _LitGPT(nn.Module):

@@ -21,6 +21,9 @@ _PACKAGES = [
     "liger-kernel",
     "cut-cross-entropy",
     "quack-kernels",
+    "trl",
+    "nvidia-cutlass-dsl",
+    "cuda-tile",
     "nvfuser-cu128-torch210",
     "nvfuser-cu130-torch210",
 ]

@@ -32,6 +32,9 @@ from thunder_flce.execution.matmul.tuning import tunings
 
 FLOOR = "three matmuls"
 
+SCHEDULE = Schedule(calls=200, turn_ms=1000)
+"""Turns of a second, because the counter of energy moves every 20 to 100 ms only."""
+
 RegionStep = Callable[[Mark], tuple[Tensor, dict[str, Tensor]]]
 """As `measuring.Step`; returns the loss and the gradients by the names of `Inputs.named_operands`."""
 
@@ -57,6 +60,8 @@ class Row(ShapeRow):
     """Time over that of the three matmuls alone."""
     tflops: float | None = None
     """10¹² operations a second, counting `Shape.operations` and nothing else."""
+    energy_j: float | None = None
+    """What forward + backward take of the device's energy: the mean power while they are timed, by their time."""
     memory_gb: float | None = None
     """Peak above the inputs, in 10⁹ bytes."""
     above_outputs_gb: float | None = None
@@ -188,6 +193,7 @@ class _Region:
             **outcome.spread("backward", "backward_ms"),
             ratio=floor_ms and time_ms / floor_ms,
             tflops=self._shape.operations / time_ms / 1e9,
+            energy_j=outcome.joules(),
             **numbers,
         )
 

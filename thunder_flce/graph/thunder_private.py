@@ -7,6 +7,8 @@ All other modules import them from here, so that a missing name is one clear err
 from importlib.metadata import version
 from typing import Any
 
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
 SUPPORTED_VERSIONS = ">=0.2.6,<0.3"
 
 
@@ -38,6 +40,10 @@ try:
         from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
 except ImportError as error:
     raise _missing(error) from error
+
+# A lazy graph module writes its code when it is first called. By then thunder's interpreter is at work, and it cannot
+# run what torch 2.13 and newer write it with. This is for thunder's own thunderfx and recipes, too.
+ThunderCompiler.__call__ = _use_lazy_graph_module(False)(ThunderCompiler.__call__)
 
 
 def build_cache_entry(data: Any, stats: Any, traces: Any) -> Any:

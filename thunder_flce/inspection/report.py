@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import thunder
 from thunder.core.trace import TraceCtx
 
+from thunder_flce.backend import CompiledGraph, compiled_graphs
 from thunder_flce.execution.compile_times import compile_seconds
 from thunder_flce.execution.matmul.tuning import tunings
 from thunder_flce.execution.plan import Plan
 from thunder_flce.execution.row_kernels import dispatch
+from thunder_flce.graph.dynamo.fusion import Fusion
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.trace_printer import stage_rows
 from thunder_flce.graph.transform import PLURALS, Compilation, Decision, FuseLinearCrossEntropy
@@ -53,11 +55,6 @@ class CompilationReport:
     decisions: list[Decision]
     """One for each cross-entropy, log-probability or entropy, fused or not."""
 
-    _compilation: Compilation = field(repr=False)
-    _passes: _Passes = field(repr=False)
-    _jitted: Callable = field(repr=False)
-    _against_plain_thunder: bool = field(repr=False)
-
     @staticmethod
     def plans(decision: Decision) -> list[PredictedPlan]:
         """The plan of a region, and its alternatives; nothing where it was not fused."""
@@ -76,36 +73,28 @@ class CompilationReport:
         ]
 
     @property
-    def saved(self) -> list[SavedTensor]:
-        """What the forward saves for the backward; nothing where there is no backward."""
-        return saved_tensors(self._passes.computation[-1]) if self._passes.backward else []
+    def traces(self) -> list[TraceCtx]:
+        """The traces of the forward, in the order of the passes; print one to read it."""
+        raise NotImplementedError
 
-    @cached_property
+    @property
+    def saved(self) -> list[SavedTensor]:
+        """What the forward saves for the backward, as far as that is known; nothing where there is no backward."""
+        return []
+
+    @property
     def saved_by_plain_thunder(self) -> list[SavedTensor] | None:
-        """What it would save without us; None if not asked for. See `saved.saved_by_plain_thunder`."""
-        if not self._against_plain_thunder:
-            return None
-        prologue, computation, epilogue, _ = self._passes
-        return saved_by_plain_thunder(self._jitted, (prologue[0], computation[0], epilogue[0]))
+        """What it would save without us; None if not asked for."""
+        return None
 
     @property
     def compile_seconds(self) -> dict[str, float]:
-        """Time by step, in seconds: ours, and what thunder recorded of its own, to the millisecond.
+        """Time by step, in seconds.
 
-        "tracing" is the interpreter's time; thunder keeps it for the last compilation only. What nvFuser and Triton
-        compiled ("nvFuser row kernels", "Triton row kernels", "Triton gradient scaling") and "products tuned" are
-        what ran for the first time in this process, whichever compilation it belongs to.
+        What nvFuser and Triton compiled ("nvFuser row kernels", "Triton row kernels", "Triton gradient scaling") and
+        "products tuned" are what ran for the first time in this process, whichever compilation it belongs to.
         """
-        stats = thunder.compile_stats(self._jitted)
-        seconds = {}
-        if stats.last_traces is self._passes.computation and stats.last_trace_tracing_stop > 0:
-            seconds["tracing"] = (stats.last_trace_tracing_stop - stats.last_trace_tracing_start) / 1e9
-        seconds["thunder_flce"] = self._compilation.seconds
-        for trace in (*self._passes.computation, *self._passes.backward):
-            provenance = str(trace.get_provenance() or "")
-            if found := re.search(r"Constructed by (.*) \(took (\d+) milliseconds\)", provenance):
-                seconds[found[1]] = seconds.get(found[1], 0.0) + int(found[2]) / 1e3
-        seconds |= compile_seconds()
+        seconds = compile_seconds()
         if tuned := tunings():
             seconds["products tuned"] = sum(tuning.seconds for tuning in tuned)
         return seconds
@@ -124,14 +113,84 @@ class CompilationReport:
         """The report as blocks of text."""
         for decision in self.decisions:
             yield from _decision_blocks(decision)
+        yield from self._saved_blocks()
+        times = sorted(self.compile_seconds.items(), key=lambda item: -item[1])
+        yield Block("compile times: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times))
+
+    def _saved_blocks(self) -> Iterator[Block]:
+        return iter(())
+
+
+@dataclass(frozen=True)
+class _InductorCompilation(CompilationReport):
+    """A graph that Inductor has compiled, with the regions in it."""
+
+    _fusion: Fusion = field(repr=False)
+    _seconds: float = field(repr=False)
+
+    @property
+    def traces(self) -> list[TraceCtx]:
+        """The loss region before and after the transform; a prime from 2¹⁹ on stands for a symbolic size."""
+        return [self._fusion.compilation.trace, self._fusion.after]
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """See `CompilationReport`; "region" is the time to trace it and to write it back."""
+        ours = {"region": self._fusion.tracing_seconds, "thunder_flce": self._fusion.compilation.seconds}
+        return {**ours, "Inductor": self._seconds, **super().compile_seconds}
+
+
+@dataclass(frozen=True)
+class _ThunderCompilation(CompilationReport):
+    """A trace that thunder has compiled."""
+
+    _compilation: Compilation = field(repr=False)
+    _passes: _Passes = field(repr=False)
+    _jitted: Callable = field(repr=False)
+    _against_plain_thunder: bool = field(repr=False)
+
+    @property
+    def traces(self) -> list[TraceCtx]:
+        """The traces of the forward, in the order of thunder's passes."""
+        return self._passes.computation
+
+    @property
+    def saved(self) -> list[SavedTensor]:
+        """What the forward saves for the backward; nothing where there is no backward."""
+        return saved_tensors(self._passes.computation[-1]) if self._passes.backward else []
+
+    @cached_property
+    def saved_by_plain_thunder(self) -> list[SavedTensor] | None:
+        """What it would save without us; None if not asked for. See `saved.saved_by_plain_thunder`."""
+        if not self._against_plain_thunder:
+            return None
+        prologue, computation, epilogue, _ = self._passes
+        return saved_by_plain_thunder(self._jitted, (prologue[0], computation[0], epilogue[0]))
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """See `CompilationReport`: ours, and what thunder recorded of its own, to the millisecond.
+
+        "tracing" is the interpreter's time; thunder keeps it for the last compilation only.
+        """
+        stats = thunder.compile_stats(self._jitted)
+        seconds = {}
+        if stats.last_traces is self._passes.computation and stats.last_trace_tracing_stop > 0:
+            seconds["tracing"] = (stats.last_trace_tracing_stop - stats.last_trace_tracing_start) / 1e9
+        seconds["thunder_flce"] = self._compilation.seconds
+        for trace in (*self._passes.computation, *self._passes.backward):
+            provenance = str(trace.get_provenance() or "")
+            if found := re.search(r"Constructed by (.*) \(took (\d+) milliseconds\)", provenance):
+                seconds[found[1]] = seconds.get(found[1], 0.0) + int(found[2]) / 1e3
+        return seconds | super().compile_seconds
+
+    def _saved_blocks(self) -> Iterator[Block]:
         if self._passes.backward:
             yield from _saved_blocks("saved for backward", self.saved)
             if (plain := self.saved_by_plain_thunder) is not None:
                 yield from _saved_blocks("saved by plain thunder", plain)
         else:
             yield Block("nothing is saved: there is no backward")
-        times = sorted(self.compile_seconds.items(), key=lambda item: -item[1])
-        yield Block("compile times: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times))
 
 
 @dataclass(frozen=True)
@@ -280,7 +339,7 @@ def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:
 
     Args:
         jitted: what `thunder_flce.jit`, `thunder.jit` with our transform, `thunder.compile` with our plugin or
-            `thunderfx` with our transform returned.
+            `thunderfx` with our transform returned; or `torch.compile` with the backend "thunder_flce".
         against_plain_thunder: whether the report compares what is saved for backward with what thunder would save
             without us. For that, thunder compiles the same trace again when the report is printed or turned into a
             dict: nothing runs, and no arguments are needed, but a large model takes some seconds.
@@ -292,29 +351,42 @@ def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:
         TypeError: where jitted was not compiled by thunder.
         ValueError: where it was not compiled with `FuseLinearCrossEntropy`.
     """
+    if (graphs := compiled_graphs(jitted)) is not None:
+        return Report([_inductor_report(number, graph) for number, graph in enumerate(graphs)])
     backend: Any = getattr(jitted, "_backend", jitted)
     if hasattr(backend, "subgraph_infos"):
         transforms, found = backend.thunder_options.get("transforms", ()), parts(backend)
     elif (data := thunder.compile_data(jitted)) is not None:
         transforms, found = data.transforms, iter([Part("", "thunder", jitted)])
     else:
-        raise TypeError(f"jitted must have been compiled by thunder, but got {type(jitted).__name__}")
+        raise TypeError(
+            'jitted must have been compiled by thunder, or by torch.compile with the backend "thunder_flce", but got '
+            f"{type(jitted).__name__}"
+        )
     transform = next((transform for transform in transforms if isinstance(transform, FuseLinearCrossEntropy)), None)
     if transform is None:
         raise ValueError("jitted has no FuseLinearCrossEntropy transform; compile it with thunder_flce.jit")
     return Report([_graph_report(part, transform, against_plain_thunder) for part in found])
 
 
+def _inductor_report(number: int, graph: CompiledGraph) -> GraphReport:
+    compilations: list[CompilationReport] = [
+        _InductorCompilation(fusion.compilation.decisions, fusion, graph.seconds) for fusion in graph.fusions
+    ]
+    return GraphReport(f"graph {number}", "Inductor", compilations, [], ())
+
+
 def _graph_report(part: Part, transform: FuseLinearCrossEntropy, against_plain_thunder: bool) -> GraphReport:
     if part.compiled_by != "thunder":
         return GraphReport(part.name, part.compiled_by, [], part.cross_entropies(), part.split_reasons)
-    compilations, passes = [], _compilation_passes(part.compiled)
+    compilations: list[CompilationReport] = []
+    passes = _compilation_passes(part.compiled)
     # The same transform may serve many functions.
     for compilation in transform.compilations:
         own = next((p for p in passes if any(trace is compilation.trace for trace in p.computation)), None)
         if own is not None:
             decisions = list(map(part.with_user_source, compilation.decisions))
-            compilations.append(CompilationReport(decisions, compilation, own, part.compiled, against_plain_thunder))
+            compilations.append(_ThunderCompilation(decisions, compilation, own, part.compiled, against_plain_thunder))
     return GraphReport(part.name, part.compiled_by, compilations, [], part.split_reasons)
 
 

@@ -5,7 +5,6 @@ source come from what Dynamo noted at each of their nodes.
 """
 
 import linecache
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from thunder_flce.graph.dynamo.tracing import source_of
 from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.thunder_private import CompilerType
 from thunder_flce.graph.transform import Decision
@@ -37,12 +37,12 @@ class Part:
         """A decision for each cross-entropy, where the part is not thunder's."""
         nodes = [node for node in self.nodes if node.target is F.cross_entropy]
         detail = "; ".join((f"{self.compiled_by} does", *filter(None, self.split_reasons)))
-        return [Decision(_source_of(node) or self.name, reason=Reason.NOT_THUNDER, detail=detail) for node in nodes]
+        return [Decision(source_of(node) or self.name, reason=Reason.NOT_THUNDER, detail=detail) for node in nodes]
 
     def with_user_source(self, decision: Decision) -> Decision:
         """The same decision, but the line of the user's source instead of that of the graph's own code."""
         name = source_line(decision).partition(" = ")[0]
-        source = next((_source_of(node) for node in self.nodes if node.name == name), None)
+        source = next((source_of(node) for node in self.nodes if node.name == name), None)
         return decision if source is None else replace(decision, source=source)
 
 
@@ -64,8 +64,3 @@ def parts(backend: Any) -> Iterator[Part]:
             graphs = [inner.graph for inner in module.modules() if isinstance(inner, GraphModule)]
             nodes = [node for graph in graphs for node in graph.nodes]
             yield Part(f"graph {number}, part {part}", compiled_by, compiled.compiled_fn, nodes, reasons)
-
-
-def _source_of(node: Node) -> str | None:
-    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(frames[-1]) if frames else None

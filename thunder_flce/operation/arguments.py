@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
 
 REDUCTIONS = ("mean", "sum", "none")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -174,6 +174,12 @@ def check_loss(loss: Loss, vocab: int) -> None:
                 raise ValueError(f"{name} must {expected}, but got {value}")
     if not isinstance(loss.outputs, tuple) or any(name not in OUTPUTS for name in loss.outputs):
         raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
+    could_have_grad = [name for name in DIFFERENTIABLE_OUTPUTS if name in loss.outputs]
+    if not isinstance(loss.detached, tuple) or any(name not in could_have_grad for name in loss.detached):
+        raise ValueError(
+            f"detached must be a tuple of outputs that could have a gradient, here {could_have_grad}, but got "
+            f"{loss.detached!r}"
+        )
     if len(set(loss.outputs)) < len(loss.outputs):
         raise ValueError(f"outputs must name each output once, but got {loss.outputs!r}")
 

@@ -135,7 +135,7 @@ class Loss:
     vocab_size: int | None = None
     outputs: tuple[str, ...] = ()
     detached: tuple[str, ...] = ()
-    """Outputs through which no gradient flows though it could, as a trace knows of what is only logged."""
+    """Outputs through which no gradient flows though it could, as of what is only logged."""
 
     def non_defaults(self) -> dict[str, Any]:
         """What a trace carries: the reduction, ignore_index, and the other fields that differ from their defaults."""

@@ -61,6 +61,8 @@ def _open(gm: GraphModule, checkpoint: Any) -> None:
         user.replace_all_uses_with(results[user.args[1]])
         gm.graph.erase_node(user)
     gm.graph.erase_node(checkpoint)
+    gm.graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+    gm.delete_all_unused_submodules()
 
 
 def _attribute(module: GraphModule, path: str) -> Any:

@@ -1,0 +1,366 @@
+"""`torch.compile(backend="thunder_flce")`: what is fused, with Inductor's results, modes, options and wrappers.
+
+Most tests put `aot_eager` in the place of Inductor, which needs seconds for each program on a CPU; the tests of whole
+models run Inductor itself.
+"""
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch
+import torch._inductor.compile_fx
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.registry import _BACKENDS, lookup_backend, register_backend
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
+
+import thunder_flce
+from front_ends import assert_agrees
+from test_fx import CLOSE, BreaksAfterHead, BreaksBeforeHead, H, Model, PrintsBeforeHead, V, batch
+from test_patterns import _arguments, _run, patterns
+from thunder_flce import NotFusedError, NotFusedWarning
+from thunder_flce.backend import compile_graph
+from thunder_flce.graph.matching.reasons import Reason
+
+ROOT = Path(__file__).parent.parent
+
+if "thunder_flce" not in _BACKENDS:
+    register_backend(compile_graph, name="thunder_flce")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def without_inductor(monkeypatch):
+    def compile_fx(gm, inputs, config_patches):
+        return aot_eager(gm, inputs)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+
+
+quick = pytest.mark.usefixtures("without_inductor")
+
+
+def compiled_with(program, **settings):
+    return torch.compile(program, backend="thunder_flce", **settings)
+
+
+def assert_fused(compiled, times=None):
+    decisions = thunder_flce.explain(compiled).decisions
+    assert decisions and all(decision.fused for decision in decisions), [str(decision) for decision in decisions]
+    assert times is None or len(decisions) == times
+
+
+@quick
+@pytest.mark.parametrize("program", patterns.FUSED, ids=lambda program: program.__name__)
+def test_fused(program):
+    tensors = _arguments(program)
+    compiled = compiled_with(program, fullgraph=True)
+    torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
+    assert_fused(compiled)
+
+
+@quick
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+@pytest.mark.parametrize("program", patterns.NOT_FUSED, ids=lambda program: program.__name__)
+def test_not_fused(program):
+    tensors = _arguments(program)
+    compiled = compiled_with(program, fullgraph=True)
+    copies = [tensor.clone() if tensor.is_floating_point() else tensor for tensor in tensors]
+    torch.testing.assert_close(_run(compiled, copies)[0], _run(program, tensors)[0], rtol=1e-4, atol=1e-5)
+    assert thunder_flce.explain(compiled).decisions[0].reason is patterns.NOT_FUSED[program]
+
+
+@quick
+@pytest.mark.parametrize(
+    "program",
+    [patterns.padded_label_shift, patterns.softcapped_and_shifted, patterns.transposed, patterns.accuracy],
+    ids=lambda program: program.__name__,
+)
+def test_any_number_of_tokens(program):
+    """One graph for all of them: what the first call has, such as B = T, is not taken for the rule."""
+    compiled = compiled_with(program, fullgraph=True, dynamic=True)
+    hidden, weight, labels = _arguments(program)
+    for rows, length in ((2, 24), (2, 17), (1, 9), (2, 2)):
+        tensors = [hidden[:rows, :length].detach().requires_grad_(), weight, labels[:rows, :length].contiguous()]
+        tensors[2][0, 0] = 3
+        torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
+    assert_fused(compiled)
+    # B = 1 and B = T are graphs of their own to Dynamo.
+    assert len(thunder_flce.explain(compiled)) <= 3
+
+
+@quick
+def test_marked_dynamic():
+    model = Model()
+    compiled = compiled_with(model)
+    for length in (8, 5, 11):
+        tokens, labels = batch(3, length)
+        torch._dynamo.mark_dynamic(tokens, 1)
+        torch._dynamo.mark_dynamic(labels, 1)
+        assert_agrees(model, lambda t=tokens, y=labels: model(t, y), lambda t=tokens, y=labels: compiled(t, y), **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor(dynamic):
+    model = Model()
+    compiled = compiled_with(model, dynamic=dynamic, options={"strict": True, "chunk_rows": 7, "epilogue_fusion": True})
+    arguments = batch()
+    assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
+    assert_fused(compiled, times=1)
+    assert thunder_flce.explain(compiled).decisions[0].plan.chunk_rows == 7
+
+
+@quick
+def test_no_grad():
+    model = Model()
+    compiled = compiled_with(model)
+    arguments = batch()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*arguments), model(*arguments))
+    assert thunder_flce.explain(compiled).decisions[0].plan.strategy == "loss_only"
+
+
+@quick
+@pytest.mark.parametrize("where", ["head", "loss", "both"])
+def test_no_grad_inside(where):
+    """Which operands get a gradient is what Dynamo says of each tensor, wherever the operator is put."""
+    hidden, weight = torch.randn(6, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+    labels = torch.randint(V, (6,))
+
+    def program(hidden, weight, labels):
+        with torch.set_grad_enabled(where == "loss"):
+            logits = F.linear(hidden, weight)
+        with torch.set_grad_enabled(where == "head"):
+            loss = F.cross_entropy(logits, labels)
+        return loss + hidden.square().mean()
+
+    compiled = compiled_with(program, fullgraph=True)
+    results = _run(compiled, (hidden, weight, labels)), _run(program, (hidden, weight, labels))
+    torch.testing.assert_close(*results)
+    assert_fused(compiled)
+
+
+@quick
+@pytest.mark.parametrize("inside", [False, True])
+def test_autocast(inside):
+    model = Model()
+
+    def step(tokens, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model.logits(tokens)
+            if inside:
+                return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+        return F.cross_entropy(logits.float().view(-1, V), labels.view(-1))
+
+    compiled = compiled_with(step, fullgraph=True)
+    arguments = batch()
+    assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), rtol=2e-2, atol=2e-2)
+    assert_fused(compiled, times=1)
+
+
+@quick
+def test_loss_in_autocast_of_a_head_outside():
+    """The region must not be cast, though it takes the place of the loss."""
+    model = Model()
+
+    def step(tokens, labels):
+        logits = model.logits(tokens)
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+    compiled = compiled_with(step, fullgraph=True)
+    arguments = batch()
+    assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@quick
+def test_checkpoint():
+    model = Model()
+
+    def step(tokens, labels):
+        def body(tokens):
+            return model.logits(tokens)
+
+        logits = checkpoint(body, tokens, use_reentrant=False)
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+    compiled = compiled_with(step, fullgraph=True)
+    arguments = batch()
+    assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@quick
+@pytest.mark.parametrize("model", [PrintsBeforeHead, BreaksBeforeHead, BreaksAfterHead], ids=lambda m: m.__name__)
+def test_graph_breaks(model):
+    """Of a callee, Dynamo breaks the graph around all of it, so the head of the second one is in another graph."""
+    model = model()
+    compiled = compiled_with(model)
+    arguments = batch()
+    assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
+    (decision,) = thunder_flce.explain(compiled).decisions
+    assert decision.reason is (None if type(model) is PrintsBeforeHead else Reason.NO_LINEAR)
+
+
+@quick
+def test_tied_embeddings():
+    model = Model()
+    model.lm_head.weight = model.embedding.weight
+    compiled = compiled_with(model)
+    arguments = batch()
+    assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@quick
+def test_strict():
+    """The error itself, and none of Dynamo's around it; at each call."""
+    model = Model()
+    model.after_head = torch.relu
+    compiled = compiled_with(model, options={"strict": True})
+    for _ in range(2):
+        with pytest.raises(NotFusedError, match=r"test_fx.py:\d+: not fused, because .* \(by relu\)"):
+            compiled(*batch())
+    torch._dynamo.reset()
+    with pytest.warns(NotFusedWarning, match="by relu"):
+        compiled_with(model)(*batch())
+
+
+@quick
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk_row": 8}, "no option 'chunk_row'; did you mean 'chunk_rows'"),
+        ({"chunk_rows": -1}, "chunk_rows must be None or a positive int, but got -1"),
+        ({"strict": 1}, "strict must be True or False, but got 1"),
+        ({"epilogue_fusion": "yes"}, "Unexpected type of attr epilogue_fusion"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(BackendCompilerFailed, match=message):
+        compiled_with(Model(), options=options)(*batch())
+
+
+def test_mode_and_options_reach_inductor(monkeypatch):
+    seen = []
+
+    def compile_fx(gm, inputs, config_patches):
+        seen.append(config_patches)
+        return aot_eager(gm, inputs)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    compiled_with(Model(), mode="max-autotune-no-cudagraphs")(*batch())
+    compiled_with(Model(), options={"max_autotune": True, "chunk_rows": 8})(*batch())
+    expected = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    assert seen == [expected, {"max_autotune": True}]
+
+
+@quick
+def test_explain():
+    first, second = Model(), Model()
+    second.after_head = torch.relu
+    steps = [compiled_with(model) for model in (first, second)]
+    arguments = batch()
+    with pytest.warns(NotFusedWarning):
+        for step in steps:
+            step(*arguments)
+    reports = [thunder_flce.explain(step) for step in steps]
+    assert [[decision.fused for decision in report.decisions] for report in reports] == [[True], [False]]
+    (compilation,) = reports[0]
+    before, after = (str(trace) for trace in compilation.traces)
+    assert "cross_entropy(" in before and "linear_cross_entropy(" not in before and "linear_cross_entropy(" in after
+    assert {"region", "thunder_flce", "Inductor"} <= compilation.compile_seconds.keys()
+    text = str(reports[0])
+    assert "graph 0, compiled by Inductor" in text and "1 of 1 cross-entropies fused" in text
+    assert "return F.cross_entropy(self.logits(tokens)" in text
+    assert reports[0].to_dict()["graphs"][0]["compilations"][0]["cross_entropies"][0]["fused"]
+    with pytest.raises(TypeError, match="backend"):
+        thunder_flce.explain(torch.compile(first))
+
+
+@quick
+def test_explain_of_a_function_and_of_a_module_compiled_in_place():
+    model = Model()
+    model.compile(backend="thunder_flce")
+    model(*batch())
+    function = compiled_with(lambda tokens, labels: Model.forward(model, tokens, labels))
+    function(*batch())
+    for compiled in (model, function):
+        assert_fused(compiled, times=1)
+
+
+def test_entry_point():
+    """Found without an import: by the metadata, which name what is there."""
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    ((name, value),) = entry_points["torch_dynamo_backends"].items()
+    entry_point = EntryPoint(name, value, "torch_dynamo_backends")
+    assert name == "thunder_flce" and entry_point.load() is compile_graph is lookup_backend("thunder_flce")
+
+
+def test_a_graph_without_a_loss_needs_no_thunder():
+    code = """
+import sys, torch
+from thunder_flce.backend import compile_graph
+torch.compile(torch.sin, backend=compile_graph)(torch.ones(2))
+assert "thunder" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_ddp_and_its_split_graphs(tmp_path):
+    """DDPOptimizer cuts the graph into one for each bucket, of which the last has the head and its loss."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        model = nn.Sequential(nn.Linear(H, 2**14), nn.ReLU(), nn.Linear(2**14, H))  # 1 MiB each
+
+        class WithLoss(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body, self.head = model, nn.Linear(H, V, bias=False)
+
+            def forward(self, hidden, labels):
+                return F.cross_entropy(self.head(self.body(hidden)), labels)
+
+        module = WithLoss()
+        ddp = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1)
+        compiled = compiled_with(ddp)
+        hidden, labels = torch.randn(6, H), torch.randint(V, (6,))
+        assert_agrees(module, lambda: module(hidden, labels), lambda: compiled(hidden, labels), **CLOSE)
+        assert_fused(compiled, times=1)
+        assert len(thunder_flce.explain(compiled).graphs) > 1
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_fsdp2(tmp_path):
+    from torch.distributed.fsdp import fully_shard
+
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model, arguments = PrintsBeforeHead(), batch()
+        expected = model(*arguments)
+        fully_shard(model.hidden, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        compiled = compiled_with(model)
+        loss = compiled(*arguments)
+        loss.backward()
+        torch.testing.assert_close(loss, expected)
+        assert model.lm_head.weight.grad is not None
+        assert_fused(compiled, times=1)
+    finally:
+        torch.distributed.destroy_process_group()

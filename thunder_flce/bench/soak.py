@@ -1,0 +1,138 @@
+"""Long runs of one loss region with changing token counts and ignored tokens: whether memory, time or kernels grow.
+
+A pass has a step of each token count, in random order, so that all passes compute about the same. The fraction of
+ignored tokens belongs to the count, but which tokens they are, and so how many, is drawn at each step.
+"""
+
+import resource
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from thunder_flce.bench.measuring import Progress, attempt, release, synchronize
+from thunder_flce.bench.methods import Method, build, is_ours, our_function
+from thunder_flce.bench.regions import run_step
+from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.execution.matmul.tuning import tunings
+
+COUNTS = 64
+"""Token counts of a pass: evenly spaced from a sixteenth of the shape's tokens to all of them."""
+
+IGNORED = (0.0, 0.1, 0.5, 0.9)
+"""Fractions of ignored tokens, which token counts have in turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(ShapeRow):
+    """A long run of one method; tokens are the most of a step, and ignored is that of the shape."""
+
+    method: str
+    steps: int
+    time_ms: float | None = None
+    """A step of the second half of the passes, on average: the median of the passes."""
+    drift: float | None = None
+    """Time of the last quarter of the passes over that of the second quarter, medians."""
+    growth_gb: float | None = None
+    """What the device holds after the last pass, above what it held after the second; in 10⁹ bytes, CUDA only."""
+    peak_growth_gb: float | None = None
+    """The same of the most that PyTorch's allocator ever had reserved."""
+    host_growth_gb: float | None = None
+    """The same of the most memory that the process ever had on the host."""
+    compilations: int | None = None
+    """Triton kernels that were compiled or loaded, and matmuls whose algorithm was chosen by measuring."""
+    last_compilation: int | None = None
+    """The number of the step, from 1, in which the last of them was; None where there was none."""
+    compiled: list[str] = field(default_factory=list)
+    """Each of them, with the number of its step."""
+    passes_ms: list[float] = field(default_factory=list)
+    """The mean step of each pass."""
+    failed: str | None = None
+
+
+def measure(shape: Shape, methods: list[str], *, steps: int, device: str, progress: Progress) -> Iterator[Row]:
+    """Runs each method for so many steps, rounded up to whole passes, of which there are four or more.
+
+    Args:
+        shape: its tokens are the most of a step.
+        methods: names that `methods.build` knows.
+        steps: of each method.
+        device: "cuda" or "cpu".
+        progress: called before each method.
+
+    Raises:
+        DeviceLost: where a method makes further measurements in this process impossible.
+    """
+    torch.compiler.reset()
+    passes = max(-(-steps // COUNTS), 4)
+    for name in methods:
+        progress(name)
+        release(device)
+        numbers: dict[str, Any] = {}
+        with attempt(name, device) as tried:
+            method = our_function(name) if is_ours(name) else build(name)
+            numbers = _run(method, Inputs.random(shape, device), passes)
+        yield Row(**ShapeRow.fields_of(shape), method=name, steps=passes * COUNTS, **numbers, failed=tried.failed)
+
+
+def _run(method: Method, inputs: Inputs, passes: int) -> dict[str, Any]:
+    device, tokens = inputs.x.device, inputs.x.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.linspace(tokens / 16, tokens, COUNTS).round().int().tolist()
+    passes_ms: list[float] = []
+    held: list[list[float]] = []
+    compiled: list[tuple[int, str]] = []
+    with _compilations() as compilations:
+        for number in range(passes):
+            start = time.perf_counter()
+            for place, index in enumerate(torch.randperm(COUNTS, generator=generator).tolist(), start=1):
+                before = compilations()
+                run_step(_some(inputs, counts[index], IGNORED[index % len(IGNORED)]), method, lambda phase: None)
+                compiled += [(number * COUNTS + place, what) for what in (compilations() - before).elements()]
+            synchronize(device.type)
+            passes_ms.append((time.perf_counter() - start) / COUNTS * 1e3)
+            held.append(_memory_gb(device.type))
+    quarter = passes // 4
+    growth = [last - second for last, second in zip(held[-1], held[1], strict=True)]
+    return {
+        "time_ms": statistics.median(passes_ms[passes // 2 :]),
+        "drift": statistics.median(passes_ms[-quarter:]) / statistics.median(passes_ms[quarter : 2 * quarter]),
+        **dict(zip(("host_growth_gb", "growth_gb", "peak_growth_gb"), growth, strict=False)),
+        "compilations": len(compiled),
+        "last_compilation": compiled[-1][0] if compiled else None,
+        "compiled": [f"{step}: {what}" for step, what in compiled],
+        "passes_ms": [round(pass_ms, 3) for pass_ms in passes_ms],
+    }
+
+
+def _some(inputs: Inputs, count: int, ignored: float) -> Inputs:
+    """The first tokens, of which about a fraction is ignored."""
+    target = inputs.target[:count]
+    target = torch.where(torch.rand(count, device=target.device) < ignored, -100, target)
+    return Inputs(x=inputs.x.detach()[:count].requires_grad_(), weight=inputs.weight, bias=inputs.bias, target=target)
+
+
+def _memory_gb(device: str) -> list[float]:
+    """What the process had on the host at most, what the device holds, and what it had reserved at most."""
+    of_host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    on_device = [torch.cuda.memory_allocated(), torch.cuda.max_memory_reserved()] if device == "cuda" else []
+    return [size / 1e9 for size in (of_host, *on_device)]
+
+
+@contextmanager
+def _compilations() -> Iterator[Callable[[], Counter[str]]]:
+    """A function that says what was compiled since the beginning of the body: `Row.compiled`."""
+    from triton import knobs
+
+    kernels: list[str] = []
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda **what: kernels.append(what["repr"])
+    try:
+        yield lambda: Counter(kernels) + Counter(f"{tuning.product} {tuning.sizes}" for tuning in tunings())
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
