@@ -43,6 +43,7 @@ FREQUENT_ROWS = "tests/test_numerics.py::test_rows_of_dw_with_the_most_targets"
 ONE_PASS = "tests/test_properties.py::test_one_pass"
 SCALING = "tests/test_numerics.py::test_finished_gradients_are_scaled_with_one_rounding"
 OPERATOR = "tests/test_operator.py"
+PARALLEL = "tests/test_vocab_parallel.py"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
 
 
@@ -119,6 +120,61 @@ MUTATIONS = [
         tests=(PROGRAM,),
     ),
     *_of(
+        "execution/shards.py",
+        ("sign", "torch.exp(maxima - row_max + log_sums)", "torch.exp(maxima - row_max - log_sums)"),
+        ("sign", "(values == values.amax(0))", "(values == values.amin(0))"),
+        ("mask", 'torch.where(maxima == float("-inf"), 0, torch.exp(', "(torch.exp("),
+        ("mask", "torch.where(is_largest, columns, NO_COLUMN)", "columns"),
+        ("index", "NO_COLUMN).amin(0)", "-1).amax(0)"),
+        tests=(PARALLEL,),
+    ),
+    *_of(
+        "execution/steps.py",
+        ("sign", "largest = largest if region.loss.logit_scale > 0 else -largest", "pass"),
+        ("mask", "torch.where(targets.is_here, entry.to(part.row_max.dtype), 0)", "entry.to(part.row_max.dtype)"),
+        ("index", "argmax=part.argmax + shard.start", "argmax=part.argmax"),
+        ("index", "slice(first + block.start, first + block.stop)", "block"),
+        (
+            "divisor",
+            'region.empty("dX_part", (dlogits.shape[0], weight.shape[1]), region.input_grad_dtype)',
+            'region.empty("dX_part", (dlogits.shape[0], weight.shape[1]), region.operands.dtype)',
+        ),
+        tests=(PARALLEL,),
+    ),
+    *_of(
+        "execution/row_loss.py",
+        (
+            "index",
+            "class_weight = class_weight[shard.start : shard.start + shard.columns]",
+            "class_weight = class_weight[: shard.columns]",
+        ),
+        tests=(PARALLEL,),
+    ),
+    *_of(
+        "execution/token_parts.py",
+        ("mask", "of_rows = valid[index]", "of_rows = torch.ones_like(valid[index])"),
+        ("mask", "valid.index_fill(0, rows.order[rows.count :], False)", "valid"),
+        ("index", "valid_first[:, :count].sort(1).values", "valid_first[:, :count]"),
+        ("index", "start = self.shard.rank * self.own.total", "start = 0"),
+        ("divisor", "int(of_parts.sum(1).max())", "int(of_parts.sum(1)[0])"),
+        tests=(PARALLEL,),
+    ),
+    *_of(
+        "vocab_parallel.py",
+        ("mask", "if first != other:", "if first is other:"),
+        ("mask", "max(min(start + rows, vocab) - start, 0)", "rows"),
+        ("index", "in_order = [sum(all_rows[:rank])", "in_order = [sum(all_rows[: rank + 1])"),
+        ("divisor", "map(min, zip(*memories, strict=True))", "memories[dist.get_rank(group)]"),
+        tests=(PARALLEL,),
+    ),
+    *_of(
+        "labels.py",
+        ("divisor", "count.float() / dist.get_world_size(group)", "count.float()"),
+        ("mask", "(target != ignore_index).sum()", "torch.tensor(target.numel())"),
+        ("index", "labels[..., 1:], torch.full_like(last", "labels[..., :-1], torch.full_like(last"),
+        tests=("tests/test_labels.py",),
+    ),
+    *_of(
         "execution/row_loss.py",
         ("sign", "probability - g_p, one_hot - g_p", "probability - g_p, one_hot + g_p"),
         ("sign", "(statistics.row_log_sum - entropy)", "(statistics.row_log_sum + entropy)"),
@@ -133,7 +189,7 @@ MUTATIONS = [
         ("mask", "rows.mask_ignored(grad if divisor", "(grad if divisor"),
         ("mask", "rows.mask_ignored(at_target)", "at_target"),
         ("mask", "rows.mask_ignored(value, fill=-1)", "value"),
-        ("mask", "rows.scatter(rows.mask_ignored(value, output.ignored)", "rows.scatter((value)"),
+        ("mask", "rows.returned(rows.mask_ignored(value, output.ignored)", "rows.returned((value)"),
         ("mask", "if self._scale != 1:", "if False:"),
         ("index", "class_weight[rows.target], ", "class_weight[rows.target - 1], "),
         (
@@ -211,7 +267,7 @@ MUTATIONS = [
     *_of(
         "execution/engine.py",
         ("mask", "is_plain and not region.operands.bias_grad", "is_plain"),
-        ("mask", "return in_place and region.loss.is_plain", "return region.loss.is_plain"),
+        ("mask", "return in_place and is_plain and", "return is_plain and"),
         (
             "index",
             "others = slice(0 if saved is None else saved.rows.stop, rows.count)",
@@ -238,8 +294,8 @@ MUTATIONS = [
         ("mask", "self._term.weight[block], block.start > 0", "self._term.weight[block], False"),
         (
             "index",
-            "out = of_term.input[chunk]\n                steps",
-            "out = of_term.input[: matrix.shape[0]]\n                steps",
+            "out = of_term.input[self._rows.of_part(chunk)]\n",
+            "out = of_term.input[: matrix.shape[0]]\n",
         ),
         ("index", "self._bias[: region.operands.vocab], bias_grad", "self._bias[-region.operands.vocab :], bias_grad"),
         tests=(CHUNKS,),
@@ -438,8 +494,12 @@ MUTATIONS = [
     ),
     *_of(
         "execution/row_selection.py",
-        ("mask", "target.clamp(0, region.operands.vocab - 1)", "target.clamp(0, region.operands.vocab)"),
-        ("mask", "target.clamp(0, region.operands.vocab - 1)", "target.clamp(max=region.operands.vocab - 1)"),
+        ("mask", "target.clamp(0, region.operands.whole_vocab - 1)", "target.clamp(0, region.operands.whole_vocab)"),
+        (
+            "mask",
+            "target.clamp(0, region.operands.whole_vocab - 1)",
+            "target.clamp(max=region.operands.whole_vocab - 1)",
+        ),
         tests=("tests/test_numerics.py::test_target_out_of_range",),
     ),
     *_of(

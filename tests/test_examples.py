@@ -1,6 +1,8 @@
 """The examples run to their end, the demo with a smaller model; what examples/llama.py runs is in test_models.py."""
 
 import importlib.util
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +40,15 @@ def test_loads(name, load):
 def test_functional(load, capsys):
     load("functional").main()
     assert "plain PyTorch, in thunder_flce.jit" in capsys.readouterr().out
+
+
+def test_tensor_parallel():
+    command = [sys.executable, str(FOLDER / "tensor_parallel.py")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0, run.stderr
+    losses = re.findall(r"loss (\d+\.\d+), with the whole weight (\d+\.\d+)", run.stdout)
+    # That they are equal, the example checks for itself.
+    assert len(losses) == 8 and float(losses[-1][0]) < float(losses[0][0]) - 1
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

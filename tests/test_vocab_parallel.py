@@ -2,12 +2,15 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import thunder_flce
 from ranks import RankErrors, as_threads
 from reference import (
     DIFFERENTIABLE,
@@ -20,7 +23,14 @@ from reference import (
     ours,
     truth,
 )
-from thunder_flce import Options, VocabParallel, linear_cross_entropy
+from test_plan import problem
+from thunder_flce import Options, VocabParallel, functional, linear_cross_entropy, operators
+from thunder_flce.device import DeviceMemory
+from thunder_flce.execution.plan import SaveSomeLogits
+from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.shard import Shard
+from thunder_flce.planning.choose import agreed_plan, make_plan
+from thunder_flce.planning.program import program
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 UNEVEN = (40, 0, 61)
@@ -163,6 +173,16 @@ def test_gradients_that_are_not_needed():
             check(case, UNEVEN, options=Options(strategy=strategy, chunk_rows=16))
 
 
+@pytest.mark.parametrize("settings", [{"reduction": "none"}, {"outputs": ("log_prob",), "logit_scale": 2.0}], ids=str)
+def test_frozen_head_with_a_gradient_for_each_row(settings):
+    case = make_case(tokens=36)
+    case.weight.requires_grad_(False)
+    grad = torch.rand(36) if "reduction" in settings else None
+    for division in (divided, divided_tokens):
+        result = division(case, UNEVEN, grad, options=Options(chunk_rows=10), **settings)
+        assert_close_to_truth(result, case, grad, tiny=True, **settings)
+
+
 def test_partial_input_gradients_add_up():
     case = make_case(dtype=torch.float64)
 
@@ -285,7 +305,104 @@ def test_every_loss_of_divided_tokens(settings):
     assert_close_to_truth(result, case, grad, tiny=True, **settings)
 
 
+# What runs, and what is said of it.
+
+
+def test_the_printed_program_says_what_ranks_exchange():
+    shard = Shard(group="0", ranks=4, rank=0, start=0, columns=32064, largest=32064, vocab=128256)
+    whole = problem(tokens=8192, vocab=128256, hidden=4096)
+    part = replace(whole, vocab=32064, weight_rows=32064, shard=shard)
+    plan = agreed_plan(part, Options(), None)
+    # As much memory as the chunks of one device.
+    assert plan.chunk_rows == 4 * make_plan(whole, Options()).chunk_rows
+    (chunks,) = (stage for stage in program(part, plan).forward if stage.over)
+    exchanged = [step for step in chunks.steps if step.runs_in == "NCCL"]
+    assert [step.result for step in exchanged] == ["row_max, row_log_sum, logits_y", "dX_part"]
+    assert exchanged[0].bytes == 8192 * (4 + 4 + 2) and exchanged[1].bytes == 8192 * 4096 * 4
+    names = [step.result for step in chunks.steps]
+    # The sum over ranks is hidden by dW.
+    assert names.index("dX_part") < names.index("dW") < names.index("dX_part", names.index("dW"))
+
+    divided_tokens = replace(part, shard=replace(shard, sequence_parallel=True), loss=Loss(label_smoothing=0.1))
+    results = [step.result for step in program(divided_tokens, plan).steps if step.runs_in == "NCCL"]
+    assert results == ["x", "row_max, row_log_sum, logits_y", "weighted_sum", "dX_part"]
+    assert program(divided_tokens, plan).peak_bytes < program(part, plan).peak_bytes + 8192 * 4096 * 2
+
+
 # All ranks mean the same call.
+
+
+def test_plans_agree_where_free_memory_differs(monkeypatch):
+    case = make_case(tokens=300, ignored=0.0)
+    of_threads = {}
+
+    def memory(device):
+        return DeviceMemory(total=10**9, free=(dist.get_rank() + 1) * 100_000)
+
+    def planned(*arguments):
+        of_threads[dist.get_rank()] = plan = operators.plan_for(*arguments)
+        return plan
+
+    monkeypatch.setattr(DeviceMemory, "of", memory)
+    monkeypatch.setattr(functional, "plan_for", planned)
+    check(case, UNEVEN, torch.rand(300), reduction="none")
+    assert isinstance(of_threads[0], SaveSomeLogits) and len(of_threads) == 3
+    assert of_threads[0] == of_threads[1] == of_threads[2]
+
+
+def test_a_target_outside_the_vocabulary_raises_on_all_ranks():
+    case = make_case()
+    case.target[5] = 101
+    with pytest.raises(RankErrors) as raised:
+        divided(case, UNEVEN)
+    assert len(raised.value.errors) == 3
+    for found in raised.value.errors.values():
+        assert isinstance(found, IndexError) and "neither in [0, 101)" in str(found)
+
+
+def test_arguments():
+    case = make_case()
+
+    def run(rank):
+        group = dist.group.WORLD
+        for arguments, message in (
+            ({"vocab_parallel": "tp"}, "group must be a ProcessGroup or a DeviceMesh .*, but got str"),
+            ({"vocab_parallel": VocabParallel(group=group), "weight": torch.ones(50)}, r"weight must be .*\(101,\)"),
+            ({"vocab_parallel": group, "vocab_size": 102}, "vocab_size must be between 1 and .* 101, but got 102"),
+            ({"vocab_parallel": VocabParallel(group=group, start=rank)}, "start must be None .* 0 with 50 rows, 1 "),
+            ({"vocab_parallel": VocabParallel(group=group, start=None if rank else 0)}, "start must be None on all"),
+            (
+                {"vocab_parallel": VocabParallel(group=group, input_grad_dtype=torch.float16)},
+                "input_grad_dtype must be None, torch.float32 or input's dtype, torch.float32, but got torch.float16",
+            ),
+        ):
+            part = part_of(case, parts((50, 51))[rank])
+            with pytest.raises((TypeError, ValueError), match=message):
+                linear_cross_entropy(part.x, part.weight, part.target, **arguments)
+        for wrong, message in (
+            ({"start": 1.5}, "start must be None or an int"),
+            ({"input_grad": "summed"}, "input_grad must be one of"),
+            ({"input_grad": "partial", "sequence_parallel": True}, "input_grad must be .reduced. with sequence"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=message):
+                VocabParallel(group=group, **wrong)
+
+    as_threads(2, run)
+
+
+def test_traced_programs_say_that_it_is_for_eager_calls():
+    case = make_case()
+
+    def run(rank):
+        def loss(x, weight):
+            return linear_cross_entropy(x, weight, case.target, vocab_parallel=dist.group.WORLD)
+
+        with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
+            thunder_flce.jit(loss)(case.x, case.weight)
+        with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
+            make_fx(loss, tracing_mode="fake")(case.x, case.weight)
+
+    as_threads(1, run)
 
 
 def test_what_differs_between_ranks_raises_on_all_of_them():

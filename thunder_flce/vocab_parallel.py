@@ -126,6 +126,12 @@ def agree(vocab_parallel: Any, arguments: Mapping[str, Any], *, loss: Loss, opti
     dist.all_gather_object(given, (call | values, rows, parallel.start, memory), group=group)
     calls, all_rows, starts, memories = zip(*given, strict=True)
     _check_equal(calls)
+    of_input = getattr(arguments["input"], "dtype", None)
+    if parallel.input_grad_dtype not in (None, torch.float32, of_input):
+        raise ValueError(
+            f"input_grad_dtype must be None, torch.float32 or input's dtype, {of_input}, but got "
+            f"{parallel.input_grad_dtype}"
+        )
     if key not in known:
         known[key] = Agreement(
             shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
@@ -212,6 +218,6 @@ def _shard(parallel: VocabParallel, loss: Loss, all_rows: tuple[int, ...], start
         largest=max(columns),
         vocab=vocab,
         reduces_input_grad=parallel.input_grad == "reduced",
-        float32_input_grad=parallel.input_grad_dtype in (None, torch.float32, torch.float64),
+        float32_input_grad=parallel.input_grad_dtype in (None, torch.float32),
         sequence_parallel=parallel.sequence_parallel,
     )

@@ -30,8 +30,8 @@ from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, Reco
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_kernels.interface import LogitsBuffer, LogitsInBlocks, RowStatistics
 from thunder_flce.execution.row_loss import ChunkResult, RowGradients, RowScales, chunk_result, finish_loss
-from thunder_flce.execution.row_selection import Rows, Selection, every_row
-from thunder_flce.execution.token_parts import PartSelection, reselect_rows, select_rows
+from thunder_flce.execution.row_selection import Rows, Selection
+from thunder_flce.execution.token_parts import PartSelection, every_row, reselect_rows, select_rows
 from thunder_flce.operation.loss import RowCoefficients
 
 
@@ -205,7 +205,7 @@ def _scaled_units(
 ) -> Gradients:
     """dX, from that for an upstream gradient of 1 at each row."""
     rows = every_row(region, valid_count)
-    factors = RowGradients(region, RowScales.of(region, rows), upstream).factors
+    factors = rows.returned(RowGradients(region, RowScales.of(region, rows), upstream).factors)
     is_free = may_overwrite and (region.tape is not None or not graph_is_kept())
     return Gradients((steps.scaled_rows(kept, factors, may_overwrite=is_free),), (None,), None)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.execution import row_selection, shards
-from thunder_flce.execution.record import Tape, Value
+from thunder_flce.execution.record import Value
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_selection import PlannedRows, Rows, Selection
 from thunder_flce.operation.shard import Shard
@@ -76,15 +76,13 @@ class PlannedRowsOfParts(PlannedRows):
         assert isinstance(tensor, Value)
         tape, shape = tensor.tape, (chunk.stop - chunk.start, tensor.shape[1])
         text = str(tensor[chunk])
-        gathered = Value(tape, text, shape=shape, dtype=tensor.dtype, storage=_memory(tape, tensor, shape))
+        chunks = 1 if chunk.stop - chunk.start == self.count else 2
+        nbytes = chunks * shape[0] * shape[1] * tensor.dtype.itemsize
+        gathered = Value(tape, text, shape=shape, dtype=tensor.dtype, storage=tape.allocate(nbytes))
         note = "over the ranks, while the chunk before is computed"
         runs_in = "NCCL" if tape.device.type == "cuda" else "gloo"
         tape.write(gathered, f"all_gather({text})", note=note, runs_in=runs_in, bytes=gathered.nbytes)
         return gathered
-
-
-def _memory(tape: Tape, tensor: Value, shape: Sequence[int]):
-    return tape.allocate(2 * shape[0] * shape[1] * tensor.dtype.itemsize)
 
 
 class PartSelection:
@@ -113,6 +111,17 @@ def reselect_rows(region: Region, valid_count: Tensor) -> Rows:
     return _of_parts(region, rows, None) if region.has_token_parts else rows
 
 
+def every_row(region: Region, valid_count: Tensor) -> Rows:
+    """As `row_selection.every_row`; in the order of tokens."""
+    rows = row_selection.every_row(region, valid_count)
+    shard = region.shard
+    if shard is None or not shard.sequence_parallel or isinstance(rows, PlannedRows):
+        return rows
+    tokens = rows.total // shard.ranks
+    own = Rows(tokens, tokens, rows.target[:0], valid_count)
+    return RowsOfParts(**vars(rows), shard=shard, own=own, part_chunk=tokens)
+
+
 def _of_parts(region: Region, rows: Rows, chunk_rows: int | None) -> Rows:
     """The rows of all parts, from the valid ones, or from all of them.
 
@@ -127,7 +136,9 @@ def _of_parts(region: Region, rows: Rows, chunk_rows: int | None) -> Rows:
         return PlannedRowsOfParts(rows.count, rows.total, rows.target, rows.valid_count, rows.order, rows.valid)
     target = region.operands.target.long()
     tokens = target.shape[0] // shard.ranks
-    valid = row_selection.are_valid(region, target)
+    valid = torch.ones_like(target, dtype=torch.bool) if rows.valid is None else rows.valid
+    if rows.order is not None:
+        valid = valid.index_fill(0, rows.order[rows.count :], False)
     of_parts = valid.view(shard.ranks, tokens)
     # Without an order, either none is ignored or ignored rows are computed.
     count = tokens if rows.order is None else int(of_parts.sum(1).max())

@@ -1,0 +1,93 @@
+"""Tensor parallel training of a head with a large vocabulary: each rank has some rows of its weight.
+
+    python examples/tensor_parallel.py                              # two CPU processes, without torchrun
+    torchrun --nproc-per-node 2 examples/tensor_parallel.py         # or GPUs, one a rank
+
+All ranks see the same batch and train the same trunk; the head's weight, its gradient and its optimizer state are
+divided. Expect the losses of training with the whole weight on one rank, up to rounding.
+"""
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import thunder_flce
+
+# 10007 rows are 5004 for the first of two ranks and 5003 for the second.
+TOKENS, HIDDEN, VOCAB, STEPS = 256, 128, 10007, 8
+
+
+class Model(nn.Module):
+    """An embedding and a layer, which all ranks have, and the rows `rows` of the head."""
+
+    def __init__(self, rows: slice):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+        head = torch.randn(VOCAB, HIDDEN) / HIDDEN**0.5
+        self.head = nn.Parameter(head[rows].clone())
+
+    def forward(self, tokens: Tensor, labels: Tensor, group=None) -> Tensor:
+        hidden = torch.tanh(self.layer(self.embedding(tokens)))
+        return thunder_flce.linear_cross_entropy(hidden, self.head, labels, vocab_parallel=group)
+
+
+def train(rows: slice, device: str, group=None) -> list[float]:
+    """The loss of each step."""
+    torch.manual_seed(1)
+    model = Model(rows).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    tokens = torch.randint(VOCAB, (TOKENS,)).to(device)
+    labels = thunder_flce.shift_labels(tokens)
+    losses = []
+    for _ in range(STEPS):
+        # The gradient of the trunk is the same on all ranks, since that of the hidden states is the whole one.
+        loss = model(tokens, labels, group)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def run_rank(device: str) -> None:
+    """Trains on one rank of the default process group, and compares with the whole weight."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("tp",))
+    size = -(-VOCAB // ranks)
+    losses = train(slice(rank * size, (rank + 1) * size), device, mesh["tp"])
+    whole = train(slice(None), device)
+    if rank == 0:
+        print(f"{ranks} ranks on {device}:")
+        for step, (divided, alone) in enumerate(zip(losses, whole, strict=True)):
+            print(f"step {step}: loss {divided:.5f}, with the whole weight {alone:.5f}")
+    torch.testing.assert_close(losses, whole, rtol=1e-4, atol=1e-5)
+
+
+def _spawned(rank: int, ranks: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    run_rank("cpu")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Joins the ranks that torchrun has started, or starts two."""
+    if "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(_spawned, (2, f"{folder}/store"), nprocs=2)
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    run_rank(device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
