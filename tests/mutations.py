@@ -43,6 +43,7 @@ FREQUENT_ROWS = "tests/test_numerics.py::test_rows_of_dw_with_the_most_targets"
 ONE_PASS = "tests/test_properties.py::test_one_pass"
 SCALING = "tests/test_numerics.py::test_finished_gradients_are_scaled_with_one_rounding"
 OPERATOR = "tests/test_operator.py"
+BACKEND = "tests/test_backend.py"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
 
 
@@ -755,6 +756,48 @@ MUTATIONS = [
         ("mask", "ops.where(valid, loss, zero)", "loss"),
         ("index", "_scalar(fd, 0), _scalar(fd, 1), dtype", "_scalar(fd, 0), _scalar(fd, 2), dtype"),
         tests=(NVFUSER,),
+    ),
+    Mutation(
+        "index",
+        "graph/dynamo/sizes.py",
+        "next(self._primes)",
+        "expression.as_coefficient(1) or 24",
+        (f"{BACKEND}::test_any_number_of_tokens",),
+    ),
+    Mutation(
+        "index",
+        "graph/dynamo/tracing.py",
+        "if isinstance(proxy, TensorProxy) and not value.requires_grad:",
+        "if False:",
+        (f"{BACKEND}::test_no_grad_inside",),
+    ),
+    Mutation(
+        "mask",
+        "graph/dynamo/tracing.py",
+        "    _spell_out_autocast(graph)\n",
+        "",
+        (f"{BACKEND}::test_autocast",),
+    ),
+    Mutation(
+        "index",
+        "graph/dynamo/writing.py",
+        "for node in (loss, *operands))",
+        "for node in operands)",
+        (f"{BACKEND}::test_no_grad_inside", f"{BACKEND}::test_fused"),
+    ),
+    Mutation(
+        "mask",
+        "graph/dynamo/writing.py",
+        "        if position > self._positions[node]:\n",
+        "        if False:\n",
+        (f"{BACKEND}::test_fused",),
+    ),
+    Mutation(
+        "mask",
+        "graph/dynamo/writing.py",
+        "        if name not in needs_grad:\n",
+        "        if False:\n",
+        (f"{BACKEND}::test_no_grad_inside",),
     ),
 ]
 

@@ -83,7 +83,7 @@ def test_not_fused(program):
 @quick
 @pytest.mark.parametrize(
     "program",
-    [patterns.padded_label_shift, patterns.softcapped_and_shifted, patterns.transposed, patterns.accuracy],
+    [patterns.padded_label_shift, patterns.negated_and_shifted, patterns.transposed, patterns.accuracy],
     ids=lambda program: program.__name__,
 )
 def test_any_number_of_tokens(program):
@@ -311,8 +311,9 @@ def test_entry_point():
 
 def test_a_graph_without_a_loss_needs_no_thunder():
     code = """
-import sys, torch
+import sys, torch, torch._inductor.compile_fx
 from thunder_flce.backend import compile_graph
+torch._inductor.compile_fx.compile_fx = lambda gm, inputs, config_patches: gm
 torch.compile(torch.sin, backend=compile_graph)(torch.ones(2))
 assert "thunder" not in sys.modules
 """
