@@ -44,6 +44,7 @@ ONE_PASS = "tests/test_properties.py::test_one_pass"
 SCALING = "tests/test_numerics.py::test_finished_gradients_are_scaled_with_one_rounding"
 OPERATOR = "tests/test_operator.py"
 PARALLEL = "tests/test_vocab_parallel.py"
+BACKEND = "tests/test_backend.py"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
 
 
@@ -964,6 +965,48 @@ MUTATIONS = [
         ("index", "target=sequences[:, 1:].flatten()", "target=sequences[:, :-1].flatten()"),
         ("sign", "0.55 + 0.45 * math.cos", "0.55 - 0.45 * math.cos"),
         tests=("tests/test_bench.py::test_what_is_trained_on",),
+    ),
+    Mutation(
+        "index",
+        "graph/dynamo/sizes.py",
+        "next(self._primes)",
+        "24",
+        (f"{BACKEND}::test_any_number_of_tokens",),
+    ),
+    Mutation(
+        "index",
+        "graph/dynamo/tracing.py",
+        "if isinstance(proxy, TensorProxy) and not value.requires_grad:",
+        "if False:",
+        (f"{BACKEND}::test_no_grad_inside",),
+    ),
+    Mutation(
+        "mask",
+        "graph/dynamo/tracing.py",
+        "    _spell_out_autocast(graph)\n",
+        "",
+        (f"{BACKEND}::test_autocast",),
+    ),
+    Mutation(
+        "index",
+        "graph/dynamo/writing.py",
+        "for node in (loss, *operands))",
+        "for node in operands)",
+        (f"{BACKEND}::test_operands_computed_without_grad",),
+    ),
+    Mutation(
+        "mask",
+        "graph/dynamo/writing.py",
+        "        if position > self._positions[node]:\n",
+        "        if False:\n",
+        (f"{BACKEND}::test_fused",),
+    ),
+    Mutation(
+        "mask",
+        "graph/dynamo/writing.py",
+        "        if name not in needs_grad:\n",
+        "        if False:\n",
+        (f"{BACKEND}::test_no_grad_inside",),
     ),
 ]
 

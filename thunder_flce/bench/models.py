@@ -250,10 +250,11 @@ class _CallsFunction(nn.Module):
         super().__init__()
         if not isinstance(module, _LitGPT):
             raise Unavailable("written for litgpt's models only")
-        self.head, self.softcap = module.model.lm_head, module.model.config.final_logit_softcapping
-        self.body = copy.copy(module.model)
-        self.body._modules = {**module.model._modules, "lm_head": nn.Identity()}
-        self.body.config = replace(module.model.config, final_logit_softcapping=None)
+        model: Any = module.model
+        self.head, self.softcap = model.lm_head, model.config.final_logit_softcapping
+        self.body: Any = copy.copy(model)
+        self.body._modules = {**model._modules, "lm_head": nn.Identity()}
+        self.body.config = replace(model.config, final_logit_softcapping=None)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         hidden = self.body(tokens)

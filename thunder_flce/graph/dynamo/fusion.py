@@ -14,12 +14,13 @@ from torch.fx import GraphModule
 from thunder_flce.execution.plan import LossOnly
 from thunder_flce.graph.dynamo.checkpoints import open_checkpoints
 from thunder_flce.graph.dynamo.sizes import Sizes
-from thunder_flce.graph.dynamo.tracing import is_loss, trace_region
+from thunder_flce.graph.dynamo.tracing import is_loss, source_of, trace_region
 from thunder_flce.graph.dynamo.writing import write_back
+from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.thunder_private import compile_data_and_stats
 from thunder_flce.graph.trace_arguments import region_problem
-from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
+from thunder_flce.graph.transform import Compilation, Decision, FuseLinearCrossEntropy
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import cached_plan, lasting_strategy
@@ -66,6 +67,9 @@ def _fuse(gm: GraphModule, options: Options, strict: bool) -> Fusion:
         transform = _FuseForInductor(region.sizes, options, strict=strict)
         _, trace, _ = transform.transform_traces_pre_prologue(None, region.trace, None)
     (compilation,) = transform.compilations
+    compilation.decisions += [
+        Decision(source_of(node) or node.name, reason=Reason.DYNAMIC) for node in region.losses_not_traced()
+    ]
     write_back(region, trace, options)
     return Fusion(compilation, trace, time.perf_counter() - start - compilation.seconds)
 

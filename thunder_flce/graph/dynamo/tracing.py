@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph.dynamo.sizes import Sizes
+from thunder_flce.graph.matching import losses as losses_in_trace
 from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions
 
 _LOSSES = ("cross_entropy", "nll_loss")
@@ -68,6 +69,11 @@ class RegionTrace:
     def proxies(self) -> Iterator[tuple[Node, TensorProxy]]:
         """Each node that is one tensor, with its proxy."""
         return ((node, value) for node, value in self.values.items() if isinstance(value, TensorProxy))
+
+    def losses_not_traced(self) -> list[Node]:
+        """The losses that thunder has not traced, since an argument is symbolic, such as a label smoothing."""
+        losses = [node for node in self.graph.nodes if is_loss(node)]
+        return [node for node in losses if not any(map(losses_in_trace.is_loss, self.bsyms.get(node, ())))]
 
 
 def trace_region(graph: Graph) -> RegionTrace:
