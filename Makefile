@@ -2,7 +2,7 @@
 # make test     all tests; those that need a GPU skip without one
 # make check    style, the order of imports and types, then all tests: what .ci/run does
 # make lint     the same without the tests
-# make matrix   a short suite on every supported version of Python and PyTorch, with and without nvFuser: an hour
+# make matrix   a short suite on every supported version of Python, PyTorch, thunder and transformers: three hours
 # make traces   prints the traces in traces/ anew
 # make mutants  breaks the implementation a hundred times, one line each, and shows that the tests notice
 #

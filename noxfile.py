@@ -29,7 +29,7 @@ SHORT_SUITE = [
     f"tests/test_{name}.py"
     for name in (
         *("imports", "numerics", "thunder", "fx", "operator", "upstream", "models", "modules", "plan", "explain"),
-        *("nvfuser", "triton_rows", "examples"),
+        *("nvfuser", "triton_rows", "examples", "backend", "model_zoo"),
     )
 ]
 
@@ -96,7 +96,10 @@ def matrix(session: nox.Session, versions: Versions) -> None:
 @nox.session
 @nox.parametrize("python, versions", MODELS)
 def models(session: nox.Session, versions: Versions) -> None:
-    """The zoo and the Trainer with newer versions of transformers, which litgpt cannot be installed beside."""
+    """The zoo and the Trainer with newer versions of transformers, which litgpt cannot be installed beside.
+
+    thunder's nightly is what `thunderfx` needs for 4.57.6.
+    """
     _install(session, versions, extras=["test"])
     session.install(f"transformers=={versions.transformers}", "accelerate", "tqdm")
     _test(session, "tests/test_model_zoo.py", "tests/test_examples.py")

@@ -7,11 +7,9 @@ exit code is 1 if their losses differ.
 
 import argparse
 import os
-import random
 import shutil
 import statistics
 import sys
-import sysconfig
 import time
 import warnings
 from collections.abc import Callable
@@ -30,10 +28,10 @@ from litgpt.model import GPT
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from local_text import standard_library, tokenize
 from show_traces import loss_region, print_side_by_side
 from thunder_flce.bench.measuring import TOTAL, Mark, peak_bytes
 from thunder_flce.execution.row_kernels.dispatch import is_installed
@@ -137,34 +135,6 @@ class Run:
             torch.cuda.synchronize()
         self.step_seconds.append(time.perf_counter() - start)
         self.losses.append(loss.item())
-
-
-def standard_library(size: int) -> list[str]:
-    """Modules of Python's standard library, about `size` bytes of them, the same ones every time."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    paths = sorted(path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts))
-    random.Random(SEED).shuffle(paths)
-    documents = []
-    for path in paths:
-        if size <= 0:
-            break
-        documents.append(path.read_text("utf-8", errors="replace"))
-        size -= len(documents[-1])
-    return documents
-
-
-def tokenize(documents: list[str], vocab: int) -> tuple[Tensor, int]:
-    """Trains a byte-level BPE on the documents; returns them as one row of tokens, and the size of the vocabulary."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(documents, trainer)
-    tokens = [token for encoding in tokenizer.encode_batch(documents) for token in encoding.ids]
-    return torch.tensor(tokens), tokenizer.get_vocab_size()
 
 
 def draw_batches(tokens: Tensor, setup: Setup, count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -904,6 +904,17 @@ MUTATIONS = [
         tests=("tests/test_fx.py::test_graphs_have_their_code",),
     ),
     *_of(
+        "graph/plugin.py",
+        ("sign", "LooseVersion(installed) > LooseVersion", "LooseVersion(installed) >= LooseVersion"),
+        ("mask", 'startswith("transformers.")', 'startswith("")'),
+        tests=("tests/test_models.py::test_a_transformers_that_thunder_does_not_trace",),
+    ),
+    *_of(
+        "graph/dynamo/writing.py",
+        ("mask", "if node in kept or node not in with_results:", "if node in kept:"),
+        tests=("tests/test_model_zoo.py::test_backend[litgpt Gemma 3]",),
+    ),
+    *_of(
         "compatibility.py",
         ("mask", "if not hasattr(torch.Tensor, name):", "if hasattr(torch.Tensor, name):"),
         ("mask", 'if not hasattr(Function.apply, "__func__"):', "if False:"),

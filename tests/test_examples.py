@@ -8,13 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
+from torch._inductor import compile_fx
+
+from thunder_flce.backend import compile_graph
 
 FOLDER = Path(__file__).parent.parent / "examples"
-NEEDS = ("litgpt", "transformers", "rich", "tokenizers", "tqdm")
-
-pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, NEEDS)), reason="needs the extra 'examples', and rich"
-)
+NEEDS = {
+    "functional": [],
+    "llama": ["transformers"],
+    "local_text": ["tokenizers"],
+    "show_traces": ["rich"],
+    "torch_compile": ["rich"],
+    "train_gpt": ["litgpt", "rich", "tokenizers", "tqdm"],
+    "trainer": ["accelerate", "rich", "tokenizers", "transformers"],
+}
 
 
 @pytest.fixture
@@ -23,6 +33,8 @@ def load(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
 
     def load(name):
+        for package in NEEDS[name]:
+            pytest.importorskip(package, reason="needs the extra 'examples'")
         spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, spec.name, module)
@@ -49,6 +61,32 @@ def test_tensor_parallel():
     losses = re.findall(r"loss (\d+\.\d+), with the whole weight (\d+\.\d+)", run.stdout)
     # That they are equal, the example checks for itself.
     assert len(losses) == 8 and float(losses[-1][0]) < float(losses[0][0]) - 1
+
+
+@pytest.fixture
+def without_inductor(monkeypatch):
+    """To compile takes long, and is not what is tested here."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+    for registry in (_BACKENDS, _COMPILER_FNS):  # Whatever entry point is installed.
+        monkeypatch.setitem(registry, "thunder_flce", compile_graph)
+
+
+def test_torch_compile(load, capsys, monkeypatch, without_inductor):
+    example = load("torch_compile")
+    monkeypatch.setattr(example, "VOCAB", 512)
+    assert example.main() == 0
+    assert "thunder_flce" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_trainer(load, capsys, monkeypatch, without_inductor):
+    example = load("trainer")
+    small = replace(example.SETUPS["cpu"], text_bytes=2**16, vocab=512, batch=2, length=32)
+    monkeypatch.setitem(example.SETUPS, "cpu", small)
+    monkeypatch.setattr(sys, "argv", ["trainer.py", "--device", "cpu", "--steps", "2"])
+    assert example.main() == 0
+    assert "their peak memory" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

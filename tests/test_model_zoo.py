@@ -19,7 +19,6 @@ from front_ends import FRONT_ENDS, assert_agrees, decisions  # noqa: E402
 from thunder_flce.backend import compile_graph, compiled_graphs  # noqa: E402
 
 TRANSFORMERS, THUNDER = Version(transformers.__version__), Version(version("lightning-thunder"))
-BACKEND = "torch.compile"
 
 IDS = [f"{entry.model}, {entry.head}" if entry.head else entry.model for entry in zoo.ENTRIES]
 
@@ -47,8 +46,6 @@ def _skip_what_does_not_run(entry, front_end):
         pytest.skip("thunder.jit does not trace this transformers")
     elif front_end == "thunderfx" and Version("4.52.4") < TRANSFORMERS < Version("5") and THUNDER <= Version("0.2.6"):
         pytest.skip("thunder 0.2.6 does not split the graphs of transformers between 4.52.4 and 5")
-    elif front_end == BACKEND and TRANSFORMERS <= Version("4.52.4"):
-        pytest.skip("is tested with newer versions of transformers")
 
 
 def _loss(result):
@@ -93,7 +90,7 @@ def test_model(entry, front_end):
 @pytest.mark.parametrize("entry", zoo.ENTRIES, ids=IDS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_backend(entry, graphs):
-    _skip_what_does_not_run(entry, BACKEND)
+    _skip_what_does_not_run(entry, "torch.compile")
     model = entry.build()
     compiled = torch.compile(model, backend=compile_graph)
     _assert_agrees(model, compiled)

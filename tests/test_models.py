@@ -1,5 +1,7 @@
 """Real models, tiny and random: loss and all parameter gradients as eager PyTorch has them, and fused."""
 
+import warnings
+
 import pytest
 import thunder
 import torch
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import thunder_flce
+from thunder_flce.graph import plugin
 
 litgpt = pytest.importorskip("litgpt", reason="needs the extra 'examples'")
 transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
@@ -91,3 +94,16 @@ def test_a_few_steps_of_training_agree(device):
             optimizer.step()
         losses.append(loss.item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("installed", ["4.52.4", "4.57.6"])
+def test_a_transformers_that_thunder_does_not_trace(installed, monkeypatch):
+    """The warning names what does; a model without transformers gets none."""
+    monkeypatch.setattr(plugin, "version", lambda name: installed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        thunder_flce.jit(llama_loss())
+        thunder_flce.jit(LitGPTLoss())
+    found = [str(warning.message) for warning in caught if "thunder.jit traces" in str(warning.message)]
+    assert len(found) == (installed != "4.52.4")
+    assert all(f"this is {installed}: use torch.compile" in message for message in found)

@@ -1,9 +1,13 @@
 """`jit` and the plugin "flce": two ways to use the fusion with thunder. To import this module registers all rules."""
 
+import warnings
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import thunder
+import torch
+from looseversion import LooseVersion
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor
 from thunder.plugins import register_plugin
@@ -13,6 +17,9 @@ import thunder_flce.graph.unfused_cross_entropy.rules  # noqa: F401
 from thunder_flce.graph.executor import executor
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.options import Options
+
+# Newer ones are decorated with what thunder's interpreter does not know.
+_TRACED_TRANSFORMERS = "4.52.4"
 
 
 def jit(
@@ -35,8 +42,23 @@ def jit(
         transforms: as in `thunder.jit`; the fusion runs before them, on the program as the user wrote it.
         **thunder_options: passed on to `thunder.jit`.
     """
+    _warn_of_transformers(fn)
     fusion = FuseLinearCrossEntropy(options, strict=strict)
     return thunder.jit(fn, **with_fusion(fusion, executors, transforms), **thunder_options)
+
+
+def _warn_of_transformers(fn: Callable) -> None:
+    """Before thunder raises an error that says nothing of it."""
+    modules = fn.modules() if isinstance(fn, torch.nn.Module) else ()
+    if not any(type(module).__module__.startswith("transformers.") for module in modules):
+        return
+    installed = version("transformers")
+    if LooseVersion(installed) > LooseVersion(_TRACED_TRANSFORMERS):
+        warnings.warn(
+            f"thunder.jit traces models of transformers up to {_TRACED_TRANSFORMERS}, and this is {installed}: use "
+            'torch.compile(thunder_flce.loss_only(model), backend="thunder_flce") or thunder_flce.thunderfx',
+            stacklevel=3,
+        )
 
 
 def with_fusion(

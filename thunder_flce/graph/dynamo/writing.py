@@ -188,9 +188,13 @@ class _Writer:
         return self._graph.call_function(torch.full, ((), number), {"dtype": dtype, "device": like})
 
     def _erase(self, kept: set[Node]) -> None:
-        """Erases the nodes of the region that are not in its trace any more; nodes that read their sizes go along."""
+        """Erases the nodes of the region that are not in its trace any more; nodes that read their sizes go along.
+
+        A node without a result, such as one that writes into a tensor, was there for its effect, and stays.
+        """
+        with_results = set(self._owners.values())
         for node in reversed(self._region.bsyms):
-            if node in kept:
+            if node in kept or node not in with_results:
                 continue
             for user in list(node.users):
                 if isinstance(value_of(user), torch.SymInt) and not user.users:
