@@ -141,7 +141,7 @@ def check_operators(plan, *, is_planned):
     args = [tensor.detach() for tensor in (torch.tensor(0.7), *args, *saved[:3])]
     kwargs = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
     kwargs |= {"terms": [tensor.detach() for tensor in kwargs["terms"]], "entropy": entropy}
-    kwargs |= {"logits": saved[3] if len(saved) > 3 else None, "entropy_grad": entropy + 1, "log_prob_grad": log_prob}
+    kwargs |= {"kept": saved[3] if len(saved) > 3 else None, "entropy_grad": entropy + 1, "log_prob_grad": log_prob}
     torch.library.opcheck(BACKWARD, args, kwargs)
     # It leaves what was saved as it is, even in a backward pass whose graph goes.
     results = []
