@@ -245,7 +245,7 @@ def test_logits_are_not_saved_for_any_number_of_tokens():
     named = {"input": case.x, "linear_weight": case.weight, "target": case.target}
     named |= dict.fromkeys(("linear_bias", "weight", "num_items", "expected_gradient")) | {"terms": ()}
 
-    def strategy(loss=None, *, needs_grad=("input",), dtype=torch.float32, **options) -> str:
+    def strategy(loss=None, *, needs_grad=("input", "linear_weight"), dtype=torch.float32, **options) -> str:
         cast = {name: named[name].to(dtype) for name in ("input", "linear_weight")}
         operands = operands_of({**named, **cast}, loss or Loss(), needs_grad)
         settings = Settings.unplanned(operands, needs_grad, Options(**options))
@@ -257,6 +257,7 @@ def test_logits_are_not_saved_for_any_number_of_tokens():
     assert strategy(dtype=torch.float16) == strategy(Loss(reduction="none")) == "recompute_logits"
     assert strategy(Loss(reduction="none"), memory_budget=2**30) == "recompute_logits"
     assert strategy(Loss(reduction="none"), strategy="save_logits") == "save_logits"
+    assert strategy(Loss(reduction="none"), needs_grad=("input",)) == "gradients_in_forward"
     assert strategy(needs_grad=()) == "loss_only"
     with pytest.raises(ValueError, match="gradients_in_forward"):
         strategy(Loss(reduction="none"), strategy="gradients_in_forward")
