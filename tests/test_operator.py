@@ -141,7 +141,7 @@ def check_operators(plan, *, is_planned):
     args = [tensor.detach() for tensor in (torch.tensor(0.7), *args, *saved[:3])]
     kwargs = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
     kwargs |= {"terms": [tensor.detach() for tensor in kwargs["terms"]], "entropy": entropy}
-    kwargs |= {"logits": saved[3] if len(saved) > 3 else None, "entropy_grad": entropy + 1, "log_prob_grad": log_prob}
+    kwargs |= {"kept": saved[3] if len(saved) > 3 else None, "entropy_grad": entropy + 1, "log_prob_grad": log_prob}
     torch.library.opcheck(BACKWARD, args, kwargs)
     # It leaves what was saved as it is, even in a backward pass whose graph goes.
     results = []
@@ -245,7 +245,7 @@ def test_logits_are_not_saved_for_any_number_of_tokens():
     named = {"input": case.x, "linear_weight": case.weight, "target": case.target}
     named |= dict.fromkeys(("linear_bias", "weight", "num_items", "expected_gradient")) | {"terms": ()}
 
-    def strategy(loss=None, *, needs_grad=("input",), dtype=torch.float32, **options) -> str:
+    def strategy(loss=None, *, needs_grad=("input", "linear_weight"), dtype=torch.float32, **options) -> str:
         cast = {name: named[name].to(dtype) for name in ("input", "linear_weight")}
         operands = operands_of({**named, **cast}, loss or Loss(), needs_grad)
         settings = Settings.unplanned(operands, needs_grad, Options(**options))
@@ -257,6 +257,7 @@ def test_logits_are_not_saved_for_any_number_of_tokens():
     assert strategy(dtype=torch.float16) == strategy(Loss(reduction="none")) == "recompute_logits"
     assert strategy(Loss(reduction="none"), memory_budget=2**30) == "recompute_logits"
     assert strategy(Loss(reduction="none"), strategy="save_logits") == "save_logits"
+    assert strategy(Loss(reduction="none"), needs_grad=("input",)) == "gradients_in_forward"
     assert strategy(needs_grad=()) == "loss_only"
     with pytest.raises(ValueError, match="gradients_in_forward"):
         strategy(Loss(reduction="none"), strategy="gradients_in_forward")
