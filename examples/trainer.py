@@ -50,7 +50,7 @@ class Setup:
 
 SETUPS = {
     "cpu": Setup(text_bytes=2**20, vocab=16384, batch=8, length=128, layers=1, width=64, tolerance=1e-3),
-    "cuda": Setup(text_bytes=4 * 2**20, vocab=128256, batch=8, length=1024, layers=4, width=2048, tolerance=2e-2),
+    "cuda": Setup(text_bytes=4 * 2**20, vocab=128256, batch=8, length=1024, layers=2, width=2048, tolerance=2e-2),
 }
 
 
