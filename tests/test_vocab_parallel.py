@@ -251,10 +251,12 @@ def divided_tokens(case: Case, sizes, grad=None, **settings) -> Result:
         part.target = case.target[mine].clone()
         parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
         of_tokens = grad[mine] if grad is not None and grad.ndim else grad
-        names = settings.get("outputs", ())
+        names, given = settings.get("outputs", ()), dict(settings)
+        if "token_weights" in given:
+            given["token_weights"] = given["token_weights"][mine]
         results = linear_cross_entropy(
             part.x, part.weight, part.target, linear_bias=part.bias, weight=part.class_weight, terms=part.terms,
-            vocab_parallel=parallel, **settings,
+            vocab_parallel=parallel, **given,
         )  # fmt: skip
         loss, *outputs = results if names else (results,)
         upstream = [torch.ones_like(loss) if of_tokens is None else of_tokens]
@@ -303,6 +305,20 @@ def test_every_loss_of_divided_tokens(settings):
     result = divided_tokens(case, UNEVEN, grad, **settings)
     settings.pop("options", None)
     assert_close_to_truth(result, case, grad, tiny=True, **settings)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_of_single_tokens(strategy):
+    case = make_case(tokens=36, dtype=torch.float64)
+    weights = torch.rand(36, dtype=torch.float64)
+    weights[12:20] = 0  # Most of the second part of the tokens.
+    exact = truth(case, weights, reduction="none")
+    settings = {"reduction": "sum", "token_weights": weights, "options": Options(strategy=strategy, chunk_rows=10)}
+    for division in (divided, divided_tokens):
+        result = division(case, UNEVEN, **settings)
+        assert error(result.loss, (weights * exact.loss).sum()) < 1e-12
+        for gradient, right in zip(result.gradients, exact.gradients, strict=True):
+            assert error(gradient, right) < 1e-12
 
 
 # What runs, and what is said of it.

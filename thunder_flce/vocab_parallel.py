@@ -46,9 +46,9 @@ class VocabParallel:
     order of ranks. Parts may differ in size, and may be empty."""
 
     sequence_parallel: bool = False
-    """Whether input and target are this rank's part of the tokens, in the order of ranks and of equal size. Their loss
-    is that of all tokens; with reduction "none", loss and outputs are those of this rank's tokens. The input's gradient
-    is that of this rank's part."""
+    """Whether input, target and token_weights are this rank's part of the tokens, in the order of ranks and of equal
+    size. Their loss is that of all tokens; with reduction "none", loss and outputs are those of this rank's tokens.
+    The input's gradient is that of this rank's part."""
 
     input_grad: str = "reduced"
     """"reduced": the gradient of input, and of the inputs of terms, is summed over the ranks. "partial": each rank gets
