@@ -450,7 +450,7 @@ def _losses(parsed: argparse.Namespace) -> Run:
     return Run(
         subset="losses",
         case_option="shapes",
-        cases=[case(text) for text in parsed.shapes or [losses.SHAPES[parsed.device]]],
+        cases=[case(text) for text in parsed.shapes or losses.SHAPES[parsed.device]],
         methods=parsed.methods,
         columns=columns.LOSSES,
     )

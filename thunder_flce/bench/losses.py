@@ -34,7 +34,7 @@ from thunder_flce.bench.regions import RegionStep
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.functional import linear_cross_entropy
 
-SHAPES = {"cuda": "qwen3-8b", "cpu": "tiny"}
+SHAPES = {"cuda": ["qwen3-8b"], "cpu": ["tiny"]}
 """What is measured on a device where nothing else is asked for."""
 
 SCHEDULE = Schedule(rounds=3, turn_ms=300)
@@ -56,7 +56,7 @@ class Row(ShapeRow):
     time_ms_p20: float | None = None
     time_ms_p80: float | None = None
     matmuls: int | None = None
-    """How many its results need: the logits, dX and dW are one each."""
+    """How many its results need, over all tokens: the logits, dX and dW are one each."""
     ratio: float | None = None
     """Time over that of so many matmuls alone."""
     memory_gb: float | None = None
