@@ -950,6 +950,25 @@ MUTATIONS = [
         tests=("tests/test_bench.py::test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss",),
     ),
     *_of(
+        "bench/reference.py",
+        ("mask", "if count > 2:", "if count > 3:"),
+        tests=("tests/test_bench.py::test_the_first_matmuls",),
+    ),
+    *_of(
+        "bench/losses.py",
+        ("sign", "chosen - rejected", "chosen + rejected"),
+        ("sign", "log_probs = F.linear(x, weight).float()", "log_probs = -F.linear(x, weight).float()"),
+        ("divisor", "-(log_probs * weights).sum() / weights.sum()", "-(log_probs * weights).sum() / weights.max()"),
+        ("index", "backward(upstream[chunk])", "backward(upstream.flip(0)[chunk])"),
+        ("index", '_FLOORS[numbers[name]["matmuls"]]', "_FLOORS[3]"),
+        tests=("tests/test_bench.py::test_losses", "tests/test_bench.py::test_what_the_losses_are"),
+    ),
+    *_of(
+        "bench/losses.py",
+        ("mask", 'strict=True),\n    "torch.compile"', 'strict=False),\n    "torch.compile"'),
+        tests=("tests/test_bench.py::test_a_loss_that_is_not_fused_fails",),
+    ),
+    *_of(
         "bench/energy.py",
         ("divisor", "(last - first) / 1e3 / (end - start)", "(last - first) / (end - start)"),
         ("index", "self._moves[0], self._moves[-1]", "self._moves[0], self._moves[1]"),

@@ -22,6 +22,7 @@ from thunder_flce.bench import (
     distributed,
     energy,
     kernels,
+    losses,
     measuring,
     methods,
     other_copy,
@@ -43,7 +44,7 @@ from thunder_flce.bench.measuring import (
 )
 from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
 from thunder_flce.bench.profiling import slug
-from thunder_flce.bench.reference import make_reference, relative_error, three_matmuls
+from thunder_flce.bench.reference import make_reference, matmuls, relative_error, three_matmuls
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
 from thunder_flce.execution.matmul.tuning import Tuning
 from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
@@ -72,6 +73,52 @@ def test_distributed(tmp_path):
         assert rows[name]["ranks"] == 2 and rows[name]["dx_error"] < 1e-5 and rows[name]["dw_error"] < 1e-5
     assert rows["vocab_parallel"]["same_bits"] and "same_bits" not in rows["sequence_parallel"]
     assert rows["three products"]["ratio"] == 1
+
+
+def test_losses(tmp_path):
+    # torch.compile's take seconds each for a CPU.
+    names = [name for name in losses.METHODS if "torch.compile" not in name]
+    rows = {row["method"]: row for row in bench(tmp_path / "rows", "losses", "--methods", *names)}
+    assert list(rows) == ["one matmul", "two matmuls", "three matmuls", *names]
+    for name in names:
+        row, loss = rows[name], losses.LOSSES[losses.METHODS[name][0]]
+        assert {error for error in ("dx", "dw") if f"{error}_error" in row} == set(loss.gradients)
+        assert max(row[f"{result}_error"] for result in ("loss", *loss.gradients)) < 1e-5
+        floor = ["one matmul", "two matmuls", "three matmuls"][len(loss.gradients)]
+        assert row["ratio"] == pytest.approx(row["time_ms"] / rows[floor]["time_ms"])
+    # Eager PyTorch has logits (64, 500) in float32 and as much again; a frozen head leaves no room for either.
+    assert rows["DPO, frozen head, eager"]["memory_gb"] >= 2 * 64 * 500 * 4 / 1e9
+    assert rows["DPO, frozen head, jit"]["memory_gb"] < rows["DPO, frozen head, eager"]["memory_gb"] / 2
+
+
+def test_what_the_losses_are():
+    log_probs, weights = -torch.rand(losses.SEQUENCES * 3, dtype=torch.float64), torch.rand(losses.SEQUENCES * 3)
+    half, loss = log_probs.numel() // 2, losses.LOSSES["DPO"].reduce(log_probs, weights)
+    margins = [log_probs[start : start + 3].sum() - log_probs[half:][start : start + 3].sum() for start in (0, 3, 6, 9)]
+    torch.testing.assert_close(loss, torch.stack([F.softplus(-0.1 * margin) for margin in margins]).mean())
+    loss = losses.LOSSES["weighted tokens"].reduce(log_probs, weights)
+    torch.testing.assert_close(loss, -sum(log_probs * weights) / sum(weights))
+
+
+def test_a_loss_that_is_not_fused_fails(tmp_path, monkeypatch):
+    def with_penalty(reduce):
+        def program(x, weight, target, weights):
+            logits = F.linear(x, weight)
+            return F.cross_entropy(logits, target) + logits.square().mean()
+
+        return program
+
+    monkeypatch.setattr(losses, "_written", with_penalty)
+    options = ["--shapes", "tokens=8,vocab=20,hidden=8", "--methods", "DPO, jit"]
+    rows = {row["method"]: row for row in bench(tmp_path / "rows", "losses", *options)}
+    assert rows["DPO, jit"]["failed"].startswith("NotFusedError") and "time_ms" not in rows["DPO, jit"]
+
+
+@pytest.mark.parametrize("shape", ["tokens=9,vocab=20,hidden=8", "tiny,bias=1", "tiny,frozen=1"])
+def test_shapes_that_losses_do_not_take(shape, capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "losses", "--device", "cpu", "--shapes", shape])
+    assert "but got" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -780,6 +827,15 @@ def test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss(m
     dlogits = logits.grad[:, :64]
     torch.testing.assert_close(results[1], dlogits @ inputs.weight.detach()[:64])
     torch.testing.assert_close(results[2], dlogits.t() @ inputs.x.detach())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_first_matmuls(count, monkeypatch):
+    step = matmuls(Inputs.random(parse_shape("tiny"), "cpu"), count)
+    calls = []
+    monkeypatch.setattr(torch, "mm", lambda *operands, out=None: calls.append(operands))
+    step(lambda phase: None)
+    assert len(calls) == count
 
 
 def test_reduction_none_with_entropy(monkeypatch):

@@ -18,6 +18,7 @@ from thunder_flce.bench import (
     convergence,
     distributed,
     kernels,
+    losses,
     methods,
     models,
     predictions,
@@ -193,6 +194,11 @@ def _parser() -> argparse.ArgumentParser:
     subset.add_argument("--vocabs", nargs="+", type=_positive, metavar="V", help="columns of the logits")
     subset.add_argument("--dtype", choices=DTYPES, help="of the logits (default: bfloat16; float32 on a CPU)")
     subset.add_argument("--methods", nargs="+", choices=kernels.KERNELS, default=kernels.KERNELS, metavar="KERNEL")
+
+    subset = _subset(subsets, "losses", "preference losses, weighted tokens, log-probabilities alone", losses.SCHEDULE)
+    _shape_option(subset)
+    names = list(losses.METHODS)
+    subset.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD", help="; ".join(names))
 
     subset = _subset(subsets, "distributed", "a loss region whose vocabulary several GPUs of this machine divide")
     _shape_option(subset)
@@ -432,6 +438,24 @@ def _kernels(parsed: argparse.Namespace) -> Run:
     )
 
 
+def _losses(parsed: argparse.Namespace) -> Run:
+    def case(text: str) -> Case:
+        shape = losses.checked(parse_shape(text))
+
+        def measure(names: list[str], progress: Progress) -> Iterator[losses.Row]:
+            return losses.measure(shape, names, device=parsed.device, schedule=_schedule(parsed), progress=progress)
+
+        return Case(text=text, title=str(shape), measure=measure)
+
+    return Run(
+        subset="losses",
+        case_option="shapes",
+        cases=[case(text) for text in parsed.shapes or losses.SHAPES[parsed.device]],
+        methods=parsed.methods,
+        columns=columns.LOSSES,
+    )
+
+
 def _distributed(parsed: argparse.Namespace) -> Run:
     def case(text: str) -> Case:
         shape = parse_shape(text)
@@ -463,4 +487,5 @@ _RUNS = {
     "convergence": _convergence,
     "soak": _soak,
     "kernels": _kernels,
+    "losses": _losses,
 }

@@ -60,6 +60,16 @@ MODELS = [
     Column("first_call_s", "first step, s", "{:.1f}"),
     Column("loss_error", "loss error", _ERROR),
 ]
+LOSSES = [
+    Column("time_ms", "both, ms", _TIME),
+    Column("matmuls", "matmuls", "{}"),
+    Column("ratio", "× matmuls", "{:.3f}"),
+    Column("memory_gb", "peak − gradients, GB", _GB),
+    Column("loss_error", "loss error", _ERROR),
+    Column("dx_error", "dX error", _ERROR),
+    Column("dw_error", "dW error", _ERROR),
+    Column("first_call_s", "first call, s", "{:.1f}"),
+]
 DISTRIBUTED = [
     Column("ranks", "ranks", "{}"),
     Column("time_ms", "both, ms", _TIME),

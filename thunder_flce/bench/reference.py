@@ -93,9 +93,14 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
     return (difference / torch.linalg.vector_norm(reference)).item()
 
 
-@torch.no_grad()
 def three_matmuls(inputs: Inputs, *, rows: int = 512) -> Step:
-    """logits ("forward"), dX and dW ("backward") as three matmuls over all tokens: what times are compared with.
+    """logits ("forward"), dX and dW ("backward") as three matmuls: `matmuls`."""
+    return matmuls(inputs, 3, rows=rows)
+
+
+@torch.no_grad()
+def matmuls(inputs: Inputs, count: int, *, rows: int = 512) -> Step:
+    """The first `count` of logits, dX and dW as matmuls over all tokens: what times are compared with.
 
     They are those of x and W, frozen or not, and not those of an adapter. An odd vocabulary is rounded down to a
     multiple of 8, where cuBLAS is fast. dlogits is that of the loss: at the limit of its power, a chip multiplies some
@@ -112,8 +117,10 @@ def three_matmuls(inputs: Inputs, *, rows: int = 512) -> Step:
     def step(mark: Mark) -> None:
         torch.mm(x, weight.t())
         mark("forward")
-        torch.mm(dlogits, weight, out=dx)
-        torch.mm(dlogits.t(), x, out=dweight)
+        if count > 1:
+            torch.mm(dlogits, weight, out=dx)
+        if count > 2:
+            torch.mm(dlogits.t(), x, out=dweight)
         mark("backward")
 
     return step

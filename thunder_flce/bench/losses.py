@@ -1,0 +1,286 @@
+"""Losses other than the mean over tokens: preference losses, weighted tokens, log-probabilities without gradients.
+
+Each is measured as we run it, by torch.compile and in eager PyTorch, forward and backward, beside the matmuls that its
+results need.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import thunder_flce
+from thunder_flce.bench.measuring import (
+    TOTAL,
+    DeviceLost,
+    Mark,
+    Progress,
+    Schedule,
+    Step,
+    attempt,
+    peak_bytes,
+    release,
+    synchronize,
+    take_turns,
+)
+from thunder_flce.bench.reference import Reference, matmuls, relative_error
+from thunder_flce.bench.regions import RegionStep
+from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.functional import linear_cross_entropy
+
+SHAPES = {"cuda": ["qwen3-8b"], "cpu": ["tiny"]}
+"""What is measured on a device where nothing else is asked for."""
+
+SCHEDULE = Schedule(rounds=3, turn_ms=300)
+
+SEQUENCES = 8
+"""Of a preference loss: the first half are the chosen ones, the second half the rejected ones."""
+
+Program = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""The loss from x (T, H), weight (V, H), target (T,) and a weight for each token (T,)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(ShapeRow):
+    """What one loss takes, run in one way; None for what was not measured."""
+
+    method: str
+    failed: str | None = None
+    time_ms: float | None = None
+    time_ms_p20: float | None = None
+    time_ms_p80: float | None = None
+    matmuls: int | None = None
+    """How many its results need, over all tokens: the logits, dX and dW are one each."""
+    ratio: float | None = None
+    """Time over that of so many matmuls alone."""
+    memory_gb: float | None = None
+    """Peak above the inputs and the gradients, in 10⁹ bytes."""
+    loss_error: float | None = None
+    """‖loss − reference‖ / ‖reference‖, the reference being float32 (float64 for float32 and float64 inputs)."""
+    dx_error: float | None = None
+    dw_error: float | None = None
+    first_call_s: float | None = None
+    """The first forward + backward, with all that is compiled for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A loss, and how we run it."""
+
+    reduce: Callable[[Tensor, Tensor], Tensor]
+    """From the log-probabilities of the targets (T,) and the weights of the tokens (T,)."""
+    ours: str
+    """From `WAYS`."""
+    gradients: tuple[str, ...] = ("dx", "dw")
+    weighted: float = 1.0
+    """The fraction of the tokens whose weight is not 0."""
+
+
+def _mean(log_probs: Tensor, weights: Tensor) -> Tensor:
+    return -log_probs.mean()
+
+
+def _squares(log_probs: Tensor, weights: Tensor) -> Tensor:
+    return log_probs.square().mean()
+
+
+def _weighted(log_probs: Tensor, weights: Tensor) -> Tensor:
+    return -(log_probs * weights).sum() / weights.sum()
+
+
+def _preference(log_probs: Tensor, weights: Tensor) -> Tensor:
+    """DPO (arXiv:2305.18290) with β = 0.1; the reference model's log-probabilities would be constants."""
+    chosen, rejected = log_probs.view(SEQUENCES, -1).sum(-1).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def _log_probs(log_probs: Tensor, weights: Tensor) -> Tensor:
+    return log_probs
+
+
+LOSSES = {
+    "mean": Loss(reduce=_mean, ours="function"),
+    "DPO": Loss(reduce=_preference, ours="jit"),
+    "DPO, frozen head": Loss(reduce=_preference, ours="jit", gradients=("dx",)),
+    "none, frozen head": Loss(reduce=_squares, ours="function", gradients=("dx",)),
+    "weighted tokens": Loss(reduce=_weighted, ours="jit"),
+    "weighted tokens, half of them 0": Loss(reduce=_weighted, ours="jit", weighted=0.5),
+    "log-probabilities alone": Loss(reduce=_log_probs, ours="function", gradients=()),
+}
+
+
+def _written(reduce: Callable[[Tensor, Tensor], Tensor]) -> Program:
+    """As people write it, with logits in float32: sums of log-probabilities in bfloat16 are off by whole units."""
+
+    def program(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        log_probs = F.linear(x, weight).float().log_softmax(-1)
+        return reduce(log_probs.gather(-1, target[:, None]).squeeze(-1), weights)
+
+    return program
+
+
+def _function(reduce: Callable[[Tensor, Tensor], Tensor]) -> Program:
+    """Our function, whose own mean needs no log-probabilities."""
+    if reduce is _mean:
+        return lambda x, weight, target, weights: linear_cross_entropy(x, weight, target)
+    return lambda x, weight, target, weights: reduce(
+        -linear_cross_entropy(x, weight, target, reduction="none"), weights
+    )
+
+
+WAYS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor]], Program]] = {
+    "function": _function,
+    # Strict: what is not fused fails, and is not measured as if it were ours.
+    "jit": lambda reduce: thunder_flce.jit(_written(reduce), strict=True),
+    "torch.compile": lambda reduce: torch.compile(_written(reduce), fullgraph=True, dynamic=False),
+    "eager": _written,
+}
+
+METHODS = {
+    f"{name}, {way}": (name, way)
+    for name, loss in LOSSES.items()
+    for way in WAYS
+    if way in (loss.ours, "torch.compile", "eager")
+}
+
+_FLOORS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls"}
+
+
+def checked(shape: Shape) -> Shape:
+    """The shape.
+
+    Raises:
+        ValueError: where it has what the losses have not, or tokens that are no whole sequences.
+    """
+    if shape.bias or shape.ignored or shape.frozen or shape.rank:
+        raise ValueError(f"losses take shapes of tokens, vocab, hidden, dtype and data alone, but got {shape}")
+    if shape.tokens % SEQUENCES:
+        raise ValueError(f"tokens must be divisible by {SEQUENCES}, the number of sequences, but got {shape}")
+    return shape
+
+
+def measure(shape: Shape, names: list[str], *, device: str, schedule: Schedule, progress: Progress) -> Iterator[Row]:
+    """Measures some losses on one shape; the rows of those that fail at once come first.
+
+    Args:
+        shape: its tokens are divided into `SEQUENCES`.
+        names: from `METHODS`.
+        device: "cuda" or "cpu".
+        schedule: how many calls.
+        progress: called before each step.
+
+    Raises:
+        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
+    """
+    try:
+        yield from _rows(shape, names, device=device, schedule=schedule, progress=progress)
+    except DeviceLost as lost:
+        yield Row(**ShapeRow.fields_of(shape), method=lost.method, failed=lost.reason)
+        raise
+
+
+def _rows(shape: Shape, names: list[str], *, device: str, schedule: Schedule, progress: Progress) -> Iterator[Row]:
+    row = partial(Row, **ShapeRow.fields_of(shape))
+    torch.compiler.reset()
+    release(device)
+    inputs = Inputs.random(shape, device)
+    steps: dict[str, Step] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    counts = {len(LOSSES[METHODS[name][0]].gradients) + 1 for name in names} | {3}
+    for count in sorted(counts):
+        with attempt(_FLOORS[count], device) as tried:
+            steps[_FLOORS[count]] = matmuls(inputs, count)
+            numbers[_FLOORS[count]] = {"matmuls": count}
+        if tried.failed is not None:
+            yield row(method=_FLOORS[count], failed=tried.failed)
+    # A reference is as large as the gradients; one at a time.
+    for loss_name, group in groupby(sorted(names, key=list(METHODS).index), lambda name: METHODS[name][0]):
+        loss = LOSSES[loss_name]
+        weights = _token_weights(loss, inputs.target)
+        progress(f"{loss_name}: reference")
+        reference = None
+        with attempt(loss_name, device) as tried:
+            reference = _reference(loss, inputs, weights)
+        if tried.failed is not None:
+            yield row(method=f"{loss_name}, reference", failed=tried.failed)
+        for name in group:
+            progress(f"{name}: first call")
+            with attempt(name, device) as tried:
+                step = partial(_run, WAYS[METHODS[name][1]](loss.reduce), (loss, inputs, weights))
+                numbers[name] = {"matmuls": len(loss.gradients) + 1, **_first_calls(step, reference, device)}
+                steps[name] = step
+            if tried.failed is not None:
+                yield row(method=name, failed=tried.failed)
+        del reference
+    outcomes = take_turns(steps, schedule, device=device, progress=progress)
+    for name, outcome in outcomes.items():
+        if outcome.failed is not None:
+            yield row(method=name, failed=outcome.failed)
+            continue
+        floor = outcomes.get(_FLOORS[numbers[name]["matmuls"]])
+        floor_ms = None if floor is None else floor.median(TOTAL)
+        times = outcome.spread(TOTAL, "time_ms")
+        yield row(method=name, **times, ratio=floor_ms and times["time_ms"] / floor_ms, **numbers[name])
+
+
+def _token_weights(loss: Loss, target: Tensor) -> Tensor:
+    generator = torch.Generator(target.device).manual_seed(1)
+    drawn, kept = torch.rand(2, *target.shape, device=target.device, generator=generator)
+    return torch.where(kept < loss.weighted, drawn + 0.1, 0)
+
+
+def _run(program: Program, of: tuple[Loss, Inputs, Tensor], mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, inputs, weights = of
+    operands = {name: tensor for name, tensor in inputs.named_operands().items() if name in loss.gradients}
+    x, weight = (operands.get(name, tensor.detach()) for name, tensor in (("dx", inputs.x), ("dw", inputs.weight)))
+    value = program(x, weight, inputs.target, weights)
+    mark("forward")
+    gradients: tuple[Tensor, ...] = ()
+    if operands:
+        gradients = torch.autograd.grad(value, tuple(operands.values()))
+        mark("backward")
+    return value.detach(), dict(zip(operands, gradients, strict=True))
+
+
+def _first_calls(step: RegionStep, reference: Reference | None, device: str) -> dict[str, float]:
+    """Compiles; then errors, once, and memory, once."""
+    start = time.perf_counter()
+    value, gradients = step(lambda phase: None)
+    synchronize(device)
+    numbers = {"first_call_s": time.perf_counter() - start}
+    if reference is not None:
+        numbers["loss_error"] = relative_error(value, reference.loss)
+        for name, gradient in gradients.items():
+            numbers[f"{name}_error"] = relative_error(gradient, reference.gradients[name])
+    gradient_bytes = sum(gradient.nbytes for gradient in gradients.values())
+    del value, gradients
+    numbers["memory_gb"] = (peak_bytes(step, device)[TOTAL] - gradient_bytes) / 1e9
+    return numbers
+
+
+def _reference(loss: Loss, inputs: Inputs, weights: Tensor, *, rows: int = 512) -> Reference:
+    """The loss and its gradients, a few rows at a time: first all log-probabilities, then what each contributes."""
+    dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
+    names = {"dx": inputs.x, "dw": inputs.weight}
+    x, weight = (tensor.detach().to(dtype).requires_grad_(name in loss.gradients) for name, tensor in names.items())
+
+    def log_probs(chunk: slice) -> Tensor:
+        return -F.cross_entropy(F.linear(x[chunk], weight), inputs.target[chunk], reduction="none")
+
+    chunks = [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
+    with torch.no_grad():
+        of_all = torch.cat([log_probs(chunk) for chunk in chunks])
+    of_all.requires_grad_()
+    value = loss.reduce(of_all, weights.to(dtype))
+    if loss.gradients:
+        (upstream,) = torch.autograd.grad(value, of_all)
+        for chunk in chunks:
+            log_probs(chunk).backward(upstream[chunk])
+    gradients = {name: tensor.grad for name, tensor in zip(names, (x, weight), strict=True) if tensor.grad is not None}
+    return Reference(value.detach(), gradients)
