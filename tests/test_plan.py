@@ -237,12 +237,12 @@ def test_what_each_strategy_takes_beside_the_gradients():
 
 
 def test_a_frozen_head_takes_nothing_of_its_size():
-    """Neither memory nor a gradient: what is left are a chunk's logits, and dB of the adapter."""
+    """Neither memory nor a gradient: what is left are a chunk's logits, and dB of the adapter, summed in float32."""
     head = TermShape(hidden=4096, input_grad=True, weight_grad=False)
     adapter = TermShape(hidden=16, input_grad=True, weight_grad=True)
     region = problem(terms=(head, adapter))
     found = program(region, GradientsInForward(chunk_rows=2048, ignored_rows="compute"))
-    gradients = 2 * (8192 * (4096 + 16) + 128256 * 16)
+    gradients = 2 * 8192 * (4096 + 16) + 4 * 128256 * 16
     assert found.peak_bytes == gradients + 2 * 2048 * 128256
     assert not any("dW " in str(step) or "dW[" in str(step) for stage in found.stages for step in stage.steps)
 
