@@ -21,6 +21,7 @@ NEEDS = {
     "llama": ["transformers"],
     "local_text": ["tokenizers"],
     "show_traces": ["rich"],
+    "tensor_parallel": [],
     "torch_compile": ["rich"],
     "train_gpt": ["litgpt", "rich", "tokenizers", "tqdm"],
     "trainer": ["accelerate", "rich", "tokenizers", "transformers"],
