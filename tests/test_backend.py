@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
 from front_ends import assert_agrees
+from reference import assert_close_to_truth, differentiate, make_case
 from test_fx import CLOSE, BreaksAfterHead, BreaksBeforeHead, H, Model, PrintsBeforeHead, V, batch
 from test_patterns import _arguments, _run, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
@@ -127,6 +128,30 @@ def test_marked_dynamic():
         torch._dynamo.mark_dynamic(tokens, 1)
         torch._dynamo.mark_dynamic(labels, 1)
         assert_agrees(model, lambda t=tokens, y=labels: model(t, y), lambda t=tokens, y=labels: compiled(t, y), **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_as_exact_as_eager(dtype):
+    case = make_case(dtype=dtype)
+    compiled = compiled_with(lambda x, w, y: F.cross_entropy(F.linear(x, w).float(), y), fullgraph=True)
+    loss = compiled(case.x, case.weight, case.target)
+    assert_close_to_truth(differentiate(loss, case, None, ()), case)
+    assert_fused(compiled, times=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_inductor_on_a_gpu(mode):
+    """With CUDA graphs: a call that warms up, one that records, and replays."""
+    model = Model().cuda()
+    compiled = compiled_with(model, mode=mode, fullgraph=True)
+    for _ in range(5):
+        arguments = [tensor.cuda() for tensor in batch()]
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_agrees(model, lambda a=arguments: model(*a), lambda a=arguments: compiled(*a), **CLOSE)
     assert_fused(compiled, times=1)
 
 
