@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
 from front_ends import assert_agrees
+from reference import assert_close_to_truth, differentiate, make_case
 from test_fx import CLOSE, BreaksAfterHead, BreaksBeforeHead, H, Model, PrintsBeforeHead, V, batch
 from test_patterns import _arguments, _run, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
@@ -83,18 +84,34 @@ def test_not_fused(program):
 @quick
 @pytest.mark.parametrize(
     "program",
-    [patterns.padded_label_shift, patterns.negated_and_shifted, patterns.transposed, patterns.accuracy],
+    [
+        patterns.padded_label_shift,
+        patterns.negated_and_shifted,
+        patterns.transposed,
+        patterns.accuracy,
+        patterns.weighted_tokens,
+        patterns.masked_mean_of_each_sequence,
+        patterns.log_softmax_gathered,
+        patterns.log_probability_indexed,
+        patterns.entropy_beside_cross_entropy,
+    ],
     ids=lambda program: program.__name__,
 )
 def test_any_number_of_tokens(program):
     """One graph for all of them: what the first call has, such as B = T, is not taken for the rule."""
     compiled = compiled_with(program, fullgraph=True, dynamic=True)
-    hidden, weight, labels = _arguments(program)
+    arguments = _arguments(program)
     compilations = []
     for rows, length in ((2, 24), (2, 17), (1, 9), (2, 2)):
-        x, y = (part.detach()[:rows, :length].clone().contiguous() for part in (hidden, labels))
-        tensors = [x.requires_grad_(), weight, y]
+        tensors = [
+            part.detach()[:rows, :length].clone().contiguous().requires_grad_(part.requires_grad)
+            if part.shape[:2] == (2, 24)
+            else part
+            for part in arguments
+        ]
         tensors[2][0, 0] = 3
+        # The weights of tokens, where there are any.
+        tensors[-1][:, 0] = 1
         torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
         compilations.append(len(thunder_flce.explain(compiled)))
     assert_fused(compiled)
@@ -111,6 +128,30 @@ def test_marked_dynamic():
         torch._dynamo.mark_dynamic(tokens, 1)
         torch._dynamo.mark_dynamic(labels, 1)
         assert_agrees(model, lambda t=tokens, y=labels: model(t, y), lambda t=tokens, y=labels: compiled(t, y), **CLOSE)
+    assert_fused(compiled, times=1)
+
+
+@quick
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_as_exact_as_eager(dtype):
+    case = make_case(dtype=dtype)
+    compiled = compiled_with(lambda x, w, y: F.cross_entropy(F.linear(x, w).float(), y), fullgraph=True)
+    loss = compiled(case.x, case.weight, case.target)
+    assert_close_to_truth(differentiate(loss, case, None, ()), case)
+    assert_fused(compiled, times=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_inductor_on_a_gpu(mode):
+    """With CUDA graphs: a call that warms up, one that records, and replays."""
+    model = Model().cuda()
+    compiled = compiled_with(model, mode=mode, fullgraph=True)
+    for _ in range(5):
+        arguments = [tensor.cuda() for tensor in batch()]
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_agrees(model, lambda a=arguments: model(*a), lambda a=arguments: compiled(*a), **CLOSE)
     assert_fused(compiled, times=1)
 
 
@@ -328,11 +369,25 @@ def test_entry_point():
 
 
 def test_a_graph_without_a_loss_needs_no_thunder():
+    """Not even where softmax, gather and sums are those of attention, of a router and of pooling."""
     code = """
 import sys, torch, torch._inductor.compile_fx
 from thunder_flce.backend import compile_graph
 torch._inductor.compile_fx.compile_fx = lambda gm, inputs, config_patches: gm
-torch.compile(torch.sin, backend=compile_graph)(torch.ones(2))
+
+def program(x, w, length):
+    q, k, v = (torch.nn.functional.linear(x, part) for part in w)
+    x = x + (q @ k.transpose(-1, -2)).softmax(-1) @ v
+    scores = torch.nn.functional.linear(x, w[0, :5])
+    chosen = scores.topk(2, dim=-1).indices
+    gates = scores.softmax(-1).gather(-1, chosen)
+    balance = (scores.softmax(-1).mean((0, 1)) * scores.mean((0, 1))).sum() + scores.logsumexp(-1).square().mean()
+    last = (x @ w[1]).gather(1, length.expand(-1, -1, x.shape[-1]))
+    return (x * gates.sum(-1, keepdim=True)).sum(1) + last.sum(1) + balance
+
+torch.compile(program, backend=compile_graph, fullgraph=True)(
+    torch.randn(2, 7, 8), torch.randn(3, 8, 8), torch.ones(2, 1, 1, dtype=torch.int64)
+)
 assert "thunder" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)

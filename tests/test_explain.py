@@ -193,8 +193,10 @@ def test_tuned_products(monkeypatch):
 
 
 def test_compile_times():
-    (compilation,) = _explained(programs.litgpt)
+    report = _explained(programs.litgpt)
+    (compilation,) = report
     seconds = compilation.compile_seconds
+    assert f"tracing {seconds['tracing']:.3f} s" in str(report).split("compile times: ")[1]
     assert 0 < seconds["thunder_flce"] < seconds["tracing"] < 60
     assert "Grad transform pass" in seconds
 

@@ -1,7 +1,7 @@
 """The backend "thunder_flce" of torch.compile: its options, and the graphs that it has compiled.
 
-torch.compile finds `compile_graph` by its entry point. thunder is imported when the first graph with a cross-entropy
-comes, by `graph.dynamo`.
+torch.compile finds `compile_graph` by its entry point. thunder is imported when the first graph with a loss comes, by
+`graph.dynamo`.
 """
 
 import difflib
@@ -13,13 +13,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.nn.functional as F
 from torch.fx import GraphModule
 
+from thunder_flce.loss_nodes import region_ends
 from thunder_flce.options import Options
-
-LOSSES = (F.cross_entropy, F.nll_loss)
-"""What nn.CrossEntropyLoss and nn.NLLLoss are in Dynamo's graphs, too."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class CompiledGraph:
     """A graph of Dynamo's that was compiled."""
 
     fusions: Sequence[Any]
-    """A `graph.dynamo.Fusion` for the graph, and for each graph within it, that has a cross-entropy."""
+    """A `graph.dynamo.Fusion` for the graph, and for each graph within it, that has a loss (`loss_nodes`)."""
 
     seconds: float
     """Inductor's time, AOTAutograd's included."""
@@ -42,14 +39,15 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Inductor, with each linear + cross-entropy of the graph fused into one operator before.
 
-    Called by torch.compile, once for each graph.
+    The same for log-probabilities and entropies that are spelled out. A `linear_cross_entropy` that the model calls
+    itself stays as it is, with the options of that call. Called by torch.compile, once for each graph.
 
     Args:
         gm: the graph.
         example_inputs: its arguments, as Inductor takes them.
         mode: Inductor's.
-        options: `strict` (raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its
-            linear), the fields of `thunder_flce.Options`, and those of Inductor.
+        options: `strict` (raise a `NotFusedError`, with the reason, where a cross-entropy, a log-probability or an
+            entropy is not fused with its linear), the fields of `thunder_flce.Options`, and those of Inductor.
 
     Raises:
         TypeError, ValueError: for an option of ours with a value that it cannot have.
@@ -59,7 +57,7 @@ def compile_graph(
     inductor = torch._TorchCompileInductorWrapper(mode, inductor_options, None)
     fusions: list[Any] = []
     graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
-    if any(node.target in LOSSES for graph in graphs for node in graph.graph.nodes):
+    if any(region_ends(module.graph) for module in graphs):
         from thunder_flce.graph.dynamo.fusion import fuse
         from thunder_flce.graph.transform import NotFusedError
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch._higher_order_ops.wrap import TagActivationCheckpoint, tag_activation_checkpoint
 from torch.fx import Graph, GraphModule, Node
 
-from thunder_flce.graph.dynamo.tracing import is_linear, is_loss
+from thunder_flce.loss_nodes import is_linear, region_ends
 
 
 def open_checkpoints(gm: GraphModule) -> None:
@@ -24,20 +24,18 @@ def _checkpoint_of_a_region(gm: GraphModule) -> Node | None:
         for node in gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
         if "_checkpoint_context_fn" not in _body(gm, node).meta
     }
-    reached = _above_losses(gm.graph) if checkpoints else set()
-    return next(
-        (node for node, body in checkpoints.items() if node in reached or any(map(is_loss, body.graph.nodes))), None
-    )
+    reached = _above_ends(gm.graph) if checkpoints else set()
+    return next((node for node, body in checkpoints.items() if node in reached or region_ends(body.graph)), None)
 
 
 def _body(gm: GraphModule, checkpoint: Any) -> GraphModule:
     return _attribute(gm, checkpoint.args[0].target)
 
 
-def _above_losses(graph: Graph) -> set[Node]:
-    """From each loss up to, but without, the linears."""
+def _above_ends(graph: Graph) -> set[Node]:
+    """From the end of each region up to, but without, the linears."""
     above: set[Node] = set()
-    waiting = [node for node in graph.nodes if is_loss(node)]
+    waiting = region_ends(graph)
     while waiting:
         node = waiting.pop()
         if node not in above and not is_linear(node):

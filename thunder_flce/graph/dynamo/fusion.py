@@ -14,13 +14,14 @@ from torch.fx import GraphModule
 from thunder_flce.execution.plan import LossOnly
 from thunder_flce.graph.dynamo.checkpoints import open_checkpoints
 from thunder_flce.graph.dynamo.sizes import Sizes
-from thunder_flce.graph.dynamo.tracing import is_loss, source_of, trace_region
+from thunder_flce.graph.dynamo.tracing import source_of, trace_region
 from thunder_flce.graph.dynamo.writing import write_back
 from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.thunder_private import compile_data_and_stats
 from thunder_flce.graph.trace_arguments import region_problem
 from thunder_flce.graph.transform import Compilation, Decision, FuseLinearCrossEntropy
+from thunder_flce.loss_nodes import region_ends
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import cached_plan, lasting_strategy
@@ -46,14 +47,14 @@ def fuse(gm: GraphModule, options: Options, *, strict: bool) -> list[Fusion]:
         strict: raise where a cross-entropy is not fused with its linear.
 
     Returns:
-        A fusion for each graph that has a loss.
+        A fusion for each graph that has a loss, or may have a log-probability or an entropy.
 
     Raises:
         NotFusedError: where `strict`, with the source and the reason of each cross-entropy that is not fused.
     """
     open_checkpoints(gm)
     graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
-    found = [_fuse(module, options, strict) for module in graphs if any(map(is_loss, module.graph.nodes))]
+    found = [_fuse(module, options, strict) for module in graphs if region_ends(module.graph)]
     for module in graphs:
         module.recompile()
     return found

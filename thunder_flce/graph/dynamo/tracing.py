@@ -1,9 +1,9 @@
 """The loss region of a graph of Dynamo's as a trace of thunder's.
 
-The region is all nodes from the linears to the losses, what the targets are computed from, and all that uses the logits
-or the losses. thunder traces what it knows of these. Any other operation stands in the trace under its name, with its
-operands and results, as does one outside the region that changes a tensor in place: so the matcher sees all users of
-the logits.
+The region is all nodes from the linears to the losses, log-probabilities and entropies, what the targets are computed
+from, and all that uses the logits or the losses. thunder traces what it knows of these. Any other operation stands in
+the trace under its name, with its operands and results, as does one outside the region that changes a tensor in place:
+so the matcher sees all users of the logits.
 """
 
 import inspect
@@ -31,15 +31,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 from thunder_flce.graph.dynamo.sizes import Sizes
 from thunder_flce.graph.matching import losses as losses_in_trace
 from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions
+from thunder_flce.loss_nodes import LINEARS, is_call, is_linear, is_loss, name_of, region_ends, value_of
 
-_LOSSES = ("cross_entropy", "nll_loss")
-_LINEARS = ("linear", "matmul", "mm", "addmm")
 _PERMUTATIONS = ("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "getattr")
-# Of what may have a symbolic size as an argument, only their results' shapes say what they do.
-_RESHAPES = ("view", "reshape")
-# For one of these, thunder would make as many results as the number that stands for a symbolic size.
-_SPLITS = ("split", "chunk", "tensor_split", "unbind")
-_CAST_BY_AUTOCAST = (*_LINEARS, *_LOSSES, "log_softmax")
+# Of what may have a symbolic size as an argument, only their results' shapes, or just that size, say what they do.
+_SIZED = ("view", "reshape", "arange")
+# For a split, thunder would make as many results as the number that stands for a symbolic size. By a mean, the weights
+# of tokens would be divided by it.
+_COUNTING = ("split", "chunk", "tensor_split", "unbind", "mean")
+_CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
 
 
 class WrappedTensorProxy(TensorProxy):
@@ -77,7 +77,7 @@ class RegionTrace:
 
 
 def trace_region(graph: Graph) -> RegionTrace:
-    """Traces the region of the graph's losses, of which there has to be one.
+    """Traces the region of the graph's losses, log-probabilities and entropies, of which there has to be one.
 
     Puts the casts of autocast into the graph, where an operation of the region does them.
     """
@@ -93,39 +93,17 @@ def trace_region(graph: Graph) -> RegionTrace:
     return region
 
 
-def name_of(node: Node) -> str:
-    """An operation's name, such as "view"."""
-    if isinstance(node.target, str):
-        return node.target.rpartition(".")[2]
-    return getattr(node.target, "__name__", str(node.target))
-
-
 def source_of(node: Node) -> str | None:
     """The user's line that a node comes from, as "file:line"."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     return ":".join(frames[-1]) if frames else None
 
 
-def value_of(node: Node) -> Any:
-    """What Dynamo has found a node to be: a fake tensor, a symbolic size, a tuple; None where it says nothing."""
-    return node.meta.get("example_value")
-
-
-def is_loss(node: Node) -> bool:
-    """Whether a node is a cross-entropy or an nll_loss."""
-    return node.op == "call_function" and node.target in (F.cross_entropy, F.nll_loss)
-
-
-def is_linear(node: Node) -> bool:
-    """Whether a node is a linear, or a matmul that may be one."""
-    return node.op in ("call_function", "call_method") and name_of(node) in _LINEARS
-
-
 def _spell_out_autocast(graph: Graph) -> None:
     """Puts casts before what autocast casts the operands of: nothing else has results of another dtype than these."""
     for node in list(graph.nodes):
         value = value_of(node)
-        if node.op not in ("call_function", "call_method") or name_of(node) not in _CAST_BY_AUTOCAST:
+        if not is_call(node) or name_of(node) not in _CAST_BY_AUTOCAST:
             continue
         if not isinstance(value, Tensor):
             continue
@@ -140,13 +118,13 @@ def _spell_out_autocast(graph: Graph) -> None:
 
 
 def _region_of(graph: Graph) -> set[Node]:
-    """From each loss up to the linears, with the permutations of their operands, and from the linears down."""
+    """From each end up to the linears, with the permutations of their operands, and from the linears down."""
     region: set[Node] = set()
     linears: list[Node] = []
-    waiting = [node for node in graph.nodes if is_loss(node)]
+    waiting = region_ends(graph)
     while waiting:
         node = waiting.pop()
-        if node in region or node.op not in ("call_function", "call_method"):
+        if node in region or not is_call(node):
             continue
         region.add(node)
         if is_linear(node):
@@ -224,9 +202,9 @@ class _Tracer:
     def _traced(self, node: Node) -> Any:
         """What thunder makes of a node; None where it is not sure to be the same."""
         operands = [value_of(operand) for operand in node.all_input_nodes]
-        if any(map(_is_symbolic, operands)) and name_of(node) not in _RESHAPES:
+        if any(map(_is_symbolic, operands)) and name_of(node) not in _SIZED:
             return None
-        if name_of(node) in _SPLITS and any(map(_is_symbolic, operands[0].shape)):
+        if name_of(node) in _COUNTING and any(map(_is_symbolic, operands[0].shape)):
             return None
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._operand)
         if node.op == "call_method":

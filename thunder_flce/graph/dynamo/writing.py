@@ -1,7 +1,7 @@
 """Writes a transformed trace back into the graph that it was traced from.
 
 Only what the transform has changed is written: each region as a call of the operator, with the operations that it has
-put around it, before the loss that it replaces. All other nodes stay as they are, so nothing but the region depends on
+put around it, before what it replaces. All other nodes stay as they are, so nothing but the region depends on
 how thunder sees the program.
 """
 
@@ -21,28 +21,39 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.execution.plan import LossOnly
 from thunder_flce.graph import symbols
-from thunder_flce.graph.dynamo.tracing import RegionTrace, value_of
+from thunder_flce.graph.dynamo.tracing import RegionTrace
 from thunder_flce.graph.executor import loss_dtype
 from thunder_flce.graph.trace_arguments import loss_of, region_arguments, region_operands
+from thunder_flce.loss_nodes import value_of
 from thunder_flce.operators import Settings
 from thunder_flce.options import Options
 
 # What the transform puts around a region.
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     ltorch.abs.id: torch.abs,
+    ltorch.add.id: torch.add,
     ltorch.detach.id: torch.detach,
+    ltorch.exp.id: torch.exp,
+    ltorch.expand.id: torch.Tensor.expand,
+    ltorch.full.id: torch.full,
     ltorch.ge.id: torch.ge,
     ltorch.getitem.id: operator.getitem,
     ltorch.le.id: torch.le,
     ltorch.logical_and.id: torch.logical_and,
+    ltorch.lt.id: torch.lt,
     ltorch.mul.id: torch.mul,
+    ltorch.ne.id: torch.ne,
+    ltorch.neg.id: torch.neg,
     ltorch.permute.id: torch.permute,
     ltorch.reshape.id: torch.reshape,
+    ltorch.sum.id: torch.sum,
     ltorch.to.id: torch.Tensor.to,
     ltorch.transpose.id: torch.transpose,
     ltorch.true_divide.id: torch.true_divide,
     ltorch.where.id: torch.where,
+    ltorch.zeros.id: torch.zeros,
 }
+_TAKES_SIZES = (ltorch.expand.id, ltorch.full.id, ltorch.reshape.id, ltorch.zeros.id)
 
 
 def write_back(region: RegionTrace, trace: TraceCtx, options: Options) -> None:
@@ -115,8 +126,10 @@ class _Writer:
             self._last[position], self._positions[node] = node, position
 
     def _operation(self, bsym: BoundSymbol) -> Node:
-        is_reshape = bsym.sym.id == ltorch.reshape.id
-        args = tuple(self._argument(arg, is_size=is_reshape) for arg in bsym.args if arg is not None)
+        is_size = bsym.sym.id in _TAKES_SIZES
+        # A sum of the transform's is over all elements, which thunder says by defaults that PyTorch does not take.
+        given = bsym.args[:1] if bsym.sym.id == ltorch.sum.id else bsym.args
+        args = tuple(self._argument(arg, is_size=is_size) for arg in given if arg is not None)
         kwargs = {name: self._argument(value) for name, value in bsym.kwargs.items() if value is not None}
         return self._graph.call_function(_OPERATIONS[bsym.sym.id], args, kwargs)
 
@@ -126,6 +139,8 @@ class _Writer:
                 return self._nodes[part.name]
             if isinstance(part, dtypes.dtype):
                 return dtypes.to_torch_dtype(part)
+            if isinstance(part, devices.Device):
+                return devices.to_torch_device(part)
             return self._region.sizes.node(part) if is_size and type(part) is int else part
 
         return tree_map(written, argument)
@@ -141,6 +156,9 @@ class _Writer:
         }
         x, weight, *terms = (node for name, node in nodes.items() if name != "linear_bias")
         others = {"linear_bias": nodes.get("linear_bias"), "weight": self._argument(region["weight"])}
+        if region["token_weights"] is not None:
+            node = self._nodes[region["token_weights"].name]
+            others["token_weights"] = graph.call_function(torch.flatten, (node,))
         for name in ("num_items", "expected_gradient"):
             others[name] = self._number(region[name], device, row_dtype)
         call = graph.call_function(

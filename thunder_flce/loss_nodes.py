@@ -1,0 +1,124 @@
+"""Which nodes of a graph of Dynamo's a loss region ends in, found without thunder, whose import takes seconds.
+
+A cross-entropy is one. A log-probability or an entropy that a program spells out is one where a softmax and what reads
+it (a gather, a sum) come from one linear. So a graph with gates or attention, and no loss, is left alone.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import SymInt, Tensor
+from torch.fx import Graph, Node
+from torch.utils._pytree import tree_flatten
+
+LINEARS = ("linear", "matmul", "mm", "addmm")
+_NORMALISERS = ("log_softmax", "softmax", "logsumexp")
+_GATHERS = ("gather", "take_along_dim")
+_CHECKPOINT = "tag_activation_checkpoint"
+
+
+def name_of(node: Node) -> str:
+    """An operation's name, such as "view"."""
+    if isinstance(node.target, str):
+        return node.target.rpartition(".")[2]
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def value_of(node: Node) -> Any:
+    """What Dynamo has found a node to be: a fake tensor, a symbolic size, a tuple; None where it says nothing."""
+    return node.meta.get("example_value")
+
+
+def is_loss(node: Node) -> bool:
+    """Whether a node is a cross-entropy or an nll_loss."""
+    return node.op == "call_function" and node.target in (F.cross_entropy, F.nll_loss)
+
+
+def is_linear(node: Node) -> bool:
+    """Whether a node is a linear, or a matmul that may be one."""
+    return is_call(node) and name_of(node) in LINEARS
+
+
+def is_call(node: Node) -> bool:
+    """Whether a node is an operation on tensors."""
+    return node.op in ("call_function", "call_method")
+
+
+def region_ends(graph: Graph) -> list[Node]:
+    """The losses of a graph, and what may read a log-probability, an entropy, or single logits."""
+    ends = {node: None for node in graph.nodes if is_loss(node)}
+    widths: dict[Node, set[Any]] = {}
+    """For each source, how many columns what is normalised or gathered may have."""
+    for node in graph.nodes:
+        if is_call(node) and name_of(node) in (*_NORMALISERS, *_GATHERS) and node.all_input_nodes:
+            operand = node.all_input_nodes[0]
+            for source in _sources_above(operand):
+                sizes = [size for each in (source, operand) for size in _shape(value_of(each))[-1:]]
+                widths.setdefault(source, set()).update(sizes)
+    for source, sizes_of_source in widths.items():
+        ends |= dict.fromkeys(_readers_below(source, sizes_of_source))
+    return list(ends)
+
+
+def _sources_above(node: Node) -> set[Node]:
+    """The linears with a matrix that a floating-point tensor is computed from, and checkpoints, which may have them."""
+
+    def is_source(node: Node) -> bool:
+        return is_linear(node) or name_of(node) == _CHECKPOINT
+
+    above = _reached([node], lambda node: [] if is_source(node) else node.all_input_nodes)
+    # What attention multiplies has more dimensions.
+    return {node for node in above if is_source(node) and not (is_linear(node) and _rank(node.args[1]) > 2)}
+
+
+def _readers_below(source: Node, sizes: set[Any]) -> list[Node]:
+    """What reads one number a row of a source's logits, and of what has a dimension of such a size, as they have."""
+
+    def users(node: Node) -> Iterable[Node]:
+        shape = _shape(value_of(node))
+        is_logits = node is source or not shape or not sizes.isdisjoint(shape)
+        return node.users if is_logits and not (node is not source and is_linear(node)) else ()
+
+    return [node for node in _reached([source], users) if _reads(node, source, sizes)]
+
+
+def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
+    if not is_call(node) or not node.args or not isinstance(node.args[0], Node):
+        return False
+    name, operand = name_of(node), node.args[0]
+    shape = _shape(value_of(operand))
+    rest = tree_flatten([*node.args[1:], *node.kwargs.values()])[0]
+    dimensions = [each for each in rest if type(each) is int and -len(shape) <= each < len(shape)]
+    is_over_classes = any(shape[each] in sizes for each in dimensions)
+    if name == "sum":
+        return is_over_classes and name_of(operand) in ("mul", "neg")
+    indices = [each for each in rest if isinstance(each, Node) and isinstance(value_of(each), Tensor)]
+    is_gather = is_over_classes if name in _GATHERS else name == "getitem" and len(indices) == len(shape) == 2
+    # Columns that hang on the logits are choices, as of a gate's experts.
+    return is_gather and source not in _reached(indices, _inputs_but_for_linears)
+
+
+def _inputs_but_for_linears(node: Node) -> Iterable[Node]:
+    return [] if is_linear(node) else node.all_input_nodes
+
+
+def _reached(start: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    found: set[Node] = set()
+    waiting = list(start)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += following(node)
+    return found
+
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    """The sizes of a tensor, symbolic ones as expressions: to compare these is no guard."""
+    sizes = value.shape if isinstance(value, Tensor) else ()
+    return tuple(size.node.expr if isinstance(size, SymInt) else size for size in sizes)
+
+
+def _rank(operand: Any) -> int:
+    return len(_shape(value_of(operand))) if isinstance(operand, Node) else 0
