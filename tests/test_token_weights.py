@@ -160,6 +160,26 @@ def test_what_is_no_factor(program):
     assert [region["reduction"] for region in regions(jitted)] == ["none"]
 
 
+@pytest.mark.parametrize("rows", ["skip", "compute"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen head"])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_infinite_weights_of_ignored_tokens(reduction, frozen, rows):
+    """Such as ratios of probabilities at padding: they do not matter."""
+    results = []
+    for ignored in (0.0, float("inf"), float("nan")):
+        hidden, weight, labels = operands()
+        weights = WEIGHTS.masked_fill(labels == -100, ignored)
+        head, options = weight.detach() if frozen else weight, Options(ignored_rows=rows)
+        loss = linear_cross_entropy(
+            hidden, head, labels, token_weights=weights, reduction=reduction, ignore_index=-100, options=options
+        )
+        loss.sum().backward()
+        results.append((loss.detach(), hidden.grad, head.detach() if frozen else weight.grad))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0])
+    assert all(torch.isfinite(tensor).all() for tensor in results[0])
+
+
 def test_module():
     hidden, weight, labels = operands()
     module = LinearCrossEntropyLoss(H, V)
@@ -172,7 +192,7 @@ def test_module():
     ("weights", "kind", "message"),
     [
         (WEIGHTS[0], ValueError, r"token_weights must have target's shape, \(3, 10\), but got \(10,\)"),
-        (WEIGHTS > 0, TypeError, "token_weights must have one of the dtypes"),
+        (WEIGHTS > 0, TypeError, r"but got bool; pass mask.to\(input.dtype\)"),
         (WEIGHTS.clone().requires_grad_(), ValueError, "token_weights must not require a gradient"),
         (1.0, TypeError, "token_weights must be a tensor, but got float"),
     ],

@@ -57,9 +57,14 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
     Raises:
         TypeError: where labels is not a tensor of integers.
-        ValueError: where it has no dimension.
+        ValueError: where it has no dimension, or its dtype cannot hold ignore_index.
     """
     _check_integers("labels", labels)
+    limits = torch.iinfo(labels.dtype)
+    if not limits.min <= ignore_index <= limits.max:
+        raise ValueError(
+            f"labels are {labels.dtype}, which cannot hold ignore_index, {ignore_index}; pass labels.long()"
+        )
     if not labels.ndim:
         raise ValueError("labels must be (..., T), but has no dimension")
     last = labels[..., -1:]

@@ -42,11 +42,12 @@ class RowScales(NamedTuple):
                 class_weight = class_weight[shard.start : shard.start + shard.columns]
         divisor = z_divisor = token_weights = None
         if operands.token_weights is not None:
-            token_weights = steps.let(region, "w_t", rows.gather(operands.token_weights))
+            # An ignored token's may be infinite, such as a ratio of probabilities at padding.
+            token_weights = steps.let(region, "w_t", rows.mask_ignored(rows.gather(operands.token_weights)))
         if region.loss.reduction == "mean":
             divisor = z_divisor = rows.valid_count
             if token_weights is not None:
-                divisor = z_divisor = rows.mask_ignored(token_weights).sum()
+                divisor = z_divisor = token_weights.sum()
             if operands.num_items is not None:
                 divisor = z_divisor = torch.where(operands.num_items == 0, float("inf"), operands.num_items)
             elif row_weights is not None:

@@ -105,7 +105,8 @@ def _check_tensor(name: str, tensor: Any, input: Any) -> None:
     may_differ = name in ("target", "token_weights", "num_items", "expected_gradient")
     dtype, of_input = dtype_name(tensor), dtype_name(input)
     if dtype not in expected:
-        raise TypeError(f"{name} must have one of the dtypes {', '.join(expected)}, but got {dtype}")
+        advice = "; pass mask.to(input.dtype)" if name == "token_weights" and dtype == "bool" else ""
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(expected)}, but got {dtype}{advice}")
     # Class weights are not an operand of a matmul, so they may be float32 where the operands have 16 bits.
     is_wider_weight = name == "weight" and dtype == "float32" and of_input != "float64"
     if dtype != of_input and not may_differ and not is_wider_weight:
