@@ -798,8 +798,8 @@ MUTATIONS = [
         "execution/row_loss.py",
         (
             "mask",
-            "divisor = z_divisor = rows.mask_ignored(token_weights).sum()",
-            "divisor = z_divisor = token_weights.sum()",
+            "rows.mask_ignored(rows.gather(operands.token_weights))",
+            "rows.gather(operands.token_weights)",
         ),
         ("divisor", "else row_weights.at_target * token_weights", "else row_weights.at_target"),
         ("mask", "grad if scales.token_weights is None else grad * scales.token_weights", "grad"),
