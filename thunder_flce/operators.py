@@ -9,6 +9,7 @@ They return fresh, contiguous tensors and change none of their arguments. `autog
 """
 
 import ast
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
@@ -94,9 +95,18 @@ class Settings:
         return self.options.has_float32_logits(operands.dtype) if self.plan is None else self.plan.float32_logits
 
 
+@lru_cache(maxsize=1)
+def _schema_digest() -> str:
+    names = ("linear_cross_entropy", "linear_cross_entropy_backward")
+    schemas = [str(getattr(torch.ops.thunder_flce, name).default._schema) for name in names]
+    return f"{zlib.crc32(' '.join(schemas).encode()):08x}"
+
+
 @lru_cache(maxsize=1024)
 def _written(settings: Settings) -> str:
     values = {"loss": settings.loss.non_defaults(), "needs_grad": settings.needs_grad, "strategy": settings.strategy}
+    # PyTorch keeps compiled graphs on disk, and finds them by their arguments, not by what an operator takes.
+    values["schema"] = _schema_digest()
     if settings.plan is not None:
         values["plan"] = {name: value for name, value in settings.plan.non_defaults().items() if name != "strategy"}
     if settings.shard is not None:

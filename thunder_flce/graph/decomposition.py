@@ -44,6 +44,7 @@ def loss_and_outputs(
     columns = logits.shape[1]
     if weight is not None and weight.shape[0] != columns:
         weight = weight[:columns]
+    weight = None if weight is None else ltorch.to(weight, logits.dtype)
     is_plain = loss.is_plain and not loss.outputs and num_items is None and token_weights is None
     if is_plain and logits.numel:
         # Executors have kernels for it. PyTorch refuses the backward of thunder's "sum"; that of an empty batch has no
@@ -56,7 +57,6 @@ def loss_and_outputs(
         token_weights = ltorch.to(ltorch.reshape(token_weights, (-1,)), logits.dtype)
         valid = valid & ltorch.ne(token_weights, 0)
     column = ltorch.where(valid, target, 0)
-    weight = None if weight is None else ltorch.to(weight, logits.dtype)
     weights = None if weight is None else RowWeights(ltorch.index_select(weight, 0, column), ltorch.sum(weight))
     row = _row(logits, column, weight, loss)
 

@@ -55,8 +55,8 @@ def computation(hidden, weight, tokens):
     #   u f32[C, 128256] = z * 1.1111111111111112  (wherever they are read)
     #   z_y f32[C] = z[y[chunk]]                                                              PyTorch
     #   row_max, row_log_sum f32[C] = max_v(u), log(sum_v(exp(u - row_max)))                  PyTorch
-    #   expected f32[C] = sum_v(exp(u - row_max - row_log_sum) * (u - row_max))               PyTorch
     #   argmax i64[C] = argmax_v(z)                                                           PyTorch
+    #   expected f32[C] = sum_v(exp(u - row_max - row_log_sum) * (u - row_max))               PyTorch
     # cross_entropy f32[8192] = row_log_sum - minimum(z_y * 1.1111111111111112 - row_max, 0)  PyTorch
     # loss f32[8192] = cross_entropy                                                          PyTorch
     # entropy f32[8192] = row_log_sum - expected                                              PyTorch
