@@ -1059,6 +1059,34 @@ MUTATIONS = [
         "        if False:\n",
         (f"{BACKEND}::test_no_grad_inside",),
     ),
+    Mutation(
+        "index",
+        "graph/dynamo/sizes.py",
+        "if statically_known_true(size == other)",
+        "if False",
+        (f"{BACKEND}::test_labels_with_sizes_of_their_own",),
+    ),
+    Mutation(
+        "index",
+        "graph/dynamo/tracing.py",
+        "                region.sizes.number(size)\n",
+        "                pass\n",
+        (f"{BACKEND}::test_labels_with_sizes_of_their_own",),
+    ),
+    Mutation(
+        "mask",
+        "graph/dynamo/fusion.py",
+        "    transform.report(decisions)\n",
+        "",
+        (f"{BACKEND}::test_a_loss_that_is_not_traced_is_reported",),
+    ),
+    Mutation(
+        "mask",
+        "graph/dynamo/writing.py",
+        "is_off = not self._has_grad[position]",
+        "is_off = False",
+        (f"{BACKEND}::test_old_log_probabilities_without_grad",),
+    ),
 ]
 
 

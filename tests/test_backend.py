@@ -27,6 +27,7 @@ from test_fx import CLOSE, BreaksAfterHead, BreaksBeforeHead, H, Model, PrintsBe
 from test_patterns import _arguments, _run, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
+from thunder_flce.graph.dynamo import writing
 from thunder_flce.graph.matching.reasons import Reason
 
 ROOT = Path(__file__).parent.parent
@@ -132,6 +133,84 @@ def test_marked_dynamic():
 
 
 @quick
+@pytest.mark.parametrize("are_labels_first", [False, True])
+def test_labels_with_sizes_of_their_own(are_labels_first):
+    """Dynamo has symbols of their own for tokens and labels; only a guard says that there are as many of both."""
+    model = Model()
+
+    def last(tokens, labels):
+        logits = model.logits(tokens)
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+    def labels_first(tokens, labels):
+        rows, weights = labels.view(-1), (labels != -100).float().view(-1)
+        losses = F.cross_entropy(model.logits(tokens).view(-1, V), rows, reduction="none")
+        return (losses * weights).sum() / weights.sum()
+
+    step = labels_first if are_labels_first else last
+    compiled = compiled_with(step, fullgraph=True, options={"strict": True})
+    for shape in ((1, 4), (3, 4), (2, 5), (4, 6)):
+        arguments = batch(*shape)
+        assert_agrees(model, lambda a=arguments: step(*a), lambda a=arguments: compiled(*a), **CLOSE)
+    assert_fused(compiled)
+
+
+@quick
+@pytest.mark.parametrize("has_linear", [True, False])
+def test_a_loss_that_is_not_traced_is_reported(has_linear):
+    """An ignore_index that Dynamo has as a symbol. Without a linear there is nothing to report."""
+
+    def step(tokens, labels, ignored):
+        logits = model.logits(tokens) if has_linear else F.embedding(tokens, table)
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=ignored)
+
+    model, table, arguments = Model(), torch.randn(V, V), batch()
+    compiled = compiled_with(step, dynamic=True, options={"strict": True})
+    if not has_linear:
+        torch.testing.assert_close(compiled(*arguments, -100), step(*arguments, -100))
+        assert [each.reason for each in thunder_flce.explain(compiled).decisions] == [Reason.NO_LINEAR]
+        return
+    with pytest.raises(NotFusedError, match=r"test_backend.py:\d+: not fused, because a shape or a setting"):
+        compiled(*arguments, -100)
+    torch._dynamo.reset()
+    compiled = compiled_with(step, dynamic=True)
+    with pytest.warns(NotFusedWarning, match="a shape or a setting"):
+        loss = compiled(*arguments, -100)
+    torch.testing.assert_close(loss, step(*arguments, -100))
+    assert [each.reason for each in thunder_flce.explain(compiled).decisions] == [Reason.DYNAMIC]
+
+
+@quick
+def test_a_label_smoothing_that_changes():
+    """Dynamo has it as a symbol at first, and traces the program once more with the number."""
+
+    def step(tokens, labels, smoothing):
+        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), label_smoothing=smoothing)
+
+    model, arguments = Model(), batch()
+    compiled = compiled_with(step, dynamic=True, options={"strict": True})
+    for smoothing in (0.25, 0.5):
+        torch.testing.assert_close(compiled(*arguments, smoothing), step(*arguments, smoothing))
+    assert_fused(compiled)
+
+
+@quick
+def test_an_operation_that_cannot_be_written_back(monkeypatch):
+    """The graph stays as it is: the compilation does not fail."""
+    monkeypatch.setattr(writing, "_OPERATIONS", {})
+    model, arguments = Model(), batch()
+
+    def step(tokens, labels):
+        return F.cross_entropy(model.logits(tokens).transpose(1, 2), labels, reduction="none").mean()
+
+    compiled = compiled_with(step)
+    with pytest.warns(NotFusedWarning, match="cannot write an operation back"):
+        assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
+    with pytest.raises(NotFusedError, match="cannot write an operation back"):
+        compiled_with(step, options={"strict": True})(*arguments)
+
+
+@quick
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_as_exact_as_eager(dtype):
     case = make_case(dtype=dtype)
@@ -192,6 +271,22 @@ def test_no_grad_inside(where):
     compiled = compiled_with(program, fullgraph=True)
     results = _run(compiled, (hidden, weight, labels)), _run(program, (hidden, weight, labels))
     torch.testing.assert_close(*results)
+    assert_fused(compiled)
+
+
+@quick
+def test_old_log_probabilities_without_grad():
+    """One region gives both, where the first is: there, gradients have to be on for the second."""
+
+    def program(hidden, weight, labels):
+        with torch.no_grad():
+            old = F.linear(hidden, weight).log_softmax(-1).gather(-1, labels[:, None])
+        new = F.linear(hidden, weight).log_softmax(-1).gather(-1, labels[:, None])
+        return (new - old).exp().sum() + hidden.square().sum()
+
+    arguments = torch.randn(6, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (6,))
+    compiled = compiled_with(program, fullgraph=True)
+    torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
     assert_fused(compiled)
 
 

@@ -53,7 +53,7 @@ def region_ends(graph: Graph) -> list[Node]:
     for node in graph.nodes:
         if is_call(node) and name_of(node) in (*_NORMALISERS, *_GATHERS) and node.all_input_nodes:
             operand = node.all_input_nodes[0]
-            for source in _sources_above(operand):
+            for source in sources_above(operand):
                 sizes = [size for each in (source, operand) for size in _shape(value_of(each))[-1:]]
                 widths.setdefault(source, set()).update(sizes)
     for source, sizes_of_source in widths.items():
@@ -61,7 +61,7 @@ def region_ends(graph: Graph) -> list[Node]:
     return list(ends)
 
 
-def _sources_above(node: Node) -> set[Node]:
+def sources_above(node: Node) -> set[Node]:
     """The linears with a matrix that a floating-point tensor is computed from, and checkpoints, which may have them."""
 
     def is_source(node: Node) -> bool:

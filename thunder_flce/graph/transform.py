@@ -134,7 +134,7 @@ class FuseLinearCrossEntropy(Transform):
             for bsym, kind, outcome in found
             if isinstance(outcome, NotFused)
         ]
-        self._report([decision for decision in compilation.decisions if decision.reason is not Reason.NO_LINEAR])
+        self.report(compilation.decisions)
         matches = [outcome for _, _, outcome in found if isinstance(outcome, Match)]
         if matches or any(map(_is_region, index.bsyms)):
             rewrite = _Rewrite(index, matches, transform=self, decisions=compilation.decisions)
@@ -150,8 +150,9 @@ class FuseLinearCrossEntropy(Transform):
         """The plan of a region, from its arguments and the names of the operands that need a gradient."""
         return plan_region(region, needs_grad, self.options)
 
-    def _report(self, missed: list[Decision]) -> None:
+    def report(self, decisions: list[Decision]) -> None:
         """Warns of what was not fused though its logits come from a linear, or raises if strict."""
+        missed = [decision for decision in decisions if decision.reason not in (None, Reason.NO_LINEAR)]
         messages = [f"thunder_flce: the {decision.kind} at {decision}" for decision in missed]
         if self.strict and messages:
             raise NotFusedError("\n".join(messages))

@@ -6,22 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from thunder.common import CompileData
 from thunder.core import devices, dtypes
 from thunder.core.trace import TraceCtx
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from thunder_flce.execution.plan import LossOnly
 from thunder_flce.graph.dynamo.checkpoints import open_checkpoints
 from thunder_flce.graph.dynamo.sizes import Sizes
 from thunder_flce.graph.dynamo.tracing import source_of, trace_region
-from thunder_flce.graph.dynamo.writing import write_back
+from thunder_flce.graph.dynamo.writing import not_writable, write_back
 from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.thunder_private import compile_data_and_stats
 from thunder_flce.graph.trace_arguments import region_problem
 from thunder_flce.graph.transform import Compilation, Decision, FuseLinearCrossEntropy
-from thunder_flce.loss_nodes import region_ends
+from thunder_flce.loss_nodes import region_ends, sources_above, value_of
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import cached_plan, lasting_strategy
@@ -68,11 +69,28 @@ def _fuse(gm: GraphModule, options: Options, strict: bool) -> Fusion:
         transform = _FuseForInductor(region.sizes, options, strict=strict)
         _, trace, _ = transform.transform_traces_pre_prologue(None, region.trace, None)
     (compilation,) = transform.compilations
-    compilation.decisions += [
-        Decision(source_of(node) or node.name, reason=Reason.DYNAMIC) for node in region.losses_not_traced()
-    ]
-    write_back(region, trace, options)
+    # AOTAutograd makes Dynamo start again where a float is symbolic that has to be a number.
+    given = [node for node in region.losses_not_traced() if not any(map(_is_symbolic_float, node.all_input_nodes))]
+    decisions = list(map(_decision_not_traced, given))
+    if name := not_writable(region, trace):
+        fused = [decision for decision in compilation.decisions if decision.fused]
+        decisions += [replace(each, region=None, reason=Reason.NOT_WRITTEN, detail=name) for each in fused]
+        compilation.decisions = [decision for decision in compilation.decisions if not decision.fused]
+        trace = region.trace
+    else:
+        write_back(region, trace, options)
+    compilation.decisions += decisions
+    transform.report(decisions)
     return Fusion(compilation, trace, time.perf_counter() - start - compilation.seconds)
+
+
+def _is_symbolic_float(node: Node) -> bool:
+    return isinstance(value_of(node), torch.SymFloat)
+
+
+def _decision_not_traced(loss: Node) -> Decision:
+    reason = Reason.DYNAMIC if sources_above(loss) else Reason.NO_LINEAR
+    return Decision(source_of(loss) or loss.name, reason=reason)
 
 
 class _FuseForInductor(FuseLinearCrossEntropy):

@@ -2,7 +2,8 @@
 
 Each symbol stands as a large prime, so that two sizes are the same number only if they are the same for every number of
 tokens: B·T and T·B are, B·T and T are not, though B may be 1 in the call that is compiled. So what is found in a trace
-holds for every call.
+holds for every call. Sizes that are the same by a guard of the graph have one number, too: cross_entropy makes sure
+that there are as many labels as rows of logits, though both may have symbols of their own.
 """
 
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node, Proxy
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -39,7 +41,11 @@ class Sizes:
         expression = size.node.expr
         if expression.is_Integer:
             return int(expression)
-        number = self._number_of(expression)
+        if expression not in self._numbers:
+            # Asked for what is known already, the comparison adds no guard.
+            same = (number for number, other in self._sizes.items() if statically_known_true(size == other))
+            self._numbers[expression] = next(same, None) or self._number_of(expression)
+        number = self._numbers[expression]
         self._sizes.setdefault(number, size)
         return number
 

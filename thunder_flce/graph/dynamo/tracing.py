@@ -9,6 +9,7 @@ so the matcher sees all users of the logits.
 import inspect
 import operator
 import re
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,6 +85,11 @@ def trace_region(graph: Graph) -> RegionTrace:
     _spell_out_autocast(graph)
     region = RegionTrace(graph, Sizes(graph))
     wanted = _region_of(graph)
+    for node in _below([node for node in graph.nodes if node in wanted and is_linear(node)]):
+        # Sizes of labels that are the same by a guard take the numbers of the logits', not the other way round.
+        if isinstance(value_of(node), Tensor):
+            for size in value_of(node).shape:
+                region.sizes.number(size)
     with tracectx(region.trace), langctx(Languages.TORCH), disable_autocast():
         tracer = _Tracer(region)
         for node in graph.nodes:
@@ -132,13 +138,7 @@ def _region_of(graph: Graph) -> set[Node]:
             region |= {operand for operand in node.all_input_nodes if name_of(operand) in _PERMUTATIONS}
         else:
             waiting += node.all_input_nodes
-    below: set[Node] = set()
-    while linears:
-        node = linears.pop()
-        if node not in below:
-            below.add(node)
-            linears += node.users
-    region |= below
+    region |= _below(linears).keys()
     # Whatever labels are compared with, too: it may be the labels, computed once more.
     waiting = [operand for node in region for operand in node.all_input_nodes]
     while waiting:
@@ -148,6 +148,18 @@ def _region_of(graph: Graph) -> set[Node]:
             region.add(node)
             waiting += node.all_input_nodes
     return region
+
+
+def _below(linears: list[Node]) -> dict[Node, None]:
+    """The linears and all that uses their results, the nearest first."""
+    found: dict[Node, None] = {}
+    waiting = deque(linears)
+    while waiting:
+        node = waiting.popleft()
+        if node not in found:
+            found[node] = None
+            waiting += node.users
+    return found
 
 
 class _Tracer:

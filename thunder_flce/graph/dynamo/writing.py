@@ -8,6 +8,7 @@ how thunder sees the program.
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import thunder.torch as ltorch
@@ -56,6 +57,14 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
 _TAKES_SIZES = (ltorch.expand.id, ltorch.full.id, ltorch.reshape.id, ltorch.zeros.id)
 
 
+def not_writable(region: RegionTrace, trace: TraceCtx) -> str:
+    """The name of an operation in the transformed trace that cannot be written back; "" where all can be."""
+    before = {out.name for bsym in region.trace.bound_symbols for out in _outs(bsym)}
+    added = [bsym for bsym in trace.bound_symbols if any(out.name not in before for out in _outs(bsym))]
+    names = (str(bsym.sym.id) for bsym in added if not _is_region(bsym) and bsym.sym.id not in _OPERATIONS)
+    return next(names, "")
+
+
 def write_back(region: RegionTrace, trace: TraceCtx, options: Options) -> None:
     """Changes the region's graph to what the transformed trace says.
 
@@ -78,6 +87,7 @@ class _Writer:
             out.name: node for node, of_node in region.bsyms.items() for bsym in of_node for out in _outs(bsym)
         }
         self._positions = {node: position for position, node in enumerate(self._graph.nodes)}
+        self._has_grad = list(accumulate(self._graph.nodes, _grad_mode_after, initial=True))[1:]
         self._last = list(self._graph.nodes)
         """The last node at each position: nodes that are added have the position of the one that they come after."""
 
@@ -110,7 +120,13 @@ class _Writer:
         last = self._last[position]
         end = last.next
         with self._graph.inserting_before(end):
+            # A trace has no places without gradients: what is not to have one is detached.
+            is_off = not self._has_grad[position]
+            if is_off:
+                self._graph.call_function(torch._C._set_grad_enabled, (True,))
             results = self._region_call(bsym) if _is_region(bsym) else [self._operation(bsym)]
+            if is_off:
+                self._graph.call_function(torch._C._set_grad_enabled, (False,))
         while last.next is not end:
             last = last.next
             self._positions[last] = position
@@ -226,6 +242,11 @@ _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 def _outs(bsym: BoundSymbol) -> list[TensorProxy]:
     return [out for out in tree_flatten(bsym.output)[0] if isinstance(out, TensorProxy)]
+
+
+def _grad_mode_after(is_on: bool, node: Node) -> bool:
+    """Whether gradients are on after a node, where the graph begins with them on."""
+    return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on
 
 
 def _is_region(bsym: BoundSymbol) -> bool:

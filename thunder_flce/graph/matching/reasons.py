@@ -20,6 +20,7 @@ class Reason(Enum):
     OPERAND_MODIFIED = "a tensor is changed in place that the loss, or a prediction beside it, may depend on"
     DYNAMIC = "a shape or a setting is not known when the trace is compiled"
     DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
+    NOT_WRITTEN = "the backend cannot write an operation back that fusion needs"
     NOT_THUNDER = "thunder does not compile its part of the graph"
 
 
