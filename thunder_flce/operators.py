@@ -95,18 +95,15 @@ class Settings:
         return self.options.has_float32_logits(operands.dtype) if self.plan is None else self.plan.float32_logits
 
 
-@lru_cache(maxsize=1)
-def _schema_digest() -> str:
-    names = ("linear_cross_entropy", "linear_cross_entropy_backward")
-    schemas = [str(getattr(torch.ops.thunder_flce, name).default._schema) for name in names]
-    return f"{zlib.crc32(' '.join(schemas).encode()):08x}"
-
-
 @lru_cache(maxsize=1024)
 def _written(settings: Settings) -> str:
-    values = {"loss": settings.loss.non_defaults(), "needs_grad": settings.needs_grad, "strategy": settings.strategy}
+    values: dict[str, Any] = {
+        "loss": settings.loss.non_defaults(),
+        "needs_grad": settings.needs_grad,
+        "strategy": settings.strategy,
+    }
     # PyTorch keeps compiled graphs on disk, and finds them by their arguments, not by what an operator takes.
-    values["schema"] = _schema_digest()
+    values["schema"] = _SCHEMA
     if settings.plan is not None:
         values["plan"] = {name: value for name, value in settings.plan.non_defaults().items() if name != "strategy"}
     if settings.shard is not None:
@@ -333,15 +330,13 @@ _KEYWORDS = (
     "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? token_weights=None, "
     "Tensor? num_items=None, Tensor? expected_gradient=None"
 )
-library = torch.library.Library("thunder_flce", "FRAGMENT")
-_define(
-    "linear_cross_entropy", f"Tensor input, Tensor linear_weight, Tensor target, {_KEYWORDS}", _forward, _forward_fake
-)
-_define(
-    "linear_cross_entropy_backward",
+_FORWARD = f"Tensor input, Tensor linear_weight, Tensor target, {_KEYWORDS}"
+_BACKWARD = (
     "Tensor? grad, Tensor input, Tensor linear_weight, Tensor target, Tensor row_max, Tensor row_log_sum, "
     f"Tensor valid_count, {_KEYWORDS}, Tensor? entropy=None, "
-    "Tensor? kept=None, Tensor? log_prob_grad=None, Tensor? entropy_grad=None",
-    _backward,
-    _backward_fake,
+    "Tensor? kept=None, Tensor? log_prob_grad=None, Tensor? entropy_grad=None"
 )
+_SCHEMA = zlib.crc32(f"{_FORWARD} {_BACKWARD}".encode())
+library = torch.library.Library("thunder_flce", "FRAGMENT")
+_define("linear_cross_entropy", _FORWARD, _forward, _forward_fake)
+_define("linear_cross_entropy_backward", _BACKWARD, _backward, _backward_fake)
