@@ -4,7 +4,7 @@
 # make lint     the same without the tests
 # make matrix   a short suite on every supported version of Python, PyTorch, thunder and transformers: three hours
 # make traces   prints the traces in traces/ anew
-# make mutants  breaks the implementation a hundred times, one line each, and shows that the tests notice
+# make mutants  breaks the implementation hundreds of times, one line each, and shows that the tests notice
 #
 # Each of them first makes the environment in .venv, and installs again when pyproject.toml has changed.
 #

@@ -15,7 +15,7 @@ from torch.utils import checkpoint
 
 from conftest import on_gpu
 from reference import Case, assert_close_to_truth, differentiate, error, make_case, truth
-from thunder_flce import Options, linear_cross_entropy
+from thunder_flce import Options, linear_cross_entropy, operators
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits, SaveSomeLogits
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, operands_of
@@ -591,3 +591,14 @@ def test_no_upstream_gradient(strategy):
     loss = linear_cross_entropy(case.x, case.weight, case.target, options=Options(strategy=strategy))
     Stop.apply(loss).backward()
     assert case.x.grad is None and case.weight.grad is None
+
+
+def test_settings_change_with_the_schema(monkeypatch):
+    """PyTorch keeps compiled graphs on disk, by their arguments: one of another schema must not be found."""
+    settings = Settings(loss=Loss(), needs_grad=(), strategy=LossOnly.strategy)
+    before = str(settings)
+    monkeypatch.setattr(operators, "_SCHEMA", operators._SCHEMA + 1)
+    operators._written.cache_clear()
+    after = str(settings)
+    operators._written.cache_clear()
+    assert after != before and Settings.parse(after) == settings
