@@ -1,6 +1,7 @@
 """Which of cuBLAS's algorithms is taken, and that the choice changes time only."""
 
 import math
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -42,6 +43,7 @@ def fresh(monkeypatch):
     monkeypatch.setattr(tuning, "TUNED_OPERATIONS", 0)
     monkeypatch.setattr(tuning, "_BURST_SECONDS", 1e-3)
     monkeypatch.setattr(tuning, "_tunings", {})
+    monkeypatch.setattr(tuning, "_runs", Counter())
     tuning._descriptor.cache_clear()
     yield
     tuning._descriptor.cache_clear()
@@ -228,6 +230,16 @@ def test_nearest_number_of_tokens(stand_in, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert [algorithm(tokens) for tokens in (1, 128, 400, 4096)] == ["fast", "fast", "slow", "slow"]
     assert len(measured()) == 2
+
+
+def test_late_numbers_of_tokens_are_not_measured(stand_in, monkeypatch):
+    """Unless they are far from all others."""
+    monkeypatch.setattr(tuning, "_MEASURED_RUNS", 3)
+    counts = []
+    for tokens in (64, 40, 40, 90, 32, 200):
+        assert run("dX", torch.zeros(tokens, 64), torch.zeros(tokens, 32), torch.randn(32, 64))
+        counts.append(len(measured()))
+    assert counts == [1, 2, 2, 2, 2, 3]
 
 
 def test_matmuls_that_differ_are_measured_apart(stand_in):

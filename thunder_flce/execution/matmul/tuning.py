@@ -11,6 +11,7 @@ Only on Hopper: elsewhere nobody has looked whether all candidates add in the sa
 import math
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, partial
@@ -36,6 +37,10 @@ _UNLUCKY = 1.2
 # What a matmul is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
 # but the sign of a 0 and, in 32 bits, a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
 _MEASURED_FACTOR = 2.0**-149
+
+# After so many matmuls of a kind, a number of tokens that none of them had is rare, and what was measured for one of up
+# to twice or half as many will do: training with lengths that differ is not interrupted again and again.
+_MEASURED_RUNS = 100
 
 # Which of the sizes M, N and K is the number of tokens. It changes from chunk to chunk, so what was measured serves
 # all numbers of tokens between the same powers of two, and others where nothing can be measured. Of dX, a quarter of
@@ -67,6 +72,8 @@ class Tuning:
 
 _tunings: dict[tuple, dict[int, Tuning]] = {}
 """By what a matmul is but for its tokens, and by `_bucket` of these."""
+_runs: Counter[tuple] = Counter()
+"""How many matmuls there were of each kind."""
 
 
 def tunings() -> list[Tuning]:
@@ -97,7 +104,7 @@ def run(matmul: Matmul) -> bool:
 
 
 def _algorithm(matmul: Matmul, signature: Signature) -> Algorithm | None:
-    """The fastest for such matmuls, as is known or measured now; None where it can not be.
+    """The fastest for such matmuls, as is known or measured now; None where it cannot be.
 
     The first term of the logits is measured apart from those that are added to it. Chunks add to dW, and blocks of the
     vocabulary to dX, but for the first, which then runs by the same algorithm.
@@ -107,11 +114,15 @@ def _algorithm(matmul: Matmul, signature: Signature) -> Algorithm | None:
     a, b = signature.a, signature.b
     kind = (matmul.kind, *sizes, *signature[:3], a.is_transposed, b.is_transposed, signature.has_bias, adds)
     of_kind = _tunings.setdefault(kind, {})
+    _runs[kind] += 1
     if tokens not in of_kind:
-        if not torch.cuda.is_current_stream_capturing():
+        distance = {known: max(known / tokens, tokens / known) for known in of_kind}
+        nearest = min(distance, key=distance.__getitem__, default=tokens)
+        is_close = distance.get(nearest, math.inf) <= 2
+        if torch.cuda.is_current_stream_capturing() or (_runs[kind] > _MEASURED_RUNS and is_close):
+            tokens = nearest
+        else:
             of_kind[tokens] = _measure(matmul, signature)
-        elif of_kind:
-            tokens = min(of_kind, key=lambda measured: max(measured / tokens, tokens / measured))
     tuning = of_kind.get(tokens)
     return None if tuning is None else tuning.algorithm
 
