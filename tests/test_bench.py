@@ -454,23 +454,27 @@ def test_a_soak_of_a_method_that_grows(tmp_path, monkeypatch):
         eager = build("eager")
 
         def method(inputs):
-            held.append(torch.ones(500_000))
-            time.sleep(len(held) * 1e-4)
+            held.append(torch.ones(8_000_000))
             return eager(inputs)
 
         return method
 
+    # Steps take ever longer: by ten seconds each, whatever else the machine does.
+    monkeypatch.setattr(soak, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + 5 * len(held) ** 2))
+    monkeypatch.setattr(soak, "COUNTS", 4)
     monkeypatch.setitem(METHODS, "leaking", leaking)
     path = tmp_path / "results.jsonl"
-    options = ["--device", "cpu", "--shapes", "tiny", "--steps", "250", "--methods", "flce", "leaking"]
+    options = ["--device", "cpu", "--shapes", "tiny", "--steps", "15", "--methods", "flce", "leaking"]
     assert main(["bench", "soak", *options, "--json", str(path)]) == 0
     flce, leaking = records.read([path])
     for row in (flce, leaking):
-        assert row["steps"] == 256 and len(row["passes_ms"]) == 4 and row["compilations"] == 0
+        assert row["steps"] == 16 and len(row["passes_ms"]) == 4 and row["compilations"] == 0
         assert row["drift"] == pytest.approx(row["passes_ms"][3] / row["passes_ms"][1], rel=1e-2)
     assert flce["host_growth_gb"] < 0.1
-    # 2 MB in each of the 128 steps after the second pass.
-    assert 0.2 < leaking["host_growth_gb"] < 0.4 and leaking["drift"] > 1.1
+    # 32 MB in each of the 8 steps after the second pass.
+    assert 0.2 < leaking["host_growth_gb"] < 0.4 and leaking["drift"] == pytest.approx(
+        (16**2 - 12**2) / (8**2 - 4**2), 0.1
+    )
 
 
 def test_a_soak_counts_compilations(monkeypatch):
