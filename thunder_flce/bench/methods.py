@@ -192,11 +192,11 @@ def _quack(**settings: Any) -> Method:
     return _without_bias(partial(_peer("quack.linear_cross_entropy").chunked_linear_cross_entropy, **settings))
 
 
-def _torch_linear_cross_entropy() -> Method:
+def _torch_linear_cross_entropy(**settings: Any) -> Method:
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
     function: Callable[..., Tensor] = F.linear_cross_entropy  # type: ignore[attr-defined]
-    options = torch.nn.LinearCrossEntropyOptions()
+    options = torch.nn.LinearCrossEntropyOptions(**settings)
     return _one_linear(
         lambda inputs: function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options)
     )
@@ -257,6 +257,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "grad_and_value loop": _chunked_loop,
     "grad_and_value loop, compiled": partial(_chunked_loop, compiled=True),
     "torch linear_cross_entropy": _torch_linear_cross_entropy,
+    "torch linear_cross_entropy, 2048 rows": partial(_torch_linear_cross_entropy, batch_chunk_size=2048),
     "auto chunker": _auto_chunker,
     "liger": _liger,
     "liger, chunk 8": partial(_liger, chunk_mem_const=8),
