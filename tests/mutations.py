@@ -169,6 +169,11 @@ MUTATIONS = [
         tests=(PARALLEL,),
     ),
     *_of(
+        "planning/choose.py",
+        ("divisor", "problem.whole_vocab * EXACT_TOKENS_PER_COLUMN", "problem.vocab * EXACT_TOKENS_PER_COLUMN"),
+        tests=(PARALLEL,),
+    ),
+    *_of(
         "labels.py",
         ("divisor", "count.float() / dist.get_world_size(group)", "count.float()"),
         ("mask", "(target != ignore_index).sum()", "torch.tensor(target.numel())"),

@@ -324,6 +324,16 @@ def test_weights_of_single_tokens(strategy):
 # What runs, and what is said of it.
 
 
+def test_memory_of_a_part():
+    """dW is summed in 16 bits where one device would: targets are spread over the whole vocabulary."""
+    shard = Shard(group="0", ranks=2, rank=0, start=0, columns=64128, largest=64128, vocab=128256)
+    part = problem(vocab=64128, weight_rows=64128, shard=shard)
+    plan = agreed_plan(part, Options(), None)
+    assert plan.chunk_rows == 4096 and not plan.float32_accumulator
+    logits, dx_part, frequent = 2 * 4096 * 64128, 4 * 4096 * 4096, 4 * plan.float32_rows * 4096
+    assert program(part, plan).temporary_bytes == logits + dx_part + frequent
+
+
 def test_the_printed_program_says_what_ranks_exchange():
     shard = Shard(group="0", ranks=4, rank=0, start=0, columns=32064, largest=32064, vocab=128256)
     whole = problem(tokens=8192, vocab=128256, hidden=4096)
