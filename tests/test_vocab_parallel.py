@@ -3,11 +3,14 @@
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as DivideRows
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import thunder_flce
@@ -416,15 +419,26 @@ def test_arguments():
     as_threads(2, run)
 
 
-def test_traced_programs_say_that_it_is_for_eager_calls():
-    case = make_case()
+def test_traced_programs():
+    """Dynamo breaks its graph around a call. What cannot do that says so."""
+    case = make_case(dtype=torch.float64)
 
     def run(rank):
-        def loss(x, weight):
-            return linear_cross_entropy(x, weight, case.target, vocab_parallel=dist.group.WORLD)
+        mesh = init_device_mesh("cpu", (1,))
 
-        with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
-            thunder_flce.jit(loss)(case.x, case.weight)
+        def loss(x, weight):
+            parallel = None if isinstance(x, DTensor) else mesh
+            return 2 * linear_cross_entropy(x, weight, case.target, vocab_parallel=parallel)
+
+        of_mesh = [distribute_tensor(tensor.detach(), mesh, [DivideRows(0)]) for tensor in (case.x, case.weight)]
+        for tensors in ((case.x, case.weight), of_mesh):
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="vocab_parallel works in eager calls only"):
+                torch.compile(loss, backend="eager", fullgraph=True)(*tensors)
+            for compiled in (torch.compile(loss, backend="eager"), thunder_flce.thunderfx(loss)):
+                assert error(compiled(*tensors), 2 * truth(case).loss) < 1e-12
+            with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
+                parallel = None if tensors is of_mesh else mesh
+                thunder_flce.jit(partial(linear_cross_entropy, target=case.target, vocab_parallel=parallel))(*tensors)
         with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
             make_fx(loss, tracing_mode="fake")(case.x, case.weight)
 
