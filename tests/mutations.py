@@ -183,6 +183,16 @@ MUTATIONS = [
         tests=("tests/test_dtensor.py",),
     ),
     *_of(
+        "graph/transform.py",
+        ("mask", "if weights & divided else found", "if divided else found"),
+        tests=("tests/test_two_ranks.py",),
+    ),
+    *_of(
+        "graph/distributed.py",
+        ("mask", " and get_skip_data_parallel_grad_sync()", ""),
+        tests=("tests/test_two_ranks.py",),
+    ),
+    *_of(
         "labels.py",
         ("divisor", "count.float() / dist.get_world_size(group)", "count.float()"),
         ("mask", "(target != ignore_index).sum()", "torch.tensor(target.numel())"),

@@ -92,6 +92,36 @@ def test_results(device):
     assert error(torch.cat(weights), exact.gradients[1].cpu()) < 1e-5
 
 
+def _captured(rank: int) -> list[bool]:
+    """Of the loss, dX and dW, whether a replayed graph of other hidden states gives the bits of an eager call."""
+    case = _case("cuda", torch.bfloat16)
+    part = part_of(case, parts((200, 131))[rank])
+
+    def step():
+        options = Options(chunk_rows=32, ignored_rows="compute")
+        loss = linear_cross_entropy(part.x, part.weight, part.target, vocab_parallel=dist.group.WORLD, options=options)
+        return loss, *torch.autograd.grad(loss, (part.x, part.weight))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        part.x.mul_(-2)
+    graph.replay()
+    return [torch.equal(*pair) for pair in zip(captured, step(), strict=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_cuda_graphs(device):
+    assert as_processes(2, _captured, device=device) == [[True] * 3] * 2
+
+
 # How it fails: with words, and within the group's timeout.
 
 
