@@ -289,10 +289,8 @@ def head_in_tensor_and_sequence_parallel(rank, of):
     of_logits = {"input_layouts": Shard(1), "output_layouts": Shard(-1), "use_local_output": False}
     parallelize_module(part, mesh, {"norm": SequenceParallel(), "output": ColwiseParallel(**of_logits)})
     x = distribute_tensor(hidden.detach(), mesh, [Replicate()]).requires_grad_()
-    # As it comes from a reduce-scatter that nobody has waited for.
-    loss = (torch.compile(part, backend="aot_eager") if of else part)(
-        x.redistribute(placements=[Shard(1)], async_op=True), labels
-    )
+    step = torch.compile(part, backend="aot_eager") if of else part
+    loss = step(x.redistribute(placements=[Shard(1)]), labels)
     loss.backward()
     assert type(loss) is torch.Tensor and error(loss, exact) < 1e-12
     for tensor, right, placements in (
@@ -316,11 +314,15 @@ def module_with_a_divided_weight(rank):
         with torch.no_grad():
             dist.broadcast(parameter, 0)
         setattr(part, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
-    hidden = torch.randn(3, 8, H, dtype=torch.float64)
-    _, labels = batch(1)
+    hidden = torch.randn(4, 6, H, dtype=torch.float64).requires_grad_()
+    dist.broadcast(hidden.detach(), 0)
+    labels = batch(1)[1].view(4, 6)
     loss(hidden, labels).backward()
-    part(distribute_tensor(hidden, mesh, [Replicate()]), labels).backward()
+    x = distribute_tensor(hidden.detach(), mesh, [Shard(0)]).requires_grad_()
+    # Nobody has waited for this all-gather yet.
+    part(x.redistribute(placements=[Replicate()], async_op=True), labels).backward()
     check(part, {name: parameter.grad for name, parameter in loss.named_parameters()}, bound=1e-12)
+    assert x.grad.placements == (Shard(0),) and error(x.grad.full_tensor(), hidden.grad) < 1e-12
 
 
 def _run(rank: int) -> dict[str, str]:

@@ -236,6 +236,30 @@ def test_a_mesh_and_a_second_backward():
     as_threads(4, run)
 
 
+def test_two_groups_in_one_step():
+    """Each rank has a part of one head, and another part of a second one, whose other rank is another."""
+    first, second = make_case(dtype=torch.float64), make_case(dtype=torch.float64, vocab=50)
+    second.x = first.x
+    exact = [truth(case).gradients for case in (first, second)]
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        heads = [part_of(first, parts((60, 41))[rank % 2]), part_of(second, parts((20, 30))[rank // 2])]
+        x = heads[0].x
+        losses = [
+            linear_cross_entropy(x, head.weight, head.target, vocab_parallel=mesh[name], options=Options(chunk_rows=10))
+            for head, name in zip(heads, ("columns", "rows"), strict=True)
+        ]
+        (losses[0] + 3 * losses[1]).backward()
+        return x.grad, heads[0].weight.grad, heads[1].weight.grad
+
+    results = as_threads(4, run)
+    for x, _, _ in results:
+        assert error(x, exact[0][0] + 3 * exact[1][0]) < 1e-12
+    assert error(torch.cat([results[0][1], results[1][1]]), exact[0][1]) < 1e-12
+    assert error(torch.cat([results[0][2], results[2][2]]), 3 * exact[1][1]) < 1e-12
+
+
 # The tokens divided, too.
 
 
@@ -453,6 +477,7 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         ({"outputs": lambda rank: ("entropy",) * rank}, "outputs is .* on rank 0 and"),
         ({"linear_bias": lambda rank: None if rank else torch.zeros(50)}, "linear_bias is"),
         ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
+        ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
     ):
         name, value = next(iter(differing.items()))
 

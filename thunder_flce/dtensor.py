@@ -149,6 +149,18 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
+class _Arrival(torch.autograd.Function):
+    """What a collective gives that nobody has waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
+        return tensor.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def _operands_of_terms(arguments: Mapping[str, Any]) -> list[Any]:
     terms = arguments["terms"]
     pairs = terms if isinstance(terms, Sequence) else ()
@@ -260,5 +272,5 @@ def _whole(value: Any) -> Any:
 
 
 def _arrived(tensor: Tensor) -> Tensor:
-    """The tensor, when what another rank has sent of it is there."""
-    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    """The tensor, as a plain one, when what another rank has sent of it is there."""
+    return _Arrival.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor
