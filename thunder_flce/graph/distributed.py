@@ -16,8 +16,8 @@ def divided_weights() -> set[str]:
 
     Their transforms run after the fusion, and insert what gathers the logits around each linear that they find.
     """
-    data = get_compile_data()
-    transforms = () if data is None else data.transforms
+    # The data of a Dynamo graph has none.
+    transforms = getattr(get_compile_data(), "transforms", ())
     divide = (transform for transform in transforms if isinstance(transform, TransformForTensorParallel))
     return {name for transform in divide for name in transform.chunked_param_name_to_layer_type}
 
