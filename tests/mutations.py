@@ -169,6 +169,30 @@ MUTATIONS = [
         tests=(PARALLEL,),
     ),
     *_of(
+        "planning/choose.py",
+        ("divisor", "problem.whole_vocab * EXACT_TOKENS_PER_COLUMN", "problem.vocab * EXACT_TOKENS_PER_COLUMN"),
+        tests=(PARALLEL,),
+    ),
+    *_of(
+        "dtensor.py",
+        ("sign", "return grad, None\n", "return -grad, None\n"),
+        ("divisor", "result = _Sum.apply(result, self.mesh.get_group(at))", "pass"),
+        ("divisor", "Partial() if at in summed_over else p for", "p for"),
+        ("mask", "sequence_parallel=divides_tokens[at]", "sequence_parallel=False"),
+        ("index", "placement.dim < input.ndim - 1", "placement.dim < input.ndim"),
+        tests=("tests/test_dtensor.py",),
+    ),
+    *_of(
+        "graph/transform.py",
+        ("mask", "if weights & divided else found", "if divided else found"),
+        tests=("tests/test_two_ranks.py",),
+    ),
+    *_of(
+        "graph/distributed.py",
+        ("mask", " and get_skip_data_parallel_grad_sync()", ""),
+        tests=("tests/test_two_ranks.py",),
+    ),
+    *_of(
         "labels.py",
         ("divisor", "count.float() / dist.get_world_size(group)", "count.float()"),
         ("mask", "(target != ignore_index).sum()", "torch.tensor(target.numel())"),

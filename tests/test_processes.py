@@ -12,6 +12,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import as_processes
 from reference import Case, assert_close_to_truth, error, make_case, ours, truth
@@ -65,15 +67,26 @@ def _divided_tokens(rank: int) -> tuple:
     return tuple(each.detach().cpu() for each in (loss, *torch.autograd.grad(loss, (x, part.weight))))
 
 
+def _dtensors(rank: int) -> tuple:
+    """The same by placements; each gradient of the whole."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    case, mesh = _case(device, torch.float32), init_device_mesh(device, (2,))
+    case.target[:32:3] = -100
+    x, weight = (distribute_tensor(each.detach(), mesh, [Shard(0)]).requires_grad_() for each in (case.x, case.weight))
+    loss = linear_cross_entropy(x, weight, case.target, options=Options(chunk_rows=16))
+    loss.backward()
+    return tuple(each.detach().cpu() for each in (loss, x.grad.full_tensor(), weight.grad.full_tensor()))
+
+
 def _everything(rank: int) -> tuple:
-    return _results(rank), _divided_tokens(rank)
+    return _results(rank), _divided_tokens(rank), _dtensors(rank)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_results(device):
     found = as_processes(2, _everything, device=device)
     assert all(isinstance(each, tuple) for each in found), found
-    of_settings, of_divided_tokens = zip(*found, strict=True)
+    of_settings, of_divided_tokens, of_dtensors = zip(*found, strict=True)
     results = iter(zip(*of_settings, strict=True))
     for dtype in (torch.float32, torch.bfloat16):
         case = _case(device, dtype)
@@ -90,6 +103,40 @@ def test_results(device):
     assert torch.equal(*losses) and error(losses[0], exact.loss.cpu()) < 1e-6
     assert error(torch.cat(inputs), exact.gradients[0].cpu()) < 1e-5
     assert error(torch.cat(weights), exact.gradients[1].cpu()) < 1e-5
+    for loss, *gradients in of_dtensors:
+        assert torch.equal(loss, losses[0])
+        for gradient, right in zip(gradients, exact.gradients, strict=True):
+            assert error(gradient, right.cpu()) < 1e-5
+
+
+def _captured(rank: int) -> list[bool]:
+    """Of the loss, dX and dW, whether a replayed graph of other hidden states gives the bits of an eager call."""
+    case = _case("cuda", torch.bfloat16)
+    part = part_of(case, parts((200, 131))[rank])
+
+    def step():
+        options = Options(chunk_rows=32, ignored_rows="compute")
+        loss = linear_cross_entropy(part.x, part.weight, part.target, vocab_parallel=dist.group.WORLD, options=options)
+        return loss, *torch.autograd.grad(loss, (part.x, part.weight))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        part.x.mul_(-2)
+    graph.replay()
+    return [torch.equal(*pair) for pair in zip(captured, step(), strict=True)]
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_cuda_graphs(device):
+    assert as_processes(2, _captured, device=device) == [[True] * 3] * 2
 
 
 # How it fails: with words, and within the group's timeout.

@@ -3,11 +3,14 @@
 import itertools
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as DivideRows
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import thunder_flce
@@ -233,6 +236,30 @@ def test_a_mesh_and_a_second_backward():
     as_threads(4, run)
 
 
+def test_two_groups_in_one_step():
+    """Each rank has a part of one head, and another part of a second one, whose other rank is another."""
+    first, second = make_case(dtype=torch.float64), make_case(dtype=torch.float64, vocab=50)
+    second.x = first.x
+    exact = [truth(case).gradients for case in (first, second)]
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+        heads = [part_of(first, parts((60, 41))[rank % 2]), part_of(second, parts((20, 30))[rank // 2])]
+        x = heads[0].x
+        losses = [
+            linear_cross_entropy(x, head.weight, head.target, vocab_parallel=mesh[name], options=Options(chunk_rows=10))
+            for head, name in zip(heads, ("columns", "rows"), strict=True)
+        ]
+        (losses[0] + 3 * losses[1]).backward()
+        return x.grad, heads[0].weight.grad, heads[1].weight.grad
+
+    results = as_threads(4, run)
+    for x, _, _ in results:
+        assert error(x, exact[0][0] + 3 * exact[1][0]) < 1e-12
+    assert error(torch.cat([results[0][1], results[1][1]]), exact[0][1]) < 1e-12
+    assert error(torch.cat([results[0][2], results[2][2]]), 3 * exact[1][1]) < 1e-12
+
+
 # The tokens divided, too.
 
 
@@ -324,6 +351,16 @@ def test_weights_of_single_tokens(strategy):
 # What runs, and what is said of it.
 
 
+def test_memory_of_a_part():
+    """dW is summed in 16 bits where one device would: targets are spread over the whole vocabulary."""
+    shard = Shard(group="0", ranks=2, rank=0, start=0, columns=64128, largest=64128, vocab=128256)
+    part = problem(vocab=64128, weight_rows=64128, shard=shard)
+    plan = agreed_plan(part, Options(), None)
+    assert plan.chunk_rows == 4096 and not plan.float32_accumulator
+    logits, dx_part, frequent = 2 * 4096 * 64128, 4 * 4096 * 4096, 4 * plan.float32_rows * 4096
+    assert program(part, plan).temporary_bytes == logits + dx_part + frequent
+
+
 def test_the_printed_program_says_what_ranks_exchange():
     shard = Shard(group="0", ranks=4, rank=0, start=0, columns=32064, largest=32064, vocab=128256)
     whole = problem(tokens=8192, vocab=128256, hidden=4096)
@@ -406,15 +443,26 @@ def test_arguments():
     as_threads(2, run)
 
 
-def test_traced_programs_say_that_it_is_for_eager_calls():
-    case = make_case()
+def test_traced_programs():
+    """Dynamo breaks its graph around a call. What cannot do that says so."""
+    case = make_case(dtype=torch.float64)
 
     def run(rank):
-        def loss(x, weight):
-            return linear_cross_entropy(x, weight, case.target, vocab_parallel=dist.group.WORLD)
+        mesh = init_device_mesh("cpu", (1,))
 
-        with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
-            thunder_flce.jit(loss)(case.x, case.weight)
+        def loss(x, weight):
+            parallel = None if isinstance(x, DTensor) else mesh
+            return 2 * linear_cross_entropy(x, weight, case.target, vocab_parallel=parallel)
+
+        of_mesh = [distribute_tensor(tensor.detach(), mesh, [DivideRows(0)]) for tensor in (case.x, case.weight)]
+        for tensors in ((case.x, case.weight), of_mesh):
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="vocab_parallel works in eager calls only"):
+                torch.compile(loss, backend="eager", fullgraph=True)(*tensors)
+            for compiled in (torch.compile(loss, backend="eager"), thunder_flce.thunderfx(loss)):
+                assert error(compiled(*tensors), 2 * truth(case).loss) < 1e-12
+            with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
+                parallel = None if tensors is of_mesh else mesh
+                thunder_flce.jit(partial(linear_cross_entropy, target=case.target, vocab_parallel=parallel))(*tensors)
         with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
             make_fx(loss, tracing_mode="fake")(case.x, case.weight)
 
@@ -429,6 +477,7 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         ({"outputs": lambda rank: ("entropy",) * rank}, "outputs is .* on rank 0 and"),
         ({"linear_bias": lambda rank: None if rank else torch.zeros(50)}, "linear_bias is"),
         ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
+        ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
     ):
         name, value = next(iter(differing.items()))
 

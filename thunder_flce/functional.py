@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from thunder_flce.autograd import differentiable_forward, requires_grad
+from thunder_flce.dtensor import DividedCall, has_dtensors
 from thunder_flce.execution.shards import start_gathering
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
@@ -21,15 +23,21 @@ if TYPE_CHECKING:
 
 
 def _one_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes Dynamo see one call of a function, which AOTAutograd or thunder looks into, and not what it does."""
-    inner = torch.compiler.allow_in_graph(function)
+    """Makes Dynamo see one call of a function, which AOTAutograd or thunder looks into, and not what it does.
 
-    # Dynamo looks into the very function that is compiled.
+    Where ranks have to agree on a call, the graph breaks around it.
+    """
+    in_graph = torch.compiler.allow_in_graph(function)
+    eager = torch.compiler.disable(function, reason=ONLY_EAGER)
+
+    # What Dynamo does not see as one call is this, which it looks into.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return inner(*args, **kwargs)
+        is_divided = kwargs.get("vocab_parallel") is not None
+        is_divided = is_divided or any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
+        return (eager if is_divided else in_graph)(*args, **kwargs)
 
-    return torch.compiler.allow_in_graph(call)
+    return call
 
 
 @_one_call
@@ -107,6 +115,7 @@ def linear_cross_entropy(
             divide the vocabulary. linear_weight, linear_bias and the weights of terms are then this rank's rows, V
             those of all; weight is the whole vector, and input and target are the same on all ranks. Loss, outputs and
             the input's gradient are those of the whole vocabulary, with the same bits on all ranks. Eager calls only.
+            DTensors take its place: see `dtensor`.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 
@@ -144,6 +153,19 @@ def linear_cross_entropy(
         "num_items": num_items,
         "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
+    if has_dtensors(arguments):
+        call = DividedCall.of(arguments, loss, vocab_parallel)
+        results = call.whole(_results(call.arguments, loss, options, vocab_parallel=call.vocab_parallel))
+    else:
+        results = _results(arguments, loss, options, vocab_parallel=vocab_parallel)
+    return results if outputs else results[0]
+
+
+def _results(
+    arguments: dict[str, Any], loss: Loss, options: Options, *, vocab_parallel: Any = None
+) -> tuple[Tensor, ...]:
+    """The loss and its outputs, of plain tensors by name."""
+    input, target = arguments["input"], arguments["target"]
     if vocab_parallel is None:
         check_linear_cross_entropy(**arguments, loss=loss)
         needs_grad = _needs_grad(arguments)
@@ -165,8 +187,7 @@ def linear_cross_entropy(
         operands = operands_of(arguments, loss, needs_grad, shard=shard)
         plan = plan_for(operands, options, agreement.memory)
         settings = Settings.planned(loss, needs_grad, plan, shard=shard)
-    results = in_shape_of(target, differentiable_forward(settings, operands)[: 1 + len(outputs)])
-    return results if outputs else results[0]
+    return in_shape_of(target, differentiable_forward(settings, operands)[: 1 + len(loss.outputs)])
 
 
 def _needs_grad(arguments: Mapping[str, Any]) -> tuple[str, ...]:

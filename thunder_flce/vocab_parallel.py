@@ -22,8 +22,8 @@ from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 
 ONLY_EAGER = (
-    "vocab_parallel works in eager calls only, but this program is traced by torch.compile, torch.export or thunder: "
-    "call linear_cross_entropy outside of it, for example in a function that torch.compiler.disable decorates"
+    "vocab_parallel works in eager calls only, and so do DTensors: torch.compile breaks the graph there, unless with "
+    "fullgraph=True; torch.export and thunder cannot trace them. Call linear_cross_entropy outside of such a program"
 )
 
 # Any value but "" and "0" makes ranks compare every call, not only the first of its kind.

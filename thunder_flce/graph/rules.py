@@ -4,6 +4,7 @@ The checker and the rules mirror the signature of `symbols.linear_cross_entropy`
 arguments.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from thunder_flce.graph import symbols
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
 from thunder_flce.graph.matching.trace_index import is_static
 from thunder_flce.graph.thunder_private import (
+    do_raise,
     get_grad,
     interpreter_needs_wrap,
     maybe_downcast_to,
@@ -38,6 +40,7 @@ from thunder_flce.graph.trace_arguments import (
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import cached_plan
+from thunder_flce.vocab_parallel import ONLY_EAGER
 
 
 class PlannedRegion(NamedTuple):
@@ -129,8 +132,11 @@ _region_in_trace = interpreter_needs_wrap(record_source_loc_in_symbol_header(sym
 
 # torchsymbol alone is not enough: thunder copies its table of functions when thunder is imported.
 @register_general_jit_lookaside(functional.linear_cross_entropy)
+@register_general_jit_lookaside(inspect.unwrap(functional.linear_cross_entropy))  # In Dynamo's graphs.
 def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
+    if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
+        return do_raise(NotImplementedError(ONLY_EAGER))
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
     for item in _items(kwargs.get("terms")):
         recursively_proxy(item, *_items(item))

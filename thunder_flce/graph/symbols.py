@@ -15,6 +15,7 @@ computes a forward again in the backward.
 The forwards return the loss, row_max, row_log_sum (relative to row_max) and valid_count; see `engine`.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,12 @@ from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.vocab_parallel import ONLY_EAGER
 
 
-@ltorch.torchsymbol(functional.linear_cross_entropy, id="thunder_flce.linear_cross_entropy", tags=FORWARD_TAGS)
+@ltorch.torchsymbol(
+    functional.linear_cross_entropy,
+    inspect.unwrap(functional.linear_cross_entropy),  # In Dynamo's graphs.
+    id="thunder_flce.linear_cross_entropy",
+    tags=FORWARD_TAGS,
+)
 def linear_cross_entropy(
     input: TensorProxy,
     linear_weight: TensorProxy,

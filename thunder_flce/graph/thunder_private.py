@@ -21,6 +21,7 @@ def _missing(what: object) -> ImportError:
 
 try:
     from thunder.core.compile_data import compile_data_and_stats, get_compile_data
+    from thunder.core.interpreter import do_raise
     from thunder.core.jit_ext import (
         interpreter_needs_wrap,
         record_source_loc_in_symbol_header,
@@ -30,6 +31,8 @@ try:
     from thunder.core.symbol import default_python_printer
     from thunder.core.trace_interpreter import TraceSubstitutionProcessor
     from thunder.core.transforms import get_grad, put_grad
+    from thunder.distributed import get_skip_data_parallel_grad_sync
+    from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
     from thunder.dynamo.utils import CompilerType, get_torch_compile_kwargs
     from thunder.executors.nvfuserex import nvfuser_available

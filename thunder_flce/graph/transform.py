@@ -17,6 +17,7 @@ from thunder.core.transform_common import Transform, dce
 
 from thunder_flce.execution.plan import Plan
 from thunder_flce.graph import symbols
+from thunder_flce.graph.distributed import divided_weights, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses
 from thunder_flce.graph.matching.logits_path import LogitsPath, Term
 from thunder_flce.graph.matching.losses import CrossEntropy, is_loss
@@ -123,6 +124,7 @@ class FuseLinearCrossEntropy(Transform):
             NotFusedError: where `strict`, with the source and the reason of everything that is not fused.
         """
         start = time.perf_counter()
+        warn_of_gradients_that_are_not_summed()
         compilation = Compilation(computation_trace)
         self.compilations.append(compilation)
         computation_trace = _open_checkpoints(computation_trace)
@@ -164,15 +166,32 @@ def _search(trace: TraceCtx) -> tuple[TraceIndex, list[Found]]:
     """What a trace computes from logits, and its index: with chunked losses merged, if these can all be fused."""
     merged, new_losses = merge_chunked_losses(trace)
     index = TraceIndex(merged)
-    found = find_matches(index)
+    found = _find(index)
     fused = {bsym.output.name for bsym, _, outcome in found if isinstance(outcome, Match)}
     if not all(loss.name in fused for loss in new_losses):
         index = TraceIndex(trace)
-        found = find_matches(index)
+        found = _find(index)
     if (delayed := _delay_sums(index, found)) is not None:
         index = TraceIndex(delayed)
-        found = find_matches(index)
+        found = _find(index)
     return index, found
+
+
+def _find(index: TraceIndex) -> list[Found]:
+    """As `find_matches`, but for linears that thunder is going to divide among ranks.
+
+    Raises:
+        NotImplementedError: where one of those is in a region that the user has written.
+    """
+    divided = divided_weights()
+    if any(_is_region(bsym) and any(arg.name in divided for arg in bsym.flat_proxy_args) for bsym in index.bsyms):
+        raise NotImplementedError(f"linear_cross_entropy cannot be compiled here: {Reason.TENSOR_PARALLEL.value}")
+
+    def checked(found: Found) -> Found:
+        weights = {term.weight.name for term in found.outcome.path.terms} if isinstance(found.outcome, Match) else set()
+        return found._replace(outcome=NotFused(Reason.TENSOR_PARALLEL)) if weights & divided else found
+
+    return [checked(found) for found in find_matches(index)]
 
 
 def _delay_sums(index: TraceIndex, found: list[Found]) -> TraceCtx | None:

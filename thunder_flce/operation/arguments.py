@@ -59,7 +59,7 @@ def check_linear_cross_entropy(
         TypeError: for a dtype or a type that does not fit; the message names the argument and what was expected.
         ValueError: for a shape, a device or a value that does not fit, likewise.
     """
-    _check_pairs(terms)
+    check_pairs(terms)
     tensors = {**named_operands(input, linear_weight, linear_bias, terms), "target": target}
     tensors |= {name: of for name, of in (("weight", weight), ("token_weights", token_weights)) if of is not None}
     numbers = {"num_items": num_items, "expected_gradient": expected_gradient}
@@ -85,7 +85,8 @@ def check_linear_cross_entropy(
         raise ValueError(f"expected_gradient must be finite and not 0, but got {expected_gradient}")
 
 
-def _check_pairs(terms: Any) -> None:
+def check_pairs(terms: Any) -> None:
+    """Raises `TypeError` for terms that are not pairs."""
     if not isinstance(terms, Sequence):
         raise TypeError(f"terms must be a sequence of pairs (input, weight), but got {type(terms).__name__}")
     for number, term in enumerate(terms):
@@ -98,9 +99,6 @@ def _check_pairs(terms: Any) -> None:
 def _check_tensor(name: str, tensor: Any, input: Any) -> None:
     if not _is_tensor(tensor):
         raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")
-    if hasattr(tensor, "device_mesh"):
-        advice = "pass what to_local() or full_tensor() returns"
-        raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
     expected = {"target": INTEGERS, "num_items": (*INTEGERS, *FLOATS)}.get(name, FLOATS)
     may_differ = name in ("target", "token_weights", "num_items", "expected_gradient")
     dtype, of_input = dtype_name(tensor), dtype_name(input)

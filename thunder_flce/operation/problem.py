@@ -51,6 +51,11 @@ class Problem:
         return sum(term.hidden for term in self.terms)
 
     @property
+    def whole_vocab(self) -> int:
+        """Columns of the logits of all ranks, among which targets are spread."""
+        return self.vocab if self.shard is None else self.shard.vocab
+
+    @property
     def needs_grad(self) -> bool:
         """Whether anything requires a gradient."""
         return self.bias_grad or any(term.input_grad or term.weight_grad for term in self.terms)

@@ -286,7 +286,7 @@ def _accumulating_plan(problem: Problem, options: Options, budget: int | None) -
     if options.chunk_rows is None and budget is None and _fits_in_one_chunk(problem):
         one = in_16_bits(max(problem.tokens, 1))
         plan = min(plan, one, key=lambda candidate: seconds(program(problem, candidate)))
-    few_targets = problem.tokens <= problem.vocab * EXACT_TOKENS_PER_COLUMN
+    few_targets = problem.tokens <= problem.whole_vocab * EXACT_TOKENS_PER_COLUMN
     is_exact = plan.chunk_rows >= problem.tokens or (few_targets and plan.chunk_rows * EXACT_CHUNKS >= problem.tokens)
     if options.accumulate == "parameter" or not sums_16_bits or is_exact:
         return plan

@@ -1,0 +1,219 @@
+"""DTensors as arguments: the loss of the whole in float64, and gradients in the placements of what they belong to."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from ranks import RankErrors, as_threads
+from reference import DIFFERENTIABLE, Case, Result, assert_close_to_truth, error, incoming_gradients, make_case
+from thunder_flce import Options, linear_cross_entropy
+
+R = Replicate()
+
+
+def make_batch(**changes) -> Case:
+    """Four sequences of eight tokens, and a vocabulary that no number of ranks divides."""
+    case = make_case(**{"tokens": 32, "vocab": 41, "hidden": 8, "bias": True, "ranks": (3,), **changes})
+
+    def as_batch(tensor):
+        return tensor.detach().view(4, 8, -1).requires_grad_(tensor.requires_grad)
+
+    case.x, case.target = as_batch(case.x), case.target.view(4, 8)
+    case.terms = tuple((as_batch(x), weight) for x, weight in case.terms)
+    return case
+
+
+def on_mesh(case: Case, mesh, of_x, of_weight, of_target=None) -> Case:
+    """The case on a mesh; the targets as they are where `of_target` is None."""
+
+    def placed(tensor, placements):
+        return distribute_tensor(tensor.detach(), mesh, placements).requires_grad_(tensor.requires_grad)
+
+    return Case(
+        placed(case.x, of_x),
+        placed(case.weight, of_weight),
+        None if case.bias is None else placed(case.bias, of_weight),
+        case.target if of_target is None else distribute_tensor(case.target, mesh, of_target),
+        case.class_weight,
+        tuple((placed(x, of_x), placed(weight, of_weight)) for x, weight in case.terms),
+    )
+
+
+def loss_of(case: Case, **settings):
+    return linear_cross_entropy(
+        case.x, case.weight, case.target, linear_bias=case.bias, weight=case.class_weight, terms=case.terms, **settings
+    )
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def divided(case: Case, shape, of_x, of_weight, of_target=None, grad=None, **settings) -> Result:
+    """What all ranks of a mesh of that shape have together."""
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", shape)
+        placed = on_mesh(case, mesh, of_x, of_weight, of_target)
+        results = loss_of(placed, **settings)
+        loss, *outputs = results if isinstance(results, tuple) else (results,)
+        tokens = tuple(p if isinstance(p, Shard) else R for p in placed.x.placements)
+        for each in (loss, *outputs):
+            assert isinstance(each, DTensor) == (each.ndim > 0 and any(p != R for p in tokens))
+            assert not isinstance(each, DTensor) or (each.placements == tokens and each.shape == case.target.shape)
+        names = settings.get("outputs", ())
+        wanted = whole(loss) if grad is None else (whole(loss) * grad).sum()
+        differentiable = [whole(each) for name, each in zip(names, outputs, strict=True) if name in DIFFERENTIABLE]
+        upstream = incoming_gradients(case, names, loss.dtype)
+        wanted = wanted + sum((each * of_each).sum() for each, of_each in zip(differentiable, upstream, strict=True))
+        gradients = torch.autograd.grad(wanted, placed.needing_grad())
+        for operand, gradient in zip(placed.needing_grad(), gradients, strict=True):
+            assert gradient.placements == operand.placements and gradient.shape == operand.shape
+        gathered = tuple(gradient.full_tensor() for gradient in gradients)
+        return Result(whole(loss).detach(), gathered, tuple(whole(each).detach() for each in outputs))
+
+    first, *others = as_threads(torch.Size(shape).numel(), run)
+    for other in others:
+        assert torch.equal(first.loss, other.loss)
+        assert all(map(torch.equal, first.gradients, other.gradients))
+    return first
+
+
+# Placements of the hidden states and of the weight along one dimension of a mesh.
+ALONG = [(R, R), (R, Shard(0)), (Shard(0), R), (Shard(1), R), (Shard(0), Shard(0)), (Shard(1), Shard(0))]
+MESHES = [
+    *(((2,), (x,), (weight,)) for x, weight in ALONG),
+    *(((2, 2), *zip(*pair, strict=True)) for pair in itertools.product(ALONG, repeat=2) if pair[0][1] == R),
+    ((3,), (Shard(0),), (R,)),  # Parts of two, two and no sequences.
+    ((2, 2), (Shard(0), R), (Shard(0), R)),
+]
+
+
+@pytest.mark.parametrize(("shape", "of_x", "of_weight"), MESHES, ids=str)
+def test_every_placement(shape, of_x, of_weight):
+    case = make_batch(dtype=torch.float64)
+    result = divided(case, shape, of_x, of_weight, num_items=13.0, label_smoothing=0.1)
+    assert_close_to_truth(result, case, tiny=True, num_items=13.0, label_smoothing=0.1)
+
+
+BOTH = ((2, 2), (Shard(0), Shard(1)), (R, Shard(0)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"reduction": "sum", "z_loss": 0.01},
+        {"reduction": "none", "outputs": ("log_prob", "entropy", "argmax"), "softcap": 4.0},
+        {"reduction": "sum", "vocab_size": 17, "options": Options(strategy="recompute_logits")},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("of_target", [None, (Shard(0), R), (R, Shard(1))], ids=str)
+def test_every_loss(settings, of_target):
+    case = make_batch(class_weight=True)
+    case.target.clamp_(max=settings.get("vocab_size", 41) - 1)
+    grad = torch.rand(4, 8) if settings["reduction"] == "none" else None
+    result = divided(case, *BOTH, of_target, grad, **settings)
+    settings = {name: value for name, value in settings.items() if name != "options"}
+    assert_close_to_truth(result, case, grad, tiny=True, **settings)
+
+
+def test_the_mean_of_tokens_that_the_vocabulary_divides_too():
+    case = make_batch()
+    case.target[:2] = -100
+    result = divided(case, (2,), (Shard(0),), (Shard(0),), outputs=("accuracy",))
+    assert_close_to_truth(result, case, tiny=True, outputs=("accuracy",))
+
+
+def test_plain_tensors_of_all_tokens_or_of_this_rank():
+    case = make_batch(bias=False, ranks=())
+    weights, class_weight = torch.rand(4, 8), torch.rand(41)
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        placed = on_mesh(case, mesh, [Shard(1)], [Shard(0)])
+        mine = slice(4 * rank, 4 * rank + 4)
+        settings = {"reduction": "sum", "weight": distribute_tensor(class_weight, mesh, [Shard(0)])}
+        return [
+            linear_cross_entropy(placed.x, placed.weight, target, token_weights=of_tokens, **settings)
+            for target, of_tokens in (
+                (case.target, weights),
+                (case.target[:, mine], weights[:, mine]),
+                (distribute_tensor(case.target, mesh, [Shard(0)]), distribute_tensor(weights, mesh, [Shard(1)])),
+            )
+        ]
+
+    logits = F.linear(case.x, case.weight).detach().double().movedim(-1, 1)
+    rows = F.cross_entropy(logits, case.target, class_weight.double(), reduction="none")
+    for found in itertools.chain(*as_threads(2, run)):
+        assert error(found, (rows * weights).sum()) < 1e-6
+
+
+# What has no meaning.
+
+REFUSED = [
+    ((Shard(2),), (Shard(0),), {}, r"input must be Replicate\(\) or a Shard of a dimension of tokens.*Shard\(dim=2\)"),
+    ((Partial(),), (Shard(0),), {}, r"input must be .* but is Partial\(sum\) along 'tp'; redistribute it first"),
+    ((R,), (Shard(1),), {}, r"linear_weight must be .*Shard\(0\), as Colwise.* but is Shard\(dim=1\) along 'tp'"),
+    ((R,), (Partial(),), {}, r"linear_weight must be .* but is Partial"),
+    ((Shard(0),), (R,), {}, r'reduction "mean" needs num_items.* because input is Shard\(dim=0\) along .tp.'),
+    ((Shard(0),), (R,), {"num_items": 9, "outputs": ("accuracy",)}, "outputs must not have 'accuracy', a mean over"),
+    ((Shard(0),), (Shard(0),), {"target": torch.zeros(2, 4)}, r"target .*\(4, 8\), or .* rank's tokens, \(2, 8\), but"),
+    ((R,), (Shard(0),), {"token_weights": torch.zeros(4, 5)}, r"token_weights must .*\(4, 8\), but got \(4, 5\)"),
+    ((R,), (Shard(0),), {"input": torch.zeros(4, 8, 8)}, "input must be a DTensor where .*linear_weight"),
+    ((R,), (Shard(0),), {"linear_weight": torch.zeros(41, 8)}, r"linear_weight must be a DTensor .*fully_shard"),
+    ((R,), (Shard(0),), {"linear_bias": torch.zeros(41)}, "linear_bias must be a DTensor"),
+    ((R,), (Shard(0),), {"terms": [(torch.zeros(4, 8, 2),)]}, r"terms\[0\] must be a pair"),
+    ((R,), (Shard(0),), {"vocab_parallel": "tp"}, "vocab_parallel must be None with DTensors"),
+]
+
+
+def test_refused():
+    case = make_batch(bias=False, ranks=())
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+        def placed(tensor, placements):
+            if isinstance(placements[0], Partial):
+                return DTensor.from_local(tensor.detach(), mesh, placements)
+            return distribute_tensor(tensor.detach(), mesh, placements)
+
+        for of_x, of_weight, settings, message in REFUSED:
+            given = {"input": placed(case.x, of_x), "linear_weight": placed(case.weight, of_weight)}
+            with pytest.raises((TypeError, ValueError), match=message):
+                linear_cross_entropy(**{**given, "target": case.target, **settings})
+        odd = distribute_tensor(torch.zeros(4, 5, 8), mesh, [Shard(1)])
+        weight = distribute_tensor(case.weight.detach(), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="dimension 1 of 5 tokens must be a multiple of the 2 ranks"):
+            linear_cross_entropy(odd, weight, case.target[:, :5])
+        other = init_device_mesh("cpu", (1, 2))
+        with pytest.raises(ValueError, match="target must be on input's mesh"):
+            on_other = distribute_tensor(case.target, other, [R, R])
+            linear_cross_entropy(placed(case.x, [R]), weight, on_other)
+        with pytest.raises(ValueError, match="linear_weight must be on input's mesh"):
+            on_other = distribute_tensor(case.weight.detach(), other, [R, R])
+            linear_cross_entropy(placed(case.x, [R]), on_other, case.target)
+        grid = init_device_mesh("cpu", (2, 1))
+        both = distribute_tensor(case.weight.detach(), grid, [Shard(0), Shard(0)])
+        with pytest.raises(ValueError, match=r"Shard\(0\) along one dimension of the mesh at most.*fully_shard"):
+            linear_cross_entropy(distribute_tensor(case.x.detach(), grid, [R, R]), both, case.target)
+
+    as_threads(2, run)
+
+
+def test_a_rank_that_refuses_does_not_leave_others_waiting():
+    case = make_batch(bias=False, ranks=())
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        placed = on_mesh(case, mesh, [Shard(1)], [Shard(0)])
+        linear_cross_entropy(placed.x, placed.weight, case.target + 41)
+
+    with pytest.raises(RankErrors) as raised:
+        as_threads(2, run)
+    assert [type(found) for found in raised.value.errors.values()] == [IndexError, IndexError]

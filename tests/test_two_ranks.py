@@ -1,0 +1,349 @@
+"""Models on two ranks that speak gloo: data parallel, sharded and tensor parallel, with thunder and without it.
+
+One pair of processes runs all that is marked with `on_two_ranks`; each of these is then a test.
+"""
+
+import functools
+import traceback
+import warnings
+
+import pytest
+import thunder
+import thunder.distributed
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from thunder.distributed import FSDPType
+from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, loss_parallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import thunder_flce
+from ranks import as_processes
+from reference import error
+from thunder_flce import LinearCrossEntropyLoss, NotFusedWarning, Options, count_items, linear_cross_entropy
+
+H = 16
+CASES = {}
+
+
+def on_two_ranks(case):
+    """Makes a function of the rank a test."""
+    CASES[case.__name__] = case
+    return case
+
+
+def with_each(**values):
+    """The same for each value of its other argument, by name."""
+
+    def mark(case):
+        for name, value in values.items():
+            CASES[f"{case.__name__}[{name}]"] = functools.partial(case, of=value)
+        return case
+
+    return mark
+
+
+class Model(nn.Module):
+    """An embedding, a layer and a head, whose loss PyTorch computes."""
+
+    def __init__(self, vocab: int = 96, *, tied: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(vocab, H)
+        self.hidden = nn.Linear(H, H)
+        self.lm_head = nn.Linear(H, vocab, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def last_hidden(self, tokens):
+        return torch.tanh(self.hidden(self.embedding(tokens)))
+
+    def forward(self, tokens, labels):
+        return F.cross_entropy(self.lm_head(self.last_hidden(tokens)).flatten(0, 1), labels.flatten())
+
+
+class ModelWithLoss(Model):
+    """The same with a head that computes its loss."""
+
+    def __init__(self, vocab: int = 96, *, tied: bool = False, options: Options | None = None):
+        super().__init__(vocab, tied=tied)
+        weight = self.lm_head.weight
+        self.lm_head = LinearCrossEntropyLoss(H, vocab, options=options)
+        self.lm_head.weight = weight
+
+    def forward(self, tokens, labels, num_items=None):
+        return self.lm_head(self.last_hidden(tokens), labels, num_items=num_items)
+
+
+class ModelWithLosses(Model):
+    """The same, its loss in parts of the sequence."""
+
+    def forward(self, tokens, labels):
+        parts = zip(self.last_hidden(tokens).split(3, 1), labels.split(3, 1), strict=True)
+        losses = [linear_cross_entropy(x, self.lm_head.weight, y, reduction="sum") for x, y in parts]
+        return sum(losses) / (labels != -100).sum()
+
+
+def batch(number: int, vocab: int = 96):
+    """Tokens, and labels of which batches have different numbers."""
+    tokens, labels = torch.randint(vocab, (2, 3, 8), generator=torch.Generator().manual_seed(number))
+    labels[: number % 2 + 1] = -100
+    return tokens, labels
+
+
+def exact_gradients(model: nn.Module, numbers=(0, 1), *, of_all_tokens: bool = False) -> dict[str, torch.Tensor]:
+    """Those of the losses of some batches, averaged over two ranks, or of the mean over all tokens; in float64."""
+    exact = Model(model.embedding.num_embeddings, tied=model.lm_head.weight is model.embedding.weight).double()
+    counts = [(batch(number)[1] != -100).sum() for number in numbers]
+    for number, count in zip(numbers, counts, strict=True):
+        part = count / sum(counts) if of_all_tokens else 1 / 2
+        (part * exact(*batch(number, model.embedding.num_embeddings))).backward()
+    return {name: parameter.grad for name, parameter in exact.named_parameters()}
+
+
+def check(model: nn.Module, exact: dict[str, torch.Tensor], *, bound: float = 1e-5, part=lambda gradient: gradient):
+    """Asserts that the gradients of a model are these, or this rank's part of them."""
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("module.")
+        if parameter.requires_grad:
+            gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            assert error(gradient, part(exact[name])) < bound, name
+
+
+# thunder.distributed.
+
+
+def assert_fused(step) -> None:
+    assert all(decision.fused for part in thunder_flce.explain(step) for decision in part.decisions)
+
+
+@with_each(zero2=(FSDPType.ZERO2, False), zero3_tied=(FSDPType.ZERO3, True))
+def thunder_fsdp(rank, of):
+    sharding, tied = of
+    model = Model(97, tied=tied)
+    exact = exact_gradients(model)
+    step = thunder_flce.jit(model, strict=True)
+    step = thunder.distributed.fsdp(step, device=torch.device("cpu"), sharding_strategy=sharding)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "thunder_flce")
+        step(*batch(rank, 97)).backward()
+    assert_fused(step)
+
+    def part(gradient):
+        """Rows of zeros make the parts equal."""
+        rows = -(-gradient.shape[0] // 2)
+        return torch.cat([gradient, gradient.new_zeros(1, *gradient.shape[1:])])[rank * rows :][:rows]
+
+    check(step, exact, part=part)
+
+
+@on_two_ranks
+def thunder_ddp_accumulates(rank):
+    model = Model(tied=True)
+    exact = exact_gradients(model, (0, 1, 2, 3))
+    step = thunder.distributed.ddp(thunder_flce.jit(model, strict=True))
+    with step.no_sync():
+        step(*batch(rank)).backward()
+    step(*batch(rank + 2)).backward()
+    assert_fused(step)
+    check(step, exact)
+
+
+@on_two_ranks
+def thunder_fsdp_without_sums_warns(rank):
+    step = thunder.distributed.fsdp(thunder_flce.jit(Model()), device=torch.device("cpu"))
+    with step.no_sync(), pytest.warns(UserWarning, match=r"fsdp loses gradients in no_sync\(\)"):
+        step(*batch(rank))
+
+
+@on_two_ranks
+def fully_shard_of_a_thunder_module_warns(rank):
+    step = thunder_flce.jit(Model())
+    fully_shard(step, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.warns(UserWarning, match="fully_shard has no effect on a module that thunder compiles"):
+        step(*batch(rank))
+
+
+def divided(kind: str, model: nn.Module, target: str, rank: int):
+    """The model in thunder's tensor parallelism, which is for CUDA only."""
+    TransformForTensorParallel.__post_init__ = lambda self: setattr(self, "device", torch.device("cpu", rank))
+    divide = getattr(thunder.distributed, kind)
+    return divide(thunder_flce.jit(model), [target], device=torch.device("cpu", rank))
+
+
+@with_each(column=("column_parallel", 0), row=("row_parallel", 1))
+def thunder_tensor_parallel_head_is_not_fused(rank, of):
+    kind, dim = of
+    model = Model()
+    exact = exact_gradients(model, (0, 0))
+    exact["lm_head.weight"] = exact["lm_head.weight"].chunk(2, dim)[rank]
+    step = divided(kind, model, "lm_head", rank)
+    with pytest.warns(NotFusedWarning, match="thunder.distributed divides its weight among ranks"):
+        step(*batch(0)).backward()
+    check(step, exact)
+
+
+@on_two_ranks
+def thunder_tensor_parallel_of_another_layer_and_of_a_call(rank):
+    step = divided("column_parallel", Model(), "hidden", rank)
+    step(*batch(0))
+    assert_fused(step)
+    with pytest.raises(NotImplementedError, match="thunder.distributed divides its weight among ranks"):
+        divided("column_parallel", ModelWithLosses(), "lm_head", rank)(*batch(0))
+
+
+# PyTorch's own.
+
+
+@on_two_ranks
+def ddp_of_losses_in_parts(rank):
+    model = ModelWithLosses()
+    exact = exact_gradients(model)
+    step = DistributedDataParallel(model)
+    step(*batch(rank)).backward()
+    check(step, exact)
+
+
+@on_two_ranks
+def the_mean_over_all_tokens(rank):
+    model = ModelWithLoss()
+    exact = exact_gradients(model, of_all_tokens=True)
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    tokens, labels = batch(rank)
+    model(tokens, labels, count_items(labels, group=dist.group.WORLD)).backward()
+    check(model, exact)
+
+
+@with_each(
+    plain={},
+    tied={"tied": True},
+    frozen={"frozen": True},
+    bfloat16={"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+)
+def fsdp2_head(rank, of):
+    tied, policy = of.get("tied", False), of.get("policy", MixedPrecisionPolicy())
+    found = []
+    for chunk_rows, unshards in ((24, True), (5, True), (5, False)):
+        model = ModelWithLoss(tied=tied, options=Options(chunk_rows=chunk_rows))
+        exact = exact_gradients(model)
+        if of.get("frozen"):
+            model.lm_head.weight.requires_grad_(False)
+        if tied:
+            fully_shard([model.embedding, model.lm_head], mp_policy=policy)
+        else:
+            fully_shard(model.lm_head, mp_policy=policy)
+            model.lm_head.set_unshard_in_backward(unshards)
+        fully_shard(model, mp_policy=policy)
+        with CommDebugMode() as communication:
+            model(*batch(rank)).backward()
+        found.append(communication.get_total_counts())
+        check(model, exact, bound=0.03 if "policy" in of else 1e-5)
+    # However many chunks there are; and the gradients are there before the backward, which needs no weight.
+    assert found[0] == found[1] > found[2] or (tied and found[0] == found[1] == found[2]), found
+
+
+@on_two_ranks
+def fsdp2_accumulates(rank):
+    model = ModelWithLoss()
+    exact = exact_gradients(model, (0, 1, 2, 3))
+    fully_shard(model.lm_head)
+    fully_shard(model)
+    for number, is_last in ((rank, False), (rank + 2, True)):
+        model.set_requires_gradient_sync(is_last)
+        model(*batch(number)).backward()
+    check(model, exact)
+
+
+# DTensors.
+
+
+class End(nn.Module):
+    """The end of a model in tensor and sequence parallel: nobody asks for the logits."""
+
+    def __init__(self, vocab: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.RMSNorm(H, dtype=torch.float64)
+        self.output = nn.Linear(H, vocab, bias=False, dtype=torch.float64)
+
+    def forward(self, hidden, labels):
+        return linear_cross_entropy(self.norm(hidden), self.output.weight, labels)
+
+
+@with_each(eager=False, compiled=True)
+def head_in_tensor_and_sequence_parallel(rank, of):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, part = End(97), End(97)
+    hidden = torch.randn(3, 8, H, dtype=torch.float64).requires_grad_()
+    _, labels = batch(1)
+    exact = F.cross_entropy(model.output(model.norm(hidden)).flatten(0, 1), labels.flatten())
+    exact.backward()
+    of_logits = {"input_layouts": Shard(1), "output_layouts": Shard(-1), "use_local_output": False}
+    parallelize_module(part, mesh, {"norm": SequenceParallel(), "output": ColwiseParallel(**of_logits)})
+    x = distribute_tensor(hidden.detach(), mesh, [Replicate()]).requires_grad_()
+    step = torch.compile(part, backend="aot_eager") if of else part
+    loss = step(x.redistribute(placements=[Shard(1)]), labels)
+    loss.backward()
+    assert type(loss) is torch.Tensor and error(loss, exact) < 1e-12
+    for tensor, right, placements in (
+        (x, hidden, (Replicate(),)),
+        (part.output.weight, model.output.weight, (Shard(0),)),
+        (part.norm.weight, model.norm.weight, None),
+    ):
+        assert error(tensor.grad.full_tensor(), right.grad) < 1e-12
+        assert placements in (None, tensor.grad.placements)
+    with loss_parallel():
+        logits = part.output(part.norm(x.redistribute(placements=[Shard(1)])))
+        peer = F.cross_entropy(logits.flatten(0, 1), distribute_tensor(labels.flatten(), mesh, [Replicate()]))
+    assert error(loss, peer.full_tensor()) < 1e-12
+
+
+@on_two_ranks
+def module_with_a_divided_weight(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    loss, part = (LinearCrossEntropyLoss(H, 97, bias=True, dtype=torch.float64) for _ in range(2))
+    for name, parameter in loss.named_parameters():
+        with torch.no_grad():
+            dist.broadcast(parameter, 0)
+        setattr(part, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    hidden = torch.randn(4, 6, H, dtype=torch.float64).requires_grad_()
+    dist.broadcast(hidden.detach(), 0)
+    labels = batch(1)[1].view(4, 6)
+    loss(hidden, labels).backward()
+    x = distribute_tensor(hidden.detach(), mesh, [Shard(0)]).requires_grad_()
+    # Nobody has waited for this all-gather yet.
+    part(x.redistribute(placements=[Replicate()], async_op=True), labels).backward()
+    check(part, {name: parameter.grad for name, parameter in loss.named_parameters()}, bound=1e-12)
+    assert x.grad.placements == (Shard(0),) and error(x.grad.full_tensor(), hidden.grad) < 1e-12
+
+
+def _run(rank: int) -> dict[str, str]:
+    found = {}
+    for name, case in CASES.items():
+        torch.manual_seed(3)
+        try:
+            case(rank)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    found = as_processes(2, _run)
+    assert all(isinstance(each, dict) for each in found), found
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_two_ranks(name, outcomes):
+    for rank, found in enumerate(outcomes):
+        assert not found[name], f"on rank {rank}: {found[name]}"

@@ -1,0 +1,276 @@
+"""DTensors as arguments of `linear_cross_entropy`: the parts of this rank, and what their results are together.
+
+Along each dimension of the mesh, what is computed follows from two placements:
+
+    linear_weight    input
+    Shard(0)         Replicate        the vocabulary is divided: `vocab_parallel`
+    Shard(0)         Shard, tokens    the tokens are, too: `sequence_parallel`
+    Replicate        Shard, tokens    data parallel: losses and gradients of the weight are summed
+    Replicate        Replicate        every rank does the same
+
+A gradient has the placements of what it belongs to. A result is a plain tensor where all ranks have the same, and a
+DTensor where each has that of its tokens.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from thunder_flce.operation.arguments import check_pairs
+from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.vocab_parallel import VocabParallel
+
+Placements = tuple[Placement, ...]
+
+_IN_FSDP = "of a weight that fully_shard has sharded, call the loss in the forward of the module that it wraps"
+
+
+def has_dtensors(arguments: Mapping[str, Any]) -> bool:
+    """Whether any argument of `linear_cross_entropy`, by name, is a DTensor."""
+    return any(isinstance(tensor, DTensor) for tensor in (*arguments.values(), *_operands_of_terms(arguments)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedCall:
+    """A call of `linear_cross_entropy` with DTensors, as that which this rank makes."""
+
+    arguments: dict[str, Any]
+    """Plain tensors: this rank's parts"""
+    vocab_parallel: VocabParallel | None
+    mesh: DeviceMesh
+    of_tokens: Placements
+    """Where tokens are"""
+    shape: torch.Size
+    """(...) of all tokens"""
+    summed_over: tuple[int, ...]
+    """The dimensions of the mesh whose ranks have losses of their own"""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], loss: Loss, vocab_parallel: Any) -> "DividedCall":
+        """The parts of this rank.
+
+        Args:
+            arguments: of `linear_cross_entropy`, by name; not checked yet.
+            loss: the loss.
+            vocab_parallel: as given.
+
+        Raises:
+            TypeError: for a plain tensor where a DTensor is needed; the message names it and the cure.
+            ValueError: for placements that have no meaning here, likewise.
+        """
+        check_pairs(arguments["terms"])
+        if vocab_parallel is not None:
+            raise ValueError("vocab_parallel must be None with DTensors, whose placements say who has which part")
+        input, weight = (_checked(name, arguments[name], arguments) for name in ("input", "linear_weight"))
+        mesh, of_input, of_weight = input.device_mesh, input.placements, weight.placements
+        divides_tokens = [_divides_tokens(input, at) for at in range(mesh.ndim)]
+        divides_vocab = [_divides_vocab(weight, at) for at in range(mesh.ndim)]
+        if sum(divides_vocab) > 1:
+            raise ValueError(
+                f"linear_weight must be Shard(0) along one dimension of the mesh at most, but is {of_weight}; "
+                f"{_IN_FSDP}"
+            )
+        summed_over = tuple(
+            at for at in range(mesh.ndim) if divides_tokens[at] and not divides_vocab[at] and mesh.size(at) > 1
+        )
+        _check_sums(input, summed_over, arguments, loss)
+        parallel = None
+        if any(divides_vocab):
+            at = divides_vocab.index(True)
+            parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=divides_tokens[at])
+            _check_even(input, at)
+        of_tokens = tuple(p if is_part else Replicate() for p, is_part in zip(of_input, divides_tokens, strict=True))
+        grads = tuple(Partial() if at in summed_over else p for at, p in enumerate(of_weight))
+        tokens = input.shape[:-1]
+
+        def part(name: str, tensor: Any) -> Any:
+            """Of an operand of a linear."""
+            if name.endswith("input"):
+                return _local(_checked(name, tensor, arguments), of_input, of_input)
+            return None if tensor is None else _local(_checked(name, tensor, arguments), of_weight, grads)
+
+        local: dict[str, Any] = {name: _whole(tensor) for name, tensor in arguments.items()}
+        for name in ("input", "linear_weight", "linear_bias"):
+            local[name] = part(name, arguments[name])
+        local["terms"] = tuple(
+            (part(f"terms[{number}].input", x), part(f"terms[{number}].weight", w))
+            for number, (x, w) in enumerate(arguments["terms"])
+        )
+        for name in ("target", "token_weights"):
+            shape = local["input"].shape[:-1]
+            local[name] = _local_tokens(name, arguments[name], (mesh, of_tokens), (tokens, shape))
+        return cls(
+            arguments=local,
+            vocab_parallel=parallel,
+            mesh=mesh,
+            of_tokens=of_tokens,
+            shape=tokens,
+            summed_over=summed_over,
+        )
+
+    def whole(self, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """This rank's results as those of all: sums of numbers, and DTensors where each rank has its own tokens."""
+        return tuple(self._of_tokens(result) if result.ndim else self._sum(result) for result in results)
+
+    def _sum(self, result: Tensor) -> Tensor:
+        for at in self.summed_over:
+            result = _Sum.apply(result, self.mesh.get_group(at))
+        return result
+
+    def _of_tokens(self, result: Tensor) -> Tensor:
+        if all(isinstance(placement, Replicate) for placement in self.of_tokens):
+            return result
+        strides = [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
+        return DTensor.from_local(
+            result, self.mesh, self.of_tokens, run_check=False, shape=self.shape, stride=tuple(strides)
+        )
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks of a number, whose upstream gradient all of them have."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = number.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Arrival(torch.autograd.Function):
+    """What a collective gives that nobody has waited for."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
+        return tensor.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _operands_of_terms(arguments: Mapping[str, Any]) -> list[Any]:
+    terms = arguments["terms"]
+    pairs = terms if isinstance(terms, Sequence) else ()
+    return [tensor for pair in pairs if isinstance(pair, Sequence) for tensor in pair]
+
+
+def _checked(name: str, tensor: Any, arguments: Mapping[str, Any]) -> DTensor:
+    """An operand of a linear: a DTensor on the mesh of all."""
+    if not isinstance(tensor, DTensor):
+        others = ", ".join(other for other, value in arguments.items() if isinstance(value, DTensor))
+        raise TypeError(
+            f"{name} must be a DTensor where others are ({others or 'terms'}), but got {type(tensor).__name__}; pass "
+            f"DTensor.from_local({name}, mesh, placements), which says what the other ranks have; {_IN_FSDP}"
+        )
+    first = arguments["input"]
+    if isinstance(first, DTensor) and tensor.device_mesh != first.device_mesh:
+        raise ValueError(f"{name} must be on input's mesh, {first.device_mesh}, but is on {tensor.device_mesh}")
+    return tensor
+
+
+def _divides_tokens(input: DTensor, at: int) -> bool:
+    placement = input.placements[at]
+    if type(placement) is Shard and placement.dim < input.ndim - 1:
+        return True
+    if not isinstance(placement, Replicate):
+        _raise_placement("input", input, at, "Replicate() or a Shard of a dimension of tokens")
+    return False
+
+
+def _divides_vocab(weight: DTensor, at: int) -> bool:
+    placement = weight.placements[at]
+    if type(placement) is Shard and placement.dim == 0:
+        return True
+    if not isinstance(placement, Replicate):
+        _raise_placement("linear_weight", weight, at, "Replicate() or Shard(0), as ColwiseParallel has it")
+    return False
+
+
+def _raise_placement(name: str, tensor: DTensor, at: int, expected: str) -> NoReturn:
+    raise ValueError(
+        f"{name} must be {expected}, along each dimension of the mesh, but is {tensor.placements[at]!r} along "
+        f"{_dimension(tensor.device_mesh, at)}; redistribute it first"
+    )
+
+
+def _dimension(mesh: DeviceMesh, at: int) -> str:
+    return f"dimension {at}" if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[at])
+
+
+def _check_sums(input: DTensor, summed_over: tuple[int, ...], arguments: Mapping[str, Any], loss: Loss) -> None:
+    """Raises where the parts of tokens have means of their own."""
+    if not summed_over:
+        return
+    where = f"input is {input.placements[summed_over[0]]!r} along {_dimension(input.device_mesh, summed_over[0])}"
+    if loss.reduction == "mean" and arguments["num_items"] is None:
+        raise ValueError(
+            f'reduction "mean" needs num_items, the number of valid targets on all ranks, because {where}: means of '
+            "the ranks' own tokens have no mean in common"
+        )
+    means = [name for name in loss.outputs if name in OUTPUTS and OUTPUTS[name].is_mean]
+    if means:
+        raise ValueError(f"outputs must not have {means[0]!r}, a mean over tokens, because {where}")
+
+
+def _check_even(input: DTensor, at: int) -> None:
+    placement, ranks = input.placements[at], input.device_mesh.size(at)
+    if isinstance(placement, Shard) and input.shape[placement.dim] % ranks:
+        raise ValueError(
+            f"input's dimension {placement.dim} of {input.shape[placement.dim]} tokens must be a multiple of the "
+            f"{ranks} ranks that divide the vocabulary, too, because it is {placement!r} along "
+            f"{_dimension(input.device_mesh, at)}; pad it, or redistribute it to Replicate()"
+        )
+
+
+def _local(tensor: DTensor, placements: Placements, grads: Placements) -> Tensor:
+    """This rank's part; its gradient, of placements `grads`, arrives in those of the tensor."""
+    return _arrived(tensor.redistribute(placements=placements).to_local(grad_placements=grads))
+
+
+def _local_tokens(
+    name: str, tensor: Any, placed: tuple[DeviceMesh, Placements], shapes: tuple[torch.Size, torch.Size]
+) -> Any:
+    """This rank's part of a tensor (...) with a number a token.
+
+    Args:
+        name: of the argument.
+        tensor: a DTensor, or a plain tensor of all tokens, the same on all ranks, or of this rank's.
+        placed: the mesh, and where tokens are.
+        shapes: of all tokens, and of this rank's.
+    """
+    (mesh, of_tokens), (whole, part) = placed, shapes
+    if not isinstance(tensor, Tensor) or (not isinstance(tensor, DTensor) and tensor.shape == part):
+        return tensor
+    if tensor.shape != whole:
+        of_part = "" if part == whole else f", or a plain tensor of this rank's tokens, {tuple(part)}"
+        raise ValueError(
+            f"{name} must have input's shape without its last dimension, {tuple(whole)}{of_part}, but got "
+            f"{tuple(tensor.shape)}"
+        )
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    elif tensor.device_mesh != mesh:
+        raise ValueError(f"{name} must be on input's mesh, {mesh}, but is on {tensor.device_mesh}")
+    return _arrived(tensor.redistribute(placements=of_tokens).to_local())
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    """The tensor, as a plain one, when what another rank has sent of it is there."""
+    return _Arrival.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor
