@@ -114,7 +114,8 @@ MUTATIONS = [
     ),
     *_of(
         "operation/loss.py",
-        ("sign", "gradient - coefficients.one_hot * logits", "gradient + coefficients.one_hot * logits"),
+        ("sign", "one_hot = coefficients.one_hot * logits", "one_hot = -coefficients.one_hot * logits"),
+        ("mask", "one_hot.sum(-1) if len(logits.is_target.shape) > 2 else one_hot", "one_hot"),
         ("sign", "coefficients.probability - coefficients.entropy", "coefficients.probability + coefficients.entropy"),
         ("divisor", "uniform if logits.class_weight is None else uniform * logits.class_weight", "uniform"),
         ("mask", "gradient if slope is None else gradient * slope", "gradient"),
@@ -185,7 +186,7 @@ MUTATIONS = [
         ("divisor", 'torch.where(operands.num_items == 0, float("inf"), operands.num_items)', "operands.num_items"),
         ("divisor", "2 * loss.z_loss * of_loss", "loss.z_loss * of_loss"),
         ("divisor", "hits.sum().to(region.operands.row_dtype) / rows.valid_count", "hits.sum() / rows.total"),
-        ("mask", "weighted(loss.cross_entropy(", "(loss.cross_entropy("),
+        ("mask", "weighted(of_rows)", "of_rows"),
         ("mask", "weighted(z_term)", "z_term"),
         ("mask", "rows.mask_ignored(grad if divisor", "(grad if divisor"),
         ("mask", "rows.mask_ignored(at_target)", "at_target"),
@@ -203,7 +204,7 @@ MUTATIONS = [
     ),
     *_of(
         "execution/steps.py",
-        ("sign", "one_hot * slope, alpha=-1)", "one_hot * slope, alpha=1)"),
+        ("sign", "at_targets.reshape(-1), alpha=-1)", "at_targets.reshape(-1), alpha=1)"),
         ("sign", "if region.loss.logit_scale > 0 else torch.argmin", "if True else torch.argmin"),
         ("mask", "torch.where(is_here, coefficients.one_hot, 0)", "coefficients.one_hot"),
         (
@@ -399,7 +400,8 @@ MUTATIONS = [
     *_of(
         "execution/row_selection.py",
         ("mask", 'f"scatter({vector}, {fill})" if fill else ', ""),
-        ("mask", "None else torch.where(self.valid, vector, fill)", "None else torch.where(self.valid, vector, 0)"),
+        ("mask", "None else _masked(self.valid, vector, fill)", "None else _masked(self.valid, vector, 0)"),
+        ("mask", 'f"where(valid, y, {region.loss.ignore_index})"', '"y"'),
         tests=(PROGRAM,),
     ),
     *_of(
@@ -483,8 +485,8 @@ MUTATIONS = [
         "execution/row_selection.py",
         ("sign", "torch.argsort(valid, descending=True, stable=True)", "torch.argsort(valid, stable=True)"),
         ("divisor", ".sum(1)\n        self._host_waits", ".sum(1) + 1\n        self._host_waits"),
-        ("mask", "return vector if self.valid is None else torch.where(", "return vector if True else torch.where("),
-        ("mask", "valid, token_weights = target != region.loss.ignore_index", "valid, token_weights = target >= 0"),
+        ("mask", "return vector if self.valid is None else _masked(", "return vector if True else _masked("),
+        ("mask", "_in_any(target != region.loss.ignore_index)", "_in_any(target >= 0)"),
         ("mask", "vector.new_full((self.total,), fill)", "vector.new_full((self.total,), 1)"),
         ("index", "0, self.index[chunk], out=out)", "0, self.index[: len(self.index[chunk])], out=out)"),
         (
@@ -643,8 +645,8 @@ MUTATIONS = [
         ("sign", "shifted = logits - row_max", "shifted = row_max - logits"),
         (
             "divisor",
-            "terms = [(loss.cross_entropy(row, weights, columns, exact=True), divisor)]",
-            "terms = [(loss.cross_entropy(row, weights, columns, exact=True), count)]",
+            "terms = [(of_rows, divisor)]",
+            "terms = [(of_rows, count)]",
         ),
         ("divisor", 'ltorch.where(ltorch.eq(num_items, 0), float("inf"), num_items)', "num_items"),
         ("mask", "[(ltorch.where(valid, term, 0.0), divisor) for", "[(term, divisor) for"),
@@ -810,6 +812,31 @@ MUTATIONS = [
         "execution/row_selection.py",
         ("mask", "valid & (token_weights != 0)", "valid"),
         tests=("tests/test_token_weights.py",),
+    ),
+    *_of(
+        "execution/row_selection.py",
+        ("mask", "torch.where(counts, rows.mask_ignored(rows.gather(weights)), 0)", "rows.gather(weights)"),
+        ("index", "of_targets.any(1)", "of_targets[:, 0]"),
+        ("mask", "torch.where(valid if tensor.ndim == 1 else valid.unsqueeze(-1), tensor, fill)", "tensor"),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
+        "execution/steps.py",
+        ("index", "column.shape[1], _summed_by_column(column, one_hot)", "column.shape[1], one_hot"),
+        ("mask", "one_hot=torch.zeros_like(coefficients.probability)", "one_hot=coefficients.probability"),
+        ("mask", "z = torch.where(is_here, here, z)", "z = here"),
+        ("index", "(vector.repeat_interleave(count) for", "(vector.repeat(count) for"),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
+        "operation/loss.py",
+        ("divisor", "upstream * target_weights.sum(-1), ", "upstream, "),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
+        "graph/decomposition.py",
+        ("mask", "ltorch.where(is_label, target_weights, 0.0)", "target_weights"),
+        tests=("tests/test_target_weights.py",),
     ),
     *_of(
         "graph/matching/upstream.py",

@@ -46,6 +46,7 @@ def check_linear_cross_entropy(
     terms: Any = (),
     weight: Any,
     token_weights: Any = None,
+    target_weights: Any = None,
     num_items: Any,
     expected_gradient: Any,
     loss: Loss,
@@ -61,16 +62,19 @@ def check_linear_cross_entropy(
     """
     _check_pairs(terms)
     tensors = {**named_operands(input, linear_weight, linear_bias, terms), "target": target}
-    tensors |= {name: of for name, of in (("weight", weight), ("token_weights", token_weights)) if of is not None}
+    optional = {"weight": weight, "token_weights": token_weights, "target_weights": target_weights}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     numbers = {"num_items": num_items, "expected_gradient": expected_gradient}
     tensors |= {name: number for name, number in numbers.items() if _is_tensor(number)}
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, input)
     _check_shapes(tensors, vocab)
-    for name in ("weight", "token_weights", *numbers):
+    for name in (*optional, *numbers):
         if name in tensors and tensors[name].requires_grad:
             raise ValueError(f"{name} must not require a gradient: there is none with respect to it")
     check_loss(loss, linear_weight.shape[0] if vocab is None else vocab)
+    if target_weights is not None:
+        _check_goes_with_target_weights(weight, loss)
     for name, number in numbers.items():
         if number is not None and not _is_tensor(number) and not _is_number(number):
             raise TypeError(f"{name} must be a number or a tensor without dimensions, but got {type(number).__name__}")
@@ -83,6 +87,20 @@ def check_linear_cross_entropy(
         raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
     if isinstance(expected_gradient, Real) and (expected_gradient == 0 or not math.isfinite(expected_gradient)):
         raise ValueError(f"expected_gradient must be finite and not 0, but got {expected_gradient}")
+
+
+def _check_goes_with_target_weights(weight: Any, loss: Loss) -> None:
+    if weight is not None:
+        raise ValueError(
+            "weight has no meaning with target_weights: multiply these by the class weights of the targets"
+        )
+    if loss.label_smoothing:
+        raise ValueError("label_smoothing must be 0 with target_weights, which are soft targets already")
+    for name in ("log_prob", "accuracy"):
+        if name in loss.outputs:
+            raise ValueError(
+                f"outputs must not have {name!r} with target_weights: a token has no target of its own then"
+            )
 
 
 def _check_pairs(terms: Any) -> None:
@@ -102,10 +120,10 @@ def _check_tensor(name: str, tensor: Any, input: Any) -> None:
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
     expected = {"target": INTEGERS, "num_items": (*INTEGERS, *FLOATS)}.get(name, FLOATS)
-    may_differ = name in ("target", "token_weights", "num_items", "expected_gradient")
+    may_differ = name in ("target", "token_weights", "target_weights", "num_items", "expected_gradient")
     dtype, of_input = dtype_name(tensor), dtype_name(input)
     if dtype not in expected:
-        advice = "; pass mask.to(input.dtype)" if name == "token_weights" and dtype == "bool" else ""
+        advice = "; pass mask.to(input.dtype)" if name.endswith("_weights") and dtype == "bool" else ""
         raise TypeError(f"{name} must have one of the dtypes {', '.join(expected)}, but got {dtype}{advice}")
     # Class weights are not an operand of a matmul, so they may be float32 where the operands have 16 bits.
     is_wider_weight = name == "weight" and dtype == "float32" and of_input != "float64"
@@ -131,9 +149,15 @@ def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
         as_in = f"H = {hidden}, as in linear_weight {of_weight}"
         raise ValueError(f"input's last dimension must be {as_in}, but input is {of_input}")
     of_columns = f"be (V,) = ({vocab},)"
+    of_tokens, of_target = f"have input's shape without its last dimension, {tuple(rows)}", shapes["target"]
+    if "target_weights" in shapes:
+        if of_target[:-1] != tuple(rows) or len(of_target) != len(of_input) or not of_target[-1]:
+            what = f"(..., K), input's shape with another last dimension, and K ≥ 1, but is {of_target}"
+            raise ValueError(f"with target_weights, target must be {what}; input is {of_input}")
     for name, expected, what in (
-        ("target", tuple(rows), f"have input's shape without its last dimension, {tuple(rows)}"),
+        ("target", of_target if "target_weights" in shapes else tuple(rows), of_tokens),
         ("token_weights", tuple(rows), f"have target's shape, {tuple(rows)}"),
+        ("target_weights", of_target, f"have target's shape, {of_target}"),
         ("linear_bias", (vocab,), of_columns),
         ("weight", (whole_vocab,), f"be (V,) = ({whole_vocab},)"),
         ("num_items", (), "be a number or a tensor without dimensions"),
