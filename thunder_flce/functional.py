@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
 
-def _one_call(function: Callable[..., Any]) -> Callable[..., Any]:
+def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Dynamo see one call of a function, which AOTAutograd or thunder looks into, and not what it does."""
     inner = torch.compiler.allow_in_graph(function)
 
@@ -32,7 +32,7 @@ def _one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.allow_in_graph(call)
 
 
-@_one_call
+@one_call
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -139,7 +139,7 @@ def linear_cross_entropy(
         outputs=outputs,
         detached=detached,
     )
-    input, linear_weight, linear_bias, terms = _autocast((input, linear_weight, linear_bias, terms))
+    input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
     arguments: dict[str, Any] = {
         "input": input,
         "linear_weight": linear_weight,
@@ -194,7 +194,7 @@ def in_shape(shape: torch.Size, results: Sequence[Tensor]) -> tuple[Tensor, ...]
     return tuple(result.reshape(shape) if result.ndim else result for result in results)
 
 
-def _autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Under `torch.autocast`, the linears' operands in its dtype, but for float64, as `torch.nn.functional.linear`."""
     device_type = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):

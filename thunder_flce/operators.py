@@ -314,7 +314,8 @@ def _backward_fake(*tensors: Tensor | None, settings: str, **others: Any) -> lis
     return _gradients_fake(_operands(Settings.parse(settings), arguments))
 
 
-def _define(name: str, schema: str, run: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> None:
+def define(name: str, schema: str, run: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> None:
+    """Defines an operator that returns tensors, with what runs it and what gives the shapes of its results."""
     library.define(f"{name}({schema}) -> Tensor[]")
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
@@ -346,5 +347,5 @@ _BACKWARD = (
 )
 _SCHEMA = zlib.crc32(f"{_FORWARD} {_BACKWARD}".encode())
 library = torch.library.Library("thunder_flce", "FRAGMENT")
-_define("linear_cross_entropy", _FORWARD, _forward, _forward_fake)
-_define("linear_cross_entropy_backward", _BACKWARD, _backward, _backward_fake)
+define("linear_cross_entropy", _FORWARD, _forward, _forward_fake)
+define("linear_cross_entropy_backward", _BACKWARD, _backward, _backward_fake)
