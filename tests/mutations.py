@@ -978,7 +978,7 @@ MUTATIONS = [
     ),
     *_of(
         "bench/reference.py",
-        ("mask", "if count > 2:", "if count > 3:"),
+        ("mask", "if count > 2:", "if count > 4:"),
         tests=("tests/test_bench.py::test_the_first_matmuls",),
     ),
     *_of(
