@@ -137,8 +137,11 @@ def test_without_rows():
     assert empty.shape == (0, T)
 
 
-def test_no_whole_logits(monkeypatch):
-    """Of the student's and of the teacher's, a chunk at a time exists."""
+@pytest.mark.parametrize(
+    ("options", "rows"), [(Options(chunk_rows=80), 75), (Options(memory_budget=2 * 100 * V * 8), 100)], ids=str
+)
+def test_no_whole_logits(options, rows, monkeypatch):
+    """Of the student's and of the teacher's, a chunk at a time exists; a memory budget is for both."""
     sizes = []
     compute = distillation.divergence_for
 
@@ -152,9 +155,9 @@ def test_no_whole_logits(monkeypatch):
         return seen
 
     monkeypatch.setattr(distillation, "divergence_for", spy)
-    *tensors, target = operands()
-    linear_kl_divergence(*tensors, None, options=Options(chunk_rows=8))
-    assert sizes == [((7, V), (7, V))] * 3
+    *tensors, target = operands(tokens=100)
+    linear_kl_divergence(*tensors, None, options=options)
+    assert sizes == [((rows, V), (rows, V))] * (300 // rows)
 
 
 def _changed(position, change):

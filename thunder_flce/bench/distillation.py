@@ -1,5 +1,6 @@
 """Losses of distillation, for `bench losses`: a teacher's largest probabilities, and divergences from all of them."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,7 @@ class Distillation:
             return _kl(log_q, log_p)
         if self.divergence == "reverse":
             return _kl(log_p, log_q)
-        log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
         return (_kl(log_q, log_m) + _kl(log_p, log_m)) / 2
 
     def reference(self, inputs: Inputs, teacher: Pair) -> Reference:
