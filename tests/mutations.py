@@ -401,7 +401,6 @@ MUTATIONS = [
         "execution/row_selection.py",
         ("mask", 'f"scatter({vector}, {fill})" if fill else ', ""),
         ("mask", "None else _masked(self.valid, vector, fill)", "None else _masked(self.valid, vector, 0)"),
-        ("mask", 'f"where(valid, y, {region.loss.ignore_index})"', '"y"'),
         tests=(PROGRAM,),
     ),
     *_of(
@@ -823,7 +822,6 @@ MUTATIONS = [
     *_of(
         "execution/steps.py",
         ("index", "column.shape[1], _summed_by_column(column, one_hot)", "column.shape[1], one_hot"),
-        ("mask", "one_hot=torch.zeros_like(coefficients.probability)", "one_hot=coefficients.probability"),
         ("mask", "z = torch.where(is_here, here, z)", "z = here"),
         ("index", "(vector.repeat_interleave(count) for", "(vector.repeat(count) for"),
         tests=("tests/test_target_weights.py",),

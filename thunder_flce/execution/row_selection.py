@@ -351,10 +351,8 @@ def _planned_rows(region: Region, waits: str, *, are_skipped: bool) -> PlannedRo
         names = [str(term.x) for term in region.terms] + ["y"] + ["q"] * (target_weights is not None)
         words = ", ".join(f"{name}[valid]" for name in names)
         tape.write(", ".join(names), words, note=waits if region.is_cuda else "")
-    elif _ignores_rows(region):
-        tape.write(
-            "y", "where(valid, y, 0)" if target_weights is None else f"where(valid, y, {region.loss.ignore_index})"
-        )
+    elif _ignores_rows(region) and target_weights is None:
+        tape.write("y", "where(valid, y, 0)")
     if target_weights is not None and region.loss.ignores_rows:
         tape.write("q, y", f"where({is_label}, q, 0), where({is_label}, y, 0)")
     return PlannedRows(

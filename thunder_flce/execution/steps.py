@@ -305,8 +305,9 @@ def _gradient_of_several_targets_(
         here = _at(buffer.logits, column)
         z = torch.where(is_here, here, z)
         blocks.append((buffer, Targets(column, is_here, here)))
-    without_targets = coefficients._replace(one_hot=torch.zeros_like(coefficients.probability))
-    found, _ = region.kernels.statistics_and_gradient(logits, target[:, 0], without_targets)
+    # The kernel writes the entry of one target, too, of which any gradient will do: it is written over.
+    of_one = coefficients._replace(one_hot=coefficients.probability)
+    found, _ = region.kernels.statistics_and_gradient(logits, target[:, 0], of_one)
     for buffer, targets in blocks:
         _write_at_targets_(region, buffer.logits, found, coefficients, targets)
     return found, z

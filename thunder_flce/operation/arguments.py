@@ -208,7 +208,11 @@ def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
             raise ValueError(f"with target_weights, target must be {what}; input is {of_input}")
     for name, expected, what in (
         ("target", of_target if "target_weights" in shapes else tuple(rows), of_tokens),
-        ("token_weights", tuple(rows), f"have target's shape, {tuple(rows)}"),
+        (
+            "token_weights",
+            tuple(rows),
+            of_tokens if "target_weights" in shapes else f"have target's shape, {tuple(rows)}",
+        ),
         ("target_weights", of_target, f"have target's shape, {of_target}"),
         ("linear_bias", (vocab,), of_columns),
         ("weight", (whole_vocab,), f"be (V,) = ({whole_vocab},)"),
