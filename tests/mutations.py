@@ -872,7 +872,7 @@ MUTATIONS = [
         "kl_divergence.py",
         ("divisor", "known.options.expected_gradient or 1.0", "1.0"),
         ("mask", 'self.loss.reduction != "none" and has_loss_scale', "has_loss_scale"),
-        ("divisor", "max(budget // 2, 1)", "budget"),
+        ("divisor", "replace(problem, has_teacher=True)", "problem"),
         tests=("tests/test_kl_divergence.py",),
     ),
     *_of(

@@ -19,6 +19,7 @@ from thunder_flce.operation.arguments import check_linear_kl_divergence
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, Loss
 from thunder_flce.options import Options, as_options
+from thunder_flce.planning.choose import cached_plan
 
 _NO_THUNDER = "linear_kl_divergence does not run inside thunder.jit: call it outside, or compile with torch.compile"
 _NO_TRANSFORMS = "linear_kl_divergence has no transforms of torch.func: call backward, or torch.autograd.grad"
@@ -153,12 +154,10 @@ def _run(settings: _Settings, tensors: Sequence[Tensor | None], upstream: Tensor
         target = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
     term = Term(x=x, weight=weight, input_grad=needs[0], weight_grad=needs[1])
     operands = Operands(terms=(term,), bias=None, target=target, loss=settings.loss)
-    # Of two chunks of logits, each has half of the budget.
-    budget, strategy = settings.options.memory_budget, None if upstream is None else GradientsInForward.strategy
-    half = budget / 2 if isinstance(budget, float) else budget and max(budget // 2, 1)
-    options = replace(settings.options, memory_budget=half, strategy=strategy)
-    # Chunks are those of any loss that is reduced: the upstream gradient of each row is known when this runs.
-    plan = operators.plan_for(replace(operands, loss=Loss(reduction="sum")), options)
+    options = replace(settings.options, strategy=None if upstream is None else GradientsInForward.strategy)
+    # The plan of any loss that is reduced: the upstream gradient of each row is known when this runs.
+    problem = operators.problem_of(replace(operands, loss=Loss(reduction="sum")), options)
+    plan = cached_plan(replace(problem, has_teacher=True), options, x.device)
     assert isinstance(plan, GradientsInForward | LossOnly)
     if isinstance(plan, GradientsInForward):
         # Logits of two heads are not staged in one dW; and without targets, no column is known to be frequent.

@@ -42,6 +42,8 @@ class Problem:
     """K, with target weights; None for one target without"""
     has_expected_gradient: bool = False
     """Whether gradients in the forward are finished for another upstream gradient than 1."""
+    has_teacher: bool = False
+    """Whether a chunk has a teacher's logits beside it, as many."""
     float32_logits: bool = False
     """Whether logits of 16-bit operands stay in float32."""
     shard: Shard | None = None
