@@ -89,7 +89,6 @@ CASES = {
     "entropy": Case(Loss(outputs=("entropy",), label_smoothing=0.2), class_weight=True, bias=True),
     "all outputs": Case(Loss(outputs=OUTPUTS, softcap=3.0), bias=True),
     "several targets": Case(Loss(softcap=3.0, logit_scale=0.5), targets=3),
-    "several targets, each row, bias": Case(Loss(z_loss=0.01, reduction="none"), targets=3, bias=True),
     "adapter": Case(terms=(HEAD, ADAPTER)),
     "adapter beside a frozen head": Case(Loss(vocab_size=20), terms=(FROZEN, ADAPTER), bias=True),
     "frozen input": Case(terms=(TermShape(hidden=H, input_grad=False, weight_grad=True),)),
