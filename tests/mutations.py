@@ -114,7 +114,8 @@ MUTATIONS = [
     ),
     *_of(
         "operation/loss.py",
-        ("sign", "gradient - coefficients.one_hot * logits", "gradient + coefficients.one_hot * logits"),
+        ("sign", "one_hot = coefficients.one_hot * logits", "one_hot = -coefficients.one_hot * logits"),
+        ("mask", "one_hot.sum(-1) if len(logits.is_target.shape) > 2 else one_hot", "one_hot"),
         ("sign", "coefficients.probability - coefficients.entropy", "coefficients.probability + coefficients.entropy"),
         ("divisor", "uniform if logits.class_weight is None else uniform * logits.class_weight", "uniform"),
         ("mask", "gradient if slope is None else gradient * slope", "gradient"),
@@ -209,7 +210,7 @@ MUTATIONS = [
         ("divisor", 'torch.where(operands.num_items == 0, float("inf"), operands.num_items)', "operands.num_items"),
         ("divisor", "2 * loss.z_loss * of_loss", "loss.z_loss * of_loss"),
         ("divisor", "hits.sum().to(region.operands.row_dtype) / rows.valid_count", "hits.sum() / rows.total"),
-        ("mask", "weighted(loss.cross_entropy(", "(loss.cross_entropy("),
+        ("mask", "weighted(of_rows)", "of_rows"),
         ("mask", "weighted(z_term)", "z_term"),
         ("mask", "rows.mask_ignored(grad if divisor", "(grad if divisor"),
         ("mask", "rows.mask_ignored(at_target)", "at_target"),
@@ -227,7 +228,7 @@ MUTATIONS = [
     ),
     *_of(
         "execution/steps.py",
-        ("sign", "one_hot * slope, alpha=-1)", "one_hot * slope, alpha=1)"),
+        ("sign", "at_targets.reshape(-1), alpha=-1)", "at_targets.reshape(-1), alpha=1)"),
         ("sign", "if region.loss.logit_scale > 0 else torch.argmin", "if True else torch.argmin"),
         ("mask", "torch.where(is_here, coefficients.one_hot, 0)", "coefficients.one_hot"),
         (
@@ -423,7 +424,7 @@ MUTATIONS = [
     *_of(
         "execution/row_selection.py",
         ("mask", 'f"scatter({vector}, {fill})" if fill else ', ""),
-        ("mask", "None else torch.where(self.valid, vector, fill)", "None else torch.where(self.valid, vector, 0)"),
+        ("mask", "None else _masked(self.valid, vector, fill)", "None else _masked(self.valid, vector, 0)"),
         tests=(PROGRAM,),
     ),
     *_of(
@@ -510,8 +511,8 @@ MUTATIONS = [
         "execution/row_selection.py",
         ("sign", "torch.argsort(valid, descending=True, stable=True)", "torch.argsort(valid, stable=True)"),
         ("divisor", ".sum(1)\n        self._host_waits", ".sum(1) + 1\n        self._host_waits"),
-        ("mask", "return vector if self.valid is None else torch.where(", "return vector if True else torch.where("),
-        ("mask", "valid, token_weights = target != region.loss.ignore_index", "valid, token_weights = target >= 0"),
+        ("mask", "return vector if self.valid is None else _masked(", "return vector if True else _masked("),
+        ("mask", "_in_any(target != region.loss.ignore_index)", "_in_any(target >= 0)"),
         ("mask", "vector.new_full((self.total,), fill)", "vector.new_full((self.total,), 1)"),
         ("index", "0, self.index[chunk], out=out)", "0, self.index[: len(self.index[chunk])], out=out)"),
         (
@@ -670,8 +671,8 @@ MUTATIONS = [
         ("sign", "shifted = logits - row_max", "shifted = row_max - logits"),
         (
             "divisor",
-            "terms = [(loss.cross_entropy(row, weights, columns, exact=True), divisor)]",
-            "terms = [(loss.cross_entropy(row, weights, columns, exact=True), count)]",
+            "terms = [(of_rows, divisor)]",
+            "terms = [(of_rows, count)]",
         ),
         ("divisor", 'ltorch.where(ltorch.eq(num_items, 0), float("inf"), num_items)', "num_items"),
         ("mask", "[(ltorch.where(valid, term, 0.0), divisor) for", "[(term, divisor) for"),
@@ -839,6 +840,74 @@ MUTATIONS = [
         tests=("tests/test_token_weights.py",),
     ),
     *_of(
+        "execution/row_selection.py",
+        ("mask", "torch.where(counts, rows.mask_ignored(rows.gather(weights)), 0)", "rows.gather(weights)"),
+        ("index", "of_targets.any(1)", "of_targets[:, 0]"),
+        ("mask", "torch.where(valid if tensor.ndim == 1 else valid.unsqueeze(-1), tensor, fill)", "tensor"),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
+        "execution/steps.py",
+        ("index", "column.shape[1], _summed_by_column(column, one_hot)", "column.shape[1], one_hot"),
+        ("mask", "z = torch.where(is_here, here, z)", "z = here"),
+        ("index", "(vector.repeat_interleave(count) for", "(vector.repeat(count) for"),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
+        "operation/loss.py",
+        ("divisor", "upstream * target_weights.sum(-1), ", "upstream, "),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
+        "operation/divergence.py",
+        ("index", "(math.log1p(-self.beta), math.log(self.beta))", "(math.log(self.beta), math.log1p(-self.beta))"),
+        ("index", '"reverse": 0.0}.get(self.kind, self.beta)', '"reverse": 0.0}.get(self.kind, 1 - self.beta)'),
+        tests=("tests/test_kl_divergence.py",),
+    ),
+    *_of(
+        "execution/row_kernels/torch_divergence.py",
+        ("sign", "gradient = p.sub_(q) if", "gradient = q.sub_(p) if"),
+        ("divisor", "factors[rows, None] / divergence.temperature", "factors[rows, None]"),
+        ("mask", "of_student.sub_(mean[:, None])", "pass"),
+        tests=("tests/test_kl_divergence.py",),
+    ),
+    *_of(
+        "execution/row_kernels/triton_divergence.py",
+        ("sign", "((p - q) * factor)", "((q - p) * factor)"),
+        ("divisor", "tl.load(factors + index) * SCALE", "tl.load(factors + index)"),
+        (
+            "mask",
+            "tl.where(probability == 0.0, 0.0, probability * (log - log_other))",
+            "probability * (log - log_other)",
+        ),
+        ("mask", "- p * mean) * factor", ") * factor"),
+        ("index", "mask=columns < VOCAB, other=", "mask=columns <= VOCAB, other="),
+        tests=("tests/test_triton_divergence.py",),
+    ),
+    *_of(
+        "execution/distillation.py",
+        ("mask", "rows.mask_ignored(of_rows.to(operands.row_dtype))", "of_rows.to(operands.row_dtype)"),
+        ("index", "x = rows.gather_chunk(teacher.x, chunk)", "x = teacher.x[chunk]"),
+        (
+            "index",
+            "None if factors is None else factors[chunk]",
+            "None if factors is None else factors[: len(factors[chunk])]",
+        ),
+        tests=("tests/test_kl_divergence.py",),
+    ),
+    *_of(
+        "kl_divergence.py",
+        ("divisor", "known.options.expected_gradient or 1.0", "1.0"),
+        ("mask", 'self.loss.reduction != "none" and has_loss_scale', "has_loss_scale"),
+        ("divisor", "replace(problem, has_teacher=True)", "problem"),
+        tests=("tests/test_kl_divergence.py",),
+    ),
+    *_of(
+        "graph/decomposition.py",
+        ("mask", "ltorch.where(is_label, target_weights, 0.0)", "target_weights"),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
         "graph/matching/upstream.py",
         ("sign", "lambda grad: -grad", "lambda grad: grad"),
         ("divisor", "grad = grad / divisor if divisor != 1 else grad", "pass"),
@@ -978,7 +1047,7 @@ MUTATIONS = [
     ),
     *_of(
         "bench/reference.py",
-        ("mask", "if count > 2:", "if count > 3:"),
+        ("mask", "if count > 2:", "if count > 4:"),
         tests=("tests/test_bench.py::test_the_first_matmuls",),
     ),
     *_of(

@@ -245,6 +245,15 @@ class _Words(ast.NodeTransformer):
         (condition,) = node.elts
         return condition
 
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """sum_k(B * [v == y]), of several targets y (N, K), is one sum of such matrices."""
+        (first, *_), name = node.args or [None], getattr(node.func, "id", "")
+        if name == "sum_k" and isinstance(first, ast.BinOp) and isinstance(first.right, ast.List):
+            (condition,) = first.right.elts
+            node = ast.Call(ast.Name("_one_hots", ast.Load()), [first.left, condition.left, *condition.comparators], [])
+        self.generic_visit(node)
+        return node
+
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
         node.value = ast.Call(ast.Name("_at", ast.Load()), [node.value], [])
@@ -268,8 +277,14 @@ def _as_calls(index: ast.expr) -> ast.expr:
     return index
 
 
-def _most_frequent(target: Tensor, count: int) -> Tensor:
-    occurrences = torch.bincount(target[:, 0], minlength=count)
+def _one_hots(values: Tensor, columns: Tensor, target: Tensor) -> Tensor:
+    return sum(values[:, k : k + 1] * (columns == target[:, k : k + 1]) for k in range(target.shape[1]))
+
+
+def _most_frequent(target: Tensor, *weights_and_count: Any) -> Tensor:
+    *weights, count = weights_and_count
+    of_targets = weights[0].reshape(-1) if weights else None
+    occurrences = torch.bincount(target.reshape(-1), of_targets, minlength=count)
     return occurrences.topk(count).indices
 
 
@@ -282,6 +297,9 @@ _FUNCTIONS = {
     "inf": float("inf"),
     "minimum": lambda values, largest: values.clamp(max=largest),
     "sum": lambda values: values.double().sum(),
+    "sum_k": lambda matrix: matrix.sum(1, keepdim=True),
+    "any_k": lambda matrix: matrix.any(1, keepdim=True),
+    "_one_hots": _one_hots,
     "sum_v": lambda matrix: matrix.sum(1, keepdim=True),
     "sum_t": lambda matrix: matrix.sum(0, keepdim=True),
     "max_v": lambda matrix: matrix.amax(1, keepdim=True),

@@ -208,6 +208,23 @@ def composed(
     return (loss, *(of.detach() if name in detached else of for name, of in results.items())) if outputs else loss
 
 
+def composed_of_several(logits: Tensor, target: Tensor, target_weights: Tensor, loss: Loss, token_weights=None):
+    """The same with K targets a token, (..., K), and their weights, without further outputs."""
+    logits = map_logits(logits, softcap=loss.softcap, logit_scale=loss.logit_scale, vocab_size=loss.vocab_size)
+    is_label = target != loss.ignore_index
+    log_probs = logits.log_softmax(-1).gather(-1, target.where(is_label, 0).long())
+    of_rows = -(log_probs * target_weights.where(is_label, 0).to(logits.dtype)).sum(-1)
+    of_rows = of_rows + loss.z_loss * logits.logsumexp(-1).square()
+    valid, divisor = is_label.any(-1), is_label.any(-1).sum()
+    if token_weights is not None:
+        of_rows, valid = of_rows * token_weights, valid & (token_weights != 0)
+        divisor = token_weights[valid].sum()
+    of_rows = torch.where(valid, of_rows, 0)
+    if loss.reduction == "none":
+        return of_rows
+    return of_rows.sum() / (divisor if loss.reduction == "mean" else 1)
+
+
 def map_logits(products: Tensor, *, softcap: float | None, logit_scale: float, vocab_size: int | None) -> Tensor:
     """The logits of a linear's output (..., V)."""
     logits = logit_scale * products[..., :vocab_size]

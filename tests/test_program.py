@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from program_interpreter import evaluate
-from reference import composed
+from reference import composed, composed_of_several
 from thunder_flce.execution.plan import (
     GradientsInForward,
     LossOnly,
@@ -55,6 +55,7 @@ class Case:
     class_weight: bool = False
     num_items: float | None = None
     expected_gradient: bool = False
+    targets: int | None = None
     terms: tuple[TermShape, ...] = (TermShape(hidden=H, input_grad=True, weight_grad=True),)
 
 
@@ -87,6 +88,7 @@ CASES = {
     "log_prob": Case(Loss(outputs=("log_prob",))),
     "entropy": Case(Loss(outputs=("entropy",), label_smoothing=0.2), class_weight=True, bias=True),
     "all outputs": Case(Loss(outputs=OUTPUTS, softcap=3.0), bias=True),
+    "several targets": Case(Loss(softcap=3.0, logit_scale=0.5), targets=3),
     "adapter": Case(terms=(HEAD, ADAPTER)),
     "adapter beside a frozen head": Case(Loss(vocab_size=20), terms=(FROZEN, ADAPTER), bias=True),
     "frozen input": Case(terms=(TermShape(hidden=H, input_grad=False, weight_grad=True),)),
@@ -116,6 +118,7 @@ def problem_of(case: Case, plan: Plan, *, tokens: int = T, vocab: int = V, dtype
         has_class_weight=case.class_weight,
         has_num_items=case.num_items is not None,
         has_expected_gradient=case.expected_gradient,
+        targets_per_token=case.targets,
         float32_logits=plan.float32_logits,
     )
 
@@ -137,10 +140,15 @@ def operands_of(problem: Problem, *, num_items: float | None, ignored: float) ->
         x, weight = term_names(number)
         names[x] = torch.randn(problem.tokens, term.hidden, dtype=torch.float64).requires_grad_(term.input_grad)
         names[weight] = torch.randn(rows, term.hidden, dtype=torch.float64).requires_grad_(term.weight_grad)
-    target = torch.randint(0, problem.vocab, (problem.tokens,))
+    several = () if problem.targets_per_token is None else (problem.targets_per_token,)
+    target = torch.randint(0, problem.vocab, (problem.tokens, *several))
     if 0 <= loss.ignore_index:
         target[target == loss.ignore_index] = 0
     target[torch.randperm(problem.tokens)[: round(ignored * problem.tokens)]] = loss.ignore_index
+    if several:
+        names["q"] = torch.rand(target.shape, dtype=torch.float64)
+        target[torch.rand(target.shape) < ignored] = loss.ignore_index
+        target[:, 1] = target[:, 0]
     names["y"] = target
     if problem.has_bias:
         names["b"] = torch.randn(rows, dtype=torch.float64).requires_grad_(problem.bias_grad)
@@ -165,13 +173,11 @@ def eager(problem: Problem, operands: dict[str, torch.Tensor], upstream: dict[st
     pairs = [term_names(number) for number in range(len(problem.terms))]
     logits = sum(F.linear(operands[x], operands[weight]) for x, weight in pairs)
     logits = logits + operands["b"] if problem.has_bias else logits
-    results = composed(
-        logits,
-        operands["y"],
-        operands.get("w"),
-        num_items=operands.get("num_items"),
-        **vars(problem.loss),
-    )
+    if "q" in operands:
+        results = composed_of_several(logits, operands["y"], operands["q"], problem.loss)
+    else:
+        weights = {"class_weight": operands.get("w"), "num_items": operands.get("num_items")}
+        results = composed(logits, operands["y"], **weights, **vars(problem.loss))
     named = dict(zip(("loss", *problem.loss.outputs), results if problem.loss.outputs else (results,), strict=True))
     # What needs a gradient, by the name of the gradient.
     needing = {f"d{name}": tensor for name, tensor in operands.items() if tensor.requires_grad}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_flce.execution.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.kl_divergence import linear_kl_divergence
 from thunder_flce.labels import count_items, shift_labels
 from thunder_flce.modules import LinearCrossEntropyLoss, loss_only
 from thunder_flce.options import Options
@@ -26,6 +27,7 @@ __all__ = [
     "explain",
     "jit",
     "linear_cross_entropy",
+    "linear_kl_divergence",
     "loss_only",
     "shift_labels",
     "thunderfx",

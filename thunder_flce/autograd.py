@@ -31,7 +31,7 @@ def differentiable_forward(settings: Settings, operands: Operands) -> tuple[Tens
     return _apply(
         settings,
         (
-            *(operands.target, operands.class_weight, operands.token_weights),
+            *(operands.target, operands.class_weight, operands.token_weights, operands.target_weights),
             *(operands.num_items, operands.expected_gradient),
             *(head.x, head.weight, operands.bias),
             *(tensor for term in others for tensor in (term.x, term.weight)),
@@ -40,7 +40,7 @@ def differentiable_forward(settings: Settings, operands: Operands) -> tuple[Tens
 
 
 _NAMES = (
-    *("target", "weight", "token_weights", "num_items", "expected_gradient"),
+    *("target", "weight", "token_weights", "target_weights", "num_items", "expected_gradient"),
     *("input", "linear_weight", "linear_bias"),
 )
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
 
 
-def _one_call(function: Callable[..., Any]) -> Callable[..., Any]:
+def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Dynamo see one call of a function, which AOTAutograd or thunder looks into, and not what it does.
 
     Where ranks have to agree on a call, the graph breaks around it.
@@ -40,7 +40,7 @@ def _one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@_one_call
+@one_call
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -56,6 +56,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     vocab_size: int | None = None,
     token_weights: Tensor | None = None,
+    target_weights: Tensor | None = None,
     num_items: Tensor | float | None = None,
     expected_gradient: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
@@ -77,7 +78,7 @@ def linear_cross_entropy(
     Args:
         input: (..., H) float16, bfloat16, float32 or float64: the hidden states.
         linear_weight: (V, H), input's dtype and device.
-        target: (...) integers in [0, V), or ignore_index.
+        target: (...) integers in [0, V), or ignore_index; with target_weights (..., K).
         linear_bias: (V,), input's dtype and device.
         weight: (V,) class weights, of input's dtype or float32; they get no gradient.
         reduction: "mean" over the targets that are not ignored (over their class weights, where there are any), "sum"
@@ -92,6 +93,12 @@ def linear_cross_entropy(
             as padding, get gradients of zero. None: all V.
         token_weights: (...) floating point: what multiplies each token's loss; "mean" divides by their sum over the
             valid tokens (with class weights, of the products). A token of weight 0 is ignored. They get no gradient.
+        target_weights: (..., K) floating point: what each of K targets of a token counts, such as a teacher's K largest
+            probabilities, of which target then has the columns. A token's loss is -Σ_k q_k log p_k; the weights q need
+            not add up to 1, and a column that comes twice counts twice. Targets of ignore_index contribute nothing; a
+            token all of whose targets are, is ignored. They get no gradient, and go neither with class weights nor with
+            label smoothing, "log_prob", "accuracy" or vocab_parallel. Less the teacher's entropy -Σ_k q_k log q_k, the
+            loss is the Kullback-Leibler divergence KL(q‖p), with the same gradients.
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
@@ -141,7 +148,7 @@ def linear_cross_entropy(
         outputs=outputs,
         detached=detached,
     )
-    input, linear_weight, linear_bias, terms = _autocast((input, linear_weight, linear_bias, terms))
+    input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
     arguments: dict[str, Any] = {
         "input": input,
         "linear_weight": linear_weight,
@@ -150,6 +157,7 @@ def linear_cross_entropy(
         "terms": terms,
         "weight": weight,
         "token_weights": token_weights,
+        "target_weights": target_weights,
         "num_items": num_items,
         "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
@@ -177,6 +185,8 @@ def _results(
     else:
         if isinstance(input, Tensor) and is_traced(input):
             raise NotImplementedError(ONLY_EAGER)
+        if arguments["target_weights"] is not None:
+            raise NotImplementedError("target_weights and vocab_parallel do not go together: give target alone")
         agreement = agree(vocab_parallel, arguments, loss=loss, options=options)
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)
@@ -187,7 +197,8 @@ def _results(
         operands = operands_of(arguments, loss, needs_grad, shard=shard)
         plan = plan_for(operands, options, agreement.memory)
         settings = Settings.planned(loss, needs_grad, plan, shard=shard)
-    return in_shape_of(target, differentiable_forward(settings, operands)[: 1 + len(loss.outputs)])
+    shape = target.shape if arguments["target_weights"] is None else target.shape[:-1]
+    return in_shape(shape, differentiable_forward(settings, operands)[: 1 + len(loss.outputs)])
 
 
 def _needs_grad(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -199,12 +210,12 @@ def _needs_grad(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(name for name, tensor in operands.items() if requires_grad(tensor))
 
 
-def in_shape_of(target: Tensor, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Results of the engine, those with one number a token in the target's shape."""
-    return tuple(result.reshape(target.shape) if result.ndim else result for result in results)
+def in_shape(shape: torch.Size, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Results of the engine, those with one number a token in the shape of the tokens."""
+    return tuple(result.reshape(shape) if result.ndim else result for result in results)
 
 
-def _autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """Under `torch.autocast`, the linears' operands in its dtype, but for float64, as `torch.nn.functional.linear`."""
     device_type = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
     if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):

@@ -133,6 +133,7 @@ class LinearCrossEntropyLoss(nn.Module):
         target: Tensor,
         *,
         token_weights: Tensor | None = None,
+        target_weights: Tensor | None = None,
         num_items: Tensor | float | None = None,
         expected_gradient: Tensor | float | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -140,8 +141,9 @@ class LinearCrossEntropyLoss(nn.Module):
 
         Args:
             input: (..., H) the hidden states, of weight's dtype and device.
-            target: (...) integers in [0, V), or ignore_index.
+            target: (...) integers in [0, V), or ignore_index; with target_weights (..., K).
             token_weights: (...) what multiplies each token's loss.
+            target_weights: (..., K) what each of K targets of a token counts.
             num_items: what "mean" divides by, in place of the number of valid targets.
             expected_gradient: the upstream gradient that gradients in the forward are finished for.
 
@@ -162,6 +164,7 @@ class LinearCrossEntropyLoss(nn.Module):
             linear_bias=self.bias,
             weight=self.class_weight,
             token_weights=token_weights,
+            target_weights=target_weights,
             num_items=num_items,
             expected_gradient=expected_gradient,
             options=self.options,

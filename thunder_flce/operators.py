@@ -126,8 +126,13 @@ def operands_of(
     """
     input, target = arguments["input"], arguments["target"]
     linears = [*named_operands(input, arguments["linear_weight"], None, arguments["terms"]).items()]
+    target_weights = arguments.get("target_weights")
+    several = () if target_weights is None else (target.shape[-1],)
+    if target_weights is not None:
+        target_weights = target_weights.reshape(-1, *several).to(statistics_dtype(input.dtype))
     # The targets are those of all ranks, which may divide the tokens.
-    tokens = target.numel() // (1 if shard is None else shard.token_parts)
+    target = target.reshape(-1, *several)
+    tokens = target.shape[0] // (1 if shard is None else shard.token_parts)
     return Operands(
         terms=tuple(
             Term(
@@ -139,8 +144,9 @@ def operands_of(
             for (of_input, x), (of_weight, weight) in zip(linears[::2], linears[1::2], strict=True)
         ),
         bias=arguments["linear_bias"],
-        target=target.reshape(-1),
+        target=target,
         loss=loss,
+        target_weights=target_weights,
         class_weight=arguments["weight"],
         token_weights=_flat_weights(arguments.get("token_weights"), statistics_dtype(input.dtype)),
         **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},
@@ -188,6 +194,7 @@ def problem_of(operands: Operands, options: Options) -> Problem:
         has_class_weight=operands.class_weight is not None,
         has_num_items=operands.num_items is not None,
         has_token_weights=operands.token_weights is not None,
+        targets_per_token=None if operands.target_weights is None else operands.target_weights.shape[1],
         has_expected_gradient=operands.expected_gradient is not None,
         float32_logits=options.has_float32_logits(operands.dtype),
     )
@@ -307,7 +314,8 @@ def _backward_fake(*tensors: Tensor | None, settings: str, **others: Any) -> lis
     return _gradients_fake(_operands(Settings.parse(settings), arguments))
 
 
-def _define(name: str, schema: str, run: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> None:
+def define(name: str, schema: str, run: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> None:
+    """Defines an operator that returns tensors, with what runs it and what gives the shapes of its results."""
     library.define(f"{name}({schema}) -> Tensor[]")
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
@@ -319,6 +327,7 @@ _DEFAULTS = (
     "linear_bias",
     "weight",
     "token_weights",
+    "target_weights",
     "num_items",
     "expected_gradient",
     "entropy",
@@ -328,7 +337,7 @@ _DEFAULTS = (
 )
 _KEYWORDS = (
     "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? token_weights=None, "
-    "Tensor? num_items=None, Tensor? expected_gradient=None"
+    "Tensor? target_weights=None, Tensor? num_items=None, Tensor? expected_gradient=None"
 )
 _FORWARD = f"Tensor input, Tensor linear_weight, Tensor target, {_KEYWORDS}"
 _BACKWARD = (
@@ -338,5 +347,5 @@ _BACKWARD = (
 )
 _SCHEMA = zlib.crc32(f"{_FORWARD} {_BACKWARD}".encode())
 library = torch.library.Library("thunder_flce", "FRAGMENT")
-_define("linear_cross_entropy", _FORWARD, _forward, _forward_fake)
-_define("linear_cross_entropy_backward", _BACKWARD, _backward, _backward_fake)
+define("linear_cross_entropy", _FORWARD, _forward, _forward_fake)
+define("linear_cross_entropy_backward", _BACKWARD, _backward, _backward_fake)

@@ -1,4 +1,4 @@
-"""Losses other than the mean over tokens: preference losses, weighted tokens, log-probabilities without gradients.
+"""Losses other than the mean over tokens: preference losses, weighted tokens, distillation, log-probabilities alone.
 
 Each is measured as we run it, by torch.compile and in eager PyTorch, forward and backward, beside the matmuls that its
 results need.
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import thunder_flce
+from thunder_flce.bench.distillation import DISTILLATIONS, Distillation
 from thunder_flce.bench.measuring import (
     TOTAL,
     DeviceLost,
@@ -42,8 +43,8 @@ SCHEDULE = Schedule(rounds=3, turn_ms=300)
 SEQUENCES = 8
 """Of a preference loss: the first half are the chosen ones, the second half the rejected ones."""
 
-Program = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""The loss from x (T, H), weight (V, H), target (T,) and a weight for each token (T,)."""
+Program = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""The loss from x (T, H), weight (V, H), target (T,) and what else is given: a weight for each token, or a teacher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,28 @@ class Loss:
     weighted: float = 1.0
     """The fraction of the tokens whose weight is not 0."""
 
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Who computes it."""
+        return (self.ours, "torch.compile", "eager")
+
+    @property
+    def matmuls(self) -> int:
+        """How many its results need."""
+        return len(self.gradients) + 1
+
+    def given(self, inputs: Inputs) -> Tensor:
+        """The weights of the tokens, (T,)."""
+        return _token_weights(self, inputs.target)
+
+    def program(self, way: str) -> Program:
+        """The loss as it is computed in one of `ways`."""
+        return WAYS[way](self.reduce)
+
+    def reference(self, inputs: Inputs, weights: Tensor) -> Reference:
+        """The right results."""
+        return _reference(self, inputs, weights)
+
 
 def _mean(log_probs: Tensor, weights: Tensor) -> Tensor:
     return -log_probs.mean()
@@ -104,7 +127,7 @@ def _log_probs(log_probs: Tensor, weights: Tensor) -> Tensor:
     return log_probs
 
 
-LOSSES = {
+LOSSES: dict[str, Loss | Distillation] = {
     "mean": Loss(reduce=_mean, ours="function"),
     "DPO": Loss(reduce=_preference, ours="jit"),
     "DPO, frozen head": Loss(reduce=_preference, ours="jit", gradients=("dx",)),
@@ -112,6 +135,7 @@ LOSSES = {
     "weighted tokens": Loss(reduce=_weighted, ours="jit"),
     "weighted tokens, half of them 0": Loss(reduce=_weighted, ours="jit", weighted=0.5),
     "log-probabilities alone": Loss(reduce=_log_probs, ours="function", gradients=()),
+    **DISTILLATIONS,
 }
 
 
@@ -142,14 +166,9 @@ WAYS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor]], Program]] = {
     "eager": _written,
 }
 
-METHODS = {
-    f"{name}, {way}": (name, way)
-    for name, loss in LOSSES.items()
-    for way in WAYS
-    if way in (loss.ours, "torch.compile", "eager")
-}
+METHODS = {f"{name}, {way}": (name, way) for name, loss in LOSSES.items() for way in loss.ways}
 
-_FLOORS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls"}
+_FLOORS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls", 4: "four matmuls"}
 
 
 def checked(shape: Shape) -> Shape:
@@ -192,7 +211,7 @@ def _rows(shape: Shape, names: list[str], *, device: str, schedule: Schedule, pr
     inputs = Inputs.random(shape, device)
     steps: dict[str, Step] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    counts = {len(LOSSES[METHODS[name][0]].gradients) + 1 for name in names} | {3}
+    counts = {LOSSES[METHODS[name][0]].matmuls for name in names} | {3}
     for count in sorted(counts):
         with attempt(_FLOORS[count], device) as tried:
             steps[_FLOORS[count]] = matmuls(inputs, count)
@@ -202,18 +221,19 @@ def _rows(shape: Shape, names: list[str], *, device: str, schedule: Schedule, pr
     # A reference is as large as the gradients; one at a time.
     for loss_name, group in groupby(sorted(names, key=list(METHODS).index), lambda name: METHODS[name][0]):
         loss = LOSSES[loss_name]
-        weights = _token_weights(loss, inputs.target)
+        given = loss.given(inputs)
         progress(f"{loss_name}: reference")
         reference = None
         with attempt(loss_name, device) as tried:
-            reference = _reference(loss, inputs, weights)
+            # A teacher is what the loss has chosen itself.
+            reference = loss.reference(inputs, given)  # type: ignore[arg-type]
         if tried.failed is not None:
             yield row(method=f"{loss_name}, reference", failed=tried.failed)
         for name in group:
             progress(f"{name}: first call")
             with attempt(name, device) as tried:
-                step = partial(_run, WAYS[METHODS[name][1]](loss.reduce), (loss, inputs, weights))
-                numbers[name] = {"matmuls": len(loss.gradients) + 1, **_first_calls(step, reference, device)}
+                step = partial(_run, loss.program(METHODS[name][1]), (loss, inputs, given))
+                numbers[name] = {"matmuls": loss.matmuls, **_first_calls(step, reference, device)}
                 steps[name] = step
             if tried.failed is not None:
                 yield row(method=name, failed=tried.failed)
@@ -235,11 +255,11 @@ def _token_weights(loss: Loss, target: Tensor) -> Tensor:
     return torch.where(kept < loss.weighted, drawn + 0.1, 0)
 
 
-def _run(program: Program, of: tuple[Loss, Inputs, Tensor], mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:
-    loss, inputs, weights = of
+def _run(program: Program, of: tuple[Loss | Distillation, Inputs, Any], mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, inputs, given = of
     operands = {name: tensor for name, tensor in inputs.named_operands().items() if name in loss.gradients}
     x, weight = (operands.get(name, tensor.detach()) for name, tensor in (("dx", inputs.x), ("dw", inputs.weight)))
-    value = program(x, weight, inputs.target, weights)
+    value = program(x, weight, inputs.target, given)
     mark("forward")
     gradients: tuple[Tensor, ...] = ()
     if operands:

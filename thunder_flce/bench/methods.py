@@ -140,7 +140,7 @@ def _entropy() -> Method:
 
 
 def _liger_entropy() -> Method:
-    function = _peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    function = peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
     temperature, ignore_index, tiles, entropy = 1.0, -100, 1, True
     settings = (temperature, ignore_index, tiles, entropy)
     return _one_linear(
@@ -156,7 +156,7 @@ def _mean(inputs: Inputs, losses: Tensor, entropies: Tensor) -> Tensor:
 
 def _trl() -> Method:
     """The head of TRL's trainers without the model around it, at the width of their blocks of the vocabulary."""
-    function = _peer("trl.kernels").ChunkedLogProbFunction
+    function = peer("trl.kernels").ChunkedLogProbFunction
     temperature, columns, softcap, scale, outputs = 1.0, 32768, None, 1.0, ()
 
     def method(inputs: Inputs) -> Tensor:
@@ -169,27 +169,27 @@ def _trl() -> Method:
 
 
 def _liger(**settings: Any) -> Method:
-    function = _peer("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    function = peer("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
     return _one_linear(lambda inputs: function(inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings))
 
 
 def _liger_hopper() -> Method:
-    module = _peer("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    module = peer("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
     return _without_bias(module.LigerFusedLinearCrossEntropySM90Function.apply)
 
 
 def _liger_cutile() -> Method:
-    module = _peer("liger_kernel.ops.cutile.ops.fused_linear_cross_entropy")
+    module = peer("liger_kernel.ops.cutile.ops.fused_linear_cross_entropy")
     function = module.LigerFusedLinearCrossEntropyFunction
     return _without_bias(lambda *operands: function.apply(*operands)[0])
 
 
 def _cut_cross_entropy(**settings: Any) -> Method:
-    return _without_bias(partial(_peer("cut_cross_entropy").linear_cross_entropy, **settings))
+    return _without_bias(partial(peer("cut_cross_entropy").linear_cross_entropy, **settings))
 
 
 def _quack(**settings: Any) -> Method:
-    return _without_bias(partial(_peer("quack.linear_cross_entropy").chunked_linear_cross_entropy, **settings))
+    return _without_bias(partial(peer("quack.linear_cross_entropy").chunked_linear_cross_entropy, **settings))
 
 
 def _torch_linear_cross_entropy(**settings: Any) -> Method:
@@ -206,7 +206,12 @@ def _chunked_loop(**settings: Any) -> Method:
     return _one_linear(chunked_loop(**settings))
 
 
-def _peer(module: str) -> ModuleType:
+def peer(module: str) -> ModuleType:
+    """A module of a peer.
+
+    Raises:
+        Unavailable: where it cannot be imported.
+    """
     try:
         return import_module(module)
     except ImportError as error:

@@ -100,7 +100,7 @@ def three_matmuls(inputs: Inputs, *, rows: int = 512) -> Step:
 
 @torch.no_grad()
 def matmuls(inputs: Inputs, count: int, *, rows: int = 512) -> Step:
-    """The first `count` of logits, dX and dW as matmuls over all tokens: what times are compared with.
+    """The first `count` of logits, dX, dW and a teacher's logits as matmuls over all tokens, to compare times with.
 
     They are those of x and W, frozen or not, and not those of an adapter. An odd vocabulary is rounded down to a
     multiple of 8, where cuBLAS is fast. dlogits is that of the loss: at the limit of its power, a chip multiplies some
@@ -121,6 +121,8 @@ def matmuls(inputs: Inputs, count: int, *, rows: int = 512) -> Step:
             torch.mm(dlogits, weight, out=dx)
         if count > 2:
             torch.mm(dlogits.t(), x, out=dweight)
+        if count > 3:
+            torch.mm(x, weight.t())
         mark("backward")
 
     return step

@@ -99,7 +99,7 @@ class GradientSums:
         has_sums_in_16_bits = any(term.weight is not None and not term.is_in_float32 for term in self._terms)
         if self._plan.float32_rows and has_sums_in_16_bits and self._region.operands.vocab:
             targets = steps.targets(self._region, rows.target)
-            self._frequent = FrequentRows(self._region, targets, self._plan.float32_rows)
+            self._frequent = FrequentRows(self._region, targets, self._plan.float32_rows, weights=rows.target_weights)
 
     def staged_logits(self) -> StagedLogits | None:
         """Memory for logits of which those of the first chunk are staged in dW's, if the plan says so."""
@@ -334,18 +334,24 @@ class FrequentRows:
         region: whose terms' dW are summed.
         targets: (N,) of the rows that are computed.
         count: how many rows of dW, at most.
+        weights: what each target counts; None for 1.
     """
 
-    def __init__(self, region: Region, targets: steps.Targets, count: int):
+    def __init__(self, region: Region, targets: steps.Targets, count: int, *, weights: Tensor | None = None):
         self._region, target = region, targets.column
         vocab = region.operands.vocab
         self._count = min(count, vocab)
         self._sums: list[Tensor | None] = [None] * len(region.terms)
         if isinstance(target, Value):
-            columns = Value(target.tape, f"most_frequent({target}, {self._count})", shape=(self._count,))
+            of_targets = str(target) if weights is None else f"{target}, {weights}"
+            columns = Value(target.tape, f"most_frequent({of_targets}, {self._count})", shape=(self._count,))
             self._columns = steps.let(region, "frequent", columns.to(torch.int64))
             return
         occurrences = torch.zeros(vocab, dtype=torch.float32, device=target.device)
+        if weights is not None:
+            occurrences.scatter_add_(0, target.reshape(-1), weights.abs().float().reshape(-1))
+            self._columns = occurrences.topk(self._count, sorted=False).indices
+            return
         counted = torch.ones_like(target, dtype=torch.float32) if targets.is_here is None else targets.is_here.float()
         occurrences.scatter_add_(0, target, counted)
         # topk goes over 8 bits at a time: 0.04 instead of 0.07 ms. With over 255 tokens, any column is frequent enough.

@@ -32,8 +32,10 @@ class Operands:
     bias: Tensor | None
     """(V,), the terms' dtype"""
     target: Tensor
-    """(T,) integers in [0, V), or ignore_index"""
+    """(T,) integers in [0, V), or ignore_index; (T, K) with target weights"""
     loss: Loss
+    target_weights: Tensor | None = None
+    """(T, K) what each of a row's targets counts"""
     class_weight: Tensor | None = None
     """(V,) floating point"""
     token_weights: Tensor | None = None

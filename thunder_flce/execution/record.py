@@ -9,9 +9,9 @@ or predicts what a region runs reads it off a run of the engine itself.
 
 In a step's words, v goes over the columns of the vocabulary, in a loop over blocks over those of the block, and t over
 the rows; `max_v`, `sum_v` and `sum_t` are over these. A matrix indexed with targets, such as logits[y], is its entry in
-each row. Of several results, each may use those before it. `+=` to what is not there yet starts from 0. A name that
-each chunk of tokens gives its rows stands, after the loop, for all of them, with the rows that came before the loop if
-it starts later.
+each row; k goes over a row's targets where it has several. Of several results, each may use those before it. `+=` to
+what is not there yet starts from 0. A name that each chunk of tokens gives its rows stands, after the loop, for all of
+them, with the rows that came before the loop if it starts later.
 """
 
 # mypy: disable-error-code="override,assignment,misc"
@@ -365,8 +365,14 @@ class Value(_Base):
         """In one dimension: rows are tokens in their order."""
         return Value(self.tape, self.text, shape=(self.numel(),), dtype=self.dtype, rank=self._rank)
 
-    def sum(self) -> "Value":
-        return Value(self.tape, f"sum({self.text})", dtype=self.dtype)
+    def unsqueeze(self, dim: int) -> "Value":
+        """Words do not mention it, as they do not mention how sizes broadcast."""
+        return Value(self.tape, self.text, shape=(*self.shape, 1), dtype=self.dtype, rank=self._rank)
+
+    def sum(self, dim: int | None = None) -> "Value":
+        """Of all, or over the last dimension, that of the targets of a row."""
+        function, shape = ("sum", ()) if dim is None else ("sum_k", self.shape[:-1])
+        return Value(self.tape, f"{function}({self.text})", shape=shape, dtype=self.dtype)
 
     def square(self) -> "Value":
         return self._combined("**", self, 2)

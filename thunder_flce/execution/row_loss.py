@@ -86,7 +86,9 @@ class RowGradients:
 
         self._scale = loss.logit_scale
         s = steps.let(region, "s", of_loss(scales.divisor))
-        probability, one_hot, uniform, _ = row_coefficients(loss, s, scales.row_weights, region.operands.whole_vocab)
+        probability, one_hot, uniform, _ = row_coefficients(
+            loss, s, scales.row_weights, region.operands.whole_vocab, target_weights=rows.target_weights
+        )
         if upstream.log_prob is not None:
             g_p = steps.let(region, "g_p", of_rows(upstream.log_prob))
             probability, one_hot = probability - g_p, one_hot - g_p
@@ -132,7 +134,7 @@ class ChunkResult(NamedTuple):
 
     statistics: RowStatistics
     target_entry: Tensor
-    """z at each row's target"""
+    """z at each row's target; (C, K) with target weights"""
     moments: dict[str, Tensor]
     argmax: Tensor | None = None
     targets: steps.Targets | None = None
@@ -150,13 +152,14 @@ def chunk_result(region: Region, scales: RowScales, logits: LogitsBuffer, chunk:
 def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) -> ForwardResult:
     """The loss, its further outputs and the saved statistics, from the results of all chunks."""
     loss, rows, vocab = region.loss, scales.rows, region.operands.whole_vocab
-    row, z_y = _concatenated(region, chunks)
+    row, z_y = _concatenated(region, scales.rows, chunks)
     row = row._replace(target_logit=region.logit_map(z_y.to(region.operands.row_dtype)))
 
     def weighted(value: Tensor) -> Tensor:
         return rows.mask_ignored(value if scales.token_weights is None else value * scales.token_weights)
 
-    cross_entropy = weighted(loss.cross_entropy(row, scales.row_weights, vocab))
+    of_rows = loss.cross_entropy(row, scales.row_weights, vocab, target_weights=rows.target_weights)
+    cross_entropy = weighted(of_rows)
     terms = [(steps.let(region, "cross_entropy", cross_entropy), scales.divisor)]
     if (z_term := loss.z_term(row)) is not None:
         terms.append((steps.let(region, "z_term", weighted(z_term)), scales.z_divisor))
@@ -188,13 +191,14 @@ def _output(region: Region, scales: RowScales, name: str, row: Row) -> Tensor:
     return steps.let(region, name, value)
 
 
-def _concatenated(region: Region, chunks: list[ChunkResult]) -> tuple[Row, Tensor]:
-    """What is known of all rows, and (N,) z at their targets."""
+def _concatenated(region: Region, rows: Rows, chunks: list[ChunkResult]) -> tuple[Row, Tensor]:
+    """What is known of all rows, and z at their targets."""
     loss = region.loss
     if not chunks:
         nothing = region.empty("nothing", (0,), region.operands.row_dtype)
         moments = dict.fromkeys(loss.moments, nothing)
-        chunks = [ChunkResult(RowStatistics(nothing, nothing), nothing, moments, nothing.to(torch.int64))]
+        at_targets = nothing if rows.target_weights is None else rows.target_weights
+        chunks = [ChunkResult(RowStatistics(nothing, nothing), at_targets, moments, nothing.to(torch.int64))]
 
     def joined(parts: list[Tensor]) -> Tensor:
         return parts[0] if len(parts) == 1 else torch.cat(parts)

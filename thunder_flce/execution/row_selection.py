@@ -8,7 +8,7 @@ Legend: T tokens, N rows computed, C rows in a chunk, H hidden size.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class Rows:
     """T"""
 
     target: Tensor
-    """(N,) int64, every one in [0, V); 0 in ignored rows"""
+    """(N,) int64, every one in [0, V); 0 in ignored rows. With target weights (N, K), 0 where ignored"""
 
     valid_count: Tensor
     """() int64, the number of targets that are not ignore_index"""
@@ -43,6 +43,9 @@ class Rows:
 
     valid: Tensor | None = None
     """(T,) bool, False in ignored rows; None where none of the rows is ignored"""
+
+    target_weights: Tensor | None = None
+    """(N, K) what each of a row's targets counts, 0 for ignored ones; None where a row has one target"""
 
     @property
     def index(self) -> Tensor:
@@ -112,8 +115,8 @@ class Rows:
         tensor.index_fill_(0, self.order[self.count :], 0)
 
     def mask_ignored(self, vector: Tensor, fill: float = 0) -> Tensor:
-        """(N,) with `fill` in ignored rows."""
-        return vector if self.valid is None else torch.where(self.valid, vector, fill)
+        """(N,) or (N, K) with `fill` in ignored rows."""
+        return vector if self.valid is None else _masked(self.valid, vector, fill)
 
 
 class PlannedRows(Rows):
@@ -151,8 +154,28 @@ def _host_waits(region: Region) -> bool:
 
 def are_valid(region: Region, target: Tensor) -> Tensor:
     """(T,) bool, False in rows that are ignored."""
-    valid, token_weights = target != region.loss.ignore_index, region.operands.token_weights
+    valid, token_weights = _in_any(target != region.loss.ignore_index), region.operands.token_weights
     return valid if token_weights is None else valid & (token_weights != 0)
+
+
+def _in_any(of_targets: Tensor) -> Tensor:
+    """(T,) bool, whether it holds for any of a row's targets, from (T,) or (T, K)."""
+    return of_targets if of_targets.ndim == 1 else of_targets.any(1)
+
+
+def _masked(valid: Tensor, tensor: Tensor, fill: float = 0) -> Tensor:
+    """(N,) or (N, K) with `fill` in rows that are not valid, (N,)."""
+    return torch.where(valid if tensor.ndim == 1 else valid.unsqueeze(-1), tensor, fill)
+
+
+def _with_target_weights(region: Region, rows: Rows) -> Rows:
+    """The rows with the weights of their targets, if a row has several; ignored ones become 0, as their weights do."""
+    weights = region.operands.target_weights
+    if weights is None:
+        return rows
+    counts = rows.target != region.loss.ignore_index
+    weights = torch.where(counts, rows.mask_ignored(rows.gather(weights)), 0)
+    return replace(rows, target=torch.where(counts, rows.target, 0), target_weights=weights)
 
 
 def _ignores_rows(region: Region) -> bool:
@@ -175,7 +198,7 @@ class RowSelection:
         is_label = target != region.loss.ignore_index
         self._is_wrong = is_label & (target != target.clamp(0, region.operands.whole_vocab - 1))
         self._valid = are_valid(region, target)
-        self._counts = torch.stack([self._valid, self._is_wrong]).sum(1)
+        self._counts = torch.stack([self._valid, _in_any(self._is_wrong)]).sum(1)
         self._host_waits = _host_waits(region)
         self._valid_first = self._arrived = None
         if self._host_waits and target.is_cuda:
@@ -219,21 +242,25 @@ class RowSelection:
         if not self._host_waits:
             message = f"target is neither in [0, {vocab}) nor ignore_index ({ignore_index})"
             torch._assert_async(self._counts[1] == 0, message)
-            # The clamp only matters to a kernel that runs before the assertion stops the device.
-            return _all_rows(self._region, target.clamp(0, vocab - 1), valid_count, self._valid)
+            # The replacement only matters to a kernel that runs before the assertion stops the device.
+            target = torch.where(self._is_wrong, 0, target)
+            return _with_target_weights(self._region, _all_rows(self._region, target, valid_count, self._valid))
         if self._arrived is None:
             count, wrong = self._counts.tolist()
         else:
             self._arrived.synchronize()
             count, wrong = self._host_counts.tolist()
         if wrong:
+            what = "values" if target.ndim == 1 else "rows with values"
             raise IndexError(
-                f"target has {wrong} of {target.shape[0]} values that are neither in [0, {vocab}), the "
+                f"target has {wrong} of {target.shape[0]} {what} that are neither in [0, {vocab}), the "
                 f"vocabulary, nor ignore_index ({ignore_index}); the first is {target[self._is_wrong][0].item()}"
             )
-        if not _are_skipped(self._region):
-            return _all_rows(self._region, target, valid_count, self._valid)
-        return _valid_rows(target, valid_count, self._valid, count, self._valid_first)
+        if _are_skipped(self._region):
+            rows = _valid_rows(target, valid_count, self._valid, count, self._valid_first)
+        else:
+            rows = _all_rows(self._region, target, valid_count, self._valid)
+        return _with_target_weights(self._region, rows)
 
 
 def _first_count(tokens: int, largest: int) -> int:
@@ -286,13 +313,18 @@ def reselect_rows(region: Region, valid_count: Tensor) -> Rows:
         return _planned_rows(region, "the host waits for their number", are_skipped=_are_skipped(region))
     target = region.operands.target.long()
     valid = are_valid(region, target)
-    if not (_are_skipped(region) and _host_waits(region)):
-        return _all_rows(region, target, valid_count, valid)
-    return _valid_rows(target, valid_count, valid, int(valid_count), None)
+    if _are_skipped(region) and _host_waits(region):
+        rows = _valid_rows(target, valid_count, valid, int(valid_count), None)
+    else:
+        rows = _all_rows(region, target, valid_count, valid)
+    return _with_target_weights(region, rows)
 
 
 def every_row(region: Region, valid_count: Tensor) -> Rows:
-    """All rows, whichever of them the forward computed: the host does not wait for their number."""
+    """All rows, whichever of them the forward computed: the host does not wait for their number.
+
+    Without target weights: those are in the gradient for an upstream gradient of 1.
+    """
     if region.tape is not None:
         return _planned_rows(region, "", are_skipped=False)
     target = region.operands.target.long()
@@ -307,19 +339,22 @@ def _planned_rows(region: Region, waits: str, *, are_skipped: bool) -> PlannedRo
         waits: a note that the host waits for the number of valid rows, where it does.
         are_skipped: whether ignored rows are left out.
     """
-    tape, target, ignore_index = region.written_to, region.operands.target, region.loss.ignore_index
+    tape, target, target_weights = region.written_to, region.operands.target, region.operands.target_weights
+    is_label = f"y != {region.loss.ignore_index}"
     if _ignores_rows(region):
-        labelled = f"y != {ignore_index}" if region.loss.ignores_rows else ""
+        labelled = "" if not region.loss.ignores_rows else is_label if target_weights is None else f"any_k({is_label})"
         weighted = "w_t != 0" if region.operands.token_weights is not None else ""
         words = " & ".join(f"({part})" if labelled and weighted else part for part in (labelled, weighted) if part)
         tape.write("valid, valid_count", f"{words}, sum({words})")
-    valid = Value(tape, "valid", shape=target.shape, dtype=torch.bool)
+    valid = Value(tape, "valid", shape=target.shape[:1], dtype=torch.bool)
     if are_skipped:
-        names = [str(term.x) for term in region.terms] + ["y"]
+        names = [str(term.x) for term in region.terms] + ["y"] + ["q"] * (target_weights is not None)
         words = ", ".join(f"{name}[valid]" for name in names)
         tape.write(", ".join(names), words, note=waits if region.is_cuda else "")
-    elif _ignores_rows(region):
+    elif _ignores_rows(region) and target_weights is None:
         tape.write("y", "where(valid, y, 0)")
+    if target_weights is not None and region.loss.ignores_rows:
+        tape.write("q, y", f"where({is_label}, q, 0), where({is_label}, y, 0)")
     return PlannedRows(
         count=target.shape[0],
         total=target.shape[0],
@@ -327,6 +362,7 @@ def _planned_rows(region: Region, waits: str, *, are_skipped: bool) -> PlannedRo
         valid_count=Value(tape, "valid_count", dtype=torch.int64),
         order=valid if are_skipped else None,
         valid=valid if _ignores_rows(region) and not are_skipped else None,
+        target_weights=target_weights,
     )
 
 
@@ -339,7 +375,7 @@ def _all_rows(region: Region, target: Tensor, valid_count: Tensor, valid: Tensor
     total = target.shape[0]
     if not _ignores_rows(region):
         return Rows(total, total, target, valid_count)
-    return Rows(total, total, torch.where(valid, target, 0), valid_count, valid=valid)
+    return Rows(total, total, _masked(valid, target), valid_count, valid=valid)
 
 
 def _valid_rows(target: Tensor, valid_count: Tensor, valid: Tensor, count: int, valid_first: Tensor | None) -> Rows:

@@ -30,7 +30,7 @@ EVERYTHING = slice(None)
 
 
 class Targets(NamedTuple):
-    """Where the targets of some rows are in a buffer of logits."""
+    """Where the targets of some rows are in a buffer of logits; all (C, K) with target weights."""
 
     column: Tensor
     """(C,) columns of the buffer"""
@@ -260,9 +260,9 @@ def argmax(region: Region, buffer: LogitsBuffer) -> Tensor | None:
 
 
 def target_entry(region: Region, buffer: LogitsBuffer, targets: Targets) -> Tensor:
-    """(C,) z at each row's target."""
+    """z at each row's target, in the shape of the columns."""
     if region.tape is None:
-        return buffer.logits.gather(1, targets.column[:, None]).squeeze(1)
+        return _at(buffer.logits, targets.column)
     return let(region, f"{logits_name(region)}_y", as_value(buffer.logits).entry(as_value(targets.column)))
 
 
@@ -270,6 +270,8 @@ def statistics_and_gradient_(
     region: Region, logits: LogitsBuffer | LogitsInBlocks, target: Tensor, coefficients: RowCoefficients
 ) -> tuple[RowStatistics, Tensor]:
     """The statistics, and z at each row's target; the logits become their gradient in place."""
+    if region.tape is None and target.ndim > 1:
+        return _gradient_of_several_targets_(region, logits, target, coefficients)
     if region.tape is None:
         return region.kernels.statistics_and_gradient(logits, target, coefficients)
     whole = _whole(region, logits)
@@ -277,15 +279,38 @@ def statistics_and_gradient_(
         name_logits(region, whole)
     found, z_y = _statistics_values(region, whole), _row_value(region, f"{logits_name(region)}_y", whole)
     work = RowWork.of("statistics_and_gradient", logits, dtype=region.logits_dtype)
-    words = f"{_statistics_words(region, whole)}, {as_value(whole.logits).entry(as_value(target))}"
-    runs_in = _write(region, f"row_max, row_log_sum, {z_y}", found[0], words, work)
-    region.written_to.write(
-        as_value(whole.logits).named("dlogits"),
-        _gradient_words(region, whole, found, coefficients, target),
-        note="in place, same kernel" if runs_in == "Triton" else "in place",
-        runs_in=runs_in,
-    )
+    at_target, words = as_value(whole.logits).entry(as_value(target)), _statistics_words(region, whole)
+    dlogits = as_value(whole.logits).named("dlogits")
+    gradient = _gradient_words(region, whole, found, coefficients, target)
+    if target.ndim > 1:
+        z_y = as_value(let(region, str(z_y), at_target))
+        _write(region, "row_max, row_log_sum", found[0], words, work)
+        at_targets = RowWork(method="target_gradient", dtype=region.logits_dtype, out_dtype=region.logits_dtype)
+        note = "in place, then the targets' columns"
+        _write(region, "dlogits", dlogits, gradient, *[at_targets] * len(logits.buffers), note=note)
+        return found, z_y
+    runs_in = _write(region, f"row_max, row_log_sum, {z_y}", found[0], f"{words}, {at_target}", work)
+    note = "in place, same kernel" if runs_in == "Triton" else "in place"
+    region.written_to.write(dlogits, gradient, note=note, runs_in=runs_in)
     return found, z_y
+
+
+def _gradient_of_several_targets_(
+    region: Region, logits: LogitsBuffer | LogitsInBlocks, target: Tensor, coefficients: RowCoefficients
+) -> tuple[RowStatistics, Tensor]:
+    """`statistics_and_gradient_` for targets (C, K): the kernel's pass, then their columns, from z as it was before."""
+    blocks, z = [], torch.zeros_like(target, dtype=region.logits_dtype)
+    for buffer, columns in zip(logits.buffers, logits.columns, strict=True):
+        column, is_here = TargetColumns.of(target, columns)
+        here = _at(buffer.logits, column)
+        z = torch.where(is_here, here, z)
+        blocks.append((buffer, Targets(column, is_here, here)))
+    # The kernel writes the entry of one target, too, of which any gradient will do: it is written over.
+    of_one = coefficients._replace(one_hot=coefficients.probability)
+    found, _ = region.kernels.statistics_and_gradient(logits, target[:, 0], of_one)
+    for buffer, targets in blocks:
+        _write_at_targets_(region, buffer.logits, found, coefficients, targets)
+    return found, z
 
 
 def gradient_(
@@ -311,22 +336,52 @@ def gradient_(
         class_weight = None
     if region.tape is not None:
         return _written_gradient(region, buffer, found, coefficients, targets, class_weight, name)
-    kernels, dtype = region.kernels, operands.dtype
-    column, is_here, z_y = targets
-    if z_y is None:
-        z_y = target_entry(region, buffer, targets)
-    dlogits, column_sums = kernels.gradient(
-        buffer, found, coefficients, class_weight, dtype=dtype, column_sums=operands.bias_grad
+    if targets.z is None:
+        targets = targets._replace(z=target_entry(region, buffer, targets))
+    dlogits, column_sums = region.kernels.gradient(
+        buffer, found, coefficients, class_weight, dtype=operands.dtype, column_sums=operands.bias_grad
     )
+    one_hot = _write_at_targets_(region, dlogits.logits, found, coefficients, targets, class_weight)
+    if column_sums is not None:
+        assert targets.z is not None
+        logit_map = region.logit_map
+        slope = None if logit_map.softcap is None else logit_map.slope(logit_map(targets.z.to(one_hot.dtype)))
+        at_targets = one_hot if slope is None else one_hot * slope
+        column_sums.index_add_(0, targets.column.reshape(-1), at_targets.reshape(-1), alpha=-1)
+    return dlogits, column_sums
+
+
+def _at(matrix: Tensor, column: Tensor) -> Tensor:
+    """The entries of each row of a matrix in its column, (C,), or in its columns, (C, K)."""
+    return matrix.gather(1, column) if column.ndim > 1 else matrix.gather(1, column[:, None]).squeeze(1)
+
+
+def _write_at_targets_(
+    region: Region, dlogits: Tensor, found: RowStatistics, coefficients: RowCoefficients, targets: Targets,
+    class_weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Writes the gradient at the targets, with its one_hot term, and returns that, in the shape of the columns."""
+    column, is_here, z = targets
+    assert z is not None
     one_hot = coefficients.one_hot if is_here is None else torch.where(is_here, coefficients.one_hot, 0)
     at_target = None if class_weight is None else class_weight[column]
-    entry = kernels.target_gradient(z_y, found, coefficients._replace(one_hot=one_hot), at_target, dtype=dtype)
-    dlogits.logits.scatter_(1, column[:, None], entry[:, None])
-    if column_sums is not None:
-        logit_map = region.logit_map
-        slope = None if logit_map.softcap is None else logit_map.slope(logit_map(z_y.to(one_hot.dtype)))
-        column_sums.index_add_(0, column, one_hot if slope is None else one_hot * slope, alpha=-1)
-    return dlogits, column_sums
+    index, of_each = column[:, None], coefficients._replace(one_hot=one_hot)
+    if column.ndim > 1:
+        # A row for each target. Those in one column write the same number, so that their order does not matter.
+        index, count, total = column, column.shape[1], _summed_by_column(column, one_hot)
+        found = RowStatistics(*(vector.repeat_interleave(count) for vector in found))
+        vectors = coefficients._replace(one_hot=None)
+        of_each = RowCoefficients(*(None if v is None else v.repeat_interleave(count) for v in vectors))
+        of_each = of_each._replace(one_hot=total.reshape(-1))
+    entry = region.kernels.target_gradient(z.reshape(-1), found, of_each, at_target, dtype=dlogits.dtype)
+    dlogits.scatter_(1, index, entry.view(index.shape))
+    return one_hot
+
+
+def _summed_by_column(column: Tensor, values: Tensor) -> Tensor:
+    """(C, K) for each of a row's columns, the sum of the row's values in the same column."""
+    first = torch.searchsorted(column.sort(1).values, column)
+    return torch.zeros_like(values).scatter_add_(1, first, values).gather(1, first)
 
 
 def _written_gradient(
@@ -355,7 +410,7 @@ def _gradient_words(
     class_weight: Tensor | None = None,
 ) -> str:  # fmt: skip
     u = _u(region, buffer)
-    is_target = Value(region.written_to, f"[v == {target}]", shape=u.shape)
+    is_target = Value(region.written_to, f"[v == {target}]", shape=(*u.shape, *target.shape[1:]))
     row = Row(max=found.row_max, log_sum=found.row_log_sum, target_logit=None, moments={})
     at = LogitsAtColumns(u=u, is_target=is_target, class_weight=class_weight)
     return str(logits_gradient(region.logit_map, at, row, coefficients))

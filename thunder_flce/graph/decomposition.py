@@ -38,25 +38,31 @@ def loss_and_outputs(
     loss: Loss,
     weight: TensorProxy | None,
     token_weights: TensorProxy | None,
+    target_weights: TensorProxy | None = None,
     num_items: TensorProxy | float | None,
 ) -> tuple[TensorProxy, ...]:
-    """The loss, () or (N,), and the outputs that it names; target is (N,) int64."""
+    """The loss, () or (N,), and the outputs that it names; target is (N,) int64, with target_weights (N, K)."""
     columns = logits.shape[1]
     if weight is not None and weight.shape[0] != columns:
         weight = weight[:columns]
     weight = None if weight is None else ltorch.to(weight, logits.dtype)
-    is_plain = loss.is_plain and not loss.outputs and num_items is None and token_weights is None
+    has_weights = token_weights is not None or target_weights is not None
+    is_plain = loss.is_plain and not loss.outputs and num_items is None and not has_weights
     if is_plain and logits.numel:
         # Executors have kernels for it. PyTorch refuses the backward of thunder's "sum"; that of an empty batch has no
         # gradient.
         reduction = "none" if loss.reduction == "sum" else loss.reduction
         value = ltorch.cross_entropy(logits, target, weight, ignore_index=loss.ignore_index, reduction=reduction)
         return (ltorch.sum(value) if loss.reduction == "sum" else value,)
-    valid = ltorch.ne(target, loss.ignore_index)
+    valid = is_label = ltorch.ne(target, loss.ignore_index)
+    if target_weights is not None:
+        target_weights = ltorch.to(ltorch.reshape(target_weights, target.shape), logits.dtype)
+        target_weights, target = ltorch.where(is_label, target_weights, 0.0), ltorch.where(is_label, target, 0)
+        valid = ltorch.gt(ltorch.sum(ltorch.to(is_label, logits.dtype), 1), 0.0)
     if token_weights is not None:
         token_weights = ltorch.to(ltorch.reshape(token_weights, (-1,)), logits.dtype)
         valid = valid & ltorch.ne(token_weights, 0)
-    column = ltorch.where(valid, target, 0)
+    column = ltorch.where(valid, target, 0) if target_weights is None else target
     weights = None if weight is None else RowWeights(ltorch.index_select(weight, 0, column), ltorch.sum(weight))
     row = _row(logits, column, weight, loss)
 
@@ -71,7 +77,8 @@ def loss_and_outputs(
     elif weights is not None:
         at_target = weights.at_target if token_weights is None else weights.at_target * token_weights
         divisor = ltorch.sum(ltorch.where(valid, at_target, 0.0))
-    terms = [(loss.cross_entropy(row, weights, columns, exact=True), divisor)]
+    of_rows = loss.cross_entropy(row, weights, columns, target_weights=target_weights, exact=True)
+    terms = [(of_rows, divisor)]
     if loss.z_loss:
         terms.append((loss.z_term(row), z_divisor))
     if token_weights is not None:
@@ -90,7 +97,7 @@ def loss_and_outputs(
 
 
 def _row(logits: TensorProxy, column: TensorProxy, weight: TensorProxy | None, loss: Loss) -> Row:
-    """What is known of the rows of logits (N, K), with column (N,) for targets and class weights (K,)."""
+    """What is known of the rows of logits (N, K), with column (N,) or (N, K) for targets and class weights (K,)."""
     with _no_grad():
         # Everything is relative to it, and does not depend on it.
         row_max = ltorch.amax(logits, 1, keepdim=True)
@@ -106,8 +113,10 @@ def _row(logits: TensorProxy, column: TensorProxy, weight: TensorProxy | None, l
             moment, of_columns = MOMENTS[name], 1.0 if weight is None else weight
             term = moment.term(shifted if moment.keeps_infinity else finite, probability, of_columns)
             moments[name] = ltorch.sum(term, 1)
-    target_logit = ltorch.gather(logits, 1, ltorch.unsqueeze(column, 1))
-    row_max, log_sum, target_logit = (ltorch.squeeze(vector, 1) for vector in (row_max, log_sum, target_logit))
+    target_logit = ltorch.gather(logits, 1, column if column.ndim > 1 else ltorch.unsqueeze(column, 1))
+    if column.ndim == 1:
+        target_logit = ltorch.squeeze(target_logit, 1)
+    row_max, log_sum = ltorch.squeeze(row_max, 1), ltorch.squeeze(log_sum, 1)
     return Row(row_max, log_sum, target_logit, moments, argmax)
 
 

@@ -16,6 +16,7 @@ The forwards return the loss, row_max, row_log_sum (relative to row_max) and val
 """
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ def linear_cross_entropy(
     terms: Sequence[tuple[TensorProxy, TensorProxy]] = (),
     weight: TensorProxy | None = None,
     token_weights: TensorProxy | None = None,
+    target_weights: TensorProxy | None = None,
     num_items: TensorProxy | float | None = None,
     expected_gradient: TensorProxy | float | None = None,
     options: None = None,
@@ -71,21 +73,22 @@ def linear_cross_entropy(
     if vocab_parallel is not None:
         raise NotImplementedError(ONLY_EAGER)
     given: dict[str, Any] = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
-    given |= {"expected_gradient": expected_gradient, "token_weights": token_weights}
+    given |= {"expected_gradient": expected_gradient}
+    given |= {"token_weights": token_weights, "target_weights": target_weights}
     check_linear_cross_entropy(input, linear_weight, target, **given, loss=loss)
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
     linears = ((input, linear_weight), *terms)
     logits = decomposition.logits(linears, linear_bias, loss=loss, dtype=loss_dtype(input))
-    flat_target = ltorch.reshape(target, (-1,))
+    flat_target = ltorch.reshape(target, (-1,) if target_weights is None else (-1, target.shape[-1]))
     flat_target = converted(flat_target, dtypes.int64)
-    value, *others = decomposition.loss_and_outputs(
-        logits, flat_target, loss=loss, weight=weight, token_weights=token_weights, num_items=num_items
-    )
+    weights = {"weight": weight, "token_weights": token_weights, "target_weights": target_weights}
+    value, *others = decomposition.loss_and_outputs(logits, flat_target, loss=loss, **weights, num_items=num_items)
     value = value if dtype is None else converted(value, dtype)
-    results = [ltorch.reshape(value, target.shape) if loss.reduction == "none" else value]
+    shape = tuple(input.shape[:-1])
+    results = [ltorch.reshape(value, shape) if loss.reduction == "none" else value]
     # Reshaped in any case: thunder differentiates nothing of an operation that returns what was computed without grad.
-    results += [ltorch.reshape(other, target.shape if other.ndim else ()) for other in others]
+    results += [ltorch.reshape(other, shape if other.ndim else ()) for other in others]
     return tuple(results) if loss.outputs else results[0]
 
 
@@ -105,15 +108,16 @@ def _linear_cross_entropy_fwd_meta(
     """Mirrors `_linear_cross_entropy_fwd_impl`."""
     region = region_arguments(*tensors, **settings)
     loss, plan, operands = loss_of(region), Plan.of(region), region_operands(region)
-    input, target = region["input"], region["target"]
-    row_dtype, tokens = loss_dtype(input), target.numel
+    input = region["input"]
+    row_dtype, of_tokens = loss_dtype(input), tuple(input.shape[:-1])
+    tokens = math.prod(of_tokens)
 
     def new(shape: Sequence[int], dtype: dtypes.dtype = row_dtype) -> TensorProxy:
         return TensorProxy(shape=tuple(shape), device=input.device, dtype=dtype, requires_grad=False)
 
-    results = [new(target.shape if loss.reduction == "none" else (), region.get("dtype") or row_dtype)]
+    results = [new(of_tokens if loss.reduction == "none" else (), region.get("dtype") or row_dtype)]
     for output in (OUTPUTS[name] for name in loss.outputs):
-        results.append(new(() if output.is_mean else target.shape, dtypes.int64 if output.is_index else row_dtype))
+        results.append(new(() if output.is_mean else of_tokens, dtypes.int64 if output.is_index else row_dtype))
     results += [new((tokens,)), new((tokens,)), new((), dtypes.int64)]
     if isinstance(plan, GradientsInForward):
         results += _gradients_meta(operands, needs_grad)
@@ -143,7 +147,7 @@ def _linear_cross_entropy_fwd_impl(*tensors: Tensor | None, **settings: Any) -> 
     region = region_arguments(*tensors, **settings)
     plan = Plan.of(region)
     result = engine.forward(functional.operands_of(region, loss_of(region), region["needs_grad"]), plan)
-    value, *outputs = functional.in_shape_of(region["target"], (result.loss, *result.outputs))
+    value, *outputs = functional.in_shape(region["input"].shape[:-1], (result.loss, *result.outputs))
     if "dtype" in region:
         value = value.to(dtypes.to_torch_dtype(region["dtype"]))
     kept = [] if result.kept is None else [result.kept]

@@ -4,6 +4,7 @@
 name.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
@@ -15,7 +16,7 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.problem import Problem, TermShape
 
 POSITIONAL = ("input", "linear_weight", "target", "linear_bias")
-BY_NAME = ("weight", "token_weights", "num_items", "expected_gradient")
+BY_NAME = ("weight", "token_weights", "target_weights", "num_items", "expected_gradient")
 """Further tensors or numbers, None where they are not given."""
 
 
@@ -40,7 +41,7 @@ def region_problem(region: Mapping[str, Any], needs_grad: Collection[str], *, fl
     weight, loss = region["linear_weight"], loss_of(region)
     linears = [(name, operand) for name, operand in region_operands(region).items() if name != "linear_bias"]
     return Problem(
-        tokens=int(region["target"].numel),
+        tokens=math.prod(map(int, region["input"].shape[:-1])),
         terms=tuple(
             TermShape(hidden=int(x.shape[-1]), input_grad=of_input in needs_grad, weight_grad=of_weight in needs_grad)
             for (of_input, x), (of_weight, _) in zip(linears[::2], linears[1::2], strict=True)
@@ -55,6 +56,7 @@ def region_problem(region: Mapping[str, Any], needs_grad: Collection[str], *, fl
         has_class_weight=region["weight"] is not None,
         has_num_items=region["num_items"] is not None,
         has_token_weights=region["token_weights"] is not None,
+        targets_per_token=None if region["target_weights"] is None else int(region["target"].shape[-1]),
         has_expected_gradient=region["expected_gradient"] is not None,
         float32_logits=float32_logits,
     )

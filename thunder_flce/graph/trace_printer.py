@@ -36,6 +36,7 @@ _LETTERS = {
     "linear_bias": "b",
     "weight": "w",
     "token_weights": "w_t",
+    "target_weights": "q",
     "num_items": "num_items",
     "expected_gradient": "expected_gradient",
 }

@@ -5,12 +5,13 @@ when the region runs (`row_selection.RowSelection`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
 import torch
 
+from thunder_flce.operation.divergence import KINDS, Divergence
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -46,6 +47,7 @@ def check_linear_cross_entropy(
     terms: Any = (),
     weight: Any,
     token_weights: Any = None,
+    target_weights: Any = None,
     num_items: Any,
     expected_gradient: Any,
     loss: Loss,
@@ -61,16 +63,19 @@ def check_linear_cross_entropy(
     """
     check_pairs(terms)
     tensors = {**named_operands(input, linear_weight, linear_bias, terms), "target": target}
-    tensors |= {name: of for name, of in (("weight", weight), ("token_weights", token_weights)) if of is not None}
+    optional = {"weight": weight, "token_weights": token_weights, "target_weights": target_weights}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     numbers = {"num_items": num_items, "expected_gradient": expected_gradient}
     tensors |= {name: number for name, number in numbers.items() if _is_tensor(number)}
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, input)
     _check_shapes(tensors, vocab)
-    for name in ("weight", "token_weights", *numbers):
+    for name in (*optional, *numbers):
         if name in tensors and tensors[name].requires_grad:
             raise ValueError(f"{name} must not require a gradient: there is none with respect to it")
     check_loss(loss, linear_weight.shape[0] if vocab is None else vocab)
+    if target_weights is not None:
+        _check_goes_with_target_weights(weight, loss)
     for name, number in numbers.items():
         if number is not None and not _is_tensor(number) and not _is_number(number):
             raise TypeError(f"{name} must be a number or a tensor without dimensions, but got {type(number).__name__}")
@@ -85,6 +90,70 @@ def check_linear_cross_entropy(
         raise ValueError(f"expected_gradient must be finite and not 0, but got {expected_gradient}")
 
 
+def _check_goes_with_target_weights(weight: Any, loss: Loss) -> None:
+    if weight is not None:
+        raise ValueError(
+            "weight has no meaning with target_weights: multiply these by the class weights of the targets"
+        )
+    if loss.label_smoothing:
+        raise ValueError("label_smoothing must be 0 with target_weights, which are soft targets already")
+    for name in ("log_prob", "accuracy"):
+        if name in loss.outputs:
+            raise ValueError(
+                f"outputs must not have {name!r} with target_weights: a token has no target of its own then"
+            )
+
+
+def check_linear_kl_divergence(
+    student: Mapping[str, Any], teacher: Mapping[str, Any], divergence: Divergence, *, loss: Loss
+) -> None:
+    """Raises for arguments of `kl_divergence.linear_kl_divergence` that have no meaning.
+
+    Args:
+        student: input, linear_weight and target, which may be None, by name.
+        teacher: teacher_input and teacher_weight by name.
+        divergence: which one.
+        loss: the reduction and ignore_index.
+
+    Raises:
+        TypeError: for a dtype or a type that does not fit; the message names the argument and what was expected.
+        ValueError: for a shape, a device or a value that does not fit, likewise.
+    """
+    tensors = {name: tensor for name, tensor in student.items() if tensor is not None}
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor, tensors["input"])
+    _check_shapes(tensors, None)
+    for name, tensor in teacher.items():
+        _check_tensor(name, tensor, teacher["teacher_input"], "teacher_input")
+    of_input, of_weight = tuple(tensors["input"].shape), tuple(tensors["linear_weight"].shape)
+    of_teacher_input, of_teacher = (tuple(tensor.shape) for tensor in teacher.values())
+    if len(of_teacher) != 2 or of_teacher[0] != of_weight[0]:
+        raise ValueError(
+            f"teacher_weight must be (V, H') with V = {of_weight[0]}, the rows of linear_weight, but got {of_teacher}; "
+            "where one of both is padded, slice it to the columns that both have"
+        )
+    if of_teacher_input != (*of_input[:-1], of_teacher[1]):
+        what = f"be {(*of_input[:-1], of_teacher[1])}: input's shape with the last dimension of teacher_weight"
+        raise ValueError(f"teacher_input must {what}, but got {of_teacher_input}")
+    if str(teacher["teacher_input"].device) != str(tensors["input"].device):
+        device = tensors["input"].device
+        raise ValueError(
+            f"teacher_input must be on input's device, {device}, but got {teacher['teacher_input'].device}"
+        )
+    if divergence.kind not in KINDS:
+        raise ValueError(f"divergence must be one of {KINDS}, but got {divergence.kind!r}")
+    for name, is_right, expected in (
+        ("beta", lambda value: 0 < value < 1, "be between 0 and 1, both excluded"),
+        ("temperature", lambda value: 0 < value < math.inf, "be positive and finite"),
+    ):
+        value = getattr(divergence, name)
+        if not _is_number(value):
+            raise TypeError(f"{name} must be a number, but got {type(value).__name__}")
+        if not is_right(value):
+            raise ValueError(f"{name} must {expected}, but got {value}")
+    check_loss(loss, of_weight[0])
+
+
 def check_pairs(terms: Any) -> None:
     """Raises `TypeError` for terms that are not pairs."""
     if not isinstance(terms, Sequence):
@@ -96,21 +165,24 @@ def check_pairs(terms: Any) -> None:
             raise TypeError(f"terms[{number}] must be a pair (input, weight), but {found}")
 
 
-def _check_tensor(name: str, tensor: Any, input: Any) -> None:
+def _check_tensor(name: str, tensor: Any, input: Any, of: str = "input") -> None:
     if not _is_tensor(tensor):
         raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")
+    if hasattr(tensor, "device_mesh"):
+        advice = "pass what to_local() or full_tensor() returns"
+        raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
     expected = {"target": INTEGERS, "num_items": (*INTEGERS, *FLOATS)}.get(name, FLOATS)
-    may_differ = name in ("target", "token_weights", "num_items", "expected_gradient")
+    may_differ = name in ("target", "token_weights", "target_weights", "num_items", "expected_gradient")
     dtype, of_input = dtype_name(tensor), dtype_name(input)
     if dtype not in expected:
-        advice = "; pass mask.to(input.dtype)" if name == "token_weights" and dtype == "bool" else ""
+        advice = "; pass mask.to(input.dtype)" if name.endswith("_weights") and dtype == "bool" else ""
         raise TypeError(f"{name} must have one of the dtypes {', '.join(expected)}, but got {dtype}{advice}")
     # Class weights are not an operand of a matmul, so they may be float32 where the operands have 16 bits.
     is_wider_weight = name == "weight" and dtype == "float32" and of_input != "float64"
     if dtype != of_input and not may_differ and not is_wider_weight:
-        raise TypeError(f"{name} must have input's dtype, {of_input}, but got {dtype}")
+        raise TypeError(f"{name} must have {of}'s dtype, {of_input}, but got {dtype}")
     if str(tensor.device) != str(input.device):
-        raise ValueError(f"{name} must be on input's device, {input.device}, but got {tensor.device}")
+        raise ValueError(f"{name} must be on {of}'s device, {input.device}, but got {tensor.device}")
 
 
 def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
@@ -129,9 +201,20 @@ def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
         as_in = f"H = {hidden}, as in linear_weight {of_weight}"
         raise ValueError(f"input's last dimension must be {as_in}, but input is {of_input}")
     of_columns = f"be (V,) = ({vocab},)"
+    of_tokens = f"have input's shape without its last dimension, {tuple(rows)}"
+    of_target = shapes.get("target", ())
+    if "target_weights" in shapes:
+        if of_target[:-1] != tuple(rows) or len(of_target) != len(of_input) or not of_target[-1]:
+            what = f"(..., K), input's shape with another last dimension, and K ≥ 1, but is {of_target}"
+            raise ValueError(f"with target_weights, target must be {what}; input is {of_input}")
     for name, expected, what in (
-        ("target", tuple(rows), f"have input's shape without its last dimension, {tuple(rows)}"),
-        ("token_weights", tuple(rows), f"have target's shape, {tuple(rows)}"),
+        ("target", of_target if "target_weights" in shapes else tuple(rows), of_tokens),
+        (
+            "token_weights",
+            tuple(rows),
+            of_tokens if "target_weights" in shapes else f"have target's shape, {tuple(rows)}",
+        ),
+        ("target_weights", of_target, f"have target's shape, {of_target}"),
         ("linear_bias", (vocab,), of_columns),
         ("weight", (whole_vocab,), f"be (V,) = ({whole_vocab},)"),
         ("num_items", (), "be a number or a tensor without dimensions"),

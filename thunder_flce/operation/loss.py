@@ -25,7 +25,13 @@ row's cross-entropy, z term, log-probability and entropy, the gradient of z is
     A = g ((1 − ε) w_y + ε/K Σ w) + 2 ζ g_z (m + l) − g_p + g_e E,   B = g (1 − ε) w_y − g_p,   C = g ε/K
     E = Σ_v p_v (u_v − m)
 
-so that a kernel needs at most four numbers a row. Everything is relative to m, so that the loss keeps its digits when
+so that a kernel needs at most four numbers a row. With target weights q, a row has targets y_1 … y_K, and neither class
+weights nor smoothing:
+
+    cross_entropy = Σ_k q_k (l − (u_{y_k} − m))
+    A = g Σ_k q_k + 2 ζ g_z (m + l) + g_e E,   B [v = y] becomes Σ_k g q_k [v = y_k]
+
+Everything is relative to m, so that the loss keeps its digits when
 all logits share a large offset.
 
 The functions below are these formulas. They take whatever has arithmetic: PyTorch's tensors when a region runs, the
@@ -67,7 +73,7 @@ class Row(NamedTuple):
     log_sum: Any
     """l, so that m + l is the row's log-sum-exp"""
     target_logit: Any
-    """u_y"""
+    """u_y; (N, K) with target weights"""
     moments: dict[str, Any]
     """By their names in `moments.MOMENTS`"""
     argmax: Any | None = None
@@ -193,8 +199,13 @@ class Loss:
         """Whether something is asked for of ignored rows, too, so that they have to be computed."""
         return any(OUTPUTS[name].ignored is None for name in self.outputs)
 
-    def cross_entropy(self, row: Row, weights: RowWeights | None, columns: int, *, exact: bool = False) -> Any:
+    def cross_entropy(
+        self, row: Row, weights: RowWeights | None, columns: int, *, target_weights: Any = None, exact: bool = False
+    ) -> Any:
         """(N,) each row's cross-entropy over so many columns; `exact` where u_y and m are of the same logits."""
+        if target_weights is not None:
+            of_targets = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
+            return (target_weights * self.cross_entropy(of_targets, None, columns, exact=exact)).sum(-1)
         # In this order the loss keeps its digits when all logits share a large offset. A kernel's softcap may differ
         # from PyTorch's in its last digit, which must not make a loss negative.
         shifted = row.target_logit - row.max
@@ -230,15 +241,19 @@ class RowCoefficients(NamedTuple):
     probability: Any
     """A"""
     one_hot: Any
-    """B"""
+    """B; with target weights (N, K), of each target"""
     uniform: Any | None = None
     """C; None without label smoothing"""
     entropy: Any | None = None
     """g_e; None where the entropy has no upstream gradient"""
 
 
-def row_coefficients(loss: Loss, upstream: Any, weights: RowWeights | None, columns: int) -> RowCoefficients:
+def row_coefficients(
+    loss: Loss, upstream: Any, weights: RowWeights | None, columns: int, *, target_weights: Any = None
+) -> RowCoefficients:
     """A, B and C as far as they follow from the upstream gradient of each row's cross-entropy, (N,), alone."""
+    if target_weights is not None:
+        return RowCoefficients(upstream * target_weights.sum(-1), upstream.unsqueeze(-1) * target_weights)
     one_hot = probability = upstream
     if weights is not None:
         one_hot = probability = upstream * weights.at_target
@@ -256,7 +271,7 @@ class LogitsAtColumns(NamedTuple):
     u: Any
     """(N, V)"""
     is_target: Any
-    """(N, V) [v = y]"""
+    """(N, V) [v = y]; (N, V, K) with target weights"""
     class_weight: Any | None
     """(V,) w"""
 
@@ -272,6 +287,7 @@ def logits_gradient(logit_map: LogitMap, logits: LogitsAtColumns, row: Row, coef
     if coefficients.uniform is not None:
         uniform = coefficients.uniform
         gradient = gradient - (uniform if logits.class_weight is None else uniform * logits.class_weight)
-    gradient = gradient - coefficients.one_hot * logits.is_target
+    one_hot = coefficients.one_hot * logits.is_target
+    gradient = gradient - (one_hot.sum(-1) if len(logits.is_target.shape) > 2 else one_hot)
     slope = logit_map.slope(u)
     return gradient if slope is None else gradient * slope

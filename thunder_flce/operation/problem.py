@@ -38,8 +38,12 @@ class Problem:
     has_class_weight: bool = False
     has_num_items: bool = False
     has_token_weights: bool = False
+    targets_per_token: int | None = None
+    """K, with target weights; None for one target without"""
     has_expected_gradient: bool = False
     """Whether gradients in the forward are finished for another upstream gradient than 1."""
+    has_teacher: bool = False
+    """Whether a chunk has a teacher's logits beside it, as many."""
     float32_logits: bool = False
     """Whether logits of 16-bit operands stay in float32."""
     shard: Shard | None = None

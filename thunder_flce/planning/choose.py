@@ -135,10 +135,12 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
 
 
 def logits_bytes(problem: Problem, rows: int) -> int:
-    """Bytes of the logits of `rows` tokens, and of their gradients where they do not share memory."""
+    """Bytes of the logits of `rows` tokens, of a teacher's, and of their gradients where they do not share memory."""
     itemsize = problem.dtype.itemsize
     if problem.float32_logits:
         itemsize = 4 + itemsize * problem.needs_grad
+    if problem.has_teacher:
+        itemsize += 4 if problem.float32_logits else itemsize
     return rows * _row_stride(problem, problem.vocab) * itemsize
 
 

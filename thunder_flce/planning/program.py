@@ -29,8 +29,8 @@ class Program:
     temporary_bytes: int
     """The same above the gradients that it returns.
 
-    It leaves out vectors of one number a token and, where rows are ignored, copies of rows of x: of a chunk, or of all
-    rows in a backward that computes logits again.
+    It leaves out vectors of one number a token, or one for each of its targets, and, where rows are ignored, copies of
+    rows of x: of a chunk, or of all rows in a backward that computes logits again.
     """
 
     @property
@@ -102,11 +102,13 @@ def _operands(problem: Problem, tape: Tape) -> Operands:
                 weight_grad=term.weight_grad,
             )
         )
+    several = () if problem.targets_per_token is None else (problem.targets_per_token,)
     return Operands(
         terms=tuple(terms),
         bias=_value(tape, "b", dtype, rows) if problem.has_bias else None,
-        target=_value(tape, "y", torch.int64, problem.tokens),
+        target=_value(tape, "y", torch.int64, problem.tokens, *several),
         loss=problem.loss,
+        target_weights=_value(tape, "q", torch.float32, problem.tokens, *several) if several else None,
         class_weight=_value(tape, "w", dtype, rows) if problem.has_class_weight else None,
         token_weights=_value(tape, "w_t", torch.float32, problem.tokens) if problem.has_token_weights else None,
         num_items=_value(tape, "num_items", dtype) if problem.has_num_items else None,

@@ -24,8 +24,8 @@ from thunder_flce.execution.matmul import cublaslt
 from thunder_flce.execution.matmul.cublaslt import Algorithm, MatmulDescriptor, Signature
 from thunder_flce.execution.matmul.layout import Kind, Matmul
 
-# Matmuls of so many operations, half a millisecond on an H200, are worth measuring, which takes 0.1 to 0.6 s. Of 27 with
-# fewer, 2e11 or more, 24 gained 2% or less, the others 3% to 5% (`tuned_products` in traces/h200).
+# Matmuls of so many operations, half a millisecond on an H200, are worth measuring, which takes 0.1 to 0.6 s. Of 27
+# with 2e11 or more, but fewer, 24 gained 2% or less, the others 3% to 5% (`tuned_products` in traces/h200).
 TUNED_OPERATIONS = 4e11
 
 # Candidates that take up to this much longer than the fastest, run once or twice, are measured again, at length: under

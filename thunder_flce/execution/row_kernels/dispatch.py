@@ -4,11 +4,13 @@ Triton comes with PyTorch on Linux, nvFuser is an extra; PyTorch's operations ru
 """
 
 import importlib.util
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from thunder_flce.execution.row_kernels.interface import LogitMap, RowKernels, RowWork
 
@@ -87,6 +89,25 @@ def missing(*, dtype: torch.dtype, device_type: str) -> Backend | None:
 def without_nvfuser(*, dtype: torch.dtype, device_type: str) -> str:
     """What "auto" amounts to where nvFuser is not to be used."""
     return "torch" if _backend("auto", dtype, device_type) == "nvfuser" else "auto"
+
+
+def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], device_type: str) -> Callable[..., Tensor]:
+    """What computes a student's divergences from a teacher, for logits of such dtypes.
+
+    It takes a `LogitsBuffer` of the student and of the teacher, the same rows and columns, a `Divergence`, and by name
+    `factors`, (C,), and `out`. It returns the divergence of each row, (C,). With factors it writes the gradient of the
+    student's logits, times these, to the buffer `out`, which may be the student's own.
+
+    Raises:
+        ValueError: as `check_available`, and for "nvfuser".
+    """
+    for dtype in dtypes:
+        check_available(choice, dtype=dtype, device_type=device_type)
+    if choice == "nvfuser":
+        raise ValueError('row_kernels="nvfuser" has no divergences: choose row_kernels="auto", "triton" or "torch"')
+    has_triton = is_installed("triton") and all(_runs_on("triton", dtype, device_type) for dtype in dtypes)
+    name = "torch" if choice == "torch" or not has_triton else "triton"
+    return import_module(f"{__package__}.{name}_divergence").divergence_
 
 
 def library(choice: str, work: RowWork, device_type: str) -> str:

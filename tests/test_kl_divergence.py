@@ -1,0 +1,200 @@
+"""`linear_kl_divergence` against eager PyTorch in float64."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+from reference import error
+from thunder_flce import Options, linear_kl_divergence
+from thunder_flce.execution import distillation
+from thunder_flce.operation.divergence import KINDS
+
+ON_EVERY_BACKEND = True
+B, T, H, G, V = 3, 7, 16, 24, 101
+
+
+def operands(dtype=torch.float64, device="cpu", *, tokens=T, vocab=V, scale=0.5):
+    """The student's and the teacher's hidden states and heads, and targets of which some are ignored."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((B, tokens, H), (vocab, H), (B, tokens, G), (vocab, G))
+    floating = [torch.randn(shape, generator=generator).mul(scale).to(device, dtype) for shape in shapes]
+    for tensor in floating[:2]:
+        tensor.requires_grad_()
+    target = torch.randint(vocab, (B, tokens), generator=generator)
+    target[torch.rand(target.shape, generator=generator) < 0.3] = -100
+    return (*floating, target.to(device))
+
+
+def composed(
+    x, weight, teacher_x, teacher_weight, target, *,
+    divergence="forward", beta=0.5, temperature=1.0, reduction="mean", ignore_index=-100,
+):  # fmt: skip
+    """By PyTorch's own divergence, as TRL's GKD has it; logits of 16 bits in float32."""
+    logits = (F.linear(x, weight), F.linear(teacher_x, teacher_weight).detach())
+    log_p, log_q = (
+        (z.float() if z.dtype.itemsize < 4 else z).div(temperature).log_softmax(-1) for z in logits
+    )  # fmt: skip
+    kl = lambda of, log: F.kl_div(of, log, reduction="none", log_target=True).sum(-1)  # noqa: E731
+    if divergence == "jensen_shannon":
+        share = torch.tensor(beta, dtype=log_p.dtype, device=log_p.device)
+        log_m = torch.logsumexp(torch.stack([log_p + torch.log1p(-share), log_q + share.log()]), 0)
+        of_rows = beta * kl(log_m, log_q) + (1 - beta) * kl(log_m, log_p)
+    else:
+        of_rows = kl(log_p, log_q) if divergence == "forward" else kl(log_q, log_p)
+    valid = torch.ones_like(of_rows, dtype=torch.bool) if target is None else target != ignore_index
+    of_rows = torch.where(valid, of_rows, 0)
+    if reduction == "none":
+        return of_rows
+    return of_rows.sum() / (valid.sum() if reduction == "mean" else 1)
+
+
+WAYS = {
+    "eager": {},
+    "chunks": {"options": Options(chunk_rows=5)},
+    "computed": {"options": Options(chunk_rows=4, ignored_rows="compute")},
+    "budget": {"options": Options(memory_budget=1)},
+    "expected": {"options": Options(expected_gradient=0.3)},
+    "torch.compile": {},
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("divergence", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_function(way, divergence, reduction):
+    torch._dynamo.reset()
+    *tensors, target = operands()
+    settings = {"divergence": divergence, "reduction": reduction, "beta": 0.3, "temperature": 1.7}
+    for targets in (target, None):
+        call = lambda *a: linear_kl_divergence(*a, **settings, **WAYS[way])  # noqa: E731
+        if way == "torch.compile":
+            call = torch.compile(call, backend="aot_eager", fullgraph=True)
+        loss, right = call(*tensors, targets), composed(*tensors, targets, **settings)
+        torch.testing.assert_close(loss, right)
+        upstream = torch.randn_like(right)
+        got, right = (torch.autograd.grad(of, tensors[:2], upstream) for of in (loss, right))
+        torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("needed", [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_frozen(needed, reduction):
+    """What needs no gradient gets none, and the teacher's weight none even if it requires one."""
+    *tensors, target = operands()
+    tensors = [
+        tensor.detach().requires_grad_(is_needed) for tensor, is_needed in zip(tensors[:3], needed, strict=False)
+    ]
+    tensors += [*operands()[2:3], torch.nn.Parameter(operands()[3])]
+    loss, right = (f(*tensors, target, reduction=reduction) for f in (linear_kl_divergence, composed))
+    torch.testing.assert_close(loss, right)
+    assert loss.requires_grad == any(needed)
+    if any(needed):
+        needing = [tensor for tensor, is_needed in zip(tensors, needed, strict=False) if is_needed]
+        expected = torch.autograd.grad(right.sum(), needing)
+        loss.sum().backward()
+        assert [tensor.grad is not None for tensor in tensors] == [*needed, False, False]
+        torch.testing.assert_close([tensor.grad for tensor in needing], list(expected))
+
+
+@pytest.mark.parametrize("divergence", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_error_beside_pytorchs(dtype, divergence, device):
+    """Also of a wider logits' dtype, and where the teacher's is another."""
+    *tensors, target = operands(dtype, device, tokens=25, vocab=1009)
+    settings, upstream = {"divergence": divergence, "temperature": 1.3}, torch.tensor(1024.0, device=device)
+    for teacher_dtype, options in ((dtype, None), (torch.bfloat16, Options(chunk_rows=32, logits_dtype="float32"))):
+        of = [*tensors[:2], *(tensor.to(teacher_dtype) for tensor in tensors[2:])]
+        doubled = [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in of]
+        results = [linear_kl_divergence(*of, target, options=options, **settings)]
+        results += [composed(*each, target, **settings) for each in (of, doubled)]
+        assert results[0].dtype == torch.float32
+        gradients = [
+            torch.autograd.grad(result, each[:2], upstream.to(result.dtype))
+            for result, each in zip(results, (of, of, doubled), strict=True)
+        ]
+        for got, eager, right in zip(*((r, *g) for r, g in zip(results, gradients, strict=True)), strict=True):
+            assert got.dtype == eager.dtype
+            assert error(got, right) <= 1.25 * error(eager, right) + 2e-6
+
+
+def test_retained_graph_and_second_derivative():
+    *tensors, target = operands()
+    loss = linear_kl_divergence(*tensors, target)
+    first, second = (
+        torch.autograd.grad(loss, tensors[:2], torch.tensor(0.3).double(), retain_graph=True) for _ in "12"
+    )
+    torch.testing.assert_close(first, second)
+    with pytest.raises(RuntimeError, match="linear_kl_divergence has no second derivative"):
+        torch.autograd.grad(loss, tensors[:2], create_graph=True)
+
+
+def test_without_rows():
+    *tensors, target = operands()
+    loss = linear_kl_divergence(*tensors, torch.full_like(target, -100))
+    assert loss.isnan() and not any(gradient.any() for gradient in torch.autograd.grad(loss, tensors[:2]))
+    empty = linear_kl_divergence(tensors[0][:0], tensors[1], tensors[2][:0], tensors[3], reduction="none")
+    assert empty.shape == (0, T)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"), [(Options(chunk_rows=80), 75), (Options(memory_budget=2 * 100 * V * 8), 100)], ids=str
+)
+def test_no_whole_logits(options, rows, monkeypatch):
+    """Of the student's and of the teacher's, a chunk at a time exists; a memory budget is for both."""
+    sizes = []
+    compute = distillation.divergence_for
+
+    def spy(*arguments, **settings):
+        run = compute(*arguments, **settings)
+
+        def seen(student, teacher, *others, **more):
+            sizes.append((tuple(student.padded.shape), tuple(teacher.padded.shape)))
+            return run(student, teacher, *others, **more)
+
+        return seen
+
+    monkeypatch.setattr(distillation, "divergence_for", spy)
+    *tensors, target = operands(tokens=100)
+    linear_kl_divergence(*tensors, None, options=options)
+    assert sizes == [((rows, V), (rows, V))] * (300 // rows)
+
+
+def _changed(position, change):
+    return lambda tensors: [change(t) if at == position else t for at, t in enumerate(tensors)]
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "kind", "message"),
+    [
+        (_changed(3, lambda w: w[:50]), {}, ValueError, r"teacher_weight must be \(V, H'\) with V = 101"),
+        (_changed(3, lambda w: w[:, :5]), {}, ValueError, r"teacher_input must be \(3, 7, 5\)"),
+        (_changed(2, lambda x: x[0]), {}, ValueError, r"teacher_input must be \(3, 7, 24\)"),
+        (_changed(3, lambda w: w.float()), {}, TypeError, "teacher_weight must have teacher_input's dtype, float64"),
+        (_changed(1, lambda w: w.float()), {}, TypeError, "linear_weight must have input's dtype, float64"),
+        (_changed(2, lambda x: x.requires_grad_()), {}, ValueError, "teacher_input must not require a gradient"),
+        (_changed(2, lambda x: 1.0), {}, TypeError, "teacher_input must be a tensor, but got float"),
+        (
+            _changed(4, lambda y: y + 3 * V),
+            {},
+            IndexError,
+            r"target has 21 of 21 values that are neither in \[0, 101\)",
+        ),
+        (_changed(4, lambda y: y[0]), {}, ValueError, "target must have input's shape without its last dimension"),
+        (list, {"divergence": "kl"}, ValueError, "divergence must be one of"),
+        (list, {"beta": 1.0}, ValueError, "beta must be between 0 and 1, both excluded, but got 1.0"),
+        (list, {"temperature": 0}, ValueError, "temperature must be positive and finite, but got 0"),
+        (list, {"temperature": "1"}, TypeError, "temperature must be a number, but got str"),
+        (list, {"reduction": "batchmean"}, ValueError, "reduction must be one of"),
+        (list, {"options": Options(strategy="save_logits")}, ValueError, "has no choice of a strategy"),
+        (list, {"options": Options(row_kernels="nvfuser")}, ValueError, 'row_kernels="nvfuser"'),
+    ],
+)
+def test_bad_input(change, settings, kind, message):
+    with pytest.raises(kind, match=message):
+        linear_kl_divergence(*change(operands()), **settings)
+
+
+def test_inside_thunder():
+    with pytest.raises(NotImplementedError, match="does not run inside thunder.jit"):
+        thunder.jit(linear_kl_divergence)(*operands())

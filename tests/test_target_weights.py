@@ -1,0 +1,179 @@
+"""Several weighted targets a token: soft targets, such as a teacher's largest probabilities."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+
+import thunder_flce
+from reference import composed_of_several, error
+from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
+from thunder_flce.execution import engine
+from thunder_flce.execution.operands import Operands, Term
+from thunder_flce.execution.plan import GradientsInForward
+from thunder_flce.operation.loss import Loss
+
+B, T, H, V, K = 3, 11, 16, 101, 5
+ALL = Options(strategy="recompute_logits", chunk_rows=7)
+ON_EVERY_BACKEND = True
+
+
+def operands(dtype=torch.float64, device="cpu", vocab=V, targets=K):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(B, T, H, generator=generator)
+    weight = torch.randn(vocab, H, generator=generator).mul(0.5)
+    bias = torch.randn(vocab, generator=generator)
+    target = torch.randint(vocab - 3, (B, T, targets), generator=generator)
+    # Columns that come twice and three times, and one that others, in another vocabulary block, are put next to.
+    target[..., 1] = target[..., 0]
+    target[0, :, -1], target[1, :, -1] = target[0, :, 0], 0
+    target[torch.rand(target.shape, generator=generator) < 0.3] = -100
+    target[1, 5:] = -100
+    target_weights = torch.rand(target.shape, generator=generator)
+    # What ignored targets weigh does not matter.
+    target_weights = target_weights.masked_fill(target == -100, float("nan"))
+    floating = [tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+    return (*floating, target.to(device), target_weights.to(device, dtype))
+
+
+def ours(hidden, weight, bias, target, target_weights, **settings):
+    return linear_cross_entropy(hidden, weight, target, linear_bias=bias, target_weights=target_weights, **settings)
+
+
+def exact(hidden, weight, bias, target, target_weights, *, token_weights=None, num_items=None, **settings):
+    loss = Loss(**settings)
+    if num_items is not None:
+        loss = Loss(**{**settings, "reduction": "sum"})
+    found = composed_of_several(F.linear(hidden, weight, bias), target, target_weights, loss, token_weights)
+    return found if num_items is None else found / num_items
+
+
+TOKEN_WEIGHTS = torch.rand(B, T, generator=torch.Generator().manual_seed(0)) + 0.1
+TOKEN_WEIGHTS[0, :4] = 0
+CASES = {
+    "mean": {},
+    "sum": {"reduction": "sum", "softcap": 2.0, "logit_scale": -0.5},
+    "none": {"reduction": "none", "z_loss": 0.01},
+    "token weights": {"vocab_size": V - 3, "token_weights": TOKEN_WEIGHTS},
+    "num_items": {"num_items": 7.0, "z_loss": 0.01, "softcap": 3.0},
+}
+WAYS = {
+    "eager": lambda function: function,
+    "computed": lambda function: lambda *a: function(*a, options=Options(ignored_rows="compute", chunk_rows=7)),
+    "blocks": lambda function: lambda *a: function(*a, options=Options(strategy="recompute_logits", chunk_rows=7)),
+    "saved": lambda function: lambda *a: function(*a, options=Options(strategy="save_logits")),
+    "thunder": thunder_flce.jit,
+    "decomposition": thunder.jit,
+    "torch.compile": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", WAYS)
+def test_function(way, case, bias):
+    torch._dynamo.reset()
+    settings, (hidden, weight, of_bias, *targets) = CASES[case], operands()
+    tensors = [hidden, weight, of_bias if bias else None]
+    loss = WAYS[way](lambda *a, **given: ours(*a, **settings, **given))(*tensors, *targets)
+    right = exact(*tensors, *targets, **settings)
+    torch.testing.assert_close(loss, right)
+    upstream = torch.randn(right.shape, dtype=right.dtype)
+    got, right = (torch.autograd.grad(result, tensors[: 2 + bias], upstream) for result in (loss, right))
+    torch.testing.assert_close(got, right)
+
+
+@pytest.mark.parametrize("way", ["eager", "thunder", "torch.compile"])
+@pytest.mark.parametrize("outputs", [(), ("entropy", "argmax")])
+def test_frozen_head(way, outputs):
+    """Each row's gradient for 1 is there from the forward on, with the target weights in it."""
+    hidden, weight, _, *targets = operands()
+    tensors = (hidden, weight.detach(), None)
+    results = WAYS[way](lambda *a: ours(*a, reduction="none", outputs=outputs))(*tensors, *targets)
+    loss, *others = results if outputs else (results,)
+    right = exact(*tensors, *targets, reduction="none")
+    torch.testing.assert_close(loss, right)
+    assert all(other.shape == loss.shape for other in others)
+    upstream = torch.randn_like(right)
+    got, right = (torch.autograd.grad(result, hidden, upstream) for result in (loss, right))
+    torch.testing.assert_close(got, right)
+
+
+def test_without_a_target_left():
+    hidden, weight, _, target, target_weights = operands()
+    loss = ours(hidden, weight, None, torch.full_like(target, -100), target_weights)
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    assert loss.isnan() and not any(gradient.any() for gradient in gradients)
+    assert ours(hidden[:0], weight, None, target[:0], target_weights[:0], reduction="none").shape == (0, T)
+
+
+@pytest.mark.parametrize("blocks", [1, 4], ids=["rows", "vocabulary blocks"])
+def test_one_pass(blocks, device):
+    """Also where the first tokens' logits are staged in dW's memory, in blocks of the vocabulary."""
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    hidden, weight, _, target, target_weights = operands(dtype, device)
+    staged = (20, blocks) if blocks > 1 else None
+    plan = GradientsInForward(chunk_rows=7, staged=staged)
+    term = Term(x=hidden.detach().flatten(0, 1), weight=weight.detach(), input_grad=True, weight_grad=True)
+    region = Operands(
+        terms=(term,), bias=None, target=target.flatten(0, 1), target_weights=target_weights.flatten(0, 1), loss=Loss()
+    )
+    result = engine.forward(region, plan)
+    right = exact(hidden.double(), weight.double(), None, target, target_weights.double())
+    torch.testing.assert_close(result.loss.double(), right, rtol=1e-5, atol=1e-5)
+    for got, gradient in zip(result.gradients.in_order(), torch.autograd.grad(right, (hidden, weight)), strict=False):
+        torch.testing.assert_close(got.view_as(gradient), gradient, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", [None, Options(chunk_rows=8), ALL], ids=["", "chunks", "blocks"])
+def test_error_beside_pytorchs(options, dtype, device):
+    """With targets that are the teacher's probabilities, next to the student's: p - q has to keep its digits."""
+    hidden, weight, bias, target, _ = operands(dtype, device, vocab=1009, targets=64)
+    target = target.clamp(min=0)
+    with torch.no_grad():
+        probabilities = (F.linear(hidden, weight, bias).float() * 1.01).softmax(-1)
+        target = probabilities.topk(64).indices
+        target_weights = probabilities.gather(-1, target).to(dtype)
+    tensors = (hidden, weight, bias)
+    doubled = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    results = {}
+    for name, loss, of in (
+        ("ours", ours(*tensors, target, target_weights, options=options), tensors),
+        ("eager", composed_of_several(F.linear(*tensors).float(), target, target_weights, Loss()), tensors),
+        ("exact", exact(*doubled, target, target_weights.double()), doubled),
+    ):
+        results[name] = (loss, *torch.autograd.grad(loss, of))
+    for got, eager, right in zip(*results.values(), strict=True):
+        assert error(got, right) <= 1.25 * error(eager, right) + 1e-6
+
+
+def test_module():
+    hidden, weight, bias, *targets = operands(torch.float32)
+    module = LinearCrossEntropyLoss(H, V)
+    module.weight, module.bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(bias.detach())
+    loss = module(hidden, targets[0], target_weights=targets[1])
+    torch.testing.assert_close(loss, exact(hidden, weight, bias, *targets))
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"target_weights": torch.rand(B, T)}, ValueError, r"target_weights must have target's shape, \(3, 11, 5\)"),
+        ({"target_weights": torch.rand(B, T, K) > 0}, TypeError, r"but got bool; pass mask.to\(input.dtype\)"),
+        ({"target_weights": torch.rand(B, T, K).requires_grad_()}, ValueError, "target_weights must not require"),
+        ({"target": torch.zeros(B, T, dtype=torch.long)}, ValueError, r"target must be \(..., K\)"),
+        ({"target": torch.zeros(B, T, 0, dtype=torch.long)}, ValueError, "and K ≥ 1"),
+        ({"target": torch.full((B, T, K), V)}, IndexError, r"target has 33 of 33 rows with values that are neither"),
+        ({"weight": torch.rand(V)}, ValueError, "weight has no meaning with target_weights"),
+        ({"label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with target_weights"),
+        ({"outputs": ("accuracy",)}, ValueError, "outputs must not have 'accuracy' with target_weights"),
+        ({"target_weights": None}, ValueError, "target must have input's shape without its last dimension"),
+        ({"vocab_parallel": True}, NotImplementedError, "target_weights and vocab_parallel do not go together"),
+    ],
+)
+def test_bad_input(given, kind, message):
+    hidden, weight, _, target, target_weights = operands(torch.float32)
+    given = {"target": target, "target_weights": target_weights, **given}
+    with pytest.raises(kind, match=message):
+        linear_cross_entropy(hidden, weight, **given)

@@ -1,0 +1,131 @@
+"""Divergences in Triton; see `operation.divergence`.
+
+A program has a row of both logits to itself. It reads each for its maximum and sum, then both for the divergence, which
+is where the forward divergence's gradient is written, and for the others both once more.
+"""
+
+import time
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thunder_flce.execution.compile_times import note_first_run
+from thunder_flce.execution.row_kernels.interface import LogitsBuffer
+from thunder_flce.execution.row_kernels.triton_rows import (
+    _STATISTICS_BLOCKS,
+    _block_for,
+    _exp,
+    _logits,
+    _rest,
+    _statistics,
+)
+from thunder_flce.operation.divergence import Divergence
+
+
+@triton.jit
+def _log_probabilities(
+    row, columns, largest, log_sum, VOCAB: tl.constexpr, SCALE: tl.constexpr, IS_EXACT: tl.constexpr
+):  # fmt: skip
+    z = tl.load(row + columns, mask=columns < VOCAB, other=float("-inf"))
+    return _logits(z, SCALE, None, IS_EXACT) - largest - log_sum
+
+
+@triton.jit
+def _log_mixture(
+    log_p, log_q, LOG_STUDENT: tl.constexpr, LOG_TEACHER: tl.constexpr, IS_EXACT: tl.constexpr
+):  # fmt: skip
+    first, second = log_p + LOG_STUDENT, log_q + LOG_TEACHER
+    largest = tl.maximum(first, second)
+    return largest + tl.log(1.0 + _exp(tl.minimum(first, second) - largest, IS_EXACT))
+
+
+@triton.jit
+def _weighted(probability, log, log_other):
+    """p log(p / p'), 0 where p is."""
+    return tl.where(probability == 0.0, 0.0, probability * (log - log_other))
+
+
+@triton.jit
+def _row(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    """The maximum of a row, and the logarithm of its sum of exponentials."""
+    columns, rest = None, None
+    if VOCAB % BLOCK:
+        columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
+    largest, total = _statistics(row, VOCAB, columns, rest, SCALE, None, BLOCK)
+    return largest, tl.log(total)
+
+
+@triton.jit(do_not_specialize_on_alignment=["factors"])
+def _divergence_kernel(
+    student, teacher, out, factors, divergence,
+    STUDENT_STRIDE: tl.constexpr, TEACHER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr,
+    SCALE: tl.constexpr, OF_STUDENT: tl.constexpr, OF_TEACHER: tl.constexpr,
+    LOG_STUDENT: tl.constexpr, LOG_TEACHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    EXACT_STUDENT: tl.constexpr = student.dtype.element_ty == tl.float32
+    EXACT_TEACHER: tl.constexpr = teacher.dtype.element_ty == tl.float32
+    IS_EXACT: tl.constexpr = EXACT_STUDENT or EXACT_TEACHER
+    index = tl.program_id(0)
+    student += index.to(tl.int64) * STUDENT_STRIDE
+    teacher += index.to(tl.int64) * TEACHER_STRIDE
+    p_max, p_log_sum = _row(student, VOCAB, STUDENT_STRIDE, SCALE, BLOCK)
+    q_max, q_log_sum = _row(teacher, VOCAB, TEACHER_STRIDE, SCALE, BLOCK)
+    factor = 0.0
+    if factors is not None:
+        factor = tl.load(factors + index) * SCALE
+        out += index.to(tl.int64) * OUT_STRIDE
+
+    of_student, of_teacher = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, VOCAB, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        log_p = _log_probabilities(student, columns, p_max, p_log_sum, VOCAB, SCALE, IS_EXACT)
+        log_q = _log_probabilities(teacher, columns, q_max, q_log_sum, VOCAB, SCALE, IS_EXACT)
+        p, q = _exp(log_p, IS_EXACT), _exp(log_q, IS_EXACT)
+        if OF_STUDENT == 0:
+            of_teacher += _weighted(q, log_q, log_p)
+            if factors is not None:
+                tl.store(out + columns, ((p - q) * factor).to(out.dtype.element_ty), mask=columns < VOCAB)
+        elif OF_TEACHER == 0:
+            of_student += _weighted(p, log_p, log_q)
+        else:
+            log_m = _log_mixture(log_p, log_q, LOG_STUDENT, LOG_TEACHER, IS_EXACT)
+            of_student += _weighted(p, log_p, log_m)
+            of_teacher += _weighted(q, log_q, log_m)
+    mean = tl.sum(of_student, 0)
+    tl.store(divergence + index, OF_STUDENT * mean + OF_TEACHER * tl.sum(of_teacher, 0))
+
+    if factors is not None and OF_STUDENT != 0:
+        factor *= OF_STUDENT
+        for start in range(0, VOCAB, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            log_p = _log_probabilities(student, columns, p_max, p_log_sum, VOCAB, SCALE, IS_EXACT)
+            log_other = _log_probabilities(teacher, columns, q_max, q_log_sum, VOCAB, SCALE, IS_EXACT)
+            if OF_TEACHER != 0:
+                log_other = _log_mixture(log_p, log_other, LOG_STUDENT, LOG_TEACHER, IS_EXACT)
+            p = _exp(log_p, IS_EXACT)
+            gradient = (_weighted(p, log_p, log_other) - p * mean) * factor
+            tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < VOCAB)
+
+
+def divergence_(
+    student: LogitsBuffer, teacher: LogitsBuffer, divergence: Divergence, *, factors: Tensor | None, out: LogitsBuffer
+) -> Tensor:
+    """The divergence of each row, (C,) float32; see `dispatch`."""
+    rows = student.padded.shape[0]
+    result = student.padded.new_empty(rows, dtype=torch.float32)
+    if not rows:
+        return result
+    log_student, log_teacher = divergence.log_shares or (0.0, 0.0)
+    block, start = _block_for(student.layout.vocab, _STATISTICS_BLOCKS), time.perf_counter()
+    with torch.cuda.device_of(student.padded):
+        compiled = _divergence_kernel[(rows,)](
+            student.padded, teacher.padded, out.padded, None if factors is None else factors.contiguous(), result,
+            STUDENT_STRIDE=student.layout.row_stride, TEACHER_STRIDE=teacher.layout.row_stride,
+            OUT_STRIDE=out.layout.row_stride, VOCAB=student.layout.vocab, SCALE=1 / divergence.temperature,
+            OF_STUDENT=divergence.of_student, OF_TEACHER=divergence.of_teacher,
+            LOG_STUDENT=log_student, LOG_TEACHER=log_teacher, BLOCK=block.elements, num_warps=block.warps,
+        )  # fmt: skip
+    note_first_run("Triton divergences", compiled, start)
+    return result

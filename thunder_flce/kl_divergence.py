@@ -1,0 +1,242 @@
+"""`linear_kl_divergence` for PyTorch: distillation from a teacher's hidden states and head, without whole logits."""
+
+import ast
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_flce import operators
+from thunder_flce.autograd import requires_grad
+from thunder_flce.execution import distillation, engine
+from thunder_flce.execution.distillation import DivergenceResult, Teacher
+from thunder_flce.execution.operands import Operands, Term
+from thunder_flce.execution.plan import GradientsInForward, LossOnly
+from thunder_flce.functional import autocast, one_call
+from thunder_flce.operation.arguments import check_linear_kl_divergence
+from thunder_flce.operation.divergence import Divergence
+from thunder_flce.operation.loss import NOTHING_IGNORED, Loss
+from thunder_flce.options import Options, as_options
+from thunder_flce.planning.choose import cached_plan
+
+_NO_THUNDER = "linear_kl_divergence does not run inside thunder.jit: call it outside, or compile with torch.compile"
+_NO_TRANSFORMS = "linear_kl_divergence has no transforms of torch.func: call backward, or torch.autograd.grad"
+_NO_SECOND_DERIVATIVE = "linear_kl_divergence has no second derivative; call backward without create_graph=True"
+
+
+@one_call
+def linear_kl_divergence(
+    input: Tensor,
+    linear_weight: Tensor,
+    teacher_input: Tensor,
+    teacher_weight: Tensor,
+    target: Tensor | None = None,
+    *,
+    divergence: str = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    options: Options | None = None,
+) -> Tensor:
+    """Divergence of a student's distribution over the vocabulary from a teacher's, for distillation.
+
+    The logits of both, ``linear(input, linear_weight)`` and ``linear(teacher_input, teacher_weight)``, exist a chunk of
+    tokens at a time. For their rows z and z′,
+
+        p = softmax(z / temperature),   q = softmax(z′ / temperature),   m = beta · q + (1 − beta) · p
+        "forward"         KL(q‖p) = Σ q log(q / p)
+        "reverse"         KL(p‖q) = Σ p log(p / q)
+        "jensen_shannon"  beta · KL(q‖m) + (1 − beta) · KL(p‖m)
+
+    The last is the generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649), with TRL's and Liger's convention
+    for beta. Nothing is multiplied by temperature². The gradients for "mean" and "sum" are computed in the forward;
+    those for "none", and for float16 without `Options(expected_gradient=)`, in the backward, which computes the logits
+    again. Works eagerly and in torch.compile, where it is one operator; not in `thunder.jit`.
+
+    Args:
+        input: (..., H) float16, bfloat16, float32 or float64: the student's hidden states.
+        linear_weight: (V, H), input's dtype and device.
+        teacher_input: (..., H′) floating point, on input's device: the teacher's hidden states. They must not require
+            a gradient: compute them under `torch.no_grad`.
+        teacher_weight: (V, H′), teacher_input's dtype. A constant: it gets no gradient, even if it requires one.
+        target: (...) integers in [0, V), or ignore_index in the rows that take no part; None: all rows do.
+        divergence: "forward", "reverse" or "jensen_shannon".
+        beta: between 0 and 1, both excluded; of "jensen_shannon" alone.
+        temperature: positive.
+        ignore_index: targets of this value leave their row out; may lie in [0, V).
+        reduction: "mean" over the rows that are not ignored, "sum" or "none".
+        options: choices about time and memory. The memory budget is for both logits; there is no choice of a strategy.
+
+    Returns:
+        The loss, float32 (float64 for float64 input): () or, for reduction "none", (...), 0 in ignored rows. With
+        "mean" and no valid target, NaN, with gradients of zeros.
+
+    Raises:
+        IndexError: where a target is neither in [0, V) nor ignore_index.
+        TypeError, ValueError: see `arguments.check_linear_kl_divergence`; and for options that cannot be.
+        NotImplementedError: inside `thunder.jit` and in transforms of torch.func.
+        RuntimeError: for second derivatives.
+    """
+    # thunder's interpreter has isinstance take its proxies for tensors.
+    if hasattr(input, "shape") and not issubclass(type(input), Tensor):
+        raise NotImplementedError(_NO_THUNDER)
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(_NO_TRANSFORMS)
+    options = as_options(options)
+    loss = Loss(reduction=reduction, ignore_index=NOTHING_IGNORED if target is None else ignore_index)
+    kind = Divergence(kind=divergence, beta=beta, temperature=temperature)
+    input, linear_weight = autocast((input, linear_weight))
+    teacher_input, teacher_weight = autocast((teacher_input, teacher_weight))
+    tensors = {"input": input, "linear_weight": linear_weight, "target": target}
+    teacher = {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
+    check_linear_kl_divergence(tensors, teacher, kind, loss=loss)
+    is_recorded = torch.is_grad_enabled()
+    if is_recorded and requires_grad(teacher_input):
+        raise ValueError(
+            "teacher_input must not require a gradient: there is none with respect to the teacher; compute it under "
+            "torch.no_grad(), or pass teacher_input.detach()"
+        )
+    if options.strategy is not None:
+        raise ValueError(f"linear_kl_divergence has no choice of a strategy, but options has {options.strategy!r}")
+    needs_grad = tuple(is_recorded and requires_grad(tensor) for tensor in (input, linear_weight))
+    settings = _Settings(divergence=kind, loss=loss, options=options, needs_grad=needs_grad)
+    shape = input.shape[:-1]
+    flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (input, teacher_input)]
+    flat_target = None if target is None else target.reshape(-1)
+    loss_value = _LinearKLDivergence.apply(
+        str(settings), flat[0], linear_weight, flat[1], teacher_weight.detach(), flat_target
+    )[0]
+    return loss_value.reshape(shape) if reduction == "none" else loss_value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What the operators' string says, a Python literal."""
+
+    divergence: Divergence
+    loss: Loss
+    options: Options
+    needs_grad: tuple[bool, ...]
+    """Of input and linear_weight"""
+
+    def __str__(self) -> str:
+        options = self.options
+        changed = {f.name: value for f in fields(options) if (value := getattr(options, f.name)) != f.default}
+        parts = {"divergence": asdict(self.divergence), "loss": self.loss.non_defaults(), "options": changed}
+        return repr({**parts, "needs_grad": self.needs_grad})
+
+    @staticmethod
+    def parse(text: str) -> "_Settings":
+        """The settings that were written as `text`."""
+        values = ast.literal_eval(text)
+        return _Settings(
+            divergence=Divergence(**values["divergence"]),
+            loss=Loss(**values["loss"]),
+            options=Options(**values["options"]),
+            needs_grad=values["needs_grad"],
+        )
+
+    def finishes_in_forward(self, dtype: torch.dtype) -> bool:
+        """Whether the backward only multiplies: not where rows have upstream gradients, nor before a loss scale."""
+        has_loss_scale = dtype is not torch.float16 or self.options.expected_gradient is not None
+        return any(self.needs_grad) and self.loss.reduction != "none" and has_loss_scale
+
+
+def _run(settings: _Settings, tensors: Sequence[Tensor | None], upstream: Tensor | None) -> DivergenceResult:
+    """A run of the engine on (input, linear_weight, teacher_input, teacher_weight, target)."""
+    x, weight, teacher_x, teacher_weight, target = tensors
+    assert x is not None and weight is not None and teacher_x is not None and teacher_weight is not None
+    needs = settings.needs_grad if upstream is not None else (False, False)
+    if target is None:
+        target = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+    term = Term(x=x, weight=weight, input_grad=needs[0], weight_grad=needs[1])
+    operands = Operands(terms=(term,), bias=None, target=target, loss=settings.loss)
+    options = replace(settings.options, strategy=None if upstream is None else GradientsInForward.strategy)
+    # The plan of any loss that is reduced: the upstream gradient of each row is known when this runs.
+    problem = operators.problem_of(replace(operands, loss=Loss(reduction="sum")), options)
+    plan = cached_plan(replace(problem, has_teacher=True), options, x.device)
+    assert isinstance(plan, GradientsInForward | LossOnly)
+    if isinstance(plan, GradientsInForward):
+        # Logits of two heads are not staged in one dW; and without targets, no column is known to be frequent.
+        has_targets = settings.loss.ignores_rows
+        plan = replace(plan, staged=None, float32_rows=plan.float32_rows if has_targets else 0)
+    teacher = Teacher(teacher_x, teacher_weight)
+    return distillation.run(operands, teacher, settings.divergence, plan=plan, upstream=upstream)
+
+
+def _needed(result: DivergenceResult) -> list[Tensor]:
+    gradients = () if result.gradients is None else result.gradients.in_order()
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _forward(*tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
+    known, upstream, (x, *_) = _Settings.parse(settings), None, tensors
+    if known.finishes_in_forward(x.dtype):
+        dtype = operators.statistics_dtype(x.dtype)
+        upstream = torch.full((), known.options.expected_gradient or 1.0, dtype=dtype, device=x.device)
+    result = _run(known, (*tensors, target), upstream)
+    return [result.loss, result.valid_count, *_needed(result)]
+
+
+def _forward_fake(*tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
+    known, (x, weight, *_) = _Settings.parse(settings), tensors
+    shape = x.shape[:1] if known.loss.reduction == "none" else ()
+    results = [x.new_empty(shape, dtype=operators.statistics_dtype(x.dtype)), x.new_empty((), dtype=torch.int64)]
+    return [*results, *_gradients_fake(known, x, weight)] if known.finishes_in_forward(x.dtype) else results
+
+
+def _gradients_fake(settings: _Settings, *tensors: Tensor) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t, is_needed in zip(tensors, settings.needs_grad, strict=True) if is_needed]
+
+
+def _backward(grad: Tensor, *tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
+    return _needed(_run(_Settings.parse(settings), (*tensors, target), grad))
+
+
+def _backward_fake(grad: Tensor, *tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
+    return _gradients_fake(_Settings.parse(settings), *tensors[:2])
+
+
+_TENSORS = "Tensor input, Tensor linear_weight, Tensor teacher_input, Tensor teacher_weight"
+_SCHEMA = f"{_TENSORS}, *, str settings, Tensor? target=None"
+operators.define("linear_kl_divergence", _SCHEMA, _forward, _forward_fake)
+operators.define("linear_kl_divergence_backward", f"Tensor grad, {_SCHEMA}", _backward, _backward_fake)
+
+
+class _LinearKLDivergence(torch.autograd.Function):
+    """Returns what the backward scales, too."""
+
+    @staticmethod
+    def forward(settings: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        *others, target = tensors
+        return tuple(torch.ops.thunder_flce.linear_kl_divergence(*others, settings=settings, target=target))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+        settings, *tensors = inputs
+        ctx.settings = _Settings.parse(settings)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.is_finished = ctx.settings.finishes_in_forward(tensors[0].dtype)
+        ctx.save_for_backward(*(results[1:] if ctx.is_finished else tensors))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(_NO_SECOND_DERIVATIVE)
+        if grad is None:
+            return (None,) * 6
+        if ctx.is_finished:
+            valid_count, *finished = ctx.saved_tensors
+            expected = ctx.settings.options.expected_gradient
+            scale = operators.scaled if operators.is_traced(valid_count) else engine.scale_gradients
+            found = iter(scale(grad, valid_count, *finished, expected_gradient=expected))
+        else:
+            *tensors, target = ctx.saved_tensors
+            call, settings = torch.ops.thunder_flce.linear_kl_divergence_backward, str(ctx.settings)
+            found = iter(call(grad, *tensors, settings=settings, target=target))
+        of_operands = (next(found) if is_needed else None for is_needed in ctx.settings.needs_grad)
+        return None, *of_operands, None, None, None

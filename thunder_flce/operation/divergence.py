@@ -1,0 +1,45 @@
+"""Divergences of a student's distribution from a teacher's, row by row, as formulas.
+
+For logits z of the student and z′ of the teacher, temperature τ and the rows' distributions
+
+    p = softmax(z / τ),   q = softmax(z′ / τ),   m = β q + (1 − β) p
+
+    "forward"          KL(q‖p) = Σ q log(q / p)                 dz = (p − q) / τ
+    "reverse"          D = KL(p‖q) = Σ p log(p / q)             dz = p (log(p / q) − D) / τ
+    "jensen_shannon"   β KL(q‖m) + (1 − β) D, D = KL(p‖m)       dz = (1 − β) p (log(p / m) − D) / τ
+
+The last is the generalized Jensen-Shannon divergence of GKD (arXiv:2306.13649), with β as in TRL's `GKDTrainer` and in
+Liger's fused linear JSD: it weighs the teacher. Nothing is multiplied by τ².
+"""
+
+import math
+from dataclasses import dataclass
+
+KINDS = ("forward", "reverse", "jensen_shannon")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Which divergence."""
+
+    kind: str = "forward"
+    """One of `KINDS`"""
+    beta: float = 0.5
+    """β, of "jensen_shannon" """
+    temperature: float = 1.0
+    """τ"""
+
+    @property
+    def of_student(self) -> float:
+        """What KL(p‖q), or KL(p‖m), counts."""
+        return {"forward": 0.0, "reverse": 1.0}.get(self.kind, 1 - self.beta)
+
+    @property
+    def of_teacher(self) -> float:
+        """What KL(q‖p), or KL(q‖m), counts."""
+        return {"forward": 1.0, "reverse": 0.0}.get(self.kind, self.beta)
+
+    @property
+    def log_shares(self) -> tuple[float, float] | None:
+        """The logarithms of what p and q count in the mixture; None without one."""
+        return (math.log1p(-self.beta), math.log(self.beta)) if self.kind == "jensen_shannon" else None
