@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import thunder_flce
 from reference import Case, assert_as_exact_as_eager, error, make_case, ours, run_inside, truth
-from thunder_flce import NotFusedWarning, Options, linear_cross_entropy
+from thunder_flce import NotFusedWarning, Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.options import STRATEGIES
 
 ON_EVERY_BACKEND = True
@@ -273,6 +273,8 @@ def test_sharded_vocabulary_is_refused(device_mesh):
     weight = distribute_tensor(case.weight.detach(), device_mesh, [Shard(0)])
     with pytest.raises(TypeError, match=r"input must be a DTensor where others are \(linear_weight\), but got Tensor"):
         linear_cross_entropy(case.x, weight, case.target)
+    with pytest.raises(TypeError, match=r"linear_weight must be a tensor on one device, but got DTensor; pass what to_l"):
+        linear_kl_divergence(case.x, weight, case.x.detach(), case.weight)
 
 
 class _Model(nn.Module):

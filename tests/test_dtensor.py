@@ -31,7 +31,8 @@ def on_mesh(case: Case, mesh, of_x, of_weight, of_target=None) -> Case:
     """The case on a mesh; the targets as they are where `of_target` is None."""
 
     def placed(tensor, placements):
-        return distribute_tensor(tensor.detach(), mesh, placements).requires_grad_(tensor.requires_grad)
+        # A broadcast writes to what it is given, and threads share the case.
+        return distribute_tensor(tensor.detach().clone(), mesh, placements).requires_grad_(tensor.requires_grad)
 
     return Case(
         placed(case.x, of_x),
