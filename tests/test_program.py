@@ -56,6 +56,7 @@ class Case:
     num_items: float | None = None
     expected_gradient: bool = False
     terms: tuple[TermShape, ...] = (TermShape(hidden=H, input_grad=True, weight_grad=True),)
+    token_inputs: int = 0
 
 
 HEAD = TermShape(hidden=H, input_grad=True, weight_grad=True)
@@ -63,6 +64,29 @@ FROZEN = TermShape(hidden=H, input_grad=True, weight_grad=False)
 ADAPTER = TermShape(hidden=2, input_grad=True, weight_grad=True)
 OUTPUTS = ("log_prob", "valid_argmax", "entropy", "accuracy", "mean_logit", "log_sum_sq_probs")
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "logit_scale": 0.7, "vocab_size": V - 4}
+
+CLIPPED_RATIO = (
+    ("t0", "sub", ("log_prob", "i0")),
+    ("t1", "exp", ("t0",)),
+    ("t2", "clamp", ("t1", 0.8, 1.2)),
+    ("t3", "mul", ("t1", "i1")),
+    ("t4", "mul", ("t2", "i1")),
+    ("t5", "minimum", ("t3", "t4")),
+    ("t6", "neg", ("t5",)),
+)
+OF_EVERYTHING = (
+    ("t0", "gt", ("entropy", "i0")),
+    ("t1", "logical_not", ("t0",)),
+    ("t2", "logsigmoid", ("log_prob",)),
+    ("t3", "pow", ("entropy", 3)),
+    ("t4", "div", ("t2", "t3")),
+    ("t5", "where", ("t1", "t4", "log_prob")),
+    ("t6", "detach", ("t5",)),
+    ("t7", "abs", ("t6",)),
+    ("t8", "add", ("t7", 1.5)),
+    ("t9", "sqrt", ("t8",)),
+    ("t10", "mul", ("t9", "t5")),
+)
 
 CASES = {
     "plain": Case(),
@@ -87,6 +111,10 @@ CASES = {
     "log_prob": Case(Loss(outputs=("log_prob",))),
     "entropy": Case(Loss(outputs=("entropy",), label_smoothing=0.2), class_weight=True, bias=True),
     "all outputs": Case(Loss(outputs=OUTPUTS, softcap=3.0), bias=True),
+    "token loss": Case(Loss(token_loss=CLIPPED_RATIO, reduction="sum"), token_inputs=2),
+    "token loss with entropy": Case(
+        Loss(token_loss=OF_EVERYTHING, z_loss=0.01, softcap=3.0, outputs=("accuracy",)), bias=True, token_inputs=1
+    ),
     "adapter": Case(terms=(HEAD, ADAPTER)),
     "adapter beside a frozen head": Case(Loss(vocab_size=20), terms=(FROZEN, ADAPTER), bias=True),
     "frozen input": Case(terms=(TermShape(hidden=H, input_grad=False, weight_grad=True),)),
@@ -116,6 +144,7 @@ def problem_of(case: Case, plan: Plan, *, tokens: int = T, vocab: int = V, dtype
         has_class_weight=case.class_weight,
         has_num_items=case.num_items is not None,
         has_expected_gradient=case.expected_gradient,
+        token_inputs=case.token_inputs,
         float32_logits=plan.float32_logits,
     )
 
@@ -123,7 +152,7 @@ def problem_of(case: Case, plan: Plan, *, tokens: int = T, vocab: int = V, dtype
 def can_run(plan: Plan, case: Case) -> bool:
     """Whether a plan is one for such a loss."""
     if not isinstance(plan, GradientsInForward):
-        return True
+        return not case.loss.token_loss or isinstance(plan, LossOnly)
     is_staged = plan.staged is not None
     can_stage = case.loss.is_plain and len(case.terms) == 1 and not (case.bias and case.bias_grad)
     return not case.loss.has_row_gradients and (can_stage or not is_staged)
@@ -146,6 +175,8 @@ def operands_of(problem: Problem, *, num_items: float | None, ignored: float) ->
         names["b"] = torch.randn(rows, dtype=torch.float64).requires_grad_(problem.bias_grad)
     if problem.has_class_weight:
         names["w"] = torch.rand(rows, dtype=torch.float64)
+    for number in range(problem.token_inputs):
+        names[f"i{number}"] = torch.randn(problem.tokens, dtype=torch.float64)
     if num_items is not None:
         names["num_items"] = torch.tensor(num_items, dtype=torch.float64)
     if problem.has_expected_gradient:
@@ -170,6 +201,7 @@ def eager(problem: Problem, operands: dict[str, torch.Tensor], upstream: dict[st
         operands["y"],
         operands.get("w"),
         num_items=operands.get("num_items"),
+        token_inputs=[operands[f"i{number}"] for number in range(problem.token_inputs)],
         **vars(problem.loss),
     )
     named = dict(zip(("loss", *problem.loss.outputs), results if problem.loss.outputs else (results,), strict=True))
@@ -284,7 +316,7 @@ def small_plans(draw) -> Plan:
 )
 def test_the_printed_program_is_the_region_for_any_sizes(plan, case, tokens, vocab, ignored):
     """Such as chunks of as many tokens as there are columns, or of a single one."""
-    if not can_run(plan, case):
+    if isinstance(plan, GradientsInForward) and not can_run(plan, case):
         plan = replace(plan, staged=None)
     assume(can_run(plan, case))
     if isinstance(plan, SaveSomeLogits):

@@ -13,6 +13,7 @@ from thunder.core.proxies import TensorProxy
 from thunder_flce.graph.thunder_private import get_compile_data
 from thunder_flce.operation.loss import OUTPUTS, Loss, Row, RowWeights
 from thunder_flce.operation.moments import MOMENTS
+from thunder_flce.operation.token_loss import VARIABLES, evaluate, input_name, uses
 
 
 def logits(
@@ -38,6 +39,7 @@ def loss_and_outputs(
     loss: Loss,
     weight: TensorProxy | None,
     token_weights: TensorProxy | None,
+    token_inputs: Sequence[TensorProxy],
     num_items: TensorProxy | float | None,
 ) -> tuple[TensorProxy, ...]:
     """The loss, () or (N,), and the outputs that it names; target is (N,) int64."""
@@ -71,7 +73,12 @@ def loss_and_outputs(
     elif weights is not None:
         at_target = weights.at_target if token_weights is None else weights.at_target * token_weights
         divisor = ltorch.sum(ltorch.where(valid, at_target, 0.0))
-    terms = [(loss.cross_entropy(row, weights, columns, exact=True), divisor)]
+    if loss.token_loss:
+        known = {name: OUTPUTS[name].of(row, columns, ltorch.log) for name in VARIABLES if uses(loss.token_loss, name)}
+        known |= {input_name(number): _token_input(each, logits) for number, each in enumerate(token_inputs)}
+        terms = [(evaluate(loss.token_loss, known, ltorch), divisor)]
+    else:
+        terms = [(loss.cross_entropy(row, weights, columns, exact=True), divisor)]
     if loss.z_loss:
         terms.append((loss.z_term(row), z_divisor))
     if token_weights is not None:
@@ -87,6 +94,11 @@ def loss_and_outputs(
             return result if of.ignored is None else ltorch.where(valid, result, of.ignored)
 
     return value, *map(output, loss.outputs)
+
+
+def _token_input(tensor: TensorProxy, logits: TensorProxy) -> TensorProxy:
+    flat = ltorch.reshape(tensor, (-1,))
+    return flat if dtypes.is_boolean_dtype(flat.dtype) else ltorch.to(flat, logits.dtype)
 
 
 def _row(logits: TensorProxy, column: TensorProxy, weight: TensorProxy | None, loss: Loss) -> Row:

@@ -90,6 +90,8 @@ def _run(
     if region["terms"]:
         shared["terms"] = tuple(map(tuple, region["terms"]))
     is_in_forward = plan["strategy"] == GradientsInForward.strategy and not loss.has_row_gradients
+    if region["token_inputs"]:
+        shared["token_inputs"] = tuple(region["token_inputs"])
     by_name = [name for name in BY_NAME if region[name] is not None and (is_in_forward or name != "expected_gradient")]
     shared |= {name: region[name] for name in by_name}
     dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
@@ -114,8 +116,10 @@ def _run(
     return values if loss.outputs else values[0]
 
 
-def _linear_cross_entropy_checker(*tensors: Any, terms: Sequence[Sequence[Any]] = (), **settings: Any) -> bool:
-    return is_static(*tensors, *settings.values(), *(operand for term in terms for operand in term))
+def _linear_cross_entropy_checker(
+    *tensors: Any, terms: Sequence[Sequence[Any]] = (), token_inputs: Sequence[Any] = (), **settings: Any
+) -> bool:
+    return is_static(*tensors, *settings.values(), *token_inputs, *(operand for term in terms for operand in term))
 
 
 executor.register_implementation(

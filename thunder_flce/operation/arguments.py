@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
+from thunder_flce.operation.token_loss import check as check_token_loss
 
 REDUCTIONS = ("mean", "sum", "none")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -22,7 +23,7 @@ _T = TypeVar("_T")
 
 def dtype_name(tensor: Any) -> str:
     """A tensor's or proxy's dtype as a plain name, such as "bfloat16"."""
-    return str(tensor.dtype).split(".")[-1].rstrip("_")
+    return str(tensor.dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
 
 
 def named_operands(
@@ -46,6 +47,7 @@ def check_linear_cross_entropy(
     terms: Any = (),
     weight: Any,
     token_weights: Any = None,
+    token_inputs: Any = (),
     num_items: Any,
     expected_gradient: Any,
     loss: Loss,
@@ -62,15 +64,20 @@ def check_linear_cross_entropy(
     _check_pairs(terms)
     tensors = {**named_operands(input, linear_weight, linear_bias, terms), "target": target}
     tensors |= {name: of for name, of in (("weight", weight), ("token_weights", token_weights)) if of is not None}
+    if not isinstance(token_inputs, Sequence):
+        raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(token_inputs).__name__}")
+    inputs = {f"token_inputs[{number}]": tensor for number, tensor in enumerate(token_inputs)}
+    tensors |= inputs
     numbers = {"num_items": num_items, "expected_gradient": expected_gradient}
     tensors |= {name: number for name, number in numbers.items() if _is_tensor(number)}
     for name, tensor in tensors.items():
         _check_tensor(name, tensor, input)
     _check_shapes(tensors, vocab)
-    for name in ("weight", "token_weights", *numbers):
+    for name in ("weight", "token_weights", *inputs, *numbers):
         if name in tensors and tensors[name].requires_grad:
             raise ValueError(f"{name} must not require a gradient: there is none with respect to it")
     check_loss(loss, linear_weight.shape[0] if vocab is None else vocab)
+    _check_token_loss(loss, inputs, has_class_weight=weight is not None)
     for name, number in numbers.items():
         if number is not None and not _is_tensor(number) and not _is_number(number):
             raise TypeError(f"{name} must be a number or a tensor without dimensions, but got {type(number).__name__}")
@@ -83,6 +90,22 @@ def check_linear_cross_entropy(
         raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
     if isinstance(expected_gradient, Real) and (expected_gradient == 0 or not math.isfinite(expected_gradient)):
         raise ValueError(f"expected_gradient must be finite and not 0, but got {expected_gradient}")
+
+
+def _check_token_loss(loss: Loss, inputs: dict[str, Any], *, has_class_weight: bool) -> None:
+    if not loss.token_loss:
+        if inputs:
+            raise ValueError("token_inputs are what token_loss reads; without it they have no meaning")
+        return
+    check_token_loss(loss.token_loss, len(inputs))
+    if loss.reduction == "none":
+        raise ValueError(
+            'token_loss needs reduction "mean" or "sum"; for a loss of each token, apply it to the results of '
+            'outputs=("log_prob", "entropy")'
+        )
+    for name, is_given in (("weight", has_class_weight), ("label_smoothing", loss.label_smoothing != 0)):
+        if is_given:
+            raise ValueError(f"{name} belongs to the cross-entropy, in whose place token_loss is")
 
 
 def _check_pairs(terms: Any) -> None:
@@ -102,7 +125,11 @@ def _check_tensor(name: str, tensor: Any, input: Any) -> None:
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
     expected = {"target": INTEGERS, "num_items": (*INTEGERS, *FLOATS)}.get(name, FLOATS)
-    may_differ = name in ("target", "token_weights", "num_items", "expected_gradient")
+    if name.startswith("token_inputs"):
+        expected = (*FLOATS, *INTEGERS, "bool")
+    may_differ = name in ("target", "token_weights", "num_items", "expected_gradient") or name.startswith(
+        "token_inputs"
+    )
     dtype, of_input = dtype_name(tensor), dtype_name(input)
     if dtype not in expected:
         advice = "; pass mask.to(input.dtype)" if name == "token_weights" and dtype == "bool" else ""
@@ -136,6 +163,7 @@ def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
         ("token_weights", tuple(rows), f"have target's shape, {tuple(rows)}"),
         ("linear_bias", (vocab,), of_columns),
         ("weight", (whole_vocab,), f"be (V,) = ({whole_vocab},)"),
+        *((name, tuple(rows), f"have target's shape, {tuple(rows)}") for name in shapes if "token_inputs" in name),
         ("num_items", (), "be a number or a tensor without dimensions"),
         ("expected_gradient", (), "be a number or a tensor without dimensions"),
     ):

@@ -38,6 +38,8 @@ class Problem:
     has_class_weight: bool = False
     has_num_items: bool = False
     has_token_weights: bool = False
+    token_inputs: int = 0
+    """Tensors that `Loss.token_loss` reads."""
     has_expected_gradient: bool = False
     """Whether gradients in the forward are finished for another upstream gradient than 1."""
     float32_logits: bool = False

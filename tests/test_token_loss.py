@@ -1,0 +1,280 @@
+"""Losses of single tokens in place of the cross-entropy: derivatives, the region, and the sums that programs write."""
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranks import as_threads
+from reference import error
+from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.operation import token_loss as plain
+from thunder_flce.token_functions import traced_token_loss
+
+B, T, H, V = 3, 11, 16, 53
+
+
+def doubled(*tensors):
+    return [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors]
+
+
+# The functions.
+
+
+def clipped(log_prob, entropy, old, advantage, ref):
+    """GRPO with a penalty of the divergence from a reference, and a bonus of entropy."""
+    ratio = torch.exp(log_prob - old)
+    gain = torch.min(ratio * advantage, torch.clamp(ratio, 1 - 0.2, 1 + 0.2) * advantage)
+    divergence = torch.exp(ref - log_prob) - (ref - log_prob) - 1
+    return -gain + 0.04 * divergence - 0.1 * entropy
+
+
+FUNCTIONS = {
+    "clipped ratio": clipped,
+    "focal": lambda p, e, *_: -((1 - p.exp()) ** 2) * p,
+    "fractions": lambda p, e, a, *_: 1 / p + a / (e + 1) - p.reciprocal() * torch.rsqrt(e + 2),
+    "unary": lambda p, e, *_: p.expm1() + torch.log1p(e) * e.sqrt() + p.abs() * p.tanh() - (e + 3).log(),
+    "sigmoids": lambda p, e, a, *_: F.logsigmoid(p - a) * torch.sigmoid(e) + F.relu(p + 2) + torch.square(e),
+    "ties": lambda p, e, *_: torch.maximum(p, p.detach()) * 3 + torch.minimum(2 * e, e + e) + p.clamp(min=-3),
+    "bounds": lambda p, e, a, *_: p.clamp(max=-1).clip(-9, -2) * a - e.clamp_min(0.5) + p.clamp_max(-0.5),
+    "choices": lambda p, e, a, b, *_: torch.where((p < a) & ~(e >= b) | (p != p), p * e, e).masked_fill(p > -1, 0.5),
+    "casts": lambda p, e, a, *_: (p > a).float() * p + (e.to(torch.float64) > 3).double() * e * torch.sign(a),
+    "constant": lambda p, e, a, *_: p * 0 + a,
+    "identity": lambda p, e, *_: p,
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_derivatives(function):
+    """As autograd has them, at bounds and at equals, too."""
+    log_prob = torch.cat([torch.tensor([-3.0, -1.0, -0.5, -2.0]), -5 * torch.rand(30)]).double().requires_grad_()
+    entropy, *inputs = torch.rand(34).double().mul(4).requires_grad_(), *(torch.randn(3, 34).double() - 1)
+    right = function(log_prob, entropy, *inputs)
+    gradients = torch.autograd.grad(right.sum(), (log_prob, entropy), allow_unused=True, materialize_grads=True)
+    known = {"log_prob": log_prob.detach(), "entropy": entropy.detach()}
+    known |= {plain.input_name(number): tensor for number, tensor in enumerate(inputs)}
+    written = traced_token_loss(function, inputs)
+    plain.check(written, len(inputs))
+    value, found = plain.differentiate(written, known, torch, lambda name, tensor: tensor)
+    torch.testing.assert_close(value, right.detach())
+    for name, gradient in zip(("log_prob", "entropy"), gradients, strict=True):
+        torch.testing.assert_close(found[name] * torch.ones(34, dtype=torch.float64), gradient, msg=name)
+
+
+@st.composite
+def functions(draw):
+    """Any tree of operations on a log-probability, an entropy and two inputs."""
+    unary = st.sampled_from((torch.tanh, torch.sigmoid, F.logsigmoid, torch.square, torch.neg, torch.detach))
+    binary = st.sampled_from((torch.add, torch.sub, torch.mul, torch.minimum, torch.maximum))
+    steps = draw(st.lists(st.one_of(unary, binary, st.just(torch.where)), min_size=1, max_size=8))
+    picks = [draw(st.tuples(*(st.integers(0, 20),) * 4)) for _ in steps]
+
+    def function(*known):
+        values = list(known)
+        for step, pick in zip(steps, picks, strict=True):
+            a, b, c, d = (values[each % len(values)] for each in pick)
+            if step is torch.where:
+                values.append(torch.where(a < b, c, d))
+            else:
+                values.append(
+                    step(a, b) if step in (torch.add, torch.sub, torch.mul, torch.minimum, torch.maximum) else step(a)
+                )
+        return values[-1] + 0.5 * values[0]
+
+    return function
+
+
+def operands(dtype=torch.float64, *, tokens=(B * T,), device="cpu"):
+    """Hidden states, a weight, a bias, labels with ignored ones, and three further tensors."""
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    hidden, weight, bias = random(*tokens, H), random(V, H) / 3, random(V)
+    labels = torch.randint(V, tokens, generator=generator)
+    labels.view(-1)[::4] = -100
+    inputs = [random(*tokens) / 2 - 4, random(*tokens), random(*tokens) / 2 - 4]
+    leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+    return *leaves, labels.to(device), *(tensor.to(device, dtype) for tensor in inputs)
+
+
+def eager(function, hidden, weight, bias, labels, *inputs, token_weights=None, reduction="mean", num_items=None):
+    """By the definition, in float32 at least."""
+    logits = F.linear(hidden, weight, bias)
+    log_probs = torch.log_softmax(logits.double() if logits.dtype == torch.float64 else logits.float(), -1)
+    log_prob = log_probs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    losses = function(log_prob, -(log_probs.exp() * log_probs).sum(-1), *inputs)
+    weights = torch.ones_like(losses) if token_weights is None else token_weights.to(losses.dtype)
+    weights = weights * (labels != -100)
+    total = torch.where(weights != 0, losses * weights, 0).sum()
+    return total / (num_items or weights.sum()) if reduction == "mean" else total
+
+
+def ours(function, hidden, weight, bias, labels, *inputs, **settings):
+    return linear_cross_entropy(
+        hidden, weight, labels, linear_bias=bias, token_loss=function, token_inputs=inputs, **settings
+    )
+
+
+def with_gradients(run, function, tensors, grad=1.0, **settings):
+    loss = run(function, *tensors, **settings)
+    needing = [tensor for tensor in tensors if tensor.requires_grad]
+    return [
+        loss.detach(),
+        *torch.autograd.grad(loss, needing, torch.tensor(grad, dtype=loss.dtype, device=loss.device)),
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(function=functions(), chunk_rows=st.integers(1, 40), grad=st.sampled_from((1.0, -0.37)))
+def test_any_function(function, chunk_rows, grad):
+    def of_four(log_prob, entropy, a, b, c):
+        return function(log_prob, entropy, a, b)
+
+    tensors = operands()
+    got = with_gradients(ours, of_four, tensors, grad, options=Options(chunk_rows=chunk_rows))
+    torch.testing.assert_close(got, with_gradients(eager, of_four, tensors, grad))
+
+
+WEIGHTS = torch.rand(B * T, generator=torch.Generator().manual_seed(0)).masked_fill(torch.arange(B * T) % 5 == 0, 0)
+
+
+@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
+@pytest.mark.parametrize("chunk_rows", [1, 10, 64])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"reduction": "sum"}, {"token_weights": WEIGHTS}, {"num_items": 7.0, "token_weights": WEIGHTS}],
+    ids=lambda arguments: ", ".join(arguments),
+)
+def test_the_region(arguments, chunk_rows, ignored_rows):
+    tensors = operands()
+    # Of ignored tokens, nothing is used.
+    given = [*tensors[:4], *(tensor.masked_fill(tensors[3] == -100, float("nan")) for tensor in tensors[4:])]
+    options = Options(chunk_rows=chunk_rows, ignored_rows=ignored_rows)
+    got = with_gradients(ours, clipped, given, -2.3, options=options, **arguments)
+    torch.testing.assert_close(got, with_gradients(eager, clipped, tensors, -2.3, **arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_errors(dtype, device):
+    """Against float64, no more than those of PyTorch in the same dtype."""
+    tensors = operands(dtype, device=device)
+    scale = {"expected_gradient": 1.0} if dtype == torch.float16 else {}
+    exact = with_gradients(eager, clipped, doubled(*tensors), 0.7)
+    theirs = with_gradients(eager, clipped, tensors, 0.7)
+    for got, peer, right in zip(with_gradients(ours, clipped, tensors, 0.7, **scale), theirs, exact, strict=True):
+        # The loss is a sum of terms around 1 that cancel.
+        got, peer, right = (each.double() + (each.ndim == 0) for each in (got, peer, right))
+        assert error(got, right) <= 1.25 * error(peer, right) + 2 * torch.finfo(dtype).eps
+
+
+def test_beside_the_rest():
+    """A softcap, a scale, a z-loss, an adapter, a frozen head, and outputs, which have no gradient."""
+    hidden, weight, bias, labels, *inputs = operands()
+    weight.requires_grad_(False)
+    x, up = (torch.randn(size, 2, dtype=torch.float64).requires_grad_() for size in (B * T, V))
+    settings = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01}
+
+    def written_out(hidden, bias, x, up):
+        z = F.linear(hidden, weight, bias) + F.linear(x, up)
+        logits = 5 * torch.tanh(0.7 * z / 5)
+        log_probs = logits.log_softmax(-1)
+        log_prob = log_probs.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        losses = clipped(log_prob, entropy, *inputs) + 0.01 * logits.logsumexp(-1).square()
+        return losses[labels != -100].mean(), torch.where(labels != -100, entropy, 0).detach()
+
+    needing = (hidden, bias, x, up)
+    loss, entropy = linear_cross_entropy(
+        hidden, weight, labels, linear_bias=bias, terms=[(x, up)], token_loss=clipped, token_inputs=inputs,
+        outputs=("entropy",), options=Options(chunk_rows=8), **settings,
+    )  # fmt: skip
+    right, right_entropy = written_out(*needing)
+    assert not entropy.requires_grad
+    torch.testing.assert_close((loss, entropy), (right, right_entropy))
+    torch.testing.assert_close(torch.autograd.grad(loss, needing), torch.autograd.grad(right, needing))
+
+
+def test_infinite_derivatives_of_tokens_that_do_not_count():
+    hidden, weight, bias, labels, *inputs = operands()
+    inputs[0][labels == -100] = 0.0
+    tensors = (hidden, weight, bias, labels, *inputs)
+    for ignored_rows in ("skip", "compute"):
+        got = with_gradients(ours, lambda p, e, old, *_: p / old, tensors, options=Options(ignored_rows=ignored_rows))
+        assert all(tensor.isfinite().all() for tensor in got)
+
+
+def test_without_gradients_and_without_tokens():
+    hidden, weight, bias, labels, *inputs = operands()
+    with torch.no_grad():
+        loss = ours(clipped, hidden, weight, bias, labels, *inputs)
+        torch.testing.assert_close(loss, eager(clipped, hidden, weight, bias, labels, *inputs))
+    nothing = [tensor[:0].detach().requires_grad_(tensor.requires_grad) for tensor in (hidden, labels, *inputs)]
+    loss = ours(clipped, nothing[0], weight, bias, *nothing[1:], reduction="sum")
+    loss.backward()
+    assert loss == 0 and not weight.grad.any()
+
+
+def test_divided_vocabulary():
+    """All ranks get the results of the whole."""
+    tensors = operands()
+    right = with_gradients(eager, clipped, tensors)
+
+    def run(rank):
+        hidden, weight, bias, labels, *inputs = doubled(*tensors)
+        rows = (slice(0, 20), slice(20, V))[rank]
+        weight, bias = (tensor.detach()[rows].clone().requires_grad_() for tensor in (weight, bias))
+        settings = {"vocab_parallel": torch.distributed.group.WORLD, "options": Options(chunk_rows=10)}
+        return with_gradients(ours, clipped, (hidden, weight, bias, labels, *inputs), **settings)
+
+    first, second = as_threads(2, run)
+    for number, expected in enumerate(right):
+        is_whole = number < 2
+        got = first[number] if is_whole else torch.cat([first[number], second[number]])
+        torch.testing.assert_close(got, expected)
+
+
+BAD = {
+    r"reduction \"mean\" or \"sum\"": {"reduction": "none"},
+    "label_smoothing belongs to the cross-entropy": {"label_smoothing": 0.1},
+    "weight belongs to the cross-entropy": {"weight": torch.ones(V, dtype=torch.float64)},
+    r"token_inputs\[1\] must have target's shape": {"token_inputs": (torch.ones(B * T), *torch.ones(2, 2))},
+    r"token_inputs\[0\] must not require a gradient": {"token_inputs": (torch.ones(B * T, requires_grad=True),) * 3},
+    r"token_inputs\[0\] must be a tensor": {"token_inputs": (1.0,) * 3},
+    "called with log_prob, entropy and the 3": {"token_loss": lambda log_prob, entropy: log_prob},
+    "single tokens.*it has: mean": {"token_loss": lambda p, e, *_: p * p.mean()},
+    "single tokens.*it has: cumsum": {"token_loss": lambda p, e, *_: e.cumsum(0)},
+    "single tokens.*control flow": {"token_loss": lambda p, e, *_: p if p.sum() > 0 else e},
+    "single tokens.*among its arguments": {"token_loss": lambda p, e, *_: p * torch.ones(B * T)},
+    "single tokens.*neither on log_prob nor on entropy": {"token_loss": lambda p, e, a, *_: a * 2},
+    "single tokens.*float as its result": {"token_loss": lambda p, e, *_: 1.0},
+    "no other strategy": {"options": Options(strategy="save_logits")},
+    "without it they have no meaning": {"token_loss": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_has_no_meaning(message):
+    hidden, weight, bias, labels, *inputs = operands()
+    arguments = {"token_loss": clipped, "token_inputs": inputs, **BAD[message]}
+    with pytest.raises((TypeError, ValueError), match=message):
+        linear_cross_entropy(hidden, weight, labels, **arguments)
+
+
+def test_float16_needs_an_expected_gradient():
+    with pytest.raises(ValueError, match="expected_gradient"):
+        ours(clipped, *operands(torch.float16))
+
+
+@pytest.mark.parametrize("compiled", [thunder.jit, torch.compile], ids=["thunder.jit", "torch.compile"])
+def test_compiled_programs_write_it_out(compiled):
+    hidden, weight, _, labels, *inputs = operands()
+
+    def program(hidden, weight, labels, *inputs):
+        return linear_cross_entropy(hidden, weight, labels, token_loss=clipped, token_inputs=inputs)
+
+    with pytest.raises(Exception, match="token_loss"):
+        compiled(program)(hidden, weight, labels, *inputs)
