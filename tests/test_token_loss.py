@@ -1,5 +1,7 @@
 """Losses of single tokens in place of the cross-entropy: derivatives, the region, and the sums that programs write."""
 
+import re
+
 import pytest
 import thunder
 import torch
@@ -7,8 +9,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import thunder_flce
+from front_ends import FRONT_ENDS, decisions
 from ranks import as_threads
 from reference import error
+from test_backend import without_inductor  # noqa: F401 (a fixture)
+from test_readings import regions
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.operation import token_loss as plain
 from thunder_flce.token_functions import traced_token_loss
@@ -278,3 +284,242 @@ def test_compiled_programs_write_it_out(compiled):
 
     with pytest.raises(Exception, match="token_loss"):
         compiled(program)(hidden, weight, labels, *inputs)
+
+
+# Sums of token losses in programs.
+
+
+def log_probabilities(hidden, weight, tokens):
+    """As TRL's `selective_log_softmax`."""
+    logits = F.linear(hidden, weight) / 0.9
+    return logits.gather(-1, tokens[..., None]).squeeze(-1) - torch.logsumexp(logits, -1)
+
+
+def trl_grpo(hidden, weight, tokens, old, ref, advantages, mask):
+    """GRPO's loss by its formula, and what TRL logs beside it."""
+    log_probs = log_probabilities(hidden, weight, tokens)
+    divergence = torch.exp(ref - log_probs) - (ref - log_probs) - 1
+    ratio = torch.exp(log_probs - old)
+    clipped = torch.clamp(ratio, 1 - 0.2, 1 + 0.28)
+    losses = -torch.min(ratio * advantages.unsqueeze(1), clipped * advantages.unsqueeze(1))
+    losses = losses + 0.04 * divergence
+    loss = ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    is_clipped = (ratio < 1 - 0.2) & (advantages.unsqueeze(1) < 0)
+    return loss / 4, (divergence * mask).sum().detach() / mask.sum(), (is_clipped.float() * mask).sum()
+
+
+def on_policy(hidden, weight, tokens, old, ref, advantages, mask):
+    """Where the old log-probabilities are those of this step: every ratio is 1."""
+    log_probs = log_probabilities(hidden, weight, tokens)
+    ratio = torch.exp(log_probs - log_probs.detach())
+    losses = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return (losses * mask).sum() / mask.sum()
+
+
+def verl_ppo(hidden, weight, tokens, old, ref, advantages, mask):
+    """Three means over the tokens of the mask, one of them of entropies."""
+    logits = F.linear(hidden, weight)
+    log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
+    advantages = advantages[:, None]
+
+    def mean(losses):
+        return (losses * mask).sum() / mask.sum()
+
+    ratio = torch.exp(torch.clamp(log_probs - old, -20.0, 20.0))
+    policy = mean(torch.maximum(-advantages * ratio, -advantages * torch.clamp(ratio, 0.8, 1.2)))
+    divergence = mean((log_probs - ref).square() * 0.5)
+    return policy - 0.01 * mean(entropy) + 0.1 * divergence, policy.detach()
+
+
+def dft(hidden, weight, tokens, old, ref, advantages, mask):
+    losses = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), tokens.flatten(), reduction="none")
+    return (losses * torch.exp(-losses.detach())).mean()
+
+
+def of_ignored_tokens_too(hidden, weight, tokens, old, ref, advantages, mask):
+    """What is made of their loss, 0, is not 0."""
+    labels = torch.where(mask.bool(), tokens, -100)
+    losses = F.cross_entropy(F.linear(hidden, weight).transpose(1, 2), labels, reduction="none")
+    return torch.exp(old - losses).sum(-1).mean()
+
+
+def entropy_alone(hidden, weight, tokens, old, ref, advantages, mask):
+    log_probs = F.log_softmax(F.linear(hidden, weight), -1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return torch.where(mask.bool() & (entropy.detach() < 4), entropy**2, 0.0).sum() * 0.1
+
+
+PROGRAMS = (trl_grpo, on_policy, verl_ppo, dft, of_ignored_tokens_too, entropy_alone)
+
+
+def program_operands(dtype=torch.float64, device="cpu"):
+    hidden, weight, _, labels, old, ref, _ = operands(dtype, tokens=(B, T), device=device)
+    generator = torch.Generator().manual_seed(3)
+    advantages = torch.randn(B, generator=generator).to(device, dtype)
+    mask = (torch.rand(B, T, generator=generator) > 0.3).to(device, dtype)
+    return hidden, weight, labels.clamp(min=0), old, ref, advantages, mask
+
+
+def outputs_and_gradients(program, tensors):
+    outputs = program(*tensors)
+    first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+    gradients = torch.autograd.grad(first, tensors[:2], torch.tensor(-1.7, dtype=first.dtype, device=first.device))
+    return [first.detach(), *others, *gradients]
+
+
+@pytest.mark.parametrize(
+    ("program", "front_end"),
+    # thunder leaves `detach` and `torch.min` in Dynamo's graphs to others, and splits these there.
+    [
+        (of_ignored_tokens_too, "thunderfx"),
+        *((program, name) for program in PROGRAMS for name in ("thunder.jit", "backend")),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_programs(program, front_end, request):
+    tensors = program_operands()
+    if front_end == "backend":
+        request.getfixturevalue("without_inductor")
+        compiled = torch.compile(program, backend="thunder_flce", fullgraph=True)
+    else:
+        compiled = FRONT_ENDS[front_end](program, strict=True)
+    torch.testing.assert_close(outputs_and_gradients(compiled, tensors), outputs_and_gradients(program, tensors))
+    found = thunder_flce.explain(compiled).decisions if front_end == "backend" else decisions(compiled)
+    ((fused, plan, note, loss),) = [(each.fused, each.plan, each.note, each.region.problem.loss) for each in found]
+    assert fused and plan.strategy == "gradients_in_forward" and not note and loss.token_loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_errors_of_a_program(dtype, device):
+    """GRPO's loss, written out and fused, against float64: no more than eager PyTorch in the same dtype."""
+    tensors = program_operands(dtype, device)
+    tensors = [*tensors[:3], *(tensor.float() for tensor in tensors[3:])]
+    exact, theirs = (outputs_and_gradients(trl_grpo, given) for given in (doubled(*tensors), tensors))
+    for got, peer, right in zip(outputs_and_gradients(thunder_flce.jit(trl_grpo), tensors), theirs, exact, strict=True):
+        got, peer, right = (each.double() + (each.ndim == 0) for each in (got, peer, right))
+        assert error(got, right) <= 1.25 * error(peer, right) + 2 * torch.finfo(dtype).eps
+
+
+def test_masked_tokens_are_left_out():
+    """They are what a weight of 0 says, and a product with the mask comes last."""
+    hidden, weight, tokens, old, ref, advantages, mask = program_operands()
+    ref = ref.masked_fill(mask == 0, float("nan"))
+    jitted = thunder_flce.jit(lambda *tensors: trl_grpo(*tensors)[0])
+    loss = jitted(hidden, weight, tokens, old, ref, advantages, mask)
+    (region,) = regions(jitted)
+    assert "token_weights" in region and len(region["token_inputs"]) == 3
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def of_sequences(hidden, weight, tokens, old, ref, advantages, mask):
+    """GSPO: a ratio of whole sequences."""
+    log_ratios = (log_probabilities(hidden, weight, tokens) - old) * mask
+    return -(torch.exp(log_ratios.sum(-1) / mask.sum(-1)) * advantages).mean()
+
+
+def weighted_by_others(hidden, weight, tokens, old, ref, advantages, mask):
+    log_probs = log_probabilities(hidden, weight, tokens)
+    return (torch.exp(log_probs - old) * log_probs.detach().softmax(-1)).sum()
+
+
+def returned(hidden, weight, tokens, old, ref, advantages, mask):
+    log_probs = log_probabilities(hidden, weight, tokens)
+    return torch.exp(log_probs - old).mean(), log_probs
+
+
+def trained_input(hidden, weight, tokens, old, ref, advantages, mask):
+    return (torch.exp(log_probabilities(hidden, weight, tokens) - old) * hidden.mean(-1).exp().square()).sum()
+
+
+def two_sums(hidden, weight, tokens, old, ref, advantages, mask):
+    losses = torch.exp(log_probabilities(hidden, weight, tokens) - old)
+    return losses.sum() * losses.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "note"),
+    [
+        (of_sequences, "exp is not linear in the losses of tokens"),
+        (weighted_by_others, "mul mixes tokens"),
+        (returned, "returned, too, and not detached"),
+        (trained_input, "needs a gradient, too"),
+        (two_sums, "mul is not linear in the losses of tokens"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_gradients_that_wait(program, note):
+    """For what mixes tokens in another way, as ever, and explain says why."""
+    tensors = program_operands()
+    jitted = thunder_flce.jit(program, strict=True)
+    torch.testing.assert_close(outputs_and_gradients(jitted, tensors), outputs_and_gradients(program, tensors))
+    text = " ".join(str(thunder_flce.explain(jitted)).split())
+    assert re.search(f"its gradients wait for the backward, because .*{re.escape(note)}", text), text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "is_in_forward"),
+    [
+        (torch.float32, Options(strategy="recompute_logits"), False),
+        (torch.float16, Options(), False),
+        (torch.float16, Options(expected_gradient=1.0), True),
+        (torch.float16, Options(expected_gradient=64.0), True),
+    ],
+    ids=str,
+)
+def test_what_options_say(dtype, options, is_in_forward):
+    tensors = program_operands(dtype)
+    jitted = thunder_flce.jit(on_policy, options=options)
+    got, right = (outputs_and_gradients(program, tensors) for program in (jitted, on_policy))
+    torch.testing.assert_close(got, right, rtol=2e-2, atol=2e-3)
+    (decision,) = decisions(jitted)
+    assert (decision.plan.strategy == "gradients_in_forward") == is_in_forward == (not decision.note)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("row_kernels", ["triton", "nvfuser", "torch"])
+def test_row_kernels(row_kernels):
+    """All backends give the gradient of a log-probability and of an entropy."""
+    tensors = operands(torch.bfloat16, device="cuda")
+    exact = with_gradients(eager, clipped, doubled(*tensors), 0.7)
+    theirs = with_gradients(eager, clipped, tensors, 0.7)
+    got = with_gradients(ours, clipped, tensors, 0.7, options=Options(row_kernels=row_kernels, chunk_rows=16))
+    for ours_, peer, right in zip(got[1:], theirs[1:], exact[1:], strict=True):
+        assert error(ours_, right) <= 1.25 * error(peer, right) + 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_and_cuda_graphs():
+    """A chunk of logits beside the gradients, no wait for the device where a graph is captured."""
+    torch.manual_seed(0)
+    tokens, vocab, hidden_size = 8192, 32000, 1024
+    hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocab, hidden_size, device="cuda", dtype=torch.bfloat16).mul_(0.03).requires_grad_()
+    labels = torch.randint(vocab, (tokens,), device="cuda")
+    inputs = [
+        torch.randn(tokens, device="cuda") - 10,
+        torch.randn(tokens, device="cuda"),
+        torch.randn(tokens, device="cuda") - 10,
+    ]
+
+    def step():
+        loss = linear_cross_entropy(hidden, weight, labels, token_loss=clipped, token_inputs=inputs)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        eager_results = step()
+        peak = torch.cuda.max_memory_allocated() - before
+    gradients = 2 * (hidden.numel() + weight.numel())
+    assert peak - gradients < 1.3 * 2 * 2048 * vocab
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    graph.replay()
+    torch.testing.assert_close(captured, eager_results)

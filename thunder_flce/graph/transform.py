@@ -346,6 +346,10 @@ class _Rewrite(TraceSubstitutionProcessor):
     ) -> Any:
         if region["expected_gradient"] is None and needs_grad:
             region["expected_gradient"] = self._expected_gradient(region, source)
+            is_float16 = region["input"].dtype == dtypes.float16
+            if is_float16 and region["expected_gradient"] is None and region.get("token_loss"):
+                # The options have said that it is known.
+                region["expected_gradient"] = 1.0
         planned = self._plan(region, needs_grad)
         decision = Decision(_source(source), planned)
         if match is not None:
