@@ -66,26 +66,26 @@ OUTPUTS = ("log_prob", "valid_argmax", "entropy", "accuracy", "mean_logit", "log
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "logit_scale": 0.7, "vocab_size": V - 4}
 
 CLIPPED_RATIO = (
-    ("t0", "sub", ("log_prob", "i0")),
-    ("t1", "exp", ("t0",)),
-    ("t2", "clamp", ("t1", 0.8, 1.2)),
-    ("t3", "mul", ("t1", "i1")),
-    ("t4", "mul", ("t2", "i1")),
-    ("t5", "minimum", ("t3", "t4")),
-    ("t6", "neg", ("t5",)),
+    ("f0", "sub", ("log_prob", "i0")),
+    ("f1", "exp", ("f0",)),
+    ("f2", "clamp", ("f1", 0.8, 1.2)),
+    ("f3", "mul", ("f1", "i1")),
+    ("f4", "mul", ("f2", "i1")),
+    ("f5", "minimum", ("f3", "f4")),
+    ("f6", "neg", ("f5",)),
 )
 OF_EVERYTHING = (
-    ("t0", "gt", ("entropy", "i0")),
-    ("t1", "logical_not", ("t0",)),
-    ("t2", "logsigmoid", ("log_prob",)),
-    ("t3", "pow", ("entropy", 3)),
-    ("t4", "div", ("t2", "t3")),
-    ("t5", "where", ("t1", "t4", "log_prob")),
-    ("t6", "detach", ("t5",)),
-    ("t7", "abs", ("t6",)),
-    ("t8", "add", ("t7", 1.5)),
-    ("t9", "sqrt", ("t8",)),
-    ("t10", "mul", ("t9", "t5")),
+    ("f0", "gt", ("entropy", "i0")),
+    ("f1", "logical_not", ("f0",)),
+    ("f2", "logsigmoid", ("log_prob",)),
+    ("f3", "pow", ("entropy", 3)),
+    ("f4", "div", ("f2", "f3")),
+    ("f5", "where", ("f1", "f4", "log_prob")),
+    ("f6", "detach", ("f5",)),
+    ("f7", "abs", ("f6",)),
+    ("f8", "add", ("f7", 1.5)),
+    ("f9", "sqrt", ("f8",)),
+    ("f10", "mul", ("f9", "f5")),
 )
 
 CASES = {

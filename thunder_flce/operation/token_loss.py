@@ -5,7 +5,7 @@
 Traces and operators carry it as plain values, operation by operation: the result's name, which of `OPERATIONS` it is,
 and its arguments, which are names and numbers. The last result is the loss. A ratio of probabilities by an advantage:
 
-    (("t0", "sub", ("log_prob", "i0")), ("t1", "exp", ("t0",)), ("t2", "mul", ("t1", "i1")))
+    (("f0", "sub", ("log_prob", "i0")), ("f1", "exp", ("f0",)), ("f2", "mul", ("f1", "i1")))
 
 Every operation works element by element and has its derivative beside it, so that a chunk of rows can be differentiated
 where its logits are, without autograd and without the other rows. Derivatives are PyTorch's: a clamp has one at its
@@ -54,7 +54,7 @@ def differentiate(
 ) -> tuple[Any, dict[str, Any]]:
     """As `evaluate`, and the derivatives with respect to `VARIABLES`: tensors, or numbers where they are constant.
 
-    `let` is told the name of every tensor: of t1 itself, and of its derivatives t1_log_prob and t1_entropy.
+    `let` is told the name of every tensor: of f1 itself, and of its derivatives f1_log_prob and f1_entropy.
     """
     return _run(token_loss, values, functions, VARIABLES, let)
 
@@ -276,7 +276,7 @@ class TokenLossWriter:
         for name, *others in self._operations:
             if others == [operation, arguments] and repr(others[1]) == repr(arguments):
                 return name
-        name = f"t{len(self._operations)}"
+        name = f"f{len(self._operations)}"
         self._operations.append((name, operation, arguments))
         chosen = arguments[1:] if operation == "where" else arguments
         keeps_logical = operation in ("where", "detach") and all(each in self._logical for each in chosen)

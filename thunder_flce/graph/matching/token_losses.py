@@ -17,6 +17,7 @@ import torch
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES
 from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
@@ -88,8 +89,12 @@ class TokenSum:
     def is_zero_without_loss(self) -> bool:
         """Whether a token whose log-probability is 0 adds nothing, whatever else there is."""
         losses = [numbered(self._writer.copy().finish(summand)) for summand in self._summands]
-        nothing = {"log_prob": torch.zeros(1)}
-        return not any(read or uses(loss, "entropy") or evaluate(loss, nothing, torch).any() for loss, read in losses)
+        # While a trace is printed, tensors may be fake.
+        with unset_fake_temporarily():
+            nothing = {"log_prob": torch.zeros(1, device="cpu")}
+            return not any(
+                read or uses(loss, "entropy") or evaluate(loss, nothing, torch).any() for loss, read in losses
+            )
 
     def written(self, rows: Sequence[int], dtype: dtypes.dtype) -> "WrittenSum":
         """What a region takes. Adds operations to the trace.
@@ -228,9 +233,9 @@ class _Search:
     def _follow(self, bsym: BoundSymbol, operands: list[TensorProxy], has_grad: bool) -> None:
         name, out = bsym.sym.name, bsym.output
         if bsym.sym.id == prims.PrimIDs.RETURN:
-            raise NotASum("what is made of the log-probabilities is returned, too, and not detached")
+            raise NotASum("they, or what is made of them, are returned and not detached")
         if not isinstance(out, TensorProxy) or not is_static(*bsym.flat_args):
-            raise NotASum(f"{name} is used")
+            raise NotASum(f"{name} is no operation on single tokens")
         if all(arg.name in self._tokens for arg in operands):
             is_sum = bsym.sym.id in (ltorch.sum.id, ltorch.mean.id)
             if out.numel == self._rows and not is_sum:
