@@ -344,13 +344,20 @@ def of_ignored_tokens_too(hidden, weight, tokens, old, ref, advantages, mask):
     return torch.exp(old - losses).sum(-1).mean()
 
 
+def predictions(hidden, weight, tokens, old, ref, advantages, mask):
+    """Logged for masked tokens, too."""
+    logits = F.linear(hidden, weight)
+    log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    return (torch.exp(log_probs - old) * mask).sum(), (logits.argmax(-1) == tokens).sum(), log_probs.detach()
+
+
 def entropy_alone(hidden, weight, tokens, old, ref, advantages, mask):
     log_probs = F.log_softmax(F.linear(hidden, weight), -1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
     return torch.where(mask.bool() & (entropy.detach() < 4), entropy**2, 0.0).sum() * 0.1
 
 
-PROGRAMS = (trl_grpo, on_policy, verl_ppo, dft, of_ignored_tokens_too, entropy_alone)
+PROGRAMS = (trl_grpo, on_policy, verl_ppo, dft, of_ignored_tokens_too, predictions, entropy_alone)
 
 
 def program_operands(dtype=torch.float64, device="cpu"):
@@ -379,6 +386,8 @@ def outputs_and_gradients(program, tensors):
 )
 def test_programs(program, front_end, request):
     tensors = program_operands()
+    # Predictions that are right.
+    tensors[2][:] = F.linear(*tensors[:2]).argmax(-1)
     if front_end == "backend":
         request.getfixturevalue("without_inductor")
         compiled = torch.compile(program, backend="thunder_flce", fullgraph=True)

@@ -261,7 +261,8 @@ class _Rewrite(TraceSubstitutionProcessor):
         token_loss: TokenLoss = ()
         token_inputs: tuple[TensorProxy, ...] = ()
         if match.token_sum is not None:
-            written = match.token_sum.written(input.shape[:-1], symbols.loss_dtype(input))
+            is_alone = len(match.results) == 1
+            written = match.token_sum.written(input.shape[:-1], symbols.loss_dtype(input), is_alone=is_alone)
             token_loss, token_inputs, token_weights = written
             reduction = "sum"
         if match.weighted is not None:

@@ -96,12 +96,13 @@ class TokenSum:
                 read or uses(loss, "entropy") or evaluate(loss, nothing, torch).any() for loss, read in losses
             )
 
-    def written(self, rows: Sequence[int], dtype: dtypes.dtype) -> "WrittenSum":
+    def written(self, rows: Sequence[int], dtype: dtypes.dtype, *, is_alone: bool) -> "WrittenSum":
         """What a region takes. Adds operations to the trace.
 
         Args:
             rows: the shape of the region's rows.
             dtype: of weights.
+            is_alone: whether nothing else is asked of the rows, so that those of weight 0 may be left out.
         """
         grads: dict[str, Any] = {self.place.output.name: 1.0}
         for step, operand, result in reversed(self._steps):
@@ -114,10 +115,10 @@ class TokenSum:
         tensors = [weight for weight in weights if isinstance(weight, TensorProxy)]
         tensors = [ltorch.reshape(ltorch.to(weight, dtype), tuple(rows)) for weight in tensors]
         token_weights = None
-        if len(weights) == 1 and tensors and not self.kept:
+        if len(weights) == 1 and tensors and is_alone:
             (token_weights,) = tensors
             return _sum_of(self._writer.finish(self._summands[0]), inputs, rows, token_weights)
-        if len(tensors) == len(weights) and not self.kept:
+        if len(tensors) == len(weights) and is_alone:
             counts = ltorch.ne(tensors[0], 0.0)
             for tensor in tensors[1:]:
                 counts = ltorch.logical_or(counts, ltorch.ne(tensor, 0.0))
