@@ -37,6 +37,11 @@ def clipped(log_prob, entropy, old, advantage, ref):
     return -gain + 0.04 * divergence - 0.1 * entropy
 
 
+def without_gradients(tensor):
+    with torch.no_grad():
+        return tensor * 2
+
+
 FUNCTIONS = {
     "clipped ratio": clipped,
     "focal": lambda p, e, *_: -((1 - p.exp()) ** 2) * p,
@@ -47,6 +52,8 @@ FUNCTIONS = {
     "bounds": lambda p, e, a, *_: p.clamp(max=-1).clip(-9, -2) * a - e.clamp_min(0.5) + p.clamp_max(-0.5),
     "choices": lambda p, e, a, b, *_: torch.where((p < a) & ~(e >= b) | (p != p), p * e, e).masked_fill(p > -1, 0.5),
     "casts": lambda p, e, a, *_: (p > a).float() * p + (e.to(torch.float64) > 3).double() * e * torch.sign(a),
+    "larger": lambda p, e, a, *_: torch.maximum(p, a) * e + torch.max(a, 2 - p),
+    "without gradients": lambda p, e, *_: p * without_gradients(p.exp() * e),
     "constant": lambda p, e, a, *_: p * 0 + a,
     "identity": lambda p, e, *_: p,
 }
@@ -299,13 +306,14 @@ def trl_grpo(hidden, weight, tokens, old, ref, advantages, mask):
     """GRPO's loss by its formula, and what TRL logs beside it."""
     log_probs = log_probabilities(hidden, weight, tokens)
     divergence = torch.exp(ref - log_probs) - (ref - log_probs) - 1
+    logged = (divergence * mask).sum() / mask.sum()
     ratio = torch.exp(log_probs - old)
     clipped = torch.clamp(ratio, 1 - 0.2, 1 + 0.28)
     losses = -torch.min(ratio * advantages.unsqueeze(1), clipped * advantages.unsqueeze(1))
     losses = losses + 0.04 * divergence
     loss = ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
     is_clipped = (ratio < 1 - 0.2) & (advantages.unsqueeze(1) < 0)
-    return loss / 4, (divergence * mask).sum().detach() / mask.sum(), (is_clipped.float() * mask).sum()
+    return loss / 4, logged.detach(), (is_clipped.float() * mask).sum()
 
 
 def on_policy(hidden, weight, tokens, old, ref, advantages, mask):
@@ -314,6 +322,12 @@ def on_policy(hidden, weight, tokens, old, ref, advantages, mask):
     ratio = torch.exp(log_probs - log_probs.detach())
     losses = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
     return (losses * mask).sum() / mask.sum()
+
+
+def with_minimum(hidden, weight, tokens, old, ref, advantages, mask):
+    ratio = torch.exp(log_probabilities(hidden, weight, tokens) - old)
+    gains = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return -(gains * mask).sum() / mask.sum()
 
 
 def verl_ppo(hidden, weight, tokens, old, ref, advantages, mask):
@@ -377,9 +391,9 @@ def outputs_and_gradients(program, tensors):
 
 @pytest.mark.parametrize(
     ("program", "front_end"),
-    # thunder leaves `detach` and `torch.min` in Dynamo's graphs to others, and splits these there.
+    # thunder leaves `detach` and `torch.min` of Dynamo's graphs to others, and splits these there.
     [
-        (of_ignored_tokens_too, "thunderfx"),
+        (with_minimum, "thunderfx"),
         *((program, name) for program in PROGRAMS for name in ("thunder.jit", "backend")),
     ],
     ids=lambda x: getattr(x, "__name__", x),
@@ -424,7 +438,10 @@ def test_masked_tokens_are_left_out():
 def of_sequences(hidden, weight, tokens, old, ref, advantages, mask):
     """GSPO: a ratio of whole sequences."""
     log_ratios = (log_probabilities(hidden, weight, tokens) - old) * mask
-    return -(torch.exp(log_ratios.sum(-1) / mask.sum(-1)) * advantages).mean()
+    ratios = torch.exp(log_ratios.sum(-1) / mask.sum(-1))
+    # Of equals, too: the gradient that thunder lacks.
+    gains = torch.min(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
+    return -gains.mean() + torch.minimum(log_ratios, log_ratios + 0.0).mean()
 
 
 def weighted_by_others(hidden, weight, tokens, old, ref, advantages, mask):

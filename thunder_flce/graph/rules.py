@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from thunder.core import devices, dtypes
+from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 
 from thunder_flce import functional
@@ -26,6 +26,7 @@ from thunder_flce.graph.thunder_private import (
     recursively_proxy,
     register_autocast_rule,
     register_general_jit_lookaside,
+    register_grad,
 )
 from thunder_flce.graph.trace_arguments import (
     BY_NAME,
@@ -148,6 +149,19 @@ def _items(wrapped: Any) -> Sequence[Any]:
         return ()
     wrapped.track_items()
     return wrapped.item_wrappers
+
+
+def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
+    """What thunder 0.2.6 lacks, as it has it of maximum: where the two are equal, each gets half of the gradient."""
+    smaller = prims.minimum(a, b)
+    grad = get_grad(smaller)
+    shared = prims.where(a == b, grad / 2, grad)
+    put_grad(a, prims.where(a > b, 0.0, shared))
+    put_grad(b, prims.where(b > a, 0.0, shared))
+    return smaller
+
+
+register_grad(prims.PrimIDs.MINIMUM, _minimum_grad)
 
 
 @register_autocast_rule(symbols.linear_cross_entropy.id)

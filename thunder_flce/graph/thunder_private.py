@@ -29,7 +29,7 @@ try:
     )
     from thunder.core.symbol import default_python_printer
     from thunder.core.trace_interpreter import TraceSubstitutionProcessor
-    from thunder.core.transforms import get_grad, put_grad
+    from thunder.core.transforms import get_grad, put_grad, register_grad
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
     from thunder.dynamo.utils import CompilerType, get_torch_compile_kwargs
     from thunder.executors.nvfuserex import nvfuser_available
