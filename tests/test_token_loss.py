@@ -468,7 +468,7 @@ def two_sums(hidden, weight, tokens, old, ref, advantages, mask):
     [
         (of_sequences, "exp is not linear in the losses of tokens"),
         (weighted_by_others, "mul mixes tokens"),
-        (returned, "are returned and not detached"),
+        (returned, "is returned and not detached"),
         (trained_input, "needs a gradient, too"),
         (two_sums, "mul is not linear in the losses of tokens"),
     ],

@@ -234,7 +234,7 @@ class _Search:
     def _follow(self, bsym: BoundSymbol, operands: list[TensorProxy], has_grad: bool) -> None:
         name, out = bsym.sym.name, bsym.output
         if bsym.sym.id == prims.PrimIDs.RETURN:
-            raise NotASum("they, or what is made of them, are returned and not detached")
+            raise NotASum("its result, or what is made of it, is returned and not detached")
         if not isinstance(out, TensorProxy) or not is_static(*bsym.flat_args):
             raise NotASum(f"{name} is no operation on single tokens")
         if all(arg.name in self._tokens for arg in operands):
