@@ -835,6 +835,54 @@ MUTATIONS = [
         tests=("tests/test_token_weights.py",),
     ),
     *_of(
+        "execution/row_loss.py",
+        ("mask", "torch.where(s == 0, 0.0, s * derivative)", "s * derivative"),
+        ("sign", "vectors[0] = vectors[1] = -g_p", "vectors[0] = vectors[1] = g_p"),
+        (
+            "index",
+            "[vector[chunk] for vector in scales.token_inputs]",
+            "[vector[: chunk.stop - chunk.start] for vector in scales.token_inputs]",
+        ),
+        ("mask", "rows.gather(vector))\n            for number", "vector)\n            for number"),
+        tests=(
+            "tests/test_token_loss.py::test_the_region",
+            "tests/test_token_loss.py::test_infinite_derivatives_of_tokens_that_do_not_count",
+        ),
+    ),
+    *_of(
+        "operation/token_loss.py",
+        ("sign", "_plus(d[0], _times(d[1], -1.0))", "_plus(d[0], d[1])"),
+        ("divisor", "_of_one(lambda f, out, x: 0.5 / out)", "_of_one(lambda f, out, x: 1.0 / out)"),
+        ("mask", "_of_smaller(f, *a, *d[::-1])", "_of_smaller(f, *a, *d)"),
+        ("mask", "f.where(a == b, _plus(d_a, d_b) * 0.5, f.where(a < b, d_a, d_b))", "f.where(a < b, d_a, d_b)"),
+        ("mask", "if name in self._differentiable else name", "if False else name"),
+        tests=("tests/test_token_loss.py::test_derivatives",),
+    ),
+    *_of(
+        "graph/matching/token_losses.py",
+        ("mask", "if not has_grad:\n            raise NotASum", "if False:\n            raise NotASum"),
+        ("mask", "if has_grad and tensor.name in self._index.need_grad:", "if False:"),
+        (
+            "mask",
+            "elif not all(arg.name in self._sums or arg.name in self._tokens for arg in operands):",
+            "elif False:",
+        ),
+        ("mask", "all(id(user) in self._passed or not self._passes_grad(user) for user in users)", "True"),
+        ("mask", "if len(weights) == 1 and tensors and is_alone:", "if len(weights) == 1 and tensors:"),
+        ("mask", "if are_steps and len(dependent) == 1", "if False and len(dependent) == 1"),
+        ("sign", 'self._writer.write("neg", (name,), {}) if source.factor == -1 else name', "name"),
+        tests=(
+            "tests/test_token_loss.py::test_programs",
+            "tests/test_token_loss.py::test_gradients_that_wait",
+            "tests/test_token_loss.py::test_masked_tokens_are_left_out",
+        ),
+    ),
+    *_of(
+        "graph/matching/match.py",
+        ("mask", "if self.reading is None and not found.is_zero_without_loss:", "if False:"),
+        tests=("tests/test_token_loss.py::test_programs",),
+    ),
+    *_of(
         "execution/row_selection.py",
         ("mask", "valid & (token_weights != 0)", "valid"),
         tests=("tests/test_token_weights.py",),
@@ -909,7 +957,7 @@ MUTATIONS = [
     ),
     *_of(
         "graph/matching/upstream.py",
-        ("sign", "lambda grad: -grad", "lambda grad: grad"),
+        ("sign", "Step(shape, lambda grad: -grad)", "Step(shape, lambda grad: grad)"),
         ("divisor", "grad = grad / divisor if divisor != 1 else grad", "pass"),
         ("divisor", "return ltorch.true_divide(grad, given) if", "return ltorch.mul(grad, given) if"),
         (

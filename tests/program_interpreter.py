@@ -295,7 +295,11 @@ _FUNCTIONS = {
     "tanh": torch.tanh,
     "where": torch.where,
     "inf": float("inf"),
-    "minimum": lambda values, largest: values.clamp(max=largest),
+    "minimum": lambda values, largest: torch.minimum(values, torch.as_tensor(largest, dtype=values.dtype)),
+    **{
+        name: getattr(torch, name)
+        for name in ("abs", "clamp", "log1p", "logical_and", "logical_not", "sign", "sigmoid", "sqrt")
+    },
     "sum": lambda values: values.double().sum(),
     "sum_k": lambda matrix: matrix.sum(1, keepdim=True),
     "any_k": lambda matrix: matrix.any(1, keepdim=True),

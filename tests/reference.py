@@ -1,7 +1,7 @@
 """The truth that tests compare with: eager PyTorch in float64, and its own error in the dtype under test."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thunder_flce import Options, linear_cross_entropy, operators
 from thunder_flce.execution.operands import Operands, Term
 from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.token_loss import TokenLoss, evaluate
 
 
 @dataclass
@@ -156,6 +157,8 @@ def composed(
     num_items: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
     detached: tuple[str, ...] = (),
+    token_loss: TokenLoss = (),
+    token_inputs: Sequence[Tensor] = (),
 ) -> Tensor | tuple[Tensor, ...]:
     """What `linear_cross_entropy` returns, of the products (..., V), by its definition and PyTorch's operations."""
     shape = target.shape
@@ -168,10 +171,17 @@ def composed(
     )
     valid = target != ignore_index
     valid_logits, valid_target = logits[valid], target[valid]
+    log_probs = torch.log_softmax(valid_logits, 1)
 
     def of_all(vector: Tensor, fill: float = 0) -> Tensor:
         return vector.new_full(valid.shape, fill).masked_scatter(valid, vector)
 
+    if token_loss:
+        probabilities = log_probs.exp()
+        known = {name: vector[valid] for name, vector in zip(("i0", "i1", "i2", "i3"), token_inputs, strict=False)}
+        known["log_prob"] = log_probs.gather(1, valid_target[:, None]).squeeze(1)
+        known["entropy"] = -(probabilities * log_probs).sum(1)
+        row_loss = of_all(evaluate(token_loss, known, torch))
     z_term = of_all(z_loss * torch.logsumexp(valid_logits, 1).square()) if z_loss else torch.zeros_like(row_loss)
     if reduction == "none":
         loss = (row_loss + z_term).reshape(shape)
@@ -184,7 +194,6 @@ def composed(
         total = row_loss.sum() + z_term.sum()
         loss = total / num_items if num_items != 0 else total * 0
 
-    log_probs = torch.log_softmax(valid_logits, 1)
     argmax = valid_logits.argmax(1)
 
     def output(name: str) -> Tensor:

@@ -18,6 +18,7 @@ from thunder_flce.backend import compile_graph
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = {
     "functional": [],
+    "grpo": [],
     "llama": ["transformers"],
     "local_text": ["tokenizers"],
     "show_traces": ["rich"],
@@ -53,6 +54,12 @@ def test_loads(name, load):
 def test_functional(load, capsys):
     load("functional").main()
     assert "plain PyTorch, in thunder_flce.jit" in capsys.readouterr().out
+
+
+def test_grpo(load, capsys):
+    """That losses are the same, the example checks for itself."""
+    load("grpo").main()
+    assert "gradients in forward" in capsys.readouterr().out
 
 
 def test_tensor_parallel():

@@ -57,6 +57,7 @@ class Case:
     expected_gradient: bool = False
     targets: int | None = None
     terms: tuple[TermShape, ...] = (TermShape(hidden=H, input_grad=True, weight_grad=True),)
+    token_inputs: int = 0
 
 
 HEAD = TermShape(hidden=H, input_grad=True, weight_grad=True)
@@ -64,6 +65,29 @@ FROZEN = TermShape(hidden=H, input_grad=True, weight_grad=False)
 ADAPTER = TermShape(hidden=2, input_grad=True, weight_grad=True)
 OUTPUTS = ("log_prob", "valid_argmax", "entropy", "accuracy", "mean_logit", "log_sum_sq_probs")
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "logit_scale": 0.7, "vocab_size": V - 4}
+
+CLIPPED_RATIO = (
+    ("f0", "sub", ("log_prob", "i0")),
+    ("f1", "exp", ("f0",)),
+    ("f2", "clamp", ("f1", 0.8, 1.2)),
+    ("f3", "mul", ("f1", "i1")),
+    ("f4", "mul", ("f2", "i1")),
+    ("f5", "minimum", ("f3", "f4")),
+    ("f6", "neg", ("f5",)),
+)
+OF_EVERYTHING = (
+    ("f0", "gt", ("entropy", "i0")),
+    ("f1", "logical_not", ("f0",)),
+    ("f2", "logsigmoid", ("log_prob",)),
+    ("f3", "pow", ("entropy", 3)),
+    ("f4", "div", ("f2", "f3")),
+    ("f5", "where", ("f1", "f4", "log_prob")),
+    ("f6", "detach", ("f5",)),
+    ("f7", "abs", ("f6",)),
+    ("f8", "add", ("f7", 1.5)),
+    ("f9", "sqrt", ("f8",)),
+    ("f10", "mul", ("f9", "f5")),
+)
 
 CASES = {
     "plain": Case(),
@@ -89,6 +113,10 @@ CASES = {
     "entropy": Case(Loss(outputs=("entropy",), label_smoothing=0.2), class_weight=True, bias=True),
     "all outputs": Case(Loss(outputs=OUTPUTS, softcap=3.0), bias=True),
     "several targets": Case(Loss(softcap=3.0, logit_scale=0.5), targets=3),
+    "token loss": Case(Loss(token_loss=CLIPPED_RATIO, reduction="sum"), token_inputs=2),
+    "token loss with entropy": Case(
+        Loss(token_loss=OF_EVERYTHING, z_loss=0.01, softcap=3.0, outputs=("accuracy",)), bias=True, token_inputs=1
+    ),
     "adapter": Case(terms=(HEAD, ADAPTER)),
     "adapter beside a frozen head": Case(Loss(vocab_size=20), terms=(FROZEN, ADAPTER), bias=True),
     "frozen input": Case(terms=(TermShape(hidden=H, input_grad=False, weight_grad=True),)),
@@ -119,6 +147,7 @@ def problem_of(case: Case, plan: Plan, *, tokens: int = T, vocab: int = V, dtype
         has_num_items=case.num_items is not None,
         has_expected_gradient=case.expected_gradient,
         targets_per_token=case.targets,
+        token_inputs=case.token_inputs,
         float32_logits=plan.float32_logits,
     )
 
@@ -126,7 +155,7 @@ def problem_of(case: Case, plan: Plan, *, tokens: int = T, vocab: int = V, dtype
 def can_run(plan: Plan, case: Case) -> bool:
     """Whether a plan is one for such a loss."""
     if not isinstance(plan, GradientsInForward):
-        return True
+        return not case.loss.token_loss or isinstance(plan, LossOnly)
     is_staged = plan.staged is not None
     can_stage = case.loss.is_plain and len(case.terms) == 1 and not (case.bias and case.bias_grad)
     return not case.loss.has_row_gradients and (can_stage or not is_staged)
@@ -154,6 +183,8 @@ def operands_of(problem: Problem, *, num_items: float | None, ignored: float) ->
         names["b"] = torch.randn(rows, dtype=torch.float64).requires_grad_(problem.bias_grad)
     if problem.has_class_weight:
         names["w"] = torch.rand(rows, dtype=torch.float64)
+    for number in range(problem.token_inputs):
+        names[f"i{number}"] = torch.randn(problem.tokens, dtype=torch.float64)
     if num_items is not None:
         names["num_items"] = torch.tensor(num_items, dtype=torch.float64)
     if problem.has_expected_gradient:
@@ -176,8 +207,9 @@ def eager(problem: Problem, operands: dict[str, torch.Tensor], upstream: dict[st
     if "q" in operands:
         results = composed_of_several(logits, operands["y"], operands["q"], problem.loss)
     else:
-        weights = {"class_weight": operands.get("w"), "num_items": operands.get("num_items")}
-        results = composed(logits, operands["y"], **weights, **vars(problem.loss))
+        given = {"class_weight": operands.get("w"), "num_items": operands.get("num_items")}
+        given |= {"token_inputs": [operands[f"i{number}"] for number in range(problem.token_inputs)]}
+        results = composed(logits, operands["y"], **given, **vars(problem.loss))
     named = dict(zip(("loss", *problem.loss.outputs), results if problem.loss.outputs else (results,), strict=True))
     # What needs a gradient, by the name of the gradient.
     needing = {f"d{name}": tensor for name, tensor in operands.items() if tensor.requires_grad}
@@ -290,7 +322,7 @@ def small_plans(draw) -> Plan:
 )
 def test_the_printed_program_is_the_region_for_any_sizes(plan, case, tokens, vocab, ignored):
     """Such as chunks of as many tokens as there are columns, or of a single one."""
-    if not can_run(plan, case):
+    if isinstance(plan, GradientsInForward) and not can_run(plan, case):
         plan = replace(plan, staged=None)
     assume(can_run(plan, case))
     if isinstance(plan, SaveSomeLogits):

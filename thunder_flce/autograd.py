@@ -36,6 +36,7 @@ def differentiable_forward(settings: Settings, operands: Operands) -> tuple[Tens
             *(head.x, head.weight, operands.bias),
             *(tensor for term in others for tensor in (term.x, term.weight)),
         ),
+        operands.token_inputs,
     )
 
 
@@ -45,9 +46,10 @@ _NAMES = (
 )
 
 
-def _apply(settings: Settings, tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """For the tensors of `_NAMES`, then those of the terms."""
-    return _LinearCrossEntropy.apply(settings, torch._C._are_functorch_transforms_active(), *tensors)
+def _apply(settings: Settings, tensors: Sequence[Tensor | None], token_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """For the tensors of `_NAMES`, then those of the terms; and what the token loss reads."""
+    is_transformed = torch._C._are_functorch_transforms_active()
+    return _LinearCrossEntropy.apply(settings, is_transformed, len(token_inputs), *token_inputs, *tensors)
 
 
 def _by_name(tensors: Sequence[Tensor | None]) -> dict[str, Any]:
@@ -59,14 +61,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Returns what is saved for the backward, too: torch.func asks for that."""
 
     @staticmethod
-    def forward(settings: Settings, is_transformed: bool, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(settings: Settings, is_transformed: bool, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        given = {**_by_name(tensors[count:]), "token_inputs": tensors[:count] or None}
         with torch._C._AutoDispatchBelowAutograd():
-            return tuple(torch.ops.thunder_flce.linear_cross_entropy(**_by_name(tensors), settings=str(settings)))
+            return tuple(torch.ops.thunder_flce.linear_cross_entropy(**given, settings=str(settings)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        ctx.settings, ctx.is_transformed, *tensors = inputs
-        ctx.count = len(inputs)
+        ctx.settings, ctx.is_transformed, token_inputs, *tensors = inputs
+        tensors = tensors[token_inputs:]
+        ctx.count, ctx.first = len(inputs), 3 + token_inputs
         names = ctx.settings.loss.outputs
         outputs, saved = dict(zip(names, results[1:], strict=False)), results[1 + len(names) :]
         ctx.set_materialize_grads(False)
@@ -96,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         run = _Backward.apply if is_recorded else _Backward.forward
         found = run(ctx.settings, *upstream, *ctx.saved_tensors)
         # Where the operands are among the inputs.
-        first = 2 + _NAMES.index("input")
+        first = ctx.first + _NAMES.index("input")
         pairs = [(at, at + 1) for at in range(first + 3, ctx.count, 2)]
         positions = named_operands(first, first + 1, first + 2, pairs)
         gradients: list[Tensor | None] = [None] * ctx.count
@@ -164,7 +168,7 @@ def _autograd_kernel(
                 "it with one that does"
             )
     given = {"input": input, "linear_weight": linear_weight, "target": target, **optional}
-    return list(_apply(known, (*map(given.get, _NAMES), *terms)))
+    return list(_apply(known, (*map(given.get, _NAMES), *terms), optional.get("token_inputs") or ()))
 
 
 operators.library.impl("linear_cross_entropy", _autograd_kernel, "Autograd")

@@ -72,6 +72,8 @@ class DividedCall:
             raise ValueError("vocab_parallel must be None with DTensors, whose placements say who has which part")
         if arguments["target_weights"] is not None:
             raise NotImplementedError("target_weights and DTensors do not go together: give target alone")
+        if arguments["token_inputs"]:
+            raise NotImplementedError("token_inputs and DTensors do not go together: pass tensors of one device")
         input, weight = (_checked(name, arguments[name], arguments) for name in ("input", "linear_weight"))
         mesh, of_input, of_weight = input.device_mesh, input.placements, weight.placements
         divides_tokens = [_divides_tokens(input, at) for at in range(mesh.ndim)]

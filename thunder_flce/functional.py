@@ -16,6 +16,7 @@ from thunder_flce.operation.arguments import check_linear_cross_entropy, named_o
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, is_traced, operands_of, plan_for
 from thunder_flce.options import Options, as_options
+from thunder_flce.token_functions import ONLY_WRITTEN_OUT, traced_token_loss
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     token_weights: Tensor | None = None,
     target_weights: Tensor | None = None,
+    token_loss: Callable[..., Tensor] | None = None,
+    token_inputs: Sequence[Tensor] = (),
     num_items: Tensor | float | None = None,
     expected_gradient: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
@@ -99,6 +102,14 @@ def linear_cross_entropy(
             token all of whose targets are, is ignored. They get no gradient, and go neither with class weights nor with
             label smoothing, "log_prob", "accuracy" or vocab_parallel. Less the teacher's entropy -Σ_k q_k log q_k, the
             loss is the Kullback-Leibler divergence KL(q‖p), with the same gradients.
+        token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
+            function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. It is called
+            once, with stand-ins, and must be made of PyTorch's operations on single tokens (those of
+            `operation.token_loss`; no sums, no branches). Gradients are still computed in the forward; outputs get none
+            beside it. Eager calls only: in a program to be compiled, write such a loss out over log-probabilities, and
+            `thunder_flce.jit` and the backend "thunder_flce" of torch.compile find it.
+        token_inputs: (...) each, of any floating-point dtype, integers or bool: what token_loss takes beside, such as
+            old log-probabilities and advantages. They get no gradient.
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
@@ -134,9 +145,12 @@ def linear_cross_entropy(
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
         TypeError, ValueError: see `arguments.check_linear_cross_entropy`.
+        NotImplementedError: for token_loss while a program is compiled.
         RuntimeError: for second derivatives and for `torch.vmap`.
     """
     options = as_options(options)
+    if token_loss is not None and isinstance(input, Tensor) and is_traced(input):
+        raise NotImplementedError(ONLY_WRITTEN_OUT)
     loss = Loss(
         reduction=reduction,
         ignore_index=_plain(ignore_index),
@@ -147,6 +161,7 @@ def linear_cross_entropy(
         vocab_size=_plain(vocab_size),
         outputs=outputs,
         detached=detached,
+        token_loss=() if token_loss is None else traced_token_loss(token_loss, token_inputs),
     )
     input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
     arguments: dict[str, Any] = {
@@ -158,6 +173,7 @@ def linear_cross_entropy(
         "weight": weight,
         "token_weights": token_weights,
         "target_weights": target_weights,
+        "token_inputs": token_inputs,
         "num_items": num_items,
         "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
@@ -194,6 +210,8 @@ def _results(
             for name in ("target", "token_weights"):
                 if arguments[name] is not None:
                     arguments[name] = start_gathering(shard, arguments[name].reshape(-1)).wait()
+            gathered = [start_gathering(shard, each.reshape(-1)) for each in arguments["token_inputs"]]
+            arguments["token_inputs"] = [each.wait() for each in gathered]
         operands = operands_of(arguments, loss, needs_grad, shard=shard)
         plan = plan_for(operands, options, agreement.memory)
         settings = Settings.planned(loss, needs_grad, plan, shard=shard)

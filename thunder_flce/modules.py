@@ -181,7 +181,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
     def _settings(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(Loss)}
+        return {field.name: getattr(self, field.name) for field in fields(Loss) if field.name != "token_loss"}
 
 
 def loss_only(model: nn.Module) -> nn.Module:

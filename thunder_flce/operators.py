@@ -149,6 +149,10 @@ def operands_of(
         target_weights=target_weights,
         class_weight=arguments["weight"],
         token_weights=_flat_weights(arguments.get("token_weights"), statistics_dtype(input.dtype)),
+        token_inputs=tuple(
+            vector.reshape(-1) if vector.dtype is torch.bool else vector.reshape(-1).to(statistics_dtype(input.dtype))
+            for vector in arguments.get("token_inputs") or ()
+        ),
         **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},
         bias_grad="linear_bias" in needs_grad,
         shard=shard,
@@ -195,6 +199,7 @@ def problem_of(operands: Operands, options: Options) -> Problem:
         has_num_items=operands.num_items is not None,
         has_token_weights=operands.token_weights is not None,
         targets_per_token=None if operands.target_weights is None else operands.target_weights.shape[1],
+        token_inputs=len(operands.token_inputs),
         has_expected_gradient=operands.expected_gradient is not None,
         float32_logits=options.has_float32_logits(operands.dtype),
     )
@@ -339,7 +344,7 @@ _KEYWORDS = (
     "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? token_weights=None, "
     "Tensor? target_weights=None, Tensor? num_items=None, Tensor? expected_gradient=None"
 )
-_FORWARD = f"Tensor input, Tensor linear_weight, Tensor target, {_KEYWORDS}"
+_FORWARD = f"Tensor input, Tensor linear_weight, Tensor target, {_KEYWORDS}, Tensor[]? token_inputs=None"
 _BACKWARD = (
     "Tensor? grad, Tensor input, Tensor linear_weight, Tensor target, Tensor row_max, Tensor row_log_sum, "
     f"Tensor valid_count, {_KEYWORDS}, Tensor? entropy=None, "

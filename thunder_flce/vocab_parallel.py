@@ -46,9 +46,9 @@ class VocabParallel:
     order of ranks. Parts may differ in size, and may be empty."""
 
     sequence_parallel: bool = False
-    """Whether input, target and token_weights are this rank's part of the tokens, in the order of ranks and of equal
-    size. Their loss is that of all tokens; with reduction "none", loss and outputs are those of this rank's tokens.
-    The input's gradient is that of this rank's part."""
+    """Whether input, target, token_weights and token_inputs are this rank's part of the tokens, in the order of ranks
+    and of equal size. Their loss is that of all tokens; with reduction "none", loss and outputs are those of this
+    rank's tokens. The input's gradient is that of this rank's part."""
 
     input_grad: str = "reduced"
     """"reduced": the gradient of input, and of the inputs of terms, is summed over the ranks. "partial": each rank gets
@@ -145,8 +145,12 @@ def _described(parallel: VocabParallel, arguments: Mapping[str, Any], loss: Loss
     """What must be equal on all ranks, by the name of the argument."""
     weights = ("linear_weight", "linear_bias")
     call: dict[str, Any] = {
-        name: _word(value, is_part=name in weights) for name, value in arguments.items() if name != "terms"
+        name: _word(value, is_part=name in weights)
+        for name, value in arguments.items()
+        if name not in ("terms", "token_inputs")
     }
+    for number, value in enumerate(arguments["token_inputs"]):
+        call[f"token_inputs[{number}]"] = _word(value, is_part=False)
     for number, term in enumerate(arguments["terms"]):
         call[f"terms[{number}]"] = tuple(_word(value, is_part=at > 0) for at, value in enumerate(term))
     settings = {name: getattr(parallel, name) for name in ("sequence_parallel", "input_grad", "input_grad_dtype")}

@@ -405,6 +405,36 @@ def clipped_ratio_with_entropy(hidden, weight, tokens):
     return loss, (logits.argmax(-1) == tokens).float().mean()
 
 
+def clipped_ratio_as_trl_has_it(hidden, weight, tokens, advantages, token_weights):
+    """GRPO: a mean over sequences of means over their tokens, a divergence from a reference, and what is logged."""
+    logits = F.linear(hidden, weight) / 0.9
+    log_probs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, dim=-1)
+    mask = (token_weights > 0.5).float()
+    old, reference = log_probs.detach() + 0.3 * token_weights, log_probs.detach() - 0.1
+    divergence = torch.exp(reference - log_probs) - (reference - log_probs) - 1
+    ratio = torch.exp(log_probs - old)
+    gain = torch.min(ratio * advantages.unsqueeze(1), ratio.clamp(0.8, 1.2) * advantages.unsqueeze(1))
+    losses = 0.04 * divergence - gain
+    loss = ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    return loss, ((ratio.detach() < 0.8) * mask).sum()
+
+
+def masked_means_of_three_losses(hidden, weight, tokens, token_weights):
+    """A policy's loss, a bonus of entropy and a divergence, as verl has it."""
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    per_token = log_probs.gather(-1, tokens[..., None]).squeeze(-1)
+    mask = (token_weights > 0.5).float()
+    ratio, divergence = torch.exp(per_token + 4), (per_token + 5).square() * 0.5
+    policy, bonus, penalty = ((losses * mask).sum() / mask.sum() for losses in (-ratio, entropy, divergence))
+    return policy - 0.01 * bonus + 0.1 * penalty
+
+
+def focal_loss(hidden, weight, labels):
+    losses = _loss(F.linear(hidden, weight), labels, reduction="none")
+    return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
 def entropy_as_verl_has_it(hidden, weight, tokens):
     """Logged beside a log-probability."""
     logits = F.linear(hidden, weight)
@@ -507,6 +537,9 @@ FUSED: tuple[Callable, ...] = (
     log_probability_indexed,
     preference_loss,
     clipped_ratio_with_entropy,
+    clipped_ratio_as_trl_has_it,
+    masked_means_of_three_losses,
+    focal_loss,
     entropy_as_verl_has_it,
     entropy_in_chunks,
     entropy_beside_cross_entropy,

@@ -195,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     subset.add_argument("--dtype", choices=DTYPES, help="of the logits (default: bfloat16; float32 on a CPU)")
     subset.add_argument("--methods", nargs="+", choices=kernels.KERNELS, default=kernels.KERNELS, metavar="KERNEL")
 
-    subset = _subset(subsets, "losses", "preference losses, weighted tokens, log-probabilities alone", losses.SCHEDULE)
+    subset = _subset(subsets, "losses", "GRPO, preference losses, weighted tokens, log-probabilities", losses.SCHEDULE)
     _shape_option(subset)
     names = list(losses.METHODS)
     subset.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD", help="; ".join(names))

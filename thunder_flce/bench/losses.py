@@ -1,4 +1,4 @@
-"""Losses other than the mean over tokens: preference losses, weighted tokens, distillation, log-probabilities alone.
+"""Losses other than the mean over tokens: GRPO's, preferences, weighted tokens, distillation, log-probabilities alone.
 
 Each is measured as we run it, by torch.compile and in eager PyTorch, forward and backward, beside the matmuls that its
 results need.
@@ -123,12 +123,23 @@ def _preference(log_probs: Tensor, weights: Tensor) -> Tensor:
     return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
 
+def _grpo(log_probs: Tensor, weights: Tensor) -> Tensor:
+    """GRPO (arXiv:2402.03300): ratios from 0.8 to 1.3, of which half are clipped, and a divergence from a reference."""
+    advantages = weights - 0.6
+    old, reference = log_probs.detach() + 0.5 * advantages, log_probs.detach() + 0.2 * advantages
+    ratio = torch.exp(log_probs - old)
+    gains = torch.min(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages)
+    divergence = torch.exp(reference - log_probs) - (reference - log_probs) - 1
+    return (0.04 * divergence - gains).mean()
+
+
 def _log_probs(log_probs: Tensor, weights: Tensor) -> Tensor:
     return log_probs
 
 
 LOSSES: dict[str, Loss | Distillation] = {
     "mean": Loss(reduce=_mean, ours="function"),
+    "GRPO": Loss(reduce=_grpo, ours="jit"),
     "DPO": Loss(reduce=_preference, ours="jit"),
     "DPO, frozen head": Loss(reduce=_preference, ours="jit", gradients=("dx",)),
     "none, frozen head": Loss(reduce=_squares, ours="function", gradients=("dx",)),

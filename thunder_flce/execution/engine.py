@@ -94,7 +94,7 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
         else:
             result = chunk_result(region, scales, logits, chunk)
             results.append(result)
-            coefficients = row_gradients.coefficients(chunk, result.statistics)
+            coefficients = row_gradients.coefficients(chunk, result.statistics, token_loss=result.token_loss)
             assert result.targets is not None
             dlogits, bias_grad = steps.gradient_(
                 region, logits, result.statistics, coefficients, result.targets, scales.class_weight

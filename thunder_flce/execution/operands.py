@@ -40,6 +40,8 @@ class Operands:
     """(V,) floating point"""
     token_weights: Tensor | None = None
     """(T,) what multiplies each row's loss; a row where it is 0 is ignored"""
+    token_inputs: tuple[Tensor, ...] = ()
+    """(T,) each, what `Loss.token_loss` reads beside the row: in the dtype of the loss, or bool"""
     num_items: Tensor | None = None
     """() what "mean" divides by, in place of the number of valid targets"""
     expected_gradient: Tensor | None = None

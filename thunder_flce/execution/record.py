@@ -271,7 +271,8 @@ def _common(steps: tuple[Step, ...], over: str) -> Step:
     return replace(steps[0], shape=shape, adds=any(s.adds for s in steps))
 
 
-_OPERATOR_RANKS = {"==": 1, "+": 2, "-": 2, "*": 3, "/": 3, "@": 3, "**": 4}
+_COMPARISONS = ("==", "!=", "<", "<=", ">", ">=")
+_OPERATOR_RANKS = {**dict.fromkeys(_COMPARISONS, 1), "+": 2, "-": 2, "*": 3, "/": 3, "@": 3, "**": 4}
 _ATOM = 5
 
 
@@ -374,6 +375,10 @@ class Value(_Base):
         function, shape = ("sum", ()) if dim is None else ("sum_k", self.shape[:-1])
         return Value(self.tape, f"{function}({self.text})", shape=shape, dtype=self.dtype)
 
+    def __neg__(self) -> "Value":
+        text = f"-{self.text}" if self._rank >= _OPERATOR_RANKS["*"] else f"-({self.text})"
+        return Value(self.tape, text, shape=self.shape, dtype=self.dtype, rank=_OPERATOR_RANKS["*"])
+
     def square(self) -> "Value":
         return self._combined("**", self, 2)
 
@@ -416,9 +421,8 @@ class Value(_Base):
         for side, needed in ((left, rank), (right, rank + (operator in ("-", "/")))):
             text = _words(side)
             words.append(f"({text})" if isinstance(side, Value) and side._rank < needed else text)
-        return Value(
-            self.tape, f" {operator} ".join(words), shape=_broadcast(values), dtype=_promoted(values), rank=rank
-        )
+        dtype = torch.bool if operator in _COMPARISONS else _promoted(values)
+        return Value(self.tape, f" {operator} ".join(words), shape=_broadcast(values), dtype=dtype, rank=rank)
 
     __hash__ = object.__hash__
 
@@ -448,9 +452,14 @@ def _define_operators() -> None:
         setattr(Value, f"__r{name}__", reflected)
 
 
-_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "matmul": "@", "eq": "=="}
+_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "pow": "**", "matmul": "@"}
+_OPERATORS |= zip(("eq", "ne", "lt", "le", "gt", "ge"), _COMPARISONS, strict=True)
 _define_operators()
-_FUNCTIONS = {torch.exp, torch.log, torch.tanh, torch.where}
+_FUNCTIONS = {
+    *(torch.exp, torch.expm1, torch.log, torch.log1p, torch.sqrt, torch.tanh, torch.sigmoid, torch.abs, torch.sign),
+    *(torch.where, torch.clamp, torch.minimum, torch.maximum),
+    *(torch.logical_and, torch.logical_or, torch.logical_not),
+}
 
 
 def as_value(tensor: Tensor) -> Value:

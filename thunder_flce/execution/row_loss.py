@@ -3,6 +3,8 @@
 Legend: T tokens, N rows computed, C rows in a chunk, V vocabulary.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +12,12 @@ from torch import Tensor
 
 from thunder_flce.execution import steps
 from thunder_flce.execution.operands import ForwardResult, SavedStatistics, UpstreamGradients
+from thunder_flce.execution.plan import GradientsInForward
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_kernels.interface import LogitsBuffer, RowStatistics
 from thunder_flce.execution.row_selection import Rows
 from thunder_flce.operation.loss import OUTPUTS, Row, RowCoefficients, RowWeights, row_coefficients
+from thunder_flce.operation.token_loss import VARIABLES, differentiate, evaluate, input_name, uses
 
 
 class RowScales(NamedTuple):
@@ -30,6 +34,8 @@ class RowScales(NamedTuple):
     """() of the sum of the z terms"""
     token_weights: Tensor | None = None
     """(N,) what multiplies a row's loss; None for ones"""
+    token_inputs: tuple[Tensor, ...] = ()
+    """(N,) each, what the token loss reads"""
 
     @classmethod
     def of(cls, region: Region, rows: Rows) -> "RowScales":
@@ -53,7 +59,11 @@ class RowScales(NamedTuple):
             elif row_weights is not None:
                 at_target = row_weights.at_target if token_weights is None else row_weights.at_target * token_weights
                 divisor = rows.mask_ignored(at_target).sum()
-        return cls(rows, class_weight, row_weights, divisor, z_divisor, token_weights)
+        inputs = [
+            steps.let(region, input_name(number), rows.gather(vector))
+            for number, vector in enumerate(operands.token_inputs)
+        ]
+        return cls(rows, class_weight, row_weights, divisor, z_divisor, token_weights, tuple(inputs))
 
     @classmethod
     def ones(cls, rows: Rows) -> "RowScales":
@@ -84,8 +94,8 @@ class RowGradients:
             grad = of_rows(upstream.loss, divisor)
             return grad if scales.token_weights is None else grad * scales.token_weights
 
-        self._scale = loss.logit_scale
-        s = steps.let(region, "s", of_loss(scales.divisor))
+        self._region, self._scale = region, loss.logit_scale
+        self._s = s = steps.let(region, "s", of_loss(scales.divisor))
         probability, one_hot, uniform, _ = row_coefficients(
             loss, s, scales.row_weights, region.operands.whole_vocab, target_weights=rows.target_weights
         )
@@ -109,7 +119,11 @@ class RowGradients:
         return self._vectors.probability
 
     def coefficients(
-        self, chunk: slice, statistics: RowStatistics | None, entropy: Tensor | None = None
+        self,
+        chunk: slice,
+        statistics: RowStatistics | None,
+        entropy: Tensor | None = None,
+        token_loss: "TokenLosses | None" = None,
     ) -> RowCoefficients:
         """The chunk's coefficients.
 
@@ -117,8 +131,13 @@ class RowGradients:
             chunk: which rows.
             statistics: (C,) of these rows; may be None where `Loss.is_plain`.
             entropy: (C,) of these rows; None where the entropy has no upstream gradient.
+            token_loss: of these rows, where it takes the place of the cross-entropy.
         """
         vectors: list[Any] = [None if vector is None else vector[chunk] for vector in self._vectors]
+        if token_loss is not None:
+            entropy = token_loss.entropy
+            g_p, vectors[3] = token_loss.gradients(self._region, self._s[chunk])
+            vectors[0] = vectors[1] = -g_p
         if statistics is not None:
             if self._z_term is not None:
                 vectors[0] = vectors[0] + self._z_term[chunk] * (statistics.row_max + statistics.row_log_sum)
@@ -127,6 +146,41 @@ class RowGradients:
         if self._scale != 1:
             vectors = [None if vector is None else vector * self._scale for vector in vectors]
         return RowCoefficients(*vectors)
+
+
+class TokenLosses(NamedTuple):
+    """What `Loss.token_loss` makes of the rows of a chunk, (C,) each; a derivative may be a number."""
+
+    value: Tensor
+    log_prob_grad: Tensor | float = 0.0
+    entropy_grad: Tensor | float = 0.0
+    entropy: Tensor | None = None
+    """None where the loss does not depend on it"""
+
+    def gradients(self, region: Region, s: Tensor) -> tuple[Tensor, Tensor | None]:
+        """g_p and g_e, from the upstream gradients of the rows, s (C,); g_e is None where there is no entropy."""
+
+        def multiplied(name: str, derivative: Tensor | float) -> Tensor:
+            if isinstance(derivative, float):
+                return steps.let(region, name, s * derivative)
+            # What a row without an upstream gradient has may be infinite.
+            return steps.let(region, name, torch.where(s == 0, 0.0, s * derivative))
+
+        g_p = multiplied("g_p", self.log_prob_grad)
+        return g_p, None if self.entropy is None else multiplied("g_e", self.entropy_grad)
+
+    @classmethod
+    def of(cls, region: Region, row: Row, inputs: Sequence[Tensor]) -> "TokenLosses":
+        """Of rows whose target's logit is known, and (C,) the further inputs."""
+        loss, columns = region.loss, region.operands.whole_vocab
+        variables = [name for name in VARIABLES if uses(loss.token_loss, name)]
+        of_row = {name: steps.let(region, name, OUTPUTS[name].of(row, columns, torch.log)) for name in variables}
+        values = of_row | {input_name(number): vector for number, vector in enumerate(inputs)}
+        if not isinstance(region.plan, GradientsInForward):
+            return cls(steps.let(region, "token_loss", evaluate(loss.token_loss, values, torch)))
+        value, gradients = differentiate(loss.token_loss, values, torch, partial(steps.let, region))
+        value = steps.let(region, "token_loss", value)
+        return cls(value, gradients["log_prob"], gradients["entropy"], of_row.get("entropy"))
 
 
 class ChunkResult(NamedTuple):
@@ -139,6 +193,7 @@ class ChunkResult(NamedTuple):
     argmax: Tensor | None = None
     targets: steps.Targets | None = None
     """Where the targets are in the chunk's logits; None where the gradient is already there"""
+    token_loss: TokenLosses | None = None
 
 
 def chunk_result(region: Region, scales: RowScales, logits: LogitsBuffer, chunk: slice) -> ChunkResult:
@@ -146,7 +201,12 @@ def chunk_result(region: Region, scales: RowScales, logits: LogitsBuffer, chunk:
     row, targets = steps.whole_rows(region, logits, steps.targets(region, scales.rows.target[chunk]))
     statistics = RowStatistics(row.row_max, row.row_log_sum)
     moments = steps.moments(region, logits, statistics, scales.class_weight)
-    return ChunkResult(statistics, row.target_entry, moments, row.argmax, targets)
+    token_loss = None
+    if region.loss.token_loss:
+        u_y = region.logit_map(row.target_entry.to(region.operands.row_dtype))
+        known = Row(*statistics, target_logit=u_y, moments=moments)
+        token_loss = TokenLosses.of(region, known, [vector[chunk] for vector in scales.token_inputs])
+    return ChunkResult(statistics, row.target_entry, moments, row.argmax, targets, token_loss)
 
 
 def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) -> ForwardResult:
@@ -158,9 +218,13 @@ def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) ->
     def weighted(value: Tensor) -> Tensor:
         return rows.mask_ignored(value if scales.token_weights is None else value * scales.token_weights)
 
-    of_rows = loss.cross_entropy(row, scales.row_weights, vocab, target_weights=rows.target_weights)
-    cross_entropy = weighted(of_rows)
-    terms = [(steps.let(region, "cross_entropy", cross_entropy), scales.divisor)]
+    if loss.token_loss:
+        of_chunks = [chunk.token_loss.value for chunk in chunks if chunk.token_loss is not None]
+        name, of_rows = "token_losses", _joined(of_chunks) if of_chunks else row.max
+    else:
+        name = "cross_entropy"
+        of_rows = loss.cross_entropy(row, scales.row_weights, vocab, target_weights=rows.target_weights)
+    terms = [(steps.let(region, name, weighted(of_rows)), scales.divisor)]
     if (z_term := loss.z_term(row)) is not None:
         terms.append((steps.let(region, "z_term", weighted(z_term)), scales.z_divisor))
     value = loss.reduce(terms)
@@ -191,6 +255,10 @@ def _output(region: Region, scales: RowScales, name: str, row: Row) -> Tensor:
     return steps.let(region, name, value)
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _concatenated(region: Region, rows: Rows, chunks: list[ChunkResult]) -> tuple[Row, Tensor]:
     """What is known of all rows, and z at their targets."""
     loss = region.loss
@@ -200,14 +268,11 @@ def _concatenated(region: Region, rows: Rows, chunks: list[ChunkResult]) -> tupl
         at_targets = nothing if rows.target_weights is None else rows.target_weights
         chunks = [ChunkResult(RowStatistics(nothing, nothing), at_targets, moments, nothing.to(torch.int64))]
 
-    def joined(parts: list[Tensor]) -> Tensor:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
     row = Row(
-        max=joined([chunk.statistics.row_max for chunk in chunks]),
-        log_sum=joined([chunk.statistics.row_log_sum for chunk in chunks]),
+        max=_joined([chunk.statistics.row_max for chunk in chunks]),
+        log_sum=_joined([chunk.statistics.row_log_sum for chunk in chunks]),
         target_logit=None,
-        moments={name: joined([chunk.moments[name] for chunk in chunks]) for name in loss.moments},
-        argmax=joined([chunk.argmax for chunk in chunks if chunk.argmax is not None]) if loss.needs_argmax else None,
+        moments={name: _joined([chunk.moments[name] for chunk in chunks]) for name in loss.moments},
+        argmax=_joined([chunk.argmax for chunk in chunks if chunk.argmax is not None]) if loss.needs_argmax else None,
     )
-    return row, joined([chunk.target_entry for chunk in chunks])
+    return row, _joined([chunk.target_entry for chunk in chunks])

@@ -13,6 +13,7 @@ from thunder.core.proxies import TensorProxy
 from thunder_flce.graph.thunder_private import get_compile_data
 from thunder_flce.operation.loss import OUTPUTS, Loss, Row, RowWeights
 from thunder_flce.operation.moments import MOMENTS
+from thunder_flce.operation.token_loss import VARIABLES, evaluate, input_name, uses
 
 
 def logits(
@@ -39,6 +40,7 @@ def loss_and_outputs(
     weight: TensorProxy | None,
     token_weights: TensorProxy | None,
     target_weights: TensorProxy | None = None,
+    token_inputs: Sequence[TensorProxy] = (),
     num_items: TensorProxy | float | None,
 ) -> tuple[TensorProxy, ...]:
     """The loss, () or (N,), and the outputs that it names; target is (N,) int64, with target_weights (N, K)."""
@@ -77,7 +79,12 @@ def loss_and_outputs(
     elif weights is not None:
         at_target = weights.at_target if token_weights is None else weights.at_target * token_weights
         divisor = ltorch.sum(ltorch.where(valid, at_target, 0.0))
-    of_rows = loss.cross_entropy(row, weights, columns, target_weights=target_weights, exact=True)
+    if loss.token_loss:
+        known = {name: OUTPUTS[name].of(row, columns, ltorch.log) for name in VARIABLES if uses(loss.token_loss, name)}
+        known |= {input_name(number): _token_input(each, logits) for number, each in enumerate(token_inputs)}
+        of_rows = evaluate(loss.token_loss, known, ltorch)
+    else:
+        of_rows = loss.cross_entropy(row, weights, columns, target_weights=target_weights, exact=True)
     terms = [(of_rows, divisor)]
     if loss.z_loss:
         terms.append((loss.z_term(row), z_divisor))
@@ -94,6 +101,11 @@ def loss_and_outputs(
             return result if of.ignored is None else ltorch.where(valid, result, of.ignored)
 
     return value, *map(output, loss.outputs)
+
+
+def _token_input(tensor: TensorProxy, logits: TensorProxy) -> TensorProxy:
+    flat = ltorch.reshape(tensor, (-1,))
+    return flat if dtypes.is_boolean_dtype(flat.dtype) else ltorch.to(flat, logits.dtype)
 
 
 def _row(logits: TensorProxy, column: TensorProxy, weight: TensorProxy | None, loss: Loss) -> Row:

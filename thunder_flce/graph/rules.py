@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from thunder.core import devices, dtypes
+from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 
 from thunder_flce import functional
@@ -28,6 +28,7 @@ from thunder_flce.graph.thunder_private import (
     recursively_proxy,
     register_autocast_rule,
     register_general_jit_lookaside,
+    register_grad,
 )
 from thunder_flce.graph.trace_arguments import (
     BY_NAME,
@@ -93,6 +94,8 @@ def _run(
     if region["terms"]:
         shared["terms"] = tuple(map(tuple, region["terms"]))
     is_in_forward = plan["strategy"] == GradientsInForward.strategy and not loss.has_row_gradients
+    if region["token_inputs"]:
+        shared["token_inputs"] = tuple(region["token_inputs"])
     by_name = [name for name in BY_NAME if region[name] is not None and (is_in_forward or name != "expected_gradient")]
     shared |= {name: region[name] for name in by_name}
     dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
@@ -117,8 +120,10 @@ def _run(
     return values if loss.outputs else values[0]
 
 
-def _linear_cross_entropy_checker(*tensors: Any, terms: Sequence[Sequence[Any]] = (), **settings: Any) -> bool:
-    return is_static(*tensors, *settings.values(), *(operand for term in terms for operand in term))
+def _linear_cross_entropy_checker(
+    *tensors: Any, terms: Sequence[Sequence[Any]] = (), token_inputs: Sequence[Any] = (), **settings: Any
+) -> bool:
+    return is_static(*tensors, *settings.values(), *token_inputs, *(operand for term in terms for operand in term))
 
 
 executor.register_implementation(
@@ -150,6 +155,19 @@ def _items(wrapped: Any) -> Sequence[Any]:
         return ()
     wrapped.track_items()
     return wrapped.item_wrappers
+
+
+def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
+    """What thunder 0.2.6 lacks, as it has it of maximum: where the two are equal, each gets half of the gradient."""
+    smaller = prims.minimum(a, b)
+    grad = get_grad(smaller)
+    shared = prims.where(a == b, grad / 2, grad)
+    put_grad(a, prims.where(a > b, 0.0, shared))
+    put_grad(b, prims.where(b > a, 0.0, shared))
+    return smaller
+
+
+register_grad(prims.PrimIDs.MINIMUM, _minimum_grad)
 
 
 @register_autocast_rule(symbols.linear_cross_entropy.id)

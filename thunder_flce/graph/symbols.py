@@ -36,6 +36,7 @@ from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands
 from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.token_functions import ONLY_WRITTEN_OUT
 from thunder_flce.vocab_parallel import ONLY_EAGER
 
 
@@ -55,6 +56,7 @@ def linear_cross_entropy(
     weight: TensorProxy | None = None,
     token_weights: TensorProxy | None = None,
     target_weights: TensorProxy | None = None,
+    token_inputs: Sequence[TensorProxy] = (),
     num_items: TensorProxy | float | None = None,
     expected_gradient: TensorProxy | float | None = None,
     options: None = None,
@@ -69,12 +71,14 @@ def linear_cross_entropy(
     `settings` are the fields of a `Loss`. `FuseLinearCrossEntropy` sets the loss's dtype (None: as in
     `functional.linear_cross_entropy`), the names of the tensors that need a gradient, and the fields of a `Plan`.
     """
+    if callable(settings.get("token_loss")):
+        raise NotImplementedError(ONLY_WRITTEN_OUT)
     loss = Loss(**settings)
     if vocab_parallel is not None:
         raise NotImplementedError(ONLY_EAGER)
     given: dict[str, Any] = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
     given |= {"expected_gradient": expected_gradient}
-    given |= {"token_weights": token_weights, "target_weights": target_weights}
+    given |= {"token_weights": token_weights, "target_weights": target_weights, "token_inputs": token_inputs}
     check_linear_cross_entropy(input, linear_weight, target, **given, loss=loss)
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
@@ -82,8 +86,10 @@ def linear_cross_entropy(
     logits = decomposition.logits(linears, linear_bias, loss=loss, dtype=loss_dtype(input))
     flat_target = ltorch.reshape(target, (-1,) if target_weights is None else (-1, target.shape[-1]))
     flat_target = converted(flat_target, dtypes.int64)
-    weights = {"weight": weight, "token_weights": token_weights, "target_weights": target_weights}
-    value, *others = decomposition.loss_and_outputs(logits, flat_target, loss=loss, **weights, num_items=num_items)
+    names = ("weight", "token_weights", "target_weights", "token_inputs", "num_items")
+    value, *others = decomposition.loss_and_outputs(
+        logits, flat_target, loss=loss, **{name: given[name] for name in names}
+    )
     value = value if dtype is None else converted(value, dtype)
     shape = tuple(input.shape[:-1])
     results = [ltorch.reshape(value, shape) if loss.reduction == "none" else value]

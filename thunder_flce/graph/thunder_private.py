@@ -30,7 +30,7 @@ try:
     )
     from thunder.core.symbol import default_python_printer
     from thunder.core.trace_interpreter import TraceSubstitutionProcessor
-    from thunder.core.transforms import get_grad, put_grad
+    from thunder.core.transforms import get_grad, put_grad, register_grad
     from thunder.distributed import get_skip_data_parallel_grad_sync
     from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject

@@ -23,7 +23,7 @@ BY_NAME = ("weight", "token_weights", "target_weights", "num_items", "expected_g
 def region_arguments(*tensors: Any, **settings: Any) -> dict[str, Any]:
     """The region: tensors that are given by position are the `POSITIONAL` ones; any after these are passed over."""
     optional = dict.fromkeys(("linear_bias", *BY_NAME))
-    return {**optional, "terms": (), **dict(zip(POSITIONAL, tensors, strict=False)), **settings}
+    return {**optional, "terms": (), "token_inputs": (), **dict(zip(POSITIONAL, tensors, strict=False)), **settings}
 
 
 def loss_of(region: Mapping[str, Any]) -> Loss:
@@ -57,6 +57,7 @@ def region_problem(region: Mapping[str, Any], needs_grad: Collection[str], *, fl
         has_num_items=region["num_items"] is not None,
         has_token_weights=region["token_weights"] is not None,
         targets_per_token=None if region["target_weights"] is None else int(region["target"].shape[-1]),
+        token_inputs=len(region["token_inputs"]),
         has_expected_gradient=region["expected_gradient"] is not None,
         float32_logits=float32_logits,
     )

@@ -25,6 +25,7 @@ from thunder_flce.execution.record import Stage, Step, Tape, Value
 from thunder_flce.graph.thunder_private import default_python_printer
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_problem
 from thunder_flce.operation.loss import LogitMap
+from thunder_flce.operation.token_loss import input_name
 from thunder_flce.planning.program import program, term_names
 
 STATISTICS = ("row_max", "row_log_sum", "valid_count")
@@ -133,6 +134,7 @@ def _region_comments(
     letters = {name: region[operand] for operand, name in _LETTERS.items()}
     for number, term in enumerate(region["terms"], start=1):
         letters |= zip(term_names(number), term, strict=True)
+    letters |= {input_name(number): tensor for number, tensor in enumerate(region["token_inputs"])}
     letters |= {_kept_name(region) if name == "kept" else name: region.get(name) for name in _BACKWARD}
     operands = [f"{name} = {getattr(given, 'name', given)}" for name, given in letters.items() if given is not None]
     named = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in zip(outputs, bsym.output, strict=True)]

@@ -4,7 +4,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import thunder.torch as ltorch
@@ -15,7 +15,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.transform_common import Transform, dce
 
-from thunder_flce.execution.plan import Plan
+from thunder_flce.execution.plan import Plan, RecomputeLogits, SaveLogits
 from thunder_flce.graph import symbols
 from thunder_flce.graph.distributed import divided_weights, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses
@@ -30,6 +30,7 @@ from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor, disab
 from thunder_flce.graph.trace_arguments import region_arguments, region_operands
 from thunder_flce.operation.arguments import named_operands
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
+from thunder_flce.operation.token_loss import TokenLoss
 from thunder_flce.options import Options, as_options
 
 
@@ -59,6 +60,8 @@ class Decision:
     """The operation or value that prevents fusion."""
     kind: str = "cross-entropy"
     """Of `PLURALS`: of a region, what it takes the place of; it may give further results."""
+    note: str = ""
+    """What else there is to say of a region, such as why its gradients wait for the backward."""
 
     @property
     def fused(self) -> bool:
@@ -72,7 +75,8 @@ class Decision:
 
     def __str__(self) -> str:
         if self.plan is not None:
-            return f"{self.source}: fused, {self.plan.describe()}"
+            note = f"; {self.note}" if self.note else ""
+            return f"{self.source}: fused, {self.plan.describe()}{note}"
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.source}: not fused, because {self.reason.value if self.reason else ''}{detail}"
 
@@ -129,7 +133,7 @@ class FuseLinearCrossEntropy(Transform):
         self.compilations.append(compilation)
         computation_trace = _open_checkpoints(computation_trace)
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
-        index, found = _search(dce(computation_trace))
+        index, found = _search(dce(computation_trace), self.options)
         _keep_forwards_out_of_backward(index.trace)
         compilation.decisions += [
             Decision(_source(bsym), reason=outcome.reason, detail=outcome.detail, kind=kind)
@@ -162,22 +166,22 @@ class FuseLinearCrossEntropy(Transform):
             warnings.warn(message, NotFusedWarning, stacklevel=3)
 
 
-def _search(trace: TraceCtx) -> tuple[TraceIndex, list[Found]]:
+def _search(trace: TraceCtx, options: Options) -> tuple[TraceIndex, list[Found]]:
     """What a trace computes from logits, and its index: with chunked losses merged, if these can all be fused."""
     merged, new_losses = merge_chunked_losses(trace)
     index = TraceIndex(merged)
-    found = _find(index)
+    found = _find(index, options)
     fused = {bsym.output.name for bsym, _, outcome in found if isinstance(outcome, Match)}
     if not all(loss.name in fused for loss in new_losses):
         index = TraceIndex(trace)
-        found = _find(index)
+        found = _find(index, options)
     if (delayed := _delay_sums(index, found)) is not None:
         index = TraceIndex(delayed)
-        found = _find(index)
+        found = _find(index, options)
     return index, found
 
 
-def _find(index: TraceIndex) -> list[Found]:
+def _find(index: TraceIndex, options: Options) -> list[Found]:
     """As `find_matches`, but for linears that thunder is going to divide among ranks.
 
     Raises:
@@ -191,7 +195,7 @@ def _find(index: TraceIndex) -> list[Found]:
         weights = {term.weight.name for term in found.outcome.path.terms} if isinstance(found.outcome, Match) else set()
         return found._replace(outcome=NotFused(Reason.TENSOR_PARALLEL)) if weights & divided else found
 
-    return [checked(found) for found in find_matches(index)]
+    return [checked(found) for found in find_matches(index, options)]
 
 
 def _delay_sums(index: TraceIndex, found: list[Found]) -> TraceCtx | None:
@@ -202,8 +206,8 @@ def _delay_sums(index: TraceIndex, found: list[Found]) -> TraceCtx | None:
     count = ltorch.sum(weights)                           total = ltorch.sum(weighted)
     loss = ltorch.true_divide(total, count)               loss = ltorch.true_divide(total, count)
     """
-    weighted = [outcome.weighted for _, _, outcome in found if isinstance(outcome, Match)]
-    places = {id(sum_of_losses.place) for sum_of_losses in weighted if sum_of_losses is not None}
+    matches = [outcome for _, _, outcome in found if isinstance(outcome, Match)]
+    places = {id(match.place) for match in matches if match.weighted is not None or match.token_sum is not None}
     if not places:
         return None
     delayed = from_trace(index.trace)
@@ -237,7 +241,9 @@ class _Rewrite(TraceSubstitutionProcessor):
     def process_bsym(self, bsym: BoundSymbol) -> None:
         if id(bsym) in self._replaced:
             return
-        if any(arg.name in self._missing for arg in bsym.flat_proxy_args):
+        match = self._matches.get(id(bsym))
+        own = match.token_sum.dependent if match is not None and match.token_sum is not None else ()
+        if any(arg.name in self._missing and arg.name not in own for arg in bsym.flat_proxy_args):
             self._missing |= {out.name for out in bsym.flat_proxy_outs}
             self._waiting.append(bsym)
         elif id(bsym) in self._matches:
@@ -271,6 +277,13 @@ class _Rewrite(TraceSubstitutionProcessor):
         (input, weight), *terms = (_operands(term, path) for term in path.terms)
         is_detached = path.bias is not None and path.carries_grad and not path.bias_carries_grad
         results, reduction, token_weights = match.results, call.reduction, None
+        token_loss: TokenLoss = ()
+        token_inputs: tuple[TensorProxy, ...] = ()
+        if match.token_sum is not None:
+            is_alone = len(match.results) == 1
+            written = match.token_sum.written(input.shape[:-1], symbols.loss_dtype(input), is_alone=is_alone)
+            token_loss, token_inputs, token_weights = written
+            reduction = "sum"
         if match.weighted is not None:
             # The region gives losses, and the sum may be one of log-probabilities: their negatives.
             (first,) = results
@@ -282,6 +295,7 @@ class _Rewrite(TraceSubstitutionProcessor):
             label_smoothing=call.label_smoothing,
             outputs=match.outputs,
             detached=_detached(match),
+            token_loss=token_loss,
             **path.logit_map,
         )
         loss_dtypes = [result.tensor.dtype for result in results if result.output == "loss"]
@@ -294,12 +308,13 @@ class _Rewrite(TraceSubstitutionProcessor):
             terms=tuple(terms),
             weight=call.weight,
             token_weights=token_weights,
+            token_inputs=token_inputs,
             dtype=None if loss_dtype == symbols.loss_dtype(input) else dtypes.to_strong_dtype(loss_dtype),
             **loss.non_defaults(),
         )
         is_differentiated = any(carries_grad(result.tensor) for result in match.results)
         needs_grad = self._operands_that_need_grad(path) if is_differentiated else ()
-        given = self._region(region, match.place, needs_grad, match.kind)
+        given = self._region(region, match.place, needs_grad, match)
         values = dict(zip(("loss", *match.outputs), given if match.outputs else (given,), strict=True))
         if match.reduced is not None:
             values["loss"] = _reduced(match.reduced, values["loss"])
@@ -318,7 +333,7 @@ class _Rewrite(TraceSubstitutionProcessor):
         if carries_grad(bsym.flat_proxy_outs[0]):
             operands = region_operands(region)
             needs_grad = tuple(name for name, operand in operands.items() if operand.name in self._need_grad)
-        return self._region(region, bsym, needs_grad, "cross-entropy")
+        return self._region(region, bsym, needs_grad)
 
     def _expected_gradient(self, region: Mapping[str, Any], loss: BoundSymbol) -> TensorProxy | float | None:
         """The upstream gradient that the trace and the options say; None for 1. May add operations to the trace."""
@@ -346,11 +361,21 @@ class _Rewrite(TraceSubstitutionProcessor):
         # A loss in 16 bits rounds its upstream gradient.
         return number if value.dtype.bytes >= 4 else _rounded(number, dtypes.to_torch_dtype(value.dtype))
 
-    def _region(self, region: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...], kind: str) -> Any:
+    def _region(
+        self, region: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...], match: Match | None = None
+    ) -> Any:
         if region["expected_gradient"] is None and needs_grad:
             region["expected_gradient"] = self._expected_gradient(region, source)
+            is_float16 = region["input"].dtype == dtypes.float16
+            if is_float16 and region["expected_gradient"] is None and region.get("token_loss"):
+                # The options have said that it is known.
+                region["expected_gradient"] = 1.0
         planned = self._plan(region, needs_grad)
-        self._decisions.append(Decision(_source(source), planned, kind=kind))
+        decision = Decision(_source(source), planned)
+        if match is not None:
+            waits = isinstance(planned.plan, SaveLogits | RecomputeLogits)
+            decision = replace(decision, kind=match.kind, note=match.note if waits else "")
+        self._decisions.append(decision)
         region |= {"needs_grad": needs_grad, "plan": planned.plan.non_defaults()}
         return symbols.linear_cross_entropy(**region)
 
@@ -369,7 +394,7 @@ def _operands(term: Term, path: LogitsPath) -> tuple[TensorProxy, TensorProxy]:
 
 def _detached(match: Match) -> tuple[str, ...]:
     """The outputs that could have a gradient, but are not used where one flows."""
-    used = {result.output for result in match.results if carries_grad(result.tensor)}
+    used = {result.output for result in match.results if carries_grad(result.tensor) and match.token_sum is None}
     return tuple(name for name in match.outputs if name in DIFFERENTIABLE_OUTPUTS and name not in used)
 
 
@@ -389,8 +414,8 @@ def _labels(match: Match, input: TensorProxy) -> TensorProxy:
     if labels is None:
         # An entropy needs none.
         return ltorch.zeros(rows, device=input.device, dtype=dtypes.int64)
-    if match.reduced is not None:
-        labels = ltorch.where(ltorch.ne(labels, match.reduced.ignore_index), labels, 0)
+    if (ignore_index := match.label_without_target) is not None:
+        labels = ltorch.where(ltorch.ne(labels, ignore_index), labels, 0)
     if match.wraps_labels:
         labels = ltorch.where(ltorch.lt(labels, 0), ltorch.add(labels, match.path.vocab), labels)
     return labels if labels.shape == rows else ltorch.reshape(labels, rows)

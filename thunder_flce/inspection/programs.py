@@ -89,6 +89,7 @@ SHAPES = {
     "tokens": ("batch", "sequence"),
     "labels": ("batch", "sequence"),
     "token_weights": ("batch", "sequence"),
+    "advantages": ("batch",),
     "num_items": (),
 }
 """The arguments that a program may have, and their shapes in terms of `Sizes`."""
@@ -105,7 +106,7 @@ def arguments(program: Callable, sizes: Sizes, *, device: str, dtype: torch.dtyp
             return torch.tensor(sizes.tokens, device=device)
         if name == "temperature":
             return torch.tensor(0.7, device=device, dtype=dtype)
-        if name in ("class_weight", "token_weights"):
+        if name in ("class_weight", "token_weights", "advantages"):
             return torch.rand(shape, device=device, dtype=dtype)
         return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
 

@@ -13,6 +13,7 @@ import torch
 
 from thunder_flce.operation.divergence import KINDS, Divergence
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
+from thunder_flce.operation.token_loss import check as check_token_loss
 
 REDUCTIONS = ("mean", "sum", "none")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -23,7 +24,7 @@ _T = TypeVar("_T")
 
 def dtype_name(tensor: Any) -> str:
     """A tensor's or proxy's dtype as a plain name, such as "bfloat16"."""
-    return str(tensor.dtype).split(".")[-1].rstrip("_")
+    return str(tensor.dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
 
 
 def named_operands(
@@ -48,6 +49,7 @@ def check_linear_cross_entropy(
     weight: Any,
     token_weights: Any = None,
     target_weights: Any = None,
+    token_inputs: Any = (),
     num_items: Any,
     expected_gradient: Any,
     loss: Loss,
@@ -63,7 +65,10 @@ def check_linear_cross_entropy(
     """
     check_pairs(terms)
     tensors = {**named_operands(input, linear_weight, linear_bias, terms), "target": target}
+    if not isinstance(token_inputs, Sequence):
+        raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(token_inputs).__name__}")
     optional = {"weight": weight, "token_weights": token_weights, "target_weights": target_weights}
+    optional |= {f"token_inputs[{number}]": tensor for number, tensor in enumerate(token_inputs)}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     numbers = {"num_items": num_items, "expected_gradient": expected_gradient}
     tensors |= {name: number for name, number in numbers.items() if _is_tensor(number)}
@@ -76,6 +81,7 @@ def check_linear_cross_entropy(
     check_loss(loss, linear_weight.shape[0] if vocab is None else vocab)
     if target_weights is not None:
         _check_goes_with_target_weights(weight, loss)
+    _check_token_loss(loss, len(token_inputs), has_class_weight=weight is not None)
     for name, number in numbers.items():
         if number is not None and not _is_tensor(number) and not _is_number(number):
             raise TypeError(f"{name} must be a number or a tensor without dimensions, but got {type(number).__name__}")
@@ -95,6 +101,8 @@ def _check_goes_with_target_weights(weight: Any, loss: Loss) -> None:
         raise ValueError(
             "weight has no meaning with target_weights: multiply these by the class weights of the targets"
         )
+    if loss.token_loss:
+        raise ValueError("token_loss takes the place of the cross-entropy that target_weights belong to")
     if loss.label_smoothing:
         raise ValueError("label_smoothing must be 0 with target_weights, which are soft targets already")
     for name in ("log_prob", "accuracy"):
@@ -154,6 +162,22 @@ def check_linear_kl_divergence(
     check_loss(loss, of_weight[0])
 
 
+def _check_token_loss(loss: Loss, inputs: int, *, has_class_weight: bool) -> None:
+    if not loss.token_loss:
+        if inputs:
+            raise ValueError("token_inputs are what token_loss reads; without it they have no meaning")
+        return
+    check_token_loss(loss.token_loss, inputs)
+    if loss.reduction == "none":
+        raise ValueError(
+            'token_loss needs reduction "mean" or "sum"; for a loss of each token, apply it to the results of '
+            'outputs=("log_prob", "entropy")'
+        )
+    for name, is_given in (("weight", has_class_weight), ("label_smoothing", loss.label_smoothing != 0)):
+        if is_given:
+            raise ValueError(f"{name} belongs to the cross-entropy, in whose place token_loss is")
+
+
 def check_pairs(terms: Any) -> None:
     """Raises `TypeError` for terms that are not pairs."""
     if not isinstance(terms, Sequence):
@@ -172,7 +196,11 @@ def _check_tensor(name: str, tensor: Any, input: Any, of: str = "input") -> None
         advice = "pass what to_local() or full_tensor() returns"
         raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
     expected = {"target": INTEGERS, "num_items": (*INTEGERS, *FLOATS)}.get(name, FLOATS)
-    may_differ = name in ("target", "token_weights", "target_weights", "num_items", "expected_gradient")
+    is_token_input = name.startswith("token_inputs")
+    if is_token_input:
+        expected = (*FLOATS, *INTEGERS, "bool")
+    others = ("target", "token_weights", "target_weights", "num_items", "expected_gradient")
+    may_differ = is_token_input or name in others
     dtype, of_input = dtype_name(tensor), dtype_name(input)
     if dtype not in expected:
         advice = "; pass mask.to(input.dtype)" if name.endswith("_weights") and dtype == "bool" else ""
@@ -217,6 +245,7 @@ def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
         ("target_weights", of_target, f"have target's shape, {of_target}"),
         ("linear_bias", (vocab,), of_columns),
         ("weight", (whole_vocab,), f"be (V,) = ({whole_vocab},)"),
+        *((name, tuple(rows), f"have target's shape, {tuple(rows)}") for name in shapes if "token_inputs" in name),
         ("num_items", (), "be a number or a tensor without dimensions"),
         ("expected_gradient", (), "be a number or a tensor without dimensions"),
     ):

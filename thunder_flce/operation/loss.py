@@ -17,6 +17,8 @@ none), label smoothing ε over K columns and z-loss ζ:
     z_term = ζ (m + l)²
     loss = (Σ cross_entropy) / D + (Σ z_term) / N     for "mean": D = Σ w_y, without class weights N; or both num_items
 
+A token loss f(log p_y, entropy) takes the place of the cross-entropy, whose g is then g f' in g_p and g_e.
+
 Token weights multiply each row's cross_entropy and z_term; then D is the sum of their products with w_y, N their sum.
 The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, g_p and g_e the upstream gradients of a
 row's cross-entropy, z term, log-probability and entropy, the gradient of z is
@@ -44,6 +46,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+
+from thunder_flce.operation.token_loss import TokenLoss, uses
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,8 @@ class Loss:
     outputs: tuple[str, ...] = ()
     detached: tuple[str, ...] = ()
     """Outputs through which no gradient flows though it could, as of what is only logged."""
+    token_loss: TokenLoss = ()
+    """What each row adds to the loss in place of its cross-entropy; () for that."""
 
     def non_defaults(self) -> dict[str, Any]:
         """What a trace carries: the reduction, ignore_index, and the other fields that differ from their defaults."""
@@ -156,15 +162,17 @@ class Loss:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is neither smoothing, nor a z-loss, nor an output that asks more of a row than its statistics.
+        """Whether there is nothing that asks more of a row than its statistics: smoothing, a z-loss, outputs.
 
         Then C is 0, and A and B are known before the statistics.
         """
-        return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax)
+        return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax or self.token_loss)
 
     @property
     def differentiable_outputs(self) -> tuple[str, ...]:
         """The outputs through which a gradient may flow."""
+        if self.token_loss:
+            return ()
         return tuple(name for name in DIFFERENTIABLE_OUTPUTS if name in self.outputs and name not in self.detached)
 
     @property
@@ -187,6 +195,7 @@ class Loss:
         """The sums over each row that the loss and its outputs need, by their names in `moments.MOMENTS`."""
         needed = [moment for name in self.outputs for moment in OUTPUTS[name].moments]
         needed += ["weighted_sum"] if self.label_smoothing else []
+        needed += ["expected"] if uses(self.token_loss, "entropy") else []
         return tuple(dict.fromkeys(needed))
 
     @property

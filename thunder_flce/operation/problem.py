@@ -40,6 +40,8 @@ class Problem:
     has_token_weights: bool = False
     targets_per_token: int | None = None
     """K, with target weights; None for one target without"""
+    token_inputs: int = 0
+    """Tensors that `Loss.token_loss` reads."""
     has_expected_gradient: bool = False
     """Whether gradients in the forward are finished for another upstream gradient than 1."""
     has_teacher: bool = False

@@ -123,8 +123,11 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
     """
     kept = Options(ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels)
     # Without gradients there is one strategy.
-    impossible = {"gradients_in_forward"} if _needs_later_sums(problem) else set()
-    strategies = [name for name in STRATEGIES if problem.needs_grad and name not in impossible]
+    strategies = [name for name in STRATEGIES if problem.needs_grad]
+    if problem.loss.token_loss:
+        strategies = []
+    elif _needs_later_sums(problem):
+        strategies.remove("gradients_in_forward")
     others = [replace(kept, strategy=strategy) for strategy in strategies]
     if isinstance(plan, GradientsInForward | RecomputeLogits | LossOnly) and not isinstance(plan, SaveSomeLogits):
         same = kept if isinstance(plan, LossOnly) else replace(kept, strategy=plan.strategy)
@@ -194,6 +197,11 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
         )
     # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
     has_loss_scale = problem.dtype is not torch.float16 or problem.has_expected_gradient
+    if problem.loss.token_loss and (strategy not in (None, "gradients_in_forward") or not has_loss_scale):
+        raise ValueError(
+            "token_loss needs its gradients computed in the forward: no other strategy and, for float16, "
+            "expected_gradient, such as a GradScaler's scale"
+        )
     waits = _needs_later_sums(problem) or not (has_loss_scale or problem.loss.has_row_gradients)
     if strategy == "gradients_in_forward" or (strategy is None and not waits):
         return _accumulating_plan(problem, options, budget.chunk)

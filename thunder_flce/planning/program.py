@@ -13,7 +13,9 @@ from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Gradients, Operands, Term, UpstreamGradients
 from thunder_flce.execution.plan import LossOnly, Plan
 from thunder_flce.execution.record import Stage, Step, Tape, Value
+from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.operation.problem import Problem
+from thunder_flce.operation.token_loss import input_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +113,10 @@ def _operands(problem: Problem, tape: Tape) -> Operands:
         target_weights=_value(tape, "q", torch.float32, problem.tokens, *several) if several else None,
         class_weight=_value(tape, "w", dtype, rows) if problem.has_class_weight else None,
         token_weights=_value(tape, "w_t", torch.float32, problem.tokens) if problem.has_token_weights else None,
+        token_inputs=tuple(
+            _value(tape, input_name(number), statistics_dtype(dtype), problem.tokens)
+            for number in range(problem.token_inputs)
+        ),
         num_items=_value(tape, "num_items", dtype) if problem.has_num_items else None,
         expected_gradient=_value(tape, "expected_gradient", dtype) if problem.has_expected_gradient else None,
         bias_grad=problem.bias_grad,

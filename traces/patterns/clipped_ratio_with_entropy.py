@@ -14,22 +14,11 @@
 #         loss = -torch.where(gain < clipped, gain, clipped).mean() - 0.01 * entropy.mean()
 #         return loss, (logits.argmax(-1) == tokens).float().mean()
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t30: b8[2, 4096], 8,192 bytes
-#     t28: f32[2, 4096], 32,768 bytes
-#     t23: b8[2, 4096], 8,192 bytes
-#     t24: b8[2, 4096], 8,192 bytes
-#     t19: b8[2, 4096], 8,192 bytes
-#     t20: b8[2, 4096], 8,192 bytes
-#     t17: f32[2, 4096], 32,768 bytes
-#     t12: f32[2, 4096], 32,768 bytes
-#     t8: f32[2, 4096], 32,768 bytes
-#     t1: i64[2, 4096], 65,536 bytes
-#     t5: f32[8192], 32,768 bytes
-#     t6: f32[8192], 32,768 bytes
-#     t7: i64[], 8 bytes
-#     t3: f32[2, 4096], 32,768 bytes
+#     t12: i64[], 8 bytes
+#     t13: f32[2, 4096, 4096], 134,217,728 bytes
+#     t14: f32[128256, 4096], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
 from torch import Tensor
@@ -45,110 +34,81 @@ def computation(hidden, weight, tokens):
 
   # per_token = log_probs.gather(-1, tokens[..., None]).squeeze(-1)
   t0 = Tensor.__getitem__(tokens, (..., None))  # t0: "cpu i64[2, 4096, 1]"
-  t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
-  del t0
-  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, logit_scale=1.1111111111111112, outputs=("entropy", "valid_argmax"), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = t1
-    # loss = t2: f32[2, 4096], entropy = t3: f32[2, 4096], valid_argmax = t4: i64[2, 4096], row_max = t5: f32[8192], row_log_sum = t6: f32[8192], valid_count = t7: i64[]
-    # for each chunk of 65 (126 times) and 2 tokens:
-    #   z f32[C, 128256] = x[chunk] @ W.t()                                                   PyTorch
-    #   u f32[C, 128256] = z * 1.1111111111111112  (wherever they are read)
-    #   z_y f32[C] = z[y[chunk]]                                                              PyTorch
-    #   row_max, row_log_sum f32[C] = max_v(u), log(sum_v(exp(u - row_max)))                  PyTorch
-    #   argmax i64[C] = argmax_v(z)                                                           PyTorch
-    #   expected f32[C] = sum_v(exp(u - row_max - row_log_sum) * (u - row_max))               PyTorch
-    # cross_entropy f32[8192] = row_log_sum - minimum(z_y * 1.1111111111111112 - row_max, 0)  PyTorch
-    # loss f32[8192] = cross_entropy                                                          PyTorch
-    # entropy f32[8192] = row_log_sum - expected                                              PyTorch
-    # valid_argmax i64[8192] = argmax                                                         PyTorch
-  t8 = torch.neg(t2)  # t8: "cpu f32[2, 4096]"
-  del t2
-
-  # ratio = (per_token - per_token.detach() + 0.1).exp()
-  t9 = torch.detach(t8)  # t9: "cpu f32[2, 4096]"
-  t10 = torch.sub(t8, t9, alpha=1)  # t10: "cpu f32[2, 4096]"
-  del t9
-  t11 = torch.add(t10, 0.1, alpha=1)  # t11: "cpu f32[2, 4096]"
-  del t10
-
-  # return single_device_symbol(*args, **kwargs)
-  t12 = torch.exp(t11)  # t12: "cpu f32[2, 4096]"
-  del t11
 
   # advantage = torch.arange(tokens.shape[1], device=tokens.device) / tokens.shape[1] - 0.5
-  t13 = torch.arange(start=0, step=1, end=4096, device=torch.device("cpu"), dtype=None)  # t13: "cpu i64[4096]"
-  t14 = torch.true_divide(t13, 4096)  # t14: "cpu f32[4096]"
-  del t13
-  t15 = torch.sub(t14, 0.5, alpha=1)  # t15: "cpu f32[4096]"
-  del t14
-
-  # gain, clipped = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
-  t16 = torch.unsqueeze(t15, 0)  # t16: "cpu f32[1, 4096]"
-  t17 = Tensor.expand(t16, (2, 4096))  # t17: "cpu f32[2, 4096]"
-  del t16
-  t18 = torch.mul(t12, t17)  # t18: "cpu f32[2, 4096]"
-  t19 = torch.ne(t12, t12)  # t19: "cpu b8[2, 4096]"
-  t20 = torch.gt(t12, 0.8)  # t20: "cpu b8[2, 4096]"
-  t21 = torch.where(t20, t12, 0.8)  # t21: "cpu f32[2, 4096]"
-  t22 = torch.where(t19, t12, t21)  # t22: "cpu f32[2, 4096]"
-  del t21
-  t23 = torch.ne(t22, t22)  # t23: "cpu b8[2, 4096]"
-  t24 = torch.lt(t22, 1.2)  # t24: "cpu b8[2, 4096]"
-  t25 = torch.where(t24, t22, 1.2)  # t25: "cpu f32[2, 4096]"
-  t26 = torch.where(t23, t22, t25)  # t26: "cpu f32[2, 4096]"
-  del t22, t25
-  t27 = torch.unsqueeze(t15, 0)  # t27: "cpu f32[1, 4096]"
-  del t15
-  t28 = Tensor.expand(t27, (2, 4096))  # t28: "cpu f32[2, 4096]"
-  del t27
-  t29 = torch.mul(t26, t28)  # t29: "cpu f32[2, 4096]"
-  del t26
-  t30 = torch.lt(t18, t29)  # t30: "cpu b8[2, 4096]"
+  t1 = torch.arange(start=0, step=1, end=4096, device=torch.device("cpu"), dtype=None)  # t1: "cpu i64[4096]"
+  t2 = torch.true_divide(t1, 4096)  # t2: "cpu f32[4096]"
+  del t1
+  t3 = torch.sub(t2, 0.5, alpha=1)  # t3: "cpu f32[4096]"
+  del t2
 
   # loss = -torch.where(gain < clipped, gain, clipped).mean() - 0.01 * entropy.mean()
-  t31 = torch.where(t30, t18, t29)  # t31: "cpu f32[2, 4096]"
-  del t18, t29
-  t32 = shallow_copy(t31)  # t32: "cpu f32[2, 4096]"
-  del t31
-  t33 = torch.sum(t32, (0, 1))  # t33: "cpu f32[]"
-  del t32
-  t34 = torch_div_prim_impl(t33, 8192.0)  # t34: "cpu f32[]"
-  del t33
-  t35 = shallow_copy(t34)  # t35: "cpu f32[]"
-  del t34
-  t36 = torch.neg(t35)  # t36: "cpu f32[]"
-  del t35
-  t37 = shallow_copy(t3)  # t37: "cpu f32[2, 4096]"
-  t38 = torch.sum(t37, (0, 1))  # t38: "cpu f32[]"
-  del t37
-  t39 = torch_div_prim_impl(t38, 8192.0)  # t39: "cpu f32[]"
-  del t38
-  t40 = shallow_copy(t39)  # t40: "cpu f32[]"
-  del t39
-  t41 = torch.mul(0.01, t40)  # t41: "cpu f32[]"
-  del t40
-  t42 = torch.sub(t36, t41, alpha=1)  # t42: "cpu f32[]"
-  del t36, t41
+  t4 = torch.detach(t3)  # t4: "cpu f32[4096]"
+  del t3
+  t5 = torch.unsqueeze(t4, 0)  # t5: "cpu f32[1, 4096]"
+  del t4
+  t6 = Tensor.expand(t5, (2, 4096))  # t6: "cpu f32[2, 4096]"
+  del t5
+  t7 = torch.reshape(t0, (2, 4096))  # t7: "cpu i64[2, 4096]"
+  del t0
+  (t8, t9, t10, t11, t12, t13, t14) = linear_cross_entropy_fwd(hidden, weight, t7, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-9223372036854775808, logit_scale=1.1111111111111112, outputs=("valid_argmax",), token_loss=(("f0", "detach", ("log_prob",)), ("f1", "sub", ("log_prob", "f0")), ("f2", "add", ("f1", 0.1)), ("f3", "exp", ("f2",)), ("f4", "mul", ("f3", "i0")), ("f5", "clamp", ("f3", 0.8, 1.2)), ("f6", "mul", ("f5", "i0")), ("f7", "lt", ("f4", "f6")), ("f8", "where", ("f7", "f4", "f6")), ("f9", "mul", ("f8", -0.0001220703125)), ("f10", "mul", ("entropy", -1.220703125e-06)), ("f11", "add", ("f9", "f10"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t6,))
+    # x = hidden, W = weight, y = t7, i0 = t6
+    # loss = t8: f32[], valid_argmax = t9: i64[2, 4096], row_max = t10: f32[8192], row_log_sum = t11: f32[8192], valid_count = t12: i64[], dX = t13: f32[2, 4096, 4096], dW = t14: f32[128256, 4096]
+    # s f32[8192] = 1                                                                                                                                                                                                                 PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   z f32[C, 128256] = x[chunk] @ W.t()                                                                                                                                                                                           PyTorch
+    #   u f32[C, 128256] = z * 1.1111111111111112  (wherever they are read)
+    #   z_y f32[C] = z[y[chunk]]                                                                                                                                                                                                      PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(u), log(sum_v(exp(u - row_max)))                                                                                                                                                          PyTorch
+    #   argmax i64[C] = argmax_v(z)                                                                                                                                                                                                   PyTorch
+    #   expected f32[C] = sum_v(exp(u - row_max - row_log_sum) * (u - row_max))                                                                                                                                                       PyTorch
+    #   log_prob f32[C] = z_y * 1.1111111111111112 - row_max - row_log_sum                                                                                                                                                            PyTorch
+    #   entropy f32[C] = row_log_sum - expected                                                                                                                                                                                       PyTorch
+    #   f1 f32[C] = log_prob - log_prob                                                                                                                                                                                               PyTorch
+    #   f2 f32[C] = f1 + 0.1                                                                                                                                                                                                          PyTorch
+    #   f3 f32[C] = exp(f2)                                                                                                                                                                                                           PyTorch
+    #   f4 f32[C] = f3 * i0[chunk]                                                                                                                                                                                                    PyTorch
+    #   f4_log_prob f32[C] = f3 * i0[chunk]                                                                                                                                                                                           PyTorch
+    #   f5 f32[C] = clamp(f3, 0.8, 1.2)                                                                                                                                                                                               PyTorch
+    #   f5_log_prob f32[C] = where(logical_and(f3 >= 0.8, f3 <= 1.2), f3, 0)                                                                                                                                                          PyTorch
+    #   f6 f32[C] = f5 * i0[chunk]                                                                                                                                                                                                    PyTorch
+    #   f6_log_prob f32[C] = f5_log_prob * i0[chunk]                                                                                                                                                                                  PyTorch
+    #   f7 b8[C] = f4 < f6                                                                                                                                                                                                            PyTorch
+    #   f8 f32[C] = where(f7, f4, f6)                                                                                                                                                                                                 PyTorch
+    #   f8_log_prob f32[C] = where(f7, f4_log_prob, f6_log_prob)                                                                                                                                                                      PyTorch
+    #   f9 f32[C] = f8 * -0.0001220703125                                                                                                                                                                                             PyTorch
+    #   f9_log_prob f32[C] = f8_log_prob * -0.0001220703125                                                                                                                                                                           PyTorch
+    #   f10 f32[C] = entropy * -1.220703125e-06                                                                                                                                                                                       PyTorch
+    #   f11 f32[C] = f9 + f10                                                                                                                                                                                                         PyTorch
+    #   token_loss f32[C] = f11                                                                                                                                                                                                       PyTorch
+    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f9_log_prob)                                                                                                                                                                  PyTorch
+    #   g_e f32[C] = s[chunk] * -1.220703125e-06                                                                                                                                                                                      PyTorch
+    #   dlogits f32[C, 128256] = exp(u - row_max - row_log_sum) * ((-g_p + g_e * (row_log_sum - entropy)) * 1.1111111111111112 - g_e * 1.1111111111111112 * (u - row_max)) - -g_p * 1.1111111111111112 * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                                                                                                                                PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                                                                                                                                          PyTorch
+    # token_losses f32[8192] = token_loss                                                                                                                                                                                             PyTorch
+    # loss f32[] = sum(token_losses)                                                                                                                                                                                                  PyTorch
+    # valid_argmax i64[8192] = argmax                                                                                                                                                                                                 PyTorch
+  del t10, t11, t7, t6
 
   # return loss, (logits.argmax(-1) == tokens).float().mean()
-  t43 = torch.eq(t4, tokens)  # t43: "cpu b8[2, 4096]"
-  del t4
-  t44 = Tensor.to(t43, torch.float32, copy=True)  # t44: "cpu f32[2, 4096]"
-  del t43
-  t45 = shallow_copy(t44)  # t45: "cpu f32[2, 4096]"
-  del t44
-  t46 = torch.sum(t45, (0, 1))  # t46: "cpu f32[]"
-  del t45
-  t47 = torch_div_prim_impl(t46, 8192.0)  # t47: "cpu f32[]"
-  del t46
-  t48 = shallow_copy(t47)  # t48: "cpu f32[]"
-  del t47
-  return {'output': (t42, t48), 'flat_args': [hidden, weight, tokens], 'flat_output': (t42, t48)}, ((t30, t28, t23, t24, t19, t20, t17, t12, t8, hidden, weight, t1, t5, t6, t7, t3), ())
+  t15 = torch.eq(t9, tokens)  # t15: "cpu b8[2, 4096]"
+  del t9
+  t16 = Tensor.to(t15, torch.float32, copy=True)  # t16: "cpu f32[2, 4096]"
+  del t15
+  t17 = shallow_copy(t16)  # t17: "cpu f32[2, 4096]"
+  del t16
+  t18 = torch.sum(t17, (0, 1))  # t18: "cpu f32[]"
+  del t17
+  t19 = torch_div_prim_impl(t18, 8192.0)  # t19: "cpu f32[]"
+  del t18
+  t20 = shallow_copy(t19)  # t20: "cpu f32[]"
+  del t19
+  return {'output': (t8, t20), 'flat_args': [hidden, weight, tokens], 'flat_output': (t8, t20)}, ((t12, t13, t14), ())
 
 
 # Constructed by Delete Last Used
 import torch
-from torch import Tensor
 from thunder.executors.torchex import no_autocast
 
 @torch.no_grad()
@@ -162,98 +122,19 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t49, _, = cotangents
-  # t49: "cpu f32[]"
+  t21, _, = cotangents
+  # t21: "cpu f32[]"
   # None
   clear_mutable_collection(cotangents)
   del cotangents
-  t30, t28, t23, t24, t19, t20, t17, t12, t8, hidden, weight, t1, \
-  t5, t6, t7, t3, = C0
-  # t30: "cpu b8[2, 4096]"
-  # t28: "cpu f32[2, 4096]"
-  # t23: "cpu b8[2, 4096]"
-  # t24: "cpu b8[2, 4096]"
-  # t19: "cpu b8[2, 4096]"
-  # t20: "cpu b8[2, 4096]"
-  # t17: "cpu f32[2, 4096]"
-  # t12: "cpu f32[2, 4096]"
-  # t8: "cpu f32[2, 4096]"
-  # hidden: "cpu f32[2, 4096, 4096]"
-  # weight: "cpu f32[128256, 4096]"
-  # t1: "cpu i64[2, 4096]"
-  # t5: "cpu f32[8192]"
-  # t6: "cpu f32[8192]"
-  # t7: "cpu i64[]"
-  # t3: "cpu f32[2, 4096]"
+  t12, t13, t14, = C0
+  # t12: "cpu i64[]"
+  # t13: "cpu f32[2, 4096, 4096]"
+  # t14: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  t50 = torch.neg(t49)  # t50: "cpu f32[]"
-  t51 = torch.mul(0.01, t50)  # t51: "cpu f32[]"
-  del t50
-  t52 = torch.true_divide(t51, 8192.0)  # t52: "cpu f32[]"
-  del t51
-  t53 = torch.unsqueeze(t52, 0)  # t53: "cpu f32[1]"
-  del t52
-  t54 = torch.unsqueeze(t53, 1)  # t54: "cpu f32[1, 1]"
-  del t53
-  t55 = Tensor.expand(t54, [1, 1])  # t55: "cpu f32[1, 1]"
-  del t54
-  t56 = Tensor.expand(t55, (2, 4096))  # t56: "cpu f32[2, 4096]"
-  del t55
-  t57 = torch.neg(t49)  # t57: "cpu f32[]"
-  del t49
-  t58 = torch.true_divide(t57, 8192.0)  # t58: "cpu f32[]"
-  del t57
-  t59 = torch.unsqueeze(t58, 0)  # t59: "cpu f32[1]"
-  del t58
-  t60 = torch.unsqueeze(t59, 1)  # t60: "cpu f32[1, 1]"
-  del t59
-  t61 = Tensor.expand(t60, [1, 1])  # t61: "cpu f32[1, 1]"
-  del t60
-  t62 = Tensor.expand(t61, (2, 4096))  # t62: "cpu f32[2, 4096]"
-  del t61
-  t63 = torch.where(t30, t62, 0)  # t63: "cpu f32[2, 4096]"
-  t64 = torch.where(t30, 0, t62)  # t64: "cpu f32[2, 4096]"
-  del t30, t62
-  t65 = torch.mul(t28, t64)  # t65: "cpu f32[2, 4096]"
-  del t28, t64
-  t66 = torch.where(t23, t65, 0)  # t66: "cpu f32[2, 4096]"
-  t67 = torch.where(t23, 0, t65)  # t67: "cpu f32[2, 4096]"
-  del t23, t65
-  t68 = torch.where(t24, t67, 0)  # t68: "cpu f32[2, 4096]"
-  del t24, t67
-  t69 = torch.add(t66, t68, alpha=1)  # t69: "cpu f32[2, 4096]"
-  del t66, t68
-  t70 = torch.where(t19, t69, 0)  # t70: "cpu f32[2, 4096]"
-  t71 = torch.where(t19, 0, t69)  # t71: "cpu f32[2, 4096]"
-  del t19, t69
-  t72 = torch.where(t20, t71, 0)  # t72: "cpu f32[2, 4096]"
-  del t20, t71
-  t73 = torch.add(t70, t72, alpha=1)  # t73: "cpu f32[2, 4096]"
-  del t70, t72
-  t74 = torch.mul(t17, t63)  # t74: "cpu f32[2, 4096]"
-  del t17, t63
-  t75 = torch.add(t73, t74, alpha=1)  # t75: "cpu f32[2, 4096]"
-  del t73, t74
-  t76 = torch.mul(t75, t12)  # t76: "cpu f32[2, 4096]"
-  del t75, t12
-  t77 = torch.neg(t76)  # t77: "cpu f32[2, 4096]"
-  (t78,) = detach_vjp(((t8,), {}), t77)
-  del t8, t77
-  t79 = torch.add(t76, t78, alpha=1)  # t79: "cpu f32[2, 4096]"
-  del t76, t78
-  t80 = torch.neg(t79)  # t80: "cpu f32[2, 4096]"
-  del t79
-  (t81, t82) = linear_cross_entropy_bwd(t80, hidden, weight, t1, None, t5, t6, t7, None, needs_grad=("input", "linear_weight"), entropy_grad=t56, entropy=t3, reduction='none', ignore_index=-9223372036854775808, logit_scale=1.1111111111111112, outputs=("entropy", "valid_argmax"), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = t1, grad = t80, entropy_grad = t56, row_max = t5, row_log_sum = t6, entropy = t3
-    # dX = t81: f32[2, 4096, 4096], dW = t82: f32[128256, 4096]
-    # s f32[8192] = grad                                                                                                                                                                                               PyTorch
-    # g_e f32[8192] = entropy_grad                                                                                                                                                                                     PyTorch
-    # for each block of 1024 (125 times) and 256 columns of the vocabulary:
-    #   z f32[8192, K] = x @ W[block].t()                                                                                                                                                                              PyTorch
-    #   u f32[8192, K] = z * 1.1111111111111112  (wherever they are read)
-    #   dlogits f32[8192, K] = exp(u - row_max - row_log_sum) * ((s + g_e * (row_log_sum - entropy)) * 1.1111111111111112 - g_e * 1.1111111111111112 * (u - row_max)) - s * 1.1111111111111112 * [v == y]  (in place)  PyTorch
-    #   dX f32[8192, 4096] += dlogits @ W[block]                                                                                                                                                                       PyTorch
-    #   dW[block] f32[K, 4096] = dlogits.t() @ x                                                                                                                                                                       PyTorch
-  del t80, hidden, weight, t1, t5, t6, t7, t3, t56
-  return (t81, t82, None)
+  (t22, t23) = scale_gradients(t21, t12, t13, t14)
+    # t13 f32[2, 4096, 4096] = t13 * where(t12 == 0, 0, t21)  (skipped where that is 1)  PyTorch
+    # t14 f32[128256, 4096] = t14 * where(t12 == 0, 0, t21)  (skipped where that is 1)   PyTorch
+  del t21, t12, t13, t14
+  return (t22, t23, None)

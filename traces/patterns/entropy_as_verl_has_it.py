@@ -10,12 +10,11 @@
 #             entropy = torch.logsumexp(logits, dim=-1) - torch.sum(probabilities * logits, dim=-1)
 #         return log_probs.mean(), entropy
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t1: i64[2, 4096], 65,536 bytes
-#     t4: f32[8192], 32,768 bytes
-#     t5: f32[8192], 32,768 bytes
 #     t6: i64[], 8 bytes
+#     t7: f32[2, 4096, 4096], 134,217,728 bytes
+#     t8: f32[128256, 4096], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
 import torch
@@ -30,39 +29,37 @@ def computation(hidden, weight, tokens):
 
   # log_probs = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, dim=-1)
   t0 = torch.unsqueeze(tokens, -1)  # t0: "cpu i64[2, 4096, 1]"
-  t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
-  del t0
-  (t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, outputs=("entropy",), detached=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = t1
-    # loss = t2: f32[2, 4096], entropy = t3: f32[2, 4096], row_max = t4: f32[8192], row_log_sum = t5: f32[8192], valid_count = t6: i64[]
-    # for each chunk of 65 (126 times) and 2 tokens:
-    #   logits f32[C, 128256] = x[chunk] @ W.t()                                           PyTorch
-    #   logits_y f32[C] = logits[y[chunk]]                                                 PyTorch
-    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))     PyTorch
-    #   expected f32[C] = sum_v(exp(logits - row_max - row_log_sum) * (logits - row_max))  PyTorch
-    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)               PyTorch
-    # loss f32[8192] = cross_entropy                                                       PyTorch
-    # entropy f32[8192] = row_log_sum - expected                                           PyTorch
-  t7 = torch.neg(t2)  # t7: "cpu f32[2, 4096]"
-  del t2
-  t8 = torch.detach(t3)  # t8: "cpu f32[2, 4096]"
-  del t3
 
   # return log_probs.mean(), entropy
-  t9 = shallow_copy(t7)  # t9: "cpu f32[2, 4096]"
-  del t7
-  t10 = torch.sum(t9, (0, 1))  # t10: "cpu f32[]"
-  del t9
-  t11 = torch_div_prim_impl(t10, 8192.0)  # t11: "cpu f32[]"
-  del t10
-  t12 = shallow_copy(t11)  # t12: "cpu f32[]"
-  del t11
-  return {'output': (t12, t8), 'flat_args': [hidden, weight, tokens], 'flat_output': (t12, t8)}, ((hidden, weight, t1, t4, t5, t6), ())
+  t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
+  del t0
+  (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-9223372036854775808, outputs=("entropy",), detached=("entropy",), token_loss=(("f1", "mul", ("log_prob", 0.0001220703125)),), strategy='gradients_in_forward', chunk_rows=65)
+    # x = hidden, W = weight, y = t1
+    # loss = t2: f32[], entropy = t3: f32[2, 4096], row_max = t4: f32[8192], row_log_sum = t5: f32[8192], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
+    # s f32[8192] = 1                                                                                             PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                  PyTorch
+    #   logits_y f32[C] = logits[y[chunk]]                                                                        PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))                            PyTorch
+    #   expected f32[C] = sum_v(exp(logits - row_max - row_log_sum) * (logits - row_max))                         PyTorch
+    #   log_prob f32[C] = logits_y - row_max - row_log_sum                                                        PyTorch
+    #   f1 f32[C] = log_prob * 0.0001220703125                                                                    PyTorch
+    #   token_loss f32[C] = f1                                                                                    PyTorch
+    #   g_p f32[C] = s[chunk] * 0.0001220703125                                                                   PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * -g_p - -g_p * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                            PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                      PyTorch
+    # token_losses f32[8192] = token_loss                                                                         PyTorch
+    # loss f32[] = sum(token_losses)                                                                              PyTorch
+    # entropy f32[8192] = row_log_sum - expected                                                                  PyTorch
+  del t4, t5, t1
+  t9 = torch.detach(t3)  # t9: "cpu f32[2, 4096]"
+  del t3
+  return {'output': (t2, t9), 'flat_args': [hidden, weight, tokens], 'flat_output': (t2, t9)}, ((t6, t7, t8), ())
 
 
 # Constructed by Delete Last Used
 import torch
-from torch import Tensor
 from thunder.executors.torchex import no_autocast
 
 @torch.no_grad()
@@ -76,40 +73,19 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t13, _, = cotangents
-  # t13: "cpu f32[]"
+  t10, _, = cotangents
+  # t10: "cpu f32[]"
   # None
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, weight, t1, t4, t5, t6, = C0
-  # hidden: "cpu f32[2, 4096, 4096]"
-  # weight: "cpu f32[128256, 4096]"
-  # t1: "cpu i64[2, 4096]"
-  # t4: "cpu f32[8192]"
-  # t5: "cpu f32[8192]"
+  t6, t7, t8, = C0
   # t6: "cpu i64[]"
+  # t7: "cpu f32[2, 4096, 4096]"
+  # t8: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  t14 = torch.true_divide(t13, 8192.0)  # t14: "cpu f32[]"
-  del t13
-  t15 = torch.unsqueeze(t14, 0)  # t15: "cpu f32[1]"
-  del t14
-  t16 = torch.unsqueeze(t15, 1)  # t16: "cpu f32[1, 1]"
-  del t15
-  t17 = Tensor.expand(t16, [1, 1])  # t17: "cpu f32[1, 1]"
-  del t16
-  t18 = Tensor.expand(t17, (2, 4096))  # t18: "cpu f32[2, 4096]"
-  del t17
-  t19 = torch.neg(t18)  # t19: "cpu f32[2, 4096]"
-  del t18
-  (t20, t21) = linear_cross_entropy_bwd(t19, hidden, weight, t1, None, t4, t5, t6, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, outputs=("entropy",), detached=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = t1, grad = t19, row_max = t4, row_log_sum = t5
-    # dX = t20: f32[2, 4096, 4096], dW = t21: f32[128256, 4096]
-    # s f32[8192] = grad                                                                           PyTorch
-    # for each block of 1024 (125 times) and 256 columns of the vocabulary:
-    #   logits f32[8192, K] = x @ W[block].t()                                                     PyTorch
-    #   dlogits f32[8192, K] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  PyTorch
-    #   dX f32[8192, 4096] += dlogits @ W[block]                                                   PyTorch
-    #   dW[block] f32[K, 4096] = dlogits.t() @ x                                                   PyTorch
-  del t19, hidden, weight, t1, t4, t5, t6
-  return (t20, t21, None)
+  (t11, t12) = scale_gradients(t10, t6, t7, t8)
+    # t7 f32[2, 4096, 4096] = t7 * where(t6 == 0, 0, t10)  (skipped where that is 1)  PyTorch
+    # t8 f32[128256, 4096] = t8 * where(t6 == 0, 0, t10)  (skipped where that is 1)   PyTorch
+  del t10, t6, t7, t8
+  return (t11, t12, None)

@@ -7,7 +7,7 @@
 #         loss = F.nll_loss(log_probs.view(-1, weight.shape[0]), labels.view(-1), ignore_index=-100)
 #         return loss + 0.01 * (log_probs.exp() * log_probs).sum(-1).mean()
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary; its gradients wait for the backward, because the entropy stands beside a cross-entropy that is reduced itself
 # Saved for backward, beside the arguments and views of them:
 #     t14: f32[], 4 bytes
 #     t9: b8[8192], 8,192 bytes

@@ -9,7 +9,7 @@
 #             entropies.append(-(torch.exp(log_probs) * log_probs).sum(-1))
 #         return torch.cat(entropies).view(tokens.shape)
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t0: i64[2, 4096], 65,536 bytes
 #     t3: f32[8192], 32,768 bytes

@@ -9,7 +9,7 @@
 #         logsumexp_values = torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
 #         return selected_logits - logsumexp_values
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t2: f32[2, 4095, 4096], 134,184,960 bytes
 #     t3: i64[2, 4095], 65,520 bytes

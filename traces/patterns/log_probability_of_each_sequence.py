@@ -9,7 +9,7 @@
 #             per_token.append(row_log_probs.gather(dim=-1, index=row_labels.unsqueeze(-1)).squeeze(-1))
 #         return torch.stack(per_token)
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t1: f32[8192], 32,768 bytes
 #     t2: f32[8192], 32,768 bytes

@@ -7,13 +7,11 @@
 #         logits = logits - logits.logsumexp(dim=-1, keepdim=True)
 #         return logits.gather(2, tokens[..., None])[..., 0].exp().mean()
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t7: f32[2, 4096], 32,768 bytes
-#     t1: i64[2, 4096], 65,536 bytes
-#     t3: f32[8192], 32,768 bytes
-#     t4: f32[8192], 32,768 bytes
 #     t5: i64[], 8 bytes
+#     t6: f32[2, 4096, 4096], 134,217,728 bytes
+#     t7: f32[128256, 4096], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
 from torch import Tensor
@@ -31,36 +29,31 @@ def computation(hidden, weight, tokens):
   t0 = Tensor.__getitem__(tokens, (..., None))  # t0: "cpu i64[2, 4096, 1]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-9223372036854775808, token_loss=(("f0", "exp", ("log_prob",)), ("f1", "mul", ("f0", 0.0001220703125))), strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t1
-    # loss = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[]
+    # loss = t2: f32[], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096]
+    # s f32[8192] = 1                                                                                             PyTorch
     # for each chunk of 65 (126 times) and 2 tokens:
-    #   logits f32[C, 128256] = x[chunk] @ W.t()                                        PyTorch
-    #   logits_y f32[C] = logits[y[chunk]]                                              PyTorch
-    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))  PyTorch
-    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)            PyTorch
-    # loss f32[8192] = cross_entropy                                                    PyTorch
-  t6 = torch.neg(t2)  # t6: "cpu f32[2, 4096]"
-  del t2
-
-  # return single_device_symbol(*args, **kwargs)
-  t7 = torch.exp(t6)  # t7: "cpu f32[2, 4096]"
-  del t6
-
-  # return logits.gather(2, tokens[..., None])[..., 0].exp().mean()
-  t8 = shallow_copy(t7)  # t8: "cpu f32[2, 4096]"
-  t9 = torch.sum(t8, (0, 1))  # t9: "cpu f32[]"
-  del t8
-  t10 = torch_div_prim_impl(t9, 8192.0)  # t10: "cpu f32[]"
-  del t9
-  t11 = shallow_copy(t10)  # t11: "cpu f32[]"
-  del t10
-  return {'output': (t11,), 'flat_args': [hidden, weight, tokens], 'flat_output': (t11,)}, ((t7, hidden, weight, t1, t3, t4, t5), ())
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                  PyTorch
+    #   logits_y f32[C] = logits[y[chunk]]                                                                        PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))                            PyTorch
+    #   log_prob f32[C] = logits_y - row_max - row_log_sum                                                        PyTorch
+    #   f0 f32[C] = exp(log_prob)                                                                                 PyTorch
+    #   f1 f32[C] = f0 * 0.0001220703125                                                                          PyTorch
+    #   f1_log_prob f32[C] = f0 * 0.0001220703125                                                                 PyTorch
+    #   token_loss f32[C] = f1                                                                                    PyTorch
+    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f1_log_prob)                                              PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * -g_p - -g_p * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                            PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                      PyTorch
+    # token_losses f32[8192] = token_loss                                                                         PyTorch
+    # loss f32[] = sum(token_losses)                                                                              PyTorch
+  del t3, t4, t1
+  return {'output': (t2,), 'flat_args': [hidden, weight, tokens], 'flat_output': (t2,)}, ((t5, t6, t7), ())
 
 
 # Constructed by Delete Last Used
 import torch
-from torch import Tensor
 from thunder.executors.torchex import no_autocast
 
 @torch.no_grad()
@@ -74,42 +67,18 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t12, = cotangents
-  # t12: "cpu f32[]"
+  t8, = cotangents
+  # t8: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t7, hidden, weight, t1, t3, t4, t5, = C0
-  # t7: "cpu f32[2, 4096]"
-  # hidden: "cpu f32[2, 4096, 4096]"
-  # weight: "cpu f32[128256, 4096]"
-  # t1: "cpu i64[2, 4096]"
-  # t3: "cpu f32[8192]"
-  # t4: "cpu f32[8192]"
+  t5, t6, t7, = C0
   # t5: "cpu i64[]"
+  # t6: "cpu f32[2, 4096, 4096]"
+  # t7: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  t13 = torch.true_divide(t12, 8192.0)  # t13: "cpu f32[]"
-  del t12
-  t14 = torch.unsqueeze(t13, 0)  # t14: "cpu f32[1]"
-  del t13
-  t15 = torch.unsqueeze(t14, 1)  # t15: "cpu f32[1, 1]"
-  del t14
-  t16 = Tensor.expand(t15, [1, 1])  # t16: "cpu f32[1, 1]"
-  del t15
-  t17 = Tensor.expand(t16, (2, 4096))  # t17: "cpu f32[2, 4096]"
-  del t16
-  t18 = torch.mul(t17, t7)  # t18: "cpu f32[2, 4096]"
-  del t17, t7
-  t19 = torch.neg(t18)  # t19: "cpu f32[2, 4096]"
-  del t18
-  (t20, t21) = linear_cross_entropy_bwd(t19, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = t1, grad = t19, row_max = t3, row_log_sum = t4
-    # dX = t20: f32[2, 4096, 4096], dW = t21: f32[128256, 4096]
-    # s f32[8192] = grad                                                                           PyTorch
-    # for each block of 1024 (125 times) and 256 columns of the vocabulary:
-    #   logits f32[8192, K] = x @ W[block].t()                                                     PyTorch
-    #   dlogits f32[8192, K] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  PyTorch
-    #   dX f32[8192, 4096] += dlogits @ W[block]                                                   PyTorch
-    #   dW[block] f32[K, 4096] = dlogits.t() @ x                                                   PyTorch
-  del t19, hidden, weight, t1, t3, t4, t5
-  return (t20, t21, None)
+  (t9, t10) = scale_gradients(t8, t5, t6, t7)
+    # t6 f32[2, 4096, 4096] = t6 * where(t5 == 0, 0, t8)  (skipped where that is 1)  PyTorch
+    # t7 f32[128256, 4096] = t7 * where(t5 == 0, 0, t8)  (skipped where that is 1)   PyTorch
+  del t8, t5, t6, t7
+  return (t9, t10, None)

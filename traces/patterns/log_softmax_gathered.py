@@ -5,7 +5,7 @@
 #         log_probs = F.log_softmax(F.linear(hidden, weight).float(), dim=-1)
 #         return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t1: i64[2, 4096], 65,536 bytes
 #     t3: f32[8192], 32,768 bytes

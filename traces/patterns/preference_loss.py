@@ -7,7 +7,7 @@
 #         chosen, rejected = log_probs.sum(-1).chunk(2)
 #         return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary; its gradients wait for the backward, because chunk is no operation on single tokens
 # Saved for backward, beside the arguments and views of them:
 #     t11: f32[1], 4 bytes
 #     t1: i64[2, 4096], 65,536 bytes

@@ -5,12 +5,12 @@
 #         probabilities = torch.softmax(F.linear(hidden, weight, bias).view(-1, weight.shape[0]), dim=-1)
 #         return torch.take_along_dim(probabilities, tokens.view(-1, 1), dim=1).log().sum()
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary
+# fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t8: f32[8192, 1], 32,768 bytes
-#     t3: f32[8192], 32,768 bytes
-#     t4: f32[8192], 32,768 bytes
 #     t5: i64[], 8 bytes
+#     t6: f32[2, 4096, 4096], 134,217,728 bytes
+#     t7: f32[128256, 4096], 2,101,346,304 bytes
+#     t8: f32[128256], 513,024 bytes
 
 # Constructed by Delete Last Used
 from torch import Tensor
@@ -29,29 +29,31 @@ def computation(hidden, weight, bias, tokens):
   t0 = Tensor.view(tokens, -1, 1)  # t0: "cpu i64[8192, 1]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, bias, needs_grad=("input", "linear_weight", "linear_bias"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, bias, needs_grad=("input", "linear_weight", "linear_bias"), reduction='sum', ignore_index=-9223372036854775808, token_loss=(("f0", "exp", ("log_prob",)), ("f1", "log", ("f0",))), strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t1, b = bias
-    # loss = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[]
+    # loss = t2: f32[], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096], db = t8: f32[128256]
+    # s f32[8192] = 1                                                                                                                          PyTorch
     # for each chunk of 65 (126 times) and 2 tokens:
-    #   logits f32[C, 128256] = x[chunk] @ W.t() + b                                    PyTorch
-    #   logits_y f32[C] = logits[y[chunk]]                                              PyTorch
-    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))  PyTorch
-    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)            PyTorch
-    # loss f32[8192] = cross_entropy                                                    PyTorch
-  t6 = torch_prims_reshape_impl(t2, (8192, 1))  # t6: "cpu f32[8192, 1]"
-  del t2
-  t7 = torch.neg(t6)  # t7: "cpu f32[8192, 1]"
-  del t6
-  t8 = torch.exp(t7)  # t8: "cpu f32[8192, 1]"
-  del t7
-  t9 = torch.log(t8)  # t9: "cpu f32[8192, 1]"
-  t10 = torch.sum(t9, None, False, dtype=None)  # t10: "cpu f32[]"
-  del t9
-  return {'output': (t10,), 'flat_args': [hidden, weight, bias, tokens], 'flat_output': (t10,)}, ((t8, hidden, weight, t1, bias, t3, t4, t5), ())
+    #   logits f32[C, 128256] = x[chunk] @ W.t() + b                                                                                           PyTorch
+    #   logits_y f32[C] = logits[y[chunk]]                                                                                                     PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))                                                         PyTorch
+    #   log_prob f32[C] = logits_y - row_max - row_log_sum                                                                                     PyTorch
+    #   f0 f32[C] = exp(log_prob)                                                                                                              PyTorch
+    #   f1 f32[C] = log(f0)                                                                                                                    PyTorch
+    #   f1_log_prob f32[C] = f0 * 1 / f0                                                                                                       PyTorch
+    #   token_loss f32[C] = f1                                                                                                                 PyTorch
+    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f1_log_prob)                                                                           PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * -g_p - -g_p * [v == y[chunk]]  (in place, with its sums over the rows)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                                         PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                                                   PyTorch
+    #   db f32[128256] += sum_t(dlogits)                                                                                                       PyTorch
+    # token_losses f32[8192] = token_loss                                                                                                      PyTorch
+    # loss f32[] = sum(token_losses)                                                                                                           PyTorch
+  del t3, t4, t1
+  return {'output': (t2,), 'flat_args': [hidden, weight, bias, tokens], 'flat_output': (t2,)}, ((t5, t6, t7, t8), ())
 
 
 # Constructed by Delete Last Used
-from torch import Tensor
 import torch
 from thunder.executors.torchex import no_autocast
 
@@ -66,42 +68,20 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t11, = cotangents
-  # t11: "cpu f32[]"
+  t9, = cotangents
+  # t9: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t8, hidden, weight, t1, bias, t3, t4, t5, = C0
-  # t8: "cpu f32[8192, 1]"
-  # hidden: "cpu f32[2, 4096, 4096]"
-  # weight: "cpu f32[128256, 4096]"
-  # t1: "cpu i64[2, 4096]"
-  # bias: "cpu f32[128256]"
-  # t3: "cpu f32[8192]"
-  # t4: "cpu f32[8192]"
+  t5, t6, t7, t8, = C0
   # t5: "cpu i64[]"
+  # t6: "cpu f32[2, 4096, 4096]"
+  # t7: "cpu f32[128256, 4096]"
+  # t8: "cpu f32[128256]"
   clear_mutable_collection(C0)
   del C0
-  t12 = Tensor.expand(t11, (8192, 1))  # t12: "cpu f32[8192, 1]"
-  del t11
-  t13 = Tensor.to(t12, copy=False, dtype=torch.float32)  # t13: "cpu f32[8192, 1]"
-  del t12
-  t14 = torch.true_divide(t13, t8)  # t14: "cpu f32[8192, 1]"
-  del t13
-  t15 = torch.mul(t14, t8)  # t15: "cpu f32[8192, 1]"
-  del t14, t8
-  t16 = torch.neg(t15)  # t16: "cpu f32[8192, 1]"
-  del t15
-  t17 = torch_prims_reshape_impl(t16, (2, 4096))  # t17: "cpu f32[2, 4096]"
-  del t16
-  (t18, t19, t20) = linear_cross_entropy_bwd(t17, hidden, weight, t1, bias, t3, t4, t5, None, needs_grad=("input", "linear_weight", "linear_bias"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = t1, b = bias, grad = t17, row_max = t3, row_log_sum = t4
-    # dX = t18: f32[2, 4096, 4096], dW = t19: f32[128256, 4096], db = t20: f32[128256]
-    # s f32[8192] = grad                                                                                                        PyTorch
-    # for each block of 1024 (125 times) and 256 columns of the vocabulary:
-    #   logits f32[8192, K] = x @ W[block].t() + b[block]                                                                       PyTorch
-    #   dlogits f32[8192, K] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place, with its sums over the rows)  PyTorch
-    #   dX f32[8192, 4096] += dlogits @ W[block]                                                                                PyTorch
-    #   dW[block] f32[K, 4096] = dlogits.t() @ x                                                                                PyTorch
-    #   db[block] f32[K] = sum_t(dlogits)                                                                                       PyTorch
-  del t17, hidden, weight, t1, bias, t3, t4, t5
-  return (t18, t19, t20, None)
+  (t10, t11, t12) = scale_gradients(t9, t5, t6, t7, t8)
+    # t6 f32[2, 4096, 4096] = t6 * where(t5 == 0, 0, t9)  (skipped where that is 1)  PyTorch
+    # t7 f32[128256, 4096] = t7 * where(t5 == 0, 0, t9)  (skipped where that is 1)   PyTorch
+    # t8 f32[128256] = t8 * where(t5 == 0, 0, t9)  (skipped where that is 1)         PyTorch
+  del t9, t5, t6, t7, t8
+  return (t10, t11, t12, None)

@@ -41,6 +41,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     ltorch.getitem.id: operator.getitem,
     ltorch.le.id: torch.le,
     ltorch.logical_and.id: torch.logical_and,
+    ltorch.logical_or.id: torch.logical_or,
     ltorch.lt.id: torch.lt,
     ltorch.mul.id: torch.mul,
     ltorch.ne.id: torch.ne,
@@ -175,6 +176,9 @@ class _Writer:
         if region["token_weights"] is not None:
             node = self._nodes[region["token_weights"].name]
             others["token_weights"] = graph.call_function(torch.flatten, (node,))
+        if region["token_inputs"]:
+            inputs = [self._nodes[each.name] for each in region["token_inputs"]]
+            others["token_inputs"] = [graph.call_function(torch.flatten, (node,)) for node in inputs]
         for name in ("num_items", "expected_gradient"):
             others[name] = self._number(region[name], device, row_dtype)
         call = graph.call_function(

@@ -14,6 +14,7 @@ from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
+from thunder_flce.execution.plan import GradientsInForward
 from thunder_flce.graph.matching.logits_path import RESHAPES, LogitsPath, paths_to, steps
 from thunder_flce.graph.matching.losses import CrossEntropy, is_loss
 from thunder_flce.graph.matching.readings import (
@@ -24,9 +25,11 @@ from thunder_flce.graph.matching.readings import (
     is_same_logits,
 )
 from thunder_flce.graph.matching.reasons import NotFused, Reason
-from thunder_flce.graph.matching.trace_index import TraceIndex, is_static, tensors_written
+from thunder_flce.graph.matching.token_losses import NotASum, Source, TokenSum, find_token_sum
+from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, tensors_written
 from thunder_flce.graph.matching.upstream import WeightedSum, weighted_sum
 from thunder_flce.operation.loss import NOTHING_IGNORED
+from thunder_flce.options import Options
 
 
 class Result(NamedTuple):
@@ -59,8 +62,12 @@ class Match:
     """Whether labels from -V to -1 count from the end."""
     weighted: WeightedSum | None = None
     """What the program makes of the losses of all rows, where the region gives that."""
+    token_sum: TokenSum | None = None
+    """The sum that the program makes of log-probabilities and entropies, where the region gives that."""
     reduced: CrossEntropy | None = None
     """The cross-entropy that is made of the losses of all rows, where the region gives these."""
+    note: str = ""
+    """Why its gradients wait for the backward, where they do."""
 
     @property
     def place(self) -> BoundSymbol:
@@ -71,7 +78,16 @@ class Match:
     def replaced(self) -> list[BoundSymbol]:
         """What the program need not compute any more, beside what the region takes the place of."""
         inner = () if self.weighted is None else self.weighted.inner
+        inner = inner if self.token_sum is None else self.token_sum.replaced
         return [*inner, *(result.bsym for result in self.results[1:])]
+
+    @property
+    def label_without_target(self) -> int | None:
+        """The label of rows that have no target but are computed, too."""
+        if self.reduced is not None:
+            return self.reduced.ignore_index
+        inputs = () if self.token_sum is None else self.token_sum.inputs
+        return next((each.ignore_index for each in inputs if each.is_label), None)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -87,10 +103,11 @@ class Found(NamedTuple):
     outcome: Match | NotFused
 
 
-def find_matches(index: TraceIndex) -> list[Found]:
+def find_matches(index: TraceIndex, options: Options) -> list[Found]:
     """What a trace computes from logits, in order, and how, or why not, it can be fused with its linear.
 
-    What becomes part of another one's region is left out.
+    What becomes part of another one's region is left out. The options say whether gradients of sums of token losses may
+    be computed in the forward.
     """
     candidates = [_Candidate.of_loss(bsym, index) for bsym in index.bsyms if is_loss(bsym)]
     candidates += [_Candidate.of_reading(reading) for reading in find_readings(index)]
@@ -111,7 +128,7 @@ def find_matches(index: TraceIndex) -> list[Found]:
         leader.find_users(owners, index)
     _distribute_argmaxes(leaders)
     for leader in leaders:
-        leader.match(index)
+        leader.match(index, options)
     # What reads the same logits is fused as a whole, or not at all.
     while broken := [
         leader
@@ -268,12 +285,14 @@ class _Candidate:
             raise _used(path.tensor, user) from None
         return [(branch, next_user) for branch in branches for next_user in index.users(branch.tensor)]
 
-    def match(self, index: TraceIndex) -> None:
+    def match(self, index: TraceIndex, options: Options) -> None:
         """Makes a `Match` of it, or finds out why it cannot be one."""
         if self.problem is not None:
             return
         try:
             self.found = self._checked_match(index)
+            if self.found.weighted is None and self.found.arguments.reduction == "none" and self.path.carries_grad:
+                self.found = self._with_token_sum(self.found, index, options)
         except NotFused as problem:
             self.problem = problem
 
@@ -315,8 +334,56 @@ class _Candidate:
             reduced=reduced,
         )
 
+    def _with_token_sum(self, match: Match, index: TraceIndex, options: Options) -> Match:
+        """With the sum that the program makes of the results, if it makes one and gradients need not wait."""
+        results = [each.result for each in (self, *self.members)]
+        if not any(carries_grad(result.tensor) for result in results):
+            return match
+        try:
+            _check_gradients_in_forward(match, options)
+            found = find_token_sum(list(map(_source_of, results)), self.own_bsyms(), self.paths[0][0].tensor, index)
+            call = match.arguments
+            if self.reading is None and not found.is_zero_without_loss:
+                # In ignored rows the loss is 0, and what is made of that counts.
+                if found.kept:
+                    raise NotASum("the losses, 0 of ignored tokens, are also used elsewhere")
+                source = _source_of(self.result)._replace(labels=call.target, ignore_index=call.ignore_index)
+                found = find_token_sum([source], self.own_bsyms(), self.paths[0][0].tensor, index)
+                call = replace(call, ignore_index=NOTHING_IGNORED)
+            bsyms = [bsym for paths in self.paths for bsym in paths[-1].bsyms]
+            if any(tensors_written(bsym) for bsym in index.between(bsyms, found.place)):
+                raise NotASum("a tensor is changed in place")
+        except NotASum as problem:
+            return replace(match, note=f"its gradients wait for the backward, because {problem}")
+        outputs = [
+            result._replace(output=source.variable, factor=source.factor)
+            for result, source in ((result, _source_of(result)) for result in results)
+            if result.tensor.name in found.kept
+        ]
+        results = [Result(found.place, found.place.output, "loss"), *outputs, *match.results[len(results) :]]
+        return replace(match, arguments=call, results=tuple(results), token_sum=found)
+
     def _further_results(self) -> list[Result]:
         return [*(member.result for member in self.members), *self.own_argmaxes]
+
+
+def _source_of(result: Result) -> Source:
+    """What a sum of token losses may be made of."""
+    variable, factor = ("entropy", 1) if result.output == "entropy" else ("log_prob", -1)
+    return Source(result.tensor, variable, factor * result.factor, result.is_exponential)
+
+
+def _check_gradients_in_forward(match: Match, options: Options) -> None:
+    """Raises `NotASum` where the gradients of a sum of token losses may not be computed in the forward."""
+    if match.reduced is not None:
+        raise NotASum("the entropy stands beside a cross-entropy that is reduced itself")
+    if match.arguments.weight is not None or match.arguments.label_smoothing:
+        raise NotASum("the losses have class weights or label smoothing")
+    if options.strategy not in (None, GradientsInForward.strategy):
+        raise NotASum(f"the options say {options.strategy}")
+    dtype = dtypes.to_strong_dtype(match.path.terms[0].input.dtype)
+    if dtype is dtypes.float16 and options.expected_gradient is None:
+        raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
 
 
 def _flow_alike(a: LogitsPath, b: LogitsPath) -> bool:

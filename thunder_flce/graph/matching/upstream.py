@@ -1,7 +1,7 @@
 """The upstream gradient that a loss will have, as far as a trace says it: the factors that follow the loss."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class WeightedSum:
     """What computes the sum."""
     inner: tuple[BoundSymbol, ...]
     """The operations between the losses and `place`."""
-    steps: "tuple[_Step, ...]"
+    steps: "tuple[Step, ...]"
 
     def weights(self) -> TensorProxy | float:
         """What multiplies each row's loss: its gradient, from that of the sum. Adds operations to the trace."""
@@ -66,7 +66,7 @@ class WeightedSum:
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class Step:
     """One linear operation."""
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ def weighted_sum(losses: BoundSymbol, logits: TensorProxy, index: TraceIndex) ->
     bsyms, steps, tensor = [losses], [], losses.output
     while tensor.ndim > 0:
         users = index.users(tensor)
-        step = _linear_step(users[0], tensor, logits, index) if len(users) == 1 else None
+        step = linear_step(users[0], tensor, logits, index) if len(users) == 1 else None
         if step is None:
             return None
         bsyms.append(users[0])
@@ -98,14 +98,25 @@ def weighted_sum(losses: BoundSymbol, logits: TensorProxy, index: TraceIndex) ->
     return WeightedSum(bsyms[-1], tuple(bsyms[:-1]), tuple(steps)) if steps else None
 
 
-def _linear_step(user: BoundSymbol, tensor: TensorProxy, logits: TensorProxy, index: TraceIndex) -> _Step | None:
+def linear_step(
+    user: BoundSymbol, tensor: TensorProxy, logits: TensorProxy, index: TraceIndex, addends: Collection[str] = ()
+) -> Step | None:
+    """What an operation is to one of its operands; None where it is not linear in that.
+
+    Args:
+        user: the operation.
+        tensor: the operand.
+        logits: what a factor must not depend on.
+        index: of the trace.
+        addends: the names of what may be added to the operand.
+    """
     shape, kind = tuple(tensor.shape), user.sym.id
     if not isinstance(user.output, TensorProxy) or not carries_grad(user.output):
         return None
     if kind == ltorch.neg.id:
-        return _Step(shape, lambda grad: -grad)
+        return Step(shape, lambda grad: -grad)
     if kind in COPIES | RESHAPES and user.output.numel == tensor.numel:
-        return _Step(shape, lambda grad: ltorch.reshape(grad, shape) if isinstance(grad, TensorProxy) else grad)
+        return Step(shape, lambda grad: ltorch.reshape(grad, shape) if isinstance(grad, TensorProxy) else grad)
     if kind in (ltorch.sum.id, ltorch.mean.id):
         divisor = math.prod(shape) // user.output.numel if kind == ltorch.mean.id else 1
         dimensions = _reduced(user, tensor)
@@ -115,8 +126,16 @@ def _linear_step(user: BoundSymbol, tensor: TensorProxy, logits: TensorProxy, in
             grad = grad / divisor if divisor != 1 else grad
             return ltorch.reshape(grad, kept) if isinstance(grad, TensorProxy) else grad
 
-        return _Step(shape, spread)
+        return Step(shape, spread)
     others = [arg for arg in user.args if not (isinstance(arg, Proxy) and arg.name == tensor.name)]
+    if kind in (ltorch.add.id, ltorch.sub.id) and len(others) == 1 and isinstance(others[0], TensorProxy):
+        is_subtracted = kind == ltorch.sub.id and user.args[0] is others[0]
+        is_like = tuple(others[0].shape) == shape and user.kwargs.get("alpha", 1) == 1
+        return (
+            Step(shape, lambda grad: -grad if is_subtracted else grad)
+            if others[0].name in addends and is_like
+            else None
+        )
     is_divided = kind in _DIVISIONS and isinstance(user.args[0], Proxy) and user.args[0].name == tensor.name
     is_product = (kind == ltorch.mul.id or is_divided) and user.kwargs.get("rounding_mode") is None
     if not is_product or len(others) != 1 or tuple(user.output.shape) != shape:
@@ -135,7 +154,7 @@ def _linear_step(user: BoundSymbol, tensor: TensorProxy, logits: TensorProxy, in
         return given if isinstance(grad, float) and grad == 1 else grad * given
 
     row_dtype = dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
-    return _Step(shape, multiplied)
+    return Step(shape, multiplied)
 
 
 def _reduced(reduction: BoundSymbol, tensor: TensorProxy) -> set[int]:

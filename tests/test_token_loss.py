@@ -1,0 +1,551 @@
+"""Losses of single tokens in place of the cross-entropy: derivatives, the region, and the sums that programs write."""
+
+import re
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import thunder_flce
+from front_ends import FRONT_ENDS, decisions
+from ranks import as_threads
+from reference import error
+from test_backend import without_inductor  # noqa: F401 (a fixture)
+from test_readings import regions
+from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.operation import token_loss as plain
+from thunder_flce.token_functions import traced_token_loss
+
+B, T, H, V = 3, 11, 16, 53
+
+
+def doubled(*tensors):
+    return [t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in tensors]
+
+
+# The functions.
+
+
+def clipped(log_prob, entropy, old, advantage, ref):
+    """GRPO with a penalty of the divergence from a reference, and a bonus of entropy."""
+    ratio = torch.exp(log_prob - old)
+    gain = torch.min(ratio * advantage, torch.clamp(ratio, 1 - 0.2, 1 + 0.2) * advantage)
+    divergence = torch.exp(ref - log_prob) - (ref - log_prob) - 1
+    return -gain + 0.04 * divergence - 0.1 * entropy
+
+
+def without_gradients(tensor):
+    with torch.no_grad():
+        return tensor * 2
+
+
+FUNCTIONS = {
+    "clipped ratio": clipped,
+    "focal": lambda p, e, *_: -((1 - p.exp()) ** 2) * p,
+    "fractions": lambda p, e, a, *_: 1 / p + a / (e + 1) - p.reciprocal() * torch.rsqrt(e + 2),
+    "unary": lambda p, e, *_: p.expm1() + torch.log1p(e) * e.sqrt() + p.abs() * p.tanh() - (e + 3).log(),
+    "sigmoids": lambda p, e, a, *_: F.logsigmoid(p - a) * torch.sigmoid(e) + F.relu(p + 2) + torch.square(e),
+    "ties": lambda p, e, *_: torch.maximum(p, p.detach()) * 3 + torch.minimum(2 * e, e + e) + p.clamp(min=-3),
+    "bounds": lambda p, e, a, *_: p.clamp(max=-1).clip(-9, -2) * a - e.clamp_min(0.5) + p.clamp_max(-0.5),
+    "choices": lambda p, e, a, b, *_: torch.where((p < a) & ~(e >= b) | (p != p), p * e, e).masked_fill(p > -1, 0.5),
+    "casts": lambda p, e, a, *_: (p > a).float() * p + (e.to(torch.float64) > 3).double() * e * torch.sign(a),
+    "larger": lambda p, e, a, *_: torch.maximum(p, a) * e + torch.max(a, 2 - p),
+    "without gradients": lambda p, e, *_: p * without_gradients(p.exp() * e),
+    "constant": lambda p, e, a, *_: p * 0 + a,
+    "identity": lambda p, e, *_: p,
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_derivatives(function):
+    """As autograd has them, at bounds and at equals, too."""
+    log_prob = torch.cat([torch.tensor([-3.0, -1.0, -0.5, -2.0]), -5 * torch.rand(30)]).double().requires_grad_()
+    entropy, *inputs = torch.rand(34).double().mul(4).requires_grad_(), *(torch.randn(3, 34).double() - 1)
+    right = function(log_prob, entropy, *inputs)
+    gradients = torch.autograd.grad(right.sum(), (log_prob, entropy), allow_unused=True, materialize_grads=True)
+    known = {"log_prob": log_prob.detach(), "entropy": entropy.detach()}
+    known |= {plain.input_name(number): tensor for number, tensor in enumerate(inputs)}
+    written = traced_token_loss(function, inputs)
+    plain.check(written, len(inputs))
+    value, found = plain.differentiate(written, known, torch, lambda name, tensor: tensor)
+    torch.testing.assert_close(value, right.detach())
+    for name, gradient in zip(("log_prob", "entropy"), gradients, strict=True):
+        torch.testing.assert_close(found[name] * torch.ones(34, dtype=torch.float64), gradient, msg=name)
+
+
+@st.composite
+def functions(draw):
+    """Any tree of operations on a log-probability, an entropy and two inputs."""
+    unary = st.sampled_from((torch.tanh, torch.sigmoid, F.logsigmoid, torch.square, torch.neg, torch.detach))
+    binary = st.sampled_from((torch.add, torch.sub, torch.mul, torch.minimum, torch.maximum))
+    steps = draw(st.lists(st.one_of(unary, binary, st.just(torch.where)), min_size=1, max_size=8))
+    picks = [draw(st.tuples(*(st.integers(0, 20),) * 4)) for _ in steps]
+
+    def function(*known):
+        values = list(known)
+        for step, pick in zip(steps, picks, strict=True):
+            a, b, c, d = (values[each % len(values)] for each in pick)
+            if step is torch.where:
+                values.append(torch.where(a < b, c, d))
+            else:
+                values.append(
+                    step(a, b) if step in (torch.add, torch.sub, torch.mul, torch.minimum, torch.maximum) else step(a)
+                )
+        return values[-1] + 0.5 * values[0]
+
+    return function
+
+
+def operands(dtype=torch.float64, *, tokens=(B * T,), device="cpu"):
+    """Hidden states, a weight, a bias, labels with ignored ones, and three further tensors."""
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    hidden, weight, bias = random(*tokens, H), random(V, H) / 3, random(V)
+    labels = torch.randint(V, tokens, generator=generator)
+    labels.view(-1)[::4] = -100
+    inputs = [random(*tokens) / 2 - 4, random(*tokens), random(*tokens) / 2 - 4]
+    leaves = [tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+    return *leaves, labels.to(device), *(tensor.to(device, dtype) for tensor in inputs)
+
+
+def eager(function, hidden, weight, bias, labels, *inputs, token_weights=None, reduction="mean", num_items=None):
+    """By the definition, in float32 at least."""
+    logits = F.linear(hidden, weight, bias)
+    log_probs = torch.log_softmax(logits.double() if logits.dtype == torch.float64 else logits.float(), -1)
+    log_prob = log_probs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+    losses = function(log_prob, -(log_probs.exp() * log_probs).sum(-1), *inputs)
+    weights = torch.ones_like(losses) if token_weights is None else token_weights.to(losses.dtype)
+    weights = weights * (labels != -100)
+    total = torch.where(weights != 0, losses * weights, 0).sum()
+    return total / (num_items or weights.sum()) if reduction == "mean" else total
+
+
+def ours(function, hidden, weight, bias, labels, *inputs, **settings):
+    return linear_cross_entropy(
+        hidden, weight, labels, linear_bias=bias, token_loss=function, token_inputs=inputs, **settings
+    )
+
+
+def with_gradients(run, function, tensors, grad=1.0, **settings):
+    loss = run(function, *tensors, **settings)
+    needing = [tensor for tensor in tensors if tensor.requires_grad]
+    return [
+        loss.detach(),
+        *torch.autograd.grad(loss, needing, torch.tensor(grad, dtype=loss.dtype, device=loss.device)),
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(function=functions(), chunk_rows=st.integers(1, 40), grad=st.sampled_from((1.0, -0.37)))
+def test_any_function(function, chunk_rows, grad):
+    def of_four(log_prob, entropy, a, b, c):
+        return function(log_prob, entropy, a, b)
+
+    tensors = operands()
+    got = with_gradients(ours, of_four, tensors, grad, options=Options(chunk_rows=chunk_rows))
+    torch.testing.assert_close(got, with_gradients(eager, of_four, tensors, grad))
+
+
+WEIGHTS = torch.rand(B * T, generator=torch.Generator().manual_seed(0)).masked_fill(torch.arange(B * T) % 5 == 0, 0)
+
+
+@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
+@pytest.mark.parametrize("chunk_rows", [1, 10, 64])
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"reduction": "sum"}, {"token_weights": WEIGHTS}, {"num_items": 7.0, "token_weights": WEIGHTS}],
+    ids=lambda arguments: ", ".join(arguments),
+)
+def test_the_region(arguments, chunk_rows, ignored_rows):
+    tensors = operands()
+    # Of ignored tokens, nothing is used.
+    given = [*tensors[:4], *(tensor.masked_fill(tensors[3] == -100, float("nan")) for tensor in tensors[4:])]
+    options = Options(chunk_rows=chunk_rows, ignored_rows=ignored_rows)
+    got = with_gradients(ours, clipped, given, -2.3, options=options, **arguments)
+    torch.testing.assert_close(got, with_gradients(eager, clipped, tensors, -2.3, **arguments))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_errors(dtype, device):
+    """Against float64, no more than those of PyTorch in the same dtype."""
+    tensors = operands(dtype, device=device)
+    scale = {"expected_gradient": 1.0} if dtype == torch.float16 else {}
+    exact = with_gradients(eager, clipped, doubled(*tensors), 0.7)
+    theirs = with_gradients(eager, clipped, tensors, 0.7)
+    for got, peer, right in zip(with_gradients(ours, clipped, tensors, 0.7, **scale), theirs, exact, strict=True):
+        # The loss is a sum of terms around 1 that cancel.
+        got, peer, right = (each.double() + (each.ndim == 0) for each in (got, peer, right))
+        assert error(got, right) <= 1.25 * error(peer, right) + 2 * torch.finfo(dtype).eps
+
+
+def test_beside_the_rest():
+    """A softcap, a scale, a z-loss, an adapter, a frozen head, and outputs, which have no gradient."""
+    hidden, weight, bias, labels, *inputs = operands()
+    weight.requires_grad_(False)
+    x, up = (torch.randn(size, 2, dtype=torch.float64).requires_grad_() for size in (B * T, V))
+    settings = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01}
+
+    def written_out(hidden, bias, x, up):
+        z = F.linear(hidden, weight, bias) + F.linear(x, up)
+        logits = 5 * torch.tanh(0.7 * z / 5)
+        log_probs = logits.log_softmax(-1)
+        log_prob = log_probs.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        losses = clipped(log_prob, entropy, *inputs) + 0.01 * logits.logsumexp(-1).square()
+        return losses[labels != -100].mean(), torch.where(labels != -100, entropy, 0).detach()
+
+    needing = (hidden, bias, x, up)
+    loss, entropy = linear_cross_entropy(
+        hidden, weight, labels, linear_bias=bias, terms=[(x, up)], token_loss=clipped, token_inputs=inputs,
+        outputs=("entropy",), options=Options(chunk_rows=8), **settings,
+    )  # fmt: skip
+    right, right_entropy = written_out(*needing)
+    assert not entropy.requires_grad
+    torch.testing.assert_close((loss, entropy), (right, right_entropy))
+    torch.testing.assert_close(torch.autograd.grad(loss, needing), torch.autograd.grad(right, needing))
+
+
+def test_infinite_derivatives_of_tokens_that_do_not_count():
+    hidden, weight, bias, labels, *inputs = operands()
+    inputs[0][labels == -100] = 0.0
+    tensors = (hidden, weight, bias, labels, *inputs)
+    for ignored_rows in ("skip", "compute"):
+        got = with_gradients(ours, lambda p, e, old, *_: p / old, tensors, options=Options(ignored_rows=ignored_rows))
+        assert all(tensor.isfinite().all() for tensor in got)
+
+
+def test_without_gradients_and_without_tokens():
+    hidden, weight, bias, labels, *inputs = operands()
+    with torch.no_grad():
+        loss = ours(clipped, hidden, weight, bias, labels, *inputs)
+        torch.testing.assert_close(loss, eager(clipped, hidden, weight, bias, labels, *inputs))
+    nothing = [tensor[:0].detach().requires_grad_(tensor.requires_grad) for tensor in (hidden, labels, *inputs)]
+    loss = ours(clipped, nothing[0], weight, bias, *nothing[1:], reduction="sum")
+    loss.backward()
+    assert loss == 0 and not weight.grad.any()
+
+
+def test_divided_vocabulary():
+    """All ranks get the results of the whole."""
+    tensors = operands()
+    right = with_gradients(eager, clipped, tensors)
+
+    def run(rank):
+        hidden, weight, bias, labels, *inputs = doubled(*tensors)
+        rows = (slice(0, 20), slice(20, V))[rank]
+        weight, bias = (tensor.detach()[rows].clone().requires_grad_() for tensor in (weight, bias))
+        settings = {"vocab_parallel": torch.distributed.group.WORLD, "options": Options(chunk_rows=10)}
+        return with_gradients(ours, clipped, (hidden, weight, bias, labels, *inputs), **settings)
+
+    first, second = as_threads(2, run)
+    for number, expected in enumerate(right):
+        is_whole = number < 2
+        got = first[number] if is_whole else torch.cat([first[number], second[number]])
+        torch.testing.assert_close(got, expected)
+
+
+BAD = {
+    r"reduction \"mean\" or \"sum\"": {"reduction": "none"},
+    "label_smoothing belongs to the cross-entropy": {"label_smoothing": 0.1},
+    "weight belongs to the cross-entropy": {"weight": torch.ones(V, dtype=torch.float64)},
+    r"token_inputs\[1\] must have target's shape": {"token_inputs": (torch.ones(B * T), *torch.ones(2, 2))},
+    r"token_inputs\[0\] must not require a gradient": {"token_inputs": (torch.ones(B * T, requires_grad=True),) * 3},
+    r"token_inputs\[0\] must be a tensor": {"token_inputs": (1.0,) * 3},
+    "called with log_prob, entropy and the 3": {"token_loss": lambda log_prob, entropy: log_prob},
+    "single tokens.*it has: mean": {"token_loss": lambda p, e, *_: p * p.mean()},
+    "single tokens.*it has: cumsum": {"token_loss": lambda p, e, *_: e.cumsum(0)},
+    "single tokens.*control flow": {"token_loss": lambda p, e, *_: p if p.sum() > 0 else e},
+    "single tokens.*among its arguments": {"token_loss": lambda p, e, *_: p * torch.ones(B * T)},
+    "single tokens.*neither on log_prob nor on entropy": {"token_loss": lambda p, e, a, *_: a * 2},
+    "single tokens.*float as its result": {"token_loss": lambda p, e, *_: 1.0},
+    "no other strategy": {"options": Options(strategy="save_logits")},
+    "without it they have no meaning": {"token_loss": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_has_no_meaning(message):
+    hidden, weight, bias, labels, *inputs = operands()
+    arguments = {"token_loss": clipped, "token_inputs": inputs, **BAD[message]}
+    with pytest.raises((TypeError, ValueError), match=message):
+        linear_cross_entropy(hidden, weight, labels, **arguments)
+
+
+def test_float16_needs_an_expected_gradient():
+    with pytest.raises(ValueError, match="expected_gradient"):
+        ours(clipped, *operands(torch.float16))
+
+
+@pytest.mark.parametrize("compiled", [thunder.jit, torch.compile], ids=["thunder.jit", "torch.compile"])
+def test_compiled_programs_write_it_out(compiled):
+    hidden, weight, _, labels, *inputs = operands()
+
+    def program(hidden, weight, labels, *inputs):
+        return linear_cross_entropy(hidden, weight, labels, token_loss=clipped, token_inputs=inputs)
+
+    with pytest.raises(Exception, match="token_loss"):
+        compiled(program)(hidden, weight, labels, *inputs)
+
+
+# Sums of token losses in programs.
+
+
+def log_probabilities(hidden, weight, tokens):
+    """As TRL's `selective_log_softmax`."""
+    logits = F.linear(hidden, weight) / 0.9
+    return logits.gather(-1, tokens[..., None]).squeeze(-1) - torch.logsumexp(logits, -1)
+
+
+def trl_grpo(hidden, weight, tokens, old, ref, advantages, mask):
+    """GRPO's loss by its formula, and what TRL logs beside it."""
+    log_probs = log_probabilities(hidden, weight, tokens)
+    divergence = torch.exp(ref - log_probs) - (ref - log_probs) - 1
+    logged = (divergence * mask).sum() / mask.sum()
+    ratio = torch.exp(log_probs - old)
+    clipped = torch.clamp(ratio, 1 - 0.2, 1 + 0.28)
+    losses = -torch.min(ratio * advantages.unsqueeze(1), clipped * advantages.unsqueeze(1))
+    losses = losses + 0.04 * divergence
+    loss = ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    is_clipped = (ratio < 1 - 0.2) & (advantages.unsqueeze(1) < 0)
+    return loss / 4, logged.detach(), (is_clipped.float() * mask).sum()
+
+
+def on_policy(hidden, weight, tokens, old, ref, advantages, mask):
+    """Where the old log-probabilities are those of this step: every ratio is 1."""
+    log_probs = log_probabilities(hidden, weight, tokens)
+    ratio = torch.exp(log_probs - log_probs.detach())
+    losses = -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return (losses * mask).sum() / mask.sum()
+
+
+def with_minimum(hidden, weight, tokens, old, ref, advantages, mask):
+    ratio = torch.exp(log_probabilities(hidden, weight, tokens) - old)
+    gains = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return -(gains * mask).sum() / mask.sum()
+
+
+def verl_ppo(hidden, weight, tokens, old, ref, advantages, mask):
+    """Three means over the tokens of the mask, one of them of entropies."""
+    logits = F.linear(hidden, weight)
+    log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
+    advantages = advantages[:, None]
+
+    def mean(losses):
+        return (losses * mask).sum() / mask.sum()
+
+    ratio = torch.exp(torch.clamp(log_probs - old, -20.0, 20.0))
+    policy = mean(torch.maximum(-advantages * ratio, -advantages * torch.clamp(ratio, 0.8, 1.2)))
+    divergence = mean((log_probs - ref).square() * 0.5)
+    return policy - 0.01 * mean(entropy) + 0.1 * divergence, policy.detach()
+
+
+def dft(hidden, weight, tokens, old, ref, advantages, mask):
+    losses = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), tokens.flatten(), reduction="none")
+    return (losses * torch.exp(-losses.detach())).mean()
+
+
+def of_ignored_tokens_too(hidden, weight, tokens, old, ref, advantages, mask):
+    """What is made of their loss, 0, is not 0."""
+    labels = torch.where(mask.bool(), tokens, -100)
+    losses = F.cross_entropy(F.linear(hidden, weight).transpose(1, 2), labels, reduction="none")
+    return torch.exp(old - losses).sum(-1).mean()
+
+
+def predictions(hidden, weight, tokens, old, ref, advantages, mask):
+    """Logged for masked tokens, too."""
+    logits = F.linear(hidden, weight)
+    log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    return (torch.exp(log_probs - old) * mask).sum(), (logits.argmax(-1) == tokens).sum(), log_probs.detach()
+
+
+def entropy_alone(hidden, weight, tokens, old, ref, advantages, mask):
+    log_probs = F.log_softmax(F.linear(hidden, weight), -1)
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return torch.where(mask.bool() & (entropy.detach() < 4), entropy**2, 0.0).sum() * 0.1
+
+
+PROGRAMS = (trl_grpo, on_policy, verl_ppo, dft, of_ignored_tokens_too, predictions, entropy_alone)
+
+
+def program_operands(dtype=torch.float64, device="cpu"):
+    hidden, weight, _, labels, old, ref, _ = operands(dtype, tokens=(B, T), device=device)
+    generator = torch.Generator().manual_seed(3)
+    advantages = torch.randn(B, generator=generator).to(device, dtype)
+    mask = (torch.rand(B, T, generator=generator) > 0.3).to(device, dtype)
+    return hidden, weight, labels.clamp(min=0), old, ref, advantages, mask
+
+
+def outputs_and_gradients(program, tensors):
+    outputs = program(*tensors)
+    first, *others = outputs if isinstance(outputs, tuple) else (outputs,)
+    gradients = torch.autograd.grad(first, tensors[:2], torch.tensor(-1.7, dtype=first.dtype, device=first.device))
+    return [first.detach(), *others, *gradients]
+
+
+@pytest.mark.parametrize(
+    ("program", "front_end"),
+    # thunder leaves `detach` and `torch.min` of Dynamo's graphs to others, and splits these there.
+    [
+        (with_minimum, "thunderfx"),
+        *((program, name) for program in PROGRAMS for name in ("thunder.jit", "backend")),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_programs(program, front_end, request):
+    tensors = program_operands()
+    # Predictions that are right.
+    tensors[2][:] = F.linear(*tensors[:2]).argmax(-1)
+    if front_end == "backend":
+        request.getfixturevalue("without_inductor")
+        compiled = torch.compile(program, backend="thunder_flce", fullgraph=True)
+    else:
+        compiled = FRONT_ENDS[front_end](program, strict=True)
+    torch.testing.assert_close(outputs_and_gradients(compiled, tensors), outputs_and_gradients(program, tensors))
+    found = thunder_flce.explain(compiled).decisions if front_end == "backend" else decisions(compiled)
+    ((fused, plan, note, loss),) = [(each.fused, each.plan, each.note, each.region.problem.loss) for each in found]
+    assert fused and plan.strategy == "gradients_in_forward" and not note and loss.token_loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_errors_of_a_program(dtype, device):
+    """GRPO's loss, written out and fused, against float64: no more than eager PyTorch in the same dtype."""
+    tensors = program_operands(dtype, device)
+    tensors = [*tensors[:3], *(tensor.float() for tensor in tensors[3:])]
+    exact, theirs = (outputs_and_gradients(trl_grpo, given) for given in (doubled(*tensors), tensors))
+    for got, peer, right in zip(outputs_and_gradients(thunder_flce.jit(trl_grpo), tensors), theirs, exact, strict=True):
+        got, peer, right = (each.double() + (each.ndim == 0) for each in (got, peer, right))
+        assert error(got, right) <= 1.25 * error(peer, right) + 2 * torch.finfo(dtype).eps
+
+
+def test_masked_tokens_are_left_out():
+    """They are what a weight of 0 says, and a product with the mask comes last."""
+    hidden, weight, tokens, old, ref, advantages, mask = program_operands()
+    ref = ref.masked_fill(mask == 0, float("nan"))
+    jitted = thunder_flce.jit(lambda *tensors: trl_grpo(*tensors)[0])
+    loss = jitted(hidden, weight, tokens, old, ref, advantages, mask)
+    (region,) = regions(jitted)
+    assert "token_weights" in region and len(region["token_inputs"]) == 3
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, (hidden, weight)))
+
+
+def of_sequences(hidden, weight, tokens, old, ref, advantages, mask):
+    """GSPO: a ratio of whole sequences."""
+    log_ratios = (log_probabilities(hidden, weight, tokens) - old) * mask
+    ratios = torch.exp(log_ratios.sum(-1) / mask.sum(-1))
+    # Of equals, too: the gradient that thunder lacks.
+    gains = torch.min(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages)
+    return -gains.mean() + torch.minimum(log_ratios, log_ratios + 0.0).mean()
+
+
+def weighted_by_others(hidden, weight, tokens, old, ref, advantages, mask):
+    log_probs = log_probabilities(hidden, weight, tokens)
+    return (torch.exp(log_probs - old) * log_probs.detach().softmax(-1)).sum()
+
+
+def returned(hidden, weight, tokens, old, ref, advantages, mask):
+    log_probs = log_probabilities(hidden, weight, tokens)
+    return torch.exp(log_probs - old).mean(), log_probs
+
+
+def trained_input(hidden, weight, tokens, old, ref, advantages, mask):
+    return (torch.exp(log_probabilities(hidden, weight, tokens) - old) * hidden.mean(-1).exp().square()).sum()
+
+
+def two_sums(hidden, weight, tokens, old, ref, advantages, mask):
+    losses = torch.exp(log_probabilities(hidden, weight, tokens) - old)
+    return losses.sum() * losses.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "note"),
+    [
+        (of_sequences, "exp is not linear in the losses of tokens"),
+        (weighted_by_others, "mul mixes tokens"),
+        (returned, "is returned and not detached"),
+        (trained_input, "needs a gradient, too"),
+        (two_sums, "mul is not linear in the losses of tokens"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_gradients_that_wait(program, note):
+    """For what mixes tokens in another way, as ever, and explain says why."""
+    tensors = program_operands()
+    jitted = thunder_flce.jit(program, strict=True)
+    torch.testing.assert_close(outputs_and_gradients(jitted, tensors), outputs_and_gradients(program, tensors))
+    text = " ".join(str(thunder_flce.explain(jitted)).split())
+    assert re.search(f"its gradients wait for the backward, because .*{re.escape(note)}", text), text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "is_in_forward"),
+    [
+        (torch.float32, Options(strategy="recompute_logits"), False),
+        (torch.float16, Options(), False),
+        (torch.float16, Options(expected_gradient=1.0), True),
+        (torch.float16, Options(expected_gradient=64.0), True),
+    ],
+    ids=str,
+)
+def test_what_options_say(dtype, options, is_in_forward):
+    tensors = program_operands(dtype)
+    jitted = thunder_flce.jit(on_policy, options=options)
+    got, right = (outputs_and_gradients(program, tensors) for program in (jitted, on_policy))
+    torch.testing.assert_close(got, right, rtol=2e-2, atol=2e-3)
+    (decision,) = decisions(jitted)
+    assert (decision.plan.strategy == "gradients_in_forward") == is_in_forward == (not decision.note)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("row_kernels", ["triton", "nvfuser", "torch"])
+def test_row_kernels(row_kernels):
+    """All backends give the gradient of a log-probability and of an entropy."""
+    tensors = operands(torch.bfloat16, device="cuda")
+    exact = with_gradients(eager, clipped, doubled(*tensors), 0.7)
+    theirs = with_gradients(eager, clipped, tensors, 0.7)
+    got = with_gradients(ours, clipped, tensors, 0.7, options=Options(row_kernels=row_kernels, chunk_rows=16))
+    for ours_, peer, right in zip(got[1:], theirs[1:], exact[1:], strict=True):
+        assert error(ours_, right) <= 1.25 * error(peer, right) + 2**-8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_and_cuda_graphs():
+    """A chunk of logits beside the gradients, no wait for the device where a graph is captured."""
+    torch.manual_seed(0)
+    tokens, vocab, hidden_size = 8192, 32000, 1024
+    hidden = torch.randn(tokens, hidden_size, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocab, hidden_size, device="cuda", dtype=torch.bfloat16).mul_(0.03).requires_grad_()
+    labels = torch.randint(vocab, (tokens,), device="cuda")
+    inputs = [
+        torch.randn(tokens, device="cuda") - 10,
+        torch.randn(tokens, device="cuda"),
+        torch.randn(tokens, device="cuda") - 10,
+    ]
+
+    def step():
+        loss = linear_cross_entropy(hidden, weight, labels, token_loss=clipped, token_inputs=inputs)
+        return loss, *torch.autograd.grad(loss, (hidden, weight))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        eager_results = step()
+        peak = torch.cuda.max_memory_allocated() - before
+    gradients = 2 * (hidden.numel() + weight.numel())
+    assert peak - gradients < 1.3 * 2 * 2048 * vocab
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step()
+    graph.replay()
+    torch.testing.assert_close(captured, eager_results)

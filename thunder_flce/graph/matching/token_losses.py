@@ -1,0 +1,383 @@
+"""Losses that a program makes of log-probabilities and entropies, token by token, and sums up, as GRPO and PPO do.
+
+    ratio = (log_prob - old).exp()                                          on single tokens: `operation.token_loss`
+    per_token = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    loss = (per_token * mask).sum() / mask.sum()                            linear in these: a weight for each token
+
+Such a sum can be differentiated while the logits are there. What mixes tokens in another way, such as a preference loss
+of whole sequences, has gradients that are known only when all tokens are.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import dtypes, prims
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES
+from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
+from thunder_flce.graph.matching.upstream import Step, linear_step
+from thunder_flce.operation.token_loss import (
+    NotOfTokens,
+    TokenLoss,
+    TokenLossWriter,
+    evaluate,
+    numbered,
+    uses,
+)
+
+
+class Source(NamedTuple):
+    """What a program computes of each row: a factor times an output of a region, or the exponential of that."""
+
+    tensor: TensorProxy
+    variable: str
+    """"log_prob" or "entropy"."""
+    factor: int
+    is_exponential: bool
+    labels: TensorProxy | None = None
+    """Where it is 0 in rows whose label is ignore_index: these labels"""
+    ignore_index: int = 0
+
+
+class TokenInput(NamedTuple):
+    """A tensor that a token loss reads."""
+
+    tensor: TensorProxy
+    shape: tuple[int, ...]
+    """What it is expanded to, of one element a token."""
+    is_label: bool = False
+    """Whether what is read is whether it differs from ignore_index."""
+    ignore_index: int = 0
+
+    def expanded(self, rows: Sequence[int]) -> TensorProxy:
+        """In the shape of the rows. Adds operations to the trace."""
+        tensor = ltorch.ne(self.tensor, self.ignore_index) if self.is_label else ltorch.detach(self.tensor)
+        for shape in (self.shape, tuple(rows)):
+            if tuple(tensor.shape) != shape:
+                same_size = tensor.numel == _size(shape)
+                tensor = ltorch.reshape(tensor, shape) if same_size else ltorch.expand(tensor, shape)
+        return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSum:
+    """A sum of token losses, each times a weight that does not depend on the logits."""
+
+    place: BoundSymbol
+    """What computes the sum."""
+    inputs: tuple[TokenInput, ...]
+    dependent: frozenset[str]
+    """The names of the sources, and of all that is computed from them."""
+    replaced: tuple[BoundSymbol, ...]
+    """What is not needed any more."""
+    kept: frozenset[str]
+    """The names of the sources that something else needs, without a gradient."""
+    _writer: TokenLossWriter
+    _summands: tuple[str, ...]
+    _operands: tuple[TensorProxy, ...]
+    """The tensors that are summed up, by the same numbers as their names in the writer"""
+    _steps: tuple[tuple[Step, str, str], ...]
+    """The linear operations, with the names of operand and result"""
+
+    @property
+    def is_zero_without_loss(self) -> bool:
+        """Whether a token whose log-probability is 0 adds nothing, whatever else there is."""
+        losses = [numbered(self._writer.copy().finish(summand)) for summand in self._summands]
+        # While a trace is printed, tensors may be fake.
+        with unset_fake_temporarily():
+            nothing = {"log_prob": torch.zeros(1, device="cpu")}
+            return not any(
+                read or uses(loss, "entropy") or evaluate(loss, nothing, torch).any() for loss, read in losses
+            )
+
+    def written(self, rows: Sequence[int], dtype: dtypes.dtype, *, is_alone: bool) -> "WrittenSum":
+        """What a region takes. Adds operations to the trace.
+
+        Args:
+            rows: the shape of the region's rows.
+            dtype: of weights.
+            is_alone: whether nothing else is asked of the rows, so that those of weight 0 may be left out.
+        """
+        grads: dict[str, Any] = {self.place.output.name: 1.0}
+        for step, operand, result in reversed(self._steps):
+            grad = step.pull_back(grads[result])
+            if isinstance(grad, TensorProxy) and tuple(grad.shape) != step.shape:
+                grad = ltorch.expand(grad, step.shape)
+            grads[operand] = grad if operand not in grads else ltorch.add(grads[operand], grad)
+        inputs: list[TokenInput | TensorProxy] = [*self.inputs]
+        weights = [grads[operand.name] for operand in self._operands]
+        tensors = [weight for weight in weights if isinstance(weight, TensorProxy)]
+        tensors = [ltorch.reshape(ltorch.to(weight, dtype), tuple(rows)) for weight in tensors]
+        token_weights = None
+        if len(weights) == 1 and tensors and is_alone:
+            (token_weights,) = tensors
+            return _sum_of(self._writer.finish(self._summands[0]), inputs, rows, token_weights)
+        if len(tensors) == len(weights) and is_alone:
+            counts = ltorch.ne(tensors[0], 0.0)
+            for tensor in tensors[1:]:
+                counts = ltorch.logical_or(counts, ltorch.ne(tensor, 0.0))
+            token_weights = ltorch.to(counts, dtype)
+        writer, left, total = self._writer.copy(), iter(tensors), None
+        for weight, summand in zip(weights, self._summands, strict=True):
+            factor = weight
+            if isinstance(weight, TensorProxy):
+                factor = writer.add_input(is_logical=False)
+                inputs.append(next(left))
+            weighted = summand if factor == 1.0 else writer.write("mul", (summand, factor), {})
+            total = weighted if total is None else writer.write("add", (total, weighted), {})
+        assert total is not None
+        return _sum_of(writer.finish(total), inputs, rows, token_weights)
+
+
+class WrittenSum(NamedTuple):
+    """A sum of token losses as arguments of a region with reduction "sum"."""
+
+    token_loss: TokenLoss
+    token_inputs: tuple[TensorProxy, ...]
+    token_weights: TensorProxy | None
+
+
+def _sum_of(
+    token_loss: TokenLoss,
+    inputs: Sequence[TokenInput | TensorProxy],
+    rows: Sequence[int],
+    token_weights: TensorProxy | None,
+) -> WrittenSum:
+    """With those inputs that are read."""
+    token_loss, read = numbered(token_loss)
+    given = [inputs[number] for number in read]
+    tensors = tuple(each.expanded(rows) if isinstance(each, TokenInput) else each for each in given)
+    return WrittenSum(token_loss, tensors, token_weights)
+
+
+class NotASum(Exception):
+    """Raised where gradients have to wait; says why."""
+
+
+def find_token_sum(
+    sources: Sequence[Source], own: Iterable[BoundSymbol], logits: TensorProxy, index: TraceIndex
+) -> TokenSum:
+    """The sum of token losses that a program makes of some sources, all that depends on them with a gradient.
+
+    Args:
+        sources: of the same rows.
+        own: what computes them, of what they are made included.
+        logits: what nothing else in the sum may depend on.
+        index: of the trace.
+
+    Raises:
+        NotASum: where they become something else, too, or where that is no sum of losses of single tokens.
+    """
+    search = _Search(sources, logits, index)
+    skipped = {id(bsym) for bsym in own}
+    for bsym in index.bsyms:
+        if id(bsym) not in skipped and search.add(bsym):
+            return search.finished(bsym)
+    raise NotASum("they do not become one sum")
+
+
+class _Search:
+    """Follows the program from the sources on."""
+
+    def __init__(self, sources: Sequence[Source], logits: TensorProxy, index: TraceIndex):
+        self._sources, self._logits, self._index = sources, logits, index
+        self._rows = sources[0].tensor.numel
+        self._writer = TokenLossWriter()
+        self._inputs: dict[str, TokenInput] = {}
+        self._tokens: dict[str, str] = {}
+        """By tensors of one element a row that are computed from the sources token by token: their names in writing."""
+        self._sums: set[str] = set()
+        """Those that are linear in the losses of tokens, with a gradient."""
+        self._dependent = {source.tensor.name for source in sources}
+        self._with_grad = {source.tensor.name for source in sources if carries_grad(source.tensor)}
+        self._steps: list[tuple[BoundSymbol, TensorProxy]] = []
+        self._passed: set[int] = set()
+        self._upstream = _with_upstream_gradients(index)
+        for source in sources:
+            name = source.variable
+            if source.labels is not None:
+                is_valid = self._writer.add_input(is_logical=True)
+                shape = tuple(source.tensor.shape)
+                self._inputs[is_valid] = TokenInput(source.labels, shape, True, source.ignore_index)
+                name = self._writer.write("where", (is_valid, name, 0.0), {})
+            if source.tensor.name not in self._with_grad:
+                name = self._writer.detached(name)
+            name = self._writer.write("neg", (name,), {}) if source.factor == -1 else name
+            self._tokens[source.tensor.name] = self._writer.write("exp", (name,), {}) if source.is_exponential else name
+
+    def add(self, bsym: BoundSymbol) -> bool:
+        """Follows one operation; whether it is the sum that everything comes to."""
+        operands = [arg for arg in bsym.flat_proxy_args if arg.name in self._dependent]
+        if not operands:
+            return False
+        has_grad = any(arg.name in self._with_grad for arg in operands) and self._passes_grad(bsym)
+        try:
+            self._follow(bsym, operands, has_grad)
+        except NotOfTokens as problem:
+            if has_grad:
+                raise NotASum(f"{problem} is no operation on single tokens") from problem
+        except NotASum:
+            if has_grad:
+                raise
+        self._dependent |= {out.name for out in bsym.flat_proxy_outs}
+        self._passed.add(id(bsym))
+        if has_grad:
+            self._with_grad.add(bsym.output.name)
+        return has_grad and bsym.output.name in self._sums and bsym.output.ndim == 0 and self._is_closed(bsym)
+
+    def _follow(self, bsym: BoundSymbol, operands: list[TensorProxy], has_grad: bool) -> None:
+        name, out = bsym.sym.name, bsym.output
+        if bsym.sym.id == prims.PrimIDs.RETURN:
+            raise NotASum("its result, or what is made of it, is returned and not detached")
+        if not isinstance(out, TensorProxy) or not is_static(*bsym.flat_args):
+            raise NotASum(f"{name} is no operation on single tokens")
+        if all(arg.name in self._tokens for arg in operands):
+            is_sum = bsym.sym.id in (ltorch.sum.id, ltorch.mean.id)
+            if out.numel == self._rows and not is_sum:
+                self._tokens[out.name] = self._written(bsym, has_grad)
+                return
+        elif not all(arg.name in self._sums or arg.name in self._tokens for arg in operands):
+            raise NotASum(f"{name} mixes tokens")
+        if not has_grad:
+            raise NotASum(f"{name} is of no token")
+        for operand in {operand.name: operand for operand in operands}.values():
+            if self._step(bsym, operand) is None:
+                raise NotASum(f"{name} is not linear in the losses of tokens")
+            self._steps.append((bsym, operand))
+        self._sums.add(out.name)
+
+    def _written(self, bsym: BoundSymbol, has_grad: bool) -> str:
+        """The name of an operation on single tokens."""
+        out, kind = bsym.output, bsym.sym.id
+        if kind in RESHAPES | COPIES or kind == prims.PrimIDs.CONVERT_ELEMENT_TYPE:
+            name = self._tokens[bsym.flat_proxy_args[0].name]
+            if dtypes.is_boolean_dtype(out.dtype):
+                return self._writer.as_logical(name)
+            if not dtypes.is_float_dtype(out.dtype):
+                raise NotASum(f"{bsym.sym.name} makes integers of it")
+            name = self._writer.as_float(name)
+            return name if has_grad else self._writer.detached(name)
+
+        def argument(given: Any) -> Any:
+            if not isinstance(given, TensorProxy):
+                return given
+            return self._tokens[given.name] if given.name in self._tokens else self._input(given, bsym, has_grad)
+
+        args = [argument(given) for given in bsym.args]
+        kwargs = {name: argument(given) for name, given in bsym.kwargs.items()}
+        name = self._writer.write(bsym.sym.name, args, kwargs)
+        return name if has_grad else self._writer.detached(name)
+
+    def _input(self, tensor: TensorProxy, bsym: BoundSymbol, has_grad: bool) -> str:
+        """The name of a tensor that does not depend on the sources."""
+        if has_grad and tensor.name in self._index.need_grad:
+            raise NotASum(f"{tensor.name} in {bsym.sym.name} needs a gradient, too")
+        if self._index.derives_from(tensor, self._logits):
+            raise NotASum(f"{tensor.name} in {bsym.sym.name} depends on the logits")
+        shape = tuple(bsym.output.shape)
+        for name, known in self._inputs.items():
+            if not known.is_label and known.shape == shape and self._index.same_values(known.tensor, tensor):
+                return name
+        name = self._writer.add_input(is_logical=dtypes.is_boolean_dtype(tensor.dtype))
+        self._inputs[name] = TokenInput(tensor, shape)
+        return name
+
+    def _step(self, bsym: BoundSymbol, operand: TensorProxy) -> Step | None:
+        return linear_step(bsym, operand, self._logits, self._index, self._sums)
+
+    def _is_closed(self, place: BoundSymbol) -> bool:
+        """Whether no gradient reaches the sources but through one sum."""
+        users = (user for name in self._with_grad - {place.output.name} for user in self._index.consumers.get(name, ()))
+        return all(id(user) in self._passed or not self._passes_grad(user) for user in users)
+
+    def _passes_grad(self, bsym: BoundSymbol) -> bool:
+        """Whether a gradient may come back through an operation; what is returned may have one."""
+        if bsym.sym.name in ("detach", "stop_gradient"):
+            return False
+        return bsym.sym.id == prims.PrimIDs.RETURN or any(out.name in self._upstream for out in bsym.flat_proxy_outs)
+
+    def finished(self, place: BoundSymbol) -> TokenSum:
+        """The sum."""
+        self._peel()
+        dead, kept = self._unused(place)
+        summed = {result.output.name for result, _ in self._steps}
+        operands = {operand.name: operand for _, operand in self._steps if operand.name not in summed}
+        steps = []
+        for bsym, operand in self._steps:
+            step = self._step(bsym, operand)
+            assert step is not None
+            steps.append((step, operand.name, bsym.output.name))
+        return TokenSum(
+            place=place,
+            inputs=tuple(self._inputs.values()),
+            dependent=frozenset(self._dependent),
+            replaced=tuple(dead),
+            kept=kept,
+            _writer=self._writer,
+            _summands=tuple(self._tokens[name] for name in operands),
+            _operands=tuple(operands.values()),
+            _steps=tuple(steps),
+        )
+
+    def _peel(self) -> None:
+        """Takes the products that come last, as with a mask, for weights: tokens of weight 0 are left out."""
+        while True:
+            results = {bsym.output.name for bsym, _ in self._steps}
+            ends = {operand.name: operand for _, operand in self._steps if operand.name not in results}
+            for name, tensor in ends.items():
+                bsym = self._index.producers.get(name)
+                operands = [arg for arg in bsym.flat_proxy_args if arg.name in self._with_grad] if bsym else []
+                if bsym is None or id(bsym) not in self._passed or len(operands) != 1:
+                    continue
+                # Of what else is made of it, the gradient comes in another way.
+                users = [user for user in self._index.users(tensor) if self._passes_grad(user)]
+                are_steps = all(any(user is bsym_of for bsym_of, _ in self._steps) for user in users)
+                dependent = [arg for arg in bsym.flat_proxy_args if arg.name in self._dependent]
+                if are_steps and len(dependent) == 1 and self._step(bsym, operands[0]) is not None:
+                    self._steps.insert(0, (bsym, operands[0]))
+                    self._sums.add(name)
+                    break
+            else:
+                return
+
+    def _unused(self, place: BoundSymbol) -> tuple[list[BoundSymbol], frozenset[str]]:
+        """What nothing needs once the sum is there, and the names of the sources that something does need."""
+        unused: list[BoundSymbol] = []
+        needed: set[str] = set()
+        for bsym in reversed(self._index.bsyms):
+            outs = {out.name for out in bsym.flat_proxy_outs}
+            if bsym is place:
+                continue
+            if outs and outs <= self._dependent and outs.isdisjoint(needed):
+                unused.append(bsym)
+            else:
+                needed |= {arg.name for arg in bsym.flat_proxy_args}
+        return unused, frozenset(needed & {source.tensor.name for source in self._sources})
+
+
+def _with_upstream_gradients(index: TraceIndex) -> set[str]:
+    """The names of the tensors that a gradient may come back to, from what the program returns."""
+    found: set[str] = set()
+    for bsym in reversed(index.bsyms):
+        is_return = bsym.sym.id == prims.PrimIDs.RETURN
+        is_passed = any(out.name in found and carries_grad(out) for out in bsym.flat_proxy_outs if _is_tensor(out))
+        if is_return or (is_passed and bsym.sym.name not in ("detach", "stop_gradient")):
+            found |= {arg.name for arg in bsym.flat_proxy_args if arg.name in index.need_grad}
+    return found
+
+
+def _is_tensor(proxy: Any) -> bool:
+    return isinstance(proxy, TensorProxy)
+
+
+def _size(shape: Sequence[int]) -> int:
+    size = 1
+    for each in shape:
+        size *= each
+    return size
