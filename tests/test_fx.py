@@ -269,7 +269,9 @@ class UnsupportedBeforeHead(Model):
 
 
 @pytest.mark.parametrize("model", [PrintsBeforeHead, UnsupportedBeforeHead], ids=lambda m: m.__name__)
-def test_graph_breaks_away_from_the_logits(model):
+def test_graph_breaks_away_from_the_logits(model, monkeypatch):
+    # Inductor itself takes long, and is not what is tested here.
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
     model = model()
     compiled = thunder_flce.thunderfx(model)
     for shape in SHAPES[:2]:

@@ -4,7 +4,7 @@
 #     def entropy_in_chunks(hidden, weight, tokens):
 #         """As TRL's `entropy_from_logits`."""
 #         entropies = []
-#         for chunk in F.linear(hidden, weight).view(-1, weight.shape[0]).split(20):
+#         for chunk in F.linear(hidden, weight).view(-1, weight.shape[0]).split(hidden.shape[1] - 4):
 #             log_probs = F.log_softmax(chunk, dim=-1)
 #             entropies.append(-(torch.exp(log_probs) * log_probs).sum(-1))
 #         return torch.cat(entropies).view(tokens.shape)
