@@ -72,15 +72,9 @@ def test_fused(program):
 # Those that cast something themselves, and one of each kind of the others.
 IN_BFLOAT16 = [
     *(each for each in patterns.FUSED if re.search(r"float|dtype|\.to\(|type_as", inspect.getsource(each))),
-    *(
-        patterns.flattened,
-        patterns.divided,
-        patterns.label_smoothing,
-        patterns.class_weights,
-        patterns.low_rank_adapter,
-    ),
-    *(patterns.predictions_returned, patterns.weighted_tokens, patterns.log_probability_indexed),
-    *(patterns.probability_gathered, patterns.entropy_beside_cross_entropy),
+    *(patterns.flattened, patterns.divided, patterns.label_smoothing, patterns.class_weights),
+    *(patterns.low_rank_adapter, patterns.predictions_returned, patterns.weighted_tokens),
+    *(patterns.log_probability_indexed, patterns.probability_gathered, patterns.entropy_beside_cross_entropy),
 ]
 
 

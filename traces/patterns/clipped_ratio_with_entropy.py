@@ -47,7 +47,7 @@ def computation(hidden, weight, tokens):
   t0 = Tensor.__getitem__(tokens, (..., None))  # t0: "cpu i64[2, 4096, 1]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, logit_scale=1.1111111111111112, outputs=("entropy", "valid_argmax"), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, logit_scale=1.1111111111111112, outputs=("entropy", "valid_argmax"), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t1
     # loss = t2: f32[2, 4096], entropy = t3: f32[2, 4096], valid_argmax = t4: i64[2, 4096], row_max = t5: f32[8192], row_log_sum = t6: f32[8192], valid_count = t7: i64[]
     # for each chunk of 65 (126 times) and 2 tokens:
@@ -244,7 +244,7 @@ def backward_fn(saved_for_backward, cotangents):
   del t76, t78
   t80 = torch.neg(t79)  # t80: "cpu f32[2, 4096]"
   del t79
-  (t81, t82) = linear_cross_entropy_bwd(t80, hidden, weight, t1, None, t5, t6, t7, None, needs_grad=("input", "linear_weight"), entropy_grad=t56, entropy=t3, reduction='none', ignore_index=-9223372036854775808, logit_scale=1.1111111111111112, outputs=("entropy", "valid_argmax"), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t81, t82) = linear_cross_entropy_bwd(t80, hidden, weight, t1, None, t5, t6, t7, None, needs_grad=("input", "linear_weight"), entropy_grad=t56, entropy=t3, reduction='none', ignore_index=-4611686018427387905, logit_scale=1.1111111111111112, outputs=("entropy", "valid_argmax"), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t1, grad = t80, entropy_grad = t56, row_max = t5, row_log_sum = t6, entropy = t3
     # dX = t81: f32[2, 4096, 4096], dW = t82: f32[128256, 4096]
     # s f32[8192] = grad                                                                                                                                                                                               PyTorch

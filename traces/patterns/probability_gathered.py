@@ -29,7 +29,7 @@ def computation(hidden, weight, bias, tokens):
   t0 = Tensor.view(tokens, -1, 1)  # t0: "cpu i64[8192, 1]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, bias, needs_grad=("input", "linear_weight", "linear_bias"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, bias, needs_grad=("input", "linear_weight", "linear_bias"), reduction='none', ignore_index=-4611686018427387905, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t1, b = bias
     # loss = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[]
     # for each chunk of 65 (126 times) and 2 tokens:
@@ -93,7 +93,7 @@ def backward_fn(saved_for_backward, cotangents):
   del t15
   t17 = torch_prims_reshape_impl(t16, (2, 4096))  # t17: "cpu f32[2, 4096]"
   del t16
-  (t18, t19, t20) = linear_cross_entropy_bwd(t17, hidden, weight, t1, bias, t3, t4, t5, None, needs_grad=("input", "linear_weight", "linear_bias"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t18, t19, t20) = linear_cross_entropy_bwd(t17, hidden, weight, t1, bias, t3, t4, t5, None, needs_grad=("input", "linear_weight", "linear_bias"), reduction='none', ignore_index=-4611686018427387905, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t1, b = bias, grad = t17, row_max = t3, row_log_sum = t4
     # dX = t18: f32[2, 4096, 4096], dW = t19: f32[128256, 4096], db = t20: f32[128256]
     # s f32[8192] = grad                                                                                                        PyTorch
