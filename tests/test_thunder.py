@@ -593,11 +593,7 @@ def test_executors_allow_nvfuser(monkeypatch, exists, listed):
     assert executors_allow_nvfuser()
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [("thunder.core.jit_ext", "register_general_jit_lookaside"), ("thunder.dynamo.compiler", "ThunderCompiler")],
-)
-def test_a_private_name_that_thunder_lacks(module, name):
+def test_a_private_name_that_thunder_lacks(module="thunder.dynamo.compiler", name="ThunderCompiler"):
     """The import warns of it, and what needs thunder is an error."""
     if not hasattr(torch.Tensor, "align_as"):
         pytest.skip("with torch 2.13 and newer, thunder cannot be imported first")
