@@ -3,15 +3,36 @@
 # First, as users with torch 2.13 or newer have to: without it, they cannot import thunder.
 import thunder_flce  # noqa: F401 # isort: skip
 
+import inspect
+import sys
+from types import SimpleNamespace
+
 import pytest
 import thunder
 import torch
 from hypothesis import Phase, settings
+from thunder.core import interpreter
 
 from thunder_flce.execution.row_kernels import dispatch
 
 # For `mutations`, which only asks whether there is a failure.
 settings.register_profile("mutations", phases=[Phase.explicit, Phase.generate])
+
+
+def _callers():
+    """The two frames below the caller's, as `inspect.stack` has them; thunder reads the third entry only."""
+    frame, found = sys._getframe(1), []
+    for _ in range(3):
+        code = frame.f_code
+        found.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
+        frame = frame.f_back
+    return found
+
+
+# For each program that it compiles, thunder asks for the whole stack, with the source of every frame; and at each
+# exception in a program it waits, busily, for another thread. In pytest, together half of a small program's time.
+interpreter.inspect = SimpleNamespace(**{**vars(inspect), "stack": _callers})
+sys.setswitchinterval(1e-4)
 
 
 @pytest.fixture(autouse=True)

@@ -813,6 +813,7 @@ MUTATIONS = [
         "graph/matching/match.py",
         ("mask", "if id(user) not in passed and id(user) not in owners:", "if False:"),
         ("mask", "return theirs.labels is None and theirs.path.carries_grad and", "return theirs.labels is None and"),
+        ("mask", "dependent |= further[name]", "pass"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(

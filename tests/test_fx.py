@@ -24,6 +24,12 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def without_inductor(monkeypatch):
+    """To compile takes long, and is not what is tested here."""
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
+
+
 class Model(nn.Module):
     """An embedding, a hidden layer, dropout and a head with its loss; the points where a subclass may put something."""
 
@@ -269,7 +275,7 @@ class UnsupportedBeforeHead(Model):
 
 
 @pytest.mark.parametrize("model", [PrintsBeforeHead, UnsupportedBeforeHead], ids=lambda m: m.__name__)
-def test_graph_breaks_away_from_the_logits(model):
+def test_graph_breaks_away_from_the_logits(model, without_inductor):
     model = model()
     compiled = thunder_flce.thunderfx(model)
     for shape in SHAPES[:2]:
@@ -291,7 +297,7 @@ class UnsupportedAfterHead(Model):
 
 
 @pytest.mark.parametrize("model", [BreaksBeforeHead, BreaksAfterHead, UnsupportedAfterHead], ids=lambda m: m.__name__)
-def test_graph_breaks_between_linear_and_loss(model):
+def test_graph_breaks_between_linear_and_loss(model, without_inductor):
     """The loss gets its logits from outside its graph. Dynamo puts a break in a callee around the whole callee."""
     model = model()
     arguments = batch()

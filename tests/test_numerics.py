@@ -96,7 +96,7 @@ def test_rows_of_dw_with_the_most_targets(device):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rows", IGNORED_ROWS)
-@pytest.mark.parametrize("ignore_index", [-100, -1, 7, 2**40])
+@pytest.mark.parametrize("ignore_index", [-100, -1, 7, 2**40, -(2**63)])
 @pytest.mark.parametrize("which", ["none", "some", "first", "last", "all but one"])
 def test_ignored_rows(which, ignore_index, rows, strategy, device):
     case = make_case(device=device, bias=True, ignored=0.0)

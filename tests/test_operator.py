@@ -400,6 +400,10 @@ def test_vmap_raises(reduction):
             torch.vmap(function)(x, target)
     with pytest.raises(RuntimeError, match="linear_cross_entropy has no vmap"):
         torch.func.jacrev(lambda x: linear_cross_entropy(x, weight, case.target, reduction="none"))(case.x.detach())
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no vmap; .* without is_grads_batched=True"):
+        losses = linear_cross_entropy(case.x, case.weight, case.target, reduction=reduction)
+        upstream = torch.ones(3, *losses.shape)
+        torch.autograd.grad(losses, case.x, upstream, is_grads_batched=True)
 
 
 # Checkpoints, hooks and modes.

@@ -104,7 +104,7 @@ _SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 0,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -137,7 +137,7 @@ def _gpt2(loss_type: str | None = None):
     return build
 
 
-def _litgpt(name: str, n_layer: int = 1, **wrap: Any):
+def _litgpt(name: str, n_layer: int = 0, **wrap: Any):
     """How to build a small model of litgpt by the name of its configuration."""
 
     def build():
@@ -156,9 +156,9 @@ def _litgpt(name: str, n_layer: int = 1, **wrap: Any):
 
 
 ENTRIES = [
-    Entry("transformers Llama", _transformers("Llama")),
-    Entry("transformers Qwen2", _transformers("Qwen2", num_hidden_layers=0)),
-    Entry("transformers Qwen3", _transformers("Qwen3", head_dim=8, num_hidden_layers=0)),
+    Entry("transformers Llama", _transformers("Llama", num_hidden_layers=1)),
+    Entry("transformers Qwen2", _transformers("Qwen2")),
+    Entry("transformers Qwen3", _transformers("Qwen3", head_dim=8)),
     Entry("transformers Gemma", _transformers("Gemma", head_dim=8), head="tied to the embedding"),
     Entry(
         "transformers Gemma 2",
@@ -166,21 +166,21 @@ ENTRIES = [
         head="tied; softcap",
         region={"softcap": 30.0},
     ),
-    Entry("transformers Phi3", _transformers("Phi3", num_hidden_layers=0)),
-    Entry("transformers Mistral", _transformers("Mistral", num_hidden_layers=0)),
+    Entry("transformers Phi3", _transformers("Phi3")),
+    Entry("transformers Mistral", _transformers("Mistral")),
     Entry(
         "transformers Granite",
-        _transformers("Granite", num_hidden_layers=0, logits_scaling=8.0),
+        _transformers("Granite", logits_scaling=8.0),
         head="logits divided by `logits_scaling`",
         region={"logit_scale": 0.125},
     ),
     Entry(
         "transformers Cohere",
-        _transformers("Cohere", num_hidden_layers=0, logit_scale=0.0625),
+        _transformers("Cohere", logit_scale=0.0625),
         head="tied; logits times `logit_scale`",
         region={"logit_scale": 0.0625},
     ),
-    Entry("transformers OLMo 2", _transformers("Olmo2", num_hidden_layers=0)),
+    Entry("transformers OLMo 2", _transformers("Olmo2")),
     Entry("transformers GPT-2", _gpt2(loss_type="ForCausalLM"), head='tied; `model.loss_type = "ForCausalLM"`'),
     Entry(
         "transformers GPT-2",
@@ -191,47 +191,47 @@ ENTRIES = [
     ),
     Entry(
         "transformers Llama",
-        _transformers("Llama", num_hidden_layers=0, call={"num_items_in_batch": 37}),
+        _transformers("Llama", call={"num_items_in_batch": 37}),
         head="`num_items_in_batch`, a number",
     ),
     Entry(
         "transformers Llama",
-        _transformers("Llama", num_hidden_layers=0, call={"num_items_in_batch": torch.tensor(37)}),
+        _transformers("Llama", call={"num_items_in_batch": torch.tensor(37)}),
         head="`num_items_in_batch`, a tensor",
     ),
     Entry(
         "transformers Llama",
-        _transformers("Llama", num_hidden_layers=0, wrap=AllOutputs),
+        _transformers("Llama", wrap=AllOutputs),
         head="all outputs returned",
         jit=Reason.LOGITS_RETURNED,
         thunderfx=Reason.LOGITS_RETURNED,
         backend=Reason.LOGITS_RETURNED,
     ),
-    Entry("litgpt Pythia", _litgpt("pythia-14m", n_layer=0)),
-    Entry("litgpt Llama 2", _litgpt("Llama-2-7b-hf", n_layer=0)),
-    Entry("litgpt Llama 3", _litgpt("Llama-3.2-1B")),
+    Entry("litgpt Pythia", _litgpt("pythia-14m")),
+    Entry("litgpt Llama 2", _litgpt("Llama-2-7b-hf")),
+    Entry("litgpt Llama 3", _litgpt("Llama-3.2-1B", n_layer=1)),
     Entry(
         "litgpt Llama 3",
-        _litgpt("Llama-3.2-1B", n_layer=0, chunk_size=8),
+        _litgpt("Llama-3.2-1B", chunk_size=8),
         head="`chunk_size=8`, 3 chunks that become one region",
     ),
     Entry(
         "litgpt Llama 3",
-        _litgpt("Llama-3.2-1B", n_layer=0, chunk_size=8, lm_head_chunk_size=6),
+        _litgpt("Llama-3.2-1B", chunk_size=8, lm_head_chunk_size=6),
         head="`lm_head_chunk_size`, 2 chunks",
         regions=2,
     ),
-    Entry("litgpt Gemma", _litgpt("Gemma-2b", n_layer=0)),
+    Entry("litgpt Gemma", _litgpt("Gemma-2b")),
     Entry("litgpt Gemma 2", _litgpt("Gemma-2-2b"), head="softcap", region={"softcap": 30.0}),
-    Entry("litgpt Gemma 3", _litgpt("Gemma-3-1b-it")),
-    Entry("litgpt Phi 2", _litgpt("phi-2", n_layer=0), head="bias", region={"linear_bias": True}),
-    Entry("litgpt Falcon", _litgpt("falcon-7b", n_layer=0)),
-    Entry("litgpt Qwen2.5", _litgpt("Qwen2.5-0.5B", n_layer=0)),
-    Entry("litgpt Qwen3", _litgpt("Qwen3-0.6B", n_layer=0)),
-    Entry("litgpt OLMo", _litgpt("OLMo-1B-hf", n_layer=0)),
+    Entry("litgpt Gemma 3", _litgpt("Gemma-3-1b-it", n_layer=1)),
+    Entry("litgpt Phi 2", _litgpt("phi-2"), head="bias", region={"linear_bias": True}),
+    Entry("litgpt Falcon", _litgpt("falcon-7b")),
+    Entry("litgpt Qwen2.5", _litgpt("Qwen2.5-0.5B")),
+    Entry("litgpt Qwen3", _litgpt("Qwen3-0.6B")),
+    Entry("litgpt OLMo", _litgpt("OLMo-1B-hf")),
     Entry(
         "litgpt Mixtral",
-        _litgpt("Mixtral-8x7B-v0.1"),
+        _litgpt("Mixtral-8x7B-v0.1", n_layer=1),
         head="experts chosen by the data, where Dynamo breaks the graph",
         jit=Raises(NotImplementedError),
         thunderfx=Reason.NO_LINEAR,

@@ -25,6 +25,11 @@ def requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
+def _is_batched(upstream: Tensor | None) -> bool:
+    """Whether an upstream gradient stands for several, as with is_grads_batched=True."""
+    return upstream is not None and torch._C._functorch.is_legacy_batchedtensor(upstream)
+
+
 def differentiable_forward(settings: Settings, operands: Operands) -> tuple[Tensor, ...]:
     """What `torch.ops.thunder_flce.linear_cross_entropy` returns; the loss and its outputs can be differentiated."""
     head, *others = operands.terms
@@ -92,6 +97,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_recorded = torch.is_grad_enabled()
         if is_recorded and not ctx.is_transformed:
             raise RuntimeError(f"{_NO_SECOND_DERIVATIVE}; call backward without create_graph=True")
+        if not torch.compiler.is_compiling() and any(map(_is_batched, (grad, *others))):
+            raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
         names = ctx.settings.loss.outputs
         of_outputs = dict(zip(names, others[: len(names)], strict=True))
         upstream = (grad, *(of_outputs.get(name) for name in DIFFERENTIABLE_OUTPUTS))

@@ -448,7 +448,7 @@ def entropy_as_verl_has_it(hidden, weight, tokens):
 def entropy_in_chunks(hidden, weight, tokens):
     """As TRL's `entropy_from_logits`."""
     entropies = []
-    for chunk in F.linear(hidden, weight).view(-1, weight.shape[0]).split(20):
+    for chunk in F.linear(hidden, weight).view(-1, weight.shape[0]).split(hidden.shape[1] - 4):
         log_probs = F.log_softmax(chunk, dim=-1)
         entropies.append(-(torch.exp(log_probs) * log_probs).sum(-1))
     return torch.cat(entropies).view(tokens.shape)
@@ -556,6 +556,11 @@ def accuracy_of_other_rows(hidden, weight, labels):
     return _loss(logits[:, :-1], labels[:, 1:]), right
 
 
+def labels_from_each_other(hidden, weight, second_weight):
+    first, second = F.linear(hidden, weight), F.linear(hidden, second_weight)
+    return _loss(first, second.argmax(-1)) + _loss(second, first.argmax(-1))
+
+
 def labels_from_predictions(hidden, weight, labels):
     """The region would need what it computes."""
     logits = F.linear(hidden, weight)
@@ -646,6 +651,7 @@ def rows_picked_by_a_tensor(hidden, weight, labels):
 
 NOT_FUSED: dict[Callable, Reason] = {
     accuracy_of_other_rows: Reason.LOGITS_USED,
+    labels_from_each_other: Reason.LOGITS_USED,
     labels_from_predictions: Reason.LOGITS_USED,
     logits_returned: Reason.LOGITS_RETURNED,
     logits_used_by_another_loss: Reason.LOGITS_USED,

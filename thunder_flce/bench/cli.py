@@ -30,7 +30,7 @@ from thunder_flce.bench import (
 from thunder_flce.bench.columns import Column
 from thunder_flce.bench.measuring import DeviceLost, Progress, Schedule
 from thunder_flce.bench.other_copy import PACKAGE
-from thunder_flce.bench.shapes import DTYPES, SHAPES, Shape, parse_shape
+from thunder_flce.bench.shapes import DTYPES, SHAPES, parse_shape
 
 PROGRAM = "python -m thunder_flce bench"
 
@@ -46,11 +46,10 @@ class Case:
     measure: Callable[[list[str], Progress], Iterator[Any]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
     """What a command line asks for."""
 
-    subset: str
     case_option: str
     """The option that takes `Case.text`."""
 
@@ -95,7 +94,7 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
                 for row in case.measure(run.methods, bar.step):
                     rows.append(row)
                     if parsed.json:
-                        records.append(parsed.json, {**records.as_record(run.subset, row), **context})
+                        records.append(parsed.json, {**records.as_record(parsed.subset, row), **context})
             except DeviceLost as error:
                 lost = error.method
             rows.sort(key=lambda row: run.methods.index(row.method) if row.method in run.methods else -1)
@@ -104,20 +103,21 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
                 break
             finished += 1
             bar.done()
-    return 0 if lost is None else _go_on_without(lost, run, run.cases[finished:], arguments)
+    if lost is None:
+        return 0
+    # Of an option given twice, the last one counts: those of regions are then among the methods.
+    more = ["--memory-budgets"] if parsed.subset == "regions" else []
+    return _go_on_without(lost, replace(run, cases=run.cases[finished:]), [*arguments, *more])
 
 
-def _go_on_without(method: str, run: Run, cases: list[Case], arguments: list[str]) -> int:
+def _go_on_without(method: str, run: Run, arguments: list[str]) -> int:
     """Measures what is left, this case too, in a new process: in this one, the device does not answer any more."""
     rest = [name for name in run.methods if name != method]
     if not rest or method not in run.methods:
         print(f"{method} has left the device unusable", file=sys.stderr)
         return 1
     print(f"{method} has left the device unusable; going on without it in a new process", file=sys.stderr)
-    # Of an option given twice, the last one counts.
-    options = [f"--{run.case_option}", *(case.text for case in cases), "--methods", *rest]
-    if run.subset == "regions":
-        options.append("--memory-budgets")
+    options = [f"--{run.case_option}", *(case.text for case in run.cases), "--methods", *rest]
     sys.stdout.flush()
     # In place of this process, which would keep its memory on the device.
     os.execv(sys.executable, [sys.executable, "-m", "thunder_flce", "bench", *arguments, *options])
@@ -267,69 +267,53 @@ def _known(names: list[str]) -> list[str]:
     return names
 
 
+def _case(text: str, measured: Any, measure: Callable[..., Iterator[Any]], *, title: str = "", **settings: Any) -> Case:
+    """A case of a subset whose function `measure` takes `measured`, the names of the methods, and these settings."""
+
+    def run(names: list[str], progress: Progress) -> Iterator[Any]:
+        return measure(measured, names, **settings, progress=progress)
+
+    return Case(text=text, title=title or str(measured), measure=run)
+
+
+def _timed(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a function that times methods in turns."""
+    return {"device": parsed.device, "schedule": _schedule(parsed)}
+
+
 def _regions(parsed: argparse.Namespace) -> Run:
     chosen = parsed.methods or [name for name in methods.METHODS if name not in methods.ONLY_WHEN_NAMED]
     budgets = [methods.budget_method(methods.parse_budget(text)) for text in parsed.memory_budgets]
-    settings = regions.Settings(device=parsed.device, schedule=_schedule(parsed), profile=parsed.profile)
+    settings = regions.Settings(**_timed(parsed), profile=parsed.profile)
     changes = {"bias": parsed.bias, "ignored": parsed.ignored, "dtype": parsed.dtype and DTYPES[parsed.dtype]}
     changes = {name: value for name, value in changes.items() if value is not None}
-    texts = _shape_texts(parsed)
-    shapes = [replace(parse_shape(text), **changes) for text in texts]
-    return Run(
-        subset="regions",
-        case_option="shapes",
-        cases=[_region_case(text, shape, settings) for text, shape in zip(texts, shapes, strict=True)],
-        methods=_known([*chosen, *budgets]),
-        columns=columns.REGIONS,
-    )
+    cases = [
+        _case(text, replace(parse_shape(text), **changes), regions.measure, settings=settings)
+        for text in _shape_texts(parsed)
+    ]
+    return Run("shapes", cases, _known([*chosen, *budgets]), columns.REGIONS)
 
 
 def _sweep(parsed: argparse.Namespace) -> Run:
     base = parse_shape(parsed.base or ("S1" if parsed.device == "cuda" else "tiny"))
     cases = []
     for axis, size in sweep.parse_points(parsed.points, parsed.device):
-        settings = regions.Settings(
-            device=parsed.device, schedule=_schedule(parsed), profile=parsed.profile, errors=False, axis=axis
-        )
-        cases.append(_region_case(f"{axis}={size}", sweep.shape_at(base, axis, size), settings))
-    return Run(
-        subset="sweep",
-        case_option="points",
-        cases=cases,
-        methods=_known(parsed.methods or sweep.METHODS),
-        columns=columns.REGIONS,
-    )
-
-
-def _region_case(text: str, shape: Shape, settings: regions.Settings) -> Case:
-    def measure(names: list[str], progress: Progress) -> Iterator[regions.Row]:
-        return regions.measure(shape, names, settings, progress)
-
-    return Case(text=text, title=str(shape), measure=measure)
+        settings = regions.Settings(**_timed(parsed), profile=parsed.profile, errors=False, axis=axis)
+        shape = sweep.shape_at(base, axis, size)
+        cases.append(_case(f"{axis}={size}", shape, regions.measure, settings=settings))
+    return Run("points", cases, _known(parsed.methods or sweep.METHODS), columns.REGIONS)
 
 
 def _against(parsed: argparse.Namespace) -> Run:
     base, names = _base(parsed.base, parsed.base_commit), _known(parsed.methods)
     if base.folder is not None and (others := [name for name in names if not methods.is_ours(name)]):
         raise ValueError(f"only this project's methods are in another checkout, not {others}")
-
-    def case(text: str) -> Case:
-        shape = parse_shape(text)
-
-        def measure(names: list[str], progress: Progress) -> Iterator[against.Row]:
-            return against.measure(
-                shape, names, base, device=parsed.device, schedule=_schedule(parsed), progress=progress
-            )
-
-        return Case(text=text, title=f"{shape}, against {base.name}", measure=measure)
-
-    return Run(
-        subset="against",
-        case_option="shapes",
-        cases=[case(text) for text in _shape_texts(parsed)],
-        methods=names,
-        columns=columns.AGAINST,
-    )
+    shapes = {text: parse_shape(text) for text in _shape_texts(parsed)}
+    cases = [
+        _case(text, shape, against.measure, title=f"{shape}, against {base.name}", base=base, **_timed(parsed))
+        for text, shape in shapes.items()
+    ]
+    return Run("shapes", cases, names, columns.AGAINST)
 
 
 def _base(text: str, commit: str | None) -> against.Base:
@@ -343,138 +327,57 @@ def _base(text: str, commit: str | None) -> against.Base:
 
 
 def _predictions(parsed: argparse.Namespace) -> Run:
-    def case(text: str) -> Case:
-        shape = parse_shape(text)
-
-        def measure(names: list[str], progress: Progress) -> Iterator[predictions.Row]:
-            return predictions.measure(
-                shape, names, device=parsed.device, schedule=_schedule(parsed), progress=progress
-            )
-
-        return Case(text=text, title=str(shape), measure=measure)
-
-    return Run(
-        subset="predictions",
-        case_option="shapes",
-        cases=[case(text) for text in parsed.shapes or predictions.SHAPES[parsed.device]],
-        methods=parsed.methods,
-        columns=columns.PREDICTIONS,
-    )
+    texts = parsed.shapes or predictions.SHAPES[parsed.device]
+    cases = [_case(text, parse_shape(text), predictions.measure, **_timed(parsed)) for text in texts]
+    return Run("shapes", cases, parsed.methods, columns.PREDICTIONS)
 
 
 def _models(parsed: argparse.Namespace) -> Run:
-    def case(name: str) -> Case:
-        def measure(names: list[str], progress: Progress) -> Iterator[models.Row]:
-            return models.measure(
-                name, names, layers=parsed.layers, device=parsed.device, schedule=_schedule(parsed), progress=progress
-            )
-
-        return Case(text=name, title=name, measure=measure)
-
     sizes = ["litgpt-llama-3.2-1b", "transformers-llama-3.2-1b"]
     names = parsed.models or (sizes if parsed.device == "cuda" else ["litgpt-tiny", "transformers-tiny"])
-    return Run(
-        subset="models",
-        case_option="models",
-        cases=[case(name) for name in names],
-        methods=parsed.methods,
-        columns=columns.MODELS,
-    )
+    cases = [_case(name, name, models.measure, layers=parsed.layers, **_timed(parsed)) for name in names]
+    return Run("models", cases, parsed.methods, columns.MODELS)
 
 
 def _convergence(parsed: argparse.Namespace) -> Run:
-    def case(name: str) -> Case:
-        def measure(names: list[str], progress: Progress) -> Iterator[convergence.Row]:
-            settings = {"seeds": parsed.seeds, "steps": parsed.steps, "device": parsed.device}
-            return convergence.measure(name, names, **settings, progress=progress)
-
-        return Case(text=name, title=name, measure=measure)
-
     names = parsed.models or ["llama-100m" if parsed.device == "cuda" else "tiny"]
-    return Run(
-        subset="convergence",
-        case_option="models",
-        cases=[case(name) for name in names],
-        methods=_known(parsed.methods),
-        columns=columns.CONVERGENCE,
-    )
+    settings = {"seeds": parsed.seeds, "steps": parsed.steps, "device": parsed.device}
+    cases = [_case(name, name, convergence.measure, **settings) for name in names]
+    return Run("models", cases, _known(parsed.methods), columns.CONVERGENCE)
 
 
 def _soak(parsed: argparse.Namespace) -> Run:
-    def case(text: str) -> Case:
-        shape = parse_shape(text)
-
-        def measure(names: list[str], progress: Progress) -> Iterator[soak.Row]:
-            return soak.measure(shape, names, steps=parsed.steps, device=parsed.device, progress=progress)
-
-        return Case(text=text, title=str(shape), measure=measure)
-
-    return Run(
-        subset="soak",
-        case_option="shapes",
-        cases=[case(text) for text in _shape_texts(parsed)],
-        methods=_known(parsed.methods),
-        columns=columns.SOAK,
-    )
+    settings = {"steps": parsed.steps, "device": parsed.device}
+    cases = [_case(text, parse_shape(text), soak.measure, **settings) for text in _shape_texts(parsed)]
+    return Run("shapes", cases, _known(parsed.methods), columns.SOAK)
 
 
 def _kernels(parsed: argparse.Namespace) -> Run:
-    dtype = DTYPES[parsed.dtype or ("bfloat16" if parsed.device == "cuda" else "float32")]
-
-    def case(vocab: int) -> Case:
-        def measure(names: list[str], progress: Progress) -> Iterator[kernels.Row]:
-            return kernels.measure(
-                vocab, names, dtype=dtype, device=parsed.device, schedule=_schedule(parsed), progress=progress
-            )
-
-        return Case(text=str(vocab), title=f"vocabulary of {vocab}", measure=measure)
-
-    return Run(
-        subset="kernels",
-        case_option="vocabs",
-        cases=[case(vocab) for vocab in parsed.vocabs or kernels.VOCABS[parsed.device]],
-        methods=parsed.methods,
-        columns=columns.KERNELS,
-    )
+    settings = {
+        **_timed(parsed),
+        "dtype": DTYPES[parsed.dtype or ("bfloat16" if parsed.device == "cuda" else "float32")],
+    }
+    cases = [
+        _case(str(vocab), vocab, kernels.measure, title=f"vocabulary of {vocab}", **settings)
+        for vocab in parsed.vocabs or kernels.VOCABS[parsed.device]
+    ]
+    return Run("vocabs", cases, parsed.methods, columns.KERNELS)
 
 
 def _losses(parsed: argparse.Namespace) -> Run:
-    def case(text: str) -> Case:
-        shape = losses.checked(parse_shape(text))
-
-        def measure(names: list[str], progress: Progress) -> Iterator[losses.Row]:
-            return losses.measure(shape, names, device=parsed.device, schedule=_schedule(parsed), progress=progress)
-
-        return Case(text=text, title=str(shape), measure=measure)
-
-    return Run(
-        subset="losses",
-        case_option="shapes",
-        cases=[case(text) for text in parsed.shapes or losses.SHAPES[parsed.device]],
-        methods=parsed.methods,
-        columns=columns.LOSSES,
-    )
+    texts = parsed.shapes or losses.SHAPES[parsed.device]
+    cases = [_case(text, losses.checked(parse_shape(text)), losses.measure, **_timed(parsed)) for text in texts]
+    return Run("shapes", cases, parsed.methods, columns.LOSSES)
 
 
 def _distributed(parsed: argparse.Namespace) -> Run:
-    def case(text: str) -> Case:
-        shape = parse_shape(text)
-
-        def measure(names: list[str], progress: Progress) -> Iterator[distributed.Row]:
-            schedule = _schedule(parsed)
-            return distributed.measure(
-                shape, names, ranks=parsed.ranks, device=parsed.device, schedule=schedule, progress=progress
-            )
-
-        return Case(text=text, title=f"{shape}, over {parsed.ranks} ranks", measure=measure)
-
-    return Run(
-        subset="distributed",
-        case_option="shapes",
-        cases=[case(text) for text in _shape_texts(parsed)],
-        methods=parsed.methods,
-        columns=columns.DISTRIBUTED,
-    )
+    settings = {"ranks": parsed.ranks, **_timed(parsed)}
+    shapes = {text: parse_shape(text) for text in _shape_texts(parsed)}
+    cases = [
+        _case(text, shape, distributed.measure, title=f"{shape}, over {parsed.ranks} ranks", **settings)
+        for text, shape in shapes.items()
+    ]
+    return Run("shapes", cases, parsed.methods, columns.DISTRIBUTED)
 
 
 _RUNS = {

@@ -113,110 +113,95 @@ def measure(shape: Shape, methods: list[str], settings: Settings, progress: Prog
     Raises:
         DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
     """
-    row = partial(_row, shape, settings)
+    row = partial(Row, **ShapeRow.fields_of(shape), axis=settings.axis)
     try:
+        # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
+        torch.compiler.reset()
         with attempt("inputs", settings.device) as tried:
-            region = _Region(shape, settings)
+            release(settings.device)
+            inputs = Inputs.random(shape, settings.device)
         if tried.failed is not None:
-            yield row("inputs", failed=tried.failed)
+            yield row(method="inputs", failed=tried.failed)
             return
-        yield from region.rows(methods, progress)
+        yield from _rows(shape, methods, settings, row=row, inputs=inputs, progress=progress)
     except DeviceLost as lost:
-        yield row(lost.method, failed=lost.reason)
+        yield row(method=lost.method, failed=lost.reason)
         raise
 
 
-def _row(shape: Shape, settings: Settings, method: str, **numbers: Any) -> Row:
-    return Row(**ShapeRow.fields_of(shape), axis=settings.axis, method=method, **numbers)
-
-
-class _Region:
-    """The inputs of one shape, and what is measured with them."""
-
-    def __init__(self, shape: Shape, settings: Settings):
-        self._shape = shape
-        self._settings = settings
-        self._row = partial(_row, shape, settings)
-        # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
-        torch.compiler.reset()
-        release(settings.device)
-        self._inputs = Inputs.random(shape, settings.device)
-
-    def rows(self, methods: list[str], progress: Progress) -> Iterator[Row]:
-        device = self._settings.device
-        reference = None
-        if self._settings.errors:
-            progress("reference")
-            with attempt("reference", device) as tried:
-                reference = make_reference(self._inputs)
-            if tried.failed is not None:
-                yield self._row("reference", failed=tried.failed)
-        steps: dict[str, Step] = {}
-        numbers: dict[str, dict[str, Any]] = {FLOOR: {}}
-        for name in methods:
-            progress(f"{name}: first call")
-            with attempt(name, device) as tried:
-                step = partial(run_step, self._inputs, build(name))
-                known = tunings()
-                numbers[name] = self._first_calls(step, reference)
-                if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
-                    numbers[name]["tuned_products"] = tuned
-                steps[name] = step
-            if tried.failed is not None:
-                yield self._row(name, failed=tried.failed)
-        del reference
-        with attempt(FLOOR, device) as tried:
-            steps = {FLOOR: three_matmuls(self._inputs), **steps}
+def _rows(
+    shape: Shape, methods: list[str], settings: Settings, *, row: Callable[..., Row], inputs: Inputs, progress: Progress
+) -> Iterator[Row]:
+    device, reference = settings.device, None
+    if settings.errors:
+        progress("reference")
+        with attempt("reference", device) as tried:
+            reference = make_reference(inputs)
         if tried.failed is not None:
-            yield self._row(FLOOR, failed=tried.failed)
+            yield row(method="reference", failed=tried.failed)
+    steps: dict[str, Step] = {}
+    numbers: dict[str, dict[str, Any]] = {FLOOR: {}}
+    for name in methods:
+        progress(f"{name}: first call")
+        with attempt(name, device) as tried:
+            step = partial(run_step, inputs, build(name))
+            known = tunings()
+            numbers[name] = _first_calls(step, reference, shape=shape, device=device)
+            if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
+                numbers[name]["tuned_products"] = tuned
+            steps[name] = step
+        if tried.failed is not None:
+            yield row(method=name, failed=tried.failed)
+    del reference
+    with attempt(FLOOR, device) as tried:
+        steps = {FLOOR: three_matmuls(inputs), **steps}
+    if tried.failed is not None:
+        yield row(method=FLOOR, failed=tried.failed)
 
-        outcomes = take_turns(steps, self._settings.schedule, device=device, progress=progress)
-        floor_ms = outcomes[FLOOR].median(TOTAL) if FLOOR in outcomes else None
-        for name, outcome in outcomes.items():
-            if outcome.failed is None:
-                yield self._timed_row(name, outcome, floor_ms, numbers[name])
-            else:
-                yield self._row(name, failed=outcome.failed)
-        if self._settings.profile is not None:
-            for name, outcome in outcomes.items():
-                if outcome.failed is None:
-                    progress(f"{name}: profile")
-                    write_profile(steps[name], self._settings.profile, f"{self._shape} {name}", device=device)
+    outcomes = take_turns(steps, settings.schedule, device=device, progress=progress)
+    floor_ms = outcomes[FLOOR].median(TOTAL) if FLOOR in outcomes else None
+    for name, outcome in outcomes.items():
+        if outcome.failed is None:
+            yield row(method=name, **_times(outcome, floor_ms, shape), **numbers[name])
+        else:
+            yield row(method=name, failed=outcome.failed)
+    if settings.profile is not None:
+        for name in (name for name, outcome in outcomes.items() if outcome.failed is None):
+            progress(f"{name}: profile")
+            write_profile(steps[name], settings.profile, f"{shape} {name}", device=device)
 
-    def _timed_row(self, name: str, outcome: Outcome, floor_ms: float | None, numbers: dict[str, Any]) -> Row:
-        times = outcome.spread(TOTAL, "time_ms")
-        time_ms = times["time_ms"]
-        return self._row(
-            name,
-            **times,
-            **outcome.spread("forward", "forward_ms"),
-            **outcome.spread("backward", "backward_ms"),
-            ratio=floor_ms and time_ms / floor_ms,
-            tflops=self._shape.operations / time_ms / 1e9,
-            energy_j=outcome.joules(),
-            **numbers,
-        )
 
-    def _first_calls(self, step: RegionStep, reference: Reference | None) -> dict[str, float]:
-        """Compiles; then errors, once, and memory, once."""
-        device = self._settings.device
-        start = time.perf_counter()
-        loss, gradients = step(lambda phase: None)
-        synchronize(device)
-        numbers = {"first_call_s": time.perf_counter() - start}
-        if reference is not None:
-            numbers["loss_error"] = relative_error(loss, reference.loss)
-            for name, gradient in gradients.items():
-                numbers[f"{name}_error"] = relative_error(gradient, reference.gradients[name])
-        del loss, gradients
-        peaks = peak_bytes(step, device)
-        return {
-            **numbers,
-            "memory_gb": peaks[TOTAL] / 1e9,
-            "above_outputs_gb": (peaks[TOTAL] - self._shape.output_bytes) / 1e9,
-            "forward_memory_gb": peaks["forward"] / 1e9,
-            "backward_memory_gb": peaks["backward"] / 1e9,
-        }
+def _times(outcome: Outcome, floor_ms: float | None, shape: Shape) -> dict[str, Any]:
+    times = outcome.spread(TOTAL, "time_ms")
+    return {
+        **times,
+        **outcome.spread("forward", "forward_ms"),
+        **outcome.spread("backward", "backward_ms"),
+        "ratio": floor_ms and times["time_ms"] / floor_ms,
+        "tflops": shape.operations / times["time_ms"] / 1e9,
+        "energy_j": outcome.joules(),
+    }
+
+
+def _first_calls(step: RegionStep, reference: Reference | None, *, shape: Shape, device: str) -> dict[str, float]:
+    """Compiles; then errors, once, and memory, once."""
+    start = time.perf_counter()
+    loss, gradients = step(lambda phase: None)
+    synchronize(device)
+    numbers = {"first_call_s": time.perf_counter() - start}
+    if reference is not None:
+        numbers["loss_error"] = relative_error(loss, reference.loss)
+        for name, gradient in gradients.items():
+            numbers[f"{name}_error"] = relative_error(gradient, reference.gradients[name])
+    del loss, gradients
+    peaks = peak_bytes(step, device)
+    return {
+        **numbers,
+        "memory_gb": peaks[TOTAL] / 1e9,
+        "above_outputs_gb": (peaks[TOTAL] - shape.output_bytes) / 1e9,
+        "forward_memory_gb": peaks["forward"] / 1e9,
+        "backward_memory_gb": peaks["backward"] / 1e9,
+    }
 
 
 def run_step(inputs: Inputs, method: Method, mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:

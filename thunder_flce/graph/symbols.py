@@ -24,6 +24,7 @@ import thunder.torch as ltorch
 import torch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
 from torch import Tensor
 
 from thunder_flce import functional
@@ -210,3 +211,8 @@ scale_gradients = executor.register_operator(
     fn=engine.scale_gradients,
     python_printer=trace_printer.print_scaling,
 )
+
+
+def is_region(bsym: BoundSymbol) -> bool:
+    """Whether a bound symbol is a `linear_cross_entropy`, called by the user or put there by the transform."""
+    return bsym.sym.id == linear_cross_entropy.id

@@ -142,7 +142,7 @@ class FuseLinearCrossEntropy(Transform):
         ]
         self.report(compilation.decisions)
         matches = [outcome for _, _, outcome in found if isinstance(outcome, Match)]
-        if matches or any(map(_is_region, index.bsyms)):
+        if matches or any(map(symbols.is_region, index.bsyms)):
             rewrite = _Rewrite(index, matches, transform=self, decisions=compilation.decisions)
             # The trace has its casts already; the region's symbol would be cast by them once more.
             with disable_autocast():
@@ -188,7 +188,9 @@ def _find(index: TraceIndex, options: Options) -> list[Found]:
         NotImplementedError: where one of those is in a region that the user has written.
     """
     divided = divided_weights()
-    if any(_is_region(bsym) and any(arg.name in divided for arg in bsym.flat_proxy_args) for bsym in index.bsyms):
+    if any(
+        symbols.is_region(bsym) and any(arg.name in divided for arg in bsym.flat_proxy_args) for bsym in index.bsyms
+    ):
         raise NotImplementedError(f"linear_cross_entropy cannot be compiled here: {Reason.TENSOR_PARALLEL.value}")
 
     def checked(found: Found) -> Found:
@@ -248,7 +250,7 @@ class _Rewrite(TraceSubstitutionProcessor):
             self._waiting.append(bsym)
         elif id(bsym) in self._matches:
             self._fuse(self._matches.pop(id(bsym)))
-        elif _is_region(bsym) and is_static(*bsym.flat_args):
+        elif symbols.is_region(bsym) and is_static(*bsym.flat_args):
             self.add_bsyms_from_function(self._planned, bsym, tags=bsym.tags)
         else:
             self.add_processed_bsyms([bsym.from_bsym()])
@@ -485,14 +487,9 @@ def _keep_forwards_out_of_backward(trace: TraceCtx) -> None:
     That would save no memory: what they save is small, or finished gradients.
     """
     for bsym in trace.bound_symbols:
-        if _is_region(bsym) or is_loss(bsym):
+        if symbols.is_region(bsym) or is_loss(bsym):
             for out in bsym.flat_proxy_outs:
                 out.tags.discard(ProxyTag.RECOMPUTE_IN_BACKWARD)
-
-
-def _is_region(bsym: BoundSymbol) -> bool:
-    """Whether a bound symbol is a `linear_cross_entropy`, called by the user or put there by the transform."""
-    return bsym.sym.id == symbols.linear_cross_entropy.id
 
 
 def _source(bsym: BoundSymbol) -> str:

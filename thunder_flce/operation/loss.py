@@ -127,8 +127,8 @@ OUTPUTS: MappingProxyType[str, Output] = MappingProxyType(
         "log_sum_sq_probs": Output(lambda row, columns, log: log(row.moments["sum_sq"]), moments=("sum_sq",)),
     }
 )
-NOTHING_IGNORED = -(2**63)
-"""The `ignore_index` of losses that ignore nothing: no target in 64 bits can be further from the vocabulary."""
+NOTHING_IGNORED = -(2**62) - 1
+"""The `ignore_index` of losses that ignore nothing: a number of 64 bits that no program has for its own."""
 
 DIFFERENTIABLE_OUTPUTS = tuple(name for name, output in OUTPUTS.items() if output.is_differentiable)
 

@@ -33,7 +33,7 @@ def computation(hidden, weight, tokens):
   # return log_probs.mean(), entropy
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-9223372036854775808, outputs=("entropy",), detached=("entropy",), token_loss=(("f1", "mul", ("log_prob", 0.0001220703125)),), strategy='gradients_in_forward', chunk_rows=65)
+  (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, outputs=("entropy",), detached=("entropy",), token_loss=(("f1", "mul", ("log_prob", 0.0001220703125)),), strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t1
     # loss = t2: f32[], entropy = t3: f32[2, 4096], row_max = t4: f32[8192], row_log_sum = t5: f32[8192], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
     # s f32[8192] = 1                                                                                             PyTorch

@@ -36,7 +36,7 @@ def computation(hidden, weight, labels):
   del t1
   t3 = torch.reshape(t2, (2, 4096))  # t3: "cpu i64[2, 4096]"
   del t2
-  (t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t3
     # loss = t4: f32[2, 4096], entropy = t5: f32[2, 4096], row_max = t6: f32[8192], row_log_sum = t7: f32[8192], valid_count = t8: i64[]
     # for each chunk of 65 (126 times) and 2 tokens:
@@ -133,7 +133,7 @@ def backward_fn(saved_for_backward, cotangents):
   del t9, t33
   t35 = torch_prims_reshape_impl(t34, (2, 4096))  # t35: "cpu f32[2, 4096]"
   del t34
-  (t36, t37) = linear_cross_entropy_bwd(t35, hidden, weight, t3, None, t6, t7, t8, None, needs_grad=("input", "linear_weight"), entropy_grad=t30, entropy=t5, reduction='none', ignore_index=-9223372036854775808, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t36, t37) = linear_cross_entropy_bwd(t35, hidden, weight, t3, None, t6, t7, t8, None, needs_grad=("input", "linear_weight"), entropy_grad=t30, entropy=t5, reduction='none', ignore_index=-4611686018427387905, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t3, grad = t35, entropy_grad = t30, row_max = t6, row_log_sum = t7, entropy = t5
     # dX = t36: f32[2, 4096, 4096], dW = t37: f32[128256, 4096]
     # s f32[8192] = grad                                                                                                                                        PyTorch

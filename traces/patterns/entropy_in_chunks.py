@@ -4,7 +4,7 @@
 #     def entropy_in_chunks(hidden, weight, tokens):
 #         """As TRL's `entropy_from_logits`."""
 #         entropies = []
-#         for chunk in F.linear(hidden, weight).view(-1, weight.shape[0]).split(20):
+#         for chunk in F.linear(hidden, weight).view(-1, weight.shape[0]).split(hidden.shape[1] - 4):
 #             log_probs = F.log_softmax(chunk, dim=-1)
 #             entropies.append(-(torch.exp(log_probs) * log_probs).sum(-1))
 #         return torch.cat(entropies).view(tokens.shape)
@@ -29,7 +29,7 @@ def computation(hidden, weight):
 
   # return torch.cat(entropies).view(tokens.shape)
   t0 = torch.zeros((2, 4096), device=torch.device("cpu"), dtype=torch.int64)  # t0: "cpu i64[2, 4096]"
-  (t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t0, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t0, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t0
     # loss = t1: f32[2, 4096], entropy = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[]
     # for each chunk of 65 (126 times) and 2 tokens:
@@ -74,7 +74,7 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(C0)
   del C0
   t7 = torch.zeros(2, 4096, device=torch.device("cpu"), dtype=torch.float32)  # t7: "cpu f32[2, 4096]"
-  (t8, t9) = linear_cross_entropy_bwd(t7, hidden, weight, t0, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), entropy_grad=t6, entropy=t2, reduction='none', ignore_index=-9223372036854775808, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t8, t9) = linear_cross_entropy_bwd(t7, hidden, weight, t0, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), entropy_grad=t6, entropy=t2, reduction='none', ignore_index=-4611686018427387905, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t0, grad = t7, entropy_grad = t6, row_max = t3, row_log_sum = t4, entropy = t2
     # dX = t8: f32[2, 4096, 4096], dW = t9: f32[128256, 4096]
     # s f32[8192] = grad                                                                                                                                        PyTorch

@@ -40,7 +40,7 @@ def computation(hidden, weight, tokens):
   # return selected_logits - logsumexp_values
   t3 = torch.reshape(t1, (2, 4095))  # t3: "cpu i64[2, 4095]"
   del t1
-  (t4, t5, t6, t7) = linear_cross_entropy_fwd(t2, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, logit_scale=1.4285714285714286, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t4, t5, t6, t7) = linear_cross_entropy_fwd(t2, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, logit_scale=1.4285714285714286, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = t2, W = weight, y = t3
     # loss = t4: f32[2, 4095], row_max = t5: f32[8190], row_log_sum = t6: f32[8190], valid_count = t7: i64[]
     # for each chunk of 65 tokens, 126 in all:
@@ -85,7 +85,7 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t10 = torch.neg(t9)  # t10: "cpu f32[2, 4095]"
   del t9
-  (t11, t12) = linear_cross_entropy_bwd(t10, t2, weight, t3, None, t5, t6, t7, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, logit_scale=1.4285714285714286, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t11, t12) = linear_cross_entropy_bwd(t10, t2, weight, t3, None, t5, t6, t7, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, logit_scale=1.4285714285714286, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = t2, W = weight, y = t3, grad = t10, row_max = t5, row_log_sum = t6
     # dX = t11: f32[2, 4095, 4096], dW = t12: f32[128256, 4096]
     # s f32[8190] = grad                                                                                                                PyTorch

@@ -35,7 +35,7 @@ def computation(hidden, weight, tokens):
   del t3, t4, t1
   t6 = torch.reshape(t5, (2, 4096))  # t6: "cpu i64[2, 4096]"
   del t5
-  (t7, t8, t9, t10, t11, t12) = linear_cross_entropy_fwd(hidden, weight, t6, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-9223372036854775808, strategy='gradients_in_forward', chunk_rows=65, token_weights=t2, expected_gradient=-1.0)
+  (t7, t8, t9, t10, t11, t12) = linear_cross_entropy_fwd(hidden, weight, t6, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, strategy='gradients_in_forward', chunk_rows=65, token_weights=t2, expected_gradient=-1.0)
     # x = hidden, W = weight, y = t6, w_t = t2, expected_gradient = -1.0
     # loss = t7: f32[], row_max = t8: f32[8192], row_log_sum = t9: f32[8192], valid_count = t10: i64[], dX = t11: f32[2, 4096, 4096], dW = t12: f32[128256, 4096]
     # valid, valid_count = w_t != 0, sum(w_t != 0)                                                                        PyTorch

@@ -27,7 +27,7 @@ def computation(hidden, weight, tokens):
   # tokens: "cpu i64[2, 4096]"
 
   # return torch.stack(per_token)
-  (t0, t1, t2, t3) = linear_cross_entropy_fwd(hidden, weight, tokens, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t0, t1, t2, t3) = linear_cross_entropy_fwd(hidden, weight, tokens, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = tokens
     # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[]
     # for each chunk of 65 (126 times) and 2 tokens:
@@ -71,7 +71,7 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t6 = torch.neg(t5)  # t6: "cpu f32[2, 4096]"
   del t5
-  (t7, t8) = linear_cross_entropy_bwd(t6, hidden, weight, tokens, None, t1, t2, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t7, t8) = linear_cross_entropy_bwd(t6, hidden, weight, tokens, None, t1, t2, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = tokens, grad = t6, row_max = t1, row_log_sum = t2
     # dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
     # s f32[8192] = grad                                                                           PyTorch

@@ -27,7 +27,7 @@ def computation(hidden, weight, tokens):
   t0 = torch.unsqueeze(tokens, -1)  # t0: "cpu i64[2, 4096, 1]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t1
     # loss = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[]
     # for each chunk of 65 (126 times) and 2 tokens:
@@ -71,7 +71,7 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t8 = torch.neg(t7)  # t8: "cpu f32[2, 4096]"
   del t7
-  (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t1, grad = t8, row_max = t3, row_log_sum = t4
     # dX = t9: f32[2, 4096, 4096], dW = t10: f32[128256, 4096]
     # s f32[8192] = grad                                                                           PyTorch

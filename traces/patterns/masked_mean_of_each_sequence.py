@@ -52,7 +52,7 @@ def computation(hidden, weight, tokens, token_weights):
   del t10
   t12 = torch.reshape(t0, (2, 4096))  # t12: "cpu i64[2, 4096]"
   del t0
-  (t13, t14, t15, t16, t17, t18) = linear_cross_entropy_fwd(hidden, weight, t12, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-9223372036854775808, strategy='gradients_in_forward', chunk_rows=65, token_weights=t11, expected_gradient=-1.0)
+  (t13, t14, t15, t16, t17, t18) = linear_cross_entropy_fwd(hidden, weight, t12, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, strategy='gradients_in_forward', chunk_rows=65, token_weights=t11, expected_gradient=-1.0)
     # x = hidden, W = weight, y = t12, w_t = t11, expected_gradient = -1.0
     # loss = t13: f32[], row_max = t14: f32[8192], row_log_sum = t15: f32[8192], valid_count = t16: i64[], dX = t17: f32[2, 4096, 4096], dW = t18: f32[128256, 4096]
     # valid, valid_count = w_t != 0, sum(w_t != 0)                                                                        PyTorch

@@ -117,7 +117,7 @@ def computation(hidden, weight, tokens, token_weights):
   del t42
   t44 = torch.reshape(t0, (2, 4096))  # t44: "cpu i64[2, 4096]"
   del t0
-  (t45, t46, t47, t48, t49, t50) = linear_cross_entropy_fwd(hidden, weight, t44, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-9223372036854775808, token_loss=(("f0", "add", ("log_prob", 4)), ("f1", "exp", ("f0",)), ("f2", "add", ("log_prob", 5)), ("f3", "pow", ("f2", 2)), ("f9", "mul", ("f3", "i0")), ("f10", "mul", ("entropy", "i1")), ("f11", "add", ("f9", "f10")), ("f12", "mul", ("f1", "i2")), ("f13", "add", ("f11", "f12"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t33, t35, t37), token_weights=t43)
+  (t45, t46, t47, t48, t49, t50) = linear_cross_entropy_fwd(hidden, weight, t44, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "add", ("log_prob", 4)), ("f1", "exp", ("f0",)), ("f2", "add", ("log_prob", 5)), ("f3", "pow", ("f2", 2)), ("f9", "mul", ("f3", "i0")), ("f10", "mul", ("entropy", "i1")), ("f11", "add", ("f9", "f10")), ("f12", "mul", ("f1", "i2")), ("f13", "add", ("f11", "f12"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t33, t35, t37), token_weights=t43)
     # x = hidden, W = weight, y = t44, w_t = t43, i0 = t33, i1 = t35, i2 = t37
     # loss = t45: f32[], row_max = t46: f32[8192], row_log_sum = t47: f32[8192], valid_count = t48: i64[], dX = t49: f32[2, 4096, 4096], dW = t50: f32[128256, 4096]
     # valid, valid_count = w_t != 0, sum(w_t != 0)                                                                                                                             PyTorch

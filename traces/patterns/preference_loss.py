@@ -31,7 +31,7 @@ def computation(hidden, weight, tokens):
   t0 = torch.unsqueeze(tokens, -1)  # t0: "cpu i64[2, 4096, 1]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t1
     # loss = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[]
     # for each chunk of 65 (126 times) and 2 tokens:
@@ -133,7 +133,7 @@ def backward_fn(saved_for_backward, cotangents):
   del t34
   t36 = torch.neg(t35)  # t36: "cpu f32[2, 4096]"
   del t35
-  (t37, t38) = linear_cross_entropy_bwd(t36, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-9223372036854775808, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t37, t38) = linear_cross_entropy_bwd(t36, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t1, grad = t36, row_max = t3, row_log_sum = t4
     # dX = t37: f32[2, 4096, 4096], dW = t38: f32[128256, 4096]
     # s f32[8192] = grad                                                                           PyTorch

@@ -29,7 +29,7 @@ def computation(hidden, weight, bias, tokens):
   t0 = Tensor.view(tokens, -1, 1)  # t0: "cpu i64[8192, 1]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, bias, needs_grad=("input", "linear_weight", "linear_bias"), reduction='sum', ignore_index=-9223372036854775808, token_loss=(("f0", "exp", ("log_prob",)), ("f1", "log", ("f0",))), strategy='gradients_in_forward', chunk_rows=65)
+  (t2, t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t1, bias, needs_grad=("input", "linear_weight", "linear_bias"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "exp", ("log_prob",)), ("f1", "log", ("f0",))), strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t1, b = bias
     # loss = t2: f32[], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[], dX = t6: f32[2, 4096, 4096], dW = t7: f32[128256, 4096], db = t8: f32[128256]
     # s f32[8192] = 1                                                                                                                          PyTorch

@@ -62,7 +62,7 @@ def not_writable(region: RegionTrace, trace: TraceCtx) -> str:
     """The name of an operation in the transformed trace that cannot be written back; "" where all can be."""
     before = {out.name for bsym in region.trace.bound_symbols for out in _outs(bsym)}
     added = [bsym for bsym in trace.bound_symbols if any(out.name not in before for out in _outs(bsym))]
-    names = (str(bsym.sym.id) for bsym in added if not _is_region(bsym) and bsym.sym.id not in _OPERATIONS)
+    names = (str(bsym.sym.id) for bsym in added if not symbols.is_region(bsym) and bsym.sym.id not in _OPERATIONS)
     return next(names, "")
 
 
@@ -125,7 +125,7 @@ class _Writer:
             is_off = not self._has_grad[position]
             if is_off:
                 self._graph.call_function(torch._C._set_grad_enabled, (True,))
-            results = self._region_call(bsym) if _is_region(bsym) else [self._operation(bsym)]
+            results = self._region_call(bsym) if symbols.is_region(bsym) else [self._operation(bsym)]
             if is_off:
                 self._graph.call_function(torch._C._set_grad_enabled, (False,))
         while last.next is not end:
@@ -251,7 +251,3 @@ def _outs(bsym: BoundSymbol) -> list[TensorProxy]:
 def _grad_mode_after(is_on: bool, node: Node) -> bool:
     """Whether gradients are on after a node, where the graph begins with them on."""
     return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on
-
-
-def _is_region(bsym: BoundSymbol) -> bool:
-    return bsym.sym.id == symbols.linear_cross_entropy.id

@@ -129,6 +129,7 @@ def find_matches(index: TraceIndex, options: Options) -> list[Found]:
     _distribute_argmaxes(leaders)
     for leader in leaders:
         leader.match(index, options)
+    _check_order(leaders, index)
     # What reads the same logits is fused as a whole, or not at all.
     while broken := [
         leader
@@ -303,8 +304,6 @@ class _Candidate:
             # An entropy has no labels.
             arguments = CrossEntropy(path.tensor, self.labels, ignore_index=NOTHING_IGNORED, reduction="none")
         assert arguments is not None
-        if self.own_argmaxes or self.members:
-            _check_order([result.tensor for result in self._further_results()], self.result, index)
         reduced = self.arguments if self.members else None
         if reduced is not None:
             arguments = replace(arguments, ignore_index=NOTHING_IGNORED, reduction="none")
@@ -321,6 +320,9 @@ class _Candidate:
         output = "valid_argmax" if is_accuracy else "argmax"
         argmaxes = [argmax._replace(output=output) for argmax in self.own_argmaxes]
         results = (self.result, *(member.result for member in self.members), *argmaxes)
+        if len(results) > 1 and (writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None)):
+            # What depends on the others moves to after the first.
+            raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
         # With weights of 0, rows are left out, of which nothing else can be asked then.
         has_losses = len(results) == 1 and arguments.reduction == "none" and not self.result.is_exponential
         is_alone = has_losses and self.result.output == "loss" and path.carries_grad
@@ -362,9 +364,6 @@ class _Candidate:
         ]
         results = [Result(found.place, found.place.output, "loss"), *outputs, *match.results[len(results) :]]
         return replace(match, arguments=call, results=tuple(results), token_sum=found)
-
-    def _further_results(self) -> list[Result]:
-        return [*(member.result for member in self.members), *self.own_argmaxes]
 
 
 def _source_of(result: Result) -> Source:
@@ -502,13 +501,26 @@ def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, 
     )
 
 
-def _check_order(further: Sequence[TensorProxy], first: Result, index: TraceIndex) -> None:
-    """Raises `NotFused` unless what depends on further results can run after the first, where the region will be."""
-    dependent = {tensor.name for tensor in further}
-    for bsym in index.bsyms:
-        if any(arg.name in dependent for arg in bsym.flat_proxy_args):
-            dependent |= {out.name for out in bsym.flat_proxy_outs}
-    if first.tensor.name in dependent:
-        raise NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
-    if writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None):
-        raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
+def _check_order(leaders: Sequence[_Candidate], index: TraceIndex) -> None:
+    """Finds out which regions would have to run before themselves.
+
+    A region's further results come with its first one. Where that depends on them, directly or by way of other regions,
+    as where the labels of two losses are each other's predictions, the region cannot run.
+    """
+    further = {
+        leader.found.results[0].tensor.name: {result.tensor.name for result in leader.found.results[1:]}
+        for leader in leaders
+        if leader.found is not None
+    }
+    for leader in leaders:
+        first = leader.result.tensor.name if leader.found is None else leader.found.results[0].tensor.name
+        dependent, known = set(further.get(first, ())), 0
+        while len(dependent) > known:
+            known = len(dependent)
+            for bsym in index.bsyms:
+                if any(arg.name in dependent for arg in bsym.flat_proxy_args):
+                    dependent |= {out.name for out in bsym.flat_proxy_outs}
+            for name in dependent & further.keys():
+                dependent |= further[name]
+        if first in dependent:
+            leader.problem = NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
