@@ -530,8 +530,10 @@ def test_memory_and_cuda_graphs():
         torch.randn(tokens, device="cuda") - 10,
     ]
 
+    options = Options(chunk_rows=2048, accumulate="parameter")
+
     def step():
-        loss = linear_cross_entropy(hidden, weight, labels, token_loss=clipped, token_inputs=inputs)
+        loss = linear_cross_entropy(hidden, weight, labels, token_loss=clipped, token_inputs=inputs, options=options)
         return loss, *torch.autograd.grad(loss, (hidden, weight))
 
     stream = torch.cuda.Stream()

@@ -91,6 +91,13 @@ def masked_log_probs(hidden, weight, labels, w):
     return -((log_probs * mask).sum(-1) / mask.sum(-1)).mean()
 
 
+def weighted_log_probs(hidden, weight, labels, w):
+    """The sum of the weights is computed after the sum of what they weigh."""
+    tokens, mask = labels.clamp(min=0), w * (labels != -100)
+    log_probs = F.linear(hidden, weight).float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    return -(log_probs * mask).sum() / mask.sum()
+
+
 def weighted_sequences(hidden, weight, labels, w):
     logits = F.linear(hidden, weight).transpose(1, 2)
     of_sequences = F.cross_entropy(logits, labels, reduction="none").mean(dim=1, keepdim=True)
@@ -101,7 +108,7 @@ def mean_of_losses(hidden, weight, labels, w):
     return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="none").mean() * 2
 
 
-SUMS = (weighted_mean, masked_log_probs, weighted_sequences, mean_of_losses)
+SUMS = (weighted_mean, masked_log_probs, weighted_log_probs, weighted_sequences, mean_of_losses)
 
 
 @pytest.mark.parametrize("program", SUMS, ids=lambda program: program.__name__)
@@ -121,6 +128,8 @@ def test_found_in_a_trace(compiled, program):
         assert (region["strategy"], region["reduction"]) == ("gradients_in_forward", "sum")
         assert "token_weights" in region
         assert ("expected_gradient" in region) == (program is not weighted_sequences)
+        is_number = isinstance(region.get("expected_gradient", 1.0), float)
+        assert is_number == (program not in (weighted_mean, weighted_log_probs))
 
 
 def of_the_logits(hidden, weight, labels, w):

@@ -213,13 +213,15 @@ def _delay_sums(index: TraceIndex, found: list[Found]) -> TraceCtx | None:
     if not places:
         return None
     delayed = from_trace(index.trace)
-    waiting: dict[str, BoundSymbol] = {}
+    waiting: dict[str, list[BoundSymbol]] = {}
     for bsym in index.bsyms:
-        delayed.bound_symbols += [waiting.pop(arg.name) for arg in bsym.flat_proxy_args if arg.name in waiting]
-        if id(bsym) in places:
-            waiting[bsym.output.name] = bsym
+        used = [each for arg in bsym.flat_proxy_args for each in waiting.pop(arg.name, ())]
+        # As in -(log_probs * weights).sum() / weights.sum().
+        is_negation = bsym.sym.id == ltorch.neg.id and len(index.users(bsym.args[0])) == 1
+        if id(bsym) in places or (used and is_negation):
+            waiting[bsym.output.name] = [*used, bsym]
         else:
-            delayed.bound_symbols.append(bsym)
+            delayed.bound_symbols += [*used, bsym]
     return delayed
 
 
