@@ -974,7 +974,8 @@ MUTATIONS = [
     *_of(
         "graph/transform.py",
         ("sign", "weights = weights if sign == 1 else -weights", "pass"),
-        ("index", "if id(bsym) in places:", "if False:"),
+        ("index", "if id(bsym) in places or is_negated_sum:", "if False:"),
+        ("index", "if id(bsym) in places or is_negated_sum:", "if id(bsym) in places:"),
         tests=("tests/test_token_weights.py",),
     ),
     *_of(

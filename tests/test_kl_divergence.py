@@ -1,5 +1,6 @@
 """`linear_kl_divergence` against eager PyTorch in float64."""
 
+import numpy as np
 import pytest
 import thunder
 import torch
@@ -198,3 +199,15 @@ def test_bad_input(change, settings, kind, message):
 def test_inside_thunder():
     with pytest.raises(NotImplementedError, match="does not run inside thunder.jit"):
         thunder.jit(linear_kl_divergence)(*operands())
+
+
+def test_numbers_of_others():
+    """NumPy's, and a compiler's symbols."""
+    x, weight, teacher_x, teacher_weight = (torch.randn(rows, 8) for rows in (6, 20, 6, 20))
+
+    def loss(temperature):
+        return linear_kl_divergence(x, weight, teacher_x, teacher_weight, temperature=temperature)
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for temperature in (1.0, 2.0, 3.0):
+        torch.testing.assert_close(compiled(temperature), loss(np.float32(temperature)))

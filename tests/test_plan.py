@@ -331,7 +331,7 @@ def test_staged_logits_take_no_more_memory_than_chunks(options, ignored_rows, mo
         ({"device_type": "cpu"}, Options(), False),
         # 8000 columns at a time are not worth measuring, though all columns at once are.
         ({"tokens": 1024, "vocab": 32000}, Options(chunk_rows=400), False),
-        ({"tokens": 1024, "vocab": 32000}, Options(chunk_rows=1024), True),
+        ({"tokens": 2048, "vocab": 32000}, Options(chunk_rows=2048), True),
     ],
     ids=str,
 )

@@ -123,6 +123,7 @@ def random_operands(problem: Problem) -> Operands:
         loss=problem.loss,
         target_weights=torch.rand(tokens, *several) if several else None,
         class_weight=torch.rand(rows) if problem.has_class_weight else None,
+        token_inputs=tuple(torch.rand(tokens) for _ in range(problem.token_inputs)),
         num_items=torch.tensor(7.0) if problem.has_num_items else None,
         expected_gradient=torch.tensor(0.3) if problem.has_expected_gradient else None,
         bias_grad=problem.bias_grad,

@@ -1,7 +1,9 @@
 """Losses of single tokens in place of the cross-entropy: derivatives, the region, and the sums that programs write."""
 
+import math
 import re
 
+import numpy as np
 import pytest
 import thunder
 import torch
@@ -56,6 +58,9 @@ FUNCTIONS = {
     "without gradients": lambda p, e, *_: p * without_gradients(p.exp() * e),
     "constant": lambda p, e, a, *_: p * 0 + a,
     "identity": lambda p, e, *_: p,
+    "infinities": lambda p, e, a, *_: p.masked_fill(p > a - 3, -math.inf).exp() + e.clamp(0.1, math.inf) * p,
+    "methods": lambda p, e, a, *_: p.where(p < a, e * 2) + (p > a).type_as(p) * e,
+    "numbers": lambda p, e, *_: (p - p.detach()) ** 0 + p * np.float64(2) - e * np.float32(0.5),
 }
 
 

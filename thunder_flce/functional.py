@@ -153,12 +153,12 @@ def linear_cross_entropy(
         raise NotImplementedError(ONLY_WRITTEN_OUT)
     loss = Loss(
         reduction=reduction,
-        ignore_index=_plain(ignore_index),
-        label_smoothing=_plain(label_smoothing),
-        logit_scale=_plain(logit_scale),
-        softcap=_plain(softcap),
-        z_loss=_plain(z_loss),
-        vocab_size=_plain(vocab_size),
+        ignore_index=plain(ignore_index),
+        label_smoothing=plain(label_smoothing),
+        logit_scale=plain(logit_scale),
+        softcap=plain(softcap),
+        z_loss=plain(z_loss),
+        vocab_size=plain(vocab_size),
         outputs=outputs,
         detached=detached,
         token_loss=() if token_loss is None else traced_token_loss(token_loss, token_inputs),
@@ -249,7 +249,7 @@ def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast(operands)
 
 
-def _plain(number: Any) -> Any:
+def plain(number: Any) -> Any:
     """A number as Python's own, which the operator's settings need: it may be NumPy's, or a compiler's symbol."""
     if isinstance(number, Integral | torch.SymInt) and not isinstance(number, bool):
         return int(number)

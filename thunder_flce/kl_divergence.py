@@ -14,7 +14,7 @@ from thunder_flce.execution import distillation, engine
 from thunder_flce.execution.distillation import DivergenceResult, Teacher
 from thunder_flce.execution.operands import Operands, Term
 from thunder_flce.execution.plan import GradientsInForward, LossOnly
-from thunder_flce.functional import autocast, one_call
+from thunder_flce.functional import autocast, one_call, plain
 from thunder_flce.operation.arguments import check_linear_kl_divergence
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, Loss
@@ -86,8 +86,8 @@ def linear_kl_divergence(
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(_NO_TRANSFORMS)
     options = as_options(options)
-    loss = Loss(reduction=reduction, ignore_index=NOTHING_IGNORED if target is None else ignore_index)
-    kind = Divergence(kind=divergence, beta=beta, temperature=temperature)
+    loss = Loss(reduction=reduction, ignore_index=NOTHING_IGNORED if target is None else plain(ignore_index))
+    kind = Divergence(kind=divergence, beta=plain(beta), temperature=plain(temperature))
     input, linear_weight = autocast((input, linear_weight))
     teacher_input, teacher_weight = autocast((teacher_input, teacher_weight))
     tensors = {"input": input, "linear_weight": linear_weight, "target": target}
@@ -124,7 +124,7 @@ class _Settings:
 
     def __str__(self) -> str:
         options = self.options
-        changed = {f.name: value for f in fields(options) if (value := getattr(options, f.name)) != f.default}
+        changed = {f.name: plain(value) for f in fields(options) if (value := getattr(options, f.name)) != f.default}
         parts = {"divergence": asdict(self.divergence), "loss": self.loss.non_defaults(), "options": changed}
         return repr({**parts, "needs_grad": self.needs_grad})
 

@@ -17,7 +17,7 @@ from thunder_flce.options import Options, as_options
 class LinearCrossEntropyLoss(nn.Module):
     """A language model's head and its loss as one module: `linear_cross_entropy` with the parameters of a linear.
 
-    Takes the arguments of `torch.nn.LinearCrossEntropyLoss`, but for `out_features`, and those of
+    Takes the arguments of `torch.nn.LinearCrossEntropyLoss`, but for `out_features`, and most of those of
     `thunder_flce.linear_cross_entropy`, which describes them. The parameters have the names of `torch.nn.Linear`, so
     the module loads the state dict of the head that it replaces, and shares an embedding's weight with
     `loss.weight = embedding.weight`.

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class _Tracer(Tracer):
             if a.numel() == 1 and not a.requires_grad:
                 return a.item()
             raise NotOfTokens("a tensor that is not among its arguments; give it to token_inputs")
+        if isinstance(a, Real) and not isinstance(a, bool | int):
+            return float(a)  # NumPy's
         return super().create_arg(a)
 
 
@@ -45,6 +48,8 @@ def traced_token_loss(function: Callable[..., Any], inputs: Sequence[Any]) -> To
     Raises:
         TypeError: where it takes other arguments, or does what is no operation on single tokens.
     """
+    if not isinstance(inputs, Sequence):
+        raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(inputs).__name__}")
     names = [*VARIABLES, *map(input_name, range(len(inputs)))]
     try:
         inspect.signature(function).bind(*names)
@@ -80,6 +85,10 @@ def _write(writer: TokenLossWriter, node: Node, names: dict[Node, str]) -> str:
     called = str(getattr(node.target, "__name__", node.target))
     args: list[Any] = [names[arg] if isinstance(arg, Node) else arg for arg in node.args]
     kwargs = {name: names[arg] if isinstance(arg, Node) else arg for name, arg in node.kwargs.items()}
+    if called == "where" and node.op == "call_method":
+        args[:2] = reversed(args[:2])
+    if called == "type_as":
+        return writer.as_float(args[0])
     if called in ("to", "bool", *_CASTS):
         dtype = _CASTS.get(called, torch.bool) if called != "to" else [*args[1:], *kwargs.values()][0]
         if dtype is torch.bool:

@@ -217,8 +217,8 @@ def _delay_sums(index: TraceIndex, found: list[Found]) -> TraceCtx | None:
     for bsym in index.bsyms:
         used = [each for arg in bsym.flat_proxy_args for each in waiting.pop(arg.name, ())]
         # As in -(log_probs * weights).sum() / weights.sum().
-        is_negation = bsym.sym.id == ltorch.neg.id and len(index.users(bsym.args[0])) == 1
-        if id(bsym) in places or (used and is_negation):
+        is_negated_sum = used and bsym.sym.id == ltorch.neg.id and len(index.users(bsym.args[0])) == 1
+        if id(bsym) in places or is_negated_sum:
             waiting[bsym.output.name] = [*used, bsym]
         else:
             delayed.bound_symbols += [*used, bsym]

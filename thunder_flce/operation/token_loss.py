@@ -13,11 +13,15 @@ bounds, a maximum of equals half of each. The arguments may be whatever has arit
 """
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 VARIABLES = ("log_prob", "entropy")
 """What is known of a row, and has a gradient."""
+
+_NOT_FINITE = {"plus_infinity": math.inf, "minus_infinity": -math.inf, "nan": math.nan}
+"""Their names, since a literal cannot be one of these numbers."""
 
 TokenLoss = tuple[tuple[str, str, tuple[Any, ...]], ...]
 """The plain values; () for the cross-entropy itself."""
@@ -37,6 +41,15 @@ class _Operation(NamedTuple):
 def input_name(number: int) -> str:
     """What the further tensors are called."""
     return f"i{number}"
+
+
+def _written(argument: Any) -> Any:
+    """An argument as a literal."""
+    if not isinstance(argument, float) or math.isfinite(argument):
+        return float(argument) if isinstance(argument, float) else argument
+    if math.isnan(argument):
+        return "nan"
+    return "plus_infinity" if argument > 0 else "minus_infinity"
 
 
 def uses(token_loss: TokenLoss, variable: str) -> bool:
@@ -63,7 +76,7 @@ def _run(
     token_loss: TokenLoss, known: Mapping[str, Any], functions: Any, variables: Sequence[str],
     let: Callable[[str, Any], Any],
 ) -> tuple[Any, dict[str, Any]]:  # fmt: skip
-    values, result = dict(known), ""
+    values, result = {**known, **_NOT_FINITE}, ""
     named = {id(value) for value in values.values()}
 
     def name_new(name: str, value: Any) -> Any:
@@ -105,6 +118,8 @@ def _of_one(derivative: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
 
 def _of_power(f: Any, out: Any, arguments: Sequence[Any], d: Sequence[Any]) -> Any:
     x, exponent = arguments
+    if exponent == 0:
+        return 0.0
     return _times(d[0], x * 2.0 if exponent == 2 else exponent * x ** (exponent - 1))
 
 
@@ -176,7 +191,7 @@ def _one(input: Any) -> tuple[Any, ...]:
 
 
 def _clamp(input: Any, min: Any = None, max: Any = None) -> tuple[Any, ...]:
-    return input, min, max
+    return input, None if min == -math.inf else min, None if max == math.inf else max
 
 
 _ARGUMENTS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
@@ -258,7 +273,9 @@ class TokenLossWriter:
             raise NotOfTokens(f"{called} with such arguments")
         if any(isinstance(each, str) for each in fixed) or (operation == "pow" and not isinstance(arguments[0], str)):
             raise NotOfTokens(f"{called} with tensors in place of numbers")
-        return self._append(operation, arguments)
+        if not all(math.isfinite(each) for each in fixed if each is not None):
+            raise NotOfTokens(f"{called} with numbers that are not finite")
+        return self._append(operation, tuple(map(_written, arguments)))
 
     def as_float(self, name: str) -> str:
         """The name of a tensor as numbers, which all are but those of True and False."""
@@ -318,7 +335,7 @@ def numbered(token_loss: TokenLoss) -> tuple[TokenLoss, list[int]]:
 
 def check(token_loss: Any, inputs: int) -> None:
     """Raises a TypeError for plain values that are no `TokenLoss` of so many further tensors."""
-    known = {*VARIABLES, *map(input_name, range(inputs))}
+    known = {*VARIABLES, *map(input_name, range(inputs)), *_NOT_FINITE}
     for operation in token_loss:
         if not isinstance(operation, tuple) or len(operation) != 3 or operation[1] not in OPERATIONS:
             raise TypeError(f"token_loss has {operation!r}, which is none of `operation.token_loss.OPERATIONS`")

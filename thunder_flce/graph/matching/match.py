@@ -210,6 +210,10 @@ class _Candidate:
             return self.reading.labels
         return None if self.arguments is None else self.arguments.target
 
+    def further_results(self) -> list[Result]:
+        """What its region computes beside the first result."""
+        return [*(member.result for member in self.members), *self.own_argmaxes]
+
     def own_bsyms(self) -> Iterator[BoundSymbol]:
         """Its result's and its members', and the operations between the logits and these."""
         for each in (self, *self.members):
@@ -508,12 +512,12 @@ def _check_order(leaders: Sequence[_Candidate], index: TraceIndex) -> None:
     as where the labels of two losses are each other's predictions, the region cannot run.
     """
     further = {
-        leader.found.results[0].tensor.name: {result.tensor.name for result in leader.found.results[1:]}
+        leader.result.tensor.name: {result.tensor.name for result in leader.further_results()}
         for leader in leaders
         if leader.found is not None
     }
     for leader in leaders:
-        first = leader.result.tensor.name if leader.found is None else leader.found.results[0].tensor.name
+        first = leader.result.tensor.name
         dependent, known = set(further.get(first, ())), 0
         while len(dependent) > known:
             known = len(dependent)
