@@ -100,8 +100,8 @@ def linear_cross_entropy(
             probabilities, of which target then has the columns. A token's loss is -Σ_k q_k log p_k; the weights q need
             not add up to 1, and a column that comes twice counts twice. Targets of ignore_index contribute nothing; a
             token all of whose targets are, is ignored. They get no gradient, and go neither with class weights nor with
-            label smoothing, "log_prob", "accuracy" or vocab_parallel. Less the teacher's entropy -Σ_k q_k log q_k, the
-            loss is the Kullback-Leibler divergence KL(q‖p), with the same gradients.
+            label smoothing, "log_prob", "accuracy", vocab_parallel or DTensors. Less the teacher's entropy
+            -Σ_k q_k log q_k, the loss is the Kullback-Leibler divergence KL(q‖p), with the same gradients.
         token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
             function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. It is called
             once, with stand-ins, and must be made of PyTorch's operations on single tokens (those of
@@ -109,7 +109,7 @@ def linear_cross_entropy(
             beside it. Eager calls only: in a program to be compiled, write such a loss out over log-probabilities, and
             `thunder_flce.jit` and the backend "thunder_flce" of torch.compile find it.
         token_inputs: (...) each, of any floating-point dtype, integers or bool: what token_loss takes beside, such as
-            old log-probabilities and advantages. They get no gradient.
+            old log-probabilities and advantages. They get no gradient, and do not go with DTensors.
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
