@@ -42,8 +42,8 @@ class Model:
     library: str
     """"litgpt" or "transformers"."""
 
-    config: str | dict[str, Any]
-    """litgpt's name of the model, or the arguments of its Config; the arguments of transformers' LlamaConfig."""
+    config: dict[str, Any]
+    """Arguments of litgpt's Config, or of its `from_name` where they have a name; of transformers' LlamaConfig."""
 
     layers: int
     batch: int
@@ -61,13 +61,16 @@ _LLAMA_1B = {
     "tie_word_embeddings": True,
     "rope_theta": 500000.0,
 }
+# Without its window of 4096 tokens, which is longer than the sequences: litgpt writes its mask row by row, so that a
+# graph of torch.compile has 2048 operations for each of these layers, and AOTAutograd does not end within minutes.
+_GEMMA_2B = {"name": "Gemma-2-2b", "sliding_window_size": None, "sliding_window_indices": None}
 _TINY_LITGPT = {"padded_vocab_size": 1000, "n_embd": 64, "n_head": 4}
 _TINY_LLAMA = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 
 MODELS = {
-    "litgpt-llama-3.2-1b": Model(library="litgpt", config="Llama-3.2-1B", layers=16, batch=4, length=2048),
-    "litgpt-qwen2.5-0.5b": Model(library="litgpt", config="Qwen2.5-0.5B", layers=24, batch=8, length=2048),
-    "litgpt-gemma-2-2b": Model(library="litgpt", config="Gemma-2-2b", layers=26, batch=2, length=2048),
+    "litgpt-llama-3.2-1b": Model(library="litgpt", config={"name": "Llama-3.2-1B"}, layers=16, batch=4, length=2048),
+    "litgpt-qwen2.5-0.5b": Model(library="litgpt", config={"name": "Qwen2.5-0.5B"}, layers=24, batch=8, length=2048),
+    "litgpt-gemma-2-2b": Model(library="litgpt", config=_GEMMA_2B, layers=26, batch=2, length=2048),
     "transformers-llama-3.2-1b": Model(library="transformers", config=_LLAMA_1B, layers=16, batch=4, length=2048),
     "litgpt-tiny": Model(library="litgpt", config=_TINY_LITGPT, layers=1, batch=2, length=32, dtype=torch.float32),
     "transformers-tiny": Model(
@@ -290,11 +293,8 @@ def _litgpt(model: Model, layers: int) -> tuple[nn.Module, int]:
         import litgpt
     except ImportError as error:
         raise Unavailable(f"{error}; it is in the extra 'examples'") from None
-    sizes = {"n_layer": layers, "block_size": model.length}
-    if isinstance(model.config, str):
-        config = litgpt.Config.from_name(model.config, **sizes)
-    else:
-        config = litgpt.Config(**model.config, **sizes)
+    make = litgpt.Config.from_name if "name" in model.config else litgpt.Config
+    config = make(**model.config, n_layer=layers, block_size=model.length)
     return _LitGPT(litgpt.GPT(config)), config.padded_vocab_size
 
 
@@ -303,7 +303,6 @@ def _llama(model: Model, layers: int) -> tuple[nn.Module, int]:
         import transformers
     except ImportError as error:
         raise Unavailable(f"{error}; it is in the extra 'examples'") from None
-    assert not isinstance(model.config, str), "a name of litgpt's"
     config = transformers.LlamaConfig(
         **model.config, num_hidden_layers=layers, max_position_embeddings=model.length, attn_implementation="sdpa"
     )
