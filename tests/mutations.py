@@ -1233,6 +1233,13 @@ MUTATIONS = [
         "is_off = False",
         (f"{BACKEND}::test_old_log_probabilities_without_grad",),
     ),
+    Mutation(
+        "mask",
+        "inductor.py",
+        "isinstance(gradient.data.data, ir.DonatedBuffer)",
+        "isinstance(gradient.data.data, ir.Buffer)",
+        (f"{OPERATOR}::test_finished_gradients_are_scaled_in_their_memory",),
+    ),
 ]
 
 

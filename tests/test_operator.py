@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import checkpoint
 
 from conftest import on_gpu
 from reference import Case, assert_close_to_truth, differentiate, error, make_case, truth
-from thunder_flce import Options, linear_cross_entropy, operators
+from thunder_flce import Options, inductor, linear_cross_entropy, operators
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits, SaveSomeLogits
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, operands_of
@@ -237,6 +239,29 @@ def test_a_compiled_backward_reads_what_is_saved_more_than_once(settings):
     first = torch.autograd.grad(loss, (case.x, case.weight), grad, retain_graph=True)
     second = torch.autograd.grad(loss, (case.x, case.weight), grad)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpoint"])
+def test_finished_gradients_are_scaled_in_their_memory(is_checkpointed, device, monkeypatch):
+    """By Inductor, where they come from the forward; also where an embedding shares the weight."""
+    monkeypatch.setattr(inductor, "_LARGE", 0)
+    case = make_case(device=device)
+
+    def program(x, weight):
+        hidden = x.tanh() + F.embedding(case.target.clamp(0, 9), weight)
+        if is_checkpointed:
+            return checkpoint.checkpoint(linear_cross_entropy, hidden, weight, case.target, use_reentrant=False)
+        return linear_cross_entropy(hidden, weight, case.target)
+
+    compiled, operands = torch.compile(program, fullgraph=True), (case.x, case.weight)
+    for factor in (1.0, -0.3):
+
+        def gradients(program, factor=factor):
+            return torch.autograd.grad(program(*operands), operands, torch.tensor(factor, device=device))
+
+        got, codes = run_and_get_code(gradients, compiled)
+        torch.testing.assert_close(got, gradients(program))
+    assert ("scale_gradient_.default(" in codes[-1]) == (not is_checkpointed)
 
 
 def test_logits_are_not_saved_for_any_number_of_tokens():

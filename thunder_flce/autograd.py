@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce import operators
+from thunder_flce import inductor, operators
 from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Operands
 from thunder_flce.execution.plan import LossOnly
@@ -127,7 +127,7 @@ class _Backward(torch.autograd.Function):
     def forward(settings: Settings, grad: Any, log_prob_grad: Any, entropy_grad: Any, *saved: Any) -> Any:
         if settings.finishes_in_forward:
             expected_gradient, valid_count, *gradients = saved[: 2 + len(settings.needs_grad)]
-            scale = operators.scaled if is_traced(valid_count) else engine.scale_gradients
+            scale = inductor.scaled if is_traced(valid_count) else engine.scale_gradients
             return tuple(scale(grad, valid_count, *gradients, expected_gradient=expected_gradient))
         row_max, row_log_sum, valid_count, kept, entropy, *tensors = saved
         arguments = {

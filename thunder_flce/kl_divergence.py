@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce import operators
+from thunder_flce import inductor, operators
 from thunder_flce.autograd import requires_grad
 from thunder_flce.execution import distillation, engine
 from thunder_flce.execution.distillation import DivergenceResult, Teacher
@@ -232,7 +232,7 @@ class _LinearKLDivergence(torch.autograd.Function):
         if ctx.is_finished:
             valid_count, *finished = ctx.saved_tensors
             expected = ctx.settings.options.expected_gradient
-            scale = operators.scaled if operators.is_traced(valid_count) else engine.scale_gradients
+            scale = inductor.scaled if operators.is_traced(valid_count) else engine.scale_gradients
             found = iter(scale(grad, valid_count, *finished, expected_gradient=expected))
         else:
             *tensors, target = ctx.saved_tensors

@@ -234,16 +234,6 @@ def differentiate(settings: Settings, arguments: Mapping[str, Any], *, may_overw
     return _needed(gradients)
 
 
-def scaled(
-    grad: Tensor, valid_count: Tensor, *gradients: Tensor, expected_gradient: Tensor | None = None
-) -> list[Tensor]:
-    """`engine.scale_gradients` as PyTorch operations, which a compiler fuses and runs in memory of its choice."""
-    if expected_gradient is not None:
-        grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) / expected_gradient
-    grad = torch.where(valid_count == 0, 0, grad)
-    return [(gradient.to(grad.dtype) * grad).to(gradient.dtype) for gradient in gradients]
-
-
 def _needed(gradients: Gradients) -> list[Tensor]:
     return [gradient for gradient in gradients.in_order() if gradient is not None]
 
