@@ -43,7 +43,7 @@ def fresh_dynamo():
 
 @pytest.fixture
 def without_inductor(monkeypatch):
-    def compile_fx(gm, inputs, config_patches):
+    def compile_fx(gm, inputs, config_patches, **others):
         return aot_eager(gm, inputs)
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
@@ -410,7 +410,7 @@ def test_bad_options(options, message):
 def test_mode_and_options_reach_inductor(monkeypatch):
     seen = []
 
-    def compile_fx(gm, inputs, config_patches):
+    def compile_fx(gm, inputs, config_patches, **others):
         seen.append(config_patches)
         return aot_eager(gm, inputs)
 
@@ -468,7 +468,7 @@ def test_a_graph_without_a_loss_needs_no_thunder():
     code = """
 import sys, torch, torch._inductor.compile_fx
 from thunder_flce.backend import compile_graph
-torch._inductor.compile_fx.compile_fx = lambda gm, inputs, config_patches: gm
+torch._inductor.compile_fx.compile_fx = lambda gm, inputs, **others: gm
 
 def program(x, w, length):
     q, k, v = (torch.nn.functional.linear(x, part) for part in w)

@@ -69,11 +69,11 @@ def _register_lowering() -> None:
     """Not at the import of this module: that of Inductor takes seconds."""
     from torch._inductor import ir
     from torch._inductor.lowering import mul, register_lowering, to_dtype
-    from torch._inductor.virtualized import V
 
     @register_lowering(torch.ops.thunder_flce.scale_gradient.default, type_promotion_kind=None)
     def lower(gradient: Any, factor: Any) -> Any:
-        is_large = V.graph.sizevars.size_hint(gradient.get_numel(), fallback=0) >= _LARGE
+        size = gradient.get_numel()
+        is_large = size.is_number and size >= _LARGE
         if is_large and isinstance(gradient.data, ir.StorageBox) and isinstance(gradient.data.data, ir.DonatedBuffer):
             ir.FallbackKernel.create(torch.ops.thunder_flce.scale_gradient_.default, gradient, factor)
             return gradient

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from torch._higher_order_ops.wrap import TagActivationCheckpoint, tag_activation_checkpoint
+from torch._higher_order_ops import wrap
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from thunder_flce.loss_nodes import is_linear, region_ends
 
@@ -21,7 +22,7 @@ def open_checkpoints(gm: GraphModule) -> None:
 def _checkpoint_of_a_region(gm: GraphModule) -> Node | None:
     checkpoints = {
         node: _body(gm, node)
-        for node in gm.graph.find_nodes(op="call_function", target=tag_activation_checkpoint)
+        for node in gm.graph.find_nodes(op="call_function", target=wrap.tag_activation_checkpoint)
         if "_checkpoint_context_fn" not in _body(gm, node).meta
     }
     reached = _above_ends(gm.graph) if checkpoints else set()
@@ -45,8 +46,11 @@ def _above_ends(graph: Graph) -> set[Node]:
 
 
 def _open(gm: GraphModule, checkpoint: Any) -> None:
-    body = TagActivationCheckpoint.tag_nodes(_body(gm, checkpoint), is_sac=False)
-    _, *operands = checkpoint.args
+    body, (_, *operands) = _body(gm, checkpoint), checkpoint.args
+    graph_id = next(wrap.uid)
+    for node in body.graph.nodes:
+        if node.op.startswith("call_"):
+            node.meta |= {"ac_graph_id": graph_id, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
     inner = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     for node in body.graph.find_nodes(op="get_attr"):
         # In the body's own names, these would be those of the outer graph.
