@@ -258,6 +258,8 @@ METHODS: dict[str, Callable[[], Method]] = {
     "thunder": _thunder,
     **{name: partial(_jitted, **options) for name, options in OURS.items()},
     "flce, entropy": _entropy,
+    "function": partial(our_function, "flce"),
+    "function, torch.compile": lambda: torch.compile(our_function("flce"), fullgraph=True, dynamic=False),
     WITHOUT_NVFUSER: partial(our_function, WITHOUT_NVFUSER),
     "grad_and_value loop": _chunked_loop,
     "grad_and_value loop, compiled": partial(_chunked_loop, compiled=True),
