@@ -10,7 +10,6 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 import torch._inductor.compile_fx
 import torch.nn.functional as F
@@ -457,6 +456,7 @@ def test_explain_of_a_function_and_of_a_module_compiled_in_place():
 
 def test_entry_point():
     """Found without an import: by the metadata, which name what is there."""
+    tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     ((name, value),) = entry_points["torch_dynamo_backends"].items()
     entry_point = EntryPoint(name, value, "torch_dynamo_backends")

@@ -34,7 +34,8 @@ from thunder_flce.graph.matching import losses as losses_in_trace
 from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions
 from thunder_flce.loss_nodes import LINEARS, is_call, is_linear, is_loss, name_of, region_ends, value_of
 
-_PERMUTATIONS = ("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "getattr")
+# A property is one of aten's operators from torch 2.15 on, and a getattr before.
+_PERMUTATIONS = ("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "getattr", "mT")
 # Of what may have a symbolic size as an argument, only their results' shapes, or just that size, say what they do.
 _SIZED = ("view", "reshape", "arange")
 # For a split, thunder would make as many results as the number that stands for a symbolic size. By a mean, the weights
@@ -223,6 +224,8 @@ class _Tracer:
             function: Callable | None = partial(_call_method, str(node.target))
         elif node.target in torch_to_thunder_functions:
             function = torch_to_thunder_functions[node.target]
+        elif node.target is torch.ops.aten.mT:
+            function = operator.attrgetter("mT")
         else:
             is_pythons = getattr(node.target, "__module__", "") in ("_operator", "builtins")
             function = node.target if is_pythons else None  # type: ignore[assignment]
