@@ -9,7 +9,7 @@ from thunder_flce import FuseLinearCrossEntropy
 FRONT_ENDS = {"thunder.jit": thunder_flce.jit, "thunderfx": thunder_flce.thunderfx}
 
 
-def decisions(compiled) -> list[thunder_flce.graph.transform.Decision]:
+def decisions(compiled) -> list[thunder_flce.graph.decisions.Decision]:
     """What was decided about each cross-entropy, in the order in which it was compiled."""
     if isinstance(compiled, thunder.dynamo.compiler.ThunderFXCompiledObject):
         transforms = compiled._backend.thunder_options["transforms"]

@@ -817,7 +817,7 @@ MUTATIONS = [
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(
-        "graph/transform.py",
+        "graph/rewrite.py",
         ("mask", "losses = ltorch.where(valid, ltorch.reshape(losses, valid.shape), 0.0)", "pass"),
         ("sign", "value = ltorch.neg(value)", "pass"),
         ("mask", "if carries_grad(value) and not carries_grad(result.tensor):", "if False:"),
@@ -972,8 +972,12 @@ MUTATIONS = [
         tests=("tests/test_token_weights.py",),
     ),
     *_of(
-        "graph/transform.py",
+        "graph/rewrite.py",
         ("sign", "weights = weights if sign == 1 else -weights", "pass"),
+        tests=("tests/test_token_weights.py",),
+    ),
+    *_of(
+        "graph/transform.py",
         ("index", "if id(bsym) in places or is_negated_sum:", "if False:"),
         ("index", "if id(bsym) in places or is_negated_sum:", "if id(bsym) in places:"),
         tests=("tests/test_token_weights.py",),
@@ -1010,7 +1014,7 @@ MUTATIONS = [
         tests=("tests/test_upstream.py::test_which_factors_are_found",),
     ),
     *_of(
-        "graph/transform.py",
+        "graph/rewrite.py",
         ("mask", "number if value.dtype.bytes >= 4 else _rounded(", "number if True else _rounded("),
         ("mask", 'if region["input"].dtype == dtypes.float16 and self', "if False and self"),
         ("mask", "return ltorch.where(is_usable, tensor, 1.0)", "return tensor"),

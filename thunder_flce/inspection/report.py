@@ -14,10 +14,11 @@ from thunder_flce.execution.compile_times import compile_seconds
 from thunder_flce.execution.matmul.tuning import tunings
 from thunder_flce.execution.plan import Plan
 from thunder_flce.execution.row_kernels import dispatch
+from thunder_flce.graph.decisions import PLURALS, Decision
 from thunder_flce.graph.dynamo.fusion import Fusion
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.trace_printer import stage_rows
-from thunder_flce.graph.transform import PLURALS, Compilation, Decision, FuseLinearCrossEntropy
+from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
 from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
 from thunder_flce.inspection.saved import SavedTensor, saved_by_plain_thunder, saved_tensors
 from thunder_flce.inspection.subgraphs import Part, parts, source_line

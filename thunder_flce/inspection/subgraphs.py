@@ -12,10 +12,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 
+from thunder_flce.graph.decisions import Decision
 from thunder_flce.graph.dynamo.tracing import source_of
 from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.thunder_private import CompilerType
-from thunder_flce.graph.transform import Decision
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_flce.execution.row_kernels.dispatch import check_available
+from thunder_flce.graph.decisions import PLURALS
 from thunder_flce.graph.plugin import jit
-from thunder_flce.graph.transform import PLURALS, NotFusedWarning
+from thunder_flce.graph.transform import NotFusedWarning
 from thunder_flce.inspection import programs
 from thunder_flce.inspection.formatting import print_text
 from thunder_flce.inspection.report import explain

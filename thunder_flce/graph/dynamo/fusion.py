@@ -13,6 +13,7 @@ from thunder.core.trace import TraceCtx
 from torch.fx import GraphModule, Node
 
 from thunder_flce.execution.plan import LossOnly
+from thunder_flce.graph.decisions import Decision
 from thunder_flce.graph.dynamo.checkpoints import open_checkpoints
 from thunder_flce.graph.dynamo.sizes import Sizes
 from thunder_flce.graph.dynamo.tracing import source_of, trace_region
@@ -21,7 +22,7 @@ from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.thunder_private import compile_data_and_stats
 from thunder_flce.graph.trace_arguments import region_problem
-from thunder_flce.graph.transform import Compilation, Decision, FuseLinearCrossEntropy
+from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
 from thunder_flce.loss_nodes import region_ends, sources_above, value_of
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import Options
