@@ -184,9 +184,11 @@ MUTATIONS = [
         tests=("tests/test_dtensor.py",),
     ),
     *_of(
-        "graph/transform.py",
-        ("mask", "if weights & divided else found", "if divided else found"),
-        tests=("tests/test_two_ranks.py",),
+        "graph/matching/logits_path.py",
+        ("mask", "terms=(replace(term, input=summed.args[0]),), group=group", "group=group"),
+        ("mask", "if layer_type is not TensorParallelLayerType.COLUMN_PARALLEL_LINEAR or", "if"),
+        ("mask", "if path.group is not None:", "if False:"),
+        tests=("tests/test_two_ranks.py", "tests/test_thunder_ranks.py"),
     ),
     *_of(
         "graph/distributed.py",

@@ -178,14 +178,19 @@ def divided(kind: str, model: nn.Module, target: str, rank: int):
 
 
 @with_each(column=("column_parallel", 0), row=("row_parallel", 1))
-def thunder_tensor_parallel_head_is_not_fused(rank, of):
+def thunder_tensor_parallel_head(rank, of):
     kind, dim = of
     model = Model()
     exact = exact_gradients(model, (0, 0))
     exact["lm_head.weight"] = exact["lm_head.weight"].chunk(2, dim)[rank]
     step = divided(kind, model, "lm_head", rank)
-    with pytest.warns(NotFusedWarning, match="thunder.distributed divides its weight among ranks"):
-        step(*batch(0)).backward()
+    if kind == "column_parallel":
+        loss = step(*batch(0))
+        assert_fused(step)
+    else:
+        with pytest.warns(NotFusedWarning, match="thunder.distributed divides its weight among ranks by row_parallel"):
+            loss = step(*batch(0))
+    loss.backward()
     check(step, exact)
 
 
@@ -194,7 +199,7 @@ def thunder_tensor_parallel_of_another_layer_and_of_a_call(rank):
     step = divided("column_parallel", Model(), "hidden", rank)
     step(*batch(0))
     assert_fused(step)
-    with pytest.raises(NotImplementedError, match="thunder.distributed divides its weight among ranks"):
+    with pytest.raises(NotImplementedError, match="thunder.distributed divides its weight among ranks, but knows"):
         divided("column_parallel", ModelWithLosses(), "lm_head", rank)(*batch(0))
 
 

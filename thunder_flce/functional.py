@@ -14,6 +14,7 @@ from thunder_flce.dtensor import DividedCall, has_dtensors
 from thunder_flce.execution.shards import start_gathering
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.shard import Shard
 from thunder_flce.operators import Settings, is_traced, operands_of, plan_for
 from thunder_flce.options import Options, as_options
 from thunder_flce.token_functions import ONLY_WRITTEN_OUT, traced_token_loss
@@ -206,17 +207,22 @@ def _results(
         agreement = agree(vocab_parallel, arguments, loss=loss, options=options)
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)
-        if shard.sequence_parallel:
-            for name in ("target", "token_weights"):
-                if arguments[name] is not None:
-                    arguments[name] = start_gathering(shard, arguments[name].reshape(-1)).wait()
-            gathered = [start_gathering(shard, each.reshape(-1)) for each in arguments["token_inputs"]]
-            arguments["token_inputs"] = [each.wait() for each in gathered]
-        operands = operands_of(arguments, loss, needs_grad, shard=shard)
+        operands = operands_of(with_all_tokens(arguments, shard), loss, needs_grad, shard=shard)
         plan = plan_for(operands, options, agreement.memory)
         settings = Settings.planned(loss, needs_grad, plan, shard=shard)
     shape = target.shape if arguments["target_weights"] is None else target.shape[:-1]
     return in_shape(shape, differentiable_forward(settings, operands)[: 1 + len(loss.outputs)])
+
+
+def with_all_tokens(arguments: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+    """The same with what each token has one number of, of all ranks, where these divide the tokens."""
+    if not shard.sequence_parallel:
+        return {**arguments}
+    vectors = {name: arguments[name] for name in ("target", "token_weights") if arguments[name] is not None}
+    pending = {name: start_gathering(shard, vector.reshape(-1)) for name, vector in vectors.items()}
+    inputs = [start_gathering(shard, vector.reshape(-1)) for vector in arguments["token_inputs"]]
+    gathered = {name: each.wait() for name, each in pending.items()}
+    return {**arguments, **gathered, "token_inputs": [each.wait() for each in inputs]}
 
 
 def _needs_grad(arguments: Mapping[str, Any]) -> tuple[str, ...]:

@@ -177,19 +177,15 @@ def _as_row_scalar(number: Tensor | float | None, like: Tensor, dtype: torch.dty
 
 def problem_of(operands: Operands, options: Options) -> Problem:
     """What is known of a call before it runs; of a divided vocabulary, what is known of the largest part."""
-    vocab, rows, shard = operands.vocab, operands.weight_rows, operands.shard
-    if shard is not None:
-        vocab = rows = shard.largest
-        shard = replace(shard, rank=0, start=0, columns=vocab)
-    return Problem(
+    problem = Problem(
         tokens=operands.tokens,
         terms=tuple(
             TermShape(hidden=term.x.shape[1], input_grad=term.input_grad, weight_grad=term.weight_grad)
             for term in operands.terms
         ),
-        vocab=vocab,
-        weight_rows=rows,
-        shard=shard,
+        vocab=operands.vocab,
+        weight_rows=operands.weight_rows,
+        shard=operands.shard,
         dtype=operands.dtype,
         device_type=operands.device.type,
         loss=operands.loss,
@@ -203,6 +199,7 @@ def problem_of(operands: Operands, options: Options) -> Problem:
         has_expected_gradient=operands.expected_gradient is not None,
         float32_logits=options.has_float32_logits(operands.dtype),
     )
+    return problem.largest_part
 
 
 def plan_for(operands: Operands, options: Options, memory: DeviceMemory | None = None) -> Plan:

@@ -1,7 +1,7 @@
 """Prints the traces of `thunder_flce.inspection.programs`, with and without the executor, into this folder.
 
     python traces/regenerate.py                   all of it
-    python traces/regenerate.py --device cpu      cpu/ and patterns/ (float32), and fusions/
+    python traces/regenerate.py --device cpu      cpu/, patterns/ and distributed/ (float32), and fusions/
     python traces/regenerate.py --device cuda     cuda/ (bfloat16) or, on a machine with a GPU, a folder of its name
 
 thunder compiles the programs, but nothing runs, since it is given fake tensors, which have a shape and a device but no
@@ -54,7 +54,7 @@ def build(device: str = "cpu") -> dict[str, str]:
     """
     files = build_traces(device)
     if device == "cpu":
-        files |= build_patterns()
+        files |= build_patterns() | build_distributed()
     if device == "cpu" and find_spec("nvfuser_direct"):
         files |= build_fusions()
     return files
@@ -83,15 +83,56 @@ def build_patterns() -> dict[str, str]:
     }
 
 
-def _print_program(program: Callable, variant: str, device: str, *, run: bool) -> str:
+def build_distributed() -> dict[str, str]:
+    """The printed traces of the first of two ranks, which do not exist: a fake process group answers for the other."""
+    import torch.distributed as dist
+    from distributed_programs import PROGRAMS
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        return {
+            f"distributed/{program.__name__}_{variant}.py": _print_distributed(program, variant)
+            for program in PROGRAMS
+            for variant in VARIANTS
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def _print_distributed(program: Callable, variant: str) -> str:
+    from unittest.mock import patch
+
+    from distributed_programs import CPU, Model, source
+    from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
+
+    from thunder_flce.inspection.programs import Sizes
+    from thunder_flce.inspection.trace_text import compile_only
+
+    sizes = Sizes()
+    # thunder's tensor parallelism is for CUDA only.
+    on_cpu = patch.object(TransformForTensorParallel, "__post_init__", lambda self: setattr(self, "device", CPU))
+    with FakeTensorMode(), on_cpu:
+        step = program(_jit(variant)(Model(sizes.hidden, sizes.vocab)))
+        hidden = torch.randn(sizes.batch, sizes.sequence, sizes.hidden)
+        compile_only(step, [hidden, torch.randint(sizes.vocab, (sizes.batch, sizes.sequence))])
+    return _printed(step, variant, "cpu", where="Compiled for cpu, for the first of two ranks", source=source(program))
+
+
+def _jit(variant: str) -> Callable:
     import thunder
 
     import thunder_flce
-    from thunder_flce.inspection.programs import Sizes, arguments
-    from thunder_flce.inspection.saved import saved_tensors
-    from thunder_flce.inspection.trace_text import commented, compile_only, readable, renumbered
 
-    jitted = {"plain": thunder.jit, "flce": thunder_flce.jit}[variant](program)
+    return {"plain": thunder.jit, "flce": thunder_flce.jit}[variant]
+
+
+def _print_program(program: Callable, variant: str, device: str, *, run: bool) -> str:
+    import thunder_flce
+    from thunder_flce.inspection.programs import Sizes, arguments
+    from thunder_flce.inspection.trace_text import compile_only
+
+    jitted = _jit(variant)(program)
     with nullcontext() if run else FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", thunder_flce.NotFusedWarning)
         tensors = arguments(program, Sizes(), device=device, dtype=DTYPES[device])
@@ -103,6 +144,16 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
         else:
             compile_only(jitted, tensors)
             where = f"Compiled for {device}"
+    return _printed(jitted, variant, device, where=where, source=inspect.getsource(program))
+
+
+def _printed(jitted: Callable, variant: str, device: str, *, where: str, source: str) -> str:
+    import thunder
+
+    import thunder_flce
+    from thunder_flce.inspection.saved import saved_tensors
+    from thunder_flce.inspection.trace_text import commented, readable, renumbered
+
     forward = thunder.last_traces(jitted)[-1]
     backward = thunder.last_backward_traces(jitted)[-1:]  # None for a program without gradients.
 
@@ -110,7 +161,7 @@ def _print_program(program: Callable, variant: str, device: str, *, run: bool) -
         f"Printed by: {_command(device)}",
         f"{VARIANTS[variant]}, {versions()}. {where}, {str(DTYPES[device]).removeprefix('torch.')}.",
         "",
-        textwrap.indent(inspect.getsource(program), "    "),
+        textwrap.indent(source, "    "),
     ]
     if variant == "flce":
         for decision in thunder_flce.explain(jitted)[-1].decisions:

@@ -42,7 +42,9 @@ class Decision:
     def __str__(self) -> str:
         if self.plan is not None:
             note = f"; {self.note}" if self.note else ""
-            return f"{self.source}: fused, {self.plan.describe()}{note}"
+            shard = None if self.region is None else self.region.shard
+            ranks = f"the vocabulary over {shard.ranks} ranks, " if shard is not None else ""
+            return f"{self.source}: fused, {ranks}{self.plan.describe()}{note}"
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.source}: not fused, because {self.reason.value if self.reason else ''}{detail}"
 

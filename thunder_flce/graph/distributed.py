@@ -1,7 +1,16 @@
 """What thunder and PyTorch do to distribute a program, as far as the fusion has to know, or its user has to be told."""
 
 import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
 
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.proxies import TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from thunder.core.transform_common import Transform
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 
 from thunder_flce.graph.thunder_private import (
@@ -9,17 +18,106 @@ from thunder_flce.graph.thunder_private import (
     get_compile_data,
     get_skip_data_parallel_grad_sync,
 )
+from thunder_flce.graph.trace_arguments import BY_NAME, POSITIONAL, loss_of, region_operands, vocab_parallel_of
+from thunder_flce.options import Options
+from thunder_flce.vocab_parallel import Agreement, agree
+
+
+class FuseAfterDistribution(Transform):
+    """Runs a fusion at the end of the list of transforms, where linears are divided among ranks already."""
+
+    def __init__(self, fusion: Any):
+        self.fusion = fusion
+        self.original: TraceCtx | None = None
+        """The program as the user wrote it."""
+
+    def transform_traces_pre_prologue(
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
+    ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
+        """Called by thunder once per compiled trace."""
+        assert self.original is not None
+        _restore_sources(computation_trace, self.original)
+        return prologue_trace, self.fusion.fuse(computation_trace), epilogue_trace
+
+
+def fuses_later(fusion: Transform, trace: TraceCtx) -> bool:
+    """Whether a transform after the fusion distributes the program; then sees to it that the fusion runs after that.
+
+    `thunder.distributed` appends its transforms to those of a function that is jitted already.
+    """
+    # The data of a Dynamo graph has none.
+    transforms = getattr(get_compile_data(), "transforms", [])
+    place = next((at for at, transform in enumerate(transforms) if transform is fusion), len(transforms))
+    if not any(isinstance(transform, TransformForTensorParallel) for transform in transforms[place + 1 :]):
+        return False
+    if not isinstance(transforms[-1], FuseAfterDistribution):
+        transforms.append(FuseAfterDistribution(fusion))
+    transforms[-1].original = trace
+    return True
 
 
 def divided_weights() -> set[str]:
-    """The weights that `column_parallel` or `row_parallel` divides among ranks, by their names in the trace.
-
-    Their transforms run after the fusion, and insert what gathers the logits around each linear that they find.
-    """
-    # The data of a Dynamo graph has none.
+    """The weights that `column_parallel` or `row_parallel` divides among ranks, by their names in the trace."""
     transforms = getattr(get_compile_data(), "transforms", ())
     divide = (transform for transform in transforms if isinstance(transform, TransformForTensorParallel))
     return {name for transform in divide for name in transform.chunked_param_name_to_layer_type}
+
+
+def _restore_sources(trace: TraceCtx, original: TraceCtx) -> None:
+    """The places of the user's calls, which tensor parallelism leaves out as it writes a trace anew."""
+    before, after = (_by_operation(each) for each in (original, trace))
+    for operation, bsyms in after.items():
+        sources = before.get(operation, [])
+        # Of an operation that was added, too, nobody knows which ones are the user's.
+        if len(sources) == len(bsyms):
+            for bsym, source in zip(bsyms, sources, strict=True):
+                bsym.source_filename, bsym.source_positions = source.source_filename, source.source_positions
+
+
+def _by_operation(trace: TraceCtx) -> dict[Any, list[BoundSymbol]]:
+    found: dict[Any, list[BoundSymbol]] = {}
+    for bsym in trace.bound_symbols:
+        found.setdefault(bsym.sym.id, []).append(bsym)
+    return found
+
+
+class _StandIn(torch.Tensor):
+    """What can be said of a proxy as a tensor, without memory."""
+
+    @staticmethod
+    def __new__(cls, proxy: TensorProxy, *, requires_grad: bool) -> "_StandIn":
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            tuple(map(int, proxy.shape)),
+            dtype=dtypes.to_torch_dtype(proxy.dtype),
+            device=devices.to_torch_device(proxy.device),
+            requires_grad=requires_grad,
+        )
+
+    __torch_dispatch__ = classmethod(torch._C._disabled_torch_dispatch_impl)
+
+
+def agreement_on(region: Mapping[str, Any], needs_grad: Collection[str], options: Options) -> Agreement | None:
+    """What the ranks that divide the vocabulary of a region agree on, when they compile it; None without such ranks.
+
+    Raises:
+        ValueError: on all ranks, for what differs between them.
+    """
+    parallel = vocab_parallel_of(region)
+    if parallel is None:
+        return None
+    operands = {id(operand): name in needs_grad for name, operand in region_operands(region).items()}
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return tuple(map(stand_in, value))
+        if not isinstance(value, TensorProxy):
+            return value
+        return _StandIn(value, requires_grad=operands.get(id(value), False))
+
+    arguments = {name: stand_in(region[name]) for name in (*POSITIONAL, *BY_NAME, "terms", "token_inputs")}
+    with unset_fake_temporarily():
+        return agree(parallel, arguments, loss=loss_of(region), options=options)
 
 
 def warn_of_gradients_that_are_not_summed() -> None:

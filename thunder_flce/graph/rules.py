@@ -16,6 +16,7 @@ from thunder_flce import functional
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan
 from thunder_flce.execution.row_kernels.dispatch import without_nvfuser
 from thunder_flce.graph import symbols
+from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
 from thunder_flce.graph.matching.trace_index import is_static
 from thunder_flce.graph.thunder_private import (
@@ -34,13 +35,16 @@ from thunder_flce.graph.trace_arguments import (
     BY_NAME,
     POSITIONAL,
     loss_of,
+    plain_values,
     region_arguments,
     region_operands,
     region_problem,
 )
+from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.problem import Problem
+from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
-from thunder_flce.planning.choose import cached_plan
+from thunder_flce.planning.choose import agreed_plan, cached_plan
 from thunder_flce.vocab_parallel import ONLY_EAGER
 
 
@@ -49,17 +53,35 @@ class PlannedRegion(NamedTuple):
 
     problem: Problem
     plan: Plan
+    shard: Shard | None = None
+    """This rank's columns, where ranks divide the vocabulary."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The plan and the shard as arguments of the region."""
+        return {"plan": self.plan.non_defaults(), **({"shard": plain_values(self.shard)} if self.shard else {})}
 
 
 def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options: Options) -> PlannedRegion:
-    """Plans a `linear_cross_entropy` in a trace, from its arguments and the names of those that need a gradient."""
+    """Plans a `linear_cross_entropy` in a trace, from its arguments and the names of those that need a gradient.
+
+    Where ranks divide the vocabulary, they exchange what they have to agree on.
+    """
     weight = region["linear_weight"]
     device, dtype = devices.to_torch_device(weight.device), dtypes.to_torch_dtype(weight.dtype)
+    agreement = agreement_on(region, needs_grad, options)
+    if agreement is not None:
+        tensors = {name: region[name] for name in (*POSITIONAL, *BY_NAME, "terms", "token_inputs")}
+        check_linear_cross_entropy(**tensors, loss=loss_of(region), vocab=agreement.weight_rows)
+        region = {**region, "shard": plain_values(agreement.shard)}
     problem = region_problem(region, needs_grad, float32_logits=options.has_float32_logits(dtype))
     if options.row_kernels == "auto" and not executors_allow_nvfuser():
         choice = without_nvfuser(dtype=problem.logits_dtype, device_type=device.type)
         options = replace(options, row_kernels=choice)
-    return PlannedRegion(problem, cached_plan(problem, options, device))
+    if agreement is None:
+        return PlannedRegion(problem, cached_plan(problem, options, device))
+    plan = agreed_plan(problem.largest_part, options, agreement.memory)
+    return PlannedRegion(problem, plan, agreement.shard)
 
 
 def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
@@ -67,9 +89,10 @@ def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> T
     region = region_arguments(*tensors, **settings)
     plan = settings.get("plan") or {}
     if plan.get("strategy") != LossOnly.strategy:
-        found = plan_region(region, (), Options()).plan
+        found = plan_region(region, (), Options()).settings
         kept = {field.name for field in fields(LossOnly)} & plan.keys()
-        plan = {**found.non_defaults(), **{name: plan[name] for name in kept}}
+        plan = {**found.pop("plan"), **{name: plan[name] for name in kept}}
+        region |= found
     return _run(region, (), plan)
 
 
@@ -80,8 +103,9 @@ def _linear_cross_entropy_grad(*tensors: TensorProxy, **settings: Any) -> Tensor
     if needs_grad is None:
         # Only the transform knows which operands need a gradient; without it, each of them may.
         needs_grad = tuple(region_operands(region))
-    plan = settings.get("plan") or plan_region(region, needs_grad, Options()).plan.non_defaults()
-    return _run(region, needs_grad, plan)
+    if settings.get("plan") is None:
+        region |= plan_region(region, needs_grad, Options()).settings
+    return _run(region, needs_grad, region["plan"])
 
 
 def _run(
@@ -91,6 +115,8 @@ def _run(
     loss = loss_of(region)
     tensors = [region[name] for name in POSITIONAL]
     shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan}
+    if "shard" in region:
+        shared["shard"] = region["shard"]
     if region["terms"]:
         shared["terms"] = tuple(map(tuple, region["terms"]))
     is_in_forward = plan["strategy"] == GradientsInForward.strategy and not loss.has_row_gradients

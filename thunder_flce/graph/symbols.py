@@ -30,15 +30,14 @@ from torch import Tensor
 from thunder_flce import functional
 from thunder_flce.execution import engine
 from thunder_flce.execution.layout import layout_for
-from thunder_flce.execution.operands import Gradients, SavedStatistics, UpstreamGradients
+from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, Plan, SaveLogits, SaveSomeLogits
 from thunder_flce.graph import decomposition, trace_printer
 from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
-from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands
+from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands, shard_of
 from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.token_functions import ONLY_WRITTEN_OUT
-from thunder_flce.vocab_parallel import ONLY_EAGER
 
 
 @ltorch.torchsymbol(
@@ -61,7 +60,7 @@ def linear_cross_entropy(
     num_items: TensorProxy | float | None = None,
     expected_gradient: TensorProxy | float | None = None,
     options: None = None,
-    vocab_parallel: None = None,
+    vocab_parallel: dict[str, Any] | None = None,
     dtype: dtypes.dtype | None = None,
     needs_grad: tuple[str, ...] | None = None,
     plan: dict[str, Any] | None = None,
@@ -70,13 +69,17 @@ def linear_cross_entropy(
     """`functional.linear_cross_entropy` in a trace. What it calls is what runs where the executor is not used.
 
     `settings` are the fields of a `Loss`. `FuseLinearCrossEntropy` sets the loss's dtype (None: as in
-    `functional.linear_cross_entropy`), the names of the tensors that need a gradient, and the fields of a `Plan`.
+    `functional.linear_cross_entropy`), the names of the tensors that need a gradient, the fields of a `Plan` and, where
+    ranks divide the vocabulary, those of a `Shard`. `vocab_parallel` has the fields of a `VocabParallel` as plain
+    values; only the executor knows what to do then.
     """
     if callable(settings.get("token_loss")):
         raise NotImplementedError(ONLY_WRITTEN_OUT)
+    settings.pop("shard", None)
     loss = Loss(**settings)
     if vocab_parallel is not None:
-        raise NotImplementedError(ONLY_EAGER)
+        results = _results_meta(input, loss, dtype)
+        return tuple(results) if loss.outputs else results[0]
     given: dict[str, Any] = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
     given |= {"expected_gradient": expected_gradient}
     given |= {"token_weights": token_weights, "target_weights": target_weights, "token_inputs": token_inputs}
@@ -109,6 +112,19 @@ def converted(tensor: TensorProxy, dtype: dtypes.dtype) -> TensorProxy:
 # these arguments: what is declared is printed even where it has its default.
 
 
+def _results_meta(input: TensorProxy, loss: Loss, dtype: dtypes.dtype | None) -> list[TensorProxy]:
+    """The loss and its outputs."""
+    row_dtype, of_tokens = loss_dtype(input), tuple(input.shape[:-1])
+    results = [_new(input, of_tokens if loss.reduction == "none" else (), dtype or row_dtype)]
+    for output in (OUTPUTS[name] for name in loss.outputs):
+        results.append(_new(input, () if output.is_mean else of_tokens, dtypes.int64 if output.is_index else row_dtype))
+    return results
+
+
+def _new(like: TensorProxy, shape: Sequence[int], dtype: dtypes.dtype) -> TensorProxy:
+    return TensorProxy(shape=tuple(shape), device=like.device, dtype=dtype, requires_grad=False)
+
+
 def _linear_cross_entropy_fwd_meta(
     *tensors: TensorProxy | None, needs_grad: tuple[str, ...], **settings: Any
 ) -> tuple[TensorProxy, ...]:
@@ -116,24 +132,18 @@ def _linear_cross_entropy_fwd_meta(
     region = region_arguments(*tensors, **settings)
     loss, plan, operands = loss_of(region), Plan.of(region), region_operands(region)
     input = region["input"]
-    row_dtype, of_tokens = loss_dtype(input), tuple(input.shape[:-1])
-    tokens = math.prod(of_tokens)
-
-    def new(shape: Sequence[int], dtype: dtypes.dtype = row_dtype) -> TensorProxy:
-        return TensorProxy(shape=tuple(shape), device=input.device, dtype=dtype, requires_grad=False)
-
-    results = [new(of_tokens if loss.reduction == "none" else (), region.get("dtype") or row_dtype)]
-    for output in (OUTPUTS[name] for name in loss.outputs):
-        results.append(new(() if output.is_mean else of_tokens, dtypes.int64 if output.is_index else row_dtype))
-    results += [new((tokens,)), new((tokens,)), new((), dtypes.int64)]
+    row_dtype, shard = loss_dtype(input), shard_of(region)
+    tokens = math.prod(input.shape[:-1]) * (1 if shard is None else shard.token_parts)
+    statistics = [_new(input, (tokens,), row_dtype), _new(input, (tokens,), row_dtype), _new(input, (), dtypes.int64)]
+    results = _results_meta(input, loss, region.get("dtype")) + statistics
     if isinstance(plan, GradientsInForward):
         results += _gradients_meta(operands, needs_grad)
     if isinstance(plan, SaveLogits | SaveSomeLogits):
         dtype = torch.float32 if plan.float32_logits else dtypes.to_torch_dtype(input.dtype)
-        columns = loss.vocab_size or operands["linear_weight"].shape[0]
+        columns = (loss.vocab_size or operands["linear_weight"].shape[0]) if shard is None else shard.columns
         layout = layout_for(columns, dtype=dtype, device_type=input.device.type)
         rows = min(plan.saved_rows, tokens) if isinstance(plan, SaveSomeLogits) else tokens
-        results.append(new((rows, layout.row_stride), dtypes.to_dtype(dtype)))
+        results.append(_new(input, (rows, layout.row_stride), dtypes.to_dtype(dtype)))
     return tuple(results)
 
 
@@ -149,11 +159,18 @@ def _needed(gradients: Gradients, region: Mapping[str, Any]) -> tuple[Tensor, ..
     return tuple(gradient.view(shape) for gradient, shape in zip(found, shapes, strict=True))
 
 
+def _operands(region: Mapping[str, Any]) -> Operands:
+    """What the engine takes."""
+    shard = shard_of(region)
+    tensors = region if shard is None else functional.with_all_tokens(region, shard)
+    return functional.operands_of(tensors, loss_of(region), region["needs_grad"], shard=shard)
+
+
 def _linear_cross_entropy_fwd_impl(*tensors: Tensor | None, **settings: Any) -> tuple[Tensor, ...]:
     """See `engine.forward`: the loss, its further outputs, the statistics, and what is kept or the needed gradients."""
     region = region_arguments(*tensors, **settings)
     plan = Plan.of(region)
-    result = engine.forward(functional.operands_of(region, loss_of(region), region["needs_grad"]), plan)
+    result = engine.forward(_operands(region), plan)
     value, *outputs = functional.in_shape(region["input"].shape[:-1], (result.loss, *result.outputs))
     if "dtype" in region:
         value = value.to(dtypes.to_torch_dtype(region["dtype"]))
@@ -174,7 +191,6 @@ def _linear_cross_entropy_bwd_meta(
 def _linear_cross_entropy_bwd_impl(grad: Tensor, *tensors: Any, **settings: Any) -> tuple[Tensor, ...]:
     """See `engine.backward`: the needed gradients, from the region's tensors and what the forward has saved."""
     region = region_arguments(*tensors, **settings)
-    operands = functional.operands_of(region, loss_of(region), region["needs_grad"])
     row_max, row_log_sum, valid_count, kept = tensors[len(POSITIONAL) :]
     plan = Plan.of(region)
     if isinstance(plan, GradientsInForward):
@@ -182,7 +198,7 @@ def _linear_cross_entropy_bwd_impl(grad: Tensor, *tensors: Any, **settings: Any)
     entropy = region["entropy"].reshape(-1) if "entropy" in region else None
     statistics = SavedStatistics(row_max, row_log_sum, valid_count, entropy)
     upstream = UpstreamGradients(grad, region.get("log_prob_grad"), region.get("entropy_grad"))
-    return _needed(engine.backward(operands, plan, statistics, kept, upstream), region)
+    return _needed(engine.backward(_operands(region), plan, statistics, kept, upstream), region)
 
 
 def _scale_gradients_meta(

@@ -32,7 +32,8 @@ try:
     from thunder.core.trace_interpreter import TraceSubstitutionProcessor
     from thunder.core.transforms import get_grad, put_grad, register_grad
     from thunder.distributed import get_skip_data_parallel_grad_sync
-    from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
+    from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
+    from thunder.distributed.tensor_parallel.common import TensorParallelLayerType, TransformForTensorParallel
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
     from thunder.dynamo.utils import CompilerType, get_torch_compile_kwargs
     from thunder.executors.nvfuserex import nvfuser_available

@@ -9,11 +9,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+import torch
 from thunder.core import devices, dtypes
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from thunder_flce.operation.arguments import named_operands
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.problem import Problem, TermShape
+from thunder_flce.operation.shard import Shard
+from thunder_flce.vocab_parallel import VocabParallel
 
 POSITIONAL = ("input", "linear_weight", "target", "linear_bias")
 BY_NAME = ("weight", "token_weights", "target_weights", "num_items", "expected_gradient")
@@ -31,6 +35,31 @@ def loss_of(region: Mapping[str, Any]) -> Loss:
     return Loss(**{field.name: region[field.name] for field in fields(Loss) if field.name in region})
 
 
+def plain_values(settings: Shard | VocabParallel) -> dict[str, Any]:
+    """Those fields that differ from their defaults, as values that a trace can print: a group is its name."""
+    changed = {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) != f.default}
+    if isinstance(settings, VocabParallel):
+        changed["group"] = settings.process_group.group_name
+    return {name: dtypes.to_dtype(each) if isinstance(each, torch.dtype) else each for name, each in changed.items()}
+
+
+def shard_of(region: Mapping[str, Any]) -> Shard | None:
+    """This rank's columns, where ranks divide the vocabulary."""
+    return Shard(**region["shard"]) if "shard" in region else None
+
+
+def vocab_parallel_of(region: Mapping[str, Any]) -> VocabParallel | None:
+    """The ranks that divide the vocabulary."""
+    if region.get("vocab_parallel") is None:
+        return None
+    values = dict(region["vocab_parallel"])
+    dtype = values.pop("input_grad_dtype", None)
+    group = _resolve_process_group(values.pop("group"))
+    return VocabParallel(
+        group=group, input_grad_dtype=None if dtype is None else dtypes.to_torch_dtype(dtype), **values
+    )
+
+
 def region_operands(region: Mapping[str, Any]) -> dict[str, Any]:
     """The operands of the linears, by their names in `needs_grad`."""
     return named_operands(region["input"], region["linear_weight"], region["linear_bias"], region["terms"])
@@ -38,15 +67,15 @@ def region_operands(region: Mapping[str, Any]) -> dict[str, Any]:
 
 def region_problem(region: Mapping[str, Any], needs_grad: Collection[str], *, float32_logits: bool) -> Problem:
     """The problem; `float32_logits` says whether the logits of 16-bit operands stay in float32."""
-    weight, loss = region["linear_weight"], loss_of(region)
+    weight, loss, shard = region["linear_weight"], loss_of(region), shard_of(region)
     linears = [(name, operand) for name, operand in region_operands(region).items() if name != "linear_bias"]
     return Problem(
-        tokens=math.prod(map(int, region["input"].shape[:-1])),
+        tokens=math.prod(map(int, region["input"].shape[:-1])) * (1 if shard is None else shard.token_parts),
         terms=tuple(
             TermShape(hidden=int(x.shape[-1]), input_grad=of_input in needs_grad, weight_grad=of_weight in needs_grad)
             for (of_input, x), (of_weight, _) in zip(linears[::2], linears[1::2], strict=True)
         ),
-        vocab=int(loss.vocab_size or weight.shape[0]),
+        vocab=int(loss.vocab_size or weight.shape[0]) if shard is None else shard.columns,
         weight_rows=int(weight.shape[0]),
         dtype=dtypes.to_torch_dtype(weight.dtype),
         device_type=devices.to_torch_device(weight.device).type,
@@ -60,4 +89,5 @@ def region_problem(region: Mapping[str, Any], needs_grad: Collection[str], *, fl
         token_inputs=len(region["token_inputs"]),
         has_expected_gradient=region["expected_gradient"] is not None,
         float32_logits=float32_logits,
+        shard=shard,
     )

@@ -14,7 +14,7 @@ from thunder.core.transform_common import Transform, dce
 
 from thunder_flce.graph import symbols
 from thunder_flce.graph.decisions import Decision, source_of
-from thunder_flce.graph.distributed import divided_weights, warn_of_gradients_that_are_not_summed
+from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses
 from thunder_flce.graph.matching.losses import is_loss
 from thunder_flce.graph.matching.match import Found, Match, find_matches
@@ -80,6 +80,17 @@ class FuseLinearCrossEntropy(Transform):
         Raises:
             NotFusedError: where `strict`, with the source and the reason of everything that is not fused.
         """
+        if fuses_later(self, computation_trace):
+            self._check_regions(computation_trace)
+            return prologue_trace, computation_trace, epilogue_trace
+        return prologue_trace, self.fuse(computation_trace), epilogue_trace
+
+    def fuse(self, computation_trace: TraceCtx) -> TraceCtx:
+        """The trace with its regions.
+
+        Raises:
+            NotFusedError: see `transform_traces_pre_prologue`.
+        """
         start = time.perf_counter()
         warn_of_gradients_that_are_not_summed()
         compilation = Compilation(computation_trace)
@@ -103,7 +114,18 @@ class FuseLinearCrossEntropy(Transform):
             computation_trace = dce(computation_trace)
             computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         compilation.seconds = time.perf_counter() - start
-        return prologue_trace, computation_trace, epilogue_trace
+        return computation_trace
+
+    def _check_regions(self, trace: TraceCtx) -> None:
+        """Raises for regions that the user has written: thunder would gather their losses in place of logits."""
+        divided = divided_weights()
+        for bsym in filter(symbols.is_region, trace.bound_symbols):
+            if any(arg.name in divided for arg in bsym.flat_proxy_args):
+                raise NotImplementedError(
+                    f"linear_cross_entropy at {source_of(bsym)}: thunder.distributed divides its weight among ranks, "
+                    "but knows linears only. Write the linear and the loss, which will be fused; or divide the weight "
+                    "yourself, and say so by vocab_parallel"
+                )
 
     def plan(self, region: Mapping[str, Any], needs_grad: tuple[str, ...]) -> PlannedRegion:
         """The plan of a region, from its arguments and the names of the operands that need a gradient."""
@@ -123,34 +145,15 @@ def _search(trace: TraceCtx, options: Options) -> tuple[TraceIndex, list[Found]]
     """What a trace computes from logits, and its index: with chunked losses merged, if these can all be fused."""
     merged, new_losses = merge_chunked_losses(trace)
     index = TraceIndex(merged)
-    found = _find(index, options)
+    found = find_matches(index, options)
     fused = {bsym.output.name for bsym, _, outcome in found if isinstance(outcome, Match)}
     if not all(loss.name in fused for loss in new_losses):
         index = TraceIndex(trace)
-        found = _find(index, options)
+        found = find_matches(index, options)
     if (delayed := _delay_sums(index, found)) is not None:
         index = TraceIndex(delayed)
-        found = _find(index, options)
+        found = find_matches(index, options)
     return index, found
-
-
-def _find(index: TraceIndex, options: Options) -> list[Found]:
-    """As `find_matches`, but for linears that thunder is going to divide among ranks.
-
-    Raises:
-        NotImplementedError: where one of those is in a region that the user has written.
-    """
-    divided = divided_weights()
-    if any(
-        symbols.is_region(bsym) and any(arg.name in divided for arg in bsym.flat_proxy_args) for bsym in index.bsyms
-    ):
-        raise NotImplementedError(f"linear_cross_entropy cannot be compiled here: {Reason.TENSOR_PARALLEL.value}")
-
-    def checked(found: Found) -> Found:
-        weights = {term.weight.name for term in found.outcome.path.terms} if isinstance(found.outcome, Match) else set()
-        return found._replace(outcome=NotFused(Reason.TENSOR_PARALLEL)) if weights & divided else found
-
-    return [checked(found) for found in find_matches(index, options)]
 
 
 def _delay_sums(index: TraceIndex, found: list[Found]) -> TraceCtx | None:

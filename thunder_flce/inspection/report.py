@@ -17,6 +17,7 @@ from thunder_flce.execution.row_kernels import dispatch
 from thunder_flce.graph.decisions import PLURALS, Decision
 from thunder_flce.graph.dynamo.fusion import Fusion
 from thunder_flce.graph.rules import PlannedRegion
+from thunder_flce.graph.thunder_private import DistributedPrimIDs
 from thunder_flce.graph.trace_printer import stage_rows
 from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
 from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
@@ -61,7 +62,7 @@ class CompilationReport:
         """The plan of a region, and its alternatives; nothing where it was not fused."""
         if decision.region is None:
             return []
-        problem, chosen = decision.region
+        problem, chosen, _ = decision.region
         name = cost.device_name(problem.device_type)
         return [
             PredictedPlan(
@@ -162,8 +163,14 @@ class _ThunderCompilation(CompilationReport):
 
     @cached_property
     def saved_by_plain_thunder(self) -> list[SavedTensor] | None:
-        """What it would save without us; None if not asked for. See `saved.saved_by_plain_thunder`."""
-        if not self._against_plain_thunder:
+        """What it would save without us; see `saved.saved_by_plain_thunder`.
+
+        None if not asked for, and where weights are divided among ranks: the trace that thunder began with has them
+        whole, but takes their parts.
+        """
+        divides = DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT
+        is_divided = any(bsym.sym.id is divides for bsym in self._compilation.trace.bound_symbols)
+        if not self._against_plain_thunder or is_divided:
             return None
         prologue, computation, epilogue, _ = self._passes
         return saved_by_plain_thunder(self._jitted, (prologue[0], computation[0], epilogue[0]))
@@ -271,7 +278,7 @@ class Report(Sequence):
         They are in the order of their first use; where two of one name differ, the names are numbered.
         """
         texts: dict[str, list[str]] = {}
-        for problem, plan in (decision.region for decision in self.decisions if decision.region):
+        for problem, plan, _ in (decision.region for decision in self.decisions if decision.region):
             for direction, stages in program(problem, plan).directions.items():
                 steps = (step for stage in stages for step in stage.every_step())
                 for work in dict.fromkeys(work for step in steps for work in step.fusions):
@@ -409,7 +416,7 @@ def _plan_dict(plan: Plan) -> dict[str, Any]:
 
 
 def _decision_dict(decision: Decision) -> dict[str, Any]:
-    directions = program(*decision.region).directions if decision.region else {}
+    directions = program(decision.region.problem, decision.region.plan).directions if decision.region else {}
     return {
         "kind": decision.kind,
         "source": decision.source,
@@ -433,7 +440,7 @@ def _decision_blocks(decision: Decision) -> Iterator[Block]:
         return
     if missing := _missing_row_kernels(decision.region):
         yield Block(missing, "yellow")
-    for direction, stages in program(*decision.region).directions.items():
+    for direction, stages in program(decision.region.problem, decision.region.plan).directions.items():
         yield table((direction, "runs in"), stage_rows(stages))
     rows = [
         (
@@ -454,7 +461,7 @@ _SLOWER = {"nvFuser": "takes 2 to 8% longer", "PyTorch": "takes about 1.4 to 2 t
 
 def _missing_row_kernels(region: PlannedRegion) -> str | None:
     """What "auto" would use if it were installed, and what that costs; None where nothing is missing."""
-    problem, plan = region
+    problem, plan, _ = region
     missing = dispatch.missing(dtype=problem.logits_dtype, device_type=problem.device_type)
     if plan.row_kernels != "auto" or missing is None:
         return None

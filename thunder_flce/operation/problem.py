@@ -1,6 +1,6 @@
 """What is known of a loss region before it runs: shapes, dtypes and the loss; no tensor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -49,7 +49,17 @@ class Problem:
     float32_logits: bool = False
     """Whether logits of 16-bit operands stay in float32."""
     shard: Shard | None = None
-    """Where ranks divide the vocabulary: the largest part, to which `vocab` and `weight_rows` belong, too."""
+    """Where ranks divide the vocabulary: a rank's part, to which `vocab` and `weight_rows` belong, too. A plan is made
+    for the largest."""
+
+    @property
+    def largest_part(self) -> "Problem":
+        """Of a divided vocabulary, that of the rank with the most of it, which is the same on all ranks."""
+        if self.shard is None:
+            return self
+        largest = self.shard.largest
+        shard = replace(self.shard, rank=0, start=0, columns=largest)
+        return replace(self, vocab=largest, weight_rows=largest, shard=shard)
 
     @property
     def hidden(self) -> int:

@@ -19,9 +19,11 @@ from thunder.core import dtypes
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
+from torch.distributed import ProcessGroup
 
 from thunder_flce.graph.matching.reasons import NotFused, Reason
 from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, tensors_written
+from thunder_flce.graph.thunder_private import DistributedPrimIDs, TensorParallelLayerType
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class LogitsPath:
     rows: tuple[RowStep, ...] = ()
     bias_carries_grad: bool = True
     """Whether gradients flow to the bias, which may be added after the terms were detached."""
+    group: ProcessGroup | None = None
+    """The ranks among which the rows of the weights and of the bias are divided; the tensor has the columns of all."""
 
     @property
     def vocab(self) -> int:
@@ -434,6 +438,8 @@ def _add(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     if path.class_dimension != path.tensor.ndim - 1 or not path.is_linear:
         raise _changed(bsym)
     if tuple(other.shape) == (path.vocab,) and path.tensor.ndim > 1:
+        if path.group is not None:
+            raise _changed(bsym, ", a bias that is not divided among ranks")
         if path.bias is not None or path.scale != 1:
             raise _changed(bsym, ", a bias after another or after a factor")
         return path.then(bsym, bias=other, bias_carries_grad=True)
@@ -451,7 +457,7 @@ def _sum_of_linears(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, othe
         raise NotFused(Reason.LOGITS_USED, f"one of the summands of {bsym.sym.name}")
     alike = tuple(other.shape) == tuple(path.tensor.shape) and summand.class_dimension == path.class_dimension
     has_two_biases = path.bias is not None and summand.bias is not None
-    if not alike or not summand.is_linear or path.rows or summand.rows or has_two_biases:
+    if not alike or not summand.is_linear or path.rows or summand.rows or has_two_biases or path.group != summand.group:
         raise _changed(bsym)
     scale = path.scale
     if path.scale != summand.scale:
@@ -470,6 +476,21 @@ def _sum_of_linears(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, othe
         bias=with_bias.bias,
         bias_carries_grad=with_bias.bias_carries_grad,
     )
+
+
+def _columns_of_all_ranks(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    """What `thunder.distributed.column_parallel` puts after a linear: it gathers the columns of all ranks.
+
+    Before the linear it has put what sums the input's gradient over the ranks. A region does that itself.
+    """
+    _, group, layer_type = bsym.args
+    (term,) = path.terms
+    summed = index.producers.get(term.input.name)
+    if layer_type is not TensorParallelLayerType.COLUMN_PARALLEL_LINEAR or summed is None:
+        raise NotFused(Reason.TENSOR_PARALLEL)
+    if summed.sym.id is not DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_INPUT:
+        raise NotFused(Reason.TENSOR_PARALLEL)
+    return path.then(bsym, terms=(replace(term, input=summed.args[0]),), group=group)
 
 
 # Under autocast, thunder puts the primitive in place of torch's linear. torch.mm has the name of its sparse sister.
@@ -528,4 +549,5 @@ RULES: dict[Any, Callable[[TraceIndex, LogitsPath, BoundSymbol], LogitsPath]] = 
     ltorch.log_softmax.id: _log_softmax,
     "torch.softmax": _softmax,
     ltorch.exp.id: _exp,
+    DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT: _columns_of_all_ranks,
 }

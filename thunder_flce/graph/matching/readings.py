@@ -218,7 +218,7 @@ def has_same_linears(a: LogitsPath, b: LogitsPath) -> bool:
 
     def operands(path: LogitsPath) -> list[Any]:
         names = [(term.input.name, term.weight.name, term.transposed, term.factor) for term in path.terms]
-        return [*names, path.bias and path.bias.name, path.vocab_size, path.selection]
+        return [*names, None if path.bias is None else path.bias.name, path.vocab_size, path.selection]
 
     return operands(a) == operands(b)
 

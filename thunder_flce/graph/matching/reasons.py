@@ -17,7 +17,7 @@ class Reason(Enum):
     CLASS_WEIGHTS = "it has class weights that are not supported"
     DTYPE = "the linear's operands have different dtypes, or one that is not supported"
     DISTRIBUTED = "an operand is a distributed tensor"
-    TENSOR_PARALLEL = "thunder.distributed divides its weight among ranks; outside of thunder, vocab_parallel does that"
+    TENSOR_PARALLEL = "thunder.distributed divides its weight among ranks by row_parallel, not by column_parallel"
     OPERAND_MODIFIED = "a tensor is changed in place that the loss, or a prediction beside it, may depend on"
     DYNAMIC = "a shape or a setting is not known when the trace is compiled"
     DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"

@@ -1,0 +1,105 @@
+"""Programs that thunder compiles on ranks that divide the vocabulary; ranks are threads here."""
+
+from copy import deepcopy
+
+import pytest
+import thunder
+import thunder.distributed
+import torch
+import torch.nn.functional as F
+from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
+from torch import nn
+
+import thunder_flce
+from ranks import as_threads
+from reference import error
+from thunder_flce import NotFusedWarning, Options
+
+H, VOCAB = 8, 102
+
+
+class Losses(nn.Module):
+    """A layer, a head, and two losses on the same logits."""
+
+    def __init__(self, *, columns: int | None = None, bias_after: bool = False):
+        super().__init__()
+        self.hidden = nn.Linear(H, H, dtype=torch.float64)
+        self.lm_head = nn.Linear(H, VOCAB, bias=not bias_after, dtype=torch.float64)
+        self.bias = nn.Parameter(torch.randn(VOCAB, dtype=torch.float64)) if bias_after else None
+        self.columns = columns
+
+    def forward(self, x, labels, class_weights, advantages):
+        logits = self.lm_head(torch.tanh(self.hidden(x)))
+        if self.bias is not None:
+            logits = logits + self.bias
+        logits = 3 * torch.tanh(logits[:, :-1, : self.columns].flatten(0, 1))
+        labels = labels[:, 1:].flatten()
+        log_probs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        class_weights = class_weights if self.columns is None else None
+        mean = F.cross_entropy(logits, labels, weight=class_weights, label_smoothing=0.1)
+        return mean, (torch.exp(log_probs) * advantages).sum(), F.cross_entropy(logits, labels, reduction="none")
+
+
+class Case:
+    """A model, its arguments, upstream gradients, and what float64 makes of them. Threads share the random numbers."""
+
+    def __init__(self, **settings):
+        self.model = Losses(**settings)
+        self.x = torch.randn(2, 6, H, dtype=torch.float64).requires_grad_()
+        labels = torch.randint(40, (2, 6))
+        labels[0, 2:4] = -100
+        self.others = labels, torch.rand(VOCAB, dtype=torch.float64), torch.randn(10, dtype=torch.float64)
+        self.upstream = [torch.randn(shape, dtype=torch.float64) for shape in ((), (), (10,))]
+        self.losses = self.model(self.x, *self.others)
+        torch.autograd.backward(self.losses, self.upstream)
+
+    def check(self, rank: int, ranks: int, **settings):
+        """Asserts that losses are exact, and so are x's gradient and this rank's part of the parameters'."""
+        step = divided("column_parallel", deepcopy(self.model), rank, **settings)
+        x = self.x.detach().requires_grad_()
+        losses = step(x, *self.others)
+        torch.autograd.backward(losses, self.upstream)
+        assert all(error(*pair) < 1e-12 for pair in zip(losses, self.losses, strict=True))
+        assert error(x.grad, self.x.grad) < 1e-12
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad.chunk(ranks)[rank] if name.startswith("lm_head") else parameter.grad
+            assert error(step.get_parameter(name).grad, gradient) < 1e-12, name
+        return step
+
+
+def divided(kind: str, model: nn.Module, rank: int, **settings):
+    """The model, its head in thunder's tensor parallelism, which is for CUDA only."""
+    device = torch.device("cpu", rank)
+    return getattr(thunder.distributed, kind)(thunder_flce.jit(model, **settings), ["lm_head"], device=device)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    set_device = lambda self: setattr(self, "device", torch.device("cpu", self.rank))  # noqa: E731
+    monkeypatch.setattr(TransformForTensorParallel, "__post_init__", set_device)
+
+
+@pytest.mark.parametrize(
+    "ranks, columns, options",
+    [(2, None, Options()), (3, VOCAB - 3, Options(strategy="recompute_logits", chunk_rows=4))],
+)
+def test_column_parallel(ranks, columns, options):
+    case = Case(columns=columns)
+
+    def run(rank):
+        step = case.check(rank, ranks, options=options, strict=True)
+        traces = thunder.last_traces(step)[-1], thunder.last_backward_traces(step)[-1]
+        return thunder_flce.explain(step), "\n".join(map(str, traces))
+
+    for report, text in as_threads(ranks, run):
+        decisions = [decision for part in report for decision in part.decisions]
+        assert all(decision.fused and "test_thunder_ranks.py:" in decision.source for decision in decisions)
+        # No logits of other ranks, and the gradient of the hidden states is summed in the region only.
+        assert "all_gather" not in text and "all_reduce" not in text
+        assert "combined(" in text and "summed(" in text and f"'ranks': {ranks}" in text
+
+
+def test_a_bias_that_is_not_divided():
+    case = Case(bias_after=True)
+    with pytest.warns(NotFusedWarning, match="by add, a bias that is not divided among ranks"):
+        as_threads(2, lambda rank: case.check(rank, 2))
