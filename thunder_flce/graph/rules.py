@@ -7,6 +7,7 @@ arguments.
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from thunder.core import devices, dtypes, prims
@@ -20,7 +21,9 @@ from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
 from thunder_flce.graph.matching.trace_index import is_static
 from thunder_flce.graph.thunder_private import (
+    PseudoInst,
     do_raise,
+    get_compile_data,
     get_grad,
     interpreter_needs_wrap,
     maybe_downcast_to,
@@ -45,7 +48,16 @@ from thunder_flce.operation.problem import Problem
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import agreed_plan, cached_plan
-from thunder_flce.vocab_parallel import ONLY_EAGER
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel
+
+ONLY_WITH_EXECUTOR = (
+    "thunder compiles vocab_parallel with the executor of thunder_flce only: use thunder_flce.jit, or "
+    "thunder.jit(…, executors=[thunder_flce.executor, *thunder.get_default_executors()])"
+)
+NOT_AN_ARGUMENT = (
+    "vocab_parallel must not be an argument of a function that thunder compiles, which would not compile it anew for "
+    "other ranks: make it an attribute of the module, or a variable outside of the function"
+)
 
 
 class PlannedRegion(NamedTuple):
@@ -158,7 +170,6 @@ executor.register_implementation(
     execution_transform=_linear_cross_entropy_transform,
     grad_transform=_linear_cross_entropy_grad,
 )
-_region_in_trace = interpreter_needs_wrap(record_source_loc_in_symbol_header(symbols.linear_cross_entropy))
 
 
 # torchsymbol alone is not enough: thunder copies its table of functions when thunder is imported.
@@ -168,11 +179,29 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
     if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
         return do_raise(NotImplementedError(ONLY_EAGER))
+    constants = {}
+    if (given := kwargs.pop("vocab_parallel", None)) is not None and given.value is not None:
+        try:
+            parallel = given.value if isinstance(given.value, VocabParallel) else VocabParallel(group=given.value)
+        except (TypeError, ValueError) as error:
+            return do_raise(error)
+        if executor not in get_compile_data().executors_list:
+            return do_raise(NotImplementedError(ONLY_WITH_EXECUTOR))
+        if _is_argument(given.provenance):
+            return do_raise(NotImplementedError(NOT_AN_ARGUMENT))
+        constants["vocab_parallel"] = plain_values(parallel)
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
     for item in _items(kwargs.get("terms")):
         recursively_proxy(item, *_items(item))
     recursively_proxy(*args, **kwargs)
-    return _region_in_trace(*args, **kwargs)
+    region = record_source_loc_in_symbol_header(partial(symbols.linear_cross_entropy, **constants))
+    return interpreter_needs_wrap(region)(*args, **kwargs)
+
+
+def _is_argument(provenance: Any) -> bool:
+    """Whether a value comes from the arguments of the jitted function."""
+    is_given = provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
+    return is_given or any(map(_is_argument, provenance.inputs))
 
 
 def _items(wrapped: Any) -> Sequence[Any]:

@@ -21,7 +21,7 @@ def _missing(what: object) -> ImportError:
 
 try:
     from thunder.core.compile_data import compile_data_and_stats, get_compile_data
-    from thunder.core.interpreter import do_raise
+    from thunder.core.interpreter import PseudoInst, do_raise
     from thunder.core.jit_ext import (
         interpreter_needs_wrap,
         record_source_loc_in_symbol_header,
