@@ -1,19 +1,22 @@
 """Programs that thunder compiles on ranks that divide the vocabulary; ranks are threads here."""
 
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import thunder
 import thunder.distributed
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
 from torch import nn
 
 import thunder_flce
 from ranks import as_threads
-from reference import error
-from thunder_flce import NotFusedWarning, Options
+from reference import Case, error, make_case, truth
+from test_vocab_parallel import part_of, parts
+from thunder_flce import NotFusedWarning, Options, VocabParallel, linear_cross_entropy
 
 H, VOCAB = 8, 102
 
@@ -40,7 +43,7 @@ class Losses(nn.Module):
         return mean, (torch.exp(log_probs) * advantages).sum(), F.cross_entropy(logits, labels, reduction="none")
 
 
-class Case:
+class Step:
     """A model, its arguments, upstream gradients, and what float64 makes of them. Threads share the random numbers."""
 
     def __init__(self, **settings):
@@ -84,7 +87,7 @@ def on_cpu(monkeypatch):
     [(2, None, Options()), (3, VOCAB - 3, Options(strategy="recompute_logits", chunk_rows=4))],
 )
 def test_column_parallel(ranks, columns, options):
-    case = Case(columns=columns)
+    case = Step(columns=columns)
 
     def run(rank):
         step = case.check(rank, ranks, options=options, strict=True)
@@ -100,6 +103,39 @@ def test_column_parallel(ranks, columns, options):
 
 
 def test_a_bias_that_is_not_divided():
-    case = Case(bias_after=True)
+    case = Step(bias_after=True)
     with pytest.warns(NotFusedWarning, match="by add, a bias that is not divided among ranks"):
         as_threads(2, lambda rank: case.check(rank, 2))
+
+
+def test_a_call():
+    """With uneven parts of the vocabulary, and each rank with a part of the tokens."""
+    case, sizes = make_case(tokens=20, vocab=101, dtype=torch.float64), (60, 0, 41)
+    upstream = torch.rand(18, dtype=torch.float64)
+    case = Case(case.x.detach()[:18].requires_grad_(), case.weight, None, case.target[:18])
+    exact = truth(case, upstream, reduction="none")
+
+    def run(rank):
+        rows, tokens = parts(sizes)[rank], slice(6 * rank, 6 * rank + 6)
+        parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
+        step = thunder_flce.jit(partial(linear_cross_entropy, vocab_parallel=parallel, reduction="none"))
+        part = part_of(case, rows)
+        x = part.x.detach()[tokens].requires_grad_()
+        for _ in range(2):
+            loss = step(x, part.weight, case.target[tokens])
+        loss.backward(upstream[tokens])
+        assert thunder.cache_hits(step) == 1 and error(loss, exact.loss[tokens]) < 1e-12
+        assert error(x.grad, exact.gradients[0][tokens]) < 1e-12
+        assert error(part.weight.grad, exact.gradients[1][rows]) < 1e-12 or not sizes[rank]
+
+        def of_argument(x, weight, target, group):
+            return linear_cross_entropy(x, weight, target, vocab_parallel=group)
+
+        for jit, message in (
+            (thunder_flce.jit, "must not be an argument"),
+            (thunder.jit, "the executor of thunder_flce"),
+        ):
+            with pytest.raises(NotImplementedError, match=message):
+                jit(of_argument)(x, part.weight, case.target[tokens], dist.group.WORLD)
+
+    as_threads(3, run)

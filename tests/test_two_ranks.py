@@ -25,8 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thunder_flce
 from ranks import as_processes
-from reference import error
-from thunder_flce import LinearCrossEntropyLoss, NotFusedWarning, Options, count_items, linear_cross_entropy
+from reference import error, make_case, truth
+from test_vocab_parallel import part_of, parts
+from thunder_flce import (
+    LinearCrossEntropyLoss,
+    NotFusedWarning,
+    Options,
+    VocabParallel,
+    count_items,
+    linear_cross_entropy,
+)
 
 H = 16
 CASES = {}
@@ -327,6 +335,31 @@ def module_with_a_divided_weight(rank):
     part(x.redistribute(placements=[Replicate()], async_op=True), labels).backward()
     check(part, {name: parameter.grad for name, parameter in loss.named_parameters()}, bound=1e-12)
     assert x.grad.placements == (Shard(0),) and error(x.grad.full_tensor(), hidden.grad) < 1e-12
+
+
+@with_each(
+    dynamic={"compile": {"backend": "aot_eager", "dynamic": True}},
+    tokens={"compile": {"backend": "aot_eager"}, "sequence_parallel": True, "settings": {"reduction": "none"}},
+)
+def compiled_call(rank, of):
+    """A call whose vocabulary is divided is one operator in one graph."""
+    torch._dynamo.reset()
+    case, settings = make_case(tokens=20, vocab=101, dtype=torch.float64), of.get("settings", {})
+    parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=of.get("sequence_parallel", False))
+    part = part_of(case, parts((60, 41))[rank])
+    tokens = slice(10 * rank, 10 * rank + 10) if parallel.sequence_parallel else slice(None)
+
+    def step(x, weight, target):
+        return linear_cross_entropy(x, weight, target, vocab_parallel=parallel, **settings)
+
+    compiled = torch.compile(step, fullgraph=True, **of["compile"])
+    upstream = torch.rand(20, dtype=torch.float64) if settings else None
+    exact = truth(case, upstream, **settings)
+    loss = compiled(x := part.x.detach()[tokens].requires_grad_(), part.weight, case.target[tokens])
+    loss.backward(None if upstream is None else upstream[tokens])
+    assert error(loss, exact.loss[tokens] if settings else exact.loss) < 1e-12
+    assert error(x.grad, exact.gradients[0][tokens]) < 1e-12
+    assert error(part.weight.grad, exact.gradients[1][parts((60, 41))[rank]]) < 1e-12
 
 
 def _run(rank: int) -> dict[str, str]:

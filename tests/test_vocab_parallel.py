@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import thunder_flce
 from ranks import RankErrors, as_threads
@@ -444,27 +443,35 @@ def test_arguments():
 
 
 def test_traced_programs():
-    """Dynamo breaks its graph around a call. What cannot do that says so."""
+    """A call is one operator in a graph; around DTensors, Dynamo breaks it. What cannot do that says so."""
     case = make_case(dtype=torch.float64)
 
     def run(rank):
         mesh = init_device_mesh("cpu", (1,))
 
-        def loss(x, weight):
+        def loss(x, weight, **settings):
             parallel = None if isinstance(x, DTensor) else mesh
-            return 2 * linear_cross_entropy(x, weight, case.target, vocab_parallel=parallel)
+            return 2 * linear_cross_entropy(x, weight, case.target, vocab_parallel=parallel, **settings)
 
         of_mesh = [distribute_tensor(tensor.detach(), mesh, [DivideRows(0)]) for tensor in (case.x, case.weight)]
-        for tensors in ((case.x, case.weight), of_mesh):
-            with pytest.raises(torch._dynamo.exc.Unsupported, match="vocab_parallel works in eager calls only"):
-                torch.compile(loss, backend="eager", fullgraph=True)(*tensors)
-            for compiled in (torch.compile(loss, backend="eager"), thunder_flce.thunderfx(loss)):
-                assert error(compiled(*tensors), 2 * truth(case).loss) < 1e-12
-            with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
-                parallel = None if tensors is of_mesh else mesh
-                thunder_flce.jit(partial(linear_cross_entropy, target=case.target, vocab_parallel=parallel))(*tensors)
-        with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
-            make_fx(loss, tracing_mode="fake")(case.x, case.weight)
+        plain = case.x, case.weight
+        exact = 2 * truth(case).loss
+        for compiled in (
+            torch.compile(loss, backend="eager", fullgraph=True),
+            thunder_flce.thunderfx(loss),
+        ):
+            assert error(compiled(*plain), exact) < 1e-12
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="DTensors work in eager calls only"):
+            torch.compile(loss, backend="eager", fullgraph=True)(*of_mesh)
+        for compiled in (torch.compile(loss, backend="eager"), thunder_flce.thunderfx(loss)):
+            assert error(compiled(*of_mesh), exact) < 1e-12
+        with pytest.raises(NotImplementedError, match="DTensors work in eager calls only"):
+            thunder_flce.jit(partial(linear_cross_entropy, target=case.target))(*of_mesh)
+        saving = partial(loss, vocab_size=90, options=Options(strategy="save_logits"))
+        with pytest.raises(
+            torch._dynamo.exc.TorchRuntimeError, match="strategy must not be .save_logits. with vocab_s"
+        ):
+            torch.compile(saving, backend="eager")(*plain)
 
     as_threads(1, run)
 

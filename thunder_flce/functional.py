@@ -11,14 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.dtensor import DividedCall, has_dtensors
-from thunder_flce.execution.shards import start_gathering
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operation.shard import Shard
-from thunder_flce.operators import Settings, is_traced, operands_of, plan_for
+from thunder_flce.operators import Settings, is_traced, operands_of, plan_for, with_all_tokens
 from thunder_flce.options import Options, as_options
 from thunder_flce.token_functions import ONLY_WRITTEN_OUT, traced_token_loss
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, from_literal, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -27,17 +25,19 @@ if TYPE_CHECKING:
 def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Dynamo see one call of a function, which AOTAutograd or thunder looks into, and not what it does.
 
-    Where ranks have to agree on a call, the graph breaks around it.
+    Around DTensors, the graph breaks.
     """
     in_graph = torch.compiler.allow_in_graph(function)
     eager = torch.compiler.disable(function, reason=ONLY_EAGER)
+    constant = torch.compiler.assume_constant_result(as_literal)
 
     # What Dynamo does not see as one call is this, which it looks into.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        is_divided = kwargs.get("vocab_parallel") is not None
-        is_divided = is_divided or any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
-        return (eager if is_divided else in_graph)(*args, **kwargs)
+        has_dtensors = any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
+        if torch.compiler.is_dynamo_compiling() and not has_dtensors and kwargs.get("vocab_parallel") is not None:
+            kwargs = {**kwargs, "vocab_parallel": constant(**settings_of(kwargs["vocab_parallel"]))}
+        return (eager if has_dtensors else in_graph)(*args, **kwargs)
 
     return call
 
@@ -133,8 +133,8 @@ def linear_cross_entropy(
         vocab_parallel: the process group, the one-dimensional device mesh or the `VocabParallel` of the ranks that
             divide the vocabulary. linear_weight, linear_bias and the weights of terms are then this rank's rows, V
             those of all; weight is the whole vector, and input and target are the same on all ranks. Loss, outputs and
-            the input's gradient are those of the whole vocabulary, with the same bits on all ranks. Eager calls only.
-            DTensors take its place: see `dtensor`.
+            the input's gradient are those of the whole vocabulary, with the same bits on all ranks. DTensors take its
+            place: see `dtensor`.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 
@@ -191,7 +191,13 @@ def _results(
 ) -> tuple[Tensor, ...]:
     """The loss and its outputs, of plain tensors by name."""
     input, target = arguments["input"], arguments["target"]
-    if vocab_parallel is None:
+    if isinstance(input, Tensor) and is_traced(input) and vocab_parallel is not None:
+        # Ranks agree, and the arguments are checked, when the operator runs.
+        literal = vocab_parallel if isinstance(vocab_parallel, str) else as_literal(**settings_of(vocab_parallel))
+        needs_grad = _needs_grad(arguments)
+        operands = operands_of(arguments, loss, needs_grad)
+        settings = Settings.unplanned(operands, needs_grad, options, vocab_parallel=literal)
+    elif vocab_parallel is None:
         check_linear_cross_entropy(**arguments, loss=loss)
         needs_grad = _needs_grad(arguments)
         operands = operands_of(arguments, loss, needs_grad)
@@ -200,11 +206,10 @@ def _results(
         else:
             settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
     else:
-        if isinstance(input, Tensor) and is_traced(input):
-            raise NotImplementedError(ONLY_EAGER)
         if arguments["target_weights"] is not None:
             raise NotImplementedError("target_weights and vocab_parallel do not go together: give target alone")
-        agreement = agree(vocab_parallel, arguments, loss=loss, options=options)
+        parallel = from_literal(vocab_parallel) if isinstance(vocab_parallel, str) else vocab_parallel
+        agreement = agree(parallel, arguments, loss=loss, options=options)
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)
         operands = operands_of(with_all_tokens(arguments, shard), loss, needs_grad, shard=shard)
@@ -212,17 +217,6 @@ def _results(
         settings = Settings.planned(loss, needs_grad, plan, shard=shard)
     shape = target.shape if arguments["target_weights"] is None else target.shape[:-1]
     return in_shape(shape, differentiable_forward(settings, operands)[: 1 + len(loss.outputs)])
-
-
-def with_all_tokens(arguments: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
-    """The same with what each token has one number of, of all ranks, where these divide the tokens."""
-    if not shard.sequence_parallel:
-        return {**arguments}
-    vectors = {name: arguments[name] for name in ("target", "token_weights") if arguments[name] is not None}
-    pending = {name: start_gathering(shard, vector.reshape(-1)) for name, vector in vectors.items()}
-    inputs = [start_gathering(shard, vector.reshape(-1)) for vector in arguments["token_inputs"]]
-    gathered = {name: each.wait() for name, each in pending.items()}
-    return {**arguments, **gathered, "token_inputs": [each.wait() for each in inputs]}
 
 
 def _needs_grad(arguments: Mapping[str, Any]) -> tuple[str, ...]:

@@ -25,12 +25,14 @@ from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, Term, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, SaveLogits, SaveSomeLogits
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
-from thunder_flce.operation.arguments import named_operands
+from thunder_flce.execution.shards import start_gathering
+from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.operation.problem import Problem, TermShape
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import agreed_plan, cached_plan, lasting_strategy
+from thunder_flce.vocab_parallel import agree, from_literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class Settings:
     """None: made from the options when the operator runs."""
     options: Options = Options()
     shard: Shard | None = None
+    vocab_parallel: str | None = None
+    """Without a plan: the ranks that divide the vocabulary, by `as_literal`, which agree when the operator runs."""
 
     @classmethod
     def planned(cls, loss: Loss, needs_grad: tuple[str, ...], plan: Plan, *, shard: Shard | None = None) -> "Settings":
@@ -52,16 +56,26 @@ class Settings:
         return cls(loss=loss, needs_grad=needs_grad, strategy=plan.strategy, plan=plan, shard=shard)
 
     @classmethod
-    def unplanned(cls, operands: Operands, needs_grad: tuple[str, ...], options: Options) -> "Settings":
+    def unplanned(
+        cls, operands: Operands, needs_grad: tuple[str, ...], options: Options, *, vocab_parallel: str | None = None
+    ) -> "Settings":
         """Those for any number of tokens, for operands that may be fake.
 
         Raises:
-            ValueError: see `planning.choose.make_plan`.
+            ValueError: see `planning.choose.make_plan`; and for logits to save, of columns that only all ranks together
+                know.
         """
         strategy = lasting_strategy(problem_of(operands, options), options)
+        has_known_columns = vocab_parallel is None or operands.loss.vocab_size is None
+        if strategy == SaveLogits.strategy and not has_known_columns:
+            raise ValueError(
+                'strategy must not be "save_logits" with vocab_size and vocab_parallel in a program to be compiled, '
+                "which has to know how many columns of the logits this rank saves"
+            )
         if strategy != LossOnly.strategy:
             options = replace(options, strategy=strategy)
-        return cls(loss=operands.loss, needs_grad=needs_grad, strategy=strategy, options=options)
+        settings = cls(loss=operands.loss, needs_grad=needs_grad, strategy=strategy, options=options)
+        return replace(settings, vocab_parallel=vocab_parallel)
 
     def __str__(self) -> str:
         return _written(self)
@@ -79,6 +93,7 @@ class Settings:
             plan=None if plan is None else Plan.of({"strategy": values["strategy"], **plan}),
             options=Options(**values.get("options", {})),
             shard=Shard(**values["shard"]) if "shard" in values else None,
+            vocab_parallel=values.get("vocab_parallel"),
         )
 
     @property
@@ -108,6 +123,8 @@ def _written(settings: Settings) -> str:
         values["plan"] = {name: value for name, value in settings.plan.non_defaults().items() if name != "strategy"}
     if settings.shard is not None:
         values["shard"] = asdict(settings.shard)
+    if settings.vocab_parallel is not None:
+        values["vocab_parallel"] = settings.vocab_parallel
     options = settings.options
     changed = {f.name: value for f in fields(options) if (value := getattr(options, f.name)) != f.default}
     return repr({**values, "options": changed} if changed else values)
@@ -157,6 +174,17 @@ def operands_of(
         bias_grad="linear_bias" in needs_grad,
         shard=shard,
     )
+
+
+def with_all_tokens(arguments: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+    """The same with what each token has one number of, of all ranks, where these divide the tokens."""
+    if not shard.sequence_parallel:
+        return {**arguments}
+    vectors = {name: arguments[name] for name in ("target", "token_weights") if arguments[name] is not None}
+    pending = {name: start_gathering(shard, vector.reshape(-1)) for name, vector in vectors.items()}
+    inputs = [start_gathering(shard, vector.reshape(-1)) for vector in arguments["token_inputs"]]
+    gathered = {name: each.wait() for name, each in pending.items()}
+    return {**arguments, **gathered, "token_inputs": [each.wait() for each in inputs]}
 
 
 _ROW_SCALARS = ("num_items", "expected_gradient")
@@ -223,10 +251,10 @@ def differentiate(settings: Settings, arguments: Mapping[str, Any], *, may_overw
         arguments: those of the backward operator, by name.
         may_overwrite: whether what was kept may be used up where autograd will not read it again.
     """
-    operands = _operands(settings, arguments)
+    operands, plan = _planned(settings, arguments)
     statistics = SavedStatistics(*(arguments[name] for name in SavedStatistics._fields))
     upstream = UpstreamGradients(arguments["grad"], arguments["log_prob_grad"], arguments["entropy_grad"])
-    plan, kept = settings.plan_of(operands), arguments["kept"]
+    kept = arguments["kept"]
     gradients = engine.backward(operands, plan, statistics, kept, upstream, may_overwrite=may_overwrite)
     return _needed(gradients)
 
@@ -246,10 +274,34 @@ def _operands(settings: Settings, arguments: Mapping[str, Any]) -> Operands:
     return operands_of({**arguments, "terms": pairs}, settings.loss, settings.needs_grad, shard=settings.shard)
 
 
+def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands, Plan]:
+    """Operands that are there, and their plan; ranks that divide the vocabulary agree on it."""
+    if settings.vocab_parallel is None:
+        operands = _operands(settings, arguments)
+        return operands, settings.plan_of(operands)
+    terms = arguments["terms"]
+    given = {name: arguments[name] for name in (*_POSITIONAL, *_DEFAULTS[:6])}
+    given |= {"terms": list(zip(terms[::2], terms[1::2], strict=True))}
+    given |= {"token_inputs": arguments.get("token_inputs") or ()}
+    # The operator's own do not say which of them need a gradient.
+    described = {**given, "terms": [[*map(Tensor.detach, term)] for term in given["terms"]]}
+    for name in ("input", "linear_weight", "linear_bias"):
+        described[name] = None if given[name] is None else given[name].detach()
+    operands_described = named_operands(
+        described["input"], described["linear_weight"], described["linear_bias"], described["terms"]
+    )
+    for name, operand in operands_described.items():
+        operand.requires_grad_(name in settings.needs_grad)
+    agreement = agree(from_literal(settings.vocab_parallel), described, loss=settings.loss, options=settings.options)
+    check_linear_cross_entropy(**given, loss=settings.loss, vocab=agreement.weight_rows)
+    given = with_all_tokens(given, agreement.shard)
+    operands = operands_of(given, settings.loss, settings.needs_grad, shard=agreement.shard)
+    return operands, plan_for(operands, settings.options, agreement.memory)
+
+
 def _forward(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor]:
     known = Settings.parse(settings)
-    operands = _operands(known, _arguments(_POSITIONAL, tensors, others))
-    result = engine.forward(operands, known.plan_of(operands))
+    result = engine.forward(*_planned(known, _arguments(_POSITIONAL, tensors, others)))
     results = [result.loss, *result.outputs]
     if result.gradients is not None:
         return [*results, result.statistics.valid_count, *_needed(result.gradients)]
@@ -274,6 +326,9 @@ def _forward_fake(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor
     if known.strategy == LossOnly.strategy:
         return results
     valid_count = new(dtype=torch.int64)
+    if known.vocab_parallel is not None:
+        parallel = from_literal(known.vocab_parallel)
+        tokens *= parallel.process_group.size() if parallel.sequence_parallel else 1
     if known.finishes_in_forward:
         return [*results, valid_count, *_gradients_fake(operands)]
     results += [new(tokens), new(tokens), valid_count]

@@ -5,9 +5,10 @@ first call with some shapes and settings they tell each other what they were giv
 all of them. What they agree on then holds for every such call: nothing more is exchanged.
 """
 
+import ast
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,8 +23,9 @@ from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 
 ONLY_EAGER = (
-    "vocab_parallel works in eager calls only, and so do DTensors: torch.compile breaks the graph there, unless with "
-    "fullgraph=True; torch.export and thunder cannot trace them. Call linear_cross_entropy outside of such a program"
+    "DTensors work in eager calls only: torch.compile breaks the graph there, unless with fullgraph=True; torch.export "
+    "and thunder cannot trace them. Call linear_cross_entropy outside of such a program, or with to_local() and "
+    "vocab_parallel"
 )
 
 # Any value but "" and "0" makes ranks compare every call, not only the first of its kind.
@@ -83,6 +85,9 @@ class VocabParallel:
         return self.group.get_group() if isinstance(self.group, DeviceMesh) else self.group
 
 
+_FIELDS = tuple(field.name for field in fields(VocabParallel))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
     """What all ranks know of a call."""
@@ -139,6 +144,34 @@ def agree(vocab_parallel: Any, arguments: Mapping[str, Any], *, loss: Loss, opti
             memory=None if None in memories else DeviceMemory(*map(min, zip(*memories, strict=True))),
         )
     return known[key]
+
+
+def settings_of(vocab_parallel: Any) -> dict[str, Any]:
+    """The fields of what `linear_cross_entropy` takes; Dynamo looks into this."""
+    if not isinstance(vocab_parallel, VocabParallel):
+        return {"group": vocab_parallel}
+    return {name: getattr(vocab_parallel, name) for name in _FIELDS}
+
+
+def as_literal(**settings: Any) -> str:
+    """The same as a literal for a graph; the group is its name.
+
+    Raises:
+        TypeError, ValueError: see `VocabParallel`.
+    """
+    parallel = VocabParallel(**settings)
+    changed = {f.name: value for f in fields(parallel) if (value := getattr(parallel, f.name)) != f.default}
+    if parallel.input_grad_dtype is not None:
+        changed["input_grad_dtype"] = str(parallel.input_grad_dtype).removeprefix("torch.")
+    return repr({**changed, "group": parallel.process_group.group_name})
+
+
+def from_literal(literal: str) -> VocabParallel:
+    """What `as_literal` was given."""
+    values = ast.literal_eval(literal)
+    dtype = values.pop("input_grad_dtype", None)
+    group = dist.distributed_c10d._resolve_process_group(values.pop("group"))
+    return VocabParallel(group=group, input_grad_dtype=None if dtype is None else getattr(torch, dtype), **values)
 
 
 def _described(parallel: VocabParallel, arguments: Mapping[str, Any], loss: Loss, options: Options) -> dict[str, Any]:

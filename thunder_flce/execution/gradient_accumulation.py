@@ -266,7 +266,7 @@ class BlockSums:
             else:
                 shape = (self._others.stop - self._others.start, x.shape[1])
                 self._total = region.empty(f"dX{self._suffix}_sum", shape, operands.row_dtype)
-            if not operands.vocab:
+            if region.tape is None and not operands.vocab:
                 self._total.zero_()
             if saved is not None and self._input is not None:
                 out = self._input[saved.rows]

@@ -18,9 +18,9 @@ from thunder_flce.graph.thunder_private import (
     get_compile_data,
     get_skip_data_parallel_grad_sync,
 )
-from thunder_flce.graph.trace_arguments import BY_NAME, POSITIONAL, loss_of, region_operands, vocab_parallel_of
+from thunder_flce.graph.trace_arguments import BY_NAME, POSITIONAL, loss_of, region_operands
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import Agreement, agree
+from thunder_flce.vocab_parallel import Agreement, agree, from_literal
 
 
 class FuseAfterDistribution(Transform):
@@ -103,8 +103,7 @@ def agreement_on(region: Mapping[str, Any], needs_grad: Collection[str], options
     Raises:
         ValueError: on all ranks, for what differs between them.
     """
-    parallel = vocab_parallel_of(region)
-    if parallel is None:
+    if region.get("vocab_parallel") is None:
         return None
     operands = {id(operand): name in needs_grad for name, operand in region_operands(region).items()}
 
@@ -117,7 +116,7 @@ def agreement_on(region: Mapping[str, Any], needs_grad: Collection[str], options
 
     arguments = {name: stand_in(region[name]) for name in (*POSITIONAL, *BY_NAME, "terms", "token_inputs")}
     with unset_fake_temporarily():
-        return agree(parallel, arguments, loss=loss_of(region), options=options)
+        return agree(from_literal(region["vocab_parallel"]), arguments, loss=loss_of(region), options=options)
 
 
 def warn_of_gradients_that_are_not_summed() -> None:

@@ -21,12 +21,12 @@ from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is
 from thunder_flce.graph.matching.upstream import WeightedSum, factors_after
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor
-from thunder_flce.graph.trace_arguments import plain_values, region_arguments, region_operands
+from thunder_flce.graph.trace_arguments import region_arguments, region_operands
 from thunder_flce.operation.arguments import named_operands
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.operation.token_loss import TokenLoss
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import VocabParallel
+from thunder_flce.vocab_parallel import as_literal
 
 RegionPlanner = Callable[[Mapping[str, Any], tuple[str, ...]], PlannedRegion]
 """From the arguments of a region, and the names of the operands that need a gradient, to its plan."""
@@ -127,7 +127,7 @@ class Rewrite(TraceSubstitutionProcessor):
             weight=call.weight,
             token_weights=token_weights,
             token_inputs=token_inputs,
-            vocab_parallel=None if path.group is None else plain_values(VocabParallel(group=path.group)),
+            vocab_parallel=None if path.group is None else as_literal(group=path.group),
             dtype=None if loss_dtype == symbols.loss_dtype(input) else dtypes.to_strong_dtype(loss_dtype),
             **loss.non_defaults(),
         )

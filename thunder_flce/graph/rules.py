@@ -48,7 +48,7 @@ from thunder_flce.operation.problem import Problem
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import agreed_plan, cached_plan
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel
+from thunder_flce.vocab_parallel import ONLY_EAGER, as_literal, settings_of
 
 ONLY_WITH_EXECUTOR = (
     "thunder compiles vocab_parallel with the executor of thunder_flce only: use thunder_flce.jit, or "
@@ -182,14 +182,15 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     constants = {}
     if (given := kwargs.pop("vocab_parallel", None)) is not None and given.value is not None:
         try:
-            parallel = given.value if isinstance(given.value, VocabParallel) else VocabParallel(group=given.value)
+            # In Dynamo's graphs it is a literal already.
+            literal = given.value if isinstance(given.value, str) else as_literal(**settings_of(given.value))
         except (TypeError, ValueError) as error:
             return do_raise(error)
         if executor not in get_compile_data().executors_list:
             return do_raise(NotImplementedError(ONLY_WITH_EXECUTOR))
         if _is_argument(given.provenance):
             return do_raise(NotImplementedError(NOT_AN_ARGUMENT))
-        constants["vocab_parallel"] = plain_values(parallel)
+        constants["vocab_parallel"] = literal
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
     for item in _items(kwargs.get("terms")):
         recursively_proxy(item, *_items(item))

@@ -37,6 +37,7 @@ from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands, shard_of
 from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operators import with_all_tokens
 from thunder_flce.token_functions import ONLY_WRITTEN_OUT
 
 
@@ -60,7 +61,7 @@ def linear_cross_entropy(
     num_items: TensorProxy | float | None = None,
     expected_gradient: TensorProxy | float | None = None,
     options: None = None,
-    vocab_parallel: dict[str, Any] | None = None,
+    vocab_parallel: str | None = None,
     dtype: dtypes.dtype | None = None,
     needs_grad: tuple[str, ...] | None = None,
     plan: dict[str, Any] | None = None,
@@ -70,8 +71,8 @@ def linear_cross_entropy(
 
     `settings` are the fields of a `Loss`. `FuseLinearCrossEntropy` sets the loss's dtype (None: as in
     `functional.linear_cross_entropy`), the names of the tensors that need a gradient, the fields of a `Plan` and, where
-    ranks divide the vocabulary, those of a `Shard`. `vocab_parallel` has the fields of a `VocabParallel` as plain
-    values; only the executor knows what to do then.
+    ranks divide the vocabulary, those of a `Shard`. `vocab_parallel` is a `VocabParallel` by
+    `as_literal`; only the executor knows what to do then.
     """
     if callable(settings.get("token_loss")):
         raise NotImplementedError(ONLY_WRITTEN_OUT)
@@ -162,7 +163,7 @@ def _needed(gradients: Gradients, region: Mapping[str, Any]) -> tuple[Tensor, ..
 def _operands(region: Mapping[str, Any]) -> Operands:
     """What the engine takes."""
     shard = shard_of(region)
-    tensors = region if shard is None else functional.with_all_tokens(region, shard)
+    tensors = region if shard is None else with_all_tokens(region, shard)
     return functional.operands_of(tensors, loss_of(region), region["needs_grad"], shard=shard)
 
 

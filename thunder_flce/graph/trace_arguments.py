@@ -9,15 +9,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
 from thunder.core import devices, dtypes
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from thunder_flce.operation.arguments import named_operands
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.problem import Problem, TermShape
 from thunder_flce.operation.shard import Shard
-from thunder_flce.vocab_parallel import VocabParallel
 
 POSITIONAL = ("input", "linear_weight", "target", "linear_bias")
 BY_NAME = ("weight", "token_weights", "target_weights", "num_items", "expected_gradient")
@@ -35,29 +32,14 @@ def loss_of(region: Mapping[str, Any]) -> Loss:
     return Loss(**{field.name: region[field.name] for field in fields(Loss) if field.name in region})
 
 
-def plain_values(settings: Shard | VocabParallel) -> dict[str, Any]:
-    """Those fields that differ from their defaults, as values that a trace can print: a group is its name."""
-    changed = {f.name: value for f in fields(settings) if (value := getattr(settings, f.name)) != f.default}
-    if isinstance(settings, VocabParallel):
-        changed["group"] = settings.process_group.group_name
-    return {name: dtypes.to_dtype(each) if isinstance(each, torch.dtype) else each for name, each in changed.items()}
+def plain_values(shard: Shard) -> dict[str, Any]:
+    """Those of its fields that differ from their defaults."""
+    return {f.name: value for f in fields(shard) if (value := getattr(shard, f.name)) != f.default}
 
 
 def shard_of(region: Mapping[str, Any]) -> Shard | None:
     """This rank's columns, where ranks divide the vocabulary."""
     return Shard(**region["shard"]) if "shard" in region else None
-
-
-def vocab_parallel_of(region: Mapping[str, Any]) -> VocabParallel | None:
-    """The ranks that divide the vocabulary."""
-    if region.get("vocab_parallel") is None:
-        return None
-    values = dict(region["vocab_parallel"])
-    dtype = values.pop("input_grad_dtype", None)
-    group = _resolve_process_group(values.pop("group"))
-    return VocabParallel(
-        group=group, input_grad_dtype=None if dtype is None else dtypes.to_torch_dtype(dtype), **values
-    )
 
 
 def region_operands(region: Mapping[str, Any]) -> dict[str, Any]:
