@@ -131,6 +131,14 @@ def assert_fused(step) -> None:
     assert all(decision.fused for part in thunder_flce.explain(step) for decision in part.decisions)
 
 
+def reduces_early(step) -> bool:
+    """Whether dW is averaged before the backward of the layers, without a division."""
+    trace = thunder.last_backward_traces(step)[-1]
+    names = [bsym.sym.name for bsym in trace.bound_symbols]
+    kept = [name for name in names if name in ("average_gradient", "matmul", "true_divide", "torch_wait_prim_impl")]
+    return kept[:2] == ["average_gradient", "matmul"]
+
+
 @with_each(zero2=(FSDPType.ZERO2, False), zero3_tied=(FSDPType.ZERO3, True))
 def thunder_fsdp(rank, of):
     sharding, tied = of
@@ -142,6 +150,7 @@ def thunder_fsdp(rank, of):
         warnings.filterwarnings("error", "thunder_flce")
         step(*batch(rank, 97)).backward()
     assert_fused(step)
+    assert reduces_early(step) == (not tied)
 
     def part(gradient):
         """Rows of zeros make the parts equal."""
@@ -151,16 +160,23 @@ def thunder_fsdp(rank, of):
     check(step, exact, part=part)
 
 
-@on_two_ranks
-def thunder_ddp_accumulates(rank):
-    model = Model(tied=True)
+@with_each(plain=False, tied=True)
+def thunder_ddp_accumulates(rank, of):
+    model = Model(tied=of)
     exact = exact_gradients(model, (0, 1, 2, 3))
     step = thunder.distributed.ddp(thunder_flce.jit(model, strict=True))
     with step.no_sync():
         step(*batch(rank)).backward()
-    step(*batch(rank + 2)).backward()
+        assert not reduces_early(step)
+    loss = step(*batch(rank + 2))
+    loss.backward(retain_graph=True)
     assert_fused(step)
+    assert reduces_early(step) == (not of)
     check(step, exact)
+    # What was averaged in its memory was not what autograd keeps.
+    step.zero_grad()
+    loss.backward()
+    check(step, exact_gradients(model, (2, 3)))
 
 
 @on_two_ranks

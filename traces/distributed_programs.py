@@ -30,7 +30,17 @@ def column_parallel(step: ThunderModule) -> ThunderModule:
     return thunder.distributed.column_parallel(step, ["lm_head"], device=torch.device("cpu", 0))
 
 
-PROGRAMS = (column_parallel,)
+def ddp(step: ThunderModule) -> ThunderModule:
+    """Each rank with a batch of its own: dW is averaged in its memory, while the backward of the layer runs."""
+    return thunder.distributed.ddp(step, broadcast_from=None)
+
+
+def fsdp(step: ThunderModule) -> ThunderModule:
+    """The same with parameters divided among ranks."""
+    return thunder.distributed.fsdp(step, device=CPU)
+
+
+PROGRAMS = (column_parallel, ddp, fsdp)
 
 
 def source(program) -> str:

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 
 from thunder_flce.graph.thunder_private import (
+    DDPTransform,
+    FSDPTransform,
     TransformForTensorParallel,
     get_compile_data,
     get_skip_data_parallel_grad_sync,
@@ -24,7 +26,7 @@ from thunder_flce.vocab_parallel import Agreement, agree, from_literal
 
 
 class FuseAfterDistribution(Transform):
-    """Runs a fusion at the end of the list of transforms, where linears are divided among ranks already."""
+    """Runs a fusion at the end of the list of transforms, where the program is distributed already."""
 
     def __init__(self, fusion: Any):
         self.fusion = fusion
@@ -48,7 +50,8 @@ def fuses_later(fusion: Transform, trace: TraceCtx) -> bool:
     # The data of a Dynamo graph has none.
     transforms = getattr(get_compile_data(), "transforms", [])
     place = next((at for at, transform in enumerate(transforms) if transform is fusion), len(transforms))
-    if not any(isinstance(transform, TransformForTensorParallel) for transform in transforms[place + 1 :]):
+    distributes = (TransformForTensorParallel, DDPTransform, FSDPTransform)
+    if not any(isinstance(transform, distributes) for transform in transforms[place + 1 :]):
         return False
     if not isinstance(transforms[-1], FuseAfterDistribution):
         transforms.append(FuseAfterDistribution(fusion))

@@ -30,10 +30,13 @@ try:
     )
     from thunder.core.symbol import default_python_printer
     from thunder.core.trace_interpreter import TraceSubstitutionProcessor
-    from thunder.core.transforms import get_grad, put_grad, register_grad
+    from thunder.core.transforms import get_grad, put_grad, register_augmented_forward, register_backward, register_grad
     from thunder.distributed import get_skip_data_parallel_grad_sync
+    from thunder.distributed import prims as distributed_prims
     from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
     from thunder.distributed.tensor_parallel.common import TensorParallelLayerType, TransformForTensorParallel
+    from thunder.distributed.transforms.ddp_v2 import DDPTransform
+    from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
     from thunder.dynamo.utils import CompilerType, get_torch_compile_kwargs
     from thunder.executors.nvfuserex import nvfuser_available

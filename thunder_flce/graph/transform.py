@@ -15,6 +15,7 @@ from thunder.core.transform_common import Transform, dce
 from thunder_flce.graph import symbols
 from thunder_flce.graph.decisions import Decision, source_of
 from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
+from thunder_flce.graph.early_reduction import reduce_early
 from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses
 from thunder_flce.graph.matching.losses import is_loss
 from thunder_flce.graph.matching.match import Found, Match, find_matches
@@ -111,7 +112,7 @@ class FuseLinearCrossEntropy(Transform):
             # The trace has its casts already; the region's symbol would be cast by them once more.
             with disable_autocast():
                 computation_trace, _ = rewrite()
-            computation_trace = dce(computation_trace)
+            computation_trace = reduce_early(dce(computation_trace))
             computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         compilation.seconds = time.perf_counter() - start
         return computation_trace

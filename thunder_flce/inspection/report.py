@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import thunder
+from thunder.core.proxies import DistParallelType
 from thunder.core.trace import TraceCtx
 
 from thunder_flce.backend import CompiledGraph, compiled_graphs
@@ -17,7 +18,6 @@ from thunder_flce.execution.row_kernels import dispatch
 from thunder_flce.graph.decisions import PLURALS, Decision
 from thunder_flce.graph.dynamo.fusion import Fusion
 from thunder_flce.graph.rules import PlannedRegion
-from thunder_flce.graph.thunder_private import DistributedPrimIDs
 from thunder_flce.graph.trace_printer import stage_rows
 from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
 from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
@@ -165,11 +165,11 @@ class _ThunderCompilation(CompilationReport):
     def saved_by_plain_thunder(self) -> list[SavedTensor] | None:
         """What it would save without us; see `saved.saved_by_plain_thunder`.
 
-        None if not asked for, and where weights are divided among ranks: the trace that thunder began with has them
+        None if not asked for, and where parameters are divided among ranks: the trace that thunder began with has them
         whole, but takes their parts.
         """
-        divides = DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT
-        is_divided = any(bsym.sym.id is divides for bsym in self._compilation.trace.bound_symbols)
+        kinds = {getattr(arg, "distparallel_type", DistParallelType.NONE) for arg in self._compilation.trace.args}
+        is_divided = bool(kinds - {DistParallelType.NONE, DistParallelType.REPLICATED})
         if not self._against_plain_thunder or is_divided:
             return None
         prologue, computation, epilogue, _ = self._passes
