@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -263,20 +263,26 @@ def test_two_groups_in_one_step():
 # The tokens divided, too.
 
 
-def divided_tokens(case: Case, sizes, grad=None, **settings) -> Result:
-    """The same where each rank has an equal part of the tokens; its loss, if there is one a token, is of these."""
+def divided_tokens(case: Case, sizes, grad=None, *, counts=None, **settings) -> Result:
+    """The same where each rank has an equal part of the tokens; its loss, if there is one a token, is of these.
+
+    With counts, ranks have so many tokens each, and what comes before averages the gradients of `x` over them: those of
+    the result are so much smaller. Upstream gradients of single tokens are so much larger.
+    """
     ranks = len(sizes)
-    tokens = case.target.shape[0] // ranks
+    factor = 1 if counts is None else ranks
+    of_ranks = parts(counts or [case.target.shape[0] // ranks] * ranks)
 
     def run(rank):
-        mine = slice(rank * tokens, (rank + 1) * tokens)
+        mine = of_ranks[rank]
         part = part_of(case, parts(sizes)[rank])
         part.x = case.x.detach()[mine].clone().requires_grad_(case.x.requires_grad)
         part.terms = tuple(
             (x.detach()[mine].clone().requires_grad_(x.requires_grad), weight) for x, weight in part.terms
         )
         part.target = case.target[mine].clone()
-        parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
+        how = {"data_parallel" if counts else "sequence_parallel": True}
+        parallel = VocabParallel(group=dist.group.WORLD, **how)
         of_tokens = grad[mine] if grad is not None and grad.ndim else grad
         names, given = settings.get("outputs", ()), dict(settings)
         if "token_weights" in given:
@@ -288,8 +294,15 @@ def divided_tokens(case: Case, sizes, grad=None, **settings) -> Result:
         loss, *outputs = results if names else (results,)
         upstream = [torch.ones_like(loss) if of_tokens is None else of_tokens]
         upstream += [each[mine] for each in incoming_gradients(case, names, loss.dtype)]
+        upstream = [each * factor if each.ndim else each for each in upstream]
         wanted = [loss, *(o for name, o in zip(names, outputs, strict=True) if name in DIFFERENTIABLE)]
-        return Result(loss.detach(), torch.autograd.grad(wanted, part.needing_grad(), upstream), tuple(outputs))
+        gradients = torch.autograd.grad(wanted, part.needing_grad(), upstream)
+        inputs = [part.x, *(x for x, _ in part.terms)]
+        gradients = [
+            gradient / factor if any(operand is x for x in inputs) else gradient
+            for operand, gradient in zip(part.needing_grad(), gradients, strict=True)
+        ]
+        return Result(loss.detach(), tuple(gradients), tuple(outputs))
 
     results = as_threads(ranks, run)
     gradients = [torch.cat(each) for each in zip(*(result.gradients for result in results), strict=True)]
@@ -346,6 +359,82 @@ def test_weights_of_single_tokens(strategy):
         assert error(result.loss, (weights * exact.loss).sum()) < 1e-12
         for gradient, right in zip(result.gradients, exact.gradients, strict=True):
             assert error(gradient, right) < 1e-12
+
+
+# Tokens of each rank's own, and gradients that are averaged.
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("counts", [(36,), (20, 16), (20, 3, 13), (0, 36, 0)], ids=str)
+def test_data_parallel(counts, strategy):
+    case = make_case(tokens=36, bias=True, ranks=(4,))
+    sizes = {1: (101,), 2: (51, 50), 3: UNEVEN}[len(counts)]
+    for first_ignored in (0, 20):
+        case.target[:first_ignored] = -100
+        result = divided_tokens(case, sizes, counts=counts, options=Options(strategy=strategy, chunk_rows=10))
+        assert_close_to_truth(result, case, tiny=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_all"),
+    [
+        ({"num_items": 7.0, "z_loss": 0.01}, {"num_items": 21.0}),
+        ({"num_items": torch.tensor(7), "softcap": 3.0}, {"num_items": 21.0}),
+        ({"reduction": "sum", "label_smoothing": 0.1}, {"reduction": "mean", "num_items": 3.0}),
+        ({"reduction": "none", "outputs": ("entropy", "log_prob", "argmax"), "ignore_index": 3}, {}),
+        ({"outputs": ("accuracy", "valid_argmax"), "options": Options(ignored_rows="compute")}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_loss_of_data_parallel(dtype, settings, of_all):
+    case = make_case(tokens=36, class_weight=True, dtype=dtype, ignore_index=settings.get("ignore_index", -100))
+    case.target = case.target.to(torch.int8)
+    grad = torch.rand(36) if settings.get("reduction") == "none" else None
+    result = divided_tokens(case, UNEVEN, grad, counts=(20, 3, 13), **settings)
+    case.target = case.target.long()
+    of_all = {name: value for name, value in {**settings, **of_all}.items() if name != "options"}
+    assert_close_to_truth(result, case, grad, tiny=True, **of_all)
+
+
+def test_weights_that_are_dtensors():
+    """With `vocab_parallel`, and hidden states that are plain tensors."""
+    case = make_case(tokens=36, bias=True, dtype=torch.float64, ranks=(4,))
+    exact, mine = truth(case), parts((20, 16))
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def on_mesh(tensor, requires_grad=True):
+            return distribute_tensor(tensor.detach().clone(), mesh, [DivideRows(0)]).requires_grad_(requires_grad)
+
+        (x_of_term, weight_of_term), tokens = case.terms[0], mine[rank]
+        x, y = (each.detach()[tokens].requires_grad_() for each in (case.x, x_of_term))
+        weight, bias, of_term = map(on_mesh, (case.weight, case.bias, weight_of_term))
+        parallel = VocabParallel(group=mesh, data_parallel=True)
+        terms, class_weight = [(y, of_term)], on_mesh(torch.ones(101, dtype=torch.float64), False)
+        settings = {"linear_bias": bias, "terms": terms, "weight": class_weight, "vocab_parallel": parallel}
+        loss = linear_cross_entropy(x, weight, case.target[tokens], **settings)
+        assert error(loss, exact.loss) < 1e-12
+        operands = (x, weight, bias, y, of_term)
+        for operand, gradient, right in zip(
+            operands, torch.autograd.grad(loss, operands), exact.gradients, strict=True
+        ):
+            if isinstance(operand, DTensor):
+                assert gradient.placements == operand.placements and error(gradient.full_tensor(), right) < 1e-12
+            else:
+                assert error(gradient, 2 * right[tokens]) < 1e-12
+        for wrong, message in (
+            ({"linear_bias": bias.redistribute(placements=[Replicate()])}, r"linear_bias must be Shard\(0\) over"),
+            ({"vocab_parallel": dist.new_group([rank])}, r"linear_weight must be Shard\(0\) over the ranks"),
+            ({"input": on_mesh(case.x)}, "input must be a plain tensor with vocab_parallel"),
+            ({"vocab_parallel": None, "terms": []}, r"input must be a DTensor .*group=mesh, data_parallel=True"),
+        ):
+            given = {"input": x, "linear_weight": weight, "target": case.target[tokens], **settings, **wrong}
+            with pytest.raises((TypeError, ValueError), match=message):
+                linear_cross_entropy(**given)
+
+    as_threads(2, run)
 
 
 # What runs, and what is said of it.
@@ -436,6 +525,8 @@ def test_arguments():
             ({"start": 1.5}, "start must be None or an int"),
             ({"input_grad": "summed"}, "input_grad must be one of"),
             ({"input_grad": "partial", "sequence_parallel": True}, "input_grad must be .reduced. with sequence"),
+            ({"input_grad": "partial", "data_parallel": True}, "input_grad must be .reduced. with data_parallel"),
+            ({"data_parallel": True, "sequence_parallel": True}, "sequence_parallel must be False with data_parallel"),
         ):
             with pytest.raises((TypeError, ValueError), match=message):
                 VocabParallel(group=group, **wrong)

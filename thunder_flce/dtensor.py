@@ -31,12 +31,55 @@ from thunder_flce.vocab_parallel import VocabParallel
 
 Placements = tuple[Placement, ...]
 
-_IN_FSDP = "of a weight that fully_shard has sharded, call the loss in the forward of the module that it wraps"
+_IN_FSDP = (
+    "of a weight that fully_shard has sharded, call the loss in the forward of the module that it wraps; where the "
+    "ranks of data parallel training divide it for good, pass vocab_parallel=VocabParallel(group=mesh, "
+    "data_parallel=True)"
+)
 
 
 def has_dtensors(arguments: Mapping[str, Any]) -> bool:
     """Whether any argument of `linear_cross_entropy`, by name, is a DTensor."""
     return any(isinstance(tensor, DTensor) for tensor in (*arguments.values(), *_operands_of_terms(arguments)))
+
+
+def local_weights(arguments: Mapping[str, Any], parallel: VocabParallel) -> dict[str, Any]:
+    """The arguments with this rank's rows in place of weights that are DTensors, beside plain hidden states.
+
+    Args:
+        arguments: of `linear_cross_entropy`, by name; not checked yet.
+        parallel: the ranks that divide the vocabulary.
+
+    Raises:
+        ValueError: where a DTensor is none of the weights, or is not divided by its rows over these ranks.
+    """
+    check_pairs(arguments["terms"])
+
+    def local(name: str, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        if name == "weight":
+            return value.full_tensor()
+        if not name.endswith(("weight", "linear_bias")):
+            raise ValueError(
+                f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; without vocab_parallel, the "
+                "placements of DTensors say who has which part"
+            )
+        mesh, is_divided = value.device_mesh, value.placements == (Shard(0),)
+        ranks = dist.get_process_group_ranks(parallel.process_group)
+        if not is_divided or dist.get_process_group_ranks(mesh.get_group()) != ranks:
+            raise ValueError(
+                f"{name} must be Shard(0) over the ranks of vocab_parallel and no others, but is {value.placements} "
+                f"on {mesh}"
+            )
+        return _arrived(value.to_local())
+
+    changed: dict[str, Any] = {name: local(name, value) for name, value in arguments.items()}
+    changed["terms"] = tuple(
+        (local(f"terms[{number}].input", x), local(f"terms[{number}].weight", weight))
+        for number, (x, weight) in enumerate(arguments["terms"])
+    )
+    return changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +98,18 @@ class DividedCall:
     """The dimensions of the mesh whose ranks have losses of their own"""
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], loss: Loss, vocab_parallel: Any) -> "DividedCall":
+    def of(cls, arguments: Mapping[str, Any], loss: Loss) -> "DividedCall":
         """The parts of this rank.
 
         Args:
             arguments: of `linear_cross_entropy`, by name; not checked yet.
             loss: the loss.
-            vocab_parallel: as given.
 
         Raises:
             TypeError: for a plain tensor where a DTensor is needed; the message names it and the cure.
             ValueError: for placements that have no meaning here, likewise.
         """
         check_pairs(arguments["terms"])
-        if vocab_parallel is not None:
-            raise ValueError("vocab_parallel must be None with DTensors, whose placements say who has which part")
         if arguments["target_weights"] is not None:
             raise NotImplementedError("target_weights and DTensors do not go together: give target alone")
         if arguments["token_inputs"]:

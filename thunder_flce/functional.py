@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thunder_flce.autograd import differentiable_forward, requires_grad
-from thunder_flce.dtensor import DividedCall, has_dtensors
+from thunder_flce.data_parallel import AveragedCall
+from thunder_flce.dtensor import DividedCall, has_dtensors, local_weights
 from thunder_flce.execution.shards import start_gathering
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
@@ -177,20 +178,29 @@ def linear_cross_entropy(
         "num_items": num_items,
         "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
-    if has_dtensors(arguments):
-        call = DividedCall.of(arguments, loss, vocab_parallel)
-        results = call.whole(_results(call.arguments, loss, options, vocab_parallel=call.vocab_parallel))
+    parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
+    if parallel is not None and isinstance(input, Tensor) and is_traced(input):
+        raise NotImplementedError(ONLY_EAGER)
+    if has_dtensors(arguments) and parallel is None:
+        divided = DividedCall.of(arguments, loss)
+        results = divided.whole(_results(divided.arguments, loss, options, parallel=divided.vocab_parallel))
     else:
-        results = _results(arguments, loss, options, vocab_parallel=vocab_parallel)
+        if parallel is not None:
+            arguments = local_weights(arguments, parallel)
+        if parallel is None or not parallel.data_parallel:
+            results = _results(arguments, loss, options, parallel=parallel)
+        else:
+            averaged = AveragedCall.of(arguments, loss, parallel)
+            results = averaged.own(_results(averaged.arguments, averaged.loss, options, parallel=parallel))
     return results if outputs else results[0]
 
 
 def _results(
-    arguments: dict[str, Any], loss: Loss, options: Options, *, vocab_parallel: Any = None
+    arguments: dict[str, Any], loss: Loss, options: Options, *, parallel: VocabParallel | None = None
 ) -> tuple[Tensor, ...]:
     """The loss and its outputs, of plain tensors by name."""
     input, target = arguments["input"], arguments["target"]
-    if vocab_parallel is None:
+    if parallel is None:
         check_linear_cross_entropy(**arguments, loss=loss)
         needs_grad = _needs_grad(arguments)
         operands = operands_of(arguments, loss, needs_grad)
@@ -199,11 +209,9 @@ def _results(
         else:
             settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
     else:
-        if isinstance(input, Tensor) and is_traced(input):
-            raise NotImplementedError(ONLY_EAGER)
         if arguments["target_weights"] is not None:
             raise NotImplementedError("target_weights and vocab_parallel do not go together: give target alone")
-        agreement = agree(vocab_parallel, arguments, loss=loss, options=options)
+        agreement = agree(parallel, arguments, loss=loss, options=options)
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)
         if shard.sequence_parallel:

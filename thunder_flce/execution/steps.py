@@ -492,17 +492,17 @@ class InputGradient:
     def __init__(self, region: Region, part: Tensor):
         assert region.shard is not None
         part = rounded(region, part, region.input_grad_dtype)
-        self._region, self._part = region, part
+        self._region, self._part, self._factor = region, part, region.shard.input_grad_factor
         self._sum = None if region.tape is not None else shards.start_sum(region.shard, part)
 
     def finish(self, out: Tensor) -> None:
-        """Puts the sum into `out` (C, H), rounded once."""
+        """Puts the sum, times `Shard.input_grad_factor`, into `out` (C, H), rounded once."""
         if self._sum is None:
             _write_exchange(self._region, str(self._part), f"summed({self._part})", [self._part])
             total = self._part
         else:
             total = self._sum.wait()
-        copy_(self._region, out, total)
+        copy_(self._region, out, total, factor=self._factor)
 
 
 def _write_exchange(region: Region, result: str, words: str, vectors: Sequence[Tensor]) -> None:
@@ -523,12 +523,15 @@ def add_(region: Region, out: Tensor, addend: Tensor) -> None:
         region.written_to.write(out, addend, adds=True)
 
 
-def copy_(region: Region, out: Tensor, source: Tensor) -> None:
-    """out = source, in out's dtype."""
-    if region.tape is None:
+def copy_(region: Region, out: Tensor, source: Tensor, *, factor: int = 1) -> None:
+    """out = source, or its product with a number, in out's dtype."""
+    if region.tape is not None:
+        words = source if factor == 1 else source * factor
+        region.written_to.write(out, words, note="rounded once", bytes=out.nbytes + source.nbytes)
+    elif factor == 1:
         out.copy_(source)
     else:
-        region.written_to.write(out, source, note="rounded once", bytes=out.nbytes + source.nbytes)
+        torch.mul(source, factor, out=out)
 
 
 def rounded(region: Region, tensor: Tensor, dtype: torch.dtype) -> Tensor:
