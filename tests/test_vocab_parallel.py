@@ -460,7 +460,7 @@ def test_the_printed_program_says_what_ranks_exchange():
     (chunks,) = (stage for stage in program(part, plan).forward if stage.over)
     exchanged = [step for step in chunks.steps if step.runs_in == "NCCL"]
     assert [step.result for step in exchanged] == ["row_max, row_log_sum, logits_y", "dX_part"]
-    assert exchanged[0].bytes == 8192 * (4 + 4 + 2) and exchanged[1].bytes == 8192 * 4096 * 4
+    assert exchanged[0].bytes == 4 * 8192 * 3 * 4 and exchanged[1].bytes == 8192 * 4096 * 4
     names = [step.result for step in chunks.steps]
     # The sum over ranks is hidden by dW.
     assert names.index("dX_part") < names.index("dW") < names.index("dX_part", names.index("dW"))
@@ -469,6 +469,29 @@ def test_the_printed_program_says_what_ranks_exchange():
     results = [step.result for step in program(divided_tokens, plan).steps if step.runs_in == "NCCL"]
     assert results == ["x", "row_max, row_log_sum, logits_y", "weighted_sum", "dX_part"]
     assert program(divided_tokens, plan).peak_bytes < program(part, plan).peak_bytes + 8192 * 4096 * 2
+
+
+def test_what_travels(monkeypatch):
+    """What is said of a step is what the collectives are given."""
+    case, ranks = make_case(tokens=40, vocab=91, hidden=16), 4
+    given = []
+    for name, at in (("all_gather_into_tensor", 0), ("reduce_scatter_tensor", 1)):
+
+        def counted(*tensors, run=getattr(dist, name), at=at, **settings):
+            given.append(tensors[at].nbytes)
+            return run(*tensors, **settings)
+
+        monkeypatch.setattr(dist, name, counted)
+    case.target[:] = case.target.clamp(min=0)
+    divided_tokens(case, (23, 23, 23, 22), counts=(10,) * 4, reduction="sum")
+    targets = 40 * 8 * ranks  # Which the loss does not count among what travels for its matmuls.
+    sizes = {"tokens": 10, "vocab": 91, "hidden": 16, "ranks": ranks, "dtype": torch.float32}
+    found = thunder_flce.head_traffic(**sizes)
+    assert found.data_parallel == (sum(given) / ranks - targets / ranks) * 3 / 4
+    assert found.fully_shard == 2 * 91 * 16 * 4 * 3 / 4
+    sizes = {"tokens": 32064, "vocab": 128256, "hidden": 4096, "ranks": 4, "input_grad_dtype": torch.bfloat16}
+    found = thunder_flce.head_traffic(**sizes)
+    assert found.data_parallel == pytest.approx(found.fully_shard, rel=0.01)
 
 
 # All ranks mean the same call.

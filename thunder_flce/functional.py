@@ -134,7 +134,8 @@ def linear_cross_entropy(
             divide the vocabulary. linear_weight, linear_bias and the weights of terms are then this rank's rows, V
             those of all; weight is the whole vector, and input and target are the same on all ranks. Loss, outputs and
             the input's gradient are those of the whole vocabulary, with the same bits on all ranks. Eager calls only.
-            DTensors take its place: see `dtensor`.
+            The weights may be DTensors, Shard(0) over these ranks. Where input is one, too, placements take its place:
+            see `dtensor`.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 

@@ -509,6 +509,9 @@ def _write_exchange(region: Region, result: str, words: str, vectors: Sequence[T
     """Writes down that ranks exchange vectors, which each then has for the whole vocabulary."""
     runs_in = "NCCL" if region.is_cuda else "gloo"
     moved = sum(vector.nbytes for vector in vectors)
+    if vectors[0].ndim == 1 and region.shard is not None:
+        # Those of all ranks arrive, packed in the dtype of rows.
+        moved = region.shard.ranks * len(vectors) * vectors[0].nbytes
     region.written_to.write(result, words, note="over the ranks", runs_in=runs_in, bytes=moved)
 
 
