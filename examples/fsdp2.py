@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/fsdp2.py         # or GPUs, one a rank
 
 FSDP2 shards the trunk: it gathers each layer's weight and averages its gradients. The head is left out of that. Each
-rank keeps its rows of the vocabulary, and the hidden states of all ranks come to it. Expect the losses of FSDP2 with the
-head as one of its units, up to rounding, and what the head moves in either way.
+rank keeps its rows of the vocabulary, and the hidden states of all ranks come to it. Expect the losses of FSDP2 with
+the head as one of its units, up to rounding, and what the head moves in either way.
 """
 
 import os

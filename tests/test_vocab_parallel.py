@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import test_token_loss as token_losses
 import thunder_flce
 from ranks import RankErrors, as_threads
 from reference import (
@@ -37,6 +38,7 @@ from thunder_flce.planning.program import program
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 UNEVEN = (40, 0, 61)
+UNEVEN_53 = (20, 0, 33)
 
 
 def part_of(case: Case, rows: slice) -> Case:
@@ -437,6 +439,45 @@ def test_weights_that_are_dtensors():
     as_threads(2, run)
 
 
+@pytest.mark.parametrize("how", ["sequence_parallel", "data_parallel", "DTensors", "DTensors of the whole weight"])
+def test_token_losses_of_divided_tokens(how):
+    tensors = token_losses.operands()
+    exact = token_losses.with_gradients(token_losses.eager, token_losses.clipped, tensors)
+    num_items = (tensors[3] != -100).sum()
+
+    def run(rank):
+        rows, tokens = parts(UNEVEN_53)[rank], parts((11, 11, 11))[rank]
+        hidden, weight, bias, labels, *inputs = (each.detach().clone() for each in tensors)
+        mesh, settings = init_device_mesh("cpu", (3,)), {}
+        if how.startswith("DTensors"):
+            of_weight = DivideRows(0) if how == "DTensors" else Replicate()
+            hidden, inputs[0] = (distribute_tensor(each, mesh, [DivideRows(0)]) for each in (hidden, inputs[0]))
+            weight, bias = (distribute_tensor(each, mesh, [of_weight]) for each in (weight, bias))
+            settings["num_items"] = num_items
+        else:
+            settings["vocab_parallel"] = VocabParallel(group=mesh, **{how: True})
+            hidden, labels, *inputs = (each[tokens] for each in (hidden, labels, *inputs))
+            weight, bias = weight[rows], bias[rows]
+        leaves = [each.requires_grad_() for each in (hidden, weight, bias)]
+        found = token_losses.with_gradients(
+            token_losses.ours,
+            token_losses.clipped,
+            (*leaves, labels, *inputs),
+            options=Options(chunk_rows=9),
+            **settings,
+        )
+        return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+
+    results = as_threads(3, run)
+    for loss, *_ in results:
+        torch.testing.assert_close(loss, exact[0])
+    for found, right in zip(zip(*results, strict=True), exact, strict=True):
+        if right.ndim:
+            whole = found[0] if how.startswith("DTensors") else torch.cat(found)
+            averaged = 3 if how == "data_parallel" and right.shape == tensors[0].shape else 1
+            torch.testing.assert_close(whole, averaged * right)
+
+
 # What runs, and what is said of it.
 
 
@@ -475,13 +516,18 @@ def test_what_travels(monkeypatch):
     """What is said of a step is what the collectives are given."""
     case, ranks = make_case(tokens=40, vocab=91, hidden=16), 4
     given = []
-    for name, at in (("all_gather_into_tensor", 0), ("reduce_scatter_tensor", 1)):
 
-        def counted(*tensors, run=getattr(dist, name), at=at, **settings):
+    def count(name, at):
+        run = getattr(dist, name)
+
+        def counted(*tensors, **settings):
             given.append(tensors[at].nbytes)
             return run(*tensors, **settings)
 
         monkeypatch.setattr(dist, name, counted)
+
+    count("all_gather_into_tensor", 0)
+    count("reduce_scatter_tensor", 1)
     case.target[:] = case.target.clamp(min=0)
     divided_tokens(case, (23, 23, 23, 22), counts=(10,) * 4, reduction="sum")
     targets = 40 * 8 * ranks  # Which the loss does not count among what travels for its matmuls.
@@ -577,6 +623,11 @@ def test_traced_programs():
             with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
                 parallel = None if tensors is of_mesh else mesh
                 thunder_flce.jit(partial(linear_cross_entropy, target=case.target, vocab_parallel=parallel))(*tensors)
+        # DTensors among the terms alone have no meaning.
+        of_term = tuple(distribute_tensor(torch.zeros(each, 2), mesh, [Replicate()]) for each in (37, 101))
+        with pytest.raises(TypeError, match=r"input must be a DTensor where others are \(terms\), but got Tensor"):
+            program = torch.compile(lambda x: linear_cross_entropy(x, case.weight, case.target, terms=[of_term]))
+            program(case.x)
         with pytest.raises(NotImplementedError, match="vocab_parallel works in eager calls only"):
             make_fx(loss, tracing_mode="fake")(case.x, case.weight)
 

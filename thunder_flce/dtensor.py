@@ -110,10 +110,6 @@ class DividedCall:
             ValueError: for placements that have no meaning here, likewise.
         """
         check_pairs(arguments["terms"])
-        if arguments["target_weights"] is not None:
-            raise NotImplementedError("target_weights and DTensors do not go together: give target alone")
-        if arguments["token_inputs"]:
-            raise NotImplementedError("token_inputs and DTensors do not go together: pass tensors of one device")
         input, weight = (_checked(name, arguments[name], arguments) for name in ("input", "linear_weight"))
         mesh, of_input, of_weight = input.device_mesh, input.placements, weight.placements
         divides_tokens = [_divides_tokens(input, at) for at in range(mesh.ndim)]
@@ -149,9 +145,19 @@ class DividedCall:
             (part(f"terms[{number}].input", x), part(f"terms[{number}].weight", w))
             for number, (x, w) in enumerate(arguments["terms"])
         )
-        for name in ("target", "token_weights"):
-            shape = local["input"].shape[:-1]
-            local[name] = _local_tokens(name, arguments[name], (mesh, of_tokens), (tokens, shape))
+        shape, several = local["input"].shape[:-1], arguments["target_weights"] is not None
+
+        def of_each_token(name: str, tensor: Any) -> Any:
+            """Of a tensor with a number a token or, with target weights, several."""
+            has_several = several and name in ("target", "target_weights") and isinstance(tensor, Tensor)
+            last = tensor.shape[-1:] if has_several else ()
+            return _local_tokens(name, tensor, (mesh, of_tokens), (tokens + last, shape + last))
+
+        for name in ("target", "token_weights", "target_weights"):
+            local[name] = of_each_token(name, arguments[name])
+        local["token_inputs"] = tuple(
+            of_each_token(f"token_inputs[{number}]", tensor) for number, tensor in enumerate(arguments["token_inputs"])
+        )
         return cls(
             arguments=local,
             vocab_parallel=parallel,
@@ -287,13 +293,13 @@ def _local(tensor: DTensor, placements: Placements, grads: Placements) -> Tensor
 def _local_tokens(
     name: str, tensor: Any, placed: tuple[DeviceMesh, Placements], shapes: tuple[torch.Size, torch.Size]
 ) -> Any:
-    """This rank's part of a tensor (...) with a number a token.
+    """This rank's part of a tensor with a number a token, (...), or several, (..., K).
 
     Args:
         name: of the argument.
         tensor: a DTensor, or a plain tensor of all tokens, the same on all ranks, or of this rank's.
         placed: the mesh, and where tokens are.
-        shapes: of all tokens, and of this rank's.
+        shapes: for all tokens, and for this rank's.
     """
     (mesh, of_tokens), (whole, part) = placed, shapes
     if not isinstance(tensor, Tensor) or (not isinstance(tensor, DTensor) and tensor.shape == part):

@@ -35,11 +35,17 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     # What Dynamo does not see as one call is this, which it looks into.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        is_divided = kwargs.get("vocab_parallel") is not None
-        is_divided = is_divided or any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
+        is_divided = kwargs.get("vocab_parallel") is not None or _has_dtensor((*args, *kwargs.values()))
         return (eager if is_divided else in_graph)(*args, **kwargs)
 
     return call
+
+
+def _has_dtensor(value: Any) -> bool:
+    """Whether it is a DTensor, or a list or tuple, such as terms, that has one."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_dtensor, value))
+    return isinstance(value, DTensor)
 
 
 @one_call
@@ -101,8 +107,8 @@ def linear_cross_entropy(
             probabilities, of which target then has the columns. A token's loss is -Σ_k q_k log p_k; the weights q need
             not add up to 1, and a column that comes twice counts twice. Targets of ignore_index contribute nothing; a
             token all of whose targets are, is ignored. They get no gradient, and go neither with class weights nor with
-            label smoothing, "log_prob", "accuracy", vocab_parallel or DTensors. Less the teacher's entropy
-            -Σ_k q_k log q_k, the loss is the Kullback-Leibler divergence KL(q‖p), with the same gradients.
+            label smoothing, "log_prob" or "accuracy". Less the teacher's entropy -Σ_k q_k log q_k, the loss is the
+            Kullback-Leibler divergence KL(q‖p), with the same gradients.
         token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
             function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. It is called
             once, with stand-ins, and must be made of PyTorch's operations on single tokens (those of
@@ -110,7 +116,7 @@ def linear_cross_entropy(
             beside it. Eager calls only: in a program to be compiled, write such a loss out over log-probabilities, and
             `thunder_flce.jit` and the backend "thunder_flce" of torch.compile find it.
         token_inputs: (...) each, of any floating-point dtype, integers or bool: what token_loss takes beside, such as
-            old log-probabilities and advantages. They get no gradient, and do not go with DTensors.
+            old log-probabilities and advantages. They get no gradient.
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
@@ -210,17 +216,21 @@ def _results(
         else:
             settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
     else:
-        if arguments["target_weights"] is not None:
-            raise NotImplementedError("target_weights and vocab_parallel do not go together: give target alone")
         agreement = agree(parallel, arguments, loss=loss, options=options)
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)
         if shard.sequence_parallel:
-            for name in ("target", "token_weights"):
-                if arguments[name] is not None:
-                    arguments[name] = start_gathering(shard, arguments[name].reshape(-1)).wait()
-            gathered = [start_gathering(shard, each.reshape(-1)) for each in arguments["token_inputs"]]
-            arguments["token_inputs"] = [each.wait() for each in gathered]
+            tokens = input.shape[:-1]
+            of_tokens = {name: arguments[name] for name in ("target", "token_weights", "target_weights")}
+            of_tokens |= {f"token_inputs[{number}]": each for number, each in enumerate(arguments["token_inputs"])}
+            pending = {
+                name: start_gathering(shard, each.reshape(tokens.numel(), *each.shape[len(tokens) :]))
+                for name, each in of_tokens.items()
+                if each is not None
+            }
+            gathered = {name: each.wait() for name, each in pending.items()}
+            inputs = [gathered.pop(name) for name in list(gathered) if name.startswith("token_inputs")]
+            arguments = {**arguments, **gathered, "token_inputs": inputs}
         operands = operands_of(arguments, loss, needs_grad, shard=shard)
         plan = plan_for(operands, options, agreement.memory)
         settings = Settings.planned(loss, needs_grad, plan, shard=shard)

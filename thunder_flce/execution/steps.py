@@ -185,9 +185,10 @@ def whole_rows(region: Region, buffer: LogitsBuffer, targets: Targets) -> tuple[
 
     Where the vocabulary is divided it is of the whole row, and all ranks get the same bits.
     """
-    shard, rows = region.shard, buffer.padded.shape[0]
+    shard = region.shard
     if shard is not None and region.tape is None and not buffer.layout.vocab:
-        part = shards.part_without_columns(rows, region.scalar(0.0), has_argmax=region.loss.needs_argmax)
+        dtype = region.operands.row_dtype
+        part = shards.part_without_columns(targets.column, dtype, has_argmax=region.loss.needs_argmax)
         return shards.combined(shard, part), targets
     entry = target_entry(region, buffer, targets)
     targets = targets._replace(z=entry)
@@ -195,7 +196,10 @@ def whole_rows(region: Region, buffer: LogitsBuffer, targets: Targets) -> tuple[
     if shard is None:
         return part, targets
     if region.tape is not None:
-        found = [vector for vector in part if vector is not None]
+        has_several = entry.ndim > 1
+        found = [vector for vector in part if vector is not None and not (has_several and vector is entry)]
+        if has_several:
+            _write_exchange(region, str(entry), f"summed({entry})", [entry])
         names = ", ".join(map(str, found))
         _write_exchange(region, names, f"combined({names})", found)
         return part, targets
