@@ -229,6 +229,23 @@ def the_mean_over_all_tokens(rank):
     check(model, exact)
 
 
+class HiddenStates(Model):
+    """The same up to the head, whose weight is returned, too."""
+
+    def forward(self, tokens):
+        return self.last_hidden(tokens), self.lm_head.weight
+
+
+@with_each(untied=False, tied=True)
+def ddp_with_the_loss_outside(rank, of):
+    model = HiddenStates(97, tied=of)
+    exact = exact_gradients(model)
+    tokens, labels = batch(rank, 97)
+    step = DistributedDataParallel(model)
+    linear_cross_entropy(*step(tokens), labels).backward()
+    check(model, exact)
+
+
 @with_each(
     plain={},
     tied={"tied": True},

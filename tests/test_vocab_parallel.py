@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import assume
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
@@ -28,6 +30,7 @@ from reference import (
     truth,
 )
 from test_plan import problem
+from test_properties import problems, run_examples
 from thunder_flce import Options, VocabParallel, functional, linear_cross_entropy, operators
 from thunder_flce.device import DeviceMemory
 from thunder_flce.execution.plan import SaveSomeLogits
@@ -107,6 +110,24 @@ def test_every_dtype(dtype, strategy):
     case = make_case(tokens=96, vocab=256, hidden=64, dtype=dtype, bias=True)
     check(case, (100, 28, 0, 128), options=Options(strategy=strategy, chunk_rows=40))
 
+
+def test_any_problem():
+    """Whatever the arguments allow on one device."""
+
+    def run(drawn) -> None:
+        problem, sizes = drawn
+        case, grad, given = problem.case("cpu"), problem.incoming("cpu"), problem.settings("cpu")
+        result = divided(case, sizes, grad, options=problem.options, **given)
+        assert_close_to_truth(result, case, grad, 2.0, True, **given)
+
+    run_examples(run, DIVIDED_PROBLEMS, 40)
+
+
+# No vocabulary is as large as a dimension of tokens.
+SIZES = {vocab: ((vocab - 4, 4), (3, 0, vocab - 3), (vocab, 0)) for vocab in (7, 33, 101)}
+DIVIDED_PROBLEMS = problems("cpu", tuple(SIZES)).flatmap(
+    lambda problem: st.tuples(st.just(problem), st.sampled_from(SIZES[problem.vocab]))
+)
 
 LOSSES = [
     {"reduction": "sum", "softcap": 5.0, "logit_scale": -1.5},
@@ -377,6 +398,30 @@ def test_data_parallel(counts, strategy):
         assert_close_to_truth(result, case, tiny=True)
 
 
+def test_any_problem_of_data_parallel():
+    def run(drawn) -> None:
+        problem, sizes = drawn
+        assume(problem.any_grad)
+        case, grad, given = problem.case("cpu"), problem.incoming("cpu"), problem.settings("cpu")
+        tokens, ranks = case.target.numel(), len(sizes)
+
+        def flat(x):
+            return x.detach().reshape(tokens, x.shape[-1]).requires_grad_(x.requires_grad)
+
+        terms = tuple((flat(x), weight) for x, weight in case.terms)
+        case = replace(case, x=flat(case.x), target=case.target.reshape(tokens), terms=terms)
+        grad = grad.reshape(tokens) if problem.loss["reduction"] == "none" else grad
+        counts = (tokens - tokens // 3, *[0] * (ranks - 2), tokens // 3)
+        result = divided_tokens(case, sizes, grad, counts=counts, options=problem.options, **given)
+        if given["reduction"] == "sum":
+            given |= {"reduction": "mean", "num_items": float(ranks)}
+        elif given["num_items"] is not None:
+            given["num_items"] = given["num_items"] * ranks
+        assert_close_to_truth(result, case, grad, 2.0, True, **given)
+
+    run_examples(run, DIVIDED_PROBLEMS, 40)
+
+
 @pytest.mark.parametrize(
     ("settings", "of_all"),
     [
@@ -561,11 +606,12 @@ def test_plans_agree_where_free_memory_differs(monkeypatch):
     assert of_threads[0] == of_threads[1] == of_threads[2]
 
 
-def test_a_target_outside_the_vocabulary_raises_on_all_ranks():
-    case = make_case()
-    case.target[5] = 101
+@pytest.mark.parametrize(("target", "division"), [(101, divided), (-1, divided), (106, divided_tokens)])
+def test_a_target_outside_the_vocabulary_raises_on_all_ranks(target, division):
+    case = make_case(tokens=36)
+    case.target[5] = target
     with pytest.raises(RankErrors) as raised:
-        divided(case, UNEVEN)
+        division(case, UNEVEN)
     assert len(raised.value.errors) == 3
     for found in raised.value.errors.values():
         assert isinstance(found, IndexError) and "neither in [0, 101)" in str(found)
@@ -643,13 +689,16 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         ({"linear_bias": lambda rank: None if rank else torch.zeros(50)}, "linear_bias is"),
         ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
         ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
+        ({"target": lambda rank: case.target[rank:]}, r"target is int64 \(37\) on cpu on rank 0 and int64 \(36\)"),
     ):
         name, value = next(iter(differing.items()))
 
         def run(rank, name=name, value=value):
             mine = part_of(case, parts((50, 51))[rank])
+            given = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target, name: value(rank)}
+            data_parallel = name == "target"
             linear_cross_entropy(
-                mine.x, mine.weight, mine.target, vocab_parallel=dist.group.WORLD, **{name: value(rank)}
+                **given, vocab_parallel=VocabParallel(group=dist.group.WORLD, data_parallel=data_parallel)
             )
 
         with pytest.raises(RankErrors) as raised:

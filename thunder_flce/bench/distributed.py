@@ -177,8 +177,7 @@ def _fully_shard(part: Part) -> Step:
     """FSDP2, the head as a unit that is gathered once a step, and the loss of each rank's tokens in its forward."""
     x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
     head = LinearCrossEntropyLoss(x.shape[1], part.vocab, device="meta", dtype=x.dtype)
-    fully_shard(head, mesh=part.mesh)
-    head.set_unshard_in_backward(False)
+    fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
     head.to_empty(device=x.device)
     weight, ranks = head.weight, part.mesh.size()
     assert isinstance(weight, DTensor)
