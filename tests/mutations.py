@@ -131,6 +131,19 @@ MUTATIONS = [
         tests=(PARALLEL,),
     ),
     *_of(
+        "execution/shards.py",
+        ("mask", "dist.all_reduce(entry, group=process_group(shard))", "pass"),
+        tests=("tests/test_target_weights.py::test_divided_vocabulary",),
+    ),
+    *_of(
+        "data_parallel.py",
+        ("divisor", 'arguments["num_items"] * ranks', 'arguments["num_items"]'),
+        ("divisor", "float(ranks)", "1.0"),
+        ("divisor", "grad * ctx.factor, None", "grad, None"),
+        ("mask", "padded(target.long(), loss.ignore_index)", "padded(target.long())"),
+        tests=(PARALLEL,),
+    ),
+    *_of(
         "execution/steps.py",
         ("sign", "largest = largest if region.loss.logit_scale > 0 else -largest", "pass"),
         ("mask", "torch.where(targets.is_here, entry.to(part.row_max.dtype), 0)", "entry.to(part.row_max.dtype)"),
@@ -141,6 +154,7 @@ MUTATIONS = [
             'region.empty("dX_part", (dlogits.shape[0], weight.shape[1]), region.input_grad_dtype)',
             'region.empty("dX_part", (dlogits.shape[0], weight.shape[1]), region.operands.dtype)',
         ),
+        ("divisor", "torch.mul(source, factor, out=out)", "out.copy_(source)"),
         tests=(PARALLEL,),
     ),
     *_of(
@@ -426,7 +440,7 @@ MUTATIONS = [
     *_of(
         "execution/row_selection.py",
         ("mask", 'f"scatter({vector}, {fill})" if fill else ', ""),
-        ("mask", "None else _masked(self.valid, vector, fill)", "None else _masked(self.valid, vector, 0)"),
+        ("mask", "None else masked(self.valid, vector, fill)", "None else masked(self.valid, vector, 0)"),
         tests=(PROGRAM,),
     ),
     *_of(
@@ -513,7 +527,7 @@ MUTATIONS = [
         "execution/row_selection.py",
         ("sign", "torch.argsort(valid, descending=True, stable=True)", "torch.argsort(valid, stable=True)"),
         ("divisor", ".sum(1)\n        self._host_waits", ".sum(1) + 1\n        self._host_waits"),
-        ("mask", "return vector if self.valid is None else _masked(", "return vector if True else _masked("),
+        ("mask", "return vector if self.valid is None else masked(", "return vector if True else masked("),
         ("mask", "_in_any(target != region.loss.ignore_index)", "_in_any(target >= 0)"),
         ("mask", "vector.new_full((self.total,), fill)", "vector.new_full((self.total,), 1)"),
         ("index", "0, self.index[chunk], out=out)", "0, self.index[: len(self.index[chunk])], out=out)"),

@@ -34,6 +34,8 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     results: list[Any] = [None] * count
     errors: dict[int, BaseException] = {}
+    # Without a GPU, the first fake tensors of a process make this, and it would end with the thread of a rank.
+    torch._C._ensureCUDADeviceGuardSet()
     _install_threaded_pg()
     isolate(True)
     ProcessLocalGroup.reset()

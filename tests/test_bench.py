@@ -73,6 +73,11 @@ def test_distributed(tmp_path):
         assert rows[name]["ranks"] == 2 and rows[name]["dx_error"] < 1e-5 and rows[name]["dw_error"] < 1e-5
     assert rows["vocab_parallel"]["same_bits"] and "same_bits" not in rows["sequence_parallel"]
     assert rows["three products"]["ratio"] == 1
+    for name in ("fully_shard", "data_parallel"):
+        assert rows[name]["dx_error"] < 1e-5 and rows[name]["dw_error"] < 1e-5
+    # Half of W and of dW against half of x, of dX, and of three numbers a token.
+    assert rows["fully_shard"]["moved_gb"] == pytest.approx(71 * 16 * 4e-9)
+    assert rows["data_parallel"]["moved_gb"] == pytest.approx((40 * 16 * 4 + 40 * 3 * 4) * 1e-9)
 
 
 def test_losses(tmp_path):

@@ -72,6 +72,28 @@ def test_labels_are_shifted_before_tokens_are_divided():
         shift_labels(torch.tensor(1))
 
 
+def test_context_parallel_in_any_order():
+    """Each rank has a part of the front and one of the back, as a causal mask wants it; most labels are on one rank."""
+    case = make_case(tokens=32, dtype=torch.float64, ignored=0.0)
+    labels = case.target.clone()
+    labels[:16] = -100
+    case.target = shift_labels(labels)
+    exact = truth(case)
+
+    def run(rank):
+        mine = torch.arange(32).view(4, 8)[[rank, 3 - rank]].flatten()
+        part = Case(case.x.detach()[mine].requires_grad_(), case.weight.detach().requires_grad_(), None, labels)
+        part.target = shift_labels(labels)[mine]
+        result = ours(part, num_items=count_items(part.target, group=dist.group.WORLD))
+        found = (result.loss, result.gradients[1])
+        for tensor in found:
+            dist.all_reduce(tensor)
+        return found
+
+    for loss, weight_grad in as_threads(2, run):
+        assert error(loss / 2, exact.loss) < 1e-6 and error(weight_grad / 2, exact.gradients[1]) < 1e-6
+
+
 def test_labels_that_cannot_hold_ignore_index():
     with pytest.raises(ValueError, match="torch.uint8, which cannot hold ignore_index, -100; pass labels.long()"):
         shift_labels(torch.zeros(2, 3, dtype=torch.uint8))

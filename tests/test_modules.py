@@ -99,6 +99,21 @@ def test_a_tied_weight_gets_both_gradients():
         torch.testing.assert_close((each.embedding.weight.grad.double(),), exact, rtol=1e-4, atol=1e-7)
 
 
+def test_a_tie_that_is_made_anew_after_meta_tensors():
+    with torch.device("meta"):
+        model = Tied()
+    model.to_empty(device="cpu")
+    model.lm_head.weight = model.embedding.weight
+    model.lm_head.reset_parameters()
+    tokens = torch.randint(V, (2, 9))
+    loss = model(tokens, tokens)
+    exact = nn.functional.cross_entropy(
+        nn.functional.linear(model.embedding(tokens), model.embedding.weight).flatten(0, 1), tokens.flatten()
+    )
+    gradients = (torch.autograd.grad(each, model.embedding.weight) for each in (loss, exact))
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
 def test_state_dict_is_that_of_the_head():
     linear, loss = nn.Linear(H, V), LinearCrossEntropyLoss(H, V, bias=True)
     loss.load_state_dict(linear.state_dict())

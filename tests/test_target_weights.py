@@ -4,16 +4,20 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import thunder_flce
+from ranks import as_threads
 from reference import composed_of_several, error
-from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
+from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, linear_cross_entropy
 from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Operands, Term
 from thunder_flce.execution.plan import GradientsInForward
 from thunder_flce.operation.loss import Loss
 
 B, T, H, V, K = 3, 11, 16, 101, 5
+S = Shard(0)
 ALL = Options(strategy="recompute_logits", chunk_rows=7)
 ON_EVERY_BACKEND = True
 
@@ -99,6 +103,71 @@ def test_frozen_head(way, outputs):
     torch.testing.assert_close(got, right)
 
 
+SIZES = (40, 0, V - 40)
+
+
+@pytest.mark.parametrize("strategy", [None, "save_logits", "recompute_logits"])
+@pytest.mark.parametrize("how", ["", "sequence_parallel", "data_parallel"])
+@pytest.mark.parametrize("case", CASES)
+def test_divided_vocabulary(case, how, strategy):
+    """Among three ranks, each of which has one of the sequences where tokens are divided, too."""
+    settings, (hidden, weight, bias, *targets) = CASES[case], operands()
+    right = exact(hidden, weight, bias, *targets, **settings)
+    upstream = torch.randn(right.shape, dtype=right.dtype)
+    of_right = torch.autograd.grad(right, (hidden, weight, bias), upstream)
+    # What data parallel training takes the mean of.
+    factor = 3 if how == "data_parallel" and settings.get("reduction") in ("sum", "none") else 1
+
+    def run(rank):
+        rows = slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
+        mine = slice(rank, rank + 1) if how else slice(None)
+        x, W, b = (
+            tensor.detach()[part].clone().requires_grad_()
+            for tensor, part in ((hidden, mine), (weight, rows), (bias, rows))
+        )
+        given = {name: value[mine] if name == "token_weights" else value for name, value in settings.items()}
+        if how == "data_parallel" and "num_items" in given:
+            given["num_items"] /= 3
+        parallel = VocabParallel(group=torch.distributed.group.WORLD, **({how: True} if how else {}))
+        options = Options(strategy=strategy, chunk_rows=7)
+        loss = ours(x, W, b, *(each[mine] for each in targets), vocab_parallel=parallel, options=options, **given)
+        g = upstream[mine] if upstream.ndim else upstream
+        return loss.detach(), *torch.autograd.grad(loss, (x, W, b), g)
+
+    losses, xs, weights, biases = zip(*as_threads(3, run), strict=True)
+    if right.ndim:
+        torch.testing.assert_close(torch.cat(losses) if how else losses[0], right)
+    else:
+        assert torch.equal(*losses[:2]) and torch.equal(*losses[1:])
+        torch.testing.assert_close(losses[0] * factor, right)
+    ranks = 3 if how == "data_parallel" else 1
+    torch.testing.assert_close(torch.cat(xs) if how else xs[0], of_right[0] * ranks / factor)
+    torch.testing.assert_close(factor * torch.cat(weights), of_right[1])
+    torch.testing.assert_close(factor * torch.cat(biases), of_right[2])
+
+
+@pytest.mark.parametrize("of_input, of_weight", [(S, Replicate()), (S, S), (Replicate(), S)], ids=str)
+def test_dtensors(of_input, of_weight):
+    hidden, weight, _, *targets = operands()
+    settings = {"reduction": "sum", "z_loss": 0.01}
+    right = exact(hidden, weight, None, *targets, **settings)
+    of_right = torch.autograd.grad(right, (hidden, weight))
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        x, W, *q = (
+            distribute_tensor(tensor.detach().clone(), mesh, [placement])
+            for tensor, placement in ((hidden, of_input), (weight, of_weight), (targets[1], S))
+        )
+        of_tokens = (targets[0], *q)  # One of all tokens, on all ranks; one divided.
+        loss = ours(x.requires_grad_(), W.requires_grad_(), None, *of_tokens, **settings)
+        torch.testing.assert_close(loss, right)
+        for found, expected in zip(torch.autograd.grad(loss, (x, W)), of_right, strict=True):
+            torch.testing.assert_close(found.full_tensor(), expected)
+
+    as_threads(3, run)
+
+
 def test_without_a_target_left():
     hidden, weight, _, target, target_weights = operands()
     loss = ours(hidden, weight, None, torch.full_like(target, -100), target_weights)
@@ -169,7 +238,6 @@ def test_module():
         ({"label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with target_weights"),
         ({"outputs": ("accuracy",)}, ValueError, "outputs must not have 'accuracy' with target_weights"),
         ({"target_weights": None}, ValueError, "target must have input's shape without its last dimension"),
-        ({"vocab_parallel": True}, NotImplementedError, "target_weights and vocab_parallel do not go together"),
     ],
 )
 def test_bad_input(given, kind, message):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from thunder.distributed import FSDPType
 from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -250,6 +251,23 @@ def the_mean_over_all_tokens(rank):
     check(model, exact)
 
 
+class HiddenStates(Model):
+    """The same up to the head, whose weight is returned, too."""
+
+    def forward(self, tokens):
+        return self.last_hidden(tokens), self.lm_head.weight
+
+
+@with_each(untied=False, tied=True)
+def ddp_with_the_loss_outside(rank, of):
+    model = HiddenStates(97, tied=of)
+    exact = exact_gradients(model)
+    tokens, labels = batch(rank, 97)
+    step = DistributedDataParallel(model)
+    linear_cross_entropy(*step(tokens), labels).backward()
+    check(model, exact)
+
+
 @with_each(
     plain={},
     tied={"tied": True},
@@ -288,6 +306,66 @@ def fsdp2_accumulates(rank):
         model.set_requires_gradient_sync(is_last)
         model(*batch(number)).backward()
     check(model, exact)
+
+
+def divide_head(model: nn.Module, mesh) -> None:
+    """Has the ranks of data parallel training divide the vocabulary of a model with a loss."""
+    head = model.lm_head
+    head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
+    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
+
+
+@with_each(mean=False, num_items=True)
+def fsdp2_divides_the_vocabulary_too(rank, of):
+    """The gradients are those of the mean over all tokens, of which the ranks have 24 and 20; over two batches."""
+    model, mesh = ModelWithLoss(97), init_device_mesh("cpu", (2,))
+    exact = Model(97).double()
+    batches = [[each.flatten()[: 24 - 4 * number] for each in batch(number, 97)] for number in range(2)]
+    exact(*(torch.cat(each)[None] for each in zip(*batches, strict=True))).backward()
+    divide_head(model, mesh)
+    tokens, labels = batches[rank]
+    for _ in range(2):
+        loss = model(tokens, labels, 2 * count_items(labels, group=dist.group.WORLD) if of else None)
+        (loss if of else loss / 2).backward()
+    right = {name: parameter.grad for name, parameter in exact.named_parameters()}
+    check(model, right)
+    assert model.lm_head.weight.grad.placements == (Shard(0),)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert error(norm.full_tensor(), sum(gradient.square().sum() for gradient in right.values()).sqrt()) < 1e-5
+
+
+@on_two_ranks
+def fsdp2_with_a_divided_vocabulary_trains_as_with_a_whole_one(rank):
+    mesh, found = init_device_mesh("cpu", (2,)), []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for is_divided in (False, True):
+        model = ModelWithLoss(97)
+        if is_divided:
+            divide_head(model, mesh)
+        else:
+            fully_shard(model.lm_head)
+            fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for number in (0, 2):
+            tokens, labels = batch(rank + number, 97)
+            model(tokens, labels, count_items(labels, group=dist.group.WORLD)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    for name, tensor in found[0].items():
+        assert error(found[1][name], tensor) < 1e-5, name
+    model = ModelWithLoss(97)
+    exact = exact_gradients(model, of_all_tokens=True)
+    fully_shard(model.hidden, mp_policy=policy)
+    fully_shard(model.embedding, mp_policy=policy)
+    divide_head(model, mesh)
+    set_model_state_dict(model, ModelWithLoss(97).state_dict(), options=StateDictOptions(full_state_dict=True))
+    model(*batch(rank, 97)).backward()
+    check(model, exact, bound=0.03)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.full_tensor())
+    with pytest.raises(TypeError, match="weight must be a DTensor with vocab_parallel"):
+        model(*batch(rank, 97))
 
 
 # DTensors.

@@ -8,10 +8,13 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import assume
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
 
+import test_token_loss as token_losses
 import thunder_flce
 from ranks import RankErrors, as_threads
 from reference import (
@@ -26,6 +29,7 @@ from reference import (
     truth,
 )
 from test_plan import problem
+from test_properties import problems, run_examples
 from thunder_flce import Options, VocabParallel, functional, linear_cross_entropy, operators
 from thunder_flce.device import DeviceMemory
 from thunder_flce.execution.plan import SaveSomeLogits
@@ -36,6 +40,7 @@ from thunder_flce.planning.program import program
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 UNEVEN = (40, 0, 61)
+UNEVEN_53 = (20, 0, 33)
 
 
 def part_of(case: Case, rows: slice) -> Case:
@@ -104,6 +109,24 @@ def test_every_dtype(dtype, strategy):
     case = make_case(tokens=96, vocab=256, hidden=64, dtype=dtype, bias=True)
     check(case, (100, 28, 0, 128), options=Options(strategy=strategy, chunk_rows=40))
 
+
+def test_any_problem():
+    """Whatever the arguments allow on one device."""
+
+    def run(drawn) -> None:
+        problem, sizes = drawn
+        case, grad, given = problem.case("cpu"), problem.incoming("cpu"), problem.settings("cpu")
+        result = divided(case, sizes, grad, options=problem.options, **given)
+        assert_close_to_truth(result, case, grad, 2.0, True, **given)
+
+    run_examples(run, DIVIDED_PROBLEMS, 40)
+
+
+# No vocabulary is as large as a dimension of tokens.
+SIZES = {vocab: ((vocab - 4, 4), (3, 0, vocab - 3), (vocab, 0)) for vocab in (7, 33, 101)}
+DIVIDED_PROBLEMS = problems("cpu", tuple(SIZES)).flatmap(
+    lambda problem: st.tuples(st.just(problem), st.sampled_from(SIZES[problem.vocab]))
+)
 
 LOSSES = [
     {"reduction": "sum", "softcap": 5.0, "logit_scale": -1.5},
@@ -262,20 +285,26 @@ def test_two_groups_in_one_step():
 # The tokens divided, too.
 
 
-def divided_tokens(case: Case, sizes, grad=None, **settings) -> Result:
-    """The same where each rank has an equal part of the tokens; its loss, if there is one a token, is of these."""
+def divided_tokens(case: Case, sizes, grad=None, *, counts=None, **settings) -> Result:
+    """The same where each rank has an equal part of the tokens; its loss, if there is one a token, is of these.
+
+    With counts, ranks have so many tokens each, and what comes before averages the gradients of `x` over them: those of
+    the result are so much smaller. Upstream gradients of single tokens are so much larger.
+    """
     ranks = len(sizes)
-    tokens = case.target.shape[0] // ranks
+    factor = 1 if counts is None else ranks
+    of_ranks = parts(counts or [case.target.shape[0] // ranks] * ranks)
 
     def run(rank):
-        mine = slice(rank * tokens, (rank + 1) * tokens)
+        mine = of_ranks[rank]
         part = part_of(case, parts(sizes)[rank])
         part.x = case.x.detach()[mine].clone().requires_grad_(case.x.requires_grad)
         part.terms = tuple(
             (x.detach()[mine].clone().requires_grad_(x.requires_grad), weight) for x, weight in part.terms
         )
         part.target = case.target[mine].clone()
-        parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
+        how = {"data_parallel" if counts else "sequence_parallel": True}
+        parallel = VocabParallel(group=dist.group.WORLD, **how)
         of_tokens = grad[mine] if grad is not None and grad.ndim else grad
         names, given = settings.get("outputs", ()), dict(settings)
         if "token_weights" in given:
@@ -287,8 +316,15 @@ def divided_tokens(case: Case, sizes, grad=None, **settings) -> Result:
         loss, *outputs = results if names else (results,)
         upstream = [torch.ones_like(loss) if of_tokens is None else of_tokens]
         upstream += [each[mine] for each in incoming_gradients(case, names, loss.dtype)]
+        upstream = [each * factor if each.ndim else each for each in upstream]
         wanted = [loss, *(o for name, o in zip(names, outputs, strict=True) if name in DIFFERENTIABLE)]
-        return Result(loss.detach(), torch.autograd.grad(wanted, part.needing_grad(), upstream), tuple(outputs))
+        gradients = torch.autograd.grad(wanted, part.needing_grad(), upstream)
+        inputs = [part.x, *(x for x, _ in part.terms)]
+        gradients = [
+            gradient / factor if any(operand is x for x in inputs) else gradient
+            for operand, gradient in zip(part.needing_grad(), gradients, strict=True)
+        ]
+        return Result(loss.detach(), tuple(gradients), tuple(outputs))
 
     results = as_threads(ranks, run)
     gradients = [torch.cat(each) for each in zip(*(result.gradients for result in results), strict=True)]
@@ -347,6 +383,145 @@ def test_weights_of_single_tokens(strategy):
             assert error(gradient, right) < 1e-12
 
 
+# Tokens of each rank's own, and gradients that are averaged.
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("counts", [(36,), (20, 16), (20, 3, 13), (0, 36, 0)], ids=str)
+def test_data_parallel(counts, strategy):
+    case = make_case(tokens=36, bias=True, ranks=(4,))
+    sizes = {1: (101,), 2: (51, 50), 3: UNEVEN}[len(counts)]
+    for first_ignored in (0, 20):
+        case.target[:first_ignored] = -100
+        result = divided_tokens(case, sizes, counts=counts, options=Options(strategy=strategy, chunk_rows=10))
+        assert_close_to_truth(result, case, tiny=True)
+
+
+def test_any_problem_of_data_parallel():
+    def run(drawn) -> None:
+        problem, sizes = drawn
+        assume(problem.any_grad)
+        case, grad, given = problem.case("cpu"), problem.incoming("cpu"), problem.settings("cpu")
+        tokens, ranks = case.target.numel(), len(sizes)
+
+        def flat(x):
+            return x.detach().reshape(tokens, x.shape[-1]).requires_grad_(x.requires_grad)
+
+        terms = tuple((flat(x), weight) for x, weight in case.terms)
+        case = replace(case, x=flat(case.x), target=case.target.reshape(tokens), terms=terms)
+        grad = grad.reshape(tokens) if problem.loss["reduction"] == "none" else grad
+        counts = (tokens - tokens // 3, *[0] * (ranks - 2), tokens // 3)
+        result = divided_tokens(case, sizes, grad, counts=counts, options=problem.options, **given)
+        if given["reduction"] == "sum":
+            given |= {"reduction": "mean", "num_items": float(ranks)}
+        elif given["num_items"] is not None:
+            given["num_items"] = given["num_items"] * ranks
+        assert_close_to_truth(result, case, grad, 2.0, True, **given)
+
+    run_examples(run, DIVIDED_PROBLEMS, 40)
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_all"),
+    [
+        ({"num_items": 7.0, "z_loss": 0.01}, {"num_items": 21.0}),
+        ({"num_items": torch.tensor(7), "softcap": 3.0}, {"num_items": 21.0}),
+        ({"reduction": "sum", "label_smoothing": 0.1}, {"reduction": "mean", "num_items": 3.0}),
+        ({"reduction": "none", "outputs": ("entropy", "log_prob", "argmax"), "ignore_index": 3}, {}),
+        ({"outputs": ("accuracy", "valid_argmax"), "options": Options(ignored_rows="compute")}, {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_loss_of_data_parallel(dtype, settings, of_all):
+    case = make_case(tokens=36, class_weight=True, dtype=dtype, ignore_index=settings.get("ignore_index", -100))
+    case.target = case.target.to(torch.int8)
+    grad = torch.rand(36) if settings.get("reduction") == "none" else None
+    result = divided_tokens(case, UNEVEN, grad, counts=(20, 3, 13), **settings)
+    case.target = case.target.long()
+    of_all = {name: value for name, value in {**settings, **of_all}.items() if name != "options"}
+    assert_close_to_truth(result, case, grad, tiny=True, **of_all)
+
+
+def test_weights_that_are_dtensors():
+    """With `vocab_parallel`, and hidden states that are plain tensors."""
+    case = make_case(tokens=36, bias=True, dtype=torch.float64, ranks=(4,))
+    exact, mine = truth(case), parts((20, 16))
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def on_mesh(tensor, requires_grad=True):
+            return distribute_tensor(tensor.detach().clone(), mesh, [DivideRows(0)]).requires_grad_(requires_grad)
+
+        (x_of_term, weight_of_term), tokens = case.terms[0], mine[rank]
+        x, y = (each.detach()[tokens].requires_grad_() for each in (case.x, x_of_term))
+        weight, bias, of_term = map(on_mesh, (case.weight, case.bias, weight_of_term))
+        parallel = VocabParallel(group=mesh, data_parallel=True)
+        terms, class_weight = [(y, of_term)], on_mesh(torch.ones(101, dtype=torch.float64), False)
+        settings = {"linear_bias": bias, "terms": terms, "weight": class_weight, "vocab_parallel": parallel}
+        loss = linear_cross_entropy(x, weight, case.target[tokens], **settings)
+        assert error(loss, exact.loss) < 1e-12
+        operands = (x, weight, bias, y, of_term)
+        for operand, gradient, right in zip(
+            operands, torch.autograd.grad(loss, operands), exact.gradients, strict=True
+        ):
+            if isinstance(operand, DTensor):
+                assert gradient.placements == operand.placements and error(gradient.full_tensor(), right) < 1e-12
+            else:
+                assert error(gradient, 2 * right[tokens]) < 1e-12
+        for wrong, message in (
+            ({"linear_bias": bias.redistribute(placements=[Replicate()])}, r"linear_bias must be Shard\(0\) over"),
+            ({"vocab_parallel": dist.new_group([rank])}, r"linear_weight must be Shard\(0\) over the ranks"),
+            ({"input": on_mesh(case.x)}, "input must be a plain tensor with vocab_parallel"),
+            ({"vocab_parallel": None, "terms": []}, r"input must be a DTensor .*group=mesh, data_parallel=True"),
+        ):
+            given = {"input": x, "linear_weight": weight, "target": case.target[tokens], **settings, **wrong}
+            with pytest.raises((TypeError, ValueError), match=message):
+                linear_cross_entropy(**given)
+
+    as_threads(2, run)
+
+
+@pytest.mark.parametrize("how", ["sequence_parallel", "data_parallel", "DTensors", "DTensors of the whole weight"])
+def test_token_losses_of_divided_tokens(how):
+    tensors = token_losses.operands()
+    exact = token_losses.with_gradients(token_losses.eager, token_losses.clipped, tensors)
+    num_items = (tensors[3] != -100).sum()
+
+    def run(rank):
+        rows, tokens = parts(UNEVEN_53)[rank], parts((11, 11, 11))[rank]
+        hidden, weight, bias, labels, *inputs = (each.detach().clone() for each in tensors)
+        mesh, settings = init_device_mesh("cpu", (3,)), {}
+        if how.startswith("DTensors"):
+            of_weight = DivideRows(0) if how == "DTensors" else Replicate()
+            hidden, inputs[0] = (distribute_tensor(each, mesh, [DivideRows(0)]) for each in (hidden, inputs[0]))
+            weight, bias = (distribute_tensor(each, mesh, [of_weight]) for each in (weight, bias))
+            settings["num_items"] = num_items
+        else:
+            settings["vocab_parallel"] = VocabParallel(group=mesh, **{how: True})
+            hidden, labels, *inputs = (each[tokens] for each in (hidden, labels, *inputs))
+            weight, bias = weight[rows], bias[rows]
+        leaves = [each.requires_grad_() for each in (hidden, weight, bias)]
+        found = token_losses.with_gradients(
+            token_losses.ours,
+            token_losses.clipped,
+            (*leaves, labels, *inputs),
+            options=Options(chunk_rows=9),
+            **settings,
+        )
+        return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+
+    results = as_threads(3, run)
+    for loss, *_ in results:
+        torch.testing.assert_close(loss, exact[0])
+    for found, right in zip(zip(*results, strict=True), exact, strict=True):
+        if right.ndim:
+            whole = found[0] if how.startswith("DTensors") else torch.cat(found)
+            averaged = 3 if how == "data_parallel" and right.shape == tensors[0].shape else 1
+            torch.testing.assert_close(whole, averaged * right)
+
+
 # What runs, and what is said of it.
 
 
@@ -370,7 +545,7 @@ def test_the_printed_program_says_what_ranks_exchange():
     (chunks,) = (stage for stage in program(part, plan).forward if stage.over)
     exchanged = [step for step in chunks.steps if step.runs_in == "NCCL"]
     assert [step.result for step in exchanged] == ["row_max, row_log_sum, logits_y", "dX_part"]
-    assert exchanged[0].bytes == 8192 * (4 + 4 + 2) and exchanged[1].bytes == 8192 * 4096 * 4
+    assert exchanged[0].bytes == 4 * 8192 * 3 * 4 and exchanged[1].bytes == 8192 * 4096 * 4
     names = [step.result for step in chunks.steps]
     # The sum over ranks is hidden by dW.
     assert names.index("dX_part") < names.index("dW") < names.index("dX_part", names.index("dW"))
@@ -379,6 +554,34 @@ def test_the_printed_program_says_what_ranks_exchange():
     results = [step.result for step in program(divided_tokens, plan).steps if step.runs_in == "NCCL"]
     assert results == ["x", "row_max, row_log_sum, logits_y", "weighted_sum", "dX_part"]
     assert program(divided_tokens, plan).peak_bytes < program(part, plan).peak_bytes + 8192 * 4096 * 2
+
+
+def test_what_travels(monkeypatch):
+    """What is said of a step is what the collectives are given."""
+    case, ranks = make_case(tokens=40, vocab=91, hidden=16), 4
+    given = []
+
+    def count(name, at):
+        run = getattr(dist, name)
+
+        def counted(*tensors, **settings):
+            given.append(tensors[at].nbytes)
+            return run(*tensors, **settings)
+
+        monkeypatch.setattr(dist, name, counted)
+
+    count("all_gather_into_tensor", 0)
+    count("reduce_scatter_tensor", 1)
+    case.target[:] = case.target.clamp(min=0)
+    divided_tokens(case, (23, 23, 23, 22), counts=(10,) * 4, reduction="sum")
+    targets = 40 * 8 * ranks  # Which the loss does not count among what travels for its matmuls.
+    sizes = {"tokens": 10, "vocab": 91, "hidden": 16, "ranks": ranks, "dtype": torch.float32}
+    found = thunder_flce.head_traffic(**sizes)
+    assert found.data_parallel == (sum(given) / ranks - targets / ranks) * 3 / 4
+    assert found.fully_shard == 2 * 91 * 16 * 4 * 3 / 4
+    sizes = {"tokens": 32064, "vocab": 128256, "hidden": 4096, "ranks": 4, "input_grad_dtype": torch.bfloat16}
+    found = thunder_flce.head_traffic(**sizes)
+    assert found.data_parallel == pytest.approx(found.fully_shard, rel=0.01)
 
 
 # All ranks mean the same call.
@@ -402,11 +605,12 @@ def test_plans_agree_where_free_memory_differs(monkeypatch):
     assert of_threads[0] == of_threads[1] == of_threads[2]
 
 
-def test_a_target_outside_the_vocabulary_raises_on_all_ranks():
-    case = make_case()
-    case.target[5] = 101
+@pytest.mark.parametrize(("target", "division"), [(101, divided), (-1, divided), (106, divided_tokens)])
+def test_a_target_outside_the_vocabulary_raises_on_all_ranks(target, division):
+    case = make_case(tokens=36)
+    case.target[5] = target
     with pytest.raises(RankErrors) as raised:
-        divided(case, UNEVEN)
+        division(case, UNEVEN)
     assert len(raised.value.errors) == 3
     for found in raised.value.errors.values():
         assert isinstance(found, IndexError) and "neither in [0, 101)" in str(found)
@@ -435,6 +639,8 @@ def test_arguments():
             ({"start": 1.5}, "start must be None or an int"),
             ({"input_grad": "summed"}, "input_grad must be one of"),
             ({"input_grad": "partial", "sequence_parallel": True}, "input_grad must be .reduced. with sequence"),
+            ({"input_grad": "partial", "data_parallel": True}, "input_grad must be .reduced. with data_parallel"),
+            ({"data_parallel": True, "sequence_parallel": True}, "sequence_parallel must be False with data_parallel"),
         ):
             with pytest.raises((TypeError, ValueError), match=message):
                 VocabParallel(group=group, **wrong)
@@ -449,8 +655,8 @@ def test_traced_programs():
     def run(rank):
         mesh = init_device_mesh("cpu", (1,))
 
-        def loss(x, weight, **settings):
-            parallel = None if isinstance(x, DTensor) else mesh
+        def loss(x, weight, vocab_parallel=mesh, **settings):
+            parallel = None if isinstance(x, DTensor) else vocab_parallel
             return 2 * linear_cross_entropy(x, weight, case.target, vocab_parallel=parallel, **settings)
 
         of_mesh = [distribute_tensor(tensor.detach(), mesh, [DivideRows(0)]) for tensor in (case.x, case.weight)]
@@ -461,17 +667,24 @@ def test_traced_programs():
             thunder_flce.thunderfx(loss),
         ):
             assert error(compiled(*plain), exact) < 1e-12
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="DTensors work in eager calls only"):
-            torch.compile(loss, backend="eager", fullgraph=True)(*of_mesh)
-        for compiled in (torch.compile(loss, backend="eager"), thunder_flce.thunderfx(loss)):
-            assert error(compiled(*of_mesh), exact) < 1e-12
-        with pytest.raises(NotImplementedError, match="DTensors work in eager calls only"):
-            thunder_flce.jit(partial(linear_cross_entropy, target=case.target))(*of_mesh)
+        averaged = partial(loss, vocab_parallel=VocabParallel(group=mesh, data_parallel=True))
+        for of_call, tensors in ((loss, of_mesh), (averaged, plain)):
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="work in eager calls only"):
+                torch.compile(of_call, backend="eager", fullgraph=True)(*tensors)
+            for compiled in (torch.compile(of_call, backend="eager"), thunder_flce.thunderfx(of_call)):
+                assert error(compiled(*tensors), exact) < 1e-12
+            with pytest.raises(NotImplementedError, match="work in eager calls only"):
+                thunder_flce.jit(of_call)(*tensors)
         saving = partial(loss, vocab_size=90, options=Options(strategy="save_logits"))
         with pytest.raises(
             torch._dynamo.exc.TorchRuntimeError, match="strategy must not be .save_logits. with vocab_s"
         ):
             torch.compile(saving, backend="eager")(*plain)
+        # DTensors among the terms alone have no meaning.
+        of_term = tuple(distribute_tensor(torch.zeros(each, 2), mesh, [Replicate()]) for each in (37, 101))
+        with pytest.raises(TypeError, match=r"input must be a DTensor where others are \(terms\), but got Tensor"):
+            program = torch.compile(lambda x: linear_cross_entropy(x, case.weight, case.target, terms=[of_term]))
+            program(case.x)
 
     as_threads(1, run)
 
@@ -485,13 +698,16 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         ({"linear_bias": lambda rank: None if rank else torch.zeros(50)}, "linear_bias is"),
         ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
         ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
+        ({"target": lambda rank: case.target[rank:]}, r"target is int64 \(37\) on cpu on rank 0 and int64 \(36\)"),
     ):
         name, value = next(iter(differing.items()))
 
         def run(rank, name=name, value=value):
             mine = part_of(case, parts((50, 51))[rank])
+            given = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target, name: value(rank)}
+            data_parallel = name == "target"
             linear_cross_entropy(
-                mine.x, mine.weight, mine.target, vocab_parallel=dist.group.WORLD, **{name: value(rank)}
+                **given, vocab_parallel=VocabParallel(group=dist.group.WORLD, data_parallel=data_parallel)
             )
 
         with pytest.raises(RankErrors) as raised:

@@ -31,12 +31,55 @@ from thunder_flce.vocab_parallel import VocabParallel
 
 Placements = tuple[Placement, ...]
 
-_IN_FSDP = "of a weight that fully_shard has sharded, call the loss in the forward of the module that it wraps"
+_IN_FSDP = (
+    "of a weight that fully_shard has sharded, call the loss in the forward of the module that it wraps; where the "
+    "ranks of data parallel training divide it for good, pass vocab_parallel=VocabParallel(group=mesh, "
+    "data_parallel=True)"
+)
 
 
 def has_dtensors(arguments: Mapping[str, Any]) -> bool:
     """Whether any argument of `linear_cross_entropy`, by name, is a DTensor."""
     return any(isinstance(tensor, DTensor) for tensor in (*arguments.values(), *_operands_of_terms(arguments)))
+
+
+def local_weights(arguments: Mapping[str, Any], parallel: VocabParallel) -> dict[str, Any]:
+    """The arguments with this rank's rows in place of weights that are DTensors, beside plain hidden states.
+
+    Args:
+        arguments: of `linear_cross_entropy`, by name; not checked yet.
+        parallel: the ranks that divide the vocabulary.
+
+    Raises:
+        ValueError: where a DTensor is none of the weights, or is not divided by its rows over these ranks.
+    """
+    check_pairs(arguments["terms"])
+
+    def local(name: str, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        if name == "weight":
+            return value.full_tensor()
+        if not name.endswith(("weight", "linear_bias")):
+            raise ValueError(
+                f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; without vocab_parallel, the "
+                "placements of DTensors say who has which part"
+            )
+        mesh, is_divided = value.device_mesh, value.placements == (Shard(0),)
+        ranks = dist.get_process_group_ranks(parallel.process_group)
+        if not is_divided or dist.get_process_group_ranks(mesh.get_group()) != ranks:
+            raise ValueError(
+                f"{name} must be Shard(0) over the ranks of vocab_parallel and no others, but is {value.placements} "
+                f"on {mesh}"
+            )
+        return _arrived(value.to_local())
+
+    changed: dict[str, Any] = {name: local(name, value) for name, value in arguments.items()}
+    changed["terms"] = tuple(
+        (local(f"terms[{number}].input", x), local(f"terms[{number}].weight", weight))
+        for number, (x, weight) in enumerate(arguments["terms"])
+    )
+    return changed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,25 +98,18 @@ class DividedCall:
     """The dimensions of the mesh whose ranks have losses of their own"""
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], loss: Loss, vocab_parallel: Any) -> "DividedCall":
+    def of(cls, arguments: Mapping[str, Any], loss: Loss) -> "DividedCall":
         """The parts of this rank.
 
         Args:
             arguments: of `linear_cross_entropy`, by name; not checked yet.
             loss: the loss.
-            vocab_parallel: as given.
 
         Raises:
             TypeError: for a plain tensor where a DTensor is needed; the message names it and the cure.
             ValueError: for placements that have no meaning here, likewise.
         """
         check_pairs(arguments["terms"])
-        if vocab_parallel is not None:
-            raise ValueError("vocab_parallel must be None with DTensors, whose placements say who has which part")
-        if arguments["target_weights"] is not None:
-            raise NotImplementedError("target_weights and DTensors do not go together: give target alone")
-        if arguments["token_inputs"]:
-            raise NotImplementedError("token_inputs and DTensors do not go together: pass tensors of one device")
         input, weight = (_checked(name, arguments[name], arguments) for name in ("input", "linear_weight"))
         mesh, of_input, of_weight = input.device_mesh, input.placements, weight.placements
         divides_tokens = [_divides_tokens(input, at) for at in range(mesh.ndim)]
@@ -109,9 +145,19 @@ class DividedCall:
             (part(f"terms[{number}].input", x), part(f"terms[{number}].weight", w))
             for number, (x, w) in enumerate(arguments["terms"])
         )
-        for name in ("target", "token_weights"):
-            shape = local["input"].shape[:-1]
-            local[name] = _local_tokens(name, arguments[name], (mesh, of_tokens), (tokens, shape))
+        shape, several = local["input"].shape[:-1], arguments["target_weights"] is not None
+
+        def of_each_token(name: str, tensor: Any) -> Any:
+            """Of a tensor with a number a token or, with target weights, several."""
+            has_several = several and name in ("target", "target_weights") and isinstance(tensor, Tensor)
+            last = tensor.shape[-1:] if has_several else ()
+            return _local_tokens(name, tensor, (mesh, of_tokens), (tokens + last, shape + last))
+
+        for name in ("target", "token_weights", "target_weights"):
+            local[name] = of_each_token(name, arguments[name])
+        local["token_inputs"] = tuple(
+            of_each_token(f"token_inputs[{number}]", tensor) for number, tensor in enumerate(arguments["token_inputs"])
+        )
         return cls(
             arguments=local,
             vocab_parallel=parallel,
@@ -247,13 +293,13 @@ def _local(tensor: DTensor, placements: Placements, grads: Placements) -> Tensor
 def _local_tokens(
     name: str, tensor: Any, placed: tuple[DeviceMesh, Placements], shapes: tuple[torch.Size, torch.Size]
 ) -> Any:
-    """This rank's part of a tensor (...) with a number a token.
+    """This rank's part of a tensor with a number a token, (...), or several, (..., K).
 
     Args:
         name: of the argument.
         tensor: a DTensor, or a plain tensor of all tokens, the same on all ranks, or of this rank's.
         placed: the mesh, and where tokens are.
-        shapes: of all tokens, and of this rank's.
+        shapes: for all tokens, and for this rank's.
     """
     (mesh, of_tokens), (whole, part) = placed, shapes
     if not isinstance(tensor, Tensor) or (not isinstance(tensor, DTensor) and tensor.shape == part):

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from thunder_flce.autograd import differentiable_forward, requires_grad
-from thunder_flce.dtensor import DividedCall, has_dtensors
+from thunder_flce.data_parallel import AveragedCall
+from thunder_flce.dtensor import DividedCall, has_dtensors, local_weights
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings, is_traced, operands_of, plan_for, with_all_tokens
 from thunder_flce.options import Options, as_options
 from thunder_flce.token_functions import ONLY_WRITTEN_OUT, traced_token_loss
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, from_literal, settings_of
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes Dynamo see one call of a function, which AOTAutograd or thunder looks into, and not what it does.
 
-    Around DTensors, the graph breaks.
+    The graph breaks around DTensors, and where ranks tell each other how many tokens they have.
     """
     in_graph = torch.compiler.allow_in_graph(function)
     eager = torch.compiler.disable(function, reason=ONLY_EAGER)
@@ -34,12 +35,20 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     # What Dynamo does not see as one call is this, which it looks into.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        has_dtensors = any(isinstance(value, DTensor) for value in (*args, *kwargs.values()))
-        if torch.compiler.is_dynamo_compiling() and not has_dtensors and kwargs.get("vocab_parallel") is not None:
-            kwargs = {**kwargs, "vocab_parallel": constant(**settings_of(kwargs["vocab_parallel"]))}
-        return (eager if has_dtensors else in_graph)(*args, **kwargs)
+        vocab_parallel = kwargs.get("vocab_parallel")
+        is_eager = _has_dtensor((*args, *kwargs.values())) or getattr(vocab_parallel, "data_parallel", False)
+        if torch.compiler.is_dynamo_compiling() and not is_eager and vocab_parallel is not None:
+            kwargs = {**kwargs, "vocab_parallel": constant(**settings_of(vocab_parallel))}
+        return (eager if is_eager else in_graph)(*args, **kwargs)
 
     return call
+
+
+def _has_dtensor(value: Any) -> bool:
+    """Whether it is a DTensor, or a list or tuple, such as terms, that has one."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_dtensor, value))
+    return isinstance(value, DTensor)
 
 
 @one_call
@@ -101,8 +110,8 @@ def linear_cross_entropy(
             probabilities, of which target then has the columns. A token's loss is -Σ_k q_k log p_k; the weights q need
             not add up to 1, and a column that comes twice counts twice. Targets of ignore_index contribute nothing; a
             token all of whose targets are, is ignored. They get no gradient, and go neither with class weights nor with
-            label smoothing, "log_prob", "accuracy", vocab_parallel or DTensors. Less the teacher's entropy
-            -Σ_k q_k log q_k, the loss is the Kullback-Leibler divergence KL(q‖p), with the same gradients.
+            label smoothing, "log_prob" or "accuracy". Less the teacher's entropy -Σ_k q_k log q_k, the loss is the
+            Kullback-Leibler divergence KL(q‖p), with the same gradients.
         token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
             function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. It is called
             once, with stand-ins, and must be made of PyTorch's operations on single tokens (those of
@@ -110,7 +119,7 @@ def linear_cross_entropy(
             beside it. Eager calls only: in a program to be compiled, write such a loss out over log-probabilities, and
             `thunder_flce.jit` and the backend "thunder_flce" of torch.compile find it.
         token_inputs: (...) each, of any floating-point dtype, integers or bool: what token_loss takes beside, such as
-            old log-probabilities and advantages. They get no gradient, and do not go with DTensors.
+            old log-probabilities and advantages. They get no gradient.
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
@@ -133,8 +142,8 @@ def linear_cross_entropy(
         vocab_parallel: the process group, the one-dimensional device mesh or the `VocabParallel` of the ranks that
             divide the vocabulary. linear_weight, linear_bias and the weights of terms are then this rank's rows, V
             those of all; weight is the whole vector, and input and target are the same on all ranks. Loss, outputs and
-            the input's gradient are those of the whole vocabulary, with the same bits on all ranks. DTensors take its
-            place: see `dtensor`.
+            the input's gradient are those of the whole vocabulary, with the same bits on all ranks. The weights may be
+            DTensors, Shard(0) over these ranks. Where input is one, too, placements take its place: see `dtensor`.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 
@@ -178,26 +187,35 @@ def linear_cross_entropy(
         "num_items": num_items,
         "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
-    if has_dtensors(arguments):
-        call = DividedCall.of(arguments, loss, vocab_parallel)
-        results = call.whole(_results(call.arguments, loss, options, vocab_parallel=call.vocab_parallel))
+    parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
+    if parallel is not None and parallel.data_parallel and isinstance(input, Tensor) and is_traced(input):
+        raise NotImplementedError(ONLY_EAGER)
+    if has_dtensors(arguments) and parallel is None:
+        divided = DividedCall.of(arguments, loss)
+        results = divided.whole(_results(divided.arguments, loss, options, parallel=divided.vocab_parallel))
     else:
-        results = _results(arguments, loss, options, vocab_parallel=vocab_parallel)
+        if parallel is not None:
+            arguments = local_weights(arguments, parallel)
+        if parallel is None or not parallel.data_parallel:
+            results = _results(arguments, loss, options, parallel=parallel)
+        else:
+            averaged = AveragedCall.of(arguments, loss, parallel)
+            results = averaged.own(_results(averaged.arguments, averaged.loss, options, parallel=parallel))
     return results if outputs else results[0]
 
 
 def _results(
-    arguments: dict[str, Any], loss: Loss, options: Options, *, vocab_parallel: Any = None
+    arguments: dict[str, Any], loss: Loss, options: Options, *, parallel: VocabParallel | None = None
 ) -> tuple[Tensor, ...]:
     """The loss and its outputs, of plain tensors by name."""
     input, target = arguments["input"], arguments["target"]
-    if isinstance(input, Tensor) and is_traced(input) and vocab_parallel is not None:
+    if parallel is not None and isinstance(input, Tensor) and is_traced(input):
         # Ranks agree, and the arguments are checked, when the operator runs.
-        literal = vocab_parallel if isinstance(vocab_parallel, str) else as_literal(**settings_of(vocab_parallel))
         needs_grad = _needs_grad(arguments)
         operands = operands_of(arguments, loss, needs_grad)
+        literal = as_literal(**settings_of(parallel))
         settings = Settings.unplanned(operands, needs_grad, options, vocab_parallel=literal)
-    elif vocab_parallel is None:
+    elif parallel is None:
         check_linear_cross_entropy(**arguments, loss=loss)
         needs_grad = _needs_grad(arguments)
         operands = operands_of(arguments, loss, needs_grad)
@@ -206,9 +224,6 @@ def _results(
         else:
             settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
     else:
-        if arguments["target_weights"] is not None:
-            raise NotImplementedError("target_weights and vocab_parallel do not go together: give target alone")
-        parallel = from_literal(vocab_parallel) if isinstance(vocab_parallel, str) else vocab_parallel
         agreement = agree(parallel, arguments, loss=loss, options=options)
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)

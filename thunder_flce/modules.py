@@ -7,11 +7,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.operation.arguments import check_loss
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, as_options
+from thunder_flce.vocab_parallel import VocabParallel
 
 
 class LinearCrossEntropyLoss(nn.Module):
@@ -33,6 +36,8 @@ class LinearCrossEntropyLoss(nn.Module):
         weight: (V,) class weights, kept as the buffer `class_weight`.
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, detached,
             options: as in `thunder_flce.linear_cross_entropy`.
+        vocab_parallel: the ranks that divide the vocabulary. Assign weight and bias as DTensors, `Shard(0)` over them;
+            they are cast to input's dtype, as the mixed precision of FSDP casts those of its units.
 
     Attributes:
         weight: (V, H) the linear's weight.
@@ -64,6 +69,7 @@ class LinearCrossEntropyLoss(nn.Module):
         vocab_size: int | None = None,
         outputs: tuple[str, ...] = (),
         detached: tuple[str, ...] = (),
+        vocab_parallel: VocabParallel | ProcessGroup | DeviceMesh | None = None,
         options: Options | None = None,
     ):
         super().__init__()
@@ -88,6 +94,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.vocab_size = vocab_size
         self.outputs = outputs
         self.detached = detached
+        self.vocab_parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
         self.options = options
         check_loss(Loss(**self._settings()), num_classes)
         as_options(options)
@@ -159,25 +166,39 @@ class LinearCrossEntropyLoss(nn.Module):
             )
         return linear_cross_entropy(
             input,
-            self.weight,
+            self._operand("weight", input),
             target,
-            linear_bias=self.bias,
+            linear_bias=None if self.bias is None else self._operand("bias", input),
             weight=self.class_weight,
             token_weights=token_weights,
             target_weights=target_weights,
             num_items=num_items,
             expected_gradient=expected_gradient,
+            vocab_parallel=self.vocab_parallel,
             options=self.options,
             **self._settings(),
         )
+
+    def _operand(self, name: str, input: Tensor) -> Tensor:
+        """The parameter for the linear."""
+        parameter: Tensor = getattr(self, name)
+        if self.vocab_parallel is None:
+            return parameter
+        if not isinstance(parameter, DTensor):
+            raise TypeError(
+                f"{name} must be a DTensor with vocab_parallel, but is a plain tensor; assign "
+                f"nn.Parameter(distribute_tensor({name}, mesh, [Shard(0)])) to it"
+            )
+        return parameter.to(input.dtype)
 
     def extra_repr(self) -> str:
         """The sizes, and what is not as it is by default."""
         settings: dict[str, Any] = {"in_features": self.in_features, "num_classes": self.num_classes}
         settings["bias"] = self.bias is not None
         settings |= Loss(**self._settings()).non_defaults()
-        if self.options is not None:
-            settings["options"] = self.options
+        for name in ("vocab_parallel", "options"):
+            if getattr(self, name) is not None:
+                settings[name] = getattr(self, name)
         return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
     def _settings(self) -> dict[str, Any]:

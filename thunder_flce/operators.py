@@ -25,7 +25,7 @@ from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, Term, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, SaveLogits, SaveSomeLogits
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
-from thunder_flce.execution.shards import start_gathering
+from thunder_flce.execution.shards import Pending, start_gathering
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.operation.problem import Problem, TermShape
@@ -177,12 +177,17 @@ def operands_of(
 
 
 def with_all_tokens(arguments: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
-    """The same with what each token has one number of, of all ranks, where these divide the tokens."""
+    """The same with what each token has numbers of, of all ranks, where these divide the tokens."""
     if not shard.sequence_parallel:
         return {**arguments}
-    vectors = {name: arguments[name] for name in ("target", "token_weights") if arguments[name] is not None}
-    pending = {name: start_gathering(shard, vector.reshape(-1)) for name, vector in vectors.items()}
-    inputs = [start_gathering(shard, vector.reshape(-1)) for vector in arguments["token_inputs"]]
+    tokens = arguments["input"].shape[:-1]
+
+    def started(part: Tensor) -> Pending:
+        return start_gathering(shard, part.reshape(tokens.numel(), *part.shape[len(tokens) :]))
+
+    names = ("target", "token_weights", "target_weights")
+    pending = {name: started(part) for name in names if (part := arguments.get(name)) is not None}
+    inputs = [started(part) for part in arguments["token_inputs"]]
     gathered = {name: each.wait() for name, each in pending.items()}
     return {**arguments, **gathered, "token_inputs": [each.wait() for each in inputs]}
 

@@ -23,9 +23,9 @@ from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 
 ONLY_EAGER = (
-    "DTensors work in eager calls only: torch.compile breaks the graph there, unless with fullgraph=True; torch.export "
-    "and thunder cannot trace them. Call linear_cross_entropy outside of such a program, or with to_local() and "
-    "vocab_parallel"
+    "DTensors and VocabParallel.data_parallel work in eager calls only: torch.compile breaks the graph there, unless "
+    "with fullgraph=True; torch.export and thunder cannot trace them. Call linear_cross_entropy outside of such a "
+    "program, or with to_local() and another vocab_parallel"
 )
 
 # Any value but "" and "0" makes ranks compare every call, not only the first of its kind.
@@ -52,6 +52,13 @@ class VocabParallel:
     and of equal size. Their loss is that of all tokens; with reduction "none", loss and outputs are those of this
     rank's tokens. The input's gradient is that of this rank's part."""
 
+    data_parallel: bool = False
+    """Whether each rank has tokens of its own, as many as it likes, and the gradients of what comes before are averaged
+    over the ranks, as FSDP and DDP do. The loss is the mean over ranks of their losses, so that averaged gradients are
+    its own: input's gradient is that of this rank's loss, and linear_weight's is already averaged. "mean" is the mean
+    over the tokens of all ranks; with num_items, the same on all ranks, as `count_items` has it. The host waits for
+    the number of tokens on other ranks."""
+
     input_grad: str = "reduced"
     """"reduced": the gradient of input, and of the inputs of terms, is summed over the ranks. "partial": each rank gets
     what its columns contribute, to be summed by whoever asked for it."""
@@ -73,16 +80,32 @@ class VocabParallel:
             )
         if self.start is not None and (isinstance(self.start, bool) or not isinstance(self.start, int)):
             raise TypeError(f"start must be None or an int, but got {_name(self.start)}")
-        for name, choices in (("sequence_parallel", (False, True)), ("input_grad", ("reduced", "partial"))):
+        flags = ("sequence_parallel", "data_parallel")
+        for name, choices in (*((flag, (False, True)) for flag in flags), ("input_grad", ("reduced", "partial"))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, but got {getattr(self, name)!r}")
-        if self.sequence_parallel and self.input_grad == "partial":
-            raise ValueError('input_grad must be "reduced" with sequence_parallel: each rank has tokens of its own')
+        if self.sequence_parallel and self.data_parallel:
+            raise ValueError("sequence_parallel must be False with data_parallel: each says who has which tokens")
+        if self.divides_tokens and self.input_grad == "partial":
+            name = flags[self.data_parallel]
+            raise ValueError(f'input_grad must be "reduced" with {name}: each rank has tokens of its own')
 
     @property
     def process_group(self) -> ProcessGroup:
         """The ranks."""
         return self.group.get_group() if isinstance(self.group, DeviceMesh) else self.group
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether a rank has only some of the tokens."""
+        return self.sequence_parallel or self.data_parallel
+
+    @classmethod
+    def of(cls, vocab_parallel: Any) -> "VocabParallel":
+        """What `linear_cross_entropy` takes, or has put into a graph (`as_literal`)."""
+        if isinstance(vocab_parallel, str) and vocab_parallel.startswith("{"):
+            return from_literal(vocab_parallel)
+        return vocab_parallel if isinstance(vocab_parallel, VocabParallel) else cls(group=vocab_parallel)
 
 
 _FIELDS = tuple(field.name for field in fields(VocabParallel))
@@ -103,19 +126,18 @@ class Agreement:
 _agreements: WeakKeyDictionary[ProcessGroup, dict[Any, Agreement]] = WeakKeyDictionary()
 
 
-def agree(vocab_parallel: Any, arguments: Mapping[str, Any], *, loss: Loss, options: Options) -> Agreement:
+def agree(parallel: VocabParallel, arguments: Mapping[str, Any], *, loss: Loss, options: Options) -> Agreement:
     """Who has which part of the vocabulary. Ranks exchange that when they first meet such a call.
 
     Args:
-        vocab_parallel: as `linear_cross_entropy` takes it.
+        parallel: the ranks, each of which has as many tokens.
         arguments: of `linear_cross_entropy`, by name; not checked yet.
         loss: the loss.
         options: the options.
 
     Raises:
-        TypeError, ValueError: see `VocabParallel`; and for what differs between ranks, on all of them.
+        ValueError: for what differs between ranks, on all of them.
     """
-    parallel = vocab_parallel if isinstance(vocab_parallel, VocabParallel) else VocabParallel(group=vocab_parallel)
     group = parallel.process_group
     call = _described(parallel, arguments, loss, options)
     weight = arguments["linear_weight"]
@@ -186,7 +208,8 @@ def _described(parallel: VocabParallel, arguments: Mapping[str, Any], loss: Loss
         call[f"token_inputs[{number}]"] = _word(value, is_part=False)
     for number, term in enumerate(arguments["terms"]):
         call[f"terms[{number}]"] = tuple(_word(value, is_part=at > 0) for at, value in enumerate(term))
-    settings = {name: getattr(parallel, name) for name in ("sequence_parallel", "input_grad", "input_grad_dtype")}
+    names = ("sequence_parallel", "data_parallel", "input_grad", "input_grad_dtype")
+    settings = {name: getattr(parallel, name) for name in names}
     return {**call, **asdict(loss), "options": repr(options), "grad mode": torch.is_grad_enabled(), **settings}
 
 
@@ -256,5 +279,6 @@ def _shard(parallel: VocabParallel, loss: Loss, all_rows: tuple[int, ...], start
         vocab=vocab,
         reduces_input_grad=parallel.input_grad == "reduced",
         float32_input_grad=parallel.input_grad_dtype in (None, torch.float32),
-        sequence_parallel=parallel.sequence_parallel,
+        sequence_parallel=parallel.divides_tokens,
+        input_grad_factor=len(all_rows) if parallel.data_parallel else 1,
     )

@@ -77,6 +77,7 @@ DISTRIBUTED = [
     Column("memory_gb", "peak − gradients, GB", _GB),
     Column("dx_error", "dX error", _ERROR),
     Column("dw_error", "dW error", _ERROR),
+    Column("moved_gb", "moved, GB", _GB),
     Column("same_bits", "same bits", "{}"),
 ]
 CONVERGENCE = [

@@ -1,5 +1,7 @@
 """A loss region whose vocabulary several GPUs divide: time, memory and error of each way, on the slowest rank.
 
+The last two are ways of data parallel training: each rank has an equal part of the tokens, and rows of the weight.
+
 Each rank is a process of its own. All ranks run the same calls in the same order, without the clock having a say, since
 their collectives have to match.
 """
@@ -17,12 +19,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from thunder_flce.bench.measuring import TOTAL, Mark, Outcome, Progress, Schedule, Step, peak_bytes, take_turns
 from thunder_flce.bench.reference import make_reference, relative_error, three_matmuls
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.modules import LinearCrossEntropyLoss
 from thunder_flce.options import Options
+from thunder_flce.planning.traffic import HeadTraffic, head_traffic
 from thunder_flce.vocab_parallel import VocabParallel
 
 # A rank that fails ends the others after this time.
@@ -46,6 +52,8 @@ class Row(ShapeRow):
     dx_error: float | None = None
     dw_error: float | None = None
     """Of all ranks' rows together."""
+    moved_gb: float | None = None
+    """What a rank gets from the others, of the ways of data parallel training"""
     same_bits: bool | None = None
     """Whether all ranks have the same loss and dX; None where they need not."""
 
@@ -65,11 +73,13 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a way computes: `tokens` are those that dx belongs to."""
+    """What a way computes."""
 
     loss: Tensor
     dx: Tensor
+    """Of all tokens, or of this rank's; times `dx_factor`"""
     dw: Tensor
+    dx_factor: int = 1
 
 
 def _three_products(part: Part) -> Step:
@@ -126,7 +136,6 @@ def _vocab_parallel(
 
 def _loss_parallel(part: Part) -> Step:
     """PyTorch's own: logits as a DTensor that is divided by columns, all of them at once."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
 
     mesh, hidden = part.mesh, part.inputs.x.shape[1]
@@ -153,6 +162,41 @@ def _loss_parallel(part: Part) -> Step:
     return step
 
 
+def _data_parallel(part: Part) -> Step:
+    """No rank ever has the whole weight."""
+    parallel, ranks = VocabParallel(group=part.mesh, data_parallel=True), part.mesh.size()
+    target = part.inputs.target[part.tokens]
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
+
+    return lambda mark: replace(_run(loss, part, part.tokens, mark), dx_factor=ranks)
+
+
+def _fully_shard(part: Part) -> Step:
+    """FSDP2, the head as a unit that is gathered once a step, and the loss of each rank's tokens in its forward."""
+    x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
+    head = LinearCrossEntropyLoss(x.shape[1], part.vocab, device="meta", dtype=x.dtype)
+    fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
+    head.to_empty(device=x.device)
+    weight, ranks = head.weight, part.mesh.size()
+    assert isinstance(weight, DTensor)
+    with torch.no_grad():
+        weight.to_local().copy_(part.inputs.weight)
+
+    def step(mark: Mark) -> Result:
+        x.grad = head.weight.grad = None
+        loss = head(x, target)
+        mark("forward")
+        loss.backward()
+        mark("backward")
+        dw = head.weight.grad
+        assert x.grad is not None and isinstance(dw, DTensor)
+        return Result(loss=loss.detach(), dx=x.grad, dw=dw.to_local(), dx_factor=ranks)
+
+    return step
+
+
 METHODS: Mapping[str, Callable[[Part], Step]] = {
     "three products": _three_products,
     "three products, dX summed": _three_products_and_sum,
@@ -163,6 +207,8 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "vocab_parallel, one chunk": lambda part: _vocab_parallel(part, options=Options(chunk_rows=part.inputs.x.shape[0])),
     "sequence_parallel": partial(_vocab_parallel, divides_tokens=True),
     "loss_parallel": _loss_parallel,
+    "fully_shard": _fully_shard,
+    "data_parallel": _data_parallel,
 }
 
 
@@ -219,6 +265,7 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
     )
     of_reference = {"dx": reference.gradients["dx"], "dw": reference.gradients["dw"][mine].clone()}
     del whole, reference
+    traffic = head_traffic(tokens=tokens, vocab=shape.vocab, hidden=shape.hidden, ranks=ranks, dtype=shape.dtype)
     # The clock must not decide how often a step runs.
     schedule = replace(schedule, settle_ms=0, turn_ms=1e9)
     steps: dict[str, Step] = {}
@@ -229,6 +276,8 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
             result = step(_no_mark)
         if isinstance(result, Result):
             found[name] = _checked(result, of_reference, part)
+            if name in HeadTraffic._fields:
+                found[name]["moved_gb"] = getattr(traffic, name) / 1e9
             gradients = result.dx.nbytes + result.dw.nbytes
             del result
             found[name]["memory_gb"] = _largest((peak_bytes(step, device)[TOTAL] - gradients) / 1e9)
@@ -258,7 +307,7 @@ def _checked(result: Result, reference: dict[str, Tensor], part: Part) -> dict[s
     if not has_all_tokens:
         of_tokens = of_tokens[part.tokens]
     numbers = {
-        "dx_error": _largest(relative_error(result.dx, of_tokens)),
+        "dx_error": _largest(relative_error(result.dx / result.dx_factor, of_tokens)),
         "dw_error": _largest(relative_error(result.dw, reference["dw"])),
     }
     if not has_all_tokens:

@@ -116,7 +116,7 @@ class Rows:
 
     def mask_ignored(self, vector: Tensor, fill: float = 0) -> Tensor:
         """(N,) or (N, K) with `fill` in ignored rows."""
-        return vector if self.valid is None else _masked(self.valid, vector, fill)
+        return vector if self.valid is None else masked(self.valid, vector, fill)
 
 
 class PlannedRows(Rows):
@@ -163,12 +163,12 @@ def _in_any(of_targets: Tensor) -> Tensor:
     return of_targets if of_targets.ndim == 1 else of_targets.any(1)
 
 
-def _masked(valid: Tensor, tensor: Tensor, fill: float = 0) -> Tensor:
+def masked(valid: Tensor, tensor: Tensor, fill: float = 0) -> Tensor:
     """(N,) or (N, K) with `fill` in rows that are not valid, (N,)."""
     return torch.where(valid if tensor.ndim == 1 else valid.unsqueeze(-1), tensor, fill)
 
 
-def _with_target_weights(region: Region, rows: Rows) -> Rows:
+def with_target_weights(region: Region, rows: Rows) -> Rows:
     """The rows with the weights of their targets, if a row has several; ignored ones become 0, as their weights do."""
     weights = region.operands.target_weights
     if weights is None:
@@ -244,7 +244,7 @@ class RowSelection:
             torch._assert_async(self._counts[1] == 0, message)
             # The replacement only matters to a kernel that runs before the assertion stops the device.
             target = torch.where(self._is_wrong, 0, target)
-            return _with_target_weights(self._region, _all_rows(self._region, target, valid_count, self._valid))
+            return with_target_weights(self._region, _all_rows(self._region, target, valid_count, self._valid))
         if self._arrived is None:
             count, wrong = self._counts.tolist()
         else:
@@ -260,7 +260,7 @@ class RowSelection:
             rows = _valid_rows(target, valid_count, self._valid, count, self._valid_first)
         else:
             rows = _all_rows(self._region, target, valid_count, self._valid)
-        return _with_target_weights(self._region, rows)
+        return with_target_weights(self._region, rows)
 
 
 def _first_count(tokens: int, largest: int) -> int:
@@ -317,7 +317,7 @@ def reselect_rows(region: Region, valid_count: Tensor) -> Rows:
         rows = _valid_rows(target, valid_count, valid, int(valid_count), None)
     else:
         rows = _all_rows(region, target, valid_count, valid)
-    return _with_target_weights(region, rows)
+    return with_target_weights(region, rows)
 
 
 def every_row(region: Region, valid_count: Tensor) -> Rows:
@@ -375,7 +375,7 @@ def _all_rows(region: Region, target: Tensor, valid_count: Tensor, valid: Tensor
     total = target.shape[0]
     if not _ignores_rows(region):
         return Rows(total, total, target, valid_count)
-    return Rows(total, total, _masked(valid, target), valid_count, valid=valid)
+    return Rows(total, total, masked(valid, target), valid_count, valid=valid)
 
 
 def _valid_rows(target: Tensor, valid_count: Tensor, valid: Tensor, count: int, valid_first: Tensor | None) -> Rows:

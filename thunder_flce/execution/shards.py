@@ -29,35 +29,46 @@ class PartOfRows(NamedTuple):
     row_max: Tensor
     row_log_sum: Tensor
     target_entry: Tensor
-    """z at the target; of a rank, 0 where that is another's"""
+    """z at the target, (C, K) of several; of a rank, 0 where that is another's"""
     argmax: Tensor | None = None
     """int64; None where nobody asks for it"""
     argmax_entry: Tensor | None = None
     """Of a rank, z there, or -z where the smallest is looked for"""
 
 
-def part_without_columns(rows: int, zero: Tensor, *, has_argmax: bool) -> PartOfRows:
-    """What a rank without columns knows of its rows; `zero` is () in the dtype of rows, on the device."""
-    nothing = zero.new_full((rows,), float("-inf"))
-    part = PartOfRows(nothing, nothing, zero.expand(rows))
+def part_without_columns(target: Tensor, dtype: torch.dtype, *, has_argmax: bool) -> PartOfRows:
+    """What a rank without columns knows of rows whose targets are (C,) or (C, K); `dtype` is that of rows."""
+    entry = torch.zeros_like(target, dtype=dtype)
+    nothing = entry.new_full(target.shape[:1], float("-inf"))
+    part = PartOfRows(nothing, nothing, entry)
     if not has_argmax:
         return part
-    return part._replace(argmax=zero.new_full((rows,), NO_COLUMN, dtype=torch.int64), argmax_entry=nothing)
+    return part._replace(argmax=torch.full_like(nothing, NO_COLUMN, dtype=torch.int64), argmax_entry=nothing)
 
 
 def combined(shard: Shard, part: PartOfRows) -> PartOfRows:
-    """The same of all columns. One all-gather, of floating-point numbers in the dtype of rows."""
-    numbers = list(part[:3])
+    """The same of all columns. One all-gather, of floating-point numbers in the dtype of rows.
+
+    Entries at several targets are summed by a collective of their own. Its order makes no difference: one rank alone
+    has another number than 0.
+    """
+    has_several = part.target_entry.ndim > 1
+    numbers = [part.row_max, part.row_log_sum, *([] if has_several else [part.target_entry])]
     if part.argmax is not None and part.argmax_entry is not None:
         numbers += [part.argmax_entry, _as_float(part.argmax, part.row_max.dtype)]
-    maxima, log_sums, entries, *choices = all_gathered(shard, numbers)
+    maxima, log_sums, *others = all_gathered(shard, numbers)
+    if has_several:
+        entry = part.target_entry.contiguous()
+        dist.all_reduce(entry, group=process_group(shard))
+    else:
+        entry = others.pop(0).sum(0)
     row_max = maxima.amax(0)
     # A part without columns, or whose logits are all -inf, adds nothing, though -inf - -inf is NaN.
     sums = torch.where(maxima == float("-inf"), 0, torch.exp(maxima - row_max + log_sums)).sum(0)
-    whole = PartOfRows(row_max, sums.log_(), entries.sum(0))
-    if not choices:
+    whole = PartOfRows(row_max, sums.log_(), entry)
+    if not others:
         return whole
-    values, columns = choices[0], _as_column(choices[1])
+    values, columns = others[0], _as_column(others[1])
     # NaN is the largest number, as in torch.argmax; of equals, the first column is taken.
     is_largest = (values == values.amax(0)) | values.isnan()
     return whole._replace(argmax=torch.where(is_largest, columns, NO_COLUMN).amin(0))

@@ -185,9 +185,10 @@ def whole_rows(region: Region, buffer: LogitsBuffer, targets: Targets) -> tuple[
 
     Where the vocabulary is divided it is of the whole row, and all ranks get the same bits.
     """
-    shard, rows = region.shard, buffer.padded.shape[0]
+    shard = region.shard
     if shard is not None and region.tape is None and not buffer.layout.vocab:
-        part = shards.part_without_columns(rows, region.scalar(0.0), has_argmax=region.loss.needs_argmax)
+        dtype = region.operands.row_dtype
+        part = shards.part_without_columns(targets.column, dtype, has_argmax=region.loss.needs_argmax)
         return shards.combined(shard, part), targets
     entry = target_entry(region, buffer, targets)
     targets = targets._replace(z=entry)
@@ -195,7 +196,10 @@ def whole_rows(region: Region, buffer: LogitsBuffer, targets: Targets) -> tuple[
     if shard is None:
         return part, targets
     if region.tape is not None:
-        found = [vector for vector in part if vector is not None]
+        has_several = entry.ndim > 1
+        found = [vector for vector in part if vector is not None and not (has_several and vector is entry)]
+        if has_several:
+            _write_exchange(region, str(entry), f"summed({entry})", [entry])
         names = ", ".join(map(str, found))
         _write_exchange(region, names, f"combined({names})", found)
         return part, targets
@@ -492,23 +496,26 @@ class InputGradient:
     def __init__(self, region: Region, part: Tensor):
         assert region.shard is not None
         part = rounded(region, part, region.input_grad_dtype)
-        self._region, self._part = region, part
+        self._region, self._part, self._factor = region, part, region.shard.input_grad_factor
         self._sum = None if region.tape is not None else shards.start_sum(region.shard, part)
 
     def finish(self, out: Tensor) -> None:
-        """Puts the sum into `out` (C, H), rounded once."""
+        """Puts the sum, times `Shard.input_grad_factor`, into `out` (C, H), rounded once."""
         if self._sum is None:
             _write_exchange(self._region, str(self._part), f"summed({self._part})", [self._part])
             total = self._part
         else:
             total = self._sum.wait()
-        copy_(self._region, out, total)
+        copy_(self._region, out, total, factor=self._factor)
 
 
 def _write_exchange(region: Region, result: str, words: str, vectors: Sequence[Tensor]) -> None:
     """Writes down that ranks exchange vectors, which each then has for the whole vocabulary."""
     runs_in = "NCCL" if region.is_cuda else "gloo"
     moved = sum(vector.nbytes for vector in vectors)
+    if vectors[0].ndim == 1 and region.shard is not None:
+        # Those of all ranks arrive, packed in the dtype of rows.
+        moved = region.shard.ranks * len(vectors) * vectors[0].nbytes
     region.written_to.write(result, words, note="over the ranks", runs_in=runs_in, bytes=moved)
 
 
@@ -523,12 +530,15 @@ def add_(region: Region, out: Tensor, addend: Tensor) -> None:
         region.written_to.write(out, addend, adds=True)
 
 
-def copy_(region: Region, out: Tensor, source: Tensor) -> None:
-    """out = source, in out's dtype."""
-    if region.tape is None:
+def copy_(region: Region, out: Tensor, source: Tensor, *, factor: int = 1) -> None:
+    """out = source, or its product with a number, in out's dtype."""
+    if region.tape is not None:
+        words = source if factor == 1 else source * factor
+        region.written_to.write(out, words, note="rounded once", bytes=out.nbytes + source.nbytes)
+    elif factor == 1:
         out.copy_(source)
     else:
-        region.written_to.write(out, source, note="rounded once", bytes=out.nbytes + source.nbytes)
+        torch.mul(source, factor, out=out)
 
 
 def rounded(region: Region, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -133,10 +133,10 @@ def _of_parts(region: Region, rows: Rows, chunk_rows: int | None) -> Rows:
     shard = region.shard
     assert shard is not None
     if isinstance(rows, PlannedRows):
-        return PlannedRowsOfParts(rows.count, rows.total, rows.target, rows.valid_count, rows.order, rows.valid)
+        return PlannedRowsOfParts(**vars(rows))
     target = region.operands.target.long()
     tokens = target.shape[0] // shard.ranks
-    valid = torch.ones_like(target, dtype=torch.bool) if rows.valid is None else rows.valid
+    valid = target.new_ones(target.shape[:1], dtype=torch.bool) if rows.valid is None else rows.valid
     if rows.order is not None:
         valid = valid.index_fill(0, rows.order[rows.count :], False)
     of_parts = valid.view(shard.ranks, tokens)
@@ -152,10 +152,10 @@ def _of_parts(region: Region, rows: Rows, chunk_rows: int | None) -> Rows:
     index = torch.cat([part.reshape(-1) for part in chosen])
     of_rows = valid[index]
     own = Rows(count, tokens, target[:0], rows.valid_count, None if count == tokens else order[shard.rank])
-    return RowsOfParts(
+    found = RowsOfParts(
         count=shard.ranks * count,
         total=target.shape[0],
-        target=torch.where(of_rows, target[index], 0),
+        target=row_selection.masked(of_rows, target[index]),
         valid_count=rows.valid_count,
         order=index,
         valid=of_rows,
@@ -163,3 +163,4 @@ def _of_parts(region: Region, rows: Rows, chunk_rows: int | None) -> Rows:
         own=own,
         part_chunk=part_chunk,
     )
+    return row_selection.with_target_weights(region, found)

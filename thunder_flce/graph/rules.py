@@ -177,10 +177,12 @@ executor.register_implementation(
 @register_general_jit_lookaside(inspect.unwrap(functional.linear_cross_entropy))  # In Dynamo's graphs.
 def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
-    if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
+    given = kwargs.pop("vocab_parallel", None)
+    has_dtensors = any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values()))
+    if has_dtensors or getattr(getattr(given, "value", None), "data_parallel", False):
         return do_raise(NotImplementedError(ONLY_EAGER))
     constants = {}
-    if (given := kwargs.pop("vocab_parallel", None)) is not None and given.value is not None:
+    if given is not None and given.value is not None:
         try:
             # In Dynamo's graphs it is a literal already.
             literal = given.value if isinstance(given.value, str) else as_literal(**settings_of(given.value))

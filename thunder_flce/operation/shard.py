@@ -25,6 +25,8 @@ class Shard:
     """Whether it is summed in float32 (float64 for float64) and rounded once."""
     sequence_parallel: bool = False
     """Whether each rank has a part of the tokens, too: equal parts, in the order of ranks."""
+    input_grad_factor: int = 1
+    """What the sum of dX over the ranks is multiplied by: their number, where others will average it."""
 
     @property
     def token_parts(self) -> int:

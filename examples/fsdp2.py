@@ -1,0 +1,124 @@
+"""Data parallel training with FSDP2, whose ranks divide the vocabulary of the head for good.
+
+    python examples/fsdp2.py                              # two CPU processes, without torchrun
+    torchrun --nproc-per-node 2 examples/fsdp2.py         # or GPUs, one a rank
+
+FSDP2 shards the trunk: it gathers each layer's weight and averages its gradients. The head is left out of that. Each
+rank keeps its rows of the vocabulary, and the hidden states of all ranks come to it. Expect the losses of FSDP2 with
+the head as one of its units, up to rounding, and what the head moves in either way.
+"""
+
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import thunder_flce
+from thunder_flce import LinearCrossEntropyLoss, VocabParallel, count_items
+
+TOKENS, HIDDEN, VOCAB, STEPS = 256, 128, 10007, 8
+
+
+class Model(nn.Module):
+    """An embedding, a layer, and a head with its loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.layer = nn.Linear(HIDDEN, HIDDEN)
+        self.head = LinearCrossEntropyLoss(HIDDEN, VOCAB)
+
+    def forward(self, tokens: Tensor, labels: Tensor, num_items: Tensor) -> Tensor:
+        hidden = torch.tanh(self.layer(self.embedding(tokens)))
+        return self.head(hidden, labels, num_items=num_items)
+
+
+def sharded(mesh: DeviceMesh, *, divides_vocab: bool) -> Model:
+    """The model, its parameters divided among the ranks of the mesh."""
+    torch.manual_seed(1)
+    model = Model().to(mesh.device_type)
+    head = model.head
+    if divides_vocab:
+        head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
+        head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+        fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
+    else:
+        fully_shard(head, mesh=mesh)
+        # The gradients are there from the forward on, so the backward needs no weight.
+        head.set_unshard_in_backward(False)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(mesh: DeviceMesh, *, divides_vocab: bool) -> list[float]:
+    """The loss of each step, the mean over the tokens of all ranks."""
+    model = sharded(mesh, divides_vocab=divides_vocab)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    # Ranks have tokens of their own, and those of the first are fewer. The length may differ, too.
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(VOCAB, (TOKENS,), device=mesh.device_type)
+    labels = thunder_flce.shift_labels(tokens)
+    if dist.get_rank() == 0:
+        labels[: TOKENS // 2] = -100
+    losses = []
+    for _ in range(STEPS):
+        loss = model(tokens, labels, count_items(labels, group=mesh))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss.detach()))
+    return losses
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    """The mean; of a divided vocabulary, all ranks have it already."""
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size()
+
+
+def run_rank(device: str) -> None:
+    """Trains in both ways on one rank of the default process group."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))
+    gathered, divided = (train(mesh, divides_vocab=divides_vocab) for divides_vocab in (False, True))
+    if rank == 0:
+        print(f"{ranks} ranks on {device}:")
+        for step, losses in enumerate(zip(gathered, divided, strict=True)):
+            print("step {}: loss {:.5f}, with the vocabulary divided {:.5f}".format(step, *losses))
+        sizes = {"tokens": TOKENS, "vocab": VOCAB, "hidden": HIDDEN, "dtype": torch.float32}
+        traffic = thunder_flce.head_traffic(**sizes, ranks=ranks)
+        print(
+            f"a rank gets {traffic.fully_shard / 1e6:.2f} or {traffic.data_parallel / 1e6:.2f} MB for the head a step"
+        )
+    torch.testing.assert_close(divided, gathered, rtol=1e-4, atol=1e-5)
+
+
+def _spawned(rank: int, ranks: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    run_rank("cpu")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Joins the ranks that torchrun has started, or starts two."""
+    if "RANK" not in os.environ:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(_spawned, (2, f"{folder}/store"), nprocs=2)
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    run_rank(device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

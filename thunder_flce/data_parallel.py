@@ -1,0 +1,95 @@
+"""The vocabulary divided among the ranks of data parallel training: a call with tokens of each rank's own.
+
+Each rank computes a loss of its tokens, and what comes before averages its gradients over the ranks, as FSDP and DDP
+do. So what is differentiated is the mean over ranks of their losses. That is a call with `sequence_parallel`, once all
+ranks have as many tokens: to those with fewer, ignored ones are added.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thunder_flce.operation.arguments import INTEGERS, check_pairs, dtype_name
+from thunder_flce.operation.loss import Loss
+from thunder_flce.vocab_parallel import VocabParallel
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragedCall:
+    """A call of `linear_cross_entropy` with `VocabParallel.data_parallel`, as one whose ranks have as many tokens."""
+
+    arguments: dict[str, Any]
+    loss: Loss
+    ranks: int
+    shape: torch.Size
+    """(...) of this rank's tokens"""
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], loss: Loss, parallel: VocabParallel) -> "AveragedCall":
+        """The call. All ranks tell each other how many tokens they have, for which the host waits.
+
+        Args:
+            arguments: of `linear_cross_entropy`, by name; not checked yet.
+            loss: the loss.
+            parallel: the ranks.
+        """
+        check_pairs(arguments["terms"])
+        input = arguments["input"]
+        shape = input.shape[:-1] if isinstance(input, Tensor) else torch.Size()
+        count, ranks = shape.numel(), dist.get_world_size(parallel.process_group)
+        most = _largest(count, parallel, arguments["linear_weight"])
+
+        def padded(tensor: Any, fill: float = 0) -> Any:
+            """(most, ...) where the tensor has this rank's tokens. Ranks find out together where it has not."""
+            if not isinstance(tensor, Tensor) or tensor.shape[: len(shape)] != shape:
+                return tensor
+            flat = tensor.reshape(count, *tensor.shape[len(shape) :])
+            return torch.cat([flat, flat.new_full((most - count, *flat.shape[1:]), fill)]) if count < most else flat
+
+        target = arguments["target"]
+        if isinstance(target, Tensor) and dtype_name(target) in INTEGERS:
+            # A narrow dtype may not hold ignore_index.
+            target = padded(target.long(), loss.ignore_index)
+        changed = {"input": padded(input), "target": target}
+        changed["terms"] = tuple((padded(x), weight) for x, weight in arguments["terms"])
+        changed["token_inputs"] = tuple(map(padded, arguments["token_inputs"]))
+        changed |= {name: padded(arguments[name]) for name in ("token_weights", "target_weights")}
+        # The mean over the ranks divides by their number, too.
+        if loss.reduction == "sum" and arguments["num_items"] is None:
+            loss, changed["num_items"] = replace(loss, reduction="mean"), float(ranks)
+        elif loss.reduction == "mean" and arguments["num_items"] is not None:
+            changed["num_items"] = arguments["num_items"] * ranks
+        return cls(arguments={**arguments, **changed}, loss=loss, ranks=ranks, shape=shape)
+
+    def own(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """This rank's results: those with one number a token, of its tokens."""
+        return tuple(self._own(result) if result.ndim else result for result in results)
+
+    def _own(self, result: Tensor) -> Tensor:
+        result = result[: self.shape.numel()].reshape(self.shape)
+        return _ScaledGradient.apply(result, 1 / self.ranks) if result.requires_grad else result
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """A tensor whose upstream gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def _largest(count: int, parallel: VocabParallel, like: Any) -> int:
+    """The largest count of all ranks."""
+    device = like.device if isinstance(like, Tensor) else None
+    largest = torch.tensor(count, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=parallel.process_group)
+    return int(largest)
