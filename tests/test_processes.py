@@ -67,6 +67,27 @@ def _divided_tokens(rank: int) -> tuple:
     return tuple(each.detach().cpu() for each in (loss, *torch.autograd.grad(loss, (x, part.weight))))
 
 
+def _data_parallel(rank: int) -> tuple:
+    """The same with other numbers of tokens, for gradients that are averaged, and two targets a token."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    case = _case(device, torch.float32)
+    case.target[:32:3] = -100
+    mine, part = (slice(0, 20), slice(20, 64))[rank], part_of(case, parts((200, 131))[rank])
+    x = case.x.detach()[mine].clone().requires_grad_()
+    # Halves of the same target.
+    target = case.target[mine, None].expand(-1, 2)
+    loss = linear_cross_entropy(
+        x,
+        part.weight,
+        target,
+        target_weights=torch.full_like(target, 0.5, dtype=torch.float32),
+        vocab_parallel=VocabParallel(group=dist.group.WORLD, data_parallel=True),
+        options=Options(chunk_rows=16),
+    )
+    dx, dw = torch.autograd.grad(loss, (x, part.weight))
+    return tuple(each.detach().cpu() for each in (loss, dx / 2, dw))
+
+
 def _dtensors(rank: int) -> tuple:
     """The same by placements; each gradient of the whole."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -79,14 +100,14 @@ def _dtensors(rank: int) -> tuple:
 
 
 def _everything(rank: int) -> tuple:
-    return _results(rank), _divided_tokens(rank), _dtensors(rank)
+    return _results(rank), _divided_tokens(rank), _data_parallel(rank), _dtensors(rank)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_results(device):
     found = as_processes(2, _everything, device=device)
     assert all(isinstance(each, tuple) for each in found), found
-    of_settings, of_divided_tokens, of_dtensors = zip(*found, strict=True)
+    of_settings, *of_divided_tokens, of_dtensors = zip(*found, strict=True)
     results = iter(zip(*of_settings, strict=True))
     for dtype in (torch.float32, torch.bfloat16):
         case = _case(device, dtype)
@@ -99,12 +120,13 @@ def test_results(device):
     case = _case(device, torch.float32)
     case.target[:32:3] = -100
     exact = truth(Case(case.x, case.weight, None, case.target))
-    losses, inputs, weights = zip(*of_divided_tokens, strict=True)
-    assert torch.equal(*losses) and error(losses[0], exact.loss.cpu()) < 1e-6
-    assert error(torch.cat(inputs), exact.gradients[0].cpu()) < 1e-5
-    assert error(torch.cat(weights), exact.gradients[1].cpu()) < 1e-5
+    for results in of_divided_tokens:
+        losses, inputs, weights = zip(*results, strict=True)
+        assert torch.equal(*losses) and error(losses[0], exact.loss.cpu()) < 1e-6
+        assert error(torch.cat(inputs), exact.gradients[0].cpu()) < 1e-5
+        assert error(torch.cat(weights), exact.gradients[1].cpu()) < 1e-5
     for loss, *gradients in of_dtensors:
-        assert torch.equal(loss, losses[0])
+        assert torch.equal(loss, of_divided_tokens[0][0][0])
         for gradient, right in zip(gradients, exact.gradients, strict=True):
             assert error(gradient, right.cpu()) < 1e-5
 

@@ -119,7 +119,7 @@ def test_any_problem():
         result = divided(case, sizes, grad, options=problem.options, **given)
         assert_close_to_truth(result, case, grad, 2.0, True, **given)
 
-    run_examples(run, DIVIDED_PROBLEMS, 40)
+    run_examples(run, DIVIDED_PROBLEMS, 30)
 
 
 # No vocabulary is as large as a dimension of tokens.
@@ -418,7 +418,7 @@ def test_any_problem_of_data_parallel():
             given["num_items"] = given["num_items"] * ranks
         assert_close_to_truth(result, case, grad, 2.0, True, **given)
 
-    run_examples(run, DIVIDED_PROBLEMS, 40)
+    run_examples(run, DIVIDED_PROBLEMS, 30)
 
 
 @pytest.mark.parametrize(
