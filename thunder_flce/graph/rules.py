@@ -19,6 +19,7 @@ from thunder_flce.graph import symbols
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
 from thunder_flce.graph.matching.trace_index import is_static
 from thunder_flce.graph.thunder_private import (
+    INTERPRETER_SIGNALS,
     do_raise,
     get_grad,
     interpreter_needs_wrap,
@@ -29,7 +30,9 @@ from thunder_flce.graph.thunder_private import (
     register_autocast_rule,
     register_general_jit_lookaside,
     register_grad,
+    unwrap,
 )
+from thunder_flce.graph.token_functions import interpreted_token_loss
 from thunder_flce.graph.trace_arguments import (
     BY_NAME,
     POSITIONAL,
@@ -145,7 +148,15 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
     for item in _items(kwargs.get("terms")):
         recursively_proxy(item, *_items(item))
-    recursively_proxy(*args, **kwargs)
+    recursively_proxy(*args, *_items(kwargs.get("token_inputs")), **kwargs)
+    token_loss = kwargs.get("token_loss")
+    if token_loss is not None and callable(token_loss.value):
+        given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+        inputs = list(map(unwrap, _items(given.get("token_inputs"))))
+        found = interpreted_token_loss(token_loss, unwrap(given["input"]), unwrap(given["target"]), inputs=inputs)
+        if found is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return found
+        kwargs = {**kwargs, "token_loss": found}
     return _region_in_trace(*args, **kwargs)
 
 

@@ -37,7 +37,7 @@ from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands
 from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.loss import OUTPUTS, Loss
-from thunder_flce.token_functions import ONLY_WRITTEN_OUT
+from thunder_flce.operators import OUTPUT_GRADS
 from thunder_flce.vocab_parallel import ONLY_EAGER
 
 
@@ -72,9 +72,7 @@ def linear_cross_entropy(
     `settings` are the fields of a `Loss`. `FuseLinearCrossEntropy` sets the loss's dtype (None: as in
     `functional.linear_cross_entropy`), the names of the tensors that need a gradient, and the fields of a `Plan`.
     """
-    if callable(settings.get("token_loss")):
-        raise NotImplementedError(ONLY_WRITTEN_OUT)
-    loss = Loss(**settings)
+    loss = Loss(**{**settings, "token_loss": settings.get("token_loss") or ()})
     if vocab_parallel is not None:
         raise NotImplementedError(ONLY_EAGER)
     given: dict[str, Any] = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
@@ -181,7 +179,7 @@ def _linear_cross_entropy_bwd_impl(grad: Tensor, *tensors: Any, **settings: Any)
         kept = kept.view(-1, kept.shape[-1])
     entropy = region["entropy"].reshape(-1) if "entropy" in region else None
     statistics = SavedStatistics(row_max, row_log_sum, valid_count, entropy)
-    upstream = UpstreamGradients(grad, region.get("log_prob_grad"), region.get("entropy_grad"))
+    upstream = UpstreamGradients(grad, *map(region.get, OUTPUT_GRADS))
     return _needed(engine.backward(operands, plan, statistics, kept, upstream), region)
 
 

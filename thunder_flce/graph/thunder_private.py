@@ -21,7 +21,8 @@ def _missing(what: object) -> ImportError:
 
 try:
     from thunder.core.compile_data import compile_data_and_stats, get_compile_data
-    from thunder.core.interpreter import do_raise
+    from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, unwrap, wrap_const
+    from thunder.core.interpreter import _interpret_call as interpret_call
     from thunder.core.jit_ext import (
         interpreter_needs_wrap,
         record_source_loc_in_symbol_header,
@@ -29,6 +30,7 @@ try:
         register_general_jit_lookaside,
     )
     from thunder.core.symbol import default_python_printer
+    from thunder.core.trace import get_tracectx
     from thunder.core.trace_interpreter import TraceSubstitutionProcessor
     from thunder.core.transforms import get_grad, put_grad, register_grad
     from thunder.distributed import get_skip_data_parallel_grad_sync

@@ -18,7 +18,7 @@ from thunder.core.transform_common import Transform, dce
 from thunder_flce.execution.plan import Plan, RecomputeLogits, SaveLogits
 from thunder_flce.graph import symbols
 from thunder_flce.graph.distributed import divided_weights, warn_of_gradients_that_are_not_summed
-from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses
+from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses, spell_out_reductions
 from thunder_flce.graph.matching.logits_path import LogitsPath, Term
 from thunder_flce.graph.matching.losses import CrossEntropy, is_loss
 from thunder_flce.graph.matching.match import Found, Match, Result, find_matches
@@ -175,6 +175,11 @@ def _search(trace: TraceCtx, options: Options) -> tuple[TraceIndex, list[Found]]
     if not all(loss.name in fused for loss in new_losses):
         index = TraceIndex(trace)
         found = _find(index, options)
+    if reduced := [bsym for bsym, _, outcome in found if isinstance(outcome, Match) and outcome.waits_for_reduction]:
+        spelled_out = TraceIndex(spell_out_reductions(index.trace, reduced))
+        of_spelled_out = _find(spelled_out, options)
+        if not any(isinstance(outcome, Match) and outcome.waits_for_reduction for _, _, outcome in of_spelled_out):
+            index, found = spelled_out, of_spelled_out
     if (delayed := _delay_sums(index, found)) is not None:
         index = TraceIndex(delayed)
         found = _find(index, options)
@@ -246,7 +251,10 @@ class _Rewrite(TraceSubstitutionProcessor):
         if id(bsym) in self._replaced:
             return
         match = self._matches.get(id(bsym))
-        own = match.token_sum.dependent if match is not None and match.token_sum is not None else ()
+        # What the region takes the place of may be made of its further results, such as a log-sum-exp.
+        own = set() if match is None else match.own
+        if match is not None and match.token_sum is not None:
+            own |= match.token_sum.dependent
         if any(arg.name in self._missing and arg.name not in own for arg in bsym.flat_proxy_args):
             self._missing |= {out.name for out in bsym.flat_proxy_outs}
             self._waiting.append(bsym)
@@ -320,8 +328,9 @@ class _Rewrite(TraceSubstitutionProcessor):
         needs_grad = self._operands_that_need_grad(path) if is_differentiated else ()
         given = self._region(region, match.place, needs_grad, match)
         values = dict(zip(("loss", *match.outputs), given if match.outputs else (given,), strict=True))
-        if match.reduced is not None:
-            values["loss"] = _reduced(match.reduced, values["loss"])
+        of_tokens = "loss" if match.token_sum is None else "log_prob"
+        if match.reduced is not None and of_tokens in values:
+            values[of_tokens] = _reduced(match.reduced, values[of_tokens])
         return tuple(_result(result, values[result.output]) for result in results)
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
