@@ -462,7 +462,7 @@ def predictions(hidden, weight, tokens, old, ref, advantages, mask):
 def entropy_alone(hidden, weight, tokens, old, ref, advantages, mask):
     log_probs = F.log_softmax(F.linear(hidden, weight), -1)
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    return torch.where(mask.bool() & (entropy.detach() < 4), entropy**2, 0.0).sum() * 0.1
+    return (entropy**2).where(mask.bool() & (entropy.detach() < 4), torch.zeros_like(old)).sum() * 0.1
 
 
 def with_a_z_term(hidden, weight, tokens, old, ref, advantages, mask):
@@ -492,6 +492,7 @@ def mean_cross_entropy_with_a_z_term(hidden, weight, tokens, old, ref, advantage
 
 
 PROGRAMS = (
+    with_minimum,
     with_a_z_term,
     cross_entropy_with_a_z_term,
     mean_cross_entropy_with_a_z_term,
@@ -522,11 +523,7 @@ def outputs_and_gradients(program, tensors):
 
 @pytest.mark.parametrize(
     ("program", "front_end"),
-    # thunder leaves `detach` and `torch.min` of Dynamo's graphs to others, and splits these there.
-    [
-        (with_minimum, "thunderfx"),
-        *((program, name) for program in PROGRAMS for name in ("thunder.jit", "backend")),
-    ],
+    [(program, name) for program in PROGRAMS for name in (*FRONT_ENDS, "backend")],
     ids=lambda x: getattr(x, "__name__", x),
 )
 def test_programs(program, front_end, request):

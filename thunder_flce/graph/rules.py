@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
+import thunder.torch as ltorch
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 
@@ -30,6 +31,7 @@ from thunder_flce.graph.thunder_private import (
     register_autocast_rule,
     register_general_jit_lookaside,
     register_grad,
+    register_method,
     unwrap,
 )
 from thunder_flce.graph.token_functions import interpreted_token_loss
@@ -179,6 +181,14 @@ def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
 
 
 register_grad(prims.PrimIDs.MINIMUM, _minimum_grad)
+
+
+def _where_method(self: TensorProxy, condition: TensorProxy, other: Any, /) -> TensorProxy:
+    """`Tensor.where`, for which thunder 0.2.6 takes `torch.where`, whose first argument is the condition."""
+    return ltorch.where(condition, self, other)
+
+
+register_method("where", _where_method)
 
 
 @register_autocast_rule(symbols.linear_cross_entropy.id)

@@ -36,9 +36,10 @@ try:
     from thunder.distributed import get_skip_data_parallel_grad_sync
     from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
-    from thunder.dynamo.utils import CompilerType, get_torch_compile_kwargs
+    from thunder.dynamo.utils import CompilerType, auto_register_ops, get_torch_compile_kwargs
     from thunder.executors.nvfuserex import nvfuser_available
     from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
+    from thunder.torch.langctx import register_method
     from thunder.transforms.autocast import disable_autocast, maybe_downcast_to, register_autocast_rule
 
     if nvfuser_available():
