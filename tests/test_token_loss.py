@@ -109,11 +109,25 @@ def test_derivatives(function):
         torch.testing.assert_close(found[name] * torch.ones(34, dtype=torch.float64), gradient, msg=name)
 
 
+# Each with a bounded derivative of what is bounded, so that float64 stays exact.
+UNARY = (
+    *(torch.tanh, torch.sigmoid, F.logsigmoid, torch.square, torch.neg, torch.detach, torch.abs, F.relu),
+    *(lambda x: torch.exp(torch.tanh(x)), lambda x: torch.expm1(torch.sigmoid(x)), lambda x: torch.log1p(x * x)),
+    *(lambda x: torch.log(1 + x**2), lambda x: torch.sqrt(1 + x.square()), lambda x: torch.rsqrt(x * x + 2)),
+    *(lambda x: x.clamp(-2, 1.5), lambda x: 1 / (x**2 + 1), lambda x: 0.5 - x.clamp(max=3) ** 3 / 9),
+    *(lambda x: x.masked_fill(x > 1, 0.3), lambda x: ((x < 0) | ~(x <= 2)).to(x.dtype)),
+)
+BINARY = (
+    *(torch.add, torch.sub, torch.mul, torch.minimum, torch.maximum, torch.min),
+    lambda x, y: x / (1 + y.abs()),
+)
+
+
 @st.composite
 def functions(draw):
     """Any tree of operations on a log-probability, an entropy, two inputs, and perhaps a log-sum-exp."""
-    unary = st.sampled_from((torch.tanh, torch.sigmoid, F.logsigmoid, torch.square, torch.neg, torch.detach))
-    binary = st.sampled_from((torch.add, torch.sub, torch.mul, torch.minimum, torch.maximum))
+    unary = st.sampled_from(UNARY)
+    binary = st.sampled_from(BINARY)
     steps = draw(st.lists(st.one_of(unary, binary, st.just(torch.where)), min_size=1, max_size=8))
     picks = [draw(st.tuples(*(st.integers(0, 20),) * 4)) for _ in steps]
 
@@ -124,9 +138,7 @@ def functions(draw):
             if step is torch.where:
                 values.append(torch.where(a < b, c, d))
             else:
-                values.append(
-                    step(a, b) if step in (torch.add, torch.sub, torch.mul, torch.minimum, torch.maximum) else step(a)
-                )
+                values.append(step(a, b) if step in BINARY else step(a))
         return values[-1] + 0.5 * values[0]
 
     return function
@@ -618,6 +630,34 @@ def test_gradients_that_wait(program, note):
     torch.testing.assert_close(outputs_and_gradients(jitted, tensors), outputs_and_gradients(program, tensors))
     text = " ".join(str(thunder_flce.explain(jitted)).split())
     assert re.search(f"its gradients wait for the backward, because .*{re.escape(note)}", text), text
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda p, q, right_p, right_q: (p * (right_q + 1)).sum() * 2 + (q * (right_p + 1)).sum(),
+        lambda p, q, right_p, right_q: (p.exp() * (right_q + 1)).sum() * 2 + (q.exp() * (right_p + 1)).sum(),
+        lambda p, q, *_: (p.exp() * q.detach()).sum() + (q.exp() * p.detach()).sum(),
+    ],
+    ids=["weights", "token losses", "log-probabilities"],
+)
+def test_two_heads(total):
+    """The sum of each needs what the other gives, so that neither region can compute it."""
+    hidden, weight, tokens, *_ = program_operands()
+    second = weight.detach().flip(0).contiguous().requires_grad_()
+
+    def program(hidden, weight, second):
+        heads = F.linear(hidden, weight), F.linear(hidden, second)
+        log_probs = (z.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1) for z in heads)
+        return total(*log_probs, *((z.argmax(-1) == tokens).double() for z in heads))
+
+    jitted = thunder_flce.jit(program, strict=True)
+    found = []
+    for function in (jitted, program):
+        loss = function(hidden, weight, second)
+        found.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight, second))))
+    torch.testing.assert_close(*found)
+    assert all("depend on what needs its results" in decision.note for decision in decisions(jitted))
 
 
 @pytest.mark.parametrize(

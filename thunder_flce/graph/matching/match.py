@@ -173,6 +173,8 @@ class _Candidate:
     own_argmaxes: list[Result] = field(default_factory=list)
     """Those that its region computes."""
     found: Match | None = None
+    without_sum: Match | None = None
+    """Where `found` computes a sum that the program makes of its results: the same without that."""
 
     @classmethod
     def of_loss(cls, loss: BoundSymbol, index: TraceIndex) -> "_Candidate":
@@ -312,6 +314,9 @@ class _Candidate:
             self.found = self._checked_match(index)
             if self.found.weighted is None and self.found.arguments.reduction == "none" and self.path.carries_grad:
                 self.found = self._with_token_sum(self.found, index, options)
+            if self.found.weighted is not None or self.found.token_sum is not None:
+                note = "its gradients wait for the backward, because its weights depend on what needs its results"
+                self.without_sum = replace(self._checked_match(index), weighted=None, note=note)
         except NotFused as problem:
             self.problem = problem
 
@@ -384,6 +389,35 @@ class _Candidate:
         ]
         results = [Result(found.place, found.place.output, "loss"), *outputs, *match.results[len(results) :]]
         return replace(match, arguments=call, results=tuple(results), token_sum=found, reduced=reduced)
+
+    def given_names(self) -> list[str]:
+        """The names of what its region gives."""
+        assert self.found is not None
+        return [self.found.place.output.name, *(result.tensor.name for result in self.found.results[1:])]
+
+    def needed(self, givers: "dict[str, _Candidate]", index: TraceIndex) -> "list[_Candidate]":
+        """Those that give what its region needs, which may be itself."""
+        assert self.found is not None
+        own = {each.result.tensor.name for each in (self, *self.members)}
+        tensors = [tensor for term in self.path.terms for tensor in (term.input, term.weight)]
+        tensors += [
+            tensor for tensor in (self.path.bias, self.labels, self.found.arguments.weight) if tensor is not None
+        ]
+        waiting = [tensor.name for tensor in tensors]
+        if self.without_sum is not None:
+            waiting += [arg.name for arg in self.found.place.flat_proxy_args]
+        seen: set[str] = set()
+        found: list[_Candidate] = []
+        while waiting:
+            name = waiting.pop()
+            if name in seen or name in own:
+                continue
+            seen.add(name)
+            if name in givers:
+                found.append(givers[name])
+            elif name in index.producers:
+                waiting += [arg.name for arg in index.producers[name].flat_proxy_args]
+        return found
 
     def own_and_paths(self) -> list[BoundSymbol]:
         """What computes the results from the linear's output."""
@@ -529,27 +563,30 @@ def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, 
 def _check_order(leaders: Sequence[_Candidate], index: TraceIndex) -> None:
     """Finds out which regions would have to run before themselves.
 
-    A region's further results come with its first one. Where that depends on them, directly or by way of other regions,
-    as where the labels of two losses are each other's predictions, the region cannot run.
+    A region gives all its results at once. Where it needs one of them, directly or by way of other regions, it cannot
+    run: such as where the labels of two losses are each other's predictions. Where only the sum that it computes needs
+    it, the program computes that sum.
     """
-    further = {
-        leader.result.tensor.name: {result.tensor.name for result in leader.further_results()}
-        for leader in leaders
-        if leader.found is not None
-    }
-    for leader in leaders:
-        first = leader.result.tensor.name
-        dependent, known = set(further.get(first, ())), 0
-        # Of its own log-sum-exp, the first is made in the program, but not in the region.
-        own = {id(bsym) for bsym in leader.own_and_paths()}
-        sums = {member.result.tensor.name for member in leader.members if member.kind == "log-sum-exp"}
-        while len(dependent) > known:
-            known = len(dependent)
-            for bsym in index.bsyms:
-                passing = dependent - sums if id(bsym) in own else dependent
-                if any(arg.name in passing for arg in bsym.flat_proxy_args):
-                    dependent |= {out.name for out in bsym.flat_proxy_outs}
-            for name in dependent & further.keys():
-                dependent |= further[name]
-        if first in dependent:
+    while matched := [leader for leader in leaders if leader.found is not None and leader.problem is None]:
+        givers = {name: leader for leader in matched for name in leader.given_names()}
+        needed = {id(leader): leader.needed(givers, index) for leader in matched}
+        stuck = [leader for leader in matched if leader in _reached(needed[id(leader)], needed)]
+        sums = [leader for leader in stuck if leader.without_sum is not None]
+        for leader in sums:
+            leader.found, leader.without_sum = leader.without_sum, None
+        if sums:
+            continue
+        for leader in stuck:
             leader.problem = NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
+        return
+
+
+def _reached(start: list[_Candidate], needed: dict[int, list[_Candidate]]) -> list[_Candidate]:
+    found: list[_Candidate] = []
+    waiting = list(start)
+    while waiting:
+        leader = waiting.pop()
+        if leader not in found:
+            found.append(leader)
+            waiting += needed[id(leader)]
+    return found
