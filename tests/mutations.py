@@ -219,6 +219,7 @@ MUTATIONS = [
     *_of(
         "execution/row_loss.py",
         ("sign", "probability - g_p, one_hot - g_p", "probability - g_p, one_hot + g_p"),
+        ("sign", "probability = probability + steps.let(", "probability = probability - steps.let("),
         ("sign", "(statistics.row_log_sum - entropy)", "(statistics.row_log_sum + entropy)"),
         ("sign", "(statistics.row_max + statistics.row_log_sum)", "(statistics.row_max - statistics.row_log_sum)"),
         ("divisor", "grad if divisor is None else grad / divisor", "grad"),
@@ -821,15 +822,16 @@ MUTATIONS = [
         ("mask", "if labels.numel * path.vocab != logits.numel or", "if"),
         ("index", "return reading and replace(reading, wraps_labels=True)", "return reading"),
         ("mask", "(a.scale, a.softcap) == (b.scale, b.softcap)", "True"),
-        ("mask", " and index.users(reading.tensor) != [bsym]", " and False"),
+        ("mask", "if any(index.users(reading.tensor) != [bsym] for reading in ends):", "if False:"),
+        ("mask", "id(user) not in passed and not _is_log_softmax(user, reading.tensor)", "id(user) not in passed"),
         ("index", "(number, *rest)", "(0, *rest)"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(
         "graph/matching/match.py",
         ("mask", "if id(user) not in passed and id(user) not in owners:", "if False:"),
-        ("mask", "return theirs.labels is None and theirs.path.carries_grad and", "return theirs.labels is None and"),
-        ("mask", "dependent |= further[name]", "pass"),
+        ("mask", "is_cheap = theirs.path.carries_grad or", "is_cheap = True or"),
+        ("mask", "waiting += needed[id(leader)]", "pass"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(
@@ -855,6 +857,7 @@ MUTATIONS = [
         "execution/row_loss.py",
         ("mask", "torch.where(s == 0, 0.0, s * derivative)", "s * derivative"),
         ("sign", "vectors[0] = vectors[1] = -g_p", "vectors[0] = vectors[1] = g_p"),
+        ("sign", "vectors[0] = vectors[0] + g_l", "vectors[0] = vectors[0] - g_l"),
         (
             "index",
             "[vector[chunk] for vector in scales.token_inputs]",
@@ -884,7 +887,7 @@ MUTATIONS = [
             "elif not all(arg.name in self._sums or arg.name in self._tokens for arg in operands):",
             "elif False:",
         ),
-        ("mask", "all(id(user) in self._passed or not self._passes_grad(user) for user in users)", "True"),
+        ("mask", "all(id(user) in self._passed | self._own or not self._passes_grad(user) for user in users)", "True"),
         ("mask", "if len(weights) == 1 and tensors and is_alone:", "if len(weights) == 1 and tensors:"),
         ("mask", "if are_steps and len(dependent) == 1", "if False and len(dependent) == 1"),
         ("sign", 'self._writer.write("neg", (name,), {}) if source.factor == -1 else name', "name"),
@@ -895,9 +898,22 @@ MUTATIONS = [
         ),
     ),
     *_of(
+        "token_functions.py",
+        ("mask", " or self._is_shared or", " or"),
+        ("mask", "step.is_detached and isinstance", "False and isinstance"),
+        tests=("tests/test_token_loss.py::test_derivatives", "tests/test_token_loss.py::test_what_has_no_meaning"),
+    ),
+    *_of(
+        "graph/token_functions.py",
+        ("mask", "known[bsym.args[0].name] = name", "pass"),
+        ("mask", "if carries_grad(out) else writer.detached(name)", ""),
+        tests=("tests/test_token_loss.py::test_compiled_programs",),
+    ),
+    *_of(
         "graph/matching/match.py",
-        ("mask", "if self.reading is None and not found.is_zero_without_loss:", "if False:"),
-        tests=("tests/test_token_loss.py::test_programs",),
+        ("mask", "(found is None or not found.is_zero_without_loss)", "found is None"),
+        ("mask", "waiting += [arg.name for arg in self.found.place.flat_proxy_args]", "pass"),
+        tests=("tests/test_token_loss.py::test_programs", "tests/test_token_loss.py::test_two_heads"),
     ),
     *_of(
         "execution/row_selection.py",
@@ -1016,7 +1032,7 @@ MUTATIONS = [
     ),
     *_of(
         "operation/loss.py",
-        ("mask", 'self.z_loss or "entropy" in self.differentiable_outputs)', "self.z_loss)"),
+        ("mask", "self.z_loss or others)", "self.z_loss)"),
         ("mask", " and name not in self.detached)", ")"),
         tests=("tests/test_frozen_head.py",),
     ),

@@ -181,6 +181,7 @@ def composed(
         known = {name: vector[valid] for name, vector in zip(("i0", "i1", "i2", "i3"), token_inputs, strict=False)}
         known["log_prob"] = log_probs.gather(1, valid_target[:, None]).squeeze(1)
         known["entropy"] = -(probabilities * log_probs).sum(1)
+        known["log_sum_exp"] = valid_logits.logsumexp(1)
         row_loss = of_all(evaluate(token_loss, known, torch))
     z_term = of_all(z_loss * torch.logsumexp(valid_logits, 1).square()) if z_loss else torch.zeros_like(row_loss)
     if reduction == "none":
@@ -203,6 +204,8 @@ def composed(
             probabilities = log_probs.exp()
             # p log p is 0 where p is, though log p be -inf.
             return of_all(-(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)).reshape(shape)
+        if name == "log_sum_exp":
+            return of_all(valid_logits.logsumexp(1)).reshape(shape)
         if name == "argmax":
             return logits.argmax(1).reshape(shape)
         if name == "valid_argmax":
@@ -255,7 +258,7 @@ def differentiate(
     return Result(loss.detach(), gradients, tuple(other.detach() for other in others))
 
 
-DIFFERENTIABLE = ("log_prob", "entropy")
+DIFFERENTIABLE = ("log_prob", "entropy", "log_sum_exp")
 CHOICES = ("argmax", "valid_argmax", "accuracy")
 """Outputs that hang on how logits are rounded"""
 
@@ -329,7 +332,7 @@ def assert_close_to_truth(
         if name in CHOICES:
             _check_choice(name, got, case, **settings)
         else:
-            if name == "mean_logit":
+            if name in ("mean_logit", "log_sum_exp"):
                 # Relative to the largest logit: nothing is left where that is infinite.
                 got = torch.where(_largest_is_infinite(case, **settings), right.to(got.dtype), got)
             check(name, got, theirs, right, sizes.output)

@@ -17,6 +17,7 @@ from thunder_flce.backend import compile_graph
 
 FOLDER = Path(__file__).parent.parent / "examples"
 NEEDS = {
+    "dpo": [],
     "fsdp2": [],
     "functional": [],
     "grpo": [],
@@ -61,6 +62,13 @@ def test_grpo(load, capsys):
     """That losses are the same, the example checks for itself."""
     load("grpo").main()
     assert "gradients in forward" in capsys.readouterr().out
+
+
+def test_dpo(load, capsys):
+    """That losses are the same, the example checks for itself."""
+    load("dpo").main()
+    of_trained_head, of_frozen_head = capsys.readouterr().out.split("frozen head")
+    assert "its gradients wait for the backward" in of_trained_head and "gradients in forward" in of_frozen_head
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel", "fsdp2"])

@@ -142,7 +142,7 @@ def test_strict_raises_what_would_be_a_warning():
     program = patterns.logits_used_by_another_loss
     jitted = thunder_flce.jit(program, strict=True)
     for _ in range(2):
-        with pytest.raises(NotFusedError, match=r"patterns.py:\d+: not fused, because .* is used by logsumexp"):
+        with pytest.raises(NotFusedError, match=r"patterns.py:\d+: not fused, because .* is used by (square|pow|mul)"):
             jitted(*_arguments(program))
 
 

@@ -63,7 +63,7 @@ class Case:
 HEAD = TermShape(hidden=H, input_grad=True, weight_grad=True)
 FROZEN = TermShape(hidden=H, input_grad=True, weight_grad=False)
 ADAPTER = TermShape(hidden=2, input_grad=True, weight_grad=True)
-OUTPUTS = ("log_prob", "valid_argmax", "entropy", "accuracy", "mean_logit", "log_sum_sq_probs")
+OUTPUTS = ("log_prob", "valid_argmax", "entropy", "accuracy", "log_sum_exp", "mean_logit", "log_sum_sq_probs")
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0, "logit_scale": 0.7, "vocab_size": V - 4}
 
 CLIPPED_RATIO = (
@@ -87,6 +87,7 @@ OF_EVERYTHING = (
     ("f8", "add", ("f7", 1.5)),
     ("f9", "sqrt", ("f8",)),
     ("f10", "mul", ("f9", "f5")),
+    ("f11", "mul", ("f10", "log_sum_exp")),
 )
 
 CASES = {

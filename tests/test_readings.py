@@ -11,7 +11,7 @@ import test_patterns  # noqa: F401 (finds traces/patterns.py)
 import thunder_flce
 from front_ends import FRONT_ENDS, decisions
 from reference import error
-from thunder_flce import NotFusedError, NotFusedWarning
+from thunder_flce import NotFusedError, NotFusedWarning, Options
 from thunder_flce.inspection import programs
 
 import patterns  # isort: skip
@@ -72,7 +72,8 @@ def test_as_exact_as_eager(program):
         (patterns.clipped_ratio_with_entropy, [("valid_argmax",)]),
         (patterns.entropy_as_verl_has_it, [("entropy",)]),
         (patterns.entropy_in_chunks, [("entropy",)]),
-        (patterns.entropy_beside_cross_entropy, [("entropy",)]),
+        (patterns.entropy_beside_cross_entropy, [()]),
+        (patterns.z_term_beside_cross_entropy, [()]),
         (patterns.entropy_logged_beside_cross_entropy, [("entropy",), ()]),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
@@ -110,6 +111,17 @@ def test_labels_that_do_not_exist():
     tokens[1, 2] = -100
     with pytest.raises(IndexError, match="target has 1 of 48 values"):
         thunder_flce.jit(patterns.log_softmax_gathered)(hidden, weight, tokens)
+
+
+@pytest.mark.parametrize("program", [patterns.entropy_beside_cross_entropy, patterns.z_term_beside_cross_entropy])
+def test_beside_a_cross_entropy_that_waits(program):
+    tensors = tensors_for(program)
+    jitted = thunder_flce.jit(program, strict=True, options=Options(strategy="recompute_logits"))
+    torch.testing.assert_close(results(jitted, tensors), results(program, tensors))
+    (region,) = regions(jitted)
+    assert region["outputs"] and region["strategy"] == "recompute_logits"
+    (decision,) = thunder_flce.explain(jitted)[-1].decisions
+    assert "the options say recompute_logits" in decision.note
 
 
 def test_strict():

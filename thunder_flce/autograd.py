@@ -12,7 +12,7 @@ from thunder_flce.execution.operands import Operands
 from thunder_flce.execution.plan import LossOnly
 from thunder_flce.operation.arguments import named_operands
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
-from thunder_flce.operators import Settings, is_traced
+from thunder_flce.operators import OUTPUT_GRADS, Settings, is_traced
 
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
 _NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input may be (..., H), and target (...)"
@@ -124,7 +124,8 @@ class _Backward(torch.autograd.Function):
     """The backward; a function of its own where autograd records it."""
 
     @staticmethod
-    def forward(settings: Settings, grad: Any, log_prob_grad: Any, entropy_grad: Any, *saved: Any) -> Any:
+    def forward(settings: Settings, grad: Any, *others: Any) -> Any:
+        of_outputs, saved = others[: len(DIFFERENTIABLE_OUTPUTS)], others[len(DIFFERENTIABLE_OUTPUTS) :]
         if settings.finishes_in_forward:
             expected_gradient, valid_count, *gradients = saved[: 2 + len(settings.needs_grad)]
             scale = inductor.scaled if is_traced(valid_count) else engine.scale_gradients
@@ -132,8 +133,7 @@ class _Backward(torch.autograd.Function):
         row_max, row_log_sum, valid_count, kept, entropy, *tensors = saved
         arguments = {
             "grad": grad,
-            "log_prob_grad": log_prob_grad,
-            "entropy_grad": entropy_grad,
+            **dict(zip(OUTPUT_GRADS, of_outputs, strict=True)),
             "row_max": row_max,
             "row_log_sum": row_log_sum,
             "valid_count": valid_count,

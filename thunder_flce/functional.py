@@ -14,9 +14,10 @@ from thunder_flce.data_parallel import AveragedCall
 from thunder_flce.dtensor import DividedCall, has_dtensors, local_weights
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.token_loss import TokenLoss
 from thunder_flce.operators import Settings, is_traced, operands_of, plan_for, with_all_tokens
 from thunder_flce.options import Options, as_options
-from thunder_flce.token_functions import ONLY_WRITTEN_OUT, traced_token_loss
+from thunder_flce.token_functions import token_loss_of
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, settings_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     # What Dynamo does not see as one call is this, which it looks into.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if callable(token_loss := kwargs.get("token_loss")):
+            kwargs["token_loss"] = token_loss_of(token_loss, kwargs.get("token_inputs", ()))
         vocab_parallel = kwargs.get("vocab_parallel")
         is_eager = _has_dtensor((*args, *kwargs.values())) or getattr(vocab_parallel, "data_parallel", False)
         if torch.compiler.is_dynamo_compiling() and not is_eager and vocab_parallel is not None:
@@ -68,7 +71,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     token_weights: Tensor | None = None,
     target_weights: Tensor | None = None,
-    token_loss: Callable[..., Tensor] | None = None,
+    token_loss: Callable[..., Tensor] | TokenLoss | None = None,
     token_inputs: Sequence[Tensor] = (),
     num_items: Tensor | float | None = None,
     expected_gradient: Tensor | float | None = None,
@@ -113,26 +116,25 @@ def linear_cross_entropy(
             label smoothing, "log_prob" or "accuracy". Less the teacher's entropy -Σ_k q_k log q_k, the loss is the
             Kullback-Leibler divergence KL(q‖p), with the same gradients.
         token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
-            function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. It is called
-            once, with stand-ins, and must be made of PyTorch's operations on single tokens (those of
-            `operation.token_loss`; no sums, no branches). Gradients are still computed in the forward; outputs get none
-            beside it. Eager calls only: in a program to be compiled, write such a loss out over log-probabilities, and
-            `thunder_flce.jit` and the backend "thunder_flce" of torch.compile find it.
+            function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. One that has an
+            argument log_sum_exp gets that by name, as for a z-loss of its own. It is called once, with stand-ins, and
+            must be made of PyTorch's operations on single tokens (those of `operation.token_loss`; no sums, no
+            branches). Gradients are still computed in the forward; outputs get none beside it.
         token_inputs: (...) each, of any floating-point dtype, integers or bool: what token_loss takes beside, such as
             old log-probabilities and advantages. They get no gradient.
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
         outputs: names of what is to be returned beside the loss, from the same logits. (...) each in the loss's dtype
-            and 0 for ignored tokens: "log_prob", the target's log-probability, and "entropy", both differentiable;
-            "mean_logit", the mean of the logits over their columns (NaN where the largest is infinite), and
-            "log_sum_sq_probs", the logarithm of the sum of the squared probabilities, without gradients. "argmax",
-            (...) int64, the column of the largest logit before a softcap, which keeps their order but may make equals
-            of the largest; for it, ignored tokens are computed, too; "valid_argmax", the same for less, since it is -1
-            for ignored tokens; "accuracy", (), the fraction of the valid tokens whose argmax is their target. These
-            three have no gradient, and take a pass of their own.
-        detached: those of "log_prob" and "entropy" that get no gradient, as what is only logged: then gradients need
-            not wait for theirs.
+            and 0 for ignored tokens: "log_prob", the target's log-probability, "entropy", and "log_sum_exp", that of
+            the logits, which are differentiable; "mean_logit", the mean of the logits over their columns (this one and
+            log_sum_exp are NaN where the largest is infinite), and "log_sum_sq_probs", the logarithm of the sum of the
+            squared probabilities, without gradients. "argmax", (...) int64, the column of the largest logit before a
+            softcap, which keeps their order but may make equals of the largest; for it, ignored tokens are computed,
+            too; "valid_argmax", the same for less, since it is -1 for ignored tokens; "accuracy", (), the fraction of
+            the valid tokens whose argmax is their target. These three have no gradient, and take a pass of their own.
+        detached: those of "log_prob", "entropy" and "log_sum_exp" that get no gradient, as what is only logged: then
+            gradients need not wait for theirs.
         terms: further linears that are added to the logits, such as a low-rank adapter beside the head: pairs of an
             input (..., H_i) and a weight (V, H_i), of input's dtype and device.
         expected_gradient: the upstream gradient of the loss that gradients in the forward are finished for, where it is
@@ -155,12 +157,9 @@ def linear_cross_entropy(
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
         TypeError, ValueError: see `arguments.check_linear_cross_entropy`.
-        NotImplementedError: for token_loss while a program is compiled.
         RuntimeError: for second derivatives and for `torch.vmap`.
     """
     options = as_options(options)
-    if token_loss is not None and isinstance(input, Tensor) and is_traced(input):
-        raise NotImplementedError(ONLY_WRITTEN_OUT)
     loss = Loss(
         reduction=reduction,
         ignore_index=plain(ignore_index),
@@ -171,7 +170,7 @@ def linear_cross_entropy(
         vocab_size=plain(vocab_size),
         outputs=outputs,
         detached=detached,
-        token_loss=() if token_loss is None else traced_token_loss(token_loss, token_inputs),
+        token_loss=token_loss or (),  # type: ignore[arg-type]  # A function has become one of these.
     )
     input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
     arguments: dict[str, Any] = {

@@ -1,6 +1,7 @@
 """Modules: the head and its loss in one, and a model that returns nothing but its loss."""
 
 import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
 from typing import Any, NoReturn
@@ -35,7 +36,7 @@ class LinearCrossEntropyLoss(nn.Module):
         dtype: of the parameters.
         weight: (V,) class weights, kept as the buffer `class_weight`.
         reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, detached,
-            options: as in `thunder_flce.linear_cross_entropy`.
+            token_loss, options: as in `thunder_flce.linear_cross_entropy`.
         vocab_parallel: the ranks that divide the vocabulary. Assign weight and bias as DTensors, `Shard(0)` over them;
             they are cast to input's dtype, as the mixed precision of FSDP casts those of its units.
 
@@ -69,6 +70,7 @@ class LinearCrossEntropyLoss(nn.Module):
         vocab_size: int | None = None,
         outputs: tuple[str, ...] = (),
         detached: tuple[str, ...] = (),
+        token_loss: Callable[..., Tensor] | None = None,
         vocab_parallel: VocabParallel | ProcessGroup | DeviceMesh | None = None,
         options: Options | None = None,
     ):
@@ -94,9 +96,12 @@ class LinearCrossEntropyLoss(nn.Module):
         self.vocab_size = vocab_size
         self.outputs = outputs
         self.detached = detached
+        self.token_loss = token_loss
         self.vocab_parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
         self.options = options
         check_loss(Loss(**self._settings()), num_classes)
+        if token_loss is not None and not callable(token_loss):
+            raise TypeError(f"token_loss must be a function, but got {type(token_loss).__name__}")
         as_options(options)
         self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
@@ -141,6 +146,7 @@ class LinearCrossEntropyLoss(nn.Module):
         *,
         token_weights: Tensor | None = None,
         target_weights: Tensor | None = None,
+        token_inputs: Sequence[Tensor] = (),
         num_items: Tensor | float | None = None,
         expected_gradient: Tensor | float | None = None,
     ) -> Tensor | tuple[Tensor, ...]:
@@ -151,6 +157,7 @@ class LinearCrossEntropyLoss(nn.Module):
             target: (...) integers in [0, V), or ignore_index; with target_weights (..., K).
             token_weights: (...) what multiplies each token's loss.
             target_weights: (..., K) what each of K targets of a token counts.
+            token_inputs: (...) each, what token_loss takes beside.
             num_items: what "mean" divides by, in place of the number of valid targets.
             expected_gradient: the upstream gradient that gradients in the forward are finished for.
 
@@ -172,6 +179,8 @@ class LinearCrossEntropyLoss(nn.Module):
             weight=self.class_weight,
             token_weights=token_weights,
             target_weights=target_weights,
+            token_loss=self.token_loss,
+            token_inputs=token_inputs,
             num_items=num_items,
             expected_gradient=expected_gradient,
             vocab_parallel=self.vocab_parallel,
@@ -196,7 +205,7 @@ class LinearCrossEntropyLoss(nn.Module):
         settings: dict[str, Any] = {"in_features": self.in_features, "num_classes": self.num_classes}
         settings["bias"] = self.bias is not None
         settings |= Loss(**self._settings()).non_defaults()
-        for name in ("vocab_parallel", "options"):
+        for name in ("token_loss", "vocab_parallel", "options"):
             if getattr(self, name) is not None:
                 settings[name] = getattr(self, name)
         return ", ".join(f"{name}={value!r}" for name, value in settings.items())

@@ -27,7 +27,7 @@ from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, Save
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.execution.shards import Pending, start_gathering
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
-from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
 from thunder_flce.operation.problem import Problem, TermShape
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
@@ -258,7 +258,7 @@ def differentiate(settings: Settings, arguments: Mapping[str, Any], *, may_overw
     """
     operands, plan = _planned(settings, arguments)
     statistics = SavedStatistics(*(arguments[name] for name in SavedStatistics._fields))
-    upstream = UpstreamGradients(arguments["grad"], arguments["log_prob_grad"], arguments["entropy_grad"])
+    upstream = UpstreamGradients(arguments["grad"], *(arguments[name] for name in OUTPUT_GRADS))
     kept = arguments["kept"]
     gradients = engine.backward(operands, plan, statistics, kept, upstream, may_overwrite=may_overwrite)
     return _needed(gradients)
@@ -373,6 +373,9 @@ def define(name: str, schema: str, run: Callable[..., list[Tensor]], fake: Calla
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
 
 
+OUTPUT_GRADS = tuple(f"{name}_grad" for name in DIFFERENTIABLE_OUTPUTS)
+"""What the backward calls the upstream gradients of the outputs, in the order of `UpstreamGradients`."""
+
 _POSITIONAL = ("input", "linear_weight", "target")
 _BACKWARD_POSITIONAL = ("grad", *_POSITIONAL, "row_max", "row_log_sum", "valid_count")
 _DEFAULTS = (
@@ -384,8 +387,7 @@ _DEFAULTS = (
     "expected_gradient",
     "entropy",
     "kept",
-    "log_prob_grad",
-    "entropy_grad",
+    *OUTPUT_GRADS,
 )
 _KEYWORDS = (
     "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? token_weights=None, "
@@ -395,7 +397,7 @@ _FORWARD = f"Tensor input, Tensor linear_weight, Tensor target, {_KEYWORDS}, Ten
 _BACKWARD = (
     "Tensor? grad, Tensor input, Tensor linear_weight, Tensor target, Tensor row_max, Tensor row_log_sum, "
     f"Tensor valid_count, {_KEYWORDS}, Tensor? entropy=None, "
-    "Tensor? kept=None, Tensor? log_prob_grad=None, Tensor? entropy_grad=None"
+    f"Tensor? kept=None, {', '.join(f'Tensor? {name}=None' for name in OUTPUT_GRADS)}"
 )
 _SCHEMA = zlib.crc32(f"{_FORWARD} {_BACKWARD}".encode())
 library = torch.library.Library("thunder_flce", "FRAGMENT")

@@ -1,47 +1,137 @@
-"""From a Python function of one token's numbers to the plain values that the engine runs: `operation.token_loss`."""
+"""From a Python function of one token's numbers to the plain values that the engine runs: `operation.token_loss`.
+
+The function is called with stand-ins, which note down what is done with them. Dynamo looks into that call as into any
+other, so that what the function reads, such as a global number, is guarded.
+"""
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node, Proxy, Tracer
 
 from thunder_flce.operation.token_loss import VARIABLES, NotOfTokens, TokenLoss, TokenLossWriter, input_name
 
-ONLY_WRITTEN_OUT = (
-    "token_loss is for eager calls; where a program is compiled, write it out over log-probabilities, as with "
-    'log_softmax and gather: thunder_flce.jit and torch.compile(backend="thunder_flce") fuse that'
-)
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+# What may give the same tensor, or one that shares its memory.
+_ALIASES = ("detach", "to", "type_as", "bool", *_CASTS)
 
 
-class _Tracer(Tracer):
-    """Traces what a function does with its arguments, and where gradients are off."""
+class _Name(NamedTuple):
+    """What a step calls a stand-in."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.graph, self.root, self.tensor_attrs = Graph(tracer_cls=_Tracer), torch.nn.Module(), {}
-
-    def create_node(self, *args: Any, **kwargs: Any) -> Node:
-        node = super().create_node(*args, **kwargs)
-        node.meta["is_detached"] = not torch.is_grad_enabled()
-        return node
-
-    def create_arg(self, a: Any) -> Any:
-        if isinstance(a, Tensor):
-            if a.numel() == 1 and not a.requires_grad:
-                return a.item()
-            raise NotOfTokens("a tensor that is not among its arguments; give it to token_inputs")
-        if isinstance(a, Real) and not isinstance(a, bool | int):
-            return float(a)  # NumPy's
-        return super().create_arg(a)
+    text: str
 
 
-def traced_token_loss(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenLoss:
-    """The loss that a function computes of (log_prob, entropy, *inputs).
+class _Step(NamedTuple):
+    """One operation that a function calls."""
+
+    called: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    is_detached: bool
+    """Whether gradients are off"""
+
+
+class _Numbers:
+    """Stands for a tensor of one number a token. Plain Python, which Dynamo traces.
+
+    Args:
+        steps: where operations are noted down; the result of each is named by its number.
+        name: of the tensor.
+        is_shared: whether others may see a change in place: it is given, or shares its memory.
+    """
+
+    def __init__(self, steps: list[_Step], name: str, *, is_shared: bool = False):
+        self._steps, self._name, self._is_shared = steps, name, is_shared
+
+    def _then(self, called: str, *args: Any, **kwargs: Any) -> "_Numbers":
+        """Notes down an operation, of which this is an operand."""
+        if called.endswith("_") or kwargs.get("inplace"):
+            if called == "relu" or self._is_shared or args[0] is not self:
+                raise in_place(called)
+            called = called[:-1]
+            self._name = self._then(called, *args, **kwargs)._name
+            return self
+        noted = tuple(map(_noted, args)), tuple((name, _noted(value)) for name, value in kwargs.items())
+        self._steps.append(_Step(called, *noted, is_detached=not torch.is_grad_enabled()))
+        if called in _ALIASES:
+            self._is_shared = True
+        return _Numbers(self._steps, str(len(self._steps) - 1), is_shared=called in _ALIASES)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> "_Numbers":
+        kwargs = kwargs or {}
+        found = [each for each in (*args, *kwargs.values()) if isinstance(each, _Numbers)]
+        return found[0]._then(func.__name__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dtype":
+            return self._then(name, self)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "where":
+            return lambda condition, other: self._then(name, condition, self, other)
+        return lambda *args, **kwargs: self._then(name, self, *args, **kwargs)
+
+    def __bool__(self) -> bool:
+        raise NotOfTokens("control flow that depends on a tensor; use torch.where")
+
+    def __float__(self) -> float:
+        raise NotOfTokens("a function of numbers, such as those of math; use that of torch")
+
+    __int__ = __index__ = __float__
+
+    def __getitem__(self, key: Any) -> Any:
+        raise NotOfTokens("indexing, but there is one number a token")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise NotOfTokens("item assignment; use torch.where")
+
+    def __iter__(self) -> Any:
+        raise NotOfTokens("iteration over tokens")
+
+    __len__ = __iter__
+    __hash__ = object.__hash__
+
+
+def _operator(called: str, *, is_reflected: bool = False) -> Callable[..., _Numbers]:
+    if is_reflected:
+        return lambda self, other: self._then(called, other, self)
+    return lambda self, *others: self._then(called, self, *others)
+
+
+for _called in ("add", "sub", "mul", "truediv", "pow"):
+    setattr(_Numbers, f"__{_called}__", _operator(_called))
+    setattr(_Numbers, f"__r{_called}__", _operator(_called, is_reflected=True))
+    setattr(_Numbers, f"__i{_called}__", _operator(f"{_called}_"))
+for _called in ("and", "or"):
+    setattr(_Numbers, f"__{_called}__", _operator(f"bitwise_{_called}"))
+    setattr(_Numbers, f"__r{_called}__", _operator(f"bitwise_{_called}", is_reflected=True))
+    setattr(_Numbers, f"__i{_called}__", _operator(f"bitwise_{_called}_"))
+for _called in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
+    setattr(_Numbers, f"__{_called}__", _operator(_called))
+
+
+def _noted(argument: Any) -> Any:
+    if isinstance(argument, _Numbers):
+        return _Name(argument._name)
+    if isinstance(argument, Tensor):
+        if argument.numel() == 1 and not argument.requires_grad:
+            return argument.item()
+        raise NotOfTokens("a tensor that is not among its arguments; give it to token_inputs")
+    # Symbolic numbers of Dynamo's become those that they are, and NumPy's Python's.
+    if isinstance(argument, int):
+        return argument if isinstance(argument, bool) else operator.index(argument)
+    return argument.__float__() if isinstance(argument, float | Real) else argument
+
+
+def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenLoss:
+    """The loss that a function computes of (log_prob, entropy, *inputs), and of log_sum_exp where it has that argument.
 
     It is called once, with stand-ins for its arguments.
 
@@ -50,47 +140,84 @@ def traced_token_loss(function: Callable[..., Any], inputs: Sequence[Any]) -> To
     """
     if not isinstance(inputs, Sequence):
         raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(inputs).__name__}")
-    names = [*VARIABLES, *map(input_name, range(len(inputs)))]
-    try:
-        inspect.signature(function).bind(*names)
-    except TypeError as error:
-        raise TypeError(
-            f"token_loss is called with log_prob, entropy and the {len(inputs)} of token_inputs: {error}"
-        ) from None
-    tracer = _Tracer()
+    steps: list[_Step] = []
+    names = [*VARIABLES[:2], *map(input_name, range(len(inputs)))]
+    by_name = names_asked_for(function, names)
     try:
         with torch.enable_grad():
-            result = function(*(tracer.create_proxy("placeholder", name, (), {}) for name in names))
-        return _written(tracer.graph, result, [getattr(input, "dtype", None) is torch.bool for input in inputs])
-    except (torch.fx.proxy.TraceError, NotOfTokens, NotImplementedError) as problem:
+            given = {name: _Numbers(steps, name, is_shared=True) for name in (*names, *by_name)}
+            result = function(*(given[name] for name in names), **{name: given[name] for name in by_name})
+        if not isinstance(result, _Numbers):
+            raise NotOfTokens(f"{type(result).__name__} as its result")
+        is_logical = tuple(getattr(each, "dtype", None) is torch.bool for each in inputs)
+        return _written(tuple(steps), _Name(result._name), is_logical)
+    except (NotOfTokens, NotImplementedError) as problem:
+        raise not_of_tokens(problem) from problem
+
+
+def in_place(called: str) -> NotOfTokens:
+    """Where others might see the change."""
+    return NotOfTokens(f"{called}, which changes a tensor in place that is given or may be shared")
+
+
+def not_of_tokens(problem: Exception) -> TypeError:
+    """What a user is told of a function that does something else."""
+    return TypeError(
+        "token_loss must be made of PyTorch's operations on single tokens, since a chunk of tokens at a time is "
+        f"computed, but it has: {problem}"
+    )
+
+
+def names_asked_for(function: Callable[..., Any], names: Sequence[str]) -> list[str]:
+    """Which of the variables a function is given by their names, beside those by position.
+
+    Raises:
+        TypeError: where it does not take these.
+    """
+    if torch.compiler.is_dynamo_compiling() and isinstance(function, FunctionType):
+        # Of a function that is made in the program, Dynamo knows no signature.
+        code = function.__code__
+        return [name for name in VARIABLES[2:] if name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    signature = inspect.signature(function)
+    by_name = [name for name in VARIABLES[2:] if name in signature.parameters]
+    try:
+        signature.bind(*names, **dict.fromkeys(by_name))
+    except TypeError as error:
         raise TypeError(
-            "token_loss must be made of PyTorch's operations on single tokens, since a chunk of tokens at a time is "
-            f"computed, but it has: {problem}"
-        ) from problem
+            f"token_loss is called with log_prob, entropy and the {len(names) - 2} of token_inputs: {error}"
+        ) from None
+    return by_name
 
 
-def _written(graph: Graph, result: Any, is_logical: Sequence[bool]) -> TokenLoss:
-    if not isinstance(result, Proxy):
-        raise NotOfTokens(f"{type(result).__name__} as its result")
+@torch.compiler.assume_constant_result
+def _written(steps: tuple[_Step, ...], result: _Name, is_logical: tuple[bool, ...]) -> TokenLoss:
     writer = TokenLossWriter(is_logical)
-    names: dict[Node, str] = {}
-    for node in graph.nodes:
-        names[node] = node.target if node.op == "placeholder" else _write(writer, node, names)
-        if node.meta["is_detached"]:
-            names[node] = writer.detached(names[node])
-    return writer.finish(names[result.node])
+    values: dict[str, Any] = {}
+
+    def value(argument: Any) -> Any:
+        return values.get(argument.text, argument.text) if isinstance(argument, _Name) else argument
+
+    for number, step in enumerate(steps):
+        args, kwargs = [*map(value, step.args)], {name: value(each) for name, each in step.kwargs}
+        found = write(writer, step.called, args, kwargs)
+        values[str(number)] = writer.detached(found) if step.is_detached and isinstance(found, str) else found
+    return writer.finish(value(result))
 
 
-def _write(writer: TokenLossWriter, node: Node, names: dict[Node, str]) -> str:
-    called = str(getattr(node.target, "__name__", node.target))
-    args: list[Any] = [names[arg] if isinstance(arg, Node) else arg for arg in node.args]
-    kwargs = {name: names[arg] if isinstance(arg, Node) else arg for name, arg in node.kwargs.items()}
-    if called == "where" and node.op == "call_method":
-        args[:2] = reversed(args[:2])
-    if called == "type_as":
-        return writer.as_float(args[0])
-    if called in ("to", "bool", *_CASTS):
-        dtype = _CASTS.get(called, torch.bool) if called != "to" else [*args[1:], *kwargs.values()][0]
+def write(writer: TokenLossWriter, called: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The name of the result of a function or a method, as `TokenLossWriter.write`; of casts, too, and dtypes."""
+    if called == "dtype":
+        return writer.dtype(args[0])
+    if called in ("to", "type_as", "bool", *_CASTS):
+        dtype: Any = _CASTS.get(called, torch.bool)
+        if called == "to":
+            given = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype | str)]
+            dtype = given[0] if given else None
+        elif called == "type_as":
+            dtype = args[1]
+        if isinstance(dtype, str):
+            # That of a tensor.
+            dtype = writer.dtype(dtype)
         if dtype is torch.bool:
             return writer.as_logical(args[0])
         if isinstance(dtype, torch.dtype) and dtype.is_floating_point:

@@ -461,6 +461,13 @@ def entropy_beside_cross_entropy(hidden, weight, labels):
     return loss + 0.01 * (log_probs.exp() * log_probs).sum(-1).mean()
 
 
+def z_term_beside_cross_entropy(hidden, weight, labels):
+    """As PaLM has it: a gradient of the log-sum-exp; a mean over all tokens beside one over those with a label."""
+    logits = F.linear(hidden, weight).float()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return loss + 1e-4 * torch.logsumexp(logits, dim=-1).square().mean()
+
+
 def entropy_logged_beside_cross_entropy(hidden, weight, labels):
     logits = F.linear(hidden, weight).float()
     with torch.no_grad():
@@ -543,6 +550,7 @@ FUSED: tuple[Callable, ...] = (
     entropy_as_verl_has_it,
     entropy_in_chunks,
     entropy_beside_cross_entropy,
+    z_term_beside_cross_entropy,
     entropy_logged_beside_cross_entropy,
 )
 
@@ -575,7 +583,7 @@ def logits_returned(hidden, weight, labels):
 
 def logits_used_by_another_loss(hidden, weight, labels):
     logits = F.linear(hidden, weight)
-    return _loss(logits, labels) + 1e-3 * logits.logsumexp(-1).square().mean()
+    return _loss(logits, labels) + 1e-3 * logits.square().mean()
 
 
 def another_loss_on_the_same_logits_is_not_fused(hidden, weight, labels):
@@ -601,8 +609,8 @@ def logits_gathered(hidden, weight, tokens):
 
 def log_probability_beside_another_use(hidden, weight, tokens):
     logits = F.linear(hidden, weight)
-    log_sum = logits.logsumexp(-1)
-    return (logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - log_sum).mean() + log_sum.square().mean()
+    of_labels = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return (of_labels - logits.logsumexp(-1)).mean() + of_labels.square().mean()
 
 
 def log_probability_after_an_activation(hidden, weight, tokens):

@@ -4,7 +4,6 @@ Each is measured as we run it, by torch.compile and in eager PyTorch, forward an
 results need.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,13 +24,12 @@ from thunder_flce.bench.measuring import (
     Schedule,
     Step,
     attempt,
-    peak_bytes,
     release,
-    synchronize,
     take_turns,
 )
-from thunder_flce.bench.reference import Reference, matmuls, relative_error
-from thunder_flce.bench.regions import RegionStep
+from thunder_flce.bench.methods import peer
+from thunder_flce.bench.reference import Reference, matmuls
+from thunder_flce.bench.regions import first_calls
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.functional import linear_cross_entropy
 
@@ -81,11 +79,13 @@ class Loss:
     gradients: tuple[str, ...] = ("dx", "dw")
     weighted: float = 1.0
     """The fraction of the tokens whose weight is not 0."""
+    peers: tuple[str, ...] = ()
+    """From `WAYS`, of others."""
 
     @property
     def ways(self) -> tuple[str, ...]:
         """Who computes it."""
-        return (self.ours, "torch.compile", "eager")
+        return (self.ours, *self.peers, "torch.compile", "eager")
 
     @property
     def matmuls(self) -> int:
@@ -139,7 +139,7 @@ def _log_probs(log_probs: Tensor, weights: Tensor) -> Tensor:
 
 LOSSES: dict[str, Loss | Distillation] = {
     "mean": Loss(reduce=_mean, ours="function"),
-    "GRPO": Loss(reduce=_grpo, ours="jit"),
+    "GRPO": Loss(reduce=_grpo, ours="jit", peers=("liger",)),
     "DPO": Loss(reduce=_preference, ours="jit"),
     "DPO, frozen head": Loss(reduce=_preference, ours="jit", gradients=("dx",)),
     "none, frozen head": Loss(reduce=_squares, ours="function", gradients=("dx",)),
@@ -169,10 +169,33 @@ def _function(reduce: Callable[[Tensor, Tensor], Tensor]) -> Program:
     )
 
 
+def _liger_grpo(reduce: Callable[[Tensor, Tensor], Tensor]) -> Program:
+    """Liger's GRPO, which has an advantage for each sequence: every token is one, and `SEQUENCES` chunks are made."""
+    module = peer("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
+    constants: list[Tensor] = []
+
+    def program(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        advantages = weights - 0.6
+        if not constants:
+            # Given with the batch, as in training.
+            with torch.no_grad():
+                log_probs = -linear_cross_entropy(x, weight, target, reduction="none")
+            constants.extend((log_probs + factor * advantages)[:, None] for factor in (0.2, 0.5))
+        settings = {"beta": 0.04, "epsilon_low": 0.1, "epsilon_high": 0.1, "loss_type": "grpo"}
+        fused = module(**settings, chunk_size=x.shape[0] // SEQUENCES)
+        reference, old = constants
+        mask = torch.ones_like(old)
+        given = {"ref_per_token_logps": reference, "old_per_token_logps": old}
+        return fused(x[:, None], weight, target[:, None], mask, advantages, **given)[0]
+
+    return program
+
+
 WAYS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor]], Program]] = {
     "function": _function,
     # Strict: what is not fused fails, and is not measured as if it were ours.
     "jit": lambda reduce: thunder_flce.jit(_written(reduce), strict=True),
+    "liger": _liger_grpo,
     "torch.compile": lambda reduce: torch.compile(_written(reduce), fullgraph=True, dynamic=False),
     "eager": _written,
 }
@@ -244,7 +267,9 @@ def _rows(shape: Shape, names: list[str], *, device: str, schedule: Schedule, pr
             progress(f"{name}: first call")
             with attempt(name, device) as tried:
                 step = partial(_run, loss.program(METHODS[name][1]), (loss, inputs, given))
-                numbers[name] = {"matmuls": loss.matmuls, **_first_calls(step, reference, device)}
+                first, peaks, gradient_bytes = first_calls(step, reference, device)
+                memory = (peaks[TOTAL] - gradient_bytes) / 1e9
+                numbers[name] = {"matmuls": loss.matmuls, **first, "memory_gb": memory}
                 steps[name] = step
             if tried.failed is not None:
                 yield row(method=name, failed=tried.failed)
@@ -277,22 +302,6 @@ def _run(program: Program, of: tuple[Loss | Distillation, Inputs, Any], mark: Ma
         gradients = torch.autograd.grad(value, tuple(operands.values()))
         mark("backward")
     return value.detach(), dict(zip(operands, gradients, strict=True))
-
-
-def _first_calls(step: RegionStep, reference: Reference | None, device: str) -> dict[str, float]:
-    """Compiles; then errors, once, and memory, once."""
-    start = time.perf_counter()
-    value, gradients = step(lambda phase: None)
-    synchronize(device)
-    numbers = {"first_call_s": time.perf_counter() - start}
-    if reference is not None:
-        numbers["loss_error"] = relative_error(value, reference.loss)
-        for name, gradient in gradients.items():
-            numbers[f"{name}_error"] = relative_error(gradient, reference.gradients[name])
-    gradient_bytes = sum(gradient.nbytes for gradient in gradients.values())
-    del value, gradients
-    numbers["memory_gb"] = (peak_bytes(step, device)[TOTAL] - gradient_bytes) / 1e9
-    return numbers
 
 
 def _reference(loss: Loss, inputs: Inputs, weights: Tensor, *, rows: int = 512) -> Reference:

@@ -146,7 +146,13 @@ def _rows(
         with attempt(name, device) as tried:
             step = partial(run_step, inputs, build(name))
             known = tunings()
-            numbers[name] = _first_calls(step, reference, shape=shape, device=device)
+            numbers[name], peaks, _ = first_calls(step, reference, device)
+            numbers[name] |= {
+                "memory_gb": peaks[TOTAL] / 1e9,
+                "above_outputs_gb": (peaks[TOTAL] - shape.output_bytes) / 1e9,
+                "forward_memory_gb": peaks["forward"] / 1e9,
+                "backward_memory_gb": peaks["backward"] / 1e9,
+            }
             if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
                 numbers[name]["tuned_products"] = tuned
             steps[name] = step
@@ -183,8 +189,14 @@ def _times(outcome: Outcome, floor_ms: float | None, shape: Shape) -> dict[str, 
     }
 
 
-def _first_calls(step: RegionStep, reference: Reference | None, *, shape: Shape, device: str) -> dict[str, float]:
-    """Compiles; then errors, once, and memory, once."""
+def first_calls(
+    step: RegionStep, reference: Reference | None, device: str
+) -> tuple[dict[str, Any], dict[str, int], int]:
+    """Compiles; then errors, once, and memory, once.
+
+    Returns:
+        The seconds and the errors by their names in a row, the peak bytes of each phase, and the gradients' bytes.
+    """
     start = time.perf_counter()
     loss, gradients = step(lambda phase: None)
     synchronize(device)
@@ -193,15 +205,9 @@ def _first_calls(step: RegionStep, reference: Reference | None, *, shape: Shape,
         numbers["loss_error"] = relative_error(loss, reference.loss)
         for name, gradient in gradients.items():
             numbers[f"{name}_error"] = relative_error(gradient, reference.gradients[name])
+    gradient_bytes = sum(gradient.nbytes for gradient in gradients.values())
     del loss, gradients
-    peaks = peak_bytes(step, device)
-    return {
-        **numbers,
-        "memory_gb": peaks[TOTAL] / 1e9,
-        "above_outputs_gb": (peaks[TOTAL] - shape.output_bytes) / 1e9,
-        "forward_memory_gb": peaks["forward"] / 1e9,
-        "backward_memory_gb": peaks["backward"] / 1e9,
-    }
+    return numbers, peak_bytes(step, device), gradient_bytes
 
 
 def run_step(inputs: Inputs, method: Method, mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:

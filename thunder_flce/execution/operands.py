@@ -111,6 +111,8 @@ class UpstreamGradients(NamedTuple):
     """(T,)"""
     entropy: Tensor | None = None
     """(T,)"""
+    log_sum_exp: Tensor | None = None
+    """(T,)"""
 
 
 class SavedStatistics(NamedTuple):

@@ -3,8 +3,9 @@
 Legend: T tokens, N rows computed, C rows in a chunk, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -102,6 +103,8 @@ class RowGradients:
         if upstream.log_prob is not None:
             g_p = steps.let(region, "g_p", of_rows(upstream.log_prob))
             probability, one_hot = probability - g_p, one_hot - g_p
+        if upstream.log_sum_exp is not None:
+            probability = probability + steps.let(region, "g_l", of_rows(upstream.log_sum_exp))
         entropy = None if upstream.entropy is None else of_rows(upstream.entropy)
         names = ("A", "B", "C", "g_e")
         vectors = (probability, one_hot, uniform, entropy)
@@ -136,8 +139,10 @@ class RowGradients:
         vectors: list[Any] = [None if vector is None else vector[chunk] for vector in self._vectors]
         if token_loss is not None:
             entropy = token_loss.entropy
-            g_p, vectors[3] = token_loss.gradients(self._region, self._s[chunk])
+            g_p, vectors[3], g_l = token_loss.gradients(self._region, self._s[chunk])
             vectors[0] = vectors[1] = -g_p
+            if g_l is not None:
+                vectors[0] = vectors[0] + g_l
         if statistics is not None:
             if self._z_term is not None:
                 vectors[0] = vectors[0] + self._z_term[chunk] * (statistics.row_max + statistics.row_log_sum)
@@ -149,16 +154,16 @@ class RowGradients:
 
 
 class TokenLosses(NamedTuple):
-    """What `Loss.token_loss` makes of the rows of a chunk, (C,) each; a derivative may be a number."""
+    """What `Loss.token_loss` makes of the rows of a chunk, (C,) each."""
 
     value: Tensor
-    log_prob_grad: Tensor | float = 0.0
-    entropy_grad: Tensor | float = 0.0
+    derivatives: Mapping[str, Tensor | float] = MappingProxyType({})
+    """With respect to each of `VARIABLES`; a number where it is the same for all rows"""
     entropy: Tensor | None = None
     """None where the loss does not depend on it"""
 
-    def gradients(self, region: Region, s: Tensor) -> tuple[Tensor, Tensor | None]:
-        """g_p and g_e, from the upstream gradients of the rows, s (C,); g_e is None where there is no entropy."""
+    def gradients(self, region: Region, s: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """g_p, g_e and g_l, from the upstream gradients of the rows, s (C,); the latter two None where they are 0."""
 
         def multiplied(name: str, derivative: Tensor | float) -> Tensor:
             if isinstance(derivative, float):
@@ -166,8 +171,10 @@ class TokenLosses(NamedTuple):
             # What a row without an upstream gradient has may be infinite.
             return steps.let(region, name, torch.where(s == 0, 0.0, s * derivative))
 
-        g_p = multiplied("g_p", self.log_prob_grad)
-        return g_p, None if self.entropy is None else multiplied("g_e", self.entropy_grad)
+        g_p = multiplied("g_p", self.derivatives["log_prob"])
+        g_e = None if self.entropy is None else multiplied("g_e", self.derivatives["entropy"])
+        uses_log_sum_exp = uses(region.loss.token_loss, "log_sum_exp")
+        return g_p, g_e, multiplied("g_l", self.derivatives["log_sum_exp"]) if uses_log_sum_exp else None
 
     @classmethod
     def of(cls, region: Region, row: Row, inputs: Sequence[Tensor]) -> "TokenLosses":
@@ -180,7 +187,7 @@ class TokenLosses(NamedTuple):
             return cls(steps.let(region, "token_loss", evaluate(loss.token_loss, values, torch)))
         value, gradients = differentiate(loss.token_loss, values, torch, partial(steps.let, region))
         value = steps.let(region, "token_loss", value)
-        return cls(value, gradients["log_prob"], gradients["entropy"], of_row.get("entropy"))
+        return cls(value, gradients, of_row.get("entropy"))
 
 
 class ChunkResult(NamedTuple):

@@ -60,7 +60,10 @@ class Rewrite(TraceSubstitutionProcessor):
         if id(bsym) in self._replaced:
             return
         match = self._matches.get(id(bsym))
-        own = match.token_sum.dependent if match is not None and match.token_sum is not None else ()
+        # What the region takes the place of may be made of its further results, such as a log-sum-exp.
+        own = set() if match is None else match.own
+        if match is not None and match.token_sum is not None:
+            own |= match.token_sum.dependent
         if any(arg.name in self._missing and arg.name not in own for arg in bsym.flat_proxy_args):
             self._missing |= {out.name for out in bsym.flat_proxy_outs}
             self._waiting.append(bsym)
@@ -135,8 +138,9 @@ class Rewrite(TraceSubstitutionProcessor):
         needs_grad = self._operands_that_need_grad(path) if is_differentiated else ()
         given = self._region(region, match.place, needs_grad, match)
         values = dict(zip(("loss", *match.outputs), given if match.outputs else (given,), strict=True))
-        if match.reduced is not None:
-            values["loss"] = _reduced(match.reduced, values["loss"])
+        of_tokens = "loss" if match.token_sum is None else "log_prob"
+        if match.reduced is not None and of_tokens in values:
+            values[of_tokens] = _reduced(match.reduced, values[of_tokens])
         return tuple(_result(result, values[result.output]) for result in results)
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import thunder.torch as ltorch
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
 
@@ -21,6 +22,7 @@ from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
 from thunder_flce.graph.matching.trace_index import is_static
 from thunder_flce.graph.thunder_private import (
+    INTERPRETER_SIGNALS,
     PseudoInst,
     do_raise,
     get_compile_data,
@@ -33,7 +35,10 @@ from thunder_flce.graph.thunder_private import (
     register_autocast_rule,
     register_general_jit_lookaside,
     register_grad,
+    register_method,
+    unwrap,
 )
+from thunder_flce.graph.token_functions import interpreted_token_loss
 from thunder_flce.graph.trace_arguments import (
     BY_NAME,
     POSITIONAL,
@@ -196,7 +201,15 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
     for item in _items(kwargs.get("terms")):
         recursively_proxy(item, *_items(item))
-    recursively_proxy(*args, **kwargs)
+    recursively_proxy(*args, *_items(kwargs.get("token_inputs")), **kwargs)
+    token_loss = kwargs.get("token_loss")
+    if token_loss is not None and callable(token_loss.value):
+        given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+        inputs = list(map(unwrap, _items(given.get("token_inputs"))))
+        found = interpreted_token_loss(token_loss, unwrap(given["input"]), unwrap(given["target"]), inputs=inputs)
+        if found is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
+            return found
+        kwargs = {**kwargs, "token_loss": found}
     region = record_source_loc_in_symbol_header(partial(symbols.linear_cross_entropy, **constants))
     return interpreter_needs_wrap(region)(*args, **kwargs)
 
@@ -226,6 +239,14 @@ def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
 
 
 register_grad(prims.PrimIDs.MINIMUM, _minimum_grad)
+
+
+def _where_method(self: TensorProxy, condition: TensorProxy, other: Any, /) -> TensorProxy:
+    """`Tensor.where`, for which thunder 0.2.6 takes `torch.where`, whose first argument is the condition."""
+    return ltorch.where(condition, self, other)
+
+
+register_method("where", _where_method)
 
 
 @register_autocast_rule(symbols.linear_cross_entropy.id)

@@ -37,8 +37,7 @@ from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands, shard_of
 from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.loss import OUTPUTS, Loss
-from thunder_flce.operators import with_all_tokens
-from thunder_flce.token_functions import ONLY_WRITTEN_OUT
+from thunder_flce.operators import OUTPUT_GRADS, with_all_tokens
 
 
 @ltorch.torchsymbol(
@@ -74,10 +73,8 @@ def linear_cross_entropy(
     ranks divide the vocabulary, those of a `Shard`. `vocab_parallel` is a `VocabParallel` by
     `as_literal`; only the executor knows what to do then.
     """
-    if callable(settings.get("token_loss")):
-        raise NotImplementedError(ONLY_WRITTEN_OUT)
     settings.pop("shard", None)
-    loss = Loss(**settings)
+    loss = Loss(**{**settings, "token_loss": settings.get("token_loss") or ()})
     if vocab_parallel is not None:
         results = _results_meta(input, loss, dtype)
         return tuple(results) if loss.outputs else results[0]
@@ -198,7 +195,7 @@ def _linear_cross_entropy_bwd_impl(grad: Tensor, *tensors: Any, **settings: Any)
         kept = kept.view(-1, kept.shape[-1])
     entropy = region["entropy"].reshape(-1) if "entropy" in region else None
     statistics = SavedStatistics(row_max, row_log_sum, valid_count, entropy)
-    upstream = UpstreamGradients(grad, region.get("log_prob_grad"), region.get("entropy_grad"))
+    upstream = UpstreamGradients(grad, *map(region.get, OUTPUT_GRADS))
     return _needed(engine.backward(_operands(region), plan, statistics, kept, upstream), region)
 
 

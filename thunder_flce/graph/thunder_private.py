@@ -21,7 +21,8 @@ def _missing(what: object) -> ImportError:
 
 try:
     from thunder.core.compile_data import compile_data_and_stats, get_compile_data
-    from thunder.core.interpreter import PseudoInst, do_raise
+    from thunder.core.interpreter import INTERPRETER_SIGNALS, PseudoInst, do_raise, unwrap, wrap_const
+    from thunder.core.interpreter import _interpret_call as interpret_call
     from thunder.core.jit_ext import (
         interpreter_needs_wrap,
         record_source_loc_in_symbol_header,
@@ -29,6 +30,7 @@ try:
         register_general_jit_lookaside,
     )
     from thunder.core.symbol import default_python_printer
+    from thunder.core.trace import get_tracectx
     from thunder.core.trace_interpreter import TraceSubstitutionProcessor
     from thunder.core.transforms import get_grad, put_grad, register_augmented_forward, register_backward, register_grad
     from thunder.distributed import get_skip_data_parallel_grad_sync
@@ -38,9 +40,10 @@ try:
     from thunder.distributed.transforms.ddp_v2 import DDPTransform
     from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
-    from thunder.dynamo.utils import CompilerType, get_torch_compile_kwargs
+    from thunder.dynamo.utils import CompilerType, auto_register_ops, get_torch_compile_kwargs
     from thunder.executors.nvfuserex import nvfuser_available
     from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
+    from thunder.torch.langctx import register_method
     from thunder.transforms.autocast import disable_autocast, maybe_downcast_to, register_autocast_rule
 
     if nvfuser_available():

@@ -9,7 +9,12 @@ from thunder.core.transform_common import Transform
 from thunder.extend import Executor
 
 from thunder_flce.graph.plugin import with_fusion
-from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject, get_torch_compile_kwargs
+from thunder_flce.graph.thunder_private import (
+    ThunderCompiler,
+    ThunderFXCompiledObject,
+    auto_register_ops,
+    get_torch_compile_kwargs,
+)
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.options import Options
 
@@ -58,7 +63,14 @@ class _Compiler(ThunderCompiler):
         self.thunder_options["transforms"] = list(self._transforms)
         _spell_out_autocast(gm)
         _spell_out_ignore_index(gm)
-        return super().__call__(gm, sample_args)
+        _spell_out_operations(gm)
+        # thunder has these, but by default leaves them to Inductor, with the graph split there.
+        left_out = auto_register_ops & {torch.detach, torch.Tensor.detach}
+        auto_register_ops.difference_update(left_out)
+        try:
+            return super().__call__(gm, sample_args)
+        finally:
+            auto_register_ops.update(left_out)
 
 
 def _spell_out_autocast(gm: torch.fx.GraphModule) -> None:
@@ -86,3 +98,18 @@ def _spell_out_ignore_index(gm: torch.fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=F.nll_loss):
         if len(node.args) <= 3 and "ignore_index" not in node.kwargs:
             node.update_kwarg("ignore_index", -100)
+
+
+def _spell_out_operations(gm: torch.fx.GraphModule) -> None:
+    """Writes operations that thunder leaves to Inductor, which splits the graph, by others that mean the same."""
+    for node in gm.graph.nodes:
+        name = getattr(node.target, "__name__", node.target)
+        is_method, others = node.op == "call_method", node.args[1:]
+        if not is_method and node.target is not torch.min:
+            continue
+        if name == "min" and len(others) == 1 and isinstance(others[0], torch.fx.Node) and not node.kwargs:
+            node.op, node.target = "call_function", torch.minimum
+        elif name == "where" and len(others) == 2 and not node.kwargs:
+            node.op, node.target, node.args = "call_function", torch.where, (others[0], node.args[0], others[1])
+        elif name == "bool" and not others and not node.kwargs:
+            node.target, node.args = "to", (*node.args, torch.bool)

@@ -28,8 +28,8 @@ def region_arguments(*tensors: Any, **settings: Any) -> dict[str, Any]:
 
 
 def loss_of(region: Mapping[str, Any]) -> Loss:
-    """The loss, from those of its fields that are among the arguments."""
-    return Loss(**{field.name: region[field.name] for field in fields(Loss) if field.name in region})
+    """The loss, from those of its fields that are among the arguments; None is the default of all that may be None."""
+    return Loss(**{field.name: region[field.name] for field in fields(Loss) if region.get(field.name) is not None})
 
 
 def plain_values(shard: Shard) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from thunder_flce.graph.thunder_private import default_python_printer
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_problem
 from thunder_flce.operation.loss import LogitMap
 from thunder_flce.operation.token_loss import input_name
+from thunder_flce.operators import OUTPUT_GRADS
 from thunder_flce.planning.program import program, term_names
 
 STATISTICS = ("row_max", "row_log_sum", "valid_count")
@@ -42,7 +43,7 @@ _LETTERS = {
     "expected_gradient": "expected_gradient",
 }
 # What the backward takes beside them.
-_BACKWARD = ("grad", "log_prob_grad", "entropy_grad", "row_max", "row_log_sum", "entropy", "kept")
+_BACKWARD = ("grad", *OUTPUT_GRADS, "row_max", "row_log_sum", "entropy", "kept")
 
 
 def _gradient_name(operand: str) -> str:

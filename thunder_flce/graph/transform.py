@@ -16,7 +16,7 @@ from thunder_flce.graph import symbols
 from thunder_flce.graph.decisions import Decision, source_of
 from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.early_reduction import reduce_early
-from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses
+from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses, spell_out_reductions
 from thunder_flce.graph.matching.losses import is_loss
 from thunder_flce.graph.matching.match import Found, Match, find_matches
 from thunder_flce.graph.matching.reasons import NotFused, Reason
@@ -151,6 +151,11 @@ def _search(trace: TraceCtx, options: Options) -> tuple[TraceIndex, list[Found]]
     if not all(loss.name in fused for loss in new_losses):
         index = TraceIndex(trace)
         found = find_matches(index, options)
+    if reduced := [bsym for bsym, _, outcome in found if isinstance(outcome, Match) and outcome.waits_for_reduction]:
+        spelled_out = TraceIndex(spell_out_reductions(index.trace, reduced))
+        of_spelled_out = find_matches(spelled_out, options)
+        if not any(isinstance(outcome, Match) and outcome.waits_for_reduction for _, _, outcome in of_spelled_out):
+            index, found = spelled_out, of_spelled_out
     if (delayed := _delay_sums(index, found)) is not None:
         index = TraceIndex(delayed)
         found = find_matches(index, options)

@@ -171,7 +171,7 @@ def _check_token_loss(loss: Loss, inputs: int, *, has_class_weight: bool) -> Non
     if loss.reduction == "none":
         raise ValueError(
             'token_loss needs reduction "mean" or "sum"; for a loss of each token, apply it to the results of '
-            'outputs=("log_prob", "entropy")'
+            'outputs=("log_prob", "entropy", "log_sum_exp")'
         )
     for name, is_given in (("weight", has_class_weight), ("label_smoothing", loss.label_smoothing != 0)):
         if is_given:

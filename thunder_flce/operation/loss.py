@@ -17,21 +17,21 @@ none), label smoothing ε over K columns and z-loss ζ:
     z_term = ζ (m + l)²
     loss = (Σ cross_entropy) / D + (Σ z_term) / N     for "mean": D = Σ w_y, without class weights N; or both num_items
 
-A token loss f(log p_y, entropy) takes the place of the cross-entropy, whose g is then g f' in g_p and g_e.
+A token loss f(log p_y, entropy, m + l) takes the place of the cross-entropy, whose g is then g f' in g_p, g_e and g_l.
 
 Token weights multiply each row's cross_entropy and z_term; then D is the sum of their products with w_y, N their sum.
-The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, g_p and g_e the upstream gradients of a
-row's cross-entropy, z term, log-probability and entropy, the gradient of z is
+The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, g_p, g_e and g_l the upstream gradients
+of a row's cross-entropy, z term, log-probability, entropy and log-sum-exp, the gradient of z is
 
     dz_v = (p_v (A − g_e (u_v − m)) − C w_v − B [v = y]) · scale · (1 − (u_v / softcap)²)
-    A = g ((1 − ε) w_y + ε/K Σ w) + 2 ζ g_z (m + l) − g_p + g_e E,   B = g (1 − ε) w_y − g_p,   C = g ε/K
+    A = g ((1 − ε) w_y + ε/K Σ w) + 2 ζ g_z (m + l) − g_p + g_e E + g_l,   B = g (1 − ε) w_y − g_p,   C = g ε/K
     E = Σ_v p_v (u_v − m)
 
 so that a kernel needs at most four numbers a row. With target weights q, a row has targets y_1 … y_K, and neither class
 weights nor smoothing:
 
     cross_entropy = Σ_k q_k (l − (u_{y_k} − m))
-    A = g Σ_k q_k + 2 ζ g_z (m + l) + g_e E,   B [v = y] becomes Σ_k g q_k [v = y_k]
+    A = g Σ_k q_k + 2 ζ g_z (m + l) + g_e E + g_l,   B [v = y] becomes Σ_k g q_k [v = y_k]
 
 Everything is relative to m, so that the loss keeps its digits when
 all logits share a large offset.
@@ -118,6 +118,7 @@ OUTPUTS: MappingProxyType[str, Output] = MappingProxyType(
             moments=("expected",),
             is_differentiable=True,
         ),
+        "log_sum_exp": Output(lambda row, columns, log: row.max + row.log_sum, is_differentiable=True),
         "argmax": Output(lambda row, columns, log: row.argmax, is_index=True, ignored=None),
         "valid_argmax": Output(lambda row, columns, log: row.argmax, is_index=True, ignored=-1),
         "accuracy": Output(lambda row, columns, log: row.argmax, is_mean=True),
@@ -178,7 +179,8 @@ class Loss:
     @property
     def has_parallel_row_gradients(self) -> bool:
         """Whether a row's gradients of all results are one vector times a number each: A = B, and C and g_e are 0."""
-        return not (self.label_smoothing or self.z_loss or "entropy" in self.differentiable_outputs)
+        others = set(self.differentiable_outputs) - {"log_prob"}
+        return not (self.label_smoothing or self.z_loss or others)
 
     @property
     def ignores_rows(self) -> bool:

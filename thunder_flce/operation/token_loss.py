@@ -1,6 +1,6 @@
-"""A loss of single tokens, such as GRPO's clipped ratio, made of each row's log-probability and entropy.
+"""A loss of single tokens, such as GRPO's clipped ratio, made of what is known of each row.
 
-    loss_t = f(log_prob_t, entropy_t, i0_t, i1_t, …)                i: further tensors of one number a token
+    loss_t = f(log_prob_t, entropy_t, log_sum_exp_t, i0_t, i1_t, …)     i: further tensors of one number a token
 
 Traces and operators carry it as plain values, operation by operation: the result's name, which of `OPERATIONS` it is,
 and its arguments, which are names and numbers. The last result is the loss. A ratio of probabilities by an advantage:
@@ -17,8 +17,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-VARIABLES = ("log_prob", "entropy")
-"""What is known of a row, and has a gradient."""
+import torch
+
+VARIABLES = ("log_prob", "entropy", "log_sum_exp")
+"""What is known of a row, and has a gradient: outputs of `loss.OUTPUTS`."""
 
 _NOT_FINITE = {"plus_infinity": math.inf, "minus_infinity": -math.inf, "nan": math.nan}
 """Their names, since a literal cannot be one of these numbers."""
@@ -67,7 +69,7 @@ def differentiate(
 ) -> tuple[Any, dict[str, Any]]:
     """As `evaluate`, and the derivatives with respect to `VARIABLES`: tensors, or numbers where they are constant.
 
-    `let` is told the name of every tensor: of f1 itself, and of its derivatives f1_log_prob and f1_entropy.
+    `let` is told the name of every tensor: of f1 itself, and of its derivatives, such as f1_log_prob.
     """
     return _run(token_loss, values, functions, VARIABLES, let)
 
@@ -277,6 +279,10 @@ class TokenLossWriter:
             raise NotOfTokens(f"{called} with numbers that are not finite")
         return self._append(operation, tuple(map(_written, arguments)))
 
+    def dtype(self, name: str) -> torch.dtype:
+        """That of True and False, or that of numbers, which are all the same here."""
+        return torch.bool if name in self._logical else torch.float32
+
     def as_float(self, name: str) -> str:
         """The name of a tensor as numbers, which all are but those of True and False."""
         return self._append("where", (name, 1.0, 0.0)) if name in self._logical else name
@@ -318,7 +324,7 @@ class TokenLossWriter:
                 needed |= {each for each in arguments if isinstance(each, str)}
                 kept.append((name, operation, arguments))
         if needed.isdisjoint(VARIABLES):
-            raise NotOfTokens("it depends neither on log_prob nor on entropy")
+            raise NotOfTokens(f"a result that depends on none of {', '.join(VARIABLES)}")
         return tuple(reversed(kept))
 
 

@@ -193,7 +193,8 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
         raise ValueError(
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
             "the upstream gradient is a vector that has to be applied before anything is summed over tokens. Or it "
-            "needs a frozen weight and bias, no further terms, no label smoothing, no z_loss and no entropy"
+            "needs a frozen weight and bias, no further terms, no label smoothing, no z_loss and no gradient of "
+            '"entropy" or "log_sum_exp"'
         )
     # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
     has_loss_scale = problem.dtype is not torch.float16 or problem.has_expected_gradient

@@ -7,15 +7,11 @@
 #         loss = F.nll_loss(log_probs.view(-1, weight.shape[0]), labels.view(-1), ignore_index=-100)
 #         return loss + 0.01 * (log_probs.exp() * log_probs).sum(-1).mean()
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary; its gradients wait for the backward, because the entropy stands beside a cross-entropy that is reduced itself
+# fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t14: f32[], 4 bytes
-#     t9: b8[8192], 8,192 bytes
-#     t3: i64[2, 4096], 65,536 bytes
-#     t6: f32[8192], 32,768 bytes
-#     t7: f32[8192], 32,768 bytes
-#     t8: i64[], 8 bytes
-#     t5: f32[2, 4096], 32,768 bytes
+#     t21: i64[], 8 bytes
+#     t22: f32[2, 4096, 4096], 134,217,728 bytes
+#     t23: f32[128256, 4096], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
 from torch import Tensor
@@ -32,55 +28,71 @@ def computation(hidden, weight, labels):
   # loss = F.nll_loss(log_probs.view(-1, weight.shape[0]), labels.view(-1), ignore_index=-100)
   t0 = Tensor.view(labels, -1)  # t0: "cpu i64[8192]"
   t1 = torch.ne(t0, -100)  # t1: "cpu b8[8192]"
-  t2 = torch.where(t1, t0, 0)  # t2: "cpu i64[8192]"
-  del t1
-  t3 = torch.reshape(t2, (2, 4096))  # t3: "cpu i64[2, 4096]"
-  del t2
-  (t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(hidden, weight, t3, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = t3
-    # loss = t4: f32[2, 4096], entropy = t5: f32[2, 4096], row_max = t6: f32[8192], row_log_sum = t7: f32[8192], valid_count = t8: i64[]
-    # for each chunk of 65 (126 times) and 2 tokens:
-    #   logits f32[C, 128256] = x[chunk] @ W.t()                                           PyTorch
-    #   logits_y f32[C] = logits[y[chunk]]                                                 PyTorch
-    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))     PyTorch
-    #   expected f32[C] = sum_v(exp(logits - row_max - row_log_sum) * (logits - row_max))  PyTorch
-    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)               PyTorch
-    # loss f32[8192] = cross_entropy                                                       PyTorch
-    # entropy f32[8192] = row_log_sum - expected                                           PyTorch
-  t9 = torch.ne(t0, -100)  # t9: "cpu b8[8192]"
-  del t0
-  t10 = torch_prims_reshape_impl(t4, (8192,))  # t10: "cpu f32[8192]"
-  del t4
-  t11 = torch.where(t9, t10, 0.0)  # t11: "cpu f32[8192]"
-  del t10
-  t12 = torch.sum(t11, None, False, dtype=None)  # t12: "cpu f32[]"
-  del t11
-  t13 = torch.sum(t9, None, False, dtype=None)  # t13: "cpu i64[]"
-  t14 = Tensor.to(t13, torch.float32, copy=True)  # t14: "cpu f32[]"
-  del t13
-  t15 = torch_div_prim_impl(t12, t14)  # t15: "cpu f32[]"
-  del t12
-  t16 = torch.neg(t5)  # t16: "cpu f32[2, 4096]"
+  t2 = torch.sum(t1, None, False, dtype=None)  # t2: "cpu i64[]"
 
   # return loss + 0.01 * (log_probs.exp() * log_probs).sum(-1).mean()
-  t17 = shallow_copy(t16)  # t17: "cpu f32[2, 4096]"
+  t3 = torch.detach(t2)  # t3: "cpu i64[]"
+  del t2
+  t4 = Tensor.to(t3, copy=False, dtype=torch.float32)  # t4: "cpu f32[]"
+  del t3
+  t5 = torch_div_prim_impl(1.0, t4)  # t5: "cpu f32[]"
+  del t4
+  t6 = torch_prims_reshape_impl(t5, (1,))  # t6: "cpu f32[1]"
+  del t5
+  t7 = Tensor.expand(t6, (8192,))  # t7: "cpu f32[8192]"
+  del t6
+  t8 = torch.detach(t1)  # t8: "cpu b8[8192]"
+  del t1
+  t9 = Tensor.to(t8, copy=False, dtype=torch.float32)  # t9: "cpu f32[8192]"
+  del t8
+  t10 = torch.mul(t7, t9)  # t10: "cpu f32[8192]"
+  del t7, t9
+  t11 = shallow_copy(t10)  # t11: "cpu f32[8192]"
+  del t10
+  t12 = torch_prims_reshape_impl(t11, (2, 4096))  # t12: "cpu f32[2, 4096]"
+  del t11
+  t13 = torch.ne(t0, -100)  # t13: "cpu b8[8192]"
+  t14 = torch.reshape(t13, (2, 4096))  # t14: "cpu b8[2, 4096]"
+  del t13
+  t15 = torch.ne(t0, -100)  # t15: "cpu b8[8192]"
+  t16 = torch.where(t15, t0, 0)  # t16: "cpu i64[8192]"
+  del t15, t0
+  t17 = torch.reshape(t16, (2, 4096))  # t17: "cpu i64[2, 4096]"
   del t16
-  t18 = torch.sum(t17, (0, 1))  # t18: "cpu f32[]"
-  del t17
-  t19 = torch_div_prim_impl(t18, 8192.0)  # t19: "cpu f32[]"
-  del t18
-  t20 = shallow_copy(t19)  # t20: "cpu f32[]"
-  del t19
-  t21 = torch.mul(0.01, t20)  # t21: "cpu f32[]"
-  del t20
-  t22 = torch.add(t15, t21, alpha=1)  # t22: "cpu f32[]"
-  del t15, t21
-  return {'output': (t22,), 'flat_args': [hidden, weight, labels], 'flat_output': (t22,)}, ((t14, t9, hidden, weight, t3, t6, t7, t8, t5), ())
+  (t18, t19, t20, t21, t22, t23) = linear_cross_entropy_fwd(hidden, weight, t17, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "where", ("i0", "log_prob", 0.0)), ("f1", "neg", ("f0",)), ("f2", "neg", ("entropy",)), ("f4", "mul", ("f1", "i1")), ("f5", "mul", ("f2", 1.220703125e-06)), ("f6", "add", ("f4", "f5"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t14, t12))
+    # x = hidden, W = weight, y = t17, i0 = t14, i1 = t12
+    # loss = t18: f32[], row_max = t19: f32[8192], row_log_sum = t20: f32[8192], valid_count = t21: i64[], dX = t22: f32[2, 4096, 4096], dW = t23: f32[128256, 4096]
+    # s f32[8192] = 1                                                                                                                                                          PyTorch
+    # for each chunk of 65 (126 times) and 2 tokens:
+    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                                                                               PyTorch
+    #   logits_y f32[C] = logits[y[chunk]]                                                                                                                                     PyTorch
+    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))                                                                                         PyTorch
+    #   expected f32[C] = sum_v(exp(logits - row_max - row_log_sum) * (logits - row_max))                                                                                      PyTorch
+    #   log_prob f32[C] = logits_y - row_max - row_log_sum                                                                                                                     PyTorch
+    #   entropy f32[C] = row_log_sum - expected                                                                                                                                PyTorch
+    #   f0 f32[C] = where(i0[chunk], log_prob, 0)                                                                                                                              PyTorch
+    #   f0_log_prob f32[C] = where(i0[chunk], 1, 0)                                                                                                                            PyTorch
+    #   f1 f32[C] = -f0                                                                                                                                                        PyTorch
+    #   f1_log_prob f32[C] = f0_log_prob * -1                                                                                                                                  PyTorch
+    #   f2 f32[C] = -entropy                                                                                                                                                   PyTorch
+    #   f4 f32[C] = f1 * i1[chunk]                                                                                                                                             PyTorch
+    #   f4_log_prob f32[C] = f1_log_prob * i1[chunk]                                                                                                                           PyTorch
+    #   f5 f32[C] = f2 * 1.220703125e-06                                                                                                                                       PyTorch
+    #   f6 f32[C] = f4 + f5                                                                                                                                                    PyTorch
+    #   token_loss f32[C] = f6                                                                                                                                                 PyTorch
+    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f4_log_prob)                                                                                                           PyTorch
+    #   g_e f32[C] = s[chunk] * -1.220703125e-06                                                                                                                               PyTorch
+    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * (-g_p + g_e * (row_log_sum - entropy) - g_e * (logits - row_max)) - -g_p * [v == y[chunk]]  (in place)  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                                                                         PyTorch
+    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                                                                                   PyTorch
+    # token_losses f32[8192] = token_loss                                                                                                                                      PyTorch
+    # loss f32[] = sum(token_losses)                                                                                                                                           PyTorch
+  del t19, t20, t17, t14, t12
+  return {'output': (t18,), 'flat_args': [hidden, weight, labels], 'flat_output': (t18,)}, ((t21, t22, t23), ())
 
 
 # Constructed by Delete Last Used
 import torch
-from torch import Tensor
 from thunder.executors.torchex import no_autocast
 
 @torch.no_grad()
@@ -94,54 +106,18 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t23, = cotangents
-  # t23: "cpu f32[]"
+  t24, = cotangents
+  # t24: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t14, t9, hidden, weight, t3, t6, t7, t8, t5, = C0
-  # t14: "cpu f32[]"
-  # t9: "cpu b8[8192]"
-  # hidden: "cpu f32[2, 4096, 4096]"
-  # weight: "cpu f32[128256, 4096]"
-  # t3: "cpu i64[2, 4096]"
-  # t6: "cpu f32[8192]"
-  # t7: "cpu f32[8192]"
-  # t8: "cpu i64[]"
-  # t5: "cpu f32[2, 4096]"
+  t21, t22, t23, = C0
+  # t21: "cpu i64[]"
+  # t22: "cpu f32[2, 4096, 4096]"
+  # t23: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  t24 = torch.mul(0.01, t23)  # t24: "cpu f32[]"
-  t25 = torch.true_divide(t24, 8192.0)  # t25: "cpu f32[]"
-  del t24
-  t26 = torch.unsqueeze(t25, 0)  # t26: "cpu f32[1]"
-  del t25
-  t27 = torch.unsqueeze(t26, 1)  # t27: "cpu f32[1, 1]"
-  del t26
-  t28 = Tensor.expand(t27, [1, 1])  # t28: "cpu f32[1, 1]"
-  del t27
-  t29 = Tensor.expand(t28, (2, 4096))  # t29: "cpu f32[2, 4096]"
-  del t28
-  t30 = torch.neg(t29)  # t30: "cpu f32[2, 4096]"
-  del t29
-  t31 = torch.true_divide(t23, t14)  # t31: "cpu f32[]"
-  del t23, t14
-  t32 = Tensor.expand(t31, (8192,))  # t32: "cpu f32[8192]"
-  del t31
-  t33 = Tensor.to(t32, copy=False, dtype=torch.float32)  # t33: "cpu f32[8192]"
-  del t32
-  t34 = torch.where(t9, t33, 0)  # t34: "cpu f32[8192]"
-  del t9, t33
-  t35 = torch_prims_reshape_impl(t34, (2, 4096))  # t35: "cpu f32[2, 4096]"
-  del t34
-  (t36, t37) = linear_cross_entropy_bwd(t35, hidden, weight, t3, None, t6, t7, t8, None, needs_grad=("input", "linear_weight"), entropy_grad=t30, entropy=t5, reduction='none', ignore_index=-4611686018427387905, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = t3, grad = t35, entropy_grad = t30, row_max = t6, row_log_sum = t7, entropy = t5
-    # dX = t36: f32[2, 4096, 4096], dW = t37: f32[128256, 4096]
-    # s f32[8192] = grad                                                                                                                                        PyTorch
-    # g_e f32[8192] = entropy_grad                                                                                                                              PyTorch
-    # for each block of 1024 (125 times) and 256 columns of the vocabulary:
-    #   logits f32[8192, K] = x @ W[block].t()                                                                                                                  PyTorch
-    #   dlogits f32[8192, K] = exp(logits - row_max - row_log_sum) * (s + g_e * (row_log_sum - entropy) - g_e * (logits - row_max)) - s * [v == y]  (in place)  PyTorch
-    #   dX f32[8192, 4096] += dlogits @ W[block]                                                                                                                PyTorch
-    #   dW[block] f32[K, 4096] = dlogits.t() @ x                                                                                                                PyTorch
-  del t35, hidden, weight, t3, t6, t7, t8, t5, t30
-  return (t36, t37, None)
+  (t25, t26) = scale_gradients(t24, t21, t22, t23)
+    # t22 f32[2, 4096, 4096] = t22 * where(t21 == 0, 0, t24)  (skipped where that is 1)  PyTorch
+    # t23 f32[128256, 4096] = t23 * where(t21 == 0, 0, t24)  (skipped where that is 1)   PyTorch
+  del t24, t21, t22, t23
+  return (t25, t26, None)

@@ -93,12 +93,15 @@ class _Writer:
         """The last node at each position: nodes that are added have the position of the one that they come after."""
 
     def write(self, trace: TraceCtx) -> None:
-        kept, replaced = set(), {}
+        kept: set[Node] = set()
+        replaced: dict[str, str] = {}
         for bsym in trace.bound_symbols:
             own = [out.name for out in _outs(bsym)]
             is_return = bsym.sym.id == prims.PrimIDs.RETURN
-            if own and own[0] not in self._before:
+            if own and (own[0] not in self._before or bsym.sym.id != self._before[own[0]].sym.id):
                 self._add(bsym)
+                # A loss that is spelled out keeps its name.
+                replaced |= {name: name for name in own if name in self._before}
                 continue
             kept |= {self._owners[name] for name in own}
             before = self._region.trace.bound_symbols[-1] if is_return else self._before[own[0]] if own else bsym

@@ -1,15 +1,16 @@
 """Losses computed in several steps: the cross-entropy of each chunk of the logits, and the sum of a loss per token.
 
-Each becomes one loss. The new losses have no decomposition, so they have to be fused.
+Each becomes one loss. The new losses have no decomposition, so they have to be fused. The other way round, a loss whose
+logits are asked for more becomes the losses of tokens and their sum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import thunder.torch as ltorch
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import TensorProxy, variableify
 from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, from_trace
+from thunder.core.trace import TraceCtx, from_trace, tracectx
 from thunder.core.transform_common import dce
 
 from thunder_flce.graph.matching.logits_path import SPLITS, split_dimension
@@ -83,3 +84,35 @@ def _sum_loss(total: BoundSymbol, index: TraceIndex) -> BoundSymbol | None:
     if arguments.reduction != "none" or arguments.is_deprecated or not is_sum_of_all:
         return None
     return replace(arguments, reduction="sum").in_place_of(loss, total.output)
+
+
+def spell_out_reductions(trace: TraceCtx, losses: Collection[BoundSymbol]) -> TraceCtx:
+    """The trace with some of its losses, of reduction "mean" or "sum", as sums of the losses of tokens.
+
+    # before                                              # after
+    loss = ltorch.cross_entropy(logits, labels)           losses = ltorch.cross_entropy(logits, labels, 'none')
+                                                          valid = ltorch.ne(labels, -100)
+                                                          total = ltorch.sum(ltorch.mul(losses, valid))
+                                                          loss = ltorch.true_divide(total, ltorch.sum(valid))
+    """
+    changed, spelled_out = from_trace(trace), {id(loss) for loss in losses}
+    for bsym in trace.bound_symbols:
+        changed.bound_symbols += _in_steps(bsym, changed) if id(bsym) in spelled_out else [bsym]
+    return changed
+
+
+def _in_steps(loss: BoundSymbol, trace: TraceCtx) -> list[BoundSymbol]:
+    call = CrossEntropy.of(loss)
+    source = {"source_filename": loss.source_filename, "source_positions": loss.source_positions}
+    steps: list[BoundSymbol] = []
+    with tracectx(trace):
+        trace.push_scope(steps)
+        losses = TensorProxy(like=loss.output, shape=tuple(call.target.shape))
+        steps.append(replace(call, reduction="none").in_place_of(loss, losses))
+        valid = ltorch.ne(call.target, call.ignore_index)
+        total = ltorch.sum(ltorch.mul(losses, valid))
+        if call.reduction == "mean":
+            total = ltorch.true_divide(total, ltorch.sum(valid))
+        trace.pop_scope()
+    steps[-1] = steps[-1].from_bsym_swap_proxies({variableify(total): loss.output})
+    return [step.from_bsym(**source) for step in steps]

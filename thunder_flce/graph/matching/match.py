@@ -51,7 +51,7 @@ class Match:
     """What can become one region."""
 
     kind: str
-    """"cross-entropy", "log-probability" or "entropy"."""
+    """"cross-entropy", "log-probability", "entropy" or, as a part of another one's region, "log-sum-exp"."""
     path: LogitsPath
     """From the linear to the logits."""
     arguments: CrossEntropy
@@ -65,7 +65,9 @@ class Match:
     token_sum: TokenSum | None = None
     """The sum that the program makes of log-probabilities and entropies, where the region gives that."""
     reduced: CrossEntropy | None = None
-    """The cross-entropy that is made of the losses of all rows, where the region gives these."""
+    """The cross-entropy that is made of the losses or log-probabilities of all rows, where the region gives these."""
+    own: frozenset[str] = frozenset()
+    """The names of what the program computes from the linear's output up to the results."""
     note: str = ""
     """Why its gradients wait for the backward, where they do."""
 
@@ -80,6 +82,11 @@ class Match:
         inner = () if self.weighted is None else self.weighted.inner
         inner = inner if self.token_sum is None else self.token_sum.replaced
         return [*inner, *(result.bsym for result in self.results[1:])]
+
+    @property
+    def waits_for_reduction(self) -> bool:
+        """Whether the region gives the losses of all rows, whose gradients wait, for a cross-entropy made of these."""
+        return self.reduced is not None and self.token_sum is None and not self.reduced.label_smoothing
 
     @property
     def label_without_target(self) -> int | None:
@@ -114,12 +121,12 @@ def find_matches(index: TraceIndex, options: Options) -> list[Found]:
     candidates.sort(key=lambda candidate: index.position(candidate.bsym))
     leaders: list[_Candidate] = []
     # An entropy has no labels of its own, so the others come first.
-    for candidate in sorted(candidates, key=lambda candidate: candidate.kind == "entropy"):
+    for candidate in sorted(candidates, key=lambda candidate: _KINDS.index(candidate.kind)):
         leader = next((leader for leader in leaders if leader.takes(candidate, index)), None)
-        if leader is None:
-            leaders.append(candidate)
-        else:
+        if leader is not None:
             leader.members.append(candidate)
+        elif candidate.kind != "log-sum-exp":
+            leaders.append(candidate)
     owners: dict[int, list[_Candidate]] = {}
     for leader in leaders:
         for bsym in leader.own_bsyms():
@@ -140,6 +147,9 @@ def find_matches(index: TraceIndex, options: Options) -> list[Found]:
             leader.problem = NotFused(Reason.LOGITS_USED, "by something that is not fused itself")
     leaders.sort(key=lambda leader: index.position(leader.bsym))
     return [Found(leader.bsym, leader.kind, leader.outcome) for leader in leaders]
+
+
+_KINDS = ("cross-entropy", "log-probability", "entropy", "log-sum-exp")
 
 
 @dataclass(eq=False)
@@ -163,6 +173,8 @@ class _Candidate:
     own_argmaxes: list[Result] = field(default_factory=list)
     """Those that its region computes."""
     found: Match | None = None
+    without_sum: Match | None = None
+    """Where `found` computes a sum that the program makes of its results: the same without that."""
 
     @classmethod
     def of_loss(cls, loss: BoundSymbol, index: TraceIndex) -> "_Candidate":
@@ -177,9 +189,11 @@ class _Candidate:
     @classmethod
     def of_reading(cls, reading: Reading) -> "_Candidate":
         """The loss of a token is the negative of its log-probability."""
-        is_entropy, factor = reading.output == "entropy", reading.factor
-        kind, output = ("entropy", "entropy") if is_entropy else ("log-probability", "loss")
-        result = Result(reading.bsym, reading.tensor, output, factor if is_entropy else -factor, reading.is_exponential)
+        factor, named = reading.factor, {"entropy": "entropy", "log_sum_exp": "log-sum-exp"}
+        kind, output, sign = "log-probability", "loss", -1
+        if reading.output in named:
+            kind, output, sign = named[reading.output], reading.output, 1
+        result = Result(reading.bsym, reading.tensor, output, sign * factor, reading.is_exponential)
         problem = reading.problem
         if problem is None and not reading.output:
             problem = NotFused(Reason.NOT_A_LOG_PROBABILITY, f"by {reading.bsym.sym.name} alone")
@@ -231,7 +245,8 @@ class _Candidate:
         if self.arguments is not None:
             # The region then has to give a loss for each row. Without a gradient, to compute the logits once more for
             # the entropy alone takes as long, and less memory.
-            return theirs.labels is None and theirs.path.carries_grad and self.arguments.weight is None
+            is_cheap = theirs.path.carries_grad or theirs.output == "log_sum_exp"
+            return theirs.labels is None and is_cheap and self.arguments.weight is None
         if theirs.labels is None:
             return True
         return (
@@ -266,7 +281,8 @@ class _Candidate:
         self, inner: list[BoundSymbol], passed: set[int], owners: "dict[int, list[_Candidate]]", index: TraceIndex
     ) -> None:
         """Raises `NotFused` where something else uses what is between the logits and a result, such as logsumexp."""
-        for tensor in (bsym.output for bsym in inner):
+        given = {member.result.tensor.name for member in self.members}
+        for tensor in (bsym.output for bsym in inner if bsym.output.name not in given):
             for user in index.users(tensor):
                 if id(user) not in passed and id(user) not in owners:
                     raise _used(tensor, user)
@@ -298,6 +314,9 @@ class _Candidate:
             self.found = self._checked_match(index)
             if self.found.weighted is None and self.found.arguments.reduction == "none" and self.path.carries_grad:
                 self.found = self._with_token_sum(self.found, index, options)
+            if self.found.weighted is not None or self.found.token_sum is not None:
+                note = "its gradients wait for the backward, because its weights depend on what needs its results"
+                self.without_sum = replace(self._checked_match(index), weighted=None, note=note)
         except NotFused as problem:
             self.problem = problem
 
@@ -338,6 +357,7 @@ class _Candidate:
             weighted=weighted_sum(self.bsym, self.paths[0][0].tensor, index) if is_alone else None,
             wraps_labels=self.reading is not None and self.reading.wraps_labels,
             reduced=reduced,
+            own=frozenset(out.name for bsym in self.own_and_paths() for out in bsym.flat_proxy_outs),
         )
 
     def _with_token_sum(self, match: Match, index: TraceIndex, options: Options) -> Match:
@@ -347,15 +367,16 @@ class _Candidate:
             return match
         try:
             _check_gradients_in_forward(match, options)
-            found = find_token_sum(list(map(_source_of, results)), self.own_bsyms(), self.paths[0][0].tensor, index)
-            call = match.arguments
-            if self.reading is None and not found.is_zero_without_loss:
+            own, logits = self.own_and_paths(), self.paths[0][0].tensor
+            sources, call, reduced = list(map(_source_of, results)), match.arguments, match.reduced
+            found = None if reduced is not None else find_token_sum(sources, own, logits, index)
+            if self.reading is None and (found is None or not found.is_zero_without_loss):
                 # In ignored rows the loss is 0, and what is made of that counts.
-                if found.kept:
-                    raise NotASum("the losses, 0 of ignored tokens, are also used elsewhere")
-                source = _source_of(self.result)._replace(labels=call.target, ignore_index=call.ignore_index)
-                found = find_token_sum([source], self.own_bsyms(), self.paths[0][0].tensor, index)
+                reduced = reduced or call
+                sources[0] = sources[0]._replace(labels=reduced.target, ignore_index=reduced.ignore_index)
+                found = find_token_sum(sources, own, logits, index)
                 call = replace(call, ignore_index=NOTHING_IGNORED)
+            assert found is not None
             bsyms = [bsym for paths in self.paths for bsym in paths[-1].bsyms]
             if any(tensors_written(bsym) for bsym in index.between(bsyms, found.place)):
                 raise NotASum("a tensor is changed in place")
@@ -363,23 +384,55 @@ class _Candidate:
             return replace(match, note=f"its gradients wait for the backward, because {problem}")
         outputs = [
             result._replace(output=source.variable, factor=source.factor)
-            for result, source in ((result, _source_of(result)) for result in results)
+            for result, source in zip(results, sources, strict=True)
             if result.tensor.name in found.kept
         ]
         results = [Result(found.place, found.place.output, "loss"), *outputs, *match.results[len(results) :]]
-        return replace(match, arguments=call, results=tuple(results), token_sum=found)
+        return replace(match, arguments=call, results=tuple(results), token_sum=found, reduced=reduced)
+
+    def given_names(self) -> list[str]:
+        """The names of what its region gives."""
+        assert self.found is not None
+        return [self.found.place.output.name, *(result.tensor.name for result in self.found.results[1:])]
+
+    def needed(self, givers: "dict[str, _Candidate]", index: TraceIndex) -> "list[_Candidate]":
+        """Those that give what its region needs, which may be itself."""
+        assert self.found is not None
+        own = {each.result.tensor.name for each in (self, *self.members)}
+        tensors = [tensor for term in self.path.terms for tensor in (term.input, term.weight)]
+        tensors += [
+            tensor for tensor in (self.path.bias, self.labels, self.found.arguments.weight) if tensor is not None
+        ]
+        waiting = [tensor.name for tensor in tensors]
+        if self.without_sum is not None:
+            waiting += [arg.name for arg in self.found.place.flat_proxy_args]
+        seen: set[str] = set()
+        found: list[_Candidate] = []
+        while waiting:
+            name = waiting.pop()
+            if name in seen or name in own:
+                continue
+            seen.add(name)
+            if name in givers:
+                found.append(givers[name])
+            elif name in index.producers:
+                waiting += [arg.name for arg in index.producers[name].flat_proxy_args]
+        return found
+
+    def own_and_paths(self) -> list[BoundSymbol]:
+        """What computes the results from the linear's output."""
+        of_paths = (paths[-1].bsyms for each in (self, *self.members) for paths in each.paths)
+        return [*self.own_bsyms(), *(bsym for bsyms in of_paths for bsym in bsyms)]
 
 
 def _source_of(result: Result) -> Source:
     """What a sum of token losses may be made of."""
-    variable, factor = ("entropy", 1) if result.output == "entropy" else ("log_prob", -1)
+    variable, factor = ("log_prob", -1) if result.output == "loss" else (result.output, 1)
     return Source(result.tensor, variable, factor * result.factor, result.is_exponential)
 
 
 def _check_gradients_in_forward(match: Match, options: Options) -> None:
     """Raises `NotASum` where the gradients of a sum of token losses may not be computed in the forward."""
-    if match.reduced is not None:
-        raise NotASum("the entropy stands beside a cross-entropy that is reduced itself")
     if match.arguments.weight is not None or match.arguments.label_smoothing:
         raise NotASum("the losses have class weights or label smoothing")
     if options.strategy not in (None, GradientsInForward.strategy):
@@ -387,6 +440,8 @@ def _check_gradients_in_forward(match: Match, options: Options) -> None:
     dtype = dtypes.to_strong_dtype(match.path.terms[0].input.dtype)
     if dtype is dtypes.float16 and options.expected_gradient is None:
         raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
+    if match.reduced is not None and match.reduced.reduction != "none":
+        raise NotASum("an entropy or a log-sum-exp stands beside a cross-entropy that is reduced itself")
 
 
 def _flow_alike(a: LogitsPath, b: LogitsPath) -> bool:
@@ -508,23 +563,30 @@ def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, 
 def _check_order(leaders: Sequence[_Candidate], index: TraceIndex) -> None:
     """Finds out which regions would have to run before themselves.
 
-    A region's further results come with its first one. Where that depends on them, directly or by way of other regions,
-    as where the labels of two losses are each other's predictions, the region cannot run.
+    A region gives all its results at once. Where it needs one of them, directly or by way of other regions, it cannot
+    run: such as where the labels of two losses are each other's predictions. Where only the sum that it computes needs
+    it, the program computes that sum.
     """
-    further = {
-        leader.result.tensor.name: {result.tensor.name for result in leader.further_results()}
-        for leader in leaders
-        if leader.found is not None
-    }
-    for leader in leaders:
-        first = leader.result.tensor.name
-        dependent, known = set(further.get(first, ())), 0
-        while len(dependent) > known:
-            known = len(dependent)
-            for bsym in index.bsyms:
-                if any(arg.name in dependent for arg in bsym.flat_proxy_args):
-                    dependent |= {out.name for out in bsym.flat_proxy_outs}
-            for name in dependent & further.keys():
-                dependent |= further[name]
-        if first in dependent:
+    while matched := [leader for leader in leaders if leader.found is not None and leader.problem is None]:
+        givers = {name: leader for leader in matched for name in leader.given_names()}
+        needed = {id(leader): leader.needed(givers, index) for leader in matched}
+        stuck = [leader for leader in matched if leader in _reached(needed[id(leader)], needed)]
+        sums = [leader for leader in stuck if leader.without_sum is not None]
+        for leader in sums:
+            leader.found, leader.without_sum = leader.without_sum, None
+        if sums:
+            continue
+        for leader in stuck:
             leader.problem = NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
+        return
+
+
+def _reached(start: list[_Candidate], needed: dict[int, list[_Candidate]]) -> list[_Candidate]:
+    found: list[_Candidate] = []
+    waiting = list(start)
+    while waiting:
+        leader = waiting.pop()
+        if leader not in found:
+            found.append(leader)
+            waiting += needed[id(leader)]
+    return found

@@ -1,4 +1,4 @@
-"""What a program computes of each row of its logits, spelled out: the log-probability of a label, and the entropy.
+"""What a program computes of each row of its logits: the log-probability of a label, the entropy, the log-sum-exp.
 
 Of a row of logits u, both are sums of three numbers: u_y, the logit of the label; L = log Σ exp u; and E = Σ p u.
 
@@ -56,8 +56,10 @@ class Reading:
 
     @property
     def output(self) -> str:
-        """What it is `factor` times: "log_prob" or "entropy", outputs of `linear_cross_entropy`; "" for neither."""
+        """What it is `factor` times, an output of `linear_cross_entropy`: of `token_loss.VARIABLES`, or "" for none."""
         of_label, of_log_sum, of_expected = self.coefficients
+        if of_label == of_expected == 0:
+            return "log_sum_exp" if abs(of_log_sum) == 1 else ""
         if of_expected == 0:
             return "log_prob" if of_label == -of_log_sum != 0 else ""
         return "entropy" if of_label == 0 and of_log_sum == -of_expected else ""
@@ -78,13 +80,25 @@ def find_readings(index: TraceIndex) -> list[Reading]:
             reading = rule(index, bsym, found)
             if reading is not None:
                 found[bsym.output.name] = reading
-    inner = {id(bsym) for reading in found.values() if reading.output for bsym in reading.inner}
+    finished = [reading for reading in found.values() if reading.output]
+    inner = {id(bsym) for reading in finished for bsym in reading.inner}
+    passed = inner | {id(reading.bsym) for reading in finished}
 
     def is_wanted(reading: Reading) -> bool:
+        if reading.output == "log_sum_exp":
+            return any(
+                id(user) not in passed and not _is_log_softmax(user, reading.tensor)
+                for user in index.users(reading.tensor)
+            )
         is_gathered = reading.labels is not None and reading.problem is None and not reading.inner
         return id(reading.bsym) not in inner and bool(reading.output or is_gathered)
 
     return [reading for reading in found.values() if is_wanted(reading)]
+
+
+def _is_log_softmax(user: BoundSymbol, log_sum_exp: TensorProxy) -> bool:
+    """Whether a log-sum-exp is only subtracted from its logits: that is a rule of `logits_path`."""
+    return user.sym.id == ltorch.sub.id and user.output.numel > log_sum_exp.numel
 
 
 _Found = dict[str, Reading]
@@ -256,12 +270,16 @@ def _same_values(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading
 
 
 def _combined(index: TraceIndex, bsym: BoundSymbol, addends: list[tuple[int, Any]], found: _Found) -> Reading | None:
-    """The sum of some readings, each with its sign; what is finished goes on only where nothing else uses it."""
+    """The sum of some readings, each with its sign.
+
+    A log-probability and an entropy go on only where nothing else uses them.
+    """
     parts = [found.get(tensor.name) for _, tensor in addends if isinstance(tensor, TensorProxy)]
     readings = [part for part in parts if part is not None and not part.is_exponential]
     if len(readings) < len(addends) or bsym.kwargs.get("alpha", 1) != 1:
         return None
-    if any(reading.output and index.users(reading.tensor) != [bsym] for reading in readings):
+    ends = [reading for reading in readings if reading.output not in ("", "log_sum_exp")]
+    if any(index.users(reading.tensor) != [bsym] for reading in ends):
         return None
     first = readings[0]
     shapes = {tuple(reading.tensor.shape) for reading in readings}

@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
     tensor: TensorProxy
     variable: str
-    """"log_prob" or "entropy"."""
+    """Of `operation.token_loss.VARIABLES`."""
     factor: int
     is_exponential: bool
     labels: TensorProxy | None = None
@@ -174,10 +174,9 @@ def find_token_sum(
     Raises:
         NotASum: where they become something else, too, or where that is no sum of losses of single tokens.
     """
-    search = _Search(sources, logits, index)
-    skipped = {id(bsym) for bsym in own}
+    search = _Search(sources, own, logits, index)
     for bsym in index.bsyms:
-        if id(bsym) not in skipped and search.add(bsym):
+        if search.add(bsym):
             return search.finished(bsym)
     raise NotASum("they do not become one sum")
 
@@ -185,7 +184,8 @@ def find_token_sum(
 class _Search:
     """Follows the program from the sources on."""
 
-    def __init__(self, sources: Sequence[Source], logits: TensorProxy, index: TraceIndex):
+    def __init__(self, sources: Sequence[Source], own: Iterable[BoundSymbol], logits: TensorProxy, index: TraceIndex):
+        self._own = {id(bsym) for bsym in own}
         self._sources, self._logits, self._index = sources, logits, index
         self._rows = sources[0].tensor.numel
         self._writer = TokenLossWriter()
@@ -214,7 +214,7 @@ class _Search:
     def add(self, bsym: BoundSymbol) -> bool:
         """Follows one operation; whether it is the sum that everything comes to."""
         operands = [arg for arg in bsym.flat_proxy_args if arg.name in self._dependent]
-        if not operands:
+        if not operands or id(bsym) in self._own:
             return False
         has_grad = any(arg.name in self._with_grad for arg in operands) and self._passes_grad(bsym)
         try:
@@ -294,7 +294,7 @@ class _Search:
     def _is_closed(self, place: BoundSymbol) -> bool:
         """Whether no gradient reaches the sources but through one sum."""
         users = (user for name in self._with_grad - {place.output.name} for user in self._index.consumers.get(name, ()))
-        return all(id(user) in self._passed or not self._passes_grad(user) for user in users)
+        return all(id(user) in self._passed | self._own or not self._passes_grad(user) for user in users)
 
     def _passes_grad(self, bsym: BoundSymbol) -> bool:
         """Whether a gradient may come back through an operation; what is returned may have one."""
@@ -350,15 +350,16 @@ class _Search:
         """What nothing needs once the sum is there, and the names of the sources that something does need."""
         unused: list[BoundSymbol] = []
         needed: set[str] = set()
+        sources = {source.tensor.name for source in self._sources}
         for bsym in reversed(self._index.bsyms):
             outs = {out.name for out in bsym.flat_proxy_outs}
             if bsym is place:
                 continue
             if outs and outs <= self._dependent and outs.isdisjoint(needed):
                 unused.append(bsym)
-            else:
+            elif outs.isdisjoint(sources):
                 needed |= {arg.name for arg in bsym.flat_proxy_args}
-        return unused, frozenset(needed & {source.tensor.name for source in self._sources})
+        return unused, frozenset(needed & sources)
 
 
 def _with_upstream_gradients(index: TraceIndex) -> set[str]:
