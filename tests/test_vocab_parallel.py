@@ -680,6 +680,17 @@ def test_traced_programs():
             torch._dynamo.exc.TorchRuntimeError, match="strategy must not be .save_logits. with vocab_s"
         ):
             torch.compile(saving, backend="eager")(*plain)
+        divided = VocabParallel(group=mesh, sequence_parallel=True)
+        target, halves = case.target[:, None].expand(-1, 2), torch.full((37, 2), 0.5)
+
+        def of_two_targets(x, weight):
+            return 2 * linear_cross_entropy(x, weight, target, target_weights=halves, vocab_parallel=divided)
+
+        for compiled in (
+            torch.compile(of_two_targets, backend="eager", fullgraph=True),
+            thunder_flce.jit(of_two_targets),
+        ):
+            assert error(compiled(*plain), exact) < 1e-12
         # DTensors among the terms alone have no meaning.
         of_term = tuple(distribute_tensor(torch.zeros(each, 2), mesh, [Replicate()]) for each in (37, 101))
         with pytest.raises(TypeError, match=r"input must be a DTensor where others are \(terms\), but got Tensor"):
