@@ -198,6 +198,25 @@ MUTATIONS = [
         tests=("tests/test_dtensor.py",),
     ),
     *_of(
+        "graph/early_reduction.py",
+        ("divisor", "grad.contiguous(), dist.ReduceOp.AVG", "grad.contiguous(), dist.ReduceOp.SUM"),
+        ("divisor", "dist.all_reduce(grad, dist.ReduceOp.AVG,", "dist.all_reduce(grad, dist.ReduceOp.SUM,"),
+        ("mask", " and not _is_local(bsym):", ":"),
+        ("index", "reduced.bound_symbols += moved.get(id(bsym), [])", "pass"),
+        tests=("tests/test_two_ranks.py",),
+    ),
+    *_of(
+        "graph/distributed.py",
+        ("index", "if len(sources) == len(bsyms):", "if False:"),
+        tests=("tests/test_thunder_ranks.py",),
+    ),
+    *_of(
+        "operators.py",
+        ("index", "tokens *= parallel.process_group.size() if parallel.sequence_parallel else 1", "pass"),
+        ("mask", "given = with_all_tokens(given, agreement.shard)", "pass"),
+        tests=("tests/test_two_ranks.py",),
+    ),
+    *_of(
         "graph/matching/logits_path.py",
         ("mask", "terms=(replace(term, input=summed.args[0]),), group=group", "group=group"),
         ("mask", "if layer_type is not TensorParallelLayerType.COLUMN_PARALLEL_LINEAR or", "if"),

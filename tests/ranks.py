@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
@@ -31,6 +32,8 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     Raises:
         RankErrors: where some ranks raise. The others are ended.
     """
+    with FakeTensorMode():
+        pass  # Where a thread is the first to enter it, torch 2.10 crashes in the next one.
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode
     results: list[Any] = [None] * count
     errors: dict[int, BaseException] = {}

@@ -1,5 +1,6 @@
 """Programs that thunder compiles on ranks that divide the vocabulary; ranks are threads here."""
 
+import re
 from copy import deepcopy
 from functools import partial
 
@@ -13,7 +14,7 @@ from thunder.distributed.tensor_parallel.common import TransformForTensorParalle
 from torch import nn
 
 import thunder_flce
-from ranks import as_threads
+from ranks import RankErrors, as_threads
 from reference import Case, error, make_case, truth
 from test_vocab_parallel import part_of, parts
 from thunder_flce import NotFusedWarning, Options, VocabParallel, linear_cross_entropy
@@ -102,6 +103,20 @@ def test_column_parallel(ranks, columns, options):
         assert "combined(" in text and "summed(" in text and f"'ranks': {ranks}" in text
 
 
+def test_options_that_differ_raise_on_all_ranks():
+    def run(rank):
+        parallel = partial(linear_cross_entropy, vocab_parallel=dist.group.WORLD)
+        thunder_flce.jit(parallel, options=Options(chunk_rows=4 + rank))(*arguments)
+
+    arguments = torch.randn(6, H), torch.randn(5, H), torch.randint(10, (6,))
+    with pytest.raises(RankErrors) as raised:
+        as_threads(2, run)
+    found = [str(raised.value.errors[rank]) for rank in range(2)]
+    assert all(
+        re.search(r"options is .*chunk_rows=4.* on rank 0 and .*chunk_rows=5.* on rank 1", each) for each in found
+    )
+
+
 def test_a_bias_that_is_not_divided():
     case = Step(bias_after=True)
     with pytest.warns(NotFusedWarning, match="by add, a bias that is not divided among ranks"):
@@ -118,7 +133,8 @@ def test_a_call():
     def run(rank):
         rows, tokens = parts(sizes)[rank], slice(6 * rank, 6 * rank + 6)
         parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
-        step = thunder_flce.jit(partial(linear_cross_entropy, vocab_parallel=parallel, reduction="none"))
+        call = partial(linear_cross_entropy, vocab_parallel=parallel, reduction="none")
+        step = thunder_flce.jit(call, options=Options(strategy="save_logits"))
         part = part_of(case, rows)
         x = part.x.detach()[tokens].requires_grad_()
         for _ in range(2):

@@ -456,6 +456,48 @@ def compiled_call(rank, of):
     assert error(part.weight.grad, exact.gradients[1][parts((60, 41))[rank]]) < 1e-12
 
 
+def _on_gpus(rank: int) -> list[str]:
+    """With NCCL, what thunder distributes, and a compiled call; in words, what is wrong."""
+    device, wrong = torch.device("cuda", rank), []
+    for kind in ("ddp", "fsdp", "column_parallel"):
+        model, is_column = Model(104), kind == "column_parallel"
+        exact = exact_gradients(model, (0, 0) if is_column else (0, 1))
+        step = thunder_flce.jit(model.to(device), strict=True)
+        distribute = getattr(thunder.distributed, kind)
+        if is_column:
+            step = distribute(step, ["lm_head"])
+        else:
+            step = distribute(step, device=device) if kind == "fsdp" else distribute(step)
+        step(*(each.to(device) for each in batch(0 if is_column else rank, 104))).backward()
+        assert_fused(step)
+        if not (is_column or reduces_early(step)):
+            wrong.append(f"{kind} reduces late")
+        for name, gradient in exact.items():
+            is_part = kind == "fsdp" or (is_column and name == "lm_head.weight")
+            found = step.get_parameter(name).grad.cpu()
+            distance = error(found, gradient.chunk(2)[rank] if is_part else gradient)
+            if not distance < 1e-3:
+                wrong.append(f"{kind}, {name}: {distance}")
+
+    def call(x, weight, target):
+        return linear_cross_entropy(x, weight, target, vocab_parallel=dist.group.WORLD)
+
+    part = part_of(make_case(tokens=64, vocab=331, hidden=64, device="cuda"), parts((200, 131))[rank])
+    found = []
+    for step in (call, torch.compile(call, fullgraph=True)):
+        loss = step(part.x, part.weight, part.target)
+        found.append((loss, *torch.autograd.grad(loss, (part.x, part.weight))))
+    if not all(map(torch.equal, *found)):
+        wrong.append("a compiled call differs")
+    return wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_two_gpus():
+    assert as_processes(2, _on_gpus, device="cuda") == [[], []]
+
+
 def _run(rank: int) -> dict[str, str]:
     found = {}
     for name, case in CASES.items():

@@ -274,9 +274,12 @@ def _arguments(names: Sequence[str], tensors: Sequence[Tensor | None], others: M
 
 
 def _operands(settings: Settings, arguments: Mapping[str, Any]) -> Operands:
-    terms = arguments["terms"]
-    pairs = list(zip(terms[::2], terms[1::2], strict=True))
-    return operands_of({**arguments, "terms": pairs}, settings.loss, settings.needs_grad, shard=settings.shard)
+    given = {**arguments, "terms": _pairs(arguments["terms"])}
+    return operands_of(given, settings.loss, settings.needs_grad, shard=settings.shard)
+
+
+def _pairs(terms: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(terms[::2], terms[1::2], strict=True))
 
 
 def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands, Plan]:
@@ -284,10 +287,8 @@ def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands
     if settings.vocab_parallel is None:
         operands = _operands(settings, arguments)
         return operands, settings.plan_of(operands)
-    terms = arguments["terms"]
     given = {name: arguments[name] for name in (*_POSITIONAL, *_DEFAULTS[:6])}
-    given |= {"terms": list(zip(terms[::2], terms[1::2], strict=True))}
-    given |= {"token_inputs": arguments.get("token_inputs") or ()}
+    given |= {"terms": _pairs(arguments["terms"]), "token_inputs": arguments.get("token_inputs") or ()}
     # The operator's own do not say which of them need a gradient.
     described = {**given, "terms": [[*map(Tensor.detach, term)] for term in given["terms"]]}
     for name in ("input", "linear_weight", "linear_bias"):

@@ -9,7 +9,7 @@ import ast
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -190,6 +190,9 @@ def as_literal(**settings: Any) -> str:
 
 def from_literal(literal: str) -> VocabParallel:
     """What `as_literal` was given."""
+    if not literal.startswith("{"):
+        # What a user has given, and no group.
+        return VocabParallel(group=cast(Any, literal))
     values = ast.literal_eval(literal)
     dtype = values.pop("input_grad_dtype", None)
     group = dist.distributed_c10d._resolve_process_group(values.pop("group"))
