@@ -289,16 +289,17 @@ def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands
         return operands, settings.plan_of(operands)
     given = {name: arguments[name] for name in (*_POSITIONAL, *_DEFAULTS[:6])}
     given |= {"terms": _pairs(arguments["terms"]), "token_inputs": arguments.get("token_inputs") or ()}
-    # The operator's own do not say which of them need a gradient.
-    described = {**given, "terms": [[*map(Tensor.detach, term)] for term in given["terms"]]}
-    for name in ("input", "linear_weight", "linear_bias"):
-        described[name] = None if given[name] is None else given[name].detach()
-    operands_described = named_operands(
-        described["input"], described["linear_weight"], described["linear_bias"], described["terms"]
-    )
-    for name, operand in operands_described.items():
-        operand.requires_grad_(name in settings.needs_grad)
-    agreement = agree(from_literal(settings.vocab_parallel), described, loss=settings.loss, options=settings.options)
+
+    def described(name: str, operand: Tensor | None) -> Tensor | None:
+        """The operator's own do not say whether they need a gradient."""
+        return None if operand is None else operand.detach().requires_grad_(name in settings.needs_grad)
+
+    call = {**given, **{name: described(name, given[name]) for name in ("input", "linear_weight", "linear_bias")}}
+    call["terms"] = [
+        tuple(described(f"terms[{at}].{kind}", each) for kind, each in zip(("input", "weight"), term, strict=True))
+        for at, term in enumerate(given["terms"])
+    ]
+    agreement = agree(from_literal(settings.vocab_parallel), call, loss=settings.loss, options=settings.options)
     check_linear_cross_entropy(**given, loss=settings.loss, vocab=agreement.weight_rows)
     given = with_all_tokens(given, agreement.shard)
     operands = operands_of(given, settings.loss, settings.needs_grad, shard=agreement.shard)

@@ -179,9 +179,12 @@ def as_literal(**settings: Any) -> str:
     """The same as a literal for a graph; the group is its name.
 
     Raises:
+        NotImplementedError: with `data_parallel`.
         TypeError, ValueError: see `VocabParallel`.
     """
     parallel = VocabParallel(**settings)
+    if parallel.data_parallel:
+        raise NotImplementedError(ONLY_EAGER)
     changed = {f.name: value for f in fields(parallel) if (value := getattr(parallel, f.name)) != f.default}
     if parallel.input_grad_dtype is not None:
         changed["input_grad_dtype"] = str(parallel.input_grad_dtype).removeprefix("torch.")

@@ -182,16 +182,14 @@ executor.register_implementation(
 @register_general_jit_lookaside(inspect.unwrap(functional.linear_cross_entropy))  # In Dynamo's graphs.
 def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
-    given = kwargs.pop("vocab_parallel", None)
-    has_dtensors = any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values()))
-    if has_dtensors or getattr(getattr(given, "value", None), "data_parallel", False):
+    if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
         return do_raise(NotImplementedError(ONLY_EAGER))
     constants = {}
-    if given is not None and given.value is not None:
+    if (given := kwargs.pop("vocab_parallel", None)) is not None and given.value is not None:
         try:
             # In Dynamo's graphs it is a literal already.
             literal = given.value if isinstance(given.value, str) else as_literal(**settings_of(given.value))
-        except (TypeError, ValueError) as error:
+        except (NotImplementedError, TypeError, ValueError) as error:
             return do_raise(error)
         if executor not in get_compile_data().executors_list:
             return do_raise(NotImplementedError(ONLY_WITH_EXECUTOR))
@@ -204,9 +202,9 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     recursively_proxy(*args, *_items(kwargs.get("token_inputs")), **kwargs)
     token_loss = kwargs.get("token_loss")
     if token_loss is not None and callable(token_loss.value):
-        given = dict(zip(POSITIONAL, args, strict=False)) | kwargs
-        inputs = list(map(unwrap, _items(given.get("token_inputs"))))
-        found = interpreted_token_loss(token_loss, unwrap(given["input"]), unwrap(given["target"]), inputs=inputs)
+        by_name = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+        inputs = list(map(unwrap, _items(by_name.get("token_inputs"))))
+        found = interpreted_token_loss(token_loss, unwrap(by_name["input"]), unwrap(by_name["target"]), inputs=inputs)
         if found is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             return found
         kwargs = {**kwargs, "token_loss": found}
