@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thunder_flce.operation.arguments import check_token_inputs
 from thunder_flce.operation.token_loss import VARIABLES, NotOfTokens, TokenLoss, TokenLossWriter, input_name
 
 _CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -138,8 +139,7 @@ def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenL
     Raises:
         TypeError: where it takes other arguments, or does what is no operation on single tokens.
     """
-    if not isinstance(inputs, Sequence):
-        raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(inputs).__name__}")
+    check_token_inputs(inputs)
     steps: list[_Step] = []
     names = [*VARIABLES[:2], *map(input_name, range(len(inputs)))]
     by_name = names_asked_for(function, names)

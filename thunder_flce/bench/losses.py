@@ -195,9 +195,9 @@ WAYS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor]], Program]] = {
     "function": _function,
     # Strict: what is not fused fails, and is not measured as if it were ours.
     "jit": lambda reduce: thunder_flce.jit(_written(reduce), strict=True),
-    "liger": _liger_grpo,
     "torch.compile": lambda reduce: torch.compile(_written(reduce), fullgraph=True, dynamic=False),
     "eager": _written,
+    "liger": _liger_grpo,
 }
 
 METHODS = {f"{name}, {way}": (name, way) for name, loss in LOSSES.items() for way in loss.ways}

@@ -65,8 +65,7 @@ def check_linear_cross_entropy(
     """
     check_pairs(terms)
     tensors = {**named_operands(input, linear_weight, linear_bias, terms), "target": target}
-    if not isinstance(token_inputs, Sequence):
-        raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(token_inputs).__name__}")
+    check_token_inputs(token_inputs)
     optional = {"weight": weight, "token_weights": token_weights, "target_weights": target_weights}
     optional |= {f"token_inputs[{number}]": tensor for number, tensor in enumerate(token_inputs)}
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
@@ -176,6 +175,12 @@ def _check_token_loss(loss: Loss, inputs: int, *, has_class_weight: bool) -> Non
     for name, is_given in (("weight", has_class_weight), ("label_smoothing", loss.label_smoothing != 0)):
         if is_given:
             raise ValueError(f"{name} belongs to the cross-entropy, in whose place token_loss is")
+
+
+def check_token_inputs(token_inputs: Any) -> None:
+    """Raises `TypeError` for token_inputs that are no sequence."""
+    if not isinstance(token_inputs, Sequence):
+        raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(token_inputs).__name__}")
 
 
 def check_pairs(terms: Any) -> None:
