@@ -53,8 +53,11 @@ def combined(shard: Shard, part: PartOfRows) -> PartOfRows:
     maxima, log_sums, entries, *choices = all_gathered(shard, numbers)
     row_max = maxima.amax(0)
     # A part without columns, or whose logits are all -inf, adds nothing, though -inf - -inf is NaN.
-    sums = torch.where(maxima == float("-inf"), 0, torch.exp(maxima - row_max + log_sums)).sum(0)
-    whole = PartOfRows(row_max, sums.log_(), entries.sum(0))
+    sums = torch.where(maxima == float("-inf"), 0, torch.exp(maxima - row_max + log_sums))
+    # Without the maximum's own 1, beside which a small sum of the others would lose its digits.
+    largest = maxima.argmax(0, keepdim=True)
+    others = sums.scatter_(0, largest, log_sums.gather(0, largest).expm1_()).sum(0)
+    whole = PartOfRows(row_max, others.log1p_(), entries.sum(0))
     if not choices:
         return whole
     values, columns = choices[0], _as_column(choices[1])
