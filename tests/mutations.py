@@ -45,6 +45,7 @@ SCALING = "tests/test_numerics.py::test_finished_gradients_are_scaled_with_one_r
 OPERATOR = "tests/test_operator.py"
 PARALLEL = "tests/test_vocab_parallel.py"
 BACKEND = "tests/test_backend.py"
+BATCH_INVARIANT = "tests/test_batch_invariant.py"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
 
 
@@ -546,6 +547,24 @@ MUTATIONS = [
             "weight_gradient_(total, dlogits, x,",
             "weight_gradient_(total, dlogits.roll(1, 1), x,",
         ),
+    ),
+    *_of(
+        "execution/matmul/invariant.py",
+        ("index", "-(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)", "hidden)"),
+        ("index", "_CPU_ROWS = 64", "_CPU_ROWS = 1"),
+        ("mask", "            out[rows] = of_out\n", "            pass\n"),
+        tests=(BATCH_INVARIANT,),
+    ),
+    *_of(
+        "execution/steps.py",
+        ("mask", 'region.plan.batch_invariant and kind == "logits"', "False"),
+        ("mask", "region.plan.batch_invariant and not region.is_cuda and rows", "False"),
+        tests=(BATCH_INVARIANT,),
+    ),
+    *_of(
+        "execution/engine.py",
+        ("mask", "region.shard is None and not region.plan.batch_invariant", "region.shard is None"),
+        tests=(BATCH_INVARIANT,),
     ),
     *_of(
         "execution/matmul/matmul.py",

@@ -22,7 +22,7 @@ from thunder_flce.execution.plan import (
     SaveLogits,
     SaveSomeLogits,
 )
-from thunder_flce.execution.row_kernels.dispatch import check_available
+from thunder_flce.execution.row_kernels.dispatch import RowWork, check_available, library
 from thunder_flce.execution.staged_logits import MOST_BLOCKS
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import STRATEGIES, Options
@@ -88,12 +88,14 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
     Each of the options overrides what would be chosen. `memory` is the device's, None where it is unknown.
 
     Raises:
-        ValueError: where a chosen strategy cannot give the gradients asked for, chosen row kernels cannot run, or the
-            budget is a fraction of an unknown memory.
+        ValueError: where a chosen strategy cannot give the gradients asked for, chosen row kernels cannot run, the
+            budget is a fraction of an unknown memory, or `batch_invariant` cannot be had.
     """
     check_available(options.row_kernels, dtype=problem.logits_dtype, device_type=problem.device_type)
+    if options.batch_invariant:
+        _check_batch_invariant(problem, options)
     plan = _strategy_plan(problem, options, _Budget.of(options, memory))
-    if isinstance(plan, GradientsInForward):
+    if isinstance(plan, GradientsInForward) and not plan.batch_invariant:
         plan = _with_staged_logits(problem, plan)
     return replace(plan, tune_products=options.tune_products and _has_large_matmuls(problem, plan))
 
@@ -121,7 +123,9 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
 
     They keep what the plan does with ignored rows and who runs its row work, and heed no memory budget.
     """
-    kept = Options(ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels)
+    kept = Options(
+        ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels, batch_invariant=plan.batch_invariant
+    )
     # Without gradients there is one strategy.
     strategies = [name for name in STRATEGIES if problem.needs_grad]
     if problem.loss.token_loss:
@@ -158,7 +162,30 @@ def _common(problem: Problem, options: Options) -> dict[str, Any]:
         "ignored_rows": options.ignored_rows,
         "float32_logits": problem.float32_logits,
         "row_kernels": options.row_kernels,
+        "batch_invariant": options.batch_invariant,
     }
+
+
+def _check_batch_invariant(problem: Problem, options: Options) -> None:
+    """Whether rows can have the same bits in any batch.
+
+    Raises:
+        ValueError: where they cannot; the text says why.
+    """
+    reason = ""
+    work = RowWork(method="statistics", dtype=problem.logits_dtype)
+    if problem.device_type == "cuda":
+        sizes = [term.hidden for term in problem.terms]
+        if problem.dtype.itemsize != 2:
+            reason = f"on CUDA it needs bfloat16 or float16, but the input is {problem.dtype}"
+        elif library(options.row_kernels, work, "cuda") != "Triton":
+            reason = 'on CUDA it needs Triton and row_kernels="auto" or "triton"'
+        elif any(size % ROW_MULTIPLE for size in sizes):
+            reason = f"on CUDA it needs hidden sizes that are multiples of {ROW_MULTIPLE}, but they are {sizes}"
+    elif problem.device_type != "cpu":
+        reason = f"it runs on CUDA and on a CPU, but the input is on {problem.device_type!r}"
+    if reason:
+        raise ValueError(f"batch_invariant=True: {reason}")
 
 
 class _Budget(NamedTuple):
