@@ -45,6 +45,7 @@ SCALING = "tests/test_numerics.py::test_finished_gradients_are_scaled_with_one_r
 OPERATOR = "tests/test_operator.py"
 PARALLEL = "tests/test_vocab_parallel.py"
 BACKEND = "tests/test_backend.py"
+BUDGET = "tests/test_plan.py::test_logits_that_are_computed_again_fill_the_budget"
 BATCH_INVARIANT = "tests/test_batch_invariant.py"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
 
@@ -549,9 +550,15 @@ MUTATIONS = [
         ),
     ),
     *_of(
+        "planning/choose.py",
+        ("mask", "if budget is None or temporary_bytes(problem, plan) <= budget:", "if True:"),
+        ("sign", "budget - beside - rounded_up", "budget - rounded_up"),
+        tests=(BUDGET,),
+    ),
+    *_of(
         "execution/matmul/invariant.py",
         ("index", "-(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)", "hidden)"),
-        ("index", "_CPU_ROWS = 64", "_CPU_ROWS = 1"),
+        ("index", "of_out.copy_(out[rows])", "of_out.copy_(out[:1])"),
         ("mask", "            out[rows] = of_out\n", "            pass\n"),
         tests=(BATCH_INVARIANT,),
     ),

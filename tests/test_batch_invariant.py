@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from reference import error
 from test_plan import S1
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.execution.matmul import cublaslt
@@ -85,6 +86,10 @@ def test_a_sum_of_linears(batch):
     """An adapter beside the head."""
     x, weight = batch.x[:, :8].contiguous(), batch.weight[:, :8].contiguous()
     expected = batch.log_probs(terms=[(x, weight)])
+    logits = batch.x.double() @ batch.weight.double().t() + x.double() @ weight.double().t()
+    exact = logits.log_softmax(1).gather(1, batch.target.clamp(min=0)[:, None])[:, 0]
+    exact[batch.target < 0] = 0
+    assert error(expected, exact) < 4 * torch.finfo(batch.x.dtype).eps
     assert torch.equal(batch.log_probs(slice(5, 12), terms=[(x[5:12], weight)]), expected[5:12])
 
 
