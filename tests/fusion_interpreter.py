@@ -95,13 +95,16 @@ class Operations:
         "eq": operator.eq,
         "ne": operator.ne,
         "lt": operator.lt,
+        "gt": operator.gt,
         "ge": operator.ge,
         "logical_and": operator.and_,
         "logical_or": operator.or_,
     }
     _UNARY = {
         "exp": torch.exp,
+        "expm1": torch.expm1,
         "log": torch.log,
+        "log1p": torch.log1p,
         "tanh": torch.tanh,
         "reciprocal": torch.reciprocal,
         "logical_not": torch.logical_not,

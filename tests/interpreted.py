@@ -30,14 +30,25 @@ def on_device(test):
 def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `triton_rows` run in the interpreter.
 
-    It has no device library, from where float32 takes its exponential and hyperbolic tangent, runs one program after
-    another, so that none may wait for the next, and takes no tensor of NumPy's for the end of a loop.
+    It has no device library, runs one program after another, so that none may wait for the next, and takes no tensor of
+    NumPy's for the end of a loop.
     """
     import triton.language as tl
 
     from thunder_flce.execution.row_kernels import triton_rows
 
-    stand_in = SimpleNamespace(exp=lambda x: tl.exp(x), tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1))
+    def log1p(x):
+        # The rounding of 1 + x is in both logarithm and difference.
+        return tl.where(1.0 + x == 1.0, x, tl.log(1.0 + x) * (x / tl.where(1.0 + x == 1.0, 1.0, (1.0 + x) - 1.0)))
+
+    def expm1(x):
+        half = tl.sqrt(tl.exp(x))
+        sinh = tl.where(x * x < 0.01, x / 2 + x * x * x / 48, (half - 1 / half) / 2)
+        return 2 * half * sinh
+
+    stand_in = SimpleNamespace(
+        exp=lambda x: tl.exp(x), expm1=expm1, log1p=log1p, tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1)
+    )
     monkeypatch.setattr(triton_rows, "libdevice", stand_in)
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**30)
     take_loop_ends(monkeypatch)

@@ -45,6 +45,8 @@ SCALING = "tests/test_numerics.py::test_finished_gradients_are_scaled_with_one_r
 OPERATOR = "tests/test_operator.py"
 PARALLEL = "tests/test_vocab_parallel.py"
 BACKEND = "tests/test_backend.py"
+BUDGET = "tests/test_plan.py::test_logits_that_are_computed_again_fill_the_budget"
+BATCH_INVARIANT = "tests/test_batch_invariant.py"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
 
 
@@ -125,6 +127,7 @@ MUTATIONS = [
         "execution/shards.py",
         ("sign", "torch.exp(maxima - row_max + log_sums)", "torch.exp(maxima - row_max - log_sums)"),
         ("sign", "(values == values.amax(0))", "(values == values.amin(0))"),
+        ("index", "log_sums.gather(0, largest).expm1_()", "log_sums.gather(0, largest).exp_()"),
         ("mask", 'torch.where(maxima == float("-inf"), 0, torch.exp(', "(torch.exp("),
         ("mask", "torch.where(is_largest, columns, NO_COLUMN)", "columns"),
         ("index", "NO_COLUMN).amin(0)", "-1).amax(0)"),
@@ -323,7 +326,6 @@ MUTATIONS = [
     ),
     *_of(
         "execution/row_kernels/torch_rows.py",
-        ("mask", "coefficients.one_hot[rows] * is_here[rows]", "coefficients.one_hot[rows]"),
         ("mask", "torch.where(is_here, z.gather(", "torch.where(is_here | True, z.gather("),
     ),
     *_of(
@@ -584,6 +586,30 @@ MUTATIONS = [
         ),
     ),
     *_of(
+        "planning/choose.py",
+        ("mask", "if budget is None or temporary_bytes(problem, plan) <= budget:", "if True:"),
+        ("sign", "budget - beside - rounded_up", "budget - rounded_up"),
+        tests=(BUDGET,),
+    ),
+    *_of(
+        "execution/matmul/invariant.py",
+        ("index", "-(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)", "hidden)"),
+        ("index", "of_out.copy_(out[rows])", "of_out.copy_(out[:1])"),
+        ("mask", "            out[rows] = of_out\n", "            pass\n"),
+        tests=(BATCH_INVARIANT,),
+    ),
+    *_of(
+        "execution/steps.py",
+        ("mask", 'region.plan.batch_invariant and kind == "logits"', "False"),
+        ("mask", "region.plan.batch_invariant and not region.is_cuda and rows", "False"),
+        tests=(BATCH_INVARIANT,),
+    ),
+    *_of(
+        "execution/engine.py",
+        ("mask", "region.shard is None and not region.plan.batch_invariant", "region.shard is None"),
+        tests=(BATCH_INVARIANT,),
+    ),
+    *_of(
         "execution/matmul/matmul.py",
         ("index", "range(0, main, step)]", "range(0, step, step)]"),
         tests=("tests/test_numerics.py::test_float32_logits_lose_nothing",),
@@ -646,8 +672,8 @@ MUTATIONS = [
         ("sign", "gradient.sub_(uniform if class_weight", "gradient.add_(uniform if class_weight"),
         (
             "sign",
-            "one_hot if slope is None else one_hot * slope).to(dtype)",
-            "-one_hot if slope is None else one_hot * slope).to(dtype)",
+            "probability * factor - one_hot)",
+            "probability * factor + one_hot)",
         ),
         (
             "sign",
@@ -660,18 +686,18 @@ MUTATIONS = [
         ("index", "out=sums[name][rows]", "out=sums[name][: shifted.shape[0]]"),
         (
             "index",
-            "torch.amax(logits, 1, out=row_max[rows])\n            shifted",
-            "row_max[rows] = logits[:, 1:].amax(1)\n            shifted",
+            "column = logits.max(1)",
+            "column = logits[:, 1:].max(1)",
         ),
         ("mask", "and self.logit_map.softcap is None else None", "else None"),
     ),
     *_of(
         "execution/row_kernels/torch_rows.py",
-        ("sign", "-one_hot[:, None])", "one_hot[:, None])"),
         ("sign", "torch.sub(part, row_max[rows, None], out=part)", "torch.add(part, row_max[rows, None])"),
-        ("divisor", "(coefficients.probability[rows] / row_sum[rows])", "coefficients.probability[rows]"),
+        ("divisor", "(coefficients.probability[rows] / (1 + others[rows]))", "coefficients.probability[rows]"),
         ("divisor", "                    gradient.mul_(slope)\n", "                    pass\n"),
-        ("index", ".scatter_add_(1, column[rows, None],", ".scatter_add_(1, 0 * column[rows, None],"),
+        ("index", "torch.where(is_here, entry,", "torch.where(~is_here, entry,"),
+        ("index", "gradient.scatter_(1, at, own)", "pass"),
         ("index", "z.gather(1, column[:, None])", "z.gather(1, 0 * column[:, None])"),
         ("mask", "gradient.data_ptr() != z[rows].data_ptr()", "gradient.dtype != z.dtype"),
         tests=(ONE_PASS,),
@@ -731,7 +757,9 @@ MUTATIONS = [
     ),
     *_of(
         "execution/row_kernels/nvfuser_rows.py",
-        ("sign", 'gradient = gradient - given["one_hot"]', 'gradient = gradient + given["one_hot"]'),
+        ("sign", 'near_one, gradient - given["one_hot"]', 'near_one, gradient + given["one_hot"]'),
+        ("mask", 'p.apply("gt", 0.5)', 'p.apply("gt", 2.0)'),
+        ("mask", 'total.apply("lt", 1.5)', 'total.apply("lt", 1.0)'),
         ("sign", "gradient * (1.0 - tanh * tanh)", "gradient * (1.0 + tanh * tanh)"),
         ("sign", "gradient - p * _finite(shifted)", "gradient + p * _finite(shifted)"),
         ("sign", "gradient - (uniform if", "gradient + (uniform if"),
@@ -739,7 +767,7 @@ MUTATIONS = [
         ("sign", "math.copysign(math.inf, -self.logit_map.scale)", "-math.inf"),
         ("divisor", 'gradient = p * given["probability"]', "gradient = p"),
         ("divisor", "uniform if weight is None else uniform * weight", "uniform"),
-        ("divisor", '(part_sum * shifted.apply("exp"))', "part_sum"),
+        ("divisor", '(part_sum * shifted.apply("exp")).apply', "part_sum.apply"),
         ("divisor", "(u * (scale / softcap))", "(u * scale)"),
         ("mask", "if moment.keeps_infinity else _finite(shifted)", "if True else _finite(shifted)"),
         ("mask", 'part_max.apply("eq", -math.inf).apply("where", 0.0, part_max)', "part_max"),
@@ -767,7 +795,12 @@ MUTATIONS = [
     ),
     *_of(
         "execution/row_kernels/triton_rows.py",
-        ("sign", "gradient -= one_hot", "gradient += one_hot"),
+        ("sign", "near_one, gradient - one_hot)", "near_one, gradient + one_hot)"),
+        ("mask", "tl.where(p > 0.5, near_one", "tl.where(p > 2.0, near_one"),
+        ("mask", "if others < 0.5:", "if others < -2.0:"),
+        ("mask", "exponential < 0.75", "exponential < 2.0"),
+        ("index", "group * WIDTH + number % WIDTH", "number % WIDTH"),
+        ("divisor", "1.0 + part_sum, largest", "part_sum, largest"),
         ("sign", "gradient -= p * _finite(shifted) * entropy", "gradient += p * _finite(shifted) * entropy"),
         ("sign", "gradient -= uniform if weight", "gradient += uniform if weight"),
         ("divisor", "gradient -= uniform if weight is None else uniform * weight", "gradient -= uniform"),
@@ -776,13 +809,13 @@ MUTATIONS = [
         ("mask", "tl.where(is_column, term, 0.0)", "term"),
         ("index", "moments + i * tl.num_programs(0) + index", "moments + index * len(TERMS) + i"),
         ("sign", "gradient *= 1 - tanh * tanh", "gradient *= 1 + tanh * tanh"),
-        ("sign", "_exp(maxima - shift, IS_EXACT)", "_exp(maxima + shift, IS_EXACT)"),
+        ("sign", "_exp(maxima - _shift(largest), IS_EXACT)", "_exp(maxima + _shift(largest), IS_EXACT)"),
         ("divisor", "2 * SCALE / SOFTCAP * _LOG2_E", "2 * SCALE * _LOG2_E"),
         ("divisor", "group_sum * _exp(group_max - shift, IS_EXACT) + block_sum", "group_sum + block_sum"),
         ("mask", "tl.where(rest_columns < vocab, _logits(rest,", "tl.where(rest_columns >= 0, _logits(rest,"),
-        ("mask", 'shift = tl.where(new_max == float("-inf"), 0.0, new_max)', "shift = new_max"),
+        ("mask", "shift = _shift(new_max)", "shift = new_max"),
         ("mask", 'tl.where(is_part, part_max, float("-inf"))', "part_max"),
-        ("mask", "_exp(maxima - shift, IS_EXACT), 0)", "_exp(maxima - largest, IS_EXACT), 0)"),
+        ("mask", "_exp(maxima - _shift(largest), IS_EXACT)", "_exp(maxima - largest, IS_EXACT)"),
         (
             "mask",
             "tl.store(row_max + index, largest, mask=part == 0)",

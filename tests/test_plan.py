@@ -30,6 +30,7 @@ from thunder_flce.planning.choose import (
     make_plan,
     temporary_bytes,
 )
+from thunder_flce.planning.cost import predicted_seconds
 from thunder_flce.planning.program import program
 
 EACH_ROW = Loss(reduction="none")
@@ -142,6 +143,19 @@ def test_budget_as_a_fraction_of_the_device():
 def test_a_chunk_stays_within_the_budget(megabytes):
     plan = make_plan(S1, Options(memory_budget=megabytes * 10**6, accumulate="parameter"))
     assert megabytes * 10**6 // 2 < logits_bytes(S1, plan.chunk_rows) <= megabytes * 10**6
+
+
+@pytest.mark.parametrize("loss", [Loss(reduction="none"), Loss(reduction="none", outputs=("entropy",))], ids=str)
+@pytest.mark.parametrize("megabytes", [150, 200, 230, 270, 300, 590])
+def test_logits_that_are_computed_again_fill_the_budget(megabytes, loss):
+    """The forward's chunk, and the backward's blocks beside dX in float32; Liger's function takes 0.26 GB."""
+    again, options = replace(S1, loss=loss), Options(memory_budget=megabytes * 10**6, strategy="recompute_logits")
+    plan = make_plan(again, options)
+    assert 0.8 * megabytes * 10**6 < temporary_bytes(again, plan) <= megabytes * 10**6
+    if megabytes >= 230:
+        assert predicted_seconds(again, plan, "NVIDIA H200") < 1.02 * predicted_seconds(
+            again, make_plan(again, Options(strategy="recompute_logits")), "NVIDIA H200"
+        )
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])

@@ -129,8 +129,10 @@ class Exact:
         self.u = scaled if softcap is None else softcap * torch.tanh(scaled / softcap)
         self.row_max = self.u.amax(1)
         self.shifted = self.u - self.row_max[:, None]
-        self.row_log_sum = self.shifted.exp().sum(1).log()
-        self.p = (self.shifted - self.row_log_sum[:, None]).exp()
+        others = self.shifted.exp().scatter(1, self.u.argmax(1, keepdim=True), 0)
+        self.row_log_sum = others.sum(1).log1p()
+        self.log_p = self.shifted - self.row_log_sum[:, None]
+        self.p = self.log_p.exp()
 
 
 def close(computed, expected, eps):
@@ -321,6 +323,35 @@ def test_large_offsets_keep_their_digits(backend):
     statistics = backend.kernels(LogitMap()).statistics(buffer)
     assert torch.equal(statistics.row_max.double(), exact.row_max)
     torch.testing.assert_close(statistics.row_log_sum.double(), exact.row_log_sum, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "logit_map"), [SETTINGS[0], SETTINGS[1], (torch.float32, MAPS[0])], ids=str)
+@pytest.mark.parametrize("vocab", [2, 100, 5003])
+def test_a_column_that_dominates_its_row(backend, vocab, dtype, logit_map):
+    """1 + x and 1 - x lose the digits of a small x; neither is in a loss or in a target's gradient."""
+    margins = torch.tensor([3.0, 20.0, 30.0, 60.0, 20.0, 20.0], device=backend.device)
+    case = Rows(backend, 6, vocab, dtype, logit_map, masked=False, given=(False, False, False))
+    case.buffer.logits.mul_(0.1)
+    columns = torch.tensor([vocab - 1, 0, vocab // 2, vocab - 1, 1, 0], device=backend.device)
+    case.buffer.logits.scatter_(1, columns[:, None], (margins / logit_map.scale).to(dtype)[:, None])
+    # The last two rows' targets are others.
+    case.target = torch.where(torch.arange(6, device=backend.device) < 4, columns, 1 - columns)
+    exact, at, kernels = Exact(case.buffer.logits.double(), logit_map), case.target[:, None], backend.kernels(logit_map)
+    one_hot = torch.rand(6, device=backend.device) + 0.5
+    coefficients = RowCoefficients(one_hot, one_hot)
+    tolerance = {"rtol": 2e-5 if dtype != torch.float32 else 5e-6, "atol": 0}
+    found, z = kernels.statistics(case.buffer), case.buffer.logits.gather(1, at)[:, 0]
+    entry = kernels.target_gradient(z, found, coefficients, None, dtype=torch.float32)
+    together, _ = kernels.statistics_and_gradient(case.buffer, case.target, coefficients)
+    expected = exact.log_p.gather(1, at)[:, 0]
+    for row_max, row_log_sum in (found, together):
+        log_prob = logit_map(z.float()) - row_max - row_log_sum
+        torch.testing.assert_close(row_log_sum.double(), exact.row_log_sum, **tolerance)
+        torch.testing.assert_close(log_prob.double(), expected, **tolerance)
+    gradient = expected.expm1() * one_hot.double()
+    torch.testing.assert_close(entry.double(), gradient, **tolerance)
+    written, smallest = case.buffer.logits.gather(1, at)[:, 0].double(), torch.finfo(dtype).smallest_normal
+    torch.testing.assert_close(written, gradient, rtol=max(torch.finfo(dtype).eps, 5e-6), atol=smallest)
 
 
 def test_no_rows(backend):

@@ -124,13 +124,16 @@ def _check_statistics_and_gradient(buffer, logit_map, blocks=None):
 def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
     """Into three parts, of full blocks and of others. What each program leaves for the others is right, too.
 
-    In one row all logits are below those of absent parts, which are 0, and in one all of a part are -inf.
+    In one row all logits are below those of absent parts, which are 0, in one all of a part are -inf, and in one
+    a part's maximum and the sum of its others are both 0.
     """
     from thunder_flce.execution.row_kernels import triton_rows
 
     buffer = _buffer(5, vocab, dtype)
     buffer.logits[0] -= 60
     buffer.logits[1, :1000] = float("-inf")
+    buffer.logits[2, 1:1000] = -1000 / logit_map.scale
+    buffer.logits[2, 0] = 0
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 0)
     monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", vocab * dtype.itemsize // 2)
     monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 2, registers=40))
@@ -151,7 +154,8 @@ class _Exchange:
         self._right = torch.zeros(rows, parts.slots, 2, dtype=torch.float32, device=device)
         for number, part in enumerate(self._logits_of(parts)):
             self._right[:, number, 1] = part.amax(1)
-            self._right[:, number, 0] = (part - part.amax(1, keepdim=True)).exp().sum(1).nan_to_num(0)
+            others = (part - part.amax(1, keepdim=True)).double().exp().sum(1).sub(1).nan_to_num(0)
+            self._right[:, number, 0] = -others
         self._memory = torch.zeros(1 + rows * parts.slots, dtype=torch.int64, device=device)
         if INTERPRETED:
             self._memory[1:] = self._right.view(torch.int64).flatten()
@@ -161,6 +165,7 @@ class _Exchange:
         """What they have left for each other is right."""
         assert self._memory[0] == self._parts * self._right.shape[0]
         left = self._memory[1:].view(torch.float32).view_as(self._right)
+        assert bool((self._memory[1:].view(len(left), -1)[:, : self._parts] != 0).all())
         torch.testing.assert_close(left, self._right, rtol=1e-5, atol=1e-5)
 
 

@@ -101,6 +101,8 @@ def linear_kl_divergence(
         )
     if options.strategy is not None:
         raise ValueError(f"linear_kl_divergence has no choice of a strategy, but options has {options.strategy!r}")
+    if options.batch_invariant:
+        raise ValueError("linear_kl_divergence does not take Options(batch_invariant=True)")
     needs_grad = tuple(is_recorded and requires_grad(tensor) for tensor in (input, linear_weight))
     settings = _Settings(divergence=kind, loss=loss, options=options, needs_grad=needs_grad)
     shape = input.shape[:-1]

@@ -76,6 +76,12 @@ class Options:
     kind of matmul, once a process: for logits, dX and dW of some size, for each power of two of tokens (for dX, four
     sizes between two of them). Without it, and while `torch.use_deterministic_algorithms` is on, PyTorch's run."""
 
+    batch_invariant: bool = False
+    """Whether a token's log-probability and loss have the same bits in any batch, alone, in any chunk, with gradients
+    or without: as a policy's and its trainer's should. The logits' matmul then sums in an order that only V, H and the
+    dtype decide, and statistics are made apart from gradients. On a CPU for all operands; on CUDA for those in 16 bits,
+    H a multiple of 8, with Triton's row kernels. Devices, numbers of threads and versions of libraries may differ."""
+
     def __post_init__(self):
         budget = self.memory_budget
         if budget is not None:
@@ -103,8 +109,9 @@ class Options:
         is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
         if expected is not None and not (is_number and math.isfinite(expected) and expected != 0):
             raise ValueError(f"expected_gradient must be None or a finite number other than 0, but got {expected!r}")
-        if not isinstance(self.tune_products, bool):
-            raise ValueError(f"tune_products must be True or False, but got {self.tune_products!r}")
+        for name in ("tune_products", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, but got {getattr(self, name)!r}")
 
     def has_float32_logits(self, dtype: torch.dtype) -> bool:
         """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""

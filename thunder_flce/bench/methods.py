@@ -129,9 +129,10 @@ def _auto_chunker() -> Method:
     return _one_linear(method)
 
 
-def _entropy() -> Method:
-    function = import_module("thunder_flce").linear_cross_entropy
-    settings = {"reduction": "none", "outputs": ("entropy",)}
+def _entropy(**options: Any) -> Method:
+    thunder_flce = import_module("thunder_flce")
+    function = thunder_flce.linear_cross_entropy
+    settings = {"reduction": "none", "outputs": ("entropy",), "options": _options(thunder_flce.Options, options)}
     return _one_linear(
         lambda inputs: _mean(
             inputs, *function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, **settings)
@@ -245,6 +246,7 @@ OURS: dict[str, dict[str, Any]] = {
     "flce, save_logits": {"strategy": "save_logits"},
     "flce, recompute_logits": {"strategy": "recompute_logits"},
     "flce, untuned": {"tune_products": False},
+    "flce, batch_invariant": {"batch_invariant": True},
     "flce, nvfuser": {"row_kernels": "nvfuser"},
     "flce, triton": {"row_kernels": "triton"},
     "flce, torch": {"row_kernels": "torch"},
@@ -258,6 +260,7 @@ METHODS: dict[str, Callable[[], Method]] = {
     "thunder": _thunder,
     **{name: partial(_jitted, **options) for name, options in OURS.items()},
     "flce, entropy": _entropy,
+    "flce, entropy in 0.27 GB": partial(_entropy, memory_budget=270_000_000),
     "function": partial(our_function, "flce"),
     "function, torch.compile": lambda: torch.compile(our_function("flce"), fullgraph=True, dynamic=False),
     WITHOUT_NVFUSER: partial(our_function, WITHOUT_NVFUSER),
@@ -288,6 +291,8 @@ Those that may leave the device unusable come last.
 ONLY_WHEN_NAMED = {
     "quack, tuned",
     "flce, untuned",
+    "flce, batch_invariant",
+    "flce, entropy in 0.27 GB",
     "flce, nvfuser",
     "flce, triton",
     "flce, torch",

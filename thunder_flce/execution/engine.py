@@ -279,10 +279,11 @@ def _takes_one_pass(region: Region) -> bool:
     """Whether one kernel makes the statistics of a chunk's rows and, in place of its logits, their gradient.
 
     Not where the gradient needs new memory, where the loss asks more of a row than its statistics, where ranks have to
-    combine these, or where db is needed: a sum over the rows, of which the kernel sees one at a time.
+    combine these, or where db is needed: a sum over the rows, of which the kernel sees one at a time. Nor where a row's
+    log-probability must have the bits that it has without gradients: the kernel adds in another order.
     """
     in_place = region.logits_dtype == region.operands.dtype
-    is_plain = region.loss.is_plain and region.shard is None
+    is_plain = region.loss.is_plain and region.shard is None and not region.plan.batch_invariant
     return in_place and is_plain and not region.operands.bias_grad
 
 

@@ -28,6 +28,9 @@ class Plan:
     tune_products: bool = False
     """Whether large matmuls run by the fastest of cuBLAS's algorithms, measured when the first of them runs."""
 
+    batch_invariant: bool = False
+    """Whether a row's log-probability has the same bits in any batch: see `Options.batch_invariant`."""
+
     def non_defaults(self) -> dict[str, Any]:
         """The strategy, and the fields that differ from their defaults: what a trace carries."""
         changed = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
@@ -51,6 +54,8 @@ class Plan:
             words.append(f"row kernels by {self.row_kernels}")
         if self.tune_products:
             words.append("products tuned")
+        if self.batch_invariant:
+            words.append("batch invariant")
         return ", ".join(words)
 
     def _own_words(self) -> list[str]:

@@ -64,8 +64,11 @@ def combined(shard: Shard, part: PartOfRows) -> PartOfRows:
         entry = others.pop(0).sum(0)
     row_max = maxima.amax(0)
     # A part without columns, or whose logits are all -inf, adds nothing, though -inf - -inf is NaN.
-    sums = torch.where(maxima == float("-inf"), 0, torch.exp(maxima - row_max + log_sums)).sum(0)
-    whole = PartOfRows(row_max, sums.log_(), entry)
+    sums = torch.where(maxima == float("-inf"), 0, torch.exp(maxima - row_max + log_sums))
+    # Without the maximum's own 1, beside which a small sum of the rest would lose its digits.
+    largest = maxima.argmax(0, keepdim=True)
+    rest = sums.scatter_(0, largest, log_sums.gather(0, largest).expm1_()).sum(0)
+    whole = PartOfRows(row_max, rest.log1p_(), entry)
     if not others:
         return whole
     values, columns = others[0], _as_column(others[1])

@@ -119,27 +119,31 @@ def matmul_(
         accumulate: whether it is a sum.
         parts: of how many matmuls out becomes the sum, before it is rounded.
     """
-    tuned = region.plan.tune_products
+    tuned, is_invariant = region.plan.tune_products, region.plan.batch_invariant and kind == "logits"
+    tuned = tuned and not is_invariant
     if region.tape is None and not region.operands.vocab:
         # A rank without columns: dX is a sum over none, and the others are empty.
         if not accumulate:
             out.zero_()
     elif region.tape is None:
         if kind == "logits":
-            matmul.logits_(out, a, b, bias=bias, accumulate=accumulate, tune=tuned)
+            settings = {"tune": tuned, "batch_invariant": is_invariant}
+            matmul.logits_(out, a, b, bias=bias, accumulate=accumulate, **settings)
         else:
             run = matmul.input_gradient_ if kind == "dX" else matmul.weight_gradient_
             run(out, a, b, accumulate=accumulate, tune=tuned)
     if region.tape is None:
         return
     work = matmul.MatmulWork.of(kind, out, a, b, tune=tuned, parts=parts)
-    if bias is not None and region.layout(work.columns).padding:
+    if bias is not None and region.layout(work.columns).padding and not is_invariant:
         work = work._replace(pads_biased_rows=True)
+    notes = [f"the last {work.tail} columns apart"] if work.tail else []
+    notes += ["in an order that no number of rows changes"] if is_invariant else []
     words = {"logits": f"{a} @ {b}.t()", "dX": f"{a} @ {b}", "dW": f"{a}.t() @ {b}"}[kind]
     region.written_to.write(
         out,
         words if bias is None else f"{words} + {bias}",
-        note=f"the last {work.tail} columns apart" if work.tail else "",
+        note=", ".join(notes),
         runs_in=work.library,
         adds=accumulate,
         operations=work.operations,
@@ -214,6 +218,11 @@ def whole_rows(region: Region, buffer: LogitsBuffer, targets: Targets) -> tuple[
 
 def statistics(region: Region, buffer: LogitsBuffer) -> RowStatistics:
     """The maximum and the log of the sum of exponentials of each row."""
+    rows = buffer.padded.shape[0]
+    if region.tape is None and region.plan.batch_invariant and not region.is_cuda and rows:
+        # PyTorch divides a sum among threads only where it is of one row.
+        of_each = [region.kernels.statistics(buffer.rows(slice(row, row + 1))) for row in range(rows)]
+        return RowStatistics(*(torch.cat(vectors) for vectors in zip(*of_each, strict=True)))
     if region.tape is None:
         return region.kernels.statistics(buffer)
     found = _statistics_values(region, buffer)

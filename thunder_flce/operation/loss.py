@@ -33,8 +33,9 @@ weights nor smoothing:
     cross_entropy = Σ_k q_k (l − (u_{y_k} − m))
     A = g Σ_k q_k + 2 ζ g_z (m + l) + g_e E + g_l,   B [v = y] becomes Σ_k g q_k [v = y_k]
 
-Everything is relative to m, so that the loss keeps its digits when
-all logits share a large offset.
+Everything is relative to m, so that the loss keeps its digits when all logits share a large offset. Kernels compute l
+as log1p of the sum without m's own 1, and p_y A − B as (p_y − 1) A + (A − B) with expm1, so that loss and gradient keep
+them where one column dominates.
 
 The functions below are these formulas. They take whatever has arithmetic: PyTorch's tensors when a region runs, the
 names of `execution.record` when it is printed, thunder's proxies in a trace. Legend: N rows, V vocabulary.

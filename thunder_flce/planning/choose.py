@@ -22,7 +22,7 @@ from thunder_flce.execution.plan import (
     SaveLogits,
     SaveSomeLogits,
 )
-from thunder_flce.execution.row_kernels.dispatch import check_available
+from thunder_flce.execution.row_kernels.dispatch import RowWork, check_available, library
 from thunder_flce.execution.staged_logits import MOST_BLOCKS
 from thunder_flce.operation.problem import Problem
 from thunder_flce.options import STRATEGIES, Options
@@ -88,12 +88,14 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
     Each of the options overrides what would be chosen. `memory` is the device's, None where it is unknown.
 
     Raises:
-        ValueError: where a chosen strategy cannot give the gradients asked for, chosen row kernels cannot run, or the
-            budget is a fraction of an unknown memory.
+        ValueError: where a chosen strategy cannot give the gradients asked for, chosen row kernels cannot run, the
+            budget is a fraction of an unknown memory, or `batch_invariant` cannot be had.
     """
     check_available(options.row_kernels, dtype=problem.logits_dtype, device_type=problem.device_type)
+    if options.batch_invariant:
+        _check_batch_invariant(problem, options)
     plan = _strategy_plan(problem, options, _Budget.of(options, memory))
-    if isinstance(plan, GradientsInForward):
+    if isinstance(plan, GradientsInForward) and not plan.batch_invariant:
         plan = _with_staged_logits(problem, plan)
     return replace(plan, tune_products=options.tune_products and _has_large_matmuls(problem, plan))
 
@@ -121,7 +123,7 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
 
     They keep what the plan does with ignored rows and who runs its row work, and heed no memory budget.
     """
-    kept = Options(ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels)
+    kept = Options(ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels, batch_invariant=plan.batch_invariant)
     # Without gradients there is one strategy.
     strategies = [name for name in STRATEGIES if problem.needs_grad]
     if problem.loss.token_loss:
@@ -158,7 +160,30 @@ def _common(problem: Problem, options: Options) -> dict[str, Any]:
         "ignored_rows": options.ignored_rows,
         "float32_logits": problem.float32_logits,
         "row_kernels": options.row_kernels,
+        "batch_invariant": options.batch_invariant,
     }
+
+
+def _check_batch_invariant(problem: Problem, options: Options) -> None:
+    """Whether rows can have the same bits in any batch.
+
+    Raises:
+        ValueError: where they cannot; the text says why.
+    """
+    reason = ""
+    work = RowWork(method="statistics", dtype=problem.logits_dtype)
+    if problem.device_type == "cuda":
+        sizes = [term.hidden for term in problem.terms]
+        if problem.dtype.itemsize != 2:
+            reason = f"on CUDA it needs bfloat16 or float16, but the input is {problem.dtype}"
+        elif library(options.row_kernels, work, "cuda") != "Triton":
+            reason = 'on CUDA it needs Triton and row_kernels="auto" or "triton"'
+        elif any(size % ROW_MULTIPLE for size in sizes):
+            reason = f"on CUDA it needs hidden sizes that are multiples of {ROW_MULTIPLE}, but they are {sizes}"
+    elif problem.device_type != "cpu":
+        reason = f"it runs on CUDA and on a CPU, but the input is on {problem.device_type!r}"
+    if reason:
+        raise ValueError(f"batch_invariant=True: {reason}")
 
 
 class _Budget(NamedTuple):
@@ -209,10 +234,10 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
     saved_rows = _saved_rows(problem, rows, budget.saved) if strategy is None else 0
     if strategy == "save_logits" or (strategy is None and saved_rows == problem.tokens):
         return SaveLogits(**common)
-    columns = _block_columns(problem, rows)
     if saved_rows:
+        columns = _block_columns(problem, rows * logits_bytes(problem, 1))
         return SaveSomeLogits(saved_rows=saved_rows, chunk_rows=rows, block_columns=columns, **common)
-    return RecomputeLogits(chunk_rows=rows, block_columns=columns, **common)
+    return _recomputing_plan(problem, options, budget.chunk)
 
 
 def _needs_later_sums(problem: Problem) -> bool:
@@ -297,6 +322,8 @@ def _accumulating_plan(problem: Problem, options: Options, budget: int | None) -
     if options.chunk_rows is None and budget is None and _fits_in_one_chunk(problem):
         one = in_16_bits(max(problem.tokens, 1))
         plan = min(plan, one, key=lambda candidate: seconds(program(problem, candidate)))
+    # The K targets of `target_weights` count as one, though each adds to a row of dW: a sum in float32, or compensated,
+    # would take once more the memory of dW, fewer chunks that of logits; `float32_rows` hold few of so many rows.
     few_targets = problem.tokens <= problem.whole_vocab * EXACT_TOKENS_PER_COLUMN
     is_exact = plan.chunk_rows >= problem.tokens or (few_targets and plan.chunk_rows * EXACT_CHUNKS >= problem.tokens)
     if options.accumulate == "parameter" or not sums_16_bits or is_exact:
@@ -377,9 +404,26 @@ def _has_room(problem: Problem, plan: GradientsInForward, limit: int) -> bool:
 # Vocabulary blocks, and matmuls.
 
 
-def _block_columns(problem: Problem, rows: int) -> int:
-    """Columns of a vocabulary block whose logits, for all tokens, are about as many as those of `rows` rows."""
-    columns = max(rows * _row_stride(problem, problem.vocab) // max(problem.tokens, 1), 1024)
+def _recomputing_plan(problem: Problem, options: Options, budget: int | None) -> RecomputeLogits:
+    """No logits are kept: the forward's chunk and the backward's blocks may each fill the budget.
+
+    Beside a block there is the sum of dX in float32, which the record knows.
+    """
+    rows = options.chunk_rows or _balanced(problem, min(_largest_chunk(problem, budget), _largest_chunk(problem, None)))
+    nbytes = rows * logits_bytes(problem, 1)
+    plan = RecomputeLogits(chunk_rows=rows, block_columns=_block_columns(problem, nbytes), **_common(problem, options))
+    if budget is None or temporary_bytes(problem, plan) <= budget:
+        return plan
+    column_bytes = logits_bytes(problem, problem.tokens) // _row_stride(problem, problem.vocab)
+    beside = temporary_bytes(problem, plan) - column_bytes * plan.block_columns
+    rounded_up = column_bytes * PADDED_ROW_MULTIPLE
+    return replace(plan, block_columns=_block_columns(problem, budget - beside - rounded_up))
+
+
+def _block_columns(problem: Problem, nbytes: int) -> int:
+    """Columns of a vocabulary block whose logits, for all tokens, take about so many bytes."""
+    whole = max(logits_bytes(problem, problem.tokens), 1)
+    columns = max(nbytes * _row_stride(problem, problem.vocab) // whole, 1024)
     blocks = -(-problem.vocab // columns)
     return min(-(-problem.vocab // (blocks * PADDED_ROW_MULTIPLE)) * PADDED_ROW_MULTIPLE, problem.vocab)
 

@@ -6,7 +6,8 @@
 
 Legend: C tokens in a chunk, H hidden size (of a further term, its rank), V vocabulary or the columns of a block of it.
 
-With `tune`, large ones run by the algorithm of cuBLAS that `tuning` measures to be the fastest.
+With `tune`, large ones run by the algorithm of cuBLAS that `tuning` measures to be the fastest, and `batch_invariant`
+logits as `invariant` says.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.device import ROW_MULTIPLE
-from thunder_flce.execution.matmul import tuning
+from thunder_flce.execution.matmul import invariant, tuning
 from thunder_flce.execution.matmul.layout import Kind, Matmul
 
 # Columns at a time of a matmul that is summed in float32 outside its output.
@@ -106,14 +107,16 @@ class MatmulWork(NamedTuple):
 
 
 def logits_(
-    out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False
-) -> None:
+    out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False,
+    batch_invariant: bool = False,
+) -> None:  # fmt: skip
     """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
 
     Out is of the others' dtype or float32. Logits that are a sum of linear terms get their bias with the first one.
 
     Raises:
         ValueError: for a bias with `accumulate`.
+        RuntimeError: with `batch_invariant`, as `invariant.run`.
     """
     if accumulate and bias is not None:
         raise ValueError("a bias is added with the linear term that is written first, not to one that accumulates")
@@ -121,7 +124,10 @@ def logits_(
     for block in MatmulWork.of("logits", out, x, weight).blocks:
         of_bias = None if bias is None or is_wider else bias[block]
         matmul = Matmul("logits", out[:, block], x, weight[block].t(), of_bias, accumulate)
-        _run(matmul, tune=tune)
+        if batch_invariant:
+            invariant.run(matmul, in_pytorch=_run_in_pytorch)
+        else:
+            _run(matmul, tune=tune)
     if bias is not None and is_wider:
         out.add_(bias)
 

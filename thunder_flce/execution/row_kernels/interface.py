@@ -24,7 +24,8 @@ class RowStatistics(NamedTuple):
     row_max: Tensor
     """(C,) the largest logit"""
     row_log_sum: Tensor
-    """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum"""
+    """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum. With all its digits near 0,
+    where the maximum's own 1 would hide the rest of the sum"""
 
 
 @dataclass(frozen=True)
@@ -193,4 +194,7 @@ class RowKernels(Protocol):
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
         class_weight: Tensor | None, *, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        """(C,) the gradient with its one_hot term, in `dtype`, from z and class weights at each row's target, (C,)."""
+        """(C,) the gradient with its one_hot term, in `dtype`, from z and class weights at each row's target, (C,).
+
+        Where A = B, it keeps the digits of p - 1.
+        """

@@ -141,15 +141,18 @@ class _Builder:
         """The gradient of `RowCoefficients`, float32, with the terms whose vectors are given."""
         u, tanh = self.logits(z)
         shifted = u - given["row_max"]
-        p = (shifted - given["row_log_sum"]).apply("exp")
+        log_p = shifted - given["row_log_sum"]
+        p = log_p.apply("exp")
         gradient = p * given["probability"]
+        if "one_hot" in given:
+            # The target's entry: p - 1 loses the digits of a p near 1.
+            near_one = log_p.apply("expm1") * given["probability"] + (given["probability"] - given["one_hot"])
+            gradient = p.apply("gt", 0.5).apply("where", near_one, gradient - given["one_hot"])
         if "entropy" in given:
             gradient = gradient - p * _finite(shifted) * given["entropy"]
         if "uniform" in given:
             uniform, weight = given["uniform"], given.get("class_weight")
             gradient = gradient - (uniform if weight is None else uniform * weight)
-        if "one_hot" in given:
-            gradient = gradient - given["one_hot"]
         return gradient if tanh is None else gradient * (1.0 - tanh * tanh)
 
 
@@ -159,7 +162,7 @@ def _finite(shifted: _Expression) -> _Expression:
 
 
 def part_statistics(build: _Builder, layout: VocabLayout) -> None:
-    """(C, S, L) z to the maximum and the sum of exp(logit - maximum) of each part, two float32 (C, S)."""
+    """(C, S, L) z to three float32 (C, S): each part's maximum, Σ exp(logit - maximum), and that of those below 3/4."""
     parts = parts_of(layout.row_stride)
     shape = (parts, layout.row_stride // parts)
     u, _ = build.logits(build.input(build.rows, *shape, dtype=build.dtype))
@@ -169,7 +172,9 @@ def part_statistics(build: _Builder, layout: VocabLayout) -> None:
     # A part of only -inf must give the sum 0, not exp(-inf - -inf).
     shift = part_max.apply("eq", -math.inf).apply("where", 0.0, part_max).apply("broadcast", [False, False, True])
     build.output(part_max)
-    build.output((u - shift).apply("exp").apply("sum", [2]))
+    exponential = (u - shift).apply("exp")
+    build.output(exponential.apply("sum", [2]))
+    build.output(exponential.apply("lt", 0.75).apply("where", exponential, 0.0).apply("sum", [2]))
 
 
 def merge_parts(build: _Builder, parts: int, has_entry: bool) -> None:
@@ -177,10 +182,13 @@ def merge_parts(build: _Builder, parts: int, has_entry: bool) -> None:
 
     With `has_entry`, also z at the targets, A and B of `RowCoefficients`, (C,) each, to the gradient there, (C,).
     """
-    part_max, part_sum = build.input(build.rows, parts), build.input(build.rows, parts)
+    part_max, part_sum, part_below = (build.input(build.rows, parts) for _ in range(3))
     row_max = part_max.apply("max", [1])
     shifted = part_max - row_max.apply("broadcast", [False, True])
-    row_log_sum = (part_sum * shifted.apply("exp")).apply("sum", [1]).apply("log")
+    total = (part_sum * shifted.apply("exp")).apply("sum", [1])
+    # Beside the maximum's own 1, a small sum of the others has lost its digits. None of them is above a half then.
+    below = shifted.apply("lt", 0.0).apply("where", part_sum * shifted.apply("exp"), part_below).apply("sum", [1])
+    row_log_sum = total.apply("lt", 1.5).apply("where", below, total - 1.0).apply("log1p")
     build.output(row_max)
     build.output(row_log_sum)
     if has_entry:

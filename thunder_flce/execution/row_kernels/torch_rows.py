@@ -42,13 +42,15 @@ class TorchRowKernels:
     def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
         z = buffer.logits
         row_max = torch.empty(z.shape[0], dtype=statistics_dtype(z.dtype), device=z.device)
-        row_sum = torch.empty_like(row_max)
+        others = torch.empty_like(row_max)
         for rows in _row_blocks(z):
             logits = self._logits(z[rows])
-            torch.amax(logits, 1, out=row_max[rows])
-            shifted = torch.sub(logits, row_max[rows, None], out=self._may_overwrite(logits, z[rows]))
-            torch.sum(shifted.exp_(), 1, out=row_sum[rows])
-        return RowStatistics(row_max, row_sum.log_())
+            row_max[rows], column = logits.max(1)
+            exponential = torch.sub(logits, row_max[rows, None], out=self._may_overwrite(logits, z[rows])).exp_()
+            # The maximum's own is 1, beside which a small sum of the others would lose its digits; or it is NaN.
+            at = column[:, None]
+            torch.sum(exponential.scatter_(1, at, exponential.gather(1, at) - 1), 1, out=others[rows])
+        return RowStatistics(row_max, others.log1p_())
 
     def moments(
         self, buffer: LogitsBuffer, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
@@ -90,38 +92,61 @@ class TorchRowKernels:
         self, logits: LogitsBuffer | LogitsInBlocks, target: Tensor, coefficients: RowCoefficients
     ) -> tuple[RowStatistics, Tensor]:
         blocks = [buffer.logits for buffer in logits.buffers]
-        row_dtype = statistics_dtype(blocks[0].dtype)
-        row_max = torch.empty(blocks[0].shape[0], dtype=row_dtype, device=target.device)
-        row_sum = torch.empty_like(row_max)
+        row_max = torch.empty(target.shape[0], dtype=statistics_dtype(blocks[0].dtype), device=target.device)
+        others = torch.empty_like(row_max)
         z_target = blocks[0].new_empty(row_max.shape)
         columns = [TargetColumns.of(target, block) for block in logits.columns]
         for z, (column, is_here) in zip(blocks, columns, strict=True):
             torch.where(is_here, z.gather(1, column[:, None])[:, 0], z_target, out=z_target)
         for rows in _row_blocks(blocks[0], sum(z.shape[1] for z in blocks)):
             parts = [self._logits(z[rows]) for z in blocks]
-            torch.amax(torch.stack([part.amax(1) for part in parts]), 0, out=row_max[rows])
+            maxima, columns_of_max = (torch.stack(of) for of in zip(*(part.max(1) for part in parts), strict=True))
+            row_max[rows], block_of_max = maxima.max(0)
             slopes = [self.logit_map.slope(part) for part in parts]
             gradients = [torch.sub(part, row_max[rows, None], out=part).exp_() for part in parts]
-            torch.sum(torch.stack([gradient.sum(1) for gradient in gradients]), 0, out=row_sum[rows])
-            share = (coefficients.probability[rows] / row_sum[rows])[:, None]
-            for z, gradient, slope, (column, is_here) in zip(blocks, gradients, slopes, columns, strict=True):
-                one_hot = coefficients.one_hot[rows] * is_here[rows]
-                gradient.mul_(share).scatter_add_(1, column[rows, None], -one_hot[:, None])
+            sums = []
+            for number, (gradient, column) in enumerate(zip(gradients, columns_of_max, strict=True)):
+                # As in `statistics`; the 1 comes back for the gradient.
+                at = column[:, None]
+                own = gradient.gather(1, at)
+                left_out = (block_of_max == number)[:, None]
+                sums.append(gradient.scatter_(1, at, own - left_out.to(own.dtype)).sum(1))
+                gradient.scatter_(1, at, own)
+            torch.sum(torch.stack(sums), 0, out=others[rows])
+            share = (coefficients.probability[rows] / (1 + others[rows]))[:, None]
+            for z, gradient, slope in zip(blocks, gradients, slopes, strict=True):
+                gradient.mul_(share)
                 if slope is not None:
                     gradient.mul_(slope)
                 if gradient.data_ptr() != z[rows].data_ptr():
                     z[rows] = gradient
-        return RowStatistics(row_max, row_sum.log_()), z_target
+        statistics = RowStatistics(row_max, others.log1p_())
+        entry = self._target_gradient(z_target, statistics, coefficients, None).to(z_target.dtype)
+        for z, (column, is_here) in zip(blocks, columns, strict=True):
+            at = column[:, None]
+            z.scatter_(1, at, torch.where(is_here, entry, z.gather(1, at)[:, 0])[:, None])
+        return statistics, z_target
 
     def target_gradient(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
         class_weight: Tensor | None, *, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        logits = self._logits(z)
-        gradient = self._gradient(logits, statistics, coefficients, class_weight, None)
+        return self._target_gradient(z, statistics, coefficients, class_weight).to(dtype)
+
+    def _target_gradient(
+        self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, class_weight: Tensor | None
+    ) -> Tensor:
+        logits, (factor, one_hot, *_) = self._logits(z), coefficients
+        log_probability = logits - statistics.row_max - statistics.row_log_sum
+        probability = log_probability.exp()
+        # p - 1 loses the digits of a p near 1.
+        near_one = log_probability.expm1_().mul_(factor).add_(factor - one_hot)
+        gradient = torch.where(probability > 0.5, near_one, probability * factor - one_hot)
         slope = self.logit_map.slope(logits)
-        one_hot = coefficients.one_hot
-        return gradient.sub_(one_hot if slope is None else one_hot * slope).to(dtype)
+        if slope is not None:
+            gradient.mul_(slope)
+        of_others = coefficients._replace(probability=torch.zeros_like(factor))
+        return gradient.add_(self._gradient(logits, statistics, of_others, class_weight, None))
 
     def _logits(self, z: Tensor) -> Tensor:
         return self.logit_map(z.to(statistics_dtype(z.dtype)))

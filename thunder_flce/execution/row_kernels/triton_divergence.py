@@ -17,6 +17,7 @@ from thunder_flce.execution.row_kernels.triton_rows import (
     _STATISTICS_BLOCKS,
     _block_for,
     _exp,
+    _log_sum,
     _logits,
     _rest,
     _statistics,
@@ -53,8 +54,8 @@ def _row(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr, BL
     columns, rest = None, None
     if VOCAB % BLOCK:
         columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
-    largest, total = _statistics(row, VOCAB, columns, rest, SCALE, None, BLOCK)
-    return largest, tl.log(total)
+    largest, others = _statistics(row, VOCAB, columns, rest, SCALE, None, BLOCK)
+    return largest, _log_sum(others)
 
 
 @triton.jit(do_not_specialize_on_alignment=["factors"])

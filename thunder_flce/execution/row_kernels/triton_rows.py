@@ -2,7 +2,8 @@
 
 For statistics and moments, a program has a row to itself and goes over it in blocks. Statistics: each group of
 neighbouring elements, those 16 bytes that a thread loads at once, keeps a running maximum and a sum of exponentials
-relative to it; the groups are merged once, at the end of the row.
+relative to it; the groups are merged once, at the end of the row. Where one column dominates, the group that has it is
+read again without it.
 
 A gradient made together with its statistics goes over the row again from its end, so that what was read last, and is
 still in L2, comes first. Long rows are divided among programs, which tell each other their statistics in between. A
@@ -65,21 +66,48 @@ def _logits(z, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexp
 
 
 @triton.jit
+def _shift(largest):
+    """What exponentials are relative to: the maximum, or 0 where all are -inf, whose sum is 0, not exp(-inf - -inf)."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
 def _add_groups(u, group_max, group_sum, IS_EXACT: tl.constexpr):
     u = tl.reshape(u, [group_max.shape[0], u.shape[0] // group_max.shape[0]])
     new_max = tl.maximum(group_max, tl.max(u, 1))
-    # A group of only -inf must give the sum 0, not exp(-inf - -inf).
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    shift = _shift(new_max)
     block_sum = tl.sum(_exp(u - shift[:, None], IS_EXACT), 1)
     return new_max, group_sum * _exp(group_max - shift, IS_EXACT) + block_sum
 
 
 @triton.jit
-def _sum_of(maxima, sums, IS_EXACT: tl.constexpr):
-    """The largest of some maxima, and the sum of what is relative to each of them, relative to that."""
-    largest = tl.max(maxima, 0)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    return largest, tl.sum(sums * _exp(maxima - shift, IS_EXACT), 0)
+def _relative(maxima, sums, largest, IS_EXACT: tl.constexpr):
+    """Sums that are relative to some maxima, relative to the largest of these."""
+    return sums * _exp(maxima - _shift(largest), IS_EXACT)
+
+
+@triton.jit
+def _sum_below(row, vocab, group, largest, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+               WIDTH: tl.constexpr):  # fmt: skip
+    """The sum of exponentials of a group, WIDTH elements in each block, without the largest, far above the others.
+
+    They are read again, 64 blocks at a time.
+    """
+    IS_EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
+    number = tl.arange(0, 64 * WIDTH)
+    sums = tl.zeros([64 * WIDTH], tl.float32)
+    for block in range(0, vocab // BLOCK + 1, 64):
+        columns = (block + number // WIDTH) * BLOCK + group * WIDTH + number % WIDTH
+        z = tl.load(row + columns, mask=columns < vocab, other=0.0)
+        exponential = _exp(_logits(z, SCALE, SOFTCAP, IS_EXACT) - _shift(largest), IS_EXACT)
+        sums += tl.where((columns < vocab) & (exponential < 0.75), exponential, 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _log_sum(others):
+    """From the sum of exponentials relative to the maximum, without the maximum's own 1."""
+    return libdevice.log1p(others)
 
 
 @triton.jit
@@ -91,9 +119,13 @@ def _rest(row, vocab, stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def _statistics(row, vocab, rest_columns, rest, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """The maximum of a row, or of a part of one, and the sum of exponentials relative to it."""
+    """The maximum of a row, or of a part of one, and the sum of the other columns' exponentials relative to it.
+
+    Beside the maximum's own 1, float32 would lose the digits of a small sum.
+    """
     IS_EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
-    GROUPS: tl.constexpr = BLOCK // (4 if IS_EXACT else 8)
+    WIDTH: tl.constexpr = 4 if IS_EXACT else 8
+    GROUPS: tl.constexpr = BLOCK // WIDTH
     group_max = tl.full([GROUPS], float("-inf"), tl.float32)
     group_sum = tl.zeros([GROUPS], tl.float32)
     for block in range(0, vocab // BLOCK):
@@ -103,18 +135,27 @@ def _statistics(row, vocab, rest_columns, rest, SCALE: tl.constexpr, SOFTCAP: tl
     if rest is not None:
         u = tl.where(rest_columns < vocab, _logits(rest, SCALE, SOFTCAP, IS_EXACT), float("-inf"))
         group_max, group_sum = _add_groups(u, group_max, group_sum, IS_EXACT)
-    return _sum_of(group_max, group_sum, IS_EXACT)
+    largest = tl.max(group_max, 0)
+    relative = _relative(group_max, group_sum, largest, IS_EXACT)
+    others = tl.sum(relative, 0) - 1.0
+    if others < 0.5:
+        # No other exponential is above a half. Only the sum of the group that has the maximum has lost digits.
+        has_largest = group_max == largest
+        group = tl.sum(tl.where(has_largest, tl.arange(0, GROUPS), 0), 0)
+        others = tl.sum(tl.where(has_largest, 0.0, relative), 0)
+        others += _sum_below(row, vocab, group, largest, SCALE, SOFTCAP, BLOCK, WIDTH)
+    return largest, others
 
 
 @triton.jit
-def _merged(largest, total, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, IS_EXACT: tl.constexpr):
+def _merged(largest, others, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, IS_EXACT: tl.constexpr):
     """The statistics of a row from those of its parts, which other programs put into their slots; waits for them.
 
-    Maximum and sum make one number of 64 bits, which arrives as a whole. It is never 0: a sum is 1 at least, or the
-    maximum is -inf, or one of them is NaN.
+    Maximum and sum make one number of 64 bits, which arrives as a whole. In place of the sum's sign it has a 1, so that
+    it is never 0.
     """
     packed = largest.to(tl.int32, bitcast=True).to(tl.int64) << 32
-    packed |= total.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    packed |= others.to(tl.int32, bitcast=True).to(tl.int64) & 0x7FFFFFFF | 0x80000000
     tl.atomic_xchg(slots + part, packed, sem="relaxed")
     number = tl.arange(0, SLOTS)
     is_part = number < PARTS
@@ -122,8 +163,12 @@ def _merged(largest, total, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexp
     while tl.min((packed != 0).to(tl.int32), 0) == 0:
         packed = tl.load(slots + number, mask=is_part, other=1, volatile=True)
     part_max = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    part_sum = packed.to(tl.int32).to(tl.float32, bitcast=True)
-    return _sum_of(tl.where(is_part, part_max, float("-inf")), part_sum, IS_EXACT)
+    part_sum = (packed & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    part_max = tl.where(is_part, part_max, float("-inf"))
+    largest = tl.max(part_max, 0)
+    has_largest = part_max == largest
+    others = tl.where(has_largest, part_sum, _relative(part_max, 1.0 + part_sum, largest, IS_EXACT))
+    return largest, tl.sum(others, 0) + (tl.sum(has_largest.to(tl.float32), 0) - 1.0)
 
 
 @triton.jit
@@ -137,17 +182,21 @@ def _gradient(
     z, row_max, row_log_sum, probability, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr,
     one_hot=None, uniform=None, entropy=None, weight=None,
 ):  # fmt: skip
-    """The gradient of `RowCoefficients`, float32, of whatever broadcasts; None for terms that are not there."""
+    """The gradient of `RowCoefficients`, float32, of whatever broadcasts; None for terms that are not there.
+
+    With `one_hot` it is the target's entry, in which p - 1 keeps its digits.
+    """
     u = _logits(z, SCALE, SOFTCAP, IS_EXACT)
     shifted = u - row_max
     p = _exp(shifted - row_log_sum, IS_EXACT)
     gradient = p * probability
+    if one_hot is not None:
+        near_one = libdevice.expm1(shifted - row_log_sum) * probability + (probability - one_hot)
+        gradient = tl.where(p > 0.5, near_one, gradient - one_hot)
     if entropy is not None:
         gradient -= p * _finite(shifted) * entropy
     if uniform is not None:
         gradient -= uniform if weight is None else uniform * weight
-    if one_hot is not None:
-        gradient -= one_hot
     if SOFTCAP is not None:
         tanh = u / SOFTCAP
         gradient *= 1 - tanh * tanh
@@ -173,9 +222,9 @@ def _statistics_kernel(
     columns, rest = None, None
     if VOCAB % BLOCK:
         columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
-    largest, total = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
+    largest, others = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
     tl.store(row_max + index, largest)
-    tl.store(row_log_sum + index, tl.log(total))
+    tl.store(row_log_sum + index, _log_sum(others))
 
 
 @triton.jit
@@ -253,10 +302,10 @@ def _statistics_and_gradient_kernel(
     rest_columns, rest = None, None
     if PARTS > 1 or VOCAB % BLOCK:
         rest_columns, rest = _rest(row, vocab, stride, BLOCK)
-    largest, total = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
+    largest, others = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
     if PARTS > 1:
-        largest, total = _merged(largest, total, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
-    log_sum = tl.log(total)
+        largest, others = _merged(largest, others, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
+    log_sum = _log_sum(others)
     tl.store(row_max + index, largest, mask=part == 0)
     tl.store(row_log_sum + index, log_sum, mask=part == 0)
 

@@ -1,0 +1,142 @@
+"""`Options(batch_invariant=True)`: a token's log-probability has the same bits, whatever is computed beside it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reference import error
+from test_plan import S1
+from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy, linear_kl_divergence
+from thunder_flce.execution.matmul import cublaslt
+from thunder_flce.execution.plan import GradientsInForward
+from thunder_flce.options import STRATEGIES
+from thunder_flce.planning.choose import make_plan
+from thunder_flce.planning.program import program
+
+INVARIANT = Options(batch_invariant=True)
+SIZES = {"cpu": [(77, 33), (1003, 72), (33000, 24)], "cuda": [(1003, 72), (32000, 1024), (128257, 4096)]}
+
+
+class Batch:
+    """Tokens, of which every third is ignored, with a head and a bias."""
+
+    def __init__(self, device, dtype, size, tokens):
+        vocab, hidden = size
+        self.x = torch.randn(tokens, hidden, dtype=dtype, device=device)
+        self.weight = torch.randn(vocab, hidden, dtype=dtype, device=device).mul_(4 / hidden**0.5)
+        self.bias = torch.randn(vocab, dtype=dtype, device=device)
+        self.target = torch.randint(vocab, (tokens,), device=device)
+        self.target[1::3] = -100
+
+    def log_probs(self, rows=slice(None), *, options=INVARIANT, needs_grad=False, bias=False, **settings):
+        """Of some rows; if they need gradients, beside a loss whose gradients may be computed in the forward."""
+        x, weight = (each.detach().clone().requires_grad_(needs_grad) for each in (self.x[rows], self.weight))
+        detached, reduction = (("log_prob",), "mean") if needs_grad else ((), "none")
+        loss, found = linear_cross_entropy(
+            x, weight, self.target[rows], linear_bias=self.bias if bias else None, reduction=reduction,
+            outputs=("log_prob",), detached=detached, options=options, **settings,
+        )  # fmt: skip
+        if reduction == "none":
+            assert torch.equal(loss, -found)
+        return found.detach()
+
+
+@pytest.fixture(params=range(3))
+def batch(request, device):
+    dtypes = [torch.float64, torch.float32, torch.bfloat16] if device == "cpu" else [torch.bfloat16] * 3
+    on_cuda = device != "cpu"
+    if on_cuda:
+        torch.mm(*torch.zeros(2, 8, 8, dtype=torch.bfloat16, device=device))  # PyTorch loads cuBLASLt.
+        if cublaslt.loaded() is None:
+            pytest.skip("needs cuBLASLt of CUDA 12")
+    size = SIZES["cuda" if on_cuda else "cpu"][request.param]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield Batch(device, dtypes[request.param], size, tokens=4096 if on_cuda else 210)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bias": True}, {"softcap": 5.0, "logit_scale": -1.5}], ids=str)
+def test_any_batch(batch, settings):
+    """Fewer tokens, at other places, in memory that is laid out in another way, in chunks, and with gradients."""
+    expected, tokens = batch.log_probs(**settings), len(batch.x)
+    alone = [slice(row, row + 1) for row in (*range(0, 60, 3), tokens - 1)]
+    for rows in (*alone, slice(5, 12), slice(37, 137), slice(1, None, 2)):
+        assert torch.equal(batch.log_probs(rows, **settings), expected[rows])
+    assert torch.equal(batch.log_probs(options=replace(INVARIANT, chunk_rows=59), **settings), expected)
+    assert torch.equal(batch.log_probs(options=replace(INVARIANT, ignored_rows="compute"), **settings), expected)
+    for strategy in STRATEGIES:
+        options = replace(INVARIANT, strategy=strategy)
+        assert torch.equal(batch.log_probs(options=options, needs_grad=True, **settings), expected)
+        assert torch.equal(batch.log_probs(slice(5, 12), options=options, needs_grad=True, **settings), expected[5:12])
+
+
+def test_layout_of_the_input(batch):
+    """In memory column by column, and where no row starts at a multiple of 16 bytes."""
+    expected = batch.log_probs()
+    wide = torch.empty(len(batch.x), batch.x.shape[1] + 1, dtype=batch.x.dtype, device=batch.x.device)
+    wide[:, 1:] = batch.x
+    for x in (batch.x.t().contiguous().t(), wide[:, 1:]):
+        found = linear_cross_entropy(x, batch.weight, batch.target, outputs=("log_prob",), options=INVARIANT)[1]
+        assert torch.equal(found, expected)
+
+
+def test_a_sum_of_linears(batch):
+    """An adapter beside the head."""
+    x, weight = batch.x[:, :8].contiguous(), batch.weight[:, :8].contiguous()
+    expected = batch.log_probs(terms=[(x, weight)])
+    logits = batch.x.double() @ batch.weight.double().t() + x.double() @ weight.double().t()
+    exact = logits.log_softmax(1).gather(1, batch.target.clamp(min=0)[:, None])[:, 0]
+    exact[batch.target < 0] = 0
+    assert error(expected, exact) < 4 * torch.finfo(batch.x.dtype).eps
+    assert torch.equal(batch.log_probs(slice(5, 12), terms=[(x[5:12], weight)]), expected[5:12])
+
+
+def test_other_calls(batch):
+    """The module, and a compiled function."""
+    expected = batch.log_probs()
+    vocab, hidden = batch.weight.shape
+    module = LinearCrossEntropyLoss(
+        hidden, vocab, bias=False, reduction="none", options=INVARIANT, device=batch.x.device, dtype=batch.x.dtype
+    )
+    module.load_state_dict({"weight": batch.weight})
+    compiled = torch.compile(
+        lambda x, target: linear_cross_entropy(x, batch.weight, target, reduction="none", options=INVARIANT),
+        backend="aot_eager",
+        dynamic=True,
+    )
+    for rows in (slice(None), slice(5, 12)):
+        for function in (module, compiled):
+            assert torch.equal(-function(batch.x[rows], batch.target[rows]), expected[rows])
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({"dtype": torch.float32}, {}, "on CUDA it needs bfloat16 or float16, but the input is torch.float32"),
+        ({"terms": (replace(S1.terms[0], hidden=20),)}, {}, r"multiples of 8, but they are \[20\]"),
+        ({}, {"row_kernels": "torch"}, "on CUDA it needs Triton"),
+        ({"device_type": "xpu"}, {}, "runs on CUDA and on a CPU, but the input is on 'xpu'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(changes, options, reason):
+    with pytest.raises(ValueError, match=f"batch_invariant=True: .*{reason}"):
+        make_plan(replace(S1, **changes), replace(INVARIANT, **options))
+
+
+def test_divergences_have_none():
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    with pytest.raises(ValueError, match=r"linear_kl_divergence does not take Options\(batch_invariant=True\)"):
+        linear_kl_divergence(x, weight, x, weight, options=INVARIANT)
+
+
+def test_the_plan_says_so():
+    """One kernel for statistics and gradient would add in another order, and blocks of the vocabulary, too."""
+    plan = make_plan(S1, replace(INVARIANT, chunk_rows=512))
+    assert isinstance(plan, GradientsInForward) and plan.staged is None and "batch invariant" in plan.describe()
+    results = {step.result for step in program(S1, plan).steps}
+    assert "row_max, row_log_sum" in results and "row_max, row_log_sum, logits_y" not in results
+    logits = [step.note for step in program(S1, plan).steps if step.result == "logits"]
+    assert logits and all("in an order that no number of rows changes" in note for note in logits)

@@ -1,0 +1,82 @@
+"""Rows that a column dominates: -log p and p - 1 keep their digits, where 1 + x and 1 - x would lose those of x."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import as_threads
+from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.options import STRATEGIES
+
+VOCAB = 100
+MARGINS = (20.0, 30.0, 60.0, -20.0, 3.0, -30.0, 5.0)
+
+
+def confident_rows(device, dtype):
+    """Logits (T, V) and targets: the target's logit is so much above the others, or another's is."""
+    logits = torch.randn(len(MARGINS), VOCAB, device=device).mul_(0.1)
+    target = torch.randint(1, VOCAB, (len(MARGINS),), device=device)
+    for row, margin in enumerate(MARGINS):
+        logits[row, target[row] if margin > 0 else 0] = abs(margin)
+    return logits.to(dtype), target
+
+
+def exact_log_probs(logits):
+    """In float64, with a sum that leaves out the maximum's own 1."""
+    shifted = logits.double() - logits.double().amax(1, keepdim=True)
+    others = shifted.exp().scatter(1, shifted.argmax(1, keepdim=True), 0)
+    return shifted - others.sum(1, keepdim=True).log1p()
+
+
+def check(logits, target, strategy, **settings):
+    """With the identity for a head, dX is the gradient of the logits. Ranks have their rows of the head."""
+    dtype, device = logits.dtype, logits.device
+    x, rows = logits.clone().requires_grad_(), settings.pop("rows", slice(None))
+    head = torch.eye(VOCAB, dtype=dtype, device=device)[rows]
+    grad = torch.linspace(0.5, 1.5, len(target), device=device)
+    names = ("log_prob", "entropy")
+    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 3)
+    settings |= {"outputs": names, "detached": names, "options": options}
+    loss, log_prob, entropy = linear_cross_entropy(x, head, target, reduction="none", **settings)
+    loss.backward(grad)
+
+    exact = exact_log_probs(logits)
+    at_target = exact.gather(1, target.view(-1, 1))[:, 0]
+    tolerance = {"rtol": 1e-5, "atol": 0}
+    torch.testing.assert_close(loss.double(), -at_target, **tolerance)
+    torch.testing.assert_close(log_prob.view(-1).double(), at_target, **tolerance)
+    torch.testing.assert_close(entropy.double(), -(exact.exp() * exact).sum(1), **tolerance)
+    gradient = x.grad.gather(1, target.view(-1, 1))[:, 0].double()
+    torch.testing.assert_close(gradient, at_target.expm1() * grad, rtol=max(1e-5, torch.finfo(dtype).eps), atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy(strategy, dtype, device):
+    check(*confident_rows(device, dtype), strategy)
+
+
+@pytest.mark.parametrize("token_weights", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_in_the_forward(dtype, token_weights, device):
+    logits, target = confident_rows(device, dtype)
+    x, head = logits.clone().requires_grad_(), torch.eye(VOCAB, dtype=dtype, device=device, requires_grad=True)
+    weights = torch.rand(len(target), device=device) + 0.5 if token_weights else None
+    options = Options(strategy="gradients_in_forward", chunk_rows=3)
+    loss = linear_cross_entropy(x, head, target, reduction="sum", token_weights=weights, options=options)
+    loss.backward()
+    at_target = exact_log_probs(logits).gather(1, target[:, None])[:, 0]
+    expected = at_target.expm1() * (1 if weights is None else weights)
+    gradient = x.grad.gather(1, target[:, None])[:, 0].double()
+    torch.testing.assert_close(gradient, expected, rtol=max(1e-5, torch.finfo(dtype).eps), atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["save_logits", "recompute_logits"])
+def test_a_divided_vocabulary(strategy):
+    logits, target = confident_rows("cpu", torch.float32)
+    parts = [slice(0, 40), slice(40, 40), slice(40, VOCAB)]
+
+    def run(rank):
+        check(logits, target, strategy, rows=parts[rank], vocab_parallel=dist.group.WORLD)
+
+    as_threads(len(parts), run)
