@@ -415,7 +415,8 @@ def test_more_tokens_than_float32_counts():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sizes_of_the_vocabulary(vocab, dtype, strategy, device):
     case = make_case(tokens=13, hidden=16, vocab=vocab, dtype=dtype, device=device, bias=vocab in (7, 1009, 16383))
-    assert_as_exact_as_eager(case, options=Options(strategy=strategy, chunk_rows=5))
+    # Of one column the gradient is 0, but for the rounding of logits that are computed twice.
+    assert_as_exact_as_eager(case, tiny=vocab == 1, options=Options(strategy=strategy, chunk_rows=5))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
