@@ -108,7 +108,6 @@ MUTATIONS = [
         ("divisor", 'row.moments["shifted_sum"] / columns', 'row.moments["shifted_sum"] / (columns + 1)'),
         ("mask", "any(OUTPUTS[name].ignored is None for", "any(OUTPUTS[name].ignored == 7 for"),
         ("mask", "is_index=True, ignored=-1", "is_index=True, ignored=0"),
-        ("mask", "self.z_loss or self.moments or self.needs_argmax", "self.moments or self.needs_argmax"),
         ("mask", "value = weights.at_target * value", "pass"),
         ("mask", "probability = upstream * weights.at_target", "probability = upstream"),
         ("index", "values[0] if len(values) == 1 else values[0] + values[1]", "values[0]"),
@@ -215,7 +214,6 @@ MUTATIONS = [
     ),
     *_of(
         "operators.py",
-        ("index", "tokens *= parallel.process_group.size() if parallel.sequence_parallel else 1", "pass"),
         ("mask", "given = with_all_tokens(given, agreement.shard)", "pass"),
         tests=("tests/test_two_ranks.py",),
     ),
@@ -886,7 +884,6 @@ MUTATIONS = [
     ),
     *_of(
         "graph/rewrite.py",
-        ("mask", "losses = ltorch.where(valid, ltorch.reshape(losses, valid.shape), 0.0)", "pass"),
         ("sign", "value = ltorch.neg(value)", "pass"),
         ("mask", "if carries_grad(value) and not carries_grad(result.tensor):", "if False:"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
@@ -952,6 +949,16 @@ MUTATIONS = [
         ("mask", " or self._is_shared or", " or"),
         ("mask", "step.is_detached and isinstance", "False and isinstance"),
         tests=("tests/test_token_loss.py::test_derivatives", "tests/test_token_loss.py::test_what_has_no_meaning"),
+    ),
+    *_of(
+        "operation/loss.py",
+        ("mask", "self.z_loss or self.moments or self.needs_argmax", "self.moments or self.needs_argmax"),
+        tests=("tests/test_numerics.py::test_z_loss",),
+    ),
+    *_of(
+        "operators.py",
+        ("index", "tokens *= parallel.process_group.size() if parallel.sequence_parallel else 1", "pass"),
+        tests=(f"{PARALLEL}::test_sizes_that_a_compiler_is_told",),
     ),
     *_of(
         "graph/token_functions.py",

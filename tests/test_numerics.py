@@ -411,6 +411,13 @@ def test_more_tokens_than_float32_counts():
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+def test_z_loss(strategy, device):
+    """Alone: it asks for a row's statistics before its gradient."""
+    case = make_case(ignored=0.2, device=device)
+    assert_as_exact_as_eager(case, torch.tensor(0.7, device=device), options=Options(strategy=strategy), z_loss=0.1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("vocab", [1, 2, 7, 8, 1000, 1009, 16383, 16385, 50257])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sizes_of_the_vocabulary(vocab, dtype, strategy, device):

@@ -206,3 +206,49 @@ def test_what_is_none_of_its_business(program):
         torch.testing.assert_close(jitted(*tensors), program(*tensors))
     assert not regions(jitted) and not decisions(jitted)
     assert "no cross-entropy, log-probability, entropy" in str(thunder_flce.explain(jitted))
+
+
+def _logits_and_labels(hidden, weight, labels):
+    return F.linear(hidden, weight), labels.clamp(0, weight.shape[0] - 1).unsqueeze(-1)
+
+
+def two_temperatures(hidden, weight, labels):
+    """No log-probability: the log-sum-exp is that of other logits."""
+    logits, labels = _logits_and_labels(hidden, weight, labels)
+    return logits.gather(-1, labels).squeeze(-1) - (logits / 2).logsumexp(-1)
+
+
+def log_probability_used_twice(hidden, weight, labels):
+    logits, labels = _logits_and_labels(hidden, weight, labels)
+    log_prob = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
+    return log_prob.unsqueeze(0).squeeze(0) + log_prob.square()
+
+
+def log_softmax_by_hand(hidden, weight, labels):
+    logits, labels = _logits_and_labels(hidden, weight, labels)
+    return (logits - logits.logsumexp(-1, keepdim=True)).gather(-1, labels).squeeze(-1)
+
+
+def weighted_without_grad(hidden, weight, labels):
+    logits, labels = _logits_and_labels(hidden, weight, labels)
+    with torch.no_grad():
+        old = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
+    return logits.log_softmax(-1).gather(-1, labels).squeeze(-1) * old
+
+
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+@pytest.mark.parametrize(
+    ("program", "count"),
+    [
+        (two_temperatures, 0),
+        (log_probability_used_twice, 1),
+        (log_softmax_by_hand, 1),
+        (weighted_without_grad, 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_a_region_is_asked_for(program, count):
+    tensors = tensors_for(patterns.log_softmax_gathered)
+    jitted = thunder_flce.jit(program)
+    torch.testing.assert_close(results(jitted, tensors), results(program, tensors))
+    assert [region.get("outputs") for region in regions(jitted)] == [None] * count

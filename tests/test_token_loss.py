@@ -350,6 +350,7 @@ GLOBAL = 0.1
 def of_a_global(log_prob, entropy, old, mask):
     ratio = torch.exp(log_prob - old)
     ratio += GLOBAL * log_prob.to(entropy.dtype)
+    ratio.mul_(1.5)
     with torch.no_grad():
         weight = torch.where(mask, ratio, entropy)
     return -torch.min(ratio, torch.clamp(ratio, 1 - GLOBAL, 1 + GLOBAL)) * weight

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import assume
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
@@ -37,6 +38,7 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
 from thunder_flce.planning.choose import agreed_plan, make_plan
 from thunder_flce.planning.program import program
+from thunder_flce.vocab_parallel import as_literal
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 UNEVEN = (40, 0, 61)
@@ -726,3 +728,27 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         assert len(raised.value.errors) == 2
         for found in raised.value.errors.values():
             assert isinstance(found, ValueError) and re.search(message, str(found))
+
+
+def test_sizes_that_a_compiler_is_told():
+    """Saved statistics are those of all ranks' tokens."""
+    case, loss = make_case(tokens=6, vocab=10), Loss(reduction="none")
+
+    def run(rank):
+        part = part_of(case, parts((7, 3))[rank])
+        tensors = part.x.detach()[:3], part.weight.detach(), part.target[:3]
+        missing = dict.fromkeys(("linear_bias", "weight", "num_items", "expected_gradient"))
+        arguments = {**dict(zip(("input", "linear_weight", "target"), tensors, strict=True)), **missing, "terms": ()}
+        literal = as_literal(group=dist.group.WORLD, sequence_parallel=True)
+        operands = operators.operands_of(arguments, loss, ("input",))
+        settings = operators.Settings.unplanned(operands, ("input",), Options(), vocab_parallel=literal)
+
+        def sizes(*tensors):
+            call = torch.ops.thunder_flce.linear_cross_entropy
+            return [result.shape for result in call(*tensors, terms=[], settings=str(settings))]
+
+        with FakeTensorMode() as mode:
+            told = sizes(*map(mode.from_tensor, tensors))
+        assert sizes(*tensors) == told
+
+    as_threads(2, run)
