@@ -134,24 +134,27 @@ def _vocab_parallel(
     return partial(_run, loss, part, tokens)
 
 
-def _loss_parallel(part: Part) -> Step:
+def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
     """PyTorch's own: logits as a DTensor that is divided by columns, all of them at once."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     mesh, hidden = part.mesh, part.inputs.x.shape[1]
     of_weight = torch.Size((part.vocab, hidden))
 
+    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float(), target)
+
+    program = torch.compile(loss, dynamic=False) if is_compiled else loss
+
     def step(mark: Mark) -> Result:
         x = part.inputs.x.detach().requires_grad_()
         weight = part.inputs.weight
         with loss_parallel():
-            logits = F.linear(
+            value = program(
                 DTensor.from_local(x, mesh, [Replicate()], run_check=False),
                 DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, shape=of_weight, stride=(hidden, 1)),
+                DTensor.from_local(part.inputs.target, mesh, [Replicate()], run_check=False),
             )
-            target = DTensor.from_local(part.inputs.target, mesh, [Replicate()], run_check=False)
-            value = F.cross_entropy(logits.float(), target)
-            del logits
             mark("forward")
             dx, dw = torch.autograd.grad(value, (x, weight))
         mark("backward")
@@ -207,6 +210,7 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "vocab_parallel, one chunk": lambda part: _vocab_parallel(part, options=Options(chunk_rows=part.inputs.x.shape[0])),
     "sequence_parallel": partial(_vocab_parallel, divides_tokens=True),
     "loss_parallel": _loss_parallel,
+    "loss_parallel, torch.compile": partial(_loss_parallel, is_compiled=True),
     "fully_shard": _fully_shard,
     "data_parallel": _data_parallel,
 }
