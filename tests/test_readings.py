@@ -231,9 +231,10 @@ def log_softmax_by_hand(hidden, weight, labels):
 
 def weighted_without_grad(hidden, weight, labels):
     logits, labels = _logits_and_labels(hidden, weight, labels)
+    log_prob = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
     with torch.no_grad():
         old = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
-    return logits.log_softmax(-1).gather(-1, labels).squeeze(-1) * old
+    return log_prob * old
 
 
 @pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
