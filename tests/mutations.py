@@ -597,7 +597,8 @@ MUTATIONS = [
     *_of(
         "execution/steps.py",
         ("mask", 'region.plan.batch_invariant and kind == "logits"', "False"),
-        ("mask", "region.plan.batch_invariant and not region.is_cuda and rows", "False"),
+        ("mask", "region.plan.batch_invariant and not region.is_cuda", "False"),
+        ("mask", "buffer.layout.vocab and _takes_each_row_alone(region, buffer)", "False"),
         tests=(BATCH_INVARIANT,),
     ),
     *_of(

@@ -93,6 +93,21 @@ def test_a_sum_of_linears(batch):
     assert torch.equal(batch.log_probs(slice(5, 12), terms=[(x[5:12], weight)]), expected[5:12])
 
 
+def test_other_sums(batch):
+    """Entropies and means of logits, with which a token loss and label smoothing have theirs."""
+    names = ("entropy", "mean_logit", "log_sum_sq_probs")
+
+    def found(rows):
+        x, target = batch.x[rows], batch.target[rows]
+        settings = {"reduction": "none", "label_smoothing": 0.1, "outputs": names, "options": INVARIANT}
+        return linear_cross_entropy(x, batch.weight, target, **settings)
+
+    whole = found(slice(None))
+    for rows in (*(slice(row, row + 1) for row in range(0, 60, 3)), slice(5, 12)):
+        for name, of_all, of_rows in zip(("loss", *names), whole, found(rows), strict=True):
+            assert torch.equal(of_rows, of_all[rows]), name
+
+
 def test_other_calls(batch):
     """The module, and a compiled function."""
     expected = batch.log_probs()

@@ -60,6 +60,8 @@ def with_z_loss(log_prob, entropy, a, *_, log_sum_exp):
     return -log_prob * a + 0.1 * log_sum_exp**2 - entropy * log_sum_exp.tanh()
 
 
+TWO = torch.tensor(2.0, dtype=torch.float64)
+
 FUNCTIONS = {
     "clipped ratio": clipped,
     "z-loss": with_z_loss,
@@ -80,6 +82,11 @@ FUNCTIONS = {
     "methods": lambda p, e, a, *_: p.where(p < a, e * 2) + (p > a).type_as(p) * e,
     "in place": changed_in_place,
     "dtypes": lambda p, e, a, *_: (p < a).to(e.dtype) * p + e.type_as(p < a).to(p) + (e > a).type_as(p),
+    "sums of masks": lambda p, e, a, *_: (
+        p * (e > 1) + p * (a > -1) + e * ((p > -2) + (a > 0)) + p * ((e > 1) * (a > -1))
+    ),
+    "choices of masks": lambda p, e, a, *_: p * torch.where(a > 0, e > 1, True) + p * torch.maximum(e > 1, a > -1),
+    "captured": lambda p, e, *_: torch.minimum(p * TWO, -TWO) + torch.max(TWO, e) + p**TWO + p * (torch.tensor(3) - e),
     "numbers": lambda p, e, *_: (p - p.detach()) ** 0 + p * np.float64(2) - e * np.float32(0.5),
 }
 
@@ -308,6 +315,13 @@ def changing_an_alias(log_prob, entropy, *_):
     return loss * alias
 
 
+def changing_without_gradients(log_prob, entropy, *_):
+    loss = log_prob * 2
+    with torch.no_grad():
+        loss.mul_(3)
+    return loss
+
+
 BAD = {
     r"reduction \"mean\" or \"sum\"": {"reduction": "none"},
     "label_smoothing belongs to the cross-entropy": {"label_smoothing": 0.1},
@@ -326,6 +340,10 @@ BAD = {
     "single tokens.*item assignment": {"token_loss": assigning},
     "single tokens.*mul_, which changes a tensor in place": {"token_loss": lambda p, e, *_: p.mul_(2)},
     "single tokens.*add_, which changes": {"token_loss": changing_an_alias},
+    "single tokens.*mul_ in place without gradients": {"token_loss": changing_without_gradients},
+    "single tokens.*stack of several": {"token_loss": lambda p, e, *_: torch.stack([p, e])},
+    "single tokens.*max with such": {"token_loss": lambda p, e, *_: torch.max(p, 0)},
+    "single tokens.*where with such": {"token_loss": lambda p, e, *_: torch.where(TWO > 1, p, e)},
     "no other strategy": {"options": Options(strategy="save_logits")},
     "without it they have no meaning": {"token_loss": None},
 }  # fmt: skip
@@ -337,6 +355,23 @@ def test_what_has_no_meaning(message):
     arguments = {"token_loss": clipped, "token_inputs": inputs, **BAD[message]}
     with pytest.raises((TypeError, ValueError), match=message):
         linear_cross_entropy(hidden, weight, labels, **arguments)
+
+
+def test_what_has_no_meaning_in_a_program():
+    """The error is the user's, not one of Dynamo's own; around a tensor that only an eager call reads, graphs break."""
+    hidden, weight, _, labels, *_ = operands()
+
+    def loss(x, function):
+        return linear_cross_entropy(x, weight, labels, token_loss=function)
+
+    program = torch.compile(loss, backend="eager")
+    with pytest.raises(TypeError, match=r"token_loss must be made of.*it has: exp2"):
+        program(hidden, lambda p, e: p.exp2())
+    torch.testing.assert_close(program(hidden, times_two), loss(hidden, times_two))
+
+
+def times_two(log_prob, entropy):
+    return log_prob * TWO
 
 
 def test_float16_needs_an_expected_gradient():

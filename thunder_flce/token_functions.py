@@ -55,6 +55,8 @@ class _Numbers:
         if called.endswith("_") or kwargs.get("inplace"):
             if called == "relu" or self._is_shared or args[0] is not self:
                 raise in_place(called)
+            if not torch.is_grad_enabled() and not self._steps[int(self._name)].is_detached:
+                raise NotOfTokens(f"{called} in place without gradients, of a tensor that has some")
             called = called[:-1]
             self._name = self._then(called, *args, **kwargs)._name
             return self
@@ -68,6 +70,8 @@ class _Numbers:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> "_Numbers":
         kwargs = kwargs or {}
         found = [each for each in (*args, *kwargs.values()) if isinstance(each, _Numbers)]
+        if not found:
+            raise NotOfTokens(f"{func.__name__} of several tensors")
         return found[0]._then(func.__name__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -122,8 +126,10 @@ def _noted(argument: Any) -> Any:
     if isinstance(argument, _Numbers):
         return _Name(argument._name)
     if isinstance(argument, Tensor):
-        if argument.numel() == 1 and not argument.requires_grad:
-            return argument.item()
+        # In a program that is compiled, nobody would notice that it changes.
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if argument.numel() == 1 and not argument.requires_grad and not is_traced:
+            return argument.item() if argument.dtype is torch.bool else float(argument)
         raise NotOfTokens("a tensor that is not among its arguments; give it to token_inputs")
     # Symbolic numbers of Dynamo's become those that they are, and NumPy's Python's.
     if isinstance(argument, int):
@@ -150,7 +156,10 @@ def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenL
         if not isinstance(result, _Numbers):
             raise NotOfTokens(f"{type(result).__name__} as its result")
         is_logical = tuple(getattr(each, "dtype", None) is torch.bool for each in inputs)
-        return _written(tuple(steps), _Name(result._name), is_logical)
+        written = _written(tuple(steps), _Name(result._name), is_logical)
+        if isinstance(written, str):
+            raise NotOfTokens(written)
+        return written
     except (NotOfTokens, NotImplementedError) as problem:
         raise not_of_tokens(problem) from problem
 
@@ -190,7 +199,15 @@ def names_asked_for(function: Callable[..., Any], names: Sequence[str]) -> list[
 
 
 @torch.compiler.assume_constant_result
-def _written(steps: tuple[_Step, ...], result: _Name, is_logical: tuple[bool, ...]) -> TokenLoss:
+def _written(steps: tuple[_Step, ...], result: _Name, is_logical: tuple[bool, ...]) -> TokenLoss | str:
+    """The loss, or what is none. Dynamo takes an error in here for one of its own."""
+    try:
+        return _write_steps(steps, result, is_logical)
+    except (NotOfTokens, NotImplementedError) as problem:
+        return str(problem)
+
+
+def _write_steps(steps: tuple[_Step, ...], result: _Name, is_logical: tuple[bool, ...]) -> TokenLoss:
     writer = TokenLossWriter(is_logical)
     values: dict[str, Any] = {}
 

@@ -218,10 +218,8 @@ def whole_rows(region: Region, buffer: LogitsBuffer, targets: Targets) -> tuple[
 
 def statistics(region: Region, buffer: LogitsBuffer) -> RowStatistics:
     """The maximum and the log of the sum of exponentials of each row."""
-    rows = buffer.padded.shape[0]
-    if region.tape is None and region.plan.batch_invariant and not region.is_cuda and rows:
-        # PyTorch divides a sum among threads only where it is of one row.
-        of_each = [region.kernels.statistics(buffer.rows(slice(row, row + 1))) for row in range(rows)]
+    if _takes_each_row_alone(region, buffer):
+        of_each = [region.kernels.statistics(buffer.rows(row)) for row in _each_row(buffer)]
         return RowStatistics(*(torch.cat(vectors) for vectors in zip(*of_each, strict=True)))
     if region.tape is None:
         return region.kernels.statistics(buffer)
@@ -232,6 +230,16 @@ def statistics(region: Region, buffer: LogitsBuffer) -> RowStatistics:
     return found
 
 
+def _takes_each_row_alone(region: Region, buffer: LogitsBuffer) -> bool:
+    """Whether rows must have the same bits in any batch: PyTorch divides a sum among threads only if it is of one."""
+    is_invariant = region.plan.batch_invariant and not region.is_cuda
+    return region.tape is None and is_invariant and buffer.padded.shape[0] > 0
+
+
+def _each_row(buffer: LogitsBuffer) -> list[slice]:
+    return [slice(row, row + 1) for row in range(buffer.padded.shape[0])]
+
+
 def moments(
     region: Region, buffer: LogitsBuffer, found: RowStatistics, class_weight: Tensor | None
 ) -> dict[str, Tensor]:
@@ -240,7 +248,15 @@ def moments(
     if not names:
         return {}
     if region.tape is None:
-        if buffer.layout.vocab:
+        if buffer.layout.vocab and _takes_each_row_alone(region, buffer):
+            of_each = [
+                region.kernels.moments(
+                    buffer.rows(row), RowStatistics(*(vector[row] for vector in found)), class_weight, names
+                )
+                for row in _each_row(buffer)
+            ]
+            sums = {name: torch.cat([of_row[name] for of_row in of_each]) for name in names}
+        elif buffer.layout.vocab:
             sums = region.kernels.moments(buffer, found, class_weight, names)
         else:
             sums = dict.fromkeys(names, torch.zeros_like(found.row_max))

@@ -130,6 +130,20 @@ def _of_smaller(f: Any, a: Any, b: Any, d_a: Any, d_b: Any) -> Any:
     return f.where(a == b, _plus(d_a, d_b) * 0.5, f.where(a < b, d_a, d_b))
 
 
+def _largest(f: Any, x: Any, y: Any) -> Any:
+    """The larger one, of which one may be a number."""
+    if isinstance(y, int | float):
+        return f.clamp(x, y, None)
+    return f.clamp(y, x, None) if isinstance(x, int | float) else f.maximum(x, y)
+
+
+def _smallest(f: Any, x: Any, y: Any) -> Any:
+    """The smaller one, of which one may be a number."""
+    if isinstance(y, int | float):
+        return f.clamp(x, None, y)
+    return f.clamp(y, None, x) if isinstance(x, int | float) else f.minimum(x, y)
+
+
 def _bounded(f: Any, x: Any, low: Any, high: Any) -> Any:
     """Whether it is within the bounds, of which one may be None."""
     if low is None or high is None:
@@ -161,8 +175,8 @@ OPERATIONS: dict[str, _Operation] = {
         lambda f, x, low, high: f.clamp(x, low, high),
         lambda f, out, a, d: f.where(_bounded(f, *a), d[0], 0.0),
     ),
-    "minimum": _Operation(lambda f, x, y: f.minimum(x, y), lambda f, out, a, d: _of_smaller(f, *a, *d)),
-    "maximum": _Operation(lambda f, x, y: f.maximum(x, y), lambda f, out, a, d: _of_smaller(f, *a, *d[::-1])),
+    "minimum": _Operation(_smallest, lambda f, out, a, d: _of_smaller(f, *a, *d)),
+    "maximum": _Operation(_largest, lambda f, out, a, d: _of_smaller(f, *a, *d[::-1])),
     "where": _Operation(lambda f, c, x, y: f.where(c, x, y), lambda f, out, a, d: f.where(a[0], d[1], d[2])),
     "detach": _Operation(lambda f, x: x.detach()),
     "sign": _Operation(lambda f, x: f.sign(x)),
@@ -177,6 +191,8 @@ OPERATIONS: dict[str, _Operation] = {
     "logical_not": _Operation(lambda f, x: f.logical_not(x)),
 }
 _LOGICAL = ("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not")
+_OF_LOGICAL = {"add": "logical_or", "mul": "logical_and", "maximum": "logical_or", "minimum": "logical_and"}
+"""What operations on True and False are."""
 
 
 # Writing one down.
@@ -268,6 +284,9 @@ class TokenLossWriter:
             arguments = of(*args, **kwargs)
         except (TypeError, NotOfTokens) as error:
             raise NotOfTokens(f"{called} with such arguments") from error
+        has_dim = called in ("max", "min", "torch_max") and any(type(each) is int for each in arguments)
+        if has_dim or (operation == "where" and not isinstance(arguments[0], str)):
+            raise NotOfTokens(f"{called} with such arguments")
         fixed = {"clamp": arguments[1:], "pow": arguments[1:]}.get(operation, ())
         are_plain = all(isinstance(each, str | bool | int | float | None) for each in arguments)
         is_bounded = operation != "clamp" or arguments[1:] != (None, None)
@@ -277,6 +296,12 @@ class TokenLossWriter:
             raise NotOfTokens(f"{called} with tensors in place of numbers")
         if not all(math.isfinite(each) for each in fixed if each is not None):
             raise NotOfTokens(f"{called} with numbers that are not finite")
+        found = [each in self._logical for each in arguments]
+        if operation in _OF_LOGICAL and all(found):
+            operation = _OF_LOGICAL[operation]
+        elif operation == "mul" and any(found):
+            # Its derivative would be True and False, of which two add up to one.
+            arguments = tuple(self.as_float(each) if isinstance(each, str) else each for each in arguments)
         return self._append(operation, tuple(map(_written, arguments)))
 
     def dtype(self, name: str) -> torch.dtype:
@@ -302,7 +327,9 @@ class TokenLossWriter:
         name = f"f{len(self._operations)}"
         self._operations.append((name, operation, arguments))
         chosen = arguments[1:] if operation == "where" else arguments
-        keeps_logical = operation in ("where", "detach") and all(each in self._logical for each in chosen)
+        keeps_logical = operation in ("where", "detach") and all(
+            isinstance(each, bool) or each in self._logical for each in chosen
+        )
         if operation in _LOGICAL or keeps_logical:
             self._logical.add(name)
         elif OPERATIONS[operation].derivative is not None and not self._differentiable.isdisjoint(arguments):

@@ -84,7 +84,7 @@ def computation(hidden, weight, tokens, advantages, token_weights):
   del t22
   t24 = torch.reshape(t0, (2, 4096))  # t24: "cpu i64[2, 4096]"
   del t0
-  (t25, t26, t27, t28, t29, t30, t31) = linear_cross_entropy_fwd(hidden, weight, t24, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, logit_scale=1.1111111111111112, outputs=("log_prob",), detached=("log_prob",), token_loss=(("f0", "detach", ("log_prob",)), ("f1", "add", ("f0", "i0")), ("f2", "sub", ("f0", 0.1)), ("f3", "sub", ("f2", "log_prob")), ("f4", "exp", ("f3",)), ("f5", "sub", ("f4", "f3")), ("f6", "sub", ("f5", 1)), ("f7", "sub", ("log_prob", "f1")), ("f8", "exp", ("f7",)), ("f9", "mul", ("f8", "i1")), ("f10", "clamp", ("f8", 0.8, 1.2)), ("f11", "mul", ("f10", "i1")), ("f12", "minimum", ("f9", "f11")), ("f13", "mul", (0.04, "f6")), ("f14", "sub", ("f13", "f12")), ("f19", "mul", ("f14", "i2"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t21, t23, t20))
+  (t25, t26, t27, t28, t29, t30, t31) = linear_cross_entropy_fwd(hidden, weight, t24, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, logit_scale=1.1111111111111112, outputs=("log_prob",), detached=("log_prob",), token_loss=(("f0", "detach", ("log_prob",)), ("f1", "add", ("f0", "i0")), ("f2", "sub", ("f0", 0.1)), ("f3", "sub", ("f2", "log_prob")), ("f4", "exp", ("f3",)), ("f5", "sub", ("f4", "f3")), ("f6", "sub", ("f5", 1)), ("f7", "sub", ("log_prob", "f1")), ("f8", "exp", ("f7",)), ("f9", "mul", ("f8", "i1")), ("f10", "clamp", ("f8", 0.8, 1.2)), ("f11", "mul", ("f10", "i1")), ("f12", "minimum", ("f9", "f11")), ("f13", "mul", (0.04, "f6")), ("f14", "sub", ("f13", "f12")), ("f20", "mul", ("f14", "i2"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t21, t23, t20))
     # x = hidden, W = weight, y = t24, i0 = t21, i1 = t23, i2 = t20
     # loss = t25: f32[], log_prob = t26: f32[2, 4096], row_max = t27: f32[8192], row_log_sum = t28: f32[8192], valid_count = t29: i64[], dX = t30: f32[2, 4096, 4096], dW = t31: f32[128256, 4096]
     # s f32[8192] = 1                                                                                                                                  PyTorch
@@ -116,10 +116,10 @@ def computation(hidden, weight, tokens, advantages, token_weights):
     #   f13_log_prob f32[C] = f5_log_prob * 0.04                                                                                                       PyTorch
     #   f14 f32[C] = f13 - f12                                                                                                                         PyTorch
     #   f14_log_prob f32[C] = f13_log_prob + f12_log_prob * -1                                                                                         PyTorch
-    #   f19 f32[C] = f14 * i2[chunk]                                                                                                                   PyTorch
-    #   f19_log_prob f32[C] = f14_log_prob * i2[chunk]                                                                                                 PyTorch
-    #   token_loss f32[C] = f19                                                                                                                        PyTorch
-    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f19_log_prob)                                                                                  PyTorch
+    #   f20 f32[C] = f14 * i2[chunk]                                                                                                                   PyTorch
+    #   f20_log_prob f32[C] = f14_log_prob * i2[chunk]                                                                                                 PyTorch
+    #   token_loss f32[C] = f20                                                                                                                        PyTorch
+    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f20_log_prob)                                                                                  PyTorch
     #   dlogits f32[C, 128256] = exp(u - row_max - row_log_sum) * -g_p * 1.1111111111111112 - -g_p * 1.1111111111111112 * [v == y[chunk]]  (in place)  PyTorch
     #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                                                 PyTorch
     #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                                                           PyTorch

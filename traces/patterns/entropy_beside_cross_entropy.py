@@ -59,7 +59,7 @@ def computation(hidden, weight, labels):
   del t15, t0
   t17 = torch.reshape(t16, (2, 4096))  # t17: "cpu i64[2, 4096]"
   del t16
-  (t18, t19, t20, t21, t22, t23) = linear_cross_entropy_fwd(hidden, weight, t17, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "where", ("i0", "log_prob", 0.0)), ("f1", "neg", ("f0",)), ("f2", "neg", ("entropy",)), ("f4", "mul", ("f1", "i1")), ("f5", "mul", ("f2", 1.220703125e-06)), ("f6", "add", ("f4", "f5"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t14, t12))
+  (t18, t19, t20, t21, t22, t23) = linear_cross_entropy_fwd(hidden, weight, t17, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "where", ("i0", "log_prob", 0.0)), ("f1", "neg", ("f0",)), ("f2", "neg", ("entropy",)), ("f5", "mul", ("f1", "i1")), ("f6", "mul", ("f2", 1.220703125e-06)), ("f7", "add", ("f5", "f6"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t14, t12))
     # x = hidden, W = weight, y = t17, i0 = t14, i1 = t12
     # loss = t18: f32[], row_max = t19: f32[8192], row_log_sum = t20: f32[8192], valid_count = t21: i64[], dX = t22: f32[2, 4096, 4096], dW = t23: f32[128256, 4096]
     # s f32[8192] = 1                                                                                                                                                          PyTorch
@@ -75,12 +75,12 @@ def computation(hidden, weight, labels):
     #   f1 f32[C] = -f0                                                                                                                                                        PyTorch
     #   f1_log_prob f32[C] = f0_log_prob * -1                                                                                                                                  PyTorch
     #   f2 f32[C] = -entropy                                                                                                                                                   PyTorch
-    #   f4 f32[C] = f1 * i1[chunk]                                                                                                                                             PyTorch
-    #   f4_log_prob f32[C] = f1_log_prob * i1[chunk]                                                                                                                           PyTorch
-    #   f5 f32[C] = f2 * 1.220703125e-06                                                                                                                                       PyTorch
-    #   f6 f32[C] = f4 + f5                                                                                                                                                    PyTorch
-    #   token_loss f32[C] = f6                                                                                                                                                 PyTorch
-    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f4_log_prob)                                                                                                           PyTorch
+    #   f5 f32[C] = f1 * i1[chunk]                                                                                                                                             PyTorch
+    #   f5_log_prob f32[C] = f1_log_prob * i1[chunk]                                                                                                                           PyTorch
+    #   f6 f32[C] = f2 * 1.220703125e-06                                                                                                                                       PyTorch
+    #   f7 f32[C] = f5 + f6                                                                                                                                                    PyTorch
+    #   token_loss f32[C] = f7                                                                                                                                                 PyTorch
+    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f5_log_prob)                                                                                                           PyTorch
     #   g_e f32[C] = s[chunk] * -1.220703125e-06                                                                                                                               PyTorch
     #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * (-g_p + g_e * (row_log_sum - entropy) - g_e * (logits - row_max)) - -g_p * [v == y[chunk]]  (in place)  PyTorch
     #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                                                                         PyTorch

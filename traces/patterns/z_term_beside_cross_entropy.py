@@ -59,7 +59,7 @@ def computation(hidden, weight, labels):
   del t15, t0
   t17 = torch.reshape(t16, (2, 4096))  # t17: "cpu i64[2, 4096]"
   del t16
-  (t18, t19, t20, t21, t22, t23) = linear_cross_entropy_fwd(hidden, weight, t17, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "where", ("i0", "log_prob", 0.0)), ("f1", "neg", ("f0",)), ("f3", "pow", ("log_sum_exp", 2)), ("f4", "mul", ("f1", "i1")), ("f5", "mul", ("f3", 1.220703125e-08)), ("f6", "add", ("f4", "f5"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t14, t12))
+  (t18, t19, t20, t21, t22, t23) = linear_cross_entropy_fwd(hidden, weight, t17, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "where", ("i0", "log_prob", 0.0)), ("f1", "neg", ("f0",)), ("f4", "pow", ("log_sum_exp", 2)), ("f5", "mul", ("f1", "i1")), ("f6", "mul", ("f4", 1.220703125e-08)), ("f7", "add", ("f5", "f6"))), strategy='gradients_in_forward', chunk_rows=65, token_inputs=(t14, t12))
     # x = hidden, W = weight, y = t17, i0 = t14, i1 = t12
     # loss = t18: f32[], row_max = t19: f32[8192], row_log_sum = t20: f32[8192], valid_count = t21: i64[], dX = t22: f32[2, 4096, 4096], dW = t23: f32[128256, 4096]
     # s f32[8192] = 1                                                                                                     PyTorch
@@ -73,16 +73,16 @@ def computation(hidden, weight, labels):
     #   f0_log_prob f32[C] = where(i0[chunk], 1, 0)                                                                       PyTorch
     #   f1 f32[C] = -f0                                                                                                   PyTorch
     #   f1_log_prob f32[C] = f0_log_prob * -1                                                                             PyTorch
-    #   f3 f32[C] = log_sum_exp ** 2                                                                                      PyTorch
-    #   f3_log_sum_exp f32[C] = log_sum_exp * 2                                                                           PyTorch
-    #   f4 f32[C] = f1 * i1[chunk]                                                                                        PyTorch
-    #   f4_log_prob f32[C] = f1_log_prob * i1[chunk]                                                                      PyTorch
-    #   f5 f32[C] = f3 * 1.220703125e-08                                                                                  PyTorch
-    #   f5_log_sum_exp f32[C] = f3_log_sum_exp * 1.220703125e-08                                                          PyTorch
-    #   f6 f32[C] = f4 + f5                                                                                               PyTorch
-    #   token_loss f32[C] = f6                                                                                            PyTorch
-    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f4_log_prob)                                                      PyTorch
-    #   g_l f32[C] = where(s[chunk] == 0, 0, s[chunk] * f5_log_sum_exp)                                                   PyTorch
+    #   f4 f32[C] = log_sum_exp ** 2                                                                                      PyTorch
+    #   f4_log_sum_exp f32[C] = log_sum_exp * 2                                                                           PyTorch
+    #   f5 f32[C] = f1 * i1[chunk]                                                                                        PyTorch
+    #   f5_log_prob f32[C] = f1_log_prob * i1[chunk]                                                                      PyTorch
+    #   f6 f32[C] = f4 * 1.220703125e-08                                                                                  PyTorch
+    #   f6_log_sum_exp f32[C] = f4_log_sum_exp * 1.220703125e-08                                                          PyTorch
+    #   f7 f32[C] = f5 + f6                                                                                               PyTorch
+    #   token_loss f32[C] = f7                                                                                            PyTorch
+    #   g_p f32[C] = where(s[chunk] == 0, 0, s[chunk] * f5_log_prob)                                                      PyTorch
+    #   g_l f32[C] = where(s[chunk] == 0, 0, s[chunk] * f6_log_sum_exp)                                                   PyTorch
     #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * (-g_p + g_l) - -g_p * [v == y[chunk]]  (in place)  PyTorch
     #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
     #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
