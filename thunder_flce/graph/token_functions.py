@@ -86,6 +86,8 @@ def _written(steps: Sequence[BoundSymbol], result: Any, names: Mapping[str, str]
         if bsym.sym.name.endswith("_"):
             if bsym.args[0].name in shared:
                 raise in_place(bsym.sym.name)
+            if carries_grad(bsym.args[0]) and not carries_grad(out):
+                raise NotOfTokens(f"{bsym.sym.name} in place without gradients, of a tensor that has some")
             # It stands for the result from now on.
             known[bsym.args[0].name] = name
         elif bsym.sym.id in COPIES or bsym.sym.name == "detach":
