@@ -2,8 +2,8 @@
 
 Compiled programs say `torch.ops.thunder_flce.scale_gradient`, which returns a new tensor. Inductor knows whether it may
 overwrite the finished gradient, which nobody but the backward reads: it then calls `scale_gradient_` for a large one,
-and for a factor of 1 that ends before it touches memory. At S1 this is 0.5 ms of 39 that PyTorch's operations, which
-always read and write the gradient of the weight, take.
+and for a factor of 1 that ends before it touches memory. That saves a read and a write of the weight's gradient, 0.4 of
+39 ms at S1.
 """
 
 import sys
