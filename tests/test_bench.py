@@ -267,7 +267,7 @@ def checkout(tmp_path):
     shutil.copytree(ROOT / "thunder_flce", folder / "thunder_flce", ignore=shutil.ignore_patterns("__pycache__"))
     functional = folder / "thunder_flce" / "functional.py"
     start = "    loss = Loss(\n        reduction=reduction,"
-    slower = "    import time\n\n    time.sleep(0.02)\n    held = torch.empty(250_000)\n"
+    slower = "    import time\n\n    time.sleep(0.1)\n    held = torch.empty(250_000)\n"
     text = functional.read_text(encoding="utf-8")
     assert text.count(start) == 1
     functional.write_text(text.replace(start, slower + start), encoding="utf-8")
@@ -281,7 +281,7 @@ def test_against_another_checkout(tmp_path, checkout, capsys):
     assert [row["method"] for row in rows] == ["flce", "flce, recompute_logits"]
     for row in rows:
         assert (row["subset"], row["base"], row["name"], row["pairs"]) == ("against", "abc", "tiny", 2)
-        assert row["base_time_ms"] >= 20 and row["ratio"] < 0.9
+        assert row["base_time_ms"] >= 100 and row["ratio"] < 0.9
         assert row["ratio_p20"] <= row["ratio"] <= row["ratio_p80"]
         assert row["base_above_outputs_gb"] - row["above_outputs_gb"] > 0.9e-3
         assert row["memory_ratio"] == pytest.approx(row["above_outputs_gb"] / row["base_above_outputs_gb"])
