@@ -2,7 +2,7 @@
 # make test     all tests; those that need a GPU skip without one
 # make check    style, the order of imports and types, then all tests: what .ci/run does
 # make lint     the same without the tests
-# make matrix   a short suite on every supported version of Python, PyTorch, thunder and transformers: three hours
+# make matrix   a short suite on every supported version of Python, PyTorch, thunder and transformers: an hour or so
 # make traces   prints the traces in traces/ anew
 # make mutants  breaks the implementation hundreds of times, one line each, and shows that the tests notice
 #
@@ -38,7 +38,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
