@@ -335,6 +335,10 @@ BAD = {
     "single tokens.*control flow": {"token_loss": lambda p, e, *_: p if p.sum() > 0 else e},
     "single tokens.*among its arguments": {"token_loss": lambda p, e, *_: p * torch.ones(B * T)},
     "single tokens.*depends on none of log_prob, entropy, log_sum_exp": {"token_loss": lambda p, e, a, *_: a * 2},
+    "depends on none of": {
+        "token_loss": lambda p, e, a, *_: a * 2,
+        "token_inputs": [torch.ones(B * T, dtype=torch.uint8)] * 3,
+    },
     "single tokens.*float as its result": {"token_loss": lambda p, e, *_: 1.0},
     "single tokens.*those of math": {"token_loss": lambda p, e, *_: p * math.exp(e)},
     "single tokens.*item assignment": {"token_loss": assigning},
@@ -344,6 +348,14 @@ BAD = {
     "single tokens.*stack of several": {"token_loss": lambda p, e, *_: torch.stack([p, e])},
     "single tokens.*max with such": {"token_loss": lambda p, e, *_: torch.max(p, 0)},
     "single tokens.*where with such": {"token_loss": lambda p, e, *_: torch.where(TWO > 1, p, e)},
+    "single tokens.*a cast of torch.float32 to torch.int64": {"token_loss": lambda p, e, *_: p * e.long()},
+    "single tokens.*cast of torch.float32 to": {
+        "token_loss": lambda p, e, k, *_: p * (k / 2).long(),
+        "token_inputs": [torch.arange(B * T)] * 3,
+    },
+    "single tokens.*logical_xor of numbers": {"token_loss": lambda p, e, *_: p * torch.logical_xor(p, e)},
+    "single tokens.*floordiv": {"token_loss": lambda p, e, *_: p * (e // 2)},
+    "single tokens.*mod": {"token_loss": lambda p, e, *_: p * (e % 2)},
     "no other strategy": {"options": Options(strategy="save_logits")},
     "without it they have no meaning": {"token_loss": None},
 }  # fmt: skip
@@ -421,6 +433,63 @@ def test_compiled_programs(compiler, without_inductor):  # noqa: F811
                 loss = function(hidden, weight, factor)
                 found.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
         torch.testing.assert_close(*found)
+
+
+PROMOTED = {
+    "masks inverted": lambda p, e, mask, *_: torch.where(~mask, p, e) * ~mask,
+    "masks in arithmetic": lambda p, e, mask, *_: p / (mask + 1) + e * mask**2 - p * (mask * 3) + p * mask,
+    "masks as numbers": lambda p, e, mask, *_: p * (mask.double() * 0.3) + e * (mask.double() - 1),
+    "masks as integers": lambda p, e, mask, *_: p * (1 - mask.long()) + e * mask.int() * torch.where(mask, 1, 7),
+    "integers as masks": lambda p, e, mask, k, _: p * k.bool() + e * (k.to(torch.bool) ^ mask) * (k > 1),
+    "integers": lambda p, e, mask, k, _: torch.maximum(p, -k) + e * (k + mask) ** 2 + p * k.clamp(min=2).long(),
+    "dtypes of others": lambda p, e, mask, k, _: p * (p > -k).to(k.dtype) + e * k.type_as(p) + p * mask.type_as(k),
+    "fractions of integers": lambda p, e, mask, k, _: p / k.double() + e * k.double().reciprocal(),
+    "bytes": lambda p, e, mask, k, byte: p * byte * byte + e * (byte.double() - 1) * 300,
+    "bytes in derivatives": lambda p, e, mask, k, byte: torch.maximum(p * byte + p * byte, e * byte + 1000),
+}
+
+
+def promoted_inputs():
+    mask, k = torch.arange(B * T) % 3 > 0, 1 + torch.arange(B * T) % 4
+    return mask, k, (mask * 200).to(torch.uint8)
+
+
+@pytest.mark.parametrize("function", PROMOTED.values(), ids=PROMOTED)
+def test_dtypes_of_inputs(function):
+    """True and False, integers and narrow ones become what PyTorch makes of them, with any default dtype."""
+    tensors = (*operands()[:4], *promoted_inputs())
+    right = with_gradients(eager, function, tensors)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.testing.assert_close(with_gradients(ours, function, tensors), right, rtol=1e-12, atol=1e-12)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("compiler", ["thunder.jit", "torch.compile", "written out"])
+def test_dtypes_in_programs(compiler):
+    hidden, weight, _, labels, *_ = operands()
+
+    def loss(*given):
+        return sum(function(*given) for function in PROMOTED.values())
+
+    def written_out(hidden, weight, *inputs):
+        log_probs = F.linear(hidden, weight).log_softmax(-1)
+        log_prob = log_probs.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
+        return loss(log_prob, -(log_probs.exp() * log_probs).sum(-1), *inputs).mean()
+
+    def called(hidden, weight, *inputs):
+        return linear_cross_entropy(hidden, weight, labels.clamp(min=0), token_loss=loss, token_inputs=inputs)
+
+    program = written_out if compiler == "written out" else called
+    compiled = COMPILERS.get(compiler, partial(thunder_flce.jit, strict=True))(program)
+    found = []
+    for function in (compiled, written_out):
+        value = function(hidden, weight, *promoted_inputs())
+        found.append((value.detach(), *torch.autograd.grad(value, (hidden, weight))))
+    torch.testing.assert_close(*found)
+    if program is written_out:
+        assert all(not decision.note for decision in decisions(compiled))
 
 
 def test_module():

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from thunder_flce.operation.arguments import check_token_inputs
-from thunder_flce.operation.token_loss import VARIABLES, NotOfTokens, TokenLoss, TokenLossWriter, input_name
+from thunder_flce.operation.token_loss import CASTS, VARIABLES, NotOfTokens, TokenLoss, TokenLossWriter, input_name
 
-_CASTS = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
 # What may give the same tensor, or one that shares its memory.
-_ALIASES = ("detach", "to", "type_as", "bool", *_CASTS)
+_ALIASES = ("detach", "to", "type_as", *CASTS)
 
 
 class _Name(NamedTuple):
@@ -110,11 +109,11 @@ def _operator(called: str, *, is_reflected: bool = False) -> Callable[..., _Numb
     return lambda self, *others: self._then(called, self, *others)
 
 
-for _called in ("add", "sub", "mul", "truediv", "pow"):
+for _called in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod"):
     setattr(_Numbers, f"__{_called}__", _operator(_called))
     setattr(_Numbers, f"__r{_called}__", _operator(_called, is_reflected=True))
     setattr(_Numbers, f"__i{_called}__", _operator(f"{_called}_"))
-for _called in ("and", "or"):
+for _called in ("and", "or", "xor"):
     setattr(_Numbers, f"__{_called}__", _operator(f"bitwise_{_called}"))
     setattr(_Numbers, f"__r{_called}__", _operator(f"bitwise_{_called}", is_reflected=True))
     setattr(_Numbers, f"__i{_called}__", _operator(f"bitwise_{_called}_"))
@@ -147,6 +146,8 @@ def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenL
     """
     check_token_inputs(inputs)
     steps: list[_Step] = []
+    if torch.compiler.is_dynamo_compiling():
+        _have_dynamo_invert()
     names = [*VARIABLES[:2], *map(input_name, range(len(inputs)))]
     by_name = names_asked_for(function, names)
     try:
@@ -155,8 +156,8 @@ def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenL
             result = function(*(given[name] for name in names), **{name: given[name] for name in by_name})
         if not isinstance(result, _Numbers):
             raise NotOfTokens(f"{type(result).__name__} as its result")
-        is_logical = tuple(getattr(each, "dtype", None) is torch.bool for each in inputs)
-        written = _written(tuple(steps), _Name(result._name), is_logical)
+        dtypes = tuple(getattr(each, "dtype", torch.float32) for each in inputs)
+        written = _written(tuple(steps), _Name(result._name), dtypes)
         if isinstance(written, str):
             raise NotOfTokens(written)
         return written
@@ -199,16 +200,31 @@ def names_asked_for(function: Callable[..., Any], names: Sequence[str]) -> list[
 
 
 @torch.compiler.assume_constant_result
-def _written(steps: tuple[_Step, ...], result: _Name, is_logical: tuple[bool, ...]) -> TokenLoss | str:
+def _have_dynamo_invert() -> None:
+    """Has Dynamo, of torch 2.10 and others, trace `~mask` of stand-ins as it traces `-ratio`."""
+    from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    def call_invert(self: Any, tx: Any, operand: Any) -> Any:
+        is_ours = isinstance(operand, UserDefinedObjectVariable) and operand.python_type() is _Numbers
+        # None leaves it to what else there is.
+        return operand.call_method(tx, "__invert__", [], {}) if is_ours else None
+
+    if not hasattr(BuiltinVariable, "call_invert"):
+        BuiltinVariable.call_invert = call_invert  # type: ignore[attr-defined]
+
+
+@torch.compiler.assume_constant_result
+def _written(steps: tuple[_Step, ...], result: _Name, dtypes: tuple[torch.dtype, ...]) -> TokenLoss | str:
     """The loss, or what is none. Dynamo takes an error in here for one of its own."""
     try:
-        return _write_steps(steps, result, is_logical)
+        return _write_steps(steps, result, dtypes)
     except (NotOfTokens, NotImplementedError) as problem:
         return str(problem)
 
 
-def _write_steps(steps: tuple[_Step, ...], result: _Name, is_logical: tuple[bool, ...]) -> TokenLoss:
-    writer = TokenLossWriter(is_logical)
+def _write_steps(steps: tuple[_Step, ...], result: _Name, dtypes: tuple[torch.dtype, ...]) -> TokenLoss:
+    writer = TokenLossWriter(dtypes)
     values: dict[str, Any] = {}
 
     def value(argument: Any) -> Any:
@@ -225,18 +241,12 @@ def write(writer: TokenLossWriter, called: str, args: list[Any], kwargs: dict[st
     """The name of the result of a function or a method, as `TokenLossWriter.write`; of casts, too, and dtypes."""
     if called == "dtype":
         return writer.dtype(args[0])
-    if called in ("to", "type_as", "bool", *_CASTS):
-        dtype: Any = _CASTS.get(called, torch.bool)
-        if called == "to":
-            given = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype | str)]
-            dtype = given[0] if given else None
-        elif called == "type_as":
-            dtype = args[1]
+    if called in ("to", "type_as", *CASTS):
+        given = [each for each in (*args[1:], *kwargs.values()) if isinstance(each, torch.dtype | str)]
+        dtype = CASTS.get(called, given[0] if given else None)
         if isinstance(dtype, str):
             # That of a tensor.
             dtype = writer.dtype(dtype)
-        if dtype is torch.bool:
-            return writer.as_logical(args[0])
-        if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
-            return writer.as_float(args[0])
+        if dtype is not None:
+            return writer.cast(args[0], dtype)
     return writer.write("logsigmoid" if called == "log_sigmoid" else called, args, kwargs)

@@ -21,7 +21,7 @@ from thunder_flce.graph.thunder_private import (
     unwrap,
     wrap_const,
 )
-from thunder_flce.operation.token_loss import VARIABLES, NotOfTokens, TokenLossWriter, input_name
+from thunder_flce.operation.token_loss import CASTS, VARIABLES, NotOfTokens, TokenLossWriter, input_name
 from thunder_flce.token_functions import in_place, names_asked_for, not_of_tokens
 
 
@@ -30,13 +30,15 @@ def interpreted_token_loss(
 ) -> Any:
     """What `thunder_flce.token_functions.token_loss_of` gives, of a wrapped function, and wrapped; or a signal."""
     positional = [*VARIABLES[:2], *map(input_name, range(len(inputs)))]
-    is_logical = [dtypes.is_boolean_dtype(each.dtype) for each in inputs]
+    of_inputs = {
+        input_name(number): loss_dtype(input) if dtypes.is_float_dtype(each.dtype) else each.dtype
+        for number, each in enumerate(inputs)
+    }
     trace = get_tracectx()
     steps: list[BoundSymbol] = []
 
     def stand_in(name: str) -> TensorProxy:
-        is_bool = name not in VARIABLES and is_logical[positional.index(name) - 2]
-        dtype = dtypes.bool8 if is_bool else loss_dtype(input)
+        dtype = of_inputs.get(name, loss_dtype(input))
         return TensorProxy(shape=tuple(target.shape), device=input.device, dtype=dtype, requires_grad=name in VARIABLES)
 
     trace.push_scope(steps)
@@ -50,7 +52,8 @@ def interpreted_token_loss(
         if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             return result
         names = {proxy.name: name for name, proxy in given.items()}
-        return wrap_const(_written(steps, unwrap(result), names, is_logical))
+        writer = TokenLossWriter([*map(dtypes.to_torch_dtype, of_inputs.values())])
+        return wrap_const(_written(writer, steps, unwrap(result), names))
     except NotOfTokens as problem:
         return do_raise(not_of_tokens(problem))
     except TypeError as problem:
@@ -59,8 +62,8 @@ def interpreted_token_loss(
         trace.pop_scope()
 
 
-def _written(steps: Sequence[BoundSymbol], result: Any, names: Mapping[str, str], is_logical: Sequence[bool]) -> Any:
-    writer, known, shared = TokenLossWriter(is_logical), dict(names), set(names)
+def _written(writer: TokenLossWriter, steps: Sequence[BoundSymbol], result: Any, names: Mapping[str, str]) -> Any:
+    known, shared = dict(names), set(names)
 
     def name_of(argument: Any) -> Any:
         if not isinstance(argument, TensorProxy):
@@ -75,11 +78,9 @@ def _written(steps: Sequence[BoundSymbol], result: Any, names: Mapping[str, str]
             continue  # Turns gradients off or on, which the results say.
         if not isinstance(out, TensorProxy):
             raise NotOfTokens(bsym.sym.name)
-        if not dtypes.is_boolean_dtype(out.dtype) and not dtypes.is_float_dtype(out.dtype):
-            raise NotOfTokens(f"{bsym.sym.name} that gives integers")
-        if bsym.sym.id in COPIES:
-            name = name_of(bsym.flat_proxy_args[0])
-            name = writer.as_logical(name) if dtypes.is_boolean_dtype(out.dtype) else writer.as_float(name)
+        is_copy = bsym.sym.id in COPIES or bsym.sym.name in CASTS
+        if is_copy:
+            name = writer.cast(name_of(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(out.dtype))
         else:
             args, kwargs = list(map(name_of, bsym.args)), {name: name_of(each) for name, each in bsym.kwargs.items()}
             name = writer.write(bsym.sym.name.removesuffix("_"), args, kwargs)
@@ -90,7 +91,7 @@ def _written(steps: Sequence[BoundSymbol], result: Any, names: Mapping[str, str]
                 raise NotOfTokens(f"{bsym.sym.name} in place without gradients, of a tensor that has some")
             # It stands for the result from now on.
             known[bsym.args[0].name] = name
-        elif bsym.sym.id in COPIES or bsym.sym.name == "detach":
+        elif is_copy or bsym.sym.name == "detach":
             shared |= {proxy.name for proxy in (*bsym.flat_proxy_args, out)}
         known[out.name] = name if carries_grad(out) else writer.detached(name)
     if not isinstance(result, TensorProxy):

@@ -179,6 +179,7 @@ OPERATIONS: dict[str, _Operation] = {
     "maximum": _Operation(_largest, lambda f, out, a, d: _of_smaller(f, *a, *d[::-1])),
     "where": _Operation(lambda f, c, x, y: f.where(c, x, y), lambda f, out, a, d: f.where(a[0], d[1], d[2])),
     "detach": _Operation(lambda f, x: x.detach()),
+    "float": _Operation(lambda f, x, like: x.to(like.dtype)),
     "sign": _Operation(lambda f, x: f.sign(x)),
     "lt": _Operation(lambda f, x, y: x < y),
     "le": _Operation(lambda f, x, y: x <= y),
@@ -191,6 +192,8 @@ OPERATIONS: dict[str, _Operation] = {
     "logical_not": _Operation(lambda f, x: f.logical_not(x)),
 }
 _LOGICAL = ("lt", "le", "gt", "ge", "eq", "ne", "logical_and", "logical_or", "logical_not")
+_OF_FRACTIONS = ("div", "exp", "expm1", "log", "log1p", "sqrt", "tanh", "sigmoid", "logsigmoid")
+"""What gives fractions of integers, too."""
 _OF_LOGICAL = {"add": "logical_or", "mul": "logical_and", "maximum": "logical_or", "minimum": "logical_and"}
 """What operations on True and False are."""
 
@@ -222,7 +225,7 @@ _ARGUMENTS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
     "pow": ("pow", lambda input, exponent: (input, exponent)),
     "square": ("pow", lambda input: (input, 2)),
     "rsqrt": ("pow", lambda input: (input, -0.5)),
-    "reciprocal": ("pow", lambda input: (input, -1)),
+    "reciprocal": ("pow", lambda input: (input, -1.0)),
     "relu": ("relu", lambda input, inplace=False: (input,)),
     **dict.fromkeys(("clamp", "clip"), ("clamp", _clamp)),
     "clamp_min": ("clamp", lambda input, min: (input, min, None)),
@@ -233,6 +236,7 @@ _ARGUMENTS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
     "masked_fill": ("where", lambda input, mask, value: (mask, value, input)),
     **dict.fromkeys(("and_", "bitwise_and", "logical_and"), ("logical_and", _two)),
     **dict.fromkeys(("or_", "bitwise_or", "logical_or"), ("logical_or", _two)),
+    **dict.fromkeys(("xor", "bitwise_xor", "logical_xor"), ("ne", _two)),
     **dict.fromkeys(("inv", "invert", "bitwise_not", "logical_not"), ("logical_not", _one)),
     **{name: (name, _two) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
     **{
@@ -243,29 +247,43 @@ _ARGUMENTS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
 }
 
 
+_OF_BITS = ("and_", "bitwise_and", "or_", "bitwise_or", "xor", "bitwise_xor", "inv", "invert", "bitwise_not")
+"""What is known of True and False alone; and so is logical_xor."""
+
+CASTS = {
+    **{"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16},
+    **{"bool": torch.bool, "int": torch.int32, "long": torch.int64},
+}
+"""Methods that change the dtype, beside those that are told which."""
+
+
 class TokenLossWriter:
     """Writes a `TokenLoss` down, operation by operation, as a program calls them.
 
+    Dtypes are promoted as PyTorch's: they say which casts lose nothing. All that have fractions are one, that of the
+    variables, for which float32 stands here.
+
     Args:
-        is_logical: of the further tensors, whether they are True and False.
+        dtypes: of the further tensors.
     """
 
-    def __init__(self, is_logical: Sequence[bool] = ()):
+    def __init__(self, dtypes: Sequence[torch.dtype] = ()):
         self._operations: list[tuple[str, str, tuple[Any, ...]]] = []
-        self._logical = {input_name(number) for number, found in enumerate(is_logical) if found}
-        self._inputs = len(is_logical)
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._inputs = 0
         self._differentiable = {*VARIABLES}
+        for dtype in dtypes:
+            self.add_input(dtype)
 
     def copy(self) -> "TokenLossWriter":
         """Another one that goes on from here."""
         return copy.deepcopy(self)
 
-    def add_input(self, is_logical: bool) -> str:
+    def add_input(self, dtype: torch.dtype) -> str:
         """The name of one more tensor."""
         name = input_name(self._inputs)
         self._inputs += 1
-        if is_logical:
-            self._logical.add(name)
+        self._dtypes[name] = dtype
         return name
 
     def write(self, called: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
@@ -276,14 +294,16 @@ class TokenLossWriter:
         """
         if called not in _ARGUMENTS:
             raise NotOfTokens(called)
-        if called.removeprefix("bitwise_") in ("and", "or", "not", "and_", "or_", "inv", "invert"):
-            if not self._logical.issuperset([*args, *kwargs.values()]):
-                raise NotOfTokens(f"{called} of numbers")
+        if called in (*_OF_BITS, "logical_xor") and not all(map(self._is_logical, (*args, *kwargs.values()))):
+            raise NotOfTokens(f"{called} of numbers")
         operation, of = _ARGUMENTS[called]
         try:
             arguments = of(*args, **kwargs)
         except (TypeError, NotOfTokens) as error:
             raise NotOfTokens(f"{called} with such arguments") from error
+        if called == "masked_fill" and self._is_logical(arguments[2]) and not isinstance(arguments[1], str):
+            # The result has the dtype of what is filled.
+            arguments = (arguments[0], bool(arguments[1]), arguments[2])
         has_dim = called in ("max", "min", "torch_max") and any(type(each) is int for each in arguments)
         if has_dim or (operation == "where" and not isinstance(arguments[0], str)):
             raise NotOfTokens(f"{called} with such arguments")
@@ -296,29 +316,55 @@ class TokenLossWriter:
             raise NotOfTokens(f"{called} with tensors in place of numbers")
         if not all(math.isfinite(each) for each in fixed if each is not None):
             raise NotOfTokens(f"{called} with numbers that are not finite")
-        found = [each in self._logical for each in arguments]
-        if operation in _OF_LOGICAL and all(found):
+        kept, promoted = ((), arguments) if operation != "where" else (arguments[:1], arguments[1:])
+        if operation in _OF_LOGICAL and all(map(self._is_logical, arguments)):
             operation = _OF_LOGICAL[operation]
-        elif operation == "mul" and any(found):
-            # Its derivative would be True and False, of which two add up to one.
-            arguments = tuple(self.as_float(each) if isinstance(each, str) else each for each in arguments)
+        elif operation in _OF_FRACTIONS or self._promoted(promoted).is_floating_point:
+            arguments = (*kept, *(self.as_float(each) if isinstance(each, str) else each for each in promoted))
         return self._append(operation, tuple(map(_written, arguments)))
 
     def dtype(self, name: str) -> torch.dtype:
-        """That of True and False, or that of numbers, which are all the same here."""
-        return torch.bool if name in self._logical else torch.float32
+        """That of a tensor."""
+        dtype = self._dtypes.get(name, torch.float32)
+        return torch.float32 if dtype.is_floating_point else dtype
+
+    def cast(self, name: str, dtype: torch.dtype) -> str:
+        """The name of a tensor in another dtype.
+
+        Raises:
+            NotOfTokens: for integers that may be others than the numbers they are made of.
+        """
+        if dtype.is_floating_point:
+            return self.as_float(name)
+        if dtype is torch.bool:
+            return name if self._is_logical(name) else self._append("ne", (name, 0))
+        if self._is_logical(name) and dtype in (torch.int32, torch.int64):
+            return self._append("where", (name, 1, 0))
+        if dtype is not self.dtype(name):
+            raise NotOfTokens(f"a cast of {self.dtype(name)} to {dtype}")
+        return name
 
     def as_float(self, name: str) -> str:
-        """The name of a tensor as numbers, which all are but those of True and False."""
-        return self._append("where", (name, 1.0, 0.0)) if name in self._logical else name
-
-    def as_logical(self, name: str) -> str:
-        """The name of a tensor as True and False."""
-        return name if name in self._logical else self._append("ne", (name, 0.0))
+        """The name of a tensor as numbers with fractions."""
+        return name if self.dtype(name).is_floating_point else self._append("float", (name, VARIABLES[0]))
 
     def detached(self, name: str) -> str:
         """The name of a tensor through which no gradient flows."""
         return self._append("detach", (name,)) if name in self._differentiable else name
+
+    def _is_logical(self, argument: Any) -> bool:
+        return isinstance(argument, str) and self.dtype(argument) is torch.bool
+
+    def _promoted(self, arguments: Sequence[Any]) -> torch.dtype:
+        """Of tensors and numbers together. A number makes a tensor's dtype only one that can hold its kind."""
+        dtype = torch.bool
+        for each in arguments:
+            if isinstance(each, str):
+                dtype = torch.promote_types(dtype, self.dtype(each))
+        if any(isinstance(each, float) for each in arguments):
+            return torch.promote_types(dtype, torch.float32)
+        is_counted = any(type(each) is int for each in arguments)
+        return torch.int64 if is_counted and dtype is torch.bool else dtype
 
     def _append(self, operation: str, arguments: tuple[Any, ...]) -> str:
         for name, *others in self._operations:
@@ -326,13 +372,9 @@ class TokenLossWriter:
                 return name
         name = f"f{len(self._operations)}"
         self._operations.append((name, operation, arguments))
-        chosen = arguments[1:] if operation == "where" else arguments
-        keeps_logical = operation in ("where", "detach") and all(
-            isinstance(each, bool) or each in self._logical for each in chosen
-        )
-        if operation in _LOGICAL or keeps_logical:
-            self._logical.add(name)
-        elif OPERATIONS[operation].derivative is not None and not self._differentiable.isdisjoint(arguments):
+        promoted = self._promoted(arguments[1:] if operation == "where" else arguments)
+        self._dtypes[name] = torch.bool if operation in _LOGICAL else promoted
+        if OPERATIONS[operation].derivative is not None and not self._differentiable.isdisjoint(arguments):
             self._differentiable.add(name)
         return name
 
@@ -348,7 +390,9 @@ class TokenLossWriter:
             needed = {self._append("mul", (result, 1.0))}
         for name, operation, arguments in reversed(self._operations):
             if name in needed:
-                needed |= {each for each in arguments if isinstance(each, str)}
+                # Of the last argument, "float" has the dtype alone.
+                read = arguments[:1] if operation == "float" else arguments
+                needed |= {each for each in read if isinstance(each, str)}
                 kept.append((name, operation, arguments))
         if needed.isdisjoint(VARIABLES):
             raise NotOfTokens(f"a result that depends on none of {', '.join(VARIABLES)}")

@@ -23,6 +23,7 @@ from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES
 from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
 from thunder_flce.graph.matching.upstream import Step, linear_step
 from thunder_flce.operation.token_loss import (
+    CASTS,
     NotOfTokens,
     TokenLoss,
     TokenLossWriter,
@@ -127,7 +128,7 @@ class TokenSum:
         for weight, summand in zip(weights, self._summands, strict=True):
             factor = weight
             if isinstance(weight, TensorProxy):
-                factor = writer.add_input(is_logical=False)
+                factor = writer.add_input(torch.float32)
                 inputs.append(next(left))
             weighted = summand if factor == 1.0 else writer.write("mul", (summand, factor), {})
             total = weighted if total is None else writer.write("add", (total, weighted), {})
@@ -202,7 +203,7 @@ class _Search:
         for source in sources:
             name = source.variable
             if source.labels is not None:
-                is_valid = self._writer.add_input(is_logical=True)
+                is_valid = self._writer.add_input(torch.bool)
                 shape = tuple(source.tensor.shape)
                 self._inputs[is_valid] = TokenInput(source.labels, shape, True, source.ignore_index)
                 name = self._writer.write("where", (is_valid, name, 0.0), {})
@@ -255,20 +256,16 @@ class _Search:
     def _written(self, bsym: BoundSymbol, has_grad: bool) -> str:
         """The name of an operation on single tokens."""
         out, kind = bsym.output, bsym.sym.id
-        if kind in RESHAPES | COPIES or kind == prims.PrimIDs.CONVERT_ELEMENT_TYPE:
-            name = self._tokens[bsym.flat_proxy_args[0].name]
-            if dtypes.is_boolean_dtype(out.dtype):
-                return self._writer.as_logical(name)
-            if not dtypes.is_float_dtype(out.dtype):
-                raise NotASum(f"{bsym.sym.name} makes integers of it")
-            name = self._writer.as_float(name)
-            return name if has_grad else self._writer.detached(name)
 
         def argument(given: Any) -> Any:
             if not isinstance(given, TensorProxy):
                 return given
             return self._tokens[given.name] if given.name in self._tokens else self._input(given, bsym, has_grad)
 
+        if kind in RESHAPES | COPIES or kind == prims.PrimIDs.CONVERT_ELEMENT_TYPE or bsym.sym.name in CASTS:
+            # The first alone: of another one, it takes shape or dtype.
+            name = self._writer.cast(argument(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(out.dtype))
+            return name if has_grad else self._writer.detached(name)
         args = [argument(given) for given in bsym.args]
         kwargs = {name: argument(given) for name, given in bsym.kwargs.items()}
         name = self._writer.write(bsym.sym.name, args, kwargs)
@@ -284,7 +281,7 @@ class _Search:
         for name, known in self._inputs.items():
             if not known.is_label and known.shape == shape and self._index.same_values(known.tensor, tensor):
                 return name
-        name = self._writer.add_input(is_logical=dtypes.is_boolean_dtype(tensor.dtype))
+        name = self._writer.add_input(dtypes.to_torch_dtype(tensor.dtype))
         self._inputs[name] = TokenInput(tensor, shape)
         return name
 
