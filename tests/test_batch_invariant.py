@@ -10,6 +10,7 @@ from test_plan import S1
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.execution.matmul import cublaslt
 from thunder_flce.execution.plan import GradientsInForward
+from thunder_flce.operation.divergence import KINDS
 from thunder_flce.options import STRATEGIES
 from thunder_flce.planning.choose import make_plan
 from thunder_flce.planning.program import program
@@ -49,7 +50,7 @@ def batch(request, device):
     if on_cuda:
         torch.mm(*torch.zeros(2, 8, 8, dtype=torch.bfloat16, device=device))  # PyTorch loads cuBLASLt.
         if cublaslt.loaded() is None:
-            pytest.skip("needs cuBLASLt of CUDA 12")
+            pytest.skip("needs cuBLASLt of CUDA 12 or later")
     size = SIZES["cuda" if on_cuda else "cpu"][request.param]
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -129,8 +130,10 @@ def test_other_calls(batch):
 @pytest.mark.parametrize(
     ("changes", "options", "reason"),
     [
-        ({"dtype": torch.float32}, {}, "on CUDA it needs bfloat16 or float16, but the input is torch.float32"),
-        ({"terms": (replace(S1.terms[0], hidden=20),)}, {}, r"multiples of 8, but they are \[20\]"),
+        ({"dtype": torch.float32}, {}, "on CUDA it needs bfloat16 or float16, but input is torch.float32"),
+        ({"terms": (replace(S1.terms[0], hidden=20),)}, {}, r"of 8, but the hidden sizes of input are \[20\]"),
+        ({"teacher_dtype": torch.float32}, {}, "bfloat16 or float16, but teacher_input is torch.float32"),
+        ({"teacher_dtype": torch.bfloat16, "teacher_hidden": 20}, {}, r"sizes of teacher_input are \[20\]"),
         ({}, {"row_kernels": "torch"}, "on CUDA it needs Triton"),
         ({"device_type": "xpu"}, {}, "runs on CUDA and on a CPU, but the input is on 'xpu'"),
     ],
@@ -141,10 +144,29 @@ def test_what_cannot_be(changes, options, reason):
         make_plan(replace(S1, **changes), replace(INVARIANT, **options))
 
 
-def test_divergences_have_none():
-    x, weight = torch.randn(3, 4), torch.randn(5, 4)
-    with pytest.raises(ValueError, match=r"linear_kl_divergence does not take Options\(batch_invariant=True\)"):
-        linear_kl_divergence(x, weight, x, weight, options=INVARIANT)
+@pytest.mark.parametrize(("batch", "kind"), list(enumerate(KINDS)), indirect=["batch"])
+def test_divergences(batch, kind):
+    """Of a token and its teacher: alone, in a part, in chunks, beside ignored rows, and where gradients are made."""
+    # On a CPU, matmuls in bfloat16 take long.
+    dtype, tokens = (batch.x.dtype, 4096) if batch.x.is_cuda else (torch.float32, 34)
+    x, weight = (tensor.to(dtype, copy=True).requires_grad_() for tensor in (batch.x[:tokens], batch.weight))
+    teacher_x, teacher_weight = (tensor.detach().flip(0) for tensor in (x, weight))
+
+    def found(rows, *, reduction="none", **options):
+        of = x[rows], weight, teacher_x[rows], teacher_weight, batch.target[:tokens][rows]
+        chosen = replace(INVARIANT, **options)
+        return linear_kl_divergence(*of, divergence=kind, temperature=1.3, reduction=reduction, options=chosen)
+
+    expected = found(slice(None)).detach()
+    assert expected[0] > 0 and expected[1] == 0
+    assert torch.equal(found(slice(1, None, 2)), expected[1::2])
+    assert torch.equal(found(slice(None), chunk_rows=13), expected)
+    assert torch.equal(found(slice(None), ignored_rows="compute"), expected)
+    for row, reduction in zip((0, *range(0, 34, 3)), ("sum", *["none"] * 12), strict=True):
+        assert torch.equal(found(slice(row, row + 1), reduction=reduction).sum(), expected[row])
+    with_gradients = torch.autograd.grad(found(slice(0, 1), reduction="sum"), (x, weight))
+    right = torch.autograd.grad(found(slice(0, 1), reduction="sum", batch_invariant=False), (x, weight))
+    torch.testing.assert_close(with_gradients, right)
 
 
 def test_the_plan_says_so():

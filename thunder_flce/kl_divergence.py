@@ -69,6 +69,7 @@ def linear_kl_divergence(
         ignore_index: targets of this value leave their row out; may lie in [0, V).
         reduction: "mean" over the rows that are not ignored, "sum" or "none".
         options: choices about time and memory. The memory budget is for both logits; there is no choice of a strategy.
+            `batch_invariant` asks for the same of teacher_input as of input.
 
     Returns:
         The loss, float32 (float64 for float64 input): () or, for reduction "none", (...), 0 in ignored rows. With
@@ -101,8 +102,6 @@ def linear_kl_divergence(
         )
     if options.strategy is not None:
         raise ValueError(f"linear_kl_divergence has no choice of a strategy, but options has {options.strategy!r}")
-    if options.batch_invariant:
-        raise ValueError("linear_kl_divergence does not take Options(batch_invariant=True)")
     needs_grad = tuple(is_recorded and requires_grad(tensor) for tensor in (input, linear_weight))
     settings = _Settings(divergence=kind, loss=loss, options=options, needs_grad=needs_grad)
     shape = input.shape[:-1]
@@ -159,7 +158,8 @@ def _run(settings: _Settings, tensors: Sequence[Tensor | None], upstream: Tensor
     options = replace(settings.options, strategy=None if upstream is None else GradientsInForward.strategy)
     # The plan of any loss that is reduced: the upstream gradient of each row is known when this runs.
     problem = operators.problem_of(replace(operands, loss=Loss(reduction="sum")), options)
-    plan = cached_plan(replace(problem, has_teacher=True), options, x.device)
+    problem = replace(problem, teacher_dtype=teacher_x.dtype, teacher_hidden=teacher_x.shape[1])
+    plan = cached_plan(problem, options, x.device)
     assert isinstance(plan, GradientsInForward | LossOnly)
     if isinstance(plan, GradientsInForward):
         # Logits of two heads are not staged in one dW; and without targets, no column is known to be frequent.

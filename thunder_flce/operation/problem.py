@@ -44,8 +44,9 @@ class Problem:
     """Tensors that `Loss.token_loss` reads."""
     has_expected_gradient: bool = False
     """Whether gradients in the forward are finished for another upstream gradient than 1."""
-    has_teacher: bool = False
-    """Whether a chunk has a teacher's logits beside it, as many."""
+    teacher_dtype: torch.dtype | None = None
+    """Of the operands of a teacher's logits, of which a chunk has as many beside it; None without one"""
+    teacher_hidden: int = 0
     float32_logits: bool = False
     """Whether logits of 16-bit operands stay in float32."""
     shard: Shard | None = None

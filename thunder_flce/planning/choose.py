@@ -3,6 +3,7 @@
 Plans differ in which matmuls run twice, in how often dW is read and written, and in what is alive at the peak.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -38,6 +39,9 @@ EXACT_CHUNKS = 16
 EXACT_TOKENS_PER_COLUMN = 1 / 15
 FREQUENT_ROWS = 256
 FREQUENT_BYTES = 3 * 2**20
+# With K targets a token, most columns are the target of several tokens of a text: as many times more rows. What is left
+# is the error of columns that are about equally frequent (docs/performance.md, "Losses over log-probabilities").
+FREQUENT_OF_SEVERAL = 4
 
 # On CUDA, chunks of fewer rows leave the matmuls memory-bound: each reads all of W, and reads and writes all of dW.
 # Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its matmuls (about 0.1 ms)
@@ -94,10 +98,39 @@ def make_plan(problem: Problem, options: Options, *, memory: DeviceMemory | None
     check_available(options.row_kernels, dtype=problem.logits_dtype, device_type=problem.device_type)
     if options.batch_invariant:
         _check_batch_invariant(problem, options)
-    plan = _strategy_plan(problem, options, _Budget.of(options, memory))
-    if isinstance(plan, GradientsInForward) and not plan.batch_invariant:
-        plan = _with_staged_logits(problem, plan)
+    plan = _plan_within(problem, options, _Budget.of(options, memory))
     return replace(plan, tune_products=options.tune_products and _has_large_matmuls(problem, plan))
+
+
+def _plan_within(problem: Problem, options: Options, budget: "_Budget") -> Plan:
+    """The plan for a budget, with a warning where the smallest one takes more."""
+
+    def plan_for(chunk: int | None) -> Plan:
+        plan = _strategy_plan(problem, options, budget._replace(chunk=chunk))
+        if isinstance(plan, GradientsInForward) and not plan.batch_invariant:
+            return _with_staged_logits(problem, plan)
+        return plan
+
+    plan, limit = plan_for(budget.chunk), budget.chunk
+    if limit is None or temporary_bytes(problem, plan) <= limit:
+        return plan
+    # What stands beside a chunk is known when there is a plan.
+    beside, candidates = temporary_bytes(problem, plan) - limit, [plan]
+    for chunk in (limit - beside, limit // 2, limit // 4, 0):
+        candidates.append(plan_for(chunk))
+        if temporary_bytes(problem, candidates[-1]) <= limit:
+            return candidates[-1]
+    plan = min(candidates, key=lambda candidate: temporary_bytes(problem, candidate))
+    needed = temporary_bytes(problem, plan)
+    if needed > 1.01 * limit:
+        sums_float32 = getattr(plan, "float32_accumulator", False) and options.accumulate == "auto"
+        cure = '; accumulate="parameter" takes less, with a larger error of dW' if sums_float32 else ""
+        warnings.warn(
+            f"memory_budget is {limit / 1e6:.0f} MB, but {problem.tokens} tokens take {needed / 1e6:.0f} MB: "
+            f"{plan.describe()}{cure}",
+            stacklevel=2,
+        )
+    return plan
 
 
 def lasting_strategy(problem: Problem, options: Options) -> str:
@@ -144,8 +177,8 @@ def logits_bytes(problem: Problem, rows: int) -> int:
     itemsize = problem.dtype.itemsize
     if problem.float32_logits:
         itemsize = 4 + itemsize * problem.needs_grad
-    if problem.has_teacher:
-        itemsize += 4 if problem.float32_logits else itemsize
+    if problem.teacher_dtype is not None:
+        itemsize += max(problem.teacher_dtype.itemsize, 4 * problem.float32_logits)
     return rows * _row_stride(problem, problem.vocab) * itemsize
 
 
@@ -173,13 +206,16 @@ def _check_batch_invariant(problem: Problem, options: Options) -> None:
     reason = ""
     work = RowWork(method="statistics", dtype=problem.logits_dtype)
     if problem.device_type == "cuda":
-        sizes = [term.hidden for term in problem.terms]
-        if problem.dtype.itemsize != 2:
-            reason = f"on CUDA it needs bfloat16 or float16, but the input is {problem.dtype}"
-        elif library(options.row_kernels, work, "cuda") != "Triton":
+        linears = [("input", problem.dtype, [term.hidden for term in problem.terms])]
+        if problem.teacher_dtype is not None:
+            linears.append(("teacher_input", problem.teacher_dtype, [problem.teacher_hidden]))
+        if library(options.row_kernels, work, "cuda") != "Triton":
             reason = 'on CUDA it needs Triton and row_kernels="auto" or "triton"'
-        elif any(size % ROW_MULTIPLE for size in sizes):
-            reason = f"on CUDA it needs hidden sizes that are multiples of {ROW_MULTIPLE}, but they are {sizes}"
+        for name, dtype, sizes in linears:
+            if dtype.itemsize != 2:
+                reason = f"on CUDA it needs bfloat16 or float16, but {name} is {dtype}"
+            elif any(size % ROW_MULTIPLE for size in sizes):
+                reason = f"on CUDA it needs multiples of {ROW_MULTIPLE}, but the hidden sizes of {name} are {sizes}"
     elif problem.device_type != "cpu":
         reason = f"it runs on CUDA and on a CPU, but the input is on {problem.device_type!r}"
     if reason:
@@ -234,10 +270,9 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
     saved_rows = _saved_rows(problem, rows, budget.saved) if strategy is None else 0
     if strategy == "save_logits" or (strategy is None and saved_rows == problem.tokens):
         return SaveLogits(**common)
-    if saved_rows:
-        columns = _block_columns(problem, rows * logits_bytes(problem, 1))
-        return SaveSomeLogits(saved_rows=saved_rows, chunk_rows=rows, block_columns=columns, **common)
-    return _recomputing_plan(problem, options, budget.chunk)
+    columns = _block_columns(problem, rows * logits_bytes(problem, 1))
+    some = SaveSomeLogits(saved_rows=saved_rows, chunk_rows=rows, block_columns=columns, **common)
+    return _within(problem, some, budget.chunk) or _recomputing_plan(problem, options, budget.chunk)
 
 
 def _needs_later_sums(problem: Problem) -> bool:
@@ -252,8 +287,18 @@ def _saved_rows(problem: Problem, chunk_rows: int, budget: int | None) -> int:
         return problem.tokens
     if problem.shard is not None and problem.shard.sequence_parallel:
         return 0
-    rows = (fitting - chunk_rows) // TILE_ROWS * TILE_ROWS
-    return rows if rows >= SMALLEST_SAVED_PART * problem.tokens else 0
+    return (fitting - chunk_rows) // TILE_ROWS * TILE_ROWS
+
+
+def _within(problem: Problem, plan: SaveSomeLogits, budget: int | None) -> SaveSomeLogits | None:
+    """The plan, with fewer saved logits where the backward takes more beside them; None where too few are left."""
+    while plan.saved_rows >= max(SMALLEST_SAVED_PART * problem.tokens, 1):
+        excess = 0 if budget is None else temporary_bytes(problem, plan) - budget
+        if excess <= 0:
+            return plan
+        fewer = plan.saved_rows - -(-excess // logits_bytes(problem, 1))
+        plan = replace(plan, saved_rows=fewer // TILE_ROWS * TILE_ROWS)
+    return None
 
 
 # Chunks.
@@ -312,6 +357,7 @@ def _accumulating_plan(problem: Problem, options: Options, budget: int | None) -
         """With the rows of the most frequent targets in float32 where there are chunks."""
         has_sums = sums_16_bits and rows < problem.tokens
         frequent = min(FREQUENT_ROWS, FREQUENT_BYTES // (4 * max(problem.weight_grad_columns, 1)))
+        frequent *= FREQUENT_OF_SEVERAL if problem.targets_per_token else 1
         return GradientsInForward(chunk_rows=rows, float32_rows=frequent if has_sums else 0, **common)
 
     beside_accumulator = options.chunk_rows or _balanced(problem, _largest_beside_accumulator(problem, budget))
@@ -323,7 +369,7 @@ def _accumulating_plan(problem: Problem, options: Options, budget: int | None) -
         one = in_16_bits(max(problem.tokens, 1))
         plan = min(plan, one, key=lambda candidate: seconds(program(problem, candidate)))
     # The K targets of `target_weights` count as one, though each adds to a row of dW: a sum in float32, or compensated,
-    # would take once more the memory of dW, fewer chunks that of logits; `float32_rows` hold few of so many rows.
+    # would take once more the memory of dW, fewer chunks that of logits.
     few_targets = problem.tokens <= problem.whole_vocab * EXACT_TOKENS_PER_COLUMN
     is_exact = plan.chunk_rows >= problem.tokens or (few_targets and plan.chunk_rows * EXACT_CHUNKS >= problem.tokens)
     if options.accumulate == "parameter" or not sums_16_bits or is_exact:
