@@ -1,6 +1,7 @@
 """The benchmark command end to end, every subset on sizes that a CPU runs in a second."""
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -67,11 +68,17 @@ def bench(path, subset, *options):
 
 def test_distributed(tmp_path):
     shape = "tokens=40,vocab=71,hidden=16,dtype=float32"
-    rows = {row["method"]: row for row in bench(tmp_path / "rows", "distributed", "--shapes", shape)}
-    assert list(rows) == list(distributed.METHODS)
-    for name in ("vocab_parallel", "sequence_parallel", "loss_parallel"):
+    # torch.compile takes half a minute for one of these.
+    names = [name for name in distributed.METHODS if name != "loss_parallel, torch.compile"]
+    arguments = ("distributed", "--shapes", shape, "--methods", *names)
+    rows = {row["method"]: row for row in bench(tmp_path / "rows", *arguments)}
+    assert list(rows) == names
+    chunked = ("loss_parallel, 8 chunks", "loss_parallel, 8 chunks, torch.compile")
+    for name in ("vocab_parallel", "sequence_parallel", "loss_parallel", *chunked):
         assert rows[name]["ranks"] == 2 and rows[name]["dx_error"] < 1e-5 and rows[name]["dw_error"] < 1e-5
     assert rows["vocab_parallel"]["same_bits"] and "same_bits" not in rows["sequence_parallel"]
+    for name in ("liger", "liger, of logits"):
+        assert rows[name]["failed"] == "equal parts of the vocabulary only"
     assert rows["three products"]["ratio"] == 1
     for name in ("fully_shard", "data_parallel"):
         assert rows[name]["dx_error"] < 1e-5 and rows[name]["dw_error"] < 1e-5
@@ -82,7 +89,8 @@ def test_distributed(tmp_path):
 
 def test_losses(tmp_path):
     # torch.compile's take seconds each for a CPU.
-    names = [name for name in losses.METHODS if not name.endswith(("torch.compile", "liger"))]
+    peers = ("torch.compile", "liger", *losses.PER_TOKEN)
+    names = [name for name in losses.METHODS if not name.endswith(peers)]
     rows = {row["method"]: row for row in bench(tmp_path / "rows", "losses", "--methods", *names)}
     floors = ["one matmul", "two matmuls", "three matmuls", "four matmuls"]
     assert list(rows) == [*floors, *names]
@@ -95,6 +103,62 @@ def test_losses(tmp_path):
     # Eager PyTorch has logits (64, 500) in float32 and as much again; a frozen head leaves no room for either.
     assert rows["DPO, frozen head, eager"]["memory_gb"] >= 2 * 64 * 500 * 4 / 1e9
     assert rows["DPO, frozen head, jit"]["memory_gb"] < rows["DPO, frozen head, eager"]["memory_gb"] / 2
+
+
+class PerToken(torch.autograd.Function):
+    """What is computed of each token, with dW only where that is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, weight, target):
+        ctx.save_for_backward(x, weight, target)
+        return -F.cross_entropy(x @ weight.t(), target, reduction="none")
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, target = ctx.saved_tensors
+        dlogits = (F.one_hot(target, len(weight)) - (x @ weight.t()).softmax(-1)) * grad[:, None]
+        return dlogits @ weight, dlogits.t() @ x if ctx.needs_input_grad[1] else None, None
+
+
+class StandIns:
+    """With the arguments of TRL 1.16, Liger 0.8.5 and cut-cross-entropy 25.1."""
+
+    class ChunkedLogProbFunction:
+        @staticmethod
+        def apply(x, weight, bias, targets, temperature, chunk_size, softcap=None, scale=1.0, outputs=("entropy",)):
+            assert (bias, temperature, softcap, scale, outputs) == (None, 1.0, None, 1.0, ())
+            return PerToken.apply(x, weight, targets), None, None, None, None
+
+    class LigerFusedLinearScaledCrossEntropyFunction:
+        @staticmethod
+        def apply(x, weight, target, temperature=1.0, ignore_index=-100, m_tiles=1, return_entropy=False):
+            assert (temperature, ignore_index, return_entropy) == (1.0, -100, False)
+            return -PerToken.apply(x, weight, target)
+
+    @staticmethod
+    def linear_cross_entropy(e, c, targets, *, reduction="mean", filter_eps="auto"):
+        assert reduction == "none" and filter_eps is None
+        return -PerToken.apply(e, c, targets)
+
+
+def test_losses_of_peers(tmp_path, monkeypatch):
+    """Every loss under the log-probabilities of each, for which others stand in here; absent ones say so."""
+    peers = [name for name in losses.METHODS if name.endswith(losses.PER_TOKEN)]
+    assert len(peers) == 3 * 6 + 2 * 2
+    for module in ("trl.kernels", "liger_kernel.ops", "cut_cross_entropy"):
+        monkeypatch.setitem(sys.modules, module, StandIns)
+    options = ["--shapes", "tokens=16,vocab=21,hidden=8,dtype=float32", "--methods"]
+    rows = {row["method"]: row for row in bench(tmp_path / "rows", "losses", *options, *peers)}
+    for name in peers:
+        row, loss = rows[name], losses.LOSSES[losses.METHODS[name][0]]
+        assert {error for error in ("dx", "dw") if f"{error}_error" in row} == set(loss.gradients)
+        assert max(row[f"{result}_error"] for result in ("loss", *loss.gradients)) < 1e-5
+
+    for module in ("trl.kernels", "liger_kernel.ops", "cut_cross_entropy"):
+        monkeypatch.setitem(sys.modules, module, None)
+    absent = [f"mean, {way}" for way in losses.PER_TOKEN]
+    rows = {row["method"]: row for row in bench(tmp_path / "absent", "losses", *options, *absent)}
+    assert all(re.search("trl|liger_kernel|cut_cross_entropy", rows[name]["failed"]) for name in absent)
 
 
 def test_what_the_losses_are():

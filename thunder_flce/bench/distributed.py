@@ -24,7 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from thunder_flce.bench.measuring import TOTAL, Mark, Outcome, Progress, Schedule, Step, peak_bytes, take_turns
+from thunder_flce.bench.measuring import (
+    TOTAL,
+    Mark,
+    Outcome,
+    Progress,
+    Schedule,
+    Step,
+    Unavailable,
+    peak_bytes,
+    take_turns,
+)
+from thunder_flce.bench.methods import peer
 from thunder_flce.bench.reference import make_reference, relative_error, three_matmuls
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.functional import linear_cross_entropy
@@ -32,6 +43,9 @@ from thunder_flce.modules import LinearCrossEntropyLoss
 from thunder_flce.options import Options
 from thunder_flce.planning.traffic import HeadTraffic, head_traffic
 from thunder_flce.vocab_parallel import VocabParallel
+
+# As torchtitan has it by default.
+_CHUNKS = 8
 
 # A rank that fails ends the others after this time.
 _TIMEOUT = timedelta(seconds=60)
@@ -136,12 +150,27 @@ def _vocab_parallel(
     return partial(_run, loss, part, tokens)
 
 
+def _whole(part: Part, tensor: Tensor) -> DTensor:
+    """What all ranks have."""
+    return DTensor.from_local(tensor, part.mesh, [Replicate()], run_check=False)
+
+
+def _weight(part: Part) -> DTensor:
+    """As `ColwiseParallel` has it."""
+    shape = torch.Size((part.vocab, part.inputs.x.shape[1]))
+    return DTensor.from_local(
+        part.inputs.weight, part.mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)
+    )
+
+
+def _value(loss: Tensor) -> Tensor:
+    loss = loss.detach()
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
 def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
     """PyTorch's own: logits as a DTensor that is divided by columns, all of them at once."""
     from torch.distributed.tensor.parallel import loss_parallel
-
-    mesh, hidden = part.mesh, part.inputs.x.shape[1]
-    of_weight = torch.Size((part.vocab, hidden))
 
     def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight).float(), target)
@@ -150,21 +179,80 @@ def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
 
     def step(mark: Mark) -> Result:
         x = part.inputs.x.detach().requires_grad_()
-        weight = part.inputs.weight
         with loss_parallel():
-            value = program(
-                DTensor.from_local(x, mesh, [Replicate()], run_check=False),
-                DTensor.from_local(weight, mesh, [Shard(0)], run_check=False, shape=of_weight, stride=(hidden, 1)),
-                DTensor.from_local(part.inputs.target, mesh, [Replicate()], run_check=False),
-            )
+            value = program(_whole(part, x), _weight(part), _whole(part, part.inputs.target))
             mark("forward")
-            dx, dw = torch.autograd.grad(value, (x, weight))
+            dx, dw = torch.autograd.grad(value, (x, part.inputs.weight))
         mark("backward")
-        whole = value.detach()
-        assert isinstance(whole, DTensor)
-        return Result(loss=whole.to_local(), dx=dx, dw=dw)
+        return Result(loss=_value(value), dx=dx, dw=dw)
 
     return step
+
+
+def _chunked_loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
+    """The same for a part of the tokens at a time, each with a backward of its own, as torchtitan's chunked loss.
+
+    dX is collected in float32, and summed over the ranks once, in its dtype. Compiled is the loss of a part's logits.
+    """
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    x, weight = part.inputs.x.detach(), part.inputs.weight
+    chunks = list(zip(x.chunk(_CHUNKS), part.inputs.target.chunk(_CHUNKS), strict=True))
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), target, reduction="sum")
+
+    program = torch.compile(loss, dynamic=False) if is_compiled else loss
+
+    def step(mark: Mark) -> Result:
+        # In a backward of its own, each part adds to this.
+        weight.grad = None
+        total = x.new_zeros((), dtype=torch.float32)
+        dx = torch.empty_like(x, dtype=torch.float32)
+        count = (part.inputs.target != -100).sum()
+        with loss_parallel():
+            for (x_of_chunk, target), dx_of_chunk in zip(chunks, dx.chunk(_CHUNKS), strict=True):
+                leaf = _whole(part, x_of_chunk).requires_grad_()
+                value = program(F.linear(leaf, _weight(part)), _whole(part, target)) / count
+                value.backward()
+                total += _value(value)
+                assert isinstance(leaf.grad, DTensor)
+                # This rank's share.
+                dx_of_chunk.copy_(leaf.grad.to_local())
+        mark("forward")
+        shares = dx.to(x.dtype)
+        dist.all_reduce(shares, group=part.mesh.get_group())
+        mark("backward")
+        dw, weight.grad = weight.grad, None
+        assert dw is not None
+        return Result(loss=total, dx=shares, dw=dw)
+
+    return step
+
+
+def _liger(part: Part, *, of_logits: bool = False) -> Step:
+    """Liger's, of the linear and the loss, or of all logits, which PyTorch computes.
+
+    The first is a loop in PyTorch: Liger's own kernels for it need NVSHMEM and NVLink's multicast.
+    """
+    if part.vocab % part.mesh.size():
+        raise Unavailable("equal parts of the vocabulary only")
+    if not part.inputs.x.is_cuda:
+        raise Unavailable("runs on GPUs only")
+    fused = peer("liger_kernel.transformers.functional").liger_fused_linear_scaled_cross_entropy_tp
+    cross_entropy = peer("liger_kernel.transformers").LigerVocabParallelCrossEntropy()
+    target, group = part.inputs.target, part.mesh.get_group()
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        if of_logits:
+            logits = F.linear(_whole(part, x), _weight(part))
+            assert isinstance(logits, DTensor)
+            rows = cross_entropy(logits.to_local()[:, None], target[:, None], tp_group=group)
+        else:
+            rows = fused(x, weight, target, tp_group=group)
+        return rows.sum() / (target != -100).sum()
+
+    return partial(_run, loss, part, slice(None))
 
 
 def _data_parallel(part: Part) -> Step:
@@ -213,6 +301,10 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "sequence_parallel": partial(_vocab_parallel, divides_tokens=True),
     "loss_parallel": _loss_parallel,
     "loss_parallel, torch.compile": partial(_loss_parallel, is_compiled=True),
+    "loss_parallel, 8 chunks": _chunked_loss_parallel,
+    "loss_parallel, 8 chunks, torch.compile": partial(_chunked_loss_parallel, is_compiled=True),
+    "liger": _liger,
+    "liger, of logits": partial(_liger, of_logits=True),
     "fully_shard": _fully_shard,
     "data_parallel": _data_parallel,
 }
@@ -278,7 +370,11 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
     steps: dict[str, Step] = {}
     found: dict[str, dict[str, Any]] = {}
     for name in names:
-        step = METHODS[name](part)
+        try:
+            step = METHODS[name](part)
+        except Unavailable as reason:  # On all ranks.
+            found[name] = {"failed": str(reason)}
+            continue
         for _ in range(2):
             result = step(_no_mark)
         if isinstance(result, Result):
@@ -294,13 +390,11 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
     outcomes = take_turns(steps, schedule, device=device, progress=_no_mark)
     times = {name: _slowest(outcome) for name, outcome in outcomes.items()}
     products = times.get("three products")
-    rows = []
     for name, outcome in times.items():
-        spread = outcome.spread(TOTAL, "time_ms")
+        found[name] |= outcome.spread(TOTAL, "time_ms")
         if products is not None:
-            found[name]["ratio"] = spread["time_ms"] / products.spread(TOTAL, "time_ms")["time_ms"]
-        rows.append(Row(method=name, ranks=ranks, **ShapeRow.fields_of(shape), **spread, **found[name]))
-    return rows
+            found[name]["ratio"] = found[name]["time_ms"] / products.spread(TOTAL, "time_ms")["time_ms"]
+    return [Row(method=name, ranks=ranks, **ShapeRow.fields_of(shape), **numbers) for name, numbers in found.items()]
 
 
 def _no_mark(phase: str) -> None:

@@ -1,7 +1,7 @@
 """Losses other than the mean over tokens: GRPO's, preferences, weighted tokens, distillation, log-probabilities alone.
 
-Each is measured as we run it, by torch.compile and in eager PyTorch, forward and backward, beside the matmuls that its
-results need.
+Each is measured as we run it, as peers do that have log-probabilities of tokens, by torch.compile and in eager PyTorch,
+forward and backward, beside the matmuls that its results need.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from thunder_flce.bench.measuring import (
     release,
     take_turns,
 )
-from thunder_flce.bench.methods import peer
+from thunder_flce.bench.methods import liger_per_token, peer, trl_log_probs
 from thunder_flce.bench.reference import Reference, matmuls
 from thunder_flce.bench.regions import first_calls
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
@@ -43,6 +43,18 @@ SEQUENCES = 8
 
 Program = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """The loss from x (T, H), weight (V, H), target (T,) and what else is given: a weight for each token, or a teacher."""
+
+Reduce = Callable[[Tensor, Tensor], Tensor]
+"""From the log-probabilities of the targets (T,) and the weights of the tokens (T,)."""
+
+LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""The log-probabilities of the targets (T,) from x (T, H), weight (V, H) and target (T,)."""
+
+FROZEN_HEAD_PEERS = ("trl", "cut-cross-entropy")
+"""Peers that leave out dW where the head is frozen."""
+
+PER_TOKEN = (*FROZEN_HEAD_PEERS, "liger, per token")
+"""Peers that have log-probabilities of tokens, under which any loss runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +84,13 @@ class Row(ShapeRow):
 class Loss:
     """A loss, and how we run it."""
 
-    reduce: Callable[[Tensor, Tensor], Tensor]
-    """From the log-probabilities of the targets (T,) and the weights of the tokens (T,)."""
+    reduce: Reduce
     ours: str
     """From `WAYS`."""
     gradients: tuple[str, ...] = ("dx", "dw")
     weighted: float = 1.0
     """The fraction of the tokens whose weight is not 0."""
-    peers: tuple[str, ...] = ()
+    peers: tuple[str, ...] = PER_TOKEN
     """From `WAYS`, of others."""
 
     @property
@@ -139,10 +150,10 @@ def _log_probs(log_probs: Tensor, weights: Tensor) -> Tensor:
 
 LOSSES: dict[str, Loss | Distillation] = {
     "mean": Loss(reduce=_mean, ours="function"),
-    "GRPO": Loss(reduce=_grpo, ours="jit", peers=("liger",)),
+    "GRPO": Loss(reduce=_grpo, ours="jit", peers=("liger", *PER_TOKEN)),
     "DPO": Loss(reduce=_preference, ours="jit"),
-    "DPO, frozen head": Loss(reduce=_preference, ours="jit", gradients=("dx",)),
-    "none, frozen head": Loss(reduce=_squares, ours="function", gradients=("dx",)),
+    "DPO, frozen head": Loss(reduce=_preference, ours="jit", gradients=("dx",), peers=FROZEN_HEAD_PEERS),
+    "none, frozen head": Loss(reduce=_squares, ours="function", gradients=("dx",), peers=FROZEN_HEAD_PEERS),
     "weighted tokens": Loss(reduce=_weighted, ours="jit"),
     "weighted tokens, half of them 0": Loss(reduce=_weighted, ours="jit", weighted=0.5),
     "log-probabilities alone": Loss(reduce=_log_probs, ours="function", gradients=()),
@@ -150,26 +161,54 @@ LOSSES: dict[str, Loss | Distillation] = {
 }
 
 
-def _written(reduce: Callable[[Tensor, Tensor], Tensor]) -> Program:
+def _eager_log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """As people write it, with logits in float32: sums of log-probabilities in bfloat16 are off by whole units."""
-
-    def program(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-        log_probs = F.linear(x, weight).float().log_softmax(-1)
-        return reduce(log_probs.gather(-1, target[:, None]).squeeze(-1), weights)
-
-    return program
+    return F.linear(x, weight).float().log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
 
 
-def _function(reduce: Callable[[Tensor, Tensor], Tensor]) -> Program:
+def _our_log_probs(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return -linear_cross_entropy(x, weight, target, reduction="none")
+
+
+def _trl_log_probs() -> LogProbs:
+    function = trl_log_probs()
+    return lambda x, weight, target: function(x, weight, None, target)
+
+
+def _liger_log_probs() -> LogProbs:
+    function = liger_per_token(entropy=False)
+    return lambda x, weight, target: -function(x, weight, target)
+
+
+def _cut_cross_entropy_log_probs() -> LogProbs:
+    """With all gradients: by default it leaves out the small ones."""
+    function = peer("cut_cross_entropy").linear_cross_entropy
+    return lambda x, weight, target: -function(x, weight, target, reduction="none", filter_eps=None)
+
+
+LOG_PROBS: dict[str, Callable[[], LogProbs]] = {
+    "eager": lambda: _eager_log_probs,
+    "function": lambda: _our_log_probs,
+    "trl": _trl_log_probs,
+    "liger, per token": _liger_log_probs,
+    "cut-cross-entropy": _cut_cross_entropy_log_probs,
+}
+"""From ways to log-probabilities, under which the same lines make every loss."""
+
+
+def _written(reduce: Reduce, way: str = "eager") -> Program:
+    log_probs = LOG_PROBS[way]()
+    return lambda x, weight, target, weights: reduce(log_probs(x, weight, target), weights)
+
+
+def _function(reduce: Reduce) -> Program:
     """Our function, whose own mean needs no log-probabilities."""
     if reduce is _mean:
         return lambda x, weight, target, weights: linear_cross_entropy(x, weight, target)
-    return lambda x, weight, target, weights: reduce(
-        -linear_cross_entropy(x, weight, target, reduction="none"), weights
-    )
+    return _written(reduce, "function")
 
 
-def _liger_grpo(reduce: Callable[[Tensor, Tensor], Tensor]) -> Program:
+def _liger_grpo(reduce: Reduce) -> Program:
     """Liger's GRPO, which has an advantage for each sequence: every token is one, and `SEQUENCES` chunks are made."""
     module = peer("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
     constants: list[Tensor] = []
@@ -179,7 +218,7 @@ def _liger_grpo(reduce: Callable[[Tensor, Tensor], Tensor]) -> Program:
         if not constants:
             # Given with the batch, as in training.
             with torch.no_grad():
-                log_probs = -linear_cross_entropy(x, weight, target, reduction="none")
+                log_probs = _our_log_probs(x, weight, target)
             constants.extend((log_probs + factor * advantages)[:, None] for factor in (0.2, 0.5))
         settings = {"beta": 0.04, "epsilon_low": 0.1, "epsilon_high": 0.1, "loss_type": "grpo"}
         fused = module(**settings, chunk_size=x.shape[0] // SEQUENCES)
@@ -191,13 +230,13 @@ def _liger_grpo(reduce: Callable[[Tensor, Tensor], Tensor]) -> Program:
     return program
 
 
-WAYS: dict[str, Callable[[Callable[[Tensor, Tensor], Tensor]], Program]] = {
+WAYS: dict[str, Callable[[Reduce], Program]] = {
     "function": _function,
     # Strict: what is not fused fails, and is not measured as if it were ours.
     "jit": lambda reduce: thunder_flce.jit(_written(reduce), strict=True),
     "torch.compile": lambda reduce: torch.compile(_written(reduce), fullgraph=True, dynamic=False),
-    "eager": _written,
     "liger": _liger_grpo,
+    **{way: partial(_written, way=way) for way in ("eager", *PER_TOKEN)},
 }
 
 METHODS = {f"{name}, {way}": (name, way) for name, loss in LOSSES.items() for way in loss.ways}

@@ -140,13 +140,21 @@ def _entropy(**options: Any) -> Method:
     )
 
 
-def _liger_entropy() -> Method:
+def liger_per_token(*, entropy: bool) -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """Liger's losses of single tokens, (T,), from x, weight and target; with their entropies, if these are asked for.
+
+    Raises:
+        Unavailable: where Liger is not installed.
+    """
     function = peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
-    temperature, ignore_index, tiles, entropy = 1.0, -100, 1, True
-    settings = (temperature, ignore_index, tiles, entropy)
+    temperature, ignore_index, tiles = 1.0, -100, 1
+    return lambda x, weight, target: function.apply(x, weight, target, temperature, ignore_index, tiles, entropy)
+
+
+def _liger_entropy() -> Method:
+    function = liger_per_token(entropy=True)
     return _one_linear(
-        lambda inputs: _mean(inputs, *function.apply(inputs.x, inputs.weight, inputs.target, *settings)),
-        takes_bias=False,
+        lambda inputs: _mean(inputs, *function(inputs.x, inputs.weight, inputs.target)), takes_bias=False
     )
 
 
@@ -155,16 +163,25 @@ def _mean(inputs: Inputs, losses: Tensor, entropies: Tensor) -> Tensor:
     return (losses.sum() + 0 * entropies.sum()) / (inputs.target != -100).sum()
 
 
-def _trl() -> Method:
-    """The head of TRL's trainers without the model around it, at the width of their blocks of the vocabulary."""
+def trl_log_probs() -> Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]:
+    """The head of TRL's trainers without the model around it: log-probabilities from x, weight, bias and target.
+
+    At the width of their blocks of the vocabulary.
+
+    Raises:
+        Unavailable: where TRL is not installed.
+    """
     function = peer("trl.kernels").ChunkedLogProbFunction
     temperature, columns, softcap, scale, outputs = 1.0, 32768, None, 1.0, ()
+    return lambda *operands: function.apply(*operands, temperature, columns, softcap, scale, outputs)[0]
+
+
+def _trl() -> Method:
+    log_probs = trl_log_probs()
 
     def method(inputs: Inputs) -> Tensor:
         valid = inputs.target != -100
-        operands = inputs.x[valid], inputs.weight, inputs.bias, inputs.target[valid]
-        log_probabilities, *_ = function.apply(*operands, temperature, columns, softcap, scale, outputs)
-        return -log_probabilities.sum() / valid.sum()
+        return -log_probs(inputs.x[valid], inputs.weight, inputs.bias, inputs.target[valid]).sum() / valid.sum()
 
     return _one_linear(method)
 
