@@ -1,16 +1,21 @@
 """DTensors as arguments: the loss of the whole in float64, and gradients in the placements of what they belong to."""
 
+import copy
 import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
 from ranks import RankErrors, as_threads
 from reference import DIFFERENTIABLE, Case, Result, assert_close_to_truth, error, incoming_gradients, make_case
-from thunder_flce import Options, linear_cross_entropy
+from thunder_flce import Options, count_items, linear_cross_entropy
 
 R = Replicate()
 
@@ -90,7 +95,10 @@ MESHES = [
     *(((2,), (x,), (weight,)) for x, weight in ALONG),
     *(((2, 2), *zip(*pair, strict=True)) for pair in itertools.product(ALONG, repeat=2) if pair[0][1] == R),
     ((3,), (Shard(0),), (R,)),  # Parts of two, two and no sequences.
+    # The vocabulary along the first dimension.
+    *(((2, 2), (x, Shard(other)), (Shard(0), R)) for x in (R, Shard(0), Shard(1)) for other in (0, 1)),
     ((2, 2), (Shard(0), R), (Shard(0), R)),
+    ((2, 2, 2), (Shard(0), Shard(1), Shard(1)), (R, R, Shard(0))),
 ]
 
 
@@ -99,6 +107,67 @@ def test_every_placement(shape, of_x, of_weight):
     case = make_batch(dtype=torch.float64)
     result = divided(case, shape, of_x, of_weight, num_items=13.0, label_smoothing=0.1)
     assert_close_to_truth(result, case, tiny=True, num_items=13.0, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("sequences", [3, 1])
+def test_a_batch_that_does_not_divide(sequences):
+    """Two sequences on some ranks, and one or none on the others."""
+    case = make_batch(dtype=torch.float64, ranks=())
+    case.x, case.target = case.x.detach()[:sequences].clone().requires_grad_(), case.target[:sequences]
+    grad = torch.rand(sequences, 8)
+    result = divided(case, *BOTH, grad=grad, reduction="none", outputs=("entropy",))
+    assert_close_to_truth(result, case, grad, tiny=True, reduction="none", outputs=("entropy",))
+
+
+class Head(nn.Module):
+    """The end of a model, which nobody asks for logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(8, dtype=torch.float64)
+        self.output = nn.Linear(8, 41, bias=False, dtype=torch.float64)
+
+    def forward(self, hidden, labels, num_items=None):
+        return linear_cross_entropy(self.norm(hidden), self.output.weight, labels, num_items=num_items)
+
+
+def test_tensor_parallel_inside_fully_shard():
+    """Each rank has a part of its rows; in the forward, all of its rows."""
+    head, hidden = Head(), torch.randn(4, 8, 8, dtype=torch.float64)
+    labels = torch.randint(41, (4, 8))
+    labels[0, :5] = -100
+    x = hidden.clone().requires_grad_()
+    exact = F.cross_entropy(head.output(head.norm(x)).flatten(0, 1), labels.flatten())
+    gradients = dict(zip(("x", "norm", "output"), torch.autograd.grad(exact, (x, *head.parameters())), strict=True))
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        part, mine = copy.deepcopy(head), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+        of_logits = {"input_layouts": Shard(1), "output_layouts": Shard(-1), "use_local_output": False}
+        parallelize_module(part, mesh["tp"], {"norm": SequenceParallel(), "output": ColwiseParallel(**of_logits)})
+        fully_shard(part, mesh=mesh["dp"])
+        x = distribute_tensor(hidden[mine].clone(), mesh["tp"], [Shard(1)]).requires_grad_()
+        num_items = count_items(labels[mine], group=mesh["dp"])
+        loss = part(x, labels[mine], num_items)
+        loss.backward()
+        assert part.output.weight.grad.placements == part.output.weight.placements
+        assert error(part.output.weight.grad.full_tensor(), gradients["output"]) < 1e-12
+        assert error(part.norm.weight.grad.full_tensor(), gradients["norm"]) < 1e-12
+        assert x.grad.placements == (Shard(1),)
+        assert error(x.grad.full_tensor(), 2 * gradients["x"][mine]) < 1e-12
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=mesh.get_group("dp"))
+        assert error(total / 2, exact) < 1e-12
+        on_both = DTensor.from_local(x.detach().to_local(), mesh, [Shard(0), Shard(1)], run_check=False)
+        for outside, message in (
+            (x.detach(), r"linear_weight must be on input's mesh, .*tp=2.*, but is on .*dp=2, tp=2.*fully_shard"),
+            (on_both, r"linear_weight must be .*but is _StridedShard\(.* along 'dp'; redistribute .*fully_shard"),
+            (x.detach().to_local(), "input must be a DTensor where others are .*fully_shard"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=message):
+                linear_cross_entropy(outside, part.output.weight, labels[mine], num_items=num_items)
+
+    as_threads(4, run)
 
 
 BOTH = ((2, 2), (Shard(0), Shard(1)), (R, Shard(0)))
@@ -205,6 +274,20 @@ def test_refused():
             linear_cross_entropy(distribute_tensor(case.x.detach(), grid, [R, R]), both, case.target)
 
     as_threads(2, run)
+
+
+def test_tokens_that_two_dimensions_of_the_mesh_divide():
+    """Three tokens along the first are no two equal parts along the second."""
+    case = make_batch(bias=False, ranks=())
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        x = distribute_tensor(case.x.detach()[:, :6].clone(), mesh, [Shard(1), Shard(1)])
+        weight = distribute_tensor(case.weight.detach().clone(), mesh, [R, Shard(0)])
+        with pytest.raises(ValueError, match=r"1 of 6 tokens must be a multiple of the 4 ranks .* along 'tp', which"):
+            linear_cross_entropy(x, weight, case.target[:, :6], reduction="sum")
+
+    as_threads(4, run)
 
 
 def test_a_rank_that_refuses_does_not_leave_others_waiting():

@@ -1,12 +1,17 @@
 """Labels of training on several ranks."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from ranks import as_threads
 from reference import Case, error, make_case, ours, truth
-from thunder_flce import count_items, shift_labels
+from thunder_flce import LinearCrossEntropyLoss, count_items, shift_labels
 
 
 def test_the_averaged_gradient_is_that_of_the_mean_over_all_tokens():
@@ -28,6 +33,37 @@ def test_the_averaged_gradient_is_that_of_the_mean_over_all_tokens():
 
     for loss, _, weight_grad in as_threads(3, run):
         assert error(loss, exact.loss) < 1e-6 and error(weight_grad, exact.gradients[1]) < 1e-6
+
+
+def test_over_two_dimensions_of_a_mesh():
+    """Data and context parallel ranks count together; those that divide the vocabulary have the same targets."""
+    target = torch.arange(12).view(4, 3)
+    target[1], target[3, 1:] = -100, -100
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+        return count_items(target[rank // 2], group=mesh["dp", "cp"]._flatten("tokens"))
+
+    assert as_threads(8, run) == [7 / 4] * 8
+
+
+def test_gradients_that_are_summed_take_the_number_of_all_tokens():
+    case = make_case(tokens=40, dtype=torch.float64)
+    case.target[:15] = -100
+    exact = truth(case)
+    head = LinearCrossEntropyLoss(24, 101, dtype=torch.float64)
+    head.weight = nn.Parameter(case.weight.detach())
+
+    def run(rank):
+        unit = fully_shard(deepcopy(head), mesh=init_device_mesh("cpu", (2,)))
+        unit.set_gradient_divide_factor(1.0)
+        mine = slice(20 * rank, 20 * rank + 20)
+        x = case.x.detach()[mine].requires_grad_()
+        unit(x, case.target[mine], num_items=(case.target != -100).sum()).backward()
+        assert error(unit.weight.grad.full_tensor(), exact.gradients[1]) < 1e-12
+        assert error(x.grad, exact.gradients[0][mine]) < 1e-12
+
+    as_threads(2, run)
 
 
 def test_where_nothing_counts():

@@ -13,13 +13,17 @@ import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils import checkpoint
 
 from conftest import on_gpu
-from reference import Case, assert_close_to_truth, differentiate, error, make_case, truth
+from reference import Case, assert_close_to_truth, differentiate, error, make_case, run_inside, truth
 from thunder_flce import Options, inductor, linear_cross_entropy, operators
+from thunder_flce.execution.layout import VocabLayout
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits, SaveSomeLogits
-from thunder_flce.operation.loss import Loss
+from thunder_flce.execution.row_kernels.interface import LogitsBuffer
+from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
+from thunder_flce.operation.loss import Loss, RowCoefficients
 from thunder_flce.operators import Settings, operands_of
 from thunder_flce.options import STRATEGIES
 
@@ -176,7 +180,7 @@ def test_numbers_of_numpy():
 
 
 def test_compiled_whole(settings):
-    """Once for any number of tokens, some of them ignored. `test_fx` has Inductor."""
+    """Once for any number of tokens, some of them ignored."""
 
     def program(x, weight, target):
         loss = linear_cross_entropy(x * 2, weight, target, **settings)
@@ -450,6 +454,66 @@ def test_checkpoint(use_reentrant, backend, settings):
         program = torch.compile(program, backend=backend, fullgraph=True)
     loss = program(case.x, case.weight)
     assert_right_after_backward(loss, case, **settings)
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names what is dispatched, also by the forward operator, but for views and for what poisons new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_view = any(result.alias_info and not result.alias_info.is_write for result in func._schema.returns)
+        if func not in (OPERATOR, torch.ops.aten.fill_.Scalar) and not is_view:
+            self.names.append(func.name())
+        return run_inside(self, func, args, kwargs)
+
+
+def test_operations_of_a_plain_call():
+    """Each takes the host several microseconds, which is what small models wait for.
+
+    Those of the row kernels, which are one launch on CUDA, are counted apart.
+    """
+    case = make_case(tokens=16, vocab=64, ignored=0.0)
+    linear_cross_entropy(*head(case)).backward()
+    with Operations() as forward:
+        loss = linear_cross_entropy(*head(case))
+    with Operations() as backward:
+        loss.backward()
+    logits, weight = torch.randn(16, 64), torch.ones(16)
+    with Operations() as row_kernels:
+        TorchRowKernels().statistics_and_gradient(
+            LogitsBuffer(logits, VocabLayout.contiguous(64)), case.target, RowCoefficients(weight, weight)
+        )
+    assert len(forward.names) - len(row_kernels.names) <= FORWARD_OPERATIONS, forward.names
+    assert len(backward.names) <= BACKWARD_OPERATIONS, backward.names
+
+
+FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 19, 10
+
+
+def test_who_needs_the_operator():
+    tensor, seen = torch.zeros(2), []
+
+    def inside(x):
+        seen.append((operators.needs_operator([x]), operators.needs_operator([tensor]), x))
+        return x.sum()
+
+    class Subclass(torch.Tensor):
+        pass
+
+    assert not operators.needs_operator([tensor, None, torch.nn.Parameter(tensor)])
+    for other in (tensor.to("meta"), tensor.as_subclass(Subclass)):
+        assert operators.needs_operator([tensor, other])
+    assert operators.needs_operator([torch.zeros(2, dtype=torch.complex64).conj().imag]), "to be negated when read"
+    for mode in (Calls(), BaseTorchFunctionMode(), torch.profiler.profile()):
+        with mode:
+            assert operators.needs_operator([tensor])
+    torch.func.grad(inside)(tensor)
+    torch.jit.trace(inside, tensor, check_trace=False)
+    assert all(of_x and of_others for of_x, of_others, _ in seen) and len(seen) == 2
+    assert operators.needs_operator([seen[0][2]]), "a tensor that has left its transform"
 
 
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):

@@ -400,6 +400,29 @@ def test_new_shapes_get_new_plans():
     assert [c.decisions[0].plan.chunk_rows for c in thunder_flce.explain(jitted)] == [16, 32]
 
 
+def scalar_and_vector(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    return F.cross_entropy(logits, labels) + losses * losses.mean() - losses.sum()
+
+
+def of_labels(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight), labels % 3) * torch.arange(3).sum()
+
+
+@pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit])
+@pytest.mark.parametrize("program", [scalar_and_vector, of_labels])
+def test_what_thunder_lacks(program, jit):
+    """The sum of a scalar's gradient, where that is broadcast on a CPU; a method of tensors; a device in `explain`."""
+    hidden, weight = (torch.randn(rows, 8, dtype=torch.float64, requires_grad=True) for rows in (6, 29))
+    labels, compiled, found = torch.randint(29, (6,)), jit(program), []
+    for function in (compiled, program):
+        value = function(hidden, weight, labels)
+        found.append((value.detach(), *torch.autograd.grad(value.sum(), (hidden, weight))))
+    torch.testing.assert_close(*found)
+    assert jit is thunder.jit or "fused" in str(thunder_flce.explain(compiled))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_second_backward_over_a_retained_graph(strategy):
     model = Head(litgpt_loss)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
 from ranks import RankErrors, as_threads
@@ -117,6 +118,14 @@ def test_options_that_differ_raise_on_all_ranks():
     )
 
 
+def test_a_vocabulary_that_does_not_divide_is_refused_by_thunder():
+    def run(rank):
+        with pytest.raises(RuntimeError, match=r"'lm_head.weight' \(102\) to be divisible by the world size \(4\)"):
+            divided("column_parallel", Losses(), rank)
+
+    as_threads(4, run)
+
+
 def test_a_bias_that_is_not_divided():
     case = Step(bias_after=True)
     with pytest.warns(NotFusedWarning, match="by add, a bias that is not divided among ranks"):
@@ -143,15 +152,62 @@ def test_a_call():
         assert thunder.cache_hits(step) == 1 and error(loss, exact.loss[tokens]) < 1e-12
         assert error(x.grad, exact.gradients[0][tokens]) < 1e-12
         assert error(part.weight.grad, exact.gradients[1][rows]) < 1e-12 or not sizes[rank]
+        plain = thunder.jit(call, executors=[thunder_flce.executor, *thunder.get_default_executors()])
+        assert torch.equal(plain(x, part.weight, case.target[tokens]), loss)
+
+        with pytest.raises(NotImplementedError, match=r"use thunder_flce.jit, or thunder.jit\(…, executors=\["):
+            thunder.jit(call)(x, part.weight, case.target[tokens])
+
+    as_threads(3, run)
+
+
+class Head(nn.Module):
+    """A call whose ranks are an attribute."""
+
+    vocab_parallel = None
+
+    def forward(self, x, weight, target):
+        return linear_cross_entropy(x, weight, target, vocab_parallel=self.vocab_parallel)
+
+
+def test_other_ranks():
+    """thunder compiles anew where a program that it has compiled gets another group, or other settings."""
+    case = make_case(dtype=torch.float64)
+    case = Case(case.x.detach(), case.weight.detach(), None, case.target)
+    exact = truth(case).loss
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("both", "alone"))
+        operands = {"both": part_of(case, parts((60, 41))[rank]), "alone": case}
+        group, head = None, Head()
+
+        def of_its_own(x, weight, target):
+            return linear_cross_entropy(x, weight, target, vocab_parallel=VocabParallel(group=group))
 
         def of_argument(x, weight, target, group):
             return linear_cross_entropy(x, weight, target, vocab_parallel=group)
 
-        for jit, message in (
-            (thunder_flce.jit, "must not be an argument"),
-            (thunder.jit, "the executor of thunder_flce"),
-        ):
-            with pytest.raises(NotImplementedError, match=message):
-                jit(of_argument)(x, part.weight, case.target[tokens], dist.group.WORLD)
+        steps = [thunder_flce.jit(program) for program in (of_its_own, head, of_argument)]
+        for name in ("both", "alone", "both"):
+            group = head.vocab_parallel = mesh[name]
+            part = operands[name]
+            for step in steps:
+                arguments = (group,) if step is steps[-1] else ()
+                assert error(step(part.x, part.weight, case.target, *arguments), exact) < 1e-12
+        assert all(thunder.cache_misses(step) == 2 and thunder.cache_hits(step) == 1 for step in steps)
+        steps[-1](part.x, part.weight, case.target, VocabParallel(group=mesh["both"], input_grad="partial"))
+        assert thunder.cache_misses(steps[-1]) == 3
 
-    as_threads(3, run)
+        # Without ranks, and with them again: the newest program is the first that thunder tries.
+        part, target = operands["both"], torch.zeros_like(case.target)
+        of_all = truth(Case(case.x, case.weight, None, target)).loss
+        steps[-1](part.x, part.weight, target, None)
+        assert error(steps[-1](part.x, part.weight, target, mesh["both"]), of_all) < 1e-12
+
+        def of_a_mesh(x, weight, target):
+            return linear_cross_entropy(x, weight, target, vocab_parallel=mesh.get_group("both"))
+
+        with pytest.raises(NotImplementedError, match=r"does not notice when .* mesh.get_group\(\): make it.* outside"):
+            thunder_flce.jit(of_a_mesh)(part.x, part.weight, case.target)
+
+    as_threads(2, run)

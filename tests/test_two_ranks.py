@@ -15,6 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from thunder.distributed import FSDPType
 from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
+from thunder.distributed.transforms.ddp_v2 import DDPTransform
+from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
+from thunder.transforms import MaterializationTransform
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,6 +143,12 @@ def reduces_early(step) -> bool:
     return kept[:2] == ["average_gradient", "matmul"]
 
 
+def padded_part(rank: int, gradient: torch.Tensor) -> torch.Tensor:
+    """A rank's rows; a last one of zeros makes the parts equal."""
+    rows = -(-gradient.shape[0] // 2)
+    return torch.cat([gradient, gradient.new_zeros(1, *gradient.shape[1:])])[rank * rows :][:rows]
+
+
 @with_each(zero2=(FSDPType.ZERO2, False), zero3_tied=(FSDPType.ZERO3, True))
 def thunder_fsdp(rank, of):
     sharding, tied = of
@@ -153,12 +162,28 @@ def thunder_fsdp(rank, of):
     assert_fused(step)
     assert reduces_early(step) == (not tied)
 
-    def part(gradient):
-        """Rows of zeros make the parts equal."""
-        rows = -(-gradient.shape[0] // 2)
-        return torch.cat([gradient, gradient.new_zeros(1, *gradient.shape[1:])])[rank * rows :][:rows]
+    check(step, exact, part=functools.partial(padded_part, rank))
 
-    check(step, exact, part=part)
+
+@with_each(ddp=True, fsdp=False)
+def thunder_distributes_before_it_fuses(rank, of):
+    """The other order of transforms."""
+    model, group, cpu = Model(97), thunder.distributed.copy_default_process_group(), torch.device("cpu")
+    exact = exact_gradients(model)
+    if of:
+        distributed = [DDPTransform(process_group=group, bucket_size_in_mb=25.0, broadcast_from=None)]
+    else:
+        init = MaterializationTransform.init_from_original_module_init()
+        distributed = [FSDPTransform(device=cpu), MaterializationTransform(cpu, init=init)]
+    step = thunder.jit(
+        model,
+        transforms=[*distributed, thunder_flce.FuseLinearCrossEntropy(strict=True)],
+        executors=[thunder_flce.executor, *thunder.get_default_executors()],
+    )
+    step(*batch(rank, 97)).backward()
+    assert_fused(step)
+    assert reduces_early(step)
+    check(step, exact, part=(lambda gradient: gradient) if of else functools.partial(padded_part, rank))
 
 
 @with_each(plain=False, tied=True)
@@ -289,7 +314,10 @@ def fsdp2_head(rank, of):
             model.lm_head.set_unshard_in_backward(unshards)
         fully_shard(model, mp_policy=policy)
         with CommDebugMode() as communication:
-            model(*batch(rank)).backward()
+            loss = model(*batch(rank))
+            # As a unit of its own, this rank has only its rows again.
+            assert tied or model.lm_head.weight.to_local().shape == (48, H)
+            loss.backward()
         found.append(communication.get_total_counts())
         check(model, exact, bound=0.03 if "policy" in of else 1e-5)
     # However many chunks there are; and the gradients are there before the backward, which needs no weight.
@@ -365,6 +393,24 @@ def fsdp2_with_a_divided_vocabulary_trains_as_with_a_whole_one(rank):
     check(model, exact, bound=0.03)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.full_tensor())
     with pytest.raises(TypeError, match="weight must be a DTensor with vocab_parallel"):
+        model(*batch(rank, 97))
+
+
+@on_two_ranks
+def fsdp2_of_a_tied_weight(rank):
+    """Embedding and head have one weight while they are in one unit, such as the root. Divided, no embedding has it."""
+    model, mesh = ModelWithLoss(97, tied=True), init_device_mesh("cpu", (2,))
+    exact = exact_gradients(model)
+    fully_shard(model, mesh=mesh)
+    model(*batch(rank, 97)).backward()
+    assert model.lm_head.weight is model.embedding.weight
+    check(model, exact)
+    model = ModelWithLoss(97, tied=True)
+    weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
+    model.lm_head.weight = model.embedding.weight = weight
+    model.lm_head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
+    fully_shard(model, mesh=mesh, ignored_params={weight})
+    with pytest.raises(RuntimeError, match=r"embedding.* got mixed torch.Tensor and DTensor"):
         model(*batch(rank, 97))
 
 

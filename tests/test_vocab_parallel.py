@@ -2,18 +2,22 @@
 
 import itertools
 import re
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import assume
 from hypothesis import strategies as st
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
+from torch.nn.parallel import DistributedDataParallel
 
 import test_token_loss as token_losses
 import thunder_flce
@@ -31,7 +35,7 @@ from reference import (
 )
 from test_plan import problem
 from test_properties import problems, run_examples
-from thunder_flce import Options, VocabParallel, functional, linear_cross_entropy, operators
+from thunder_flce import Options, VocabParallel, count_items, functional, linear_cross_entropy, operators
 from thunder_flce.device import DeviceMemory
 from thunder_flce.execution.plan import SaveSomeLogits
 from thunder_flce.operation.loss import Loss
@@ -158,7 +162,9 @@ def test_rows_of_every_kind():
     check(case, UNEVEN)
     with torch.no_grad():
         case.weight[50] = 1e4 * case.x[0]
-    for target in (case.target, torch.full_like(case.target, 7), torch.full_like(case.target, -100)):
+    alone = torch.full_like(case.target, -100)
+    alone[5] = 99
+    for target in (case.target, torch.full_like(case.target, 7), alone, torch.full_like(case.target, -100)):
         case.target = target
         check(case, UNEVEN, options=Options(chunk_rows=5))
         check(case, UNEVEN, options=Options(chunk_rows=5, ignored_rows="compute"))
@@ -189,6 +195,25 @@ def test_of_equal_logits_the_argmax_is_the_lowest_column():
     for found in as_threads(3, run):
         assert torch.equal(found, (case.x @ case.weight.t()).argmax(1))
         assert found[0] == 20 and found[1] == 50
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parts_in_another_order_and_the_same_bits_again(strategy):
+    case, starts, sizes = make_case(bias=True), (61, 0, 21), (40, 21, 40)
+    case.target.clamp_(max=89)
+    exact = truth(case, label_smoothing=0.1, vocab_size=90)
+
+    def run(rank):
+        parallel = VocabParallel(group=dist.group.WORLD, start=starts[rank])
+        rows = slice(starts[rank], starts[rank] + sizes[rank])
+        settings = {"label_smoothing": 0.1, "vocab_size": 90, "options": Options(strategy=strategy, chunk_rows=10)}
+        first, again = (ours(part_of(case, rows), vocab_parallel=parallel, **settings) for _ in range(2))
+        assert torch.equal(first.loss, again.loss) and all(map(torch.equal, first.gradients, again.gradients))
+        x, weight, bias = exact.gradients
+        for found, right in zip((first.loss, *first.gradients), (exact.loss, x, weight[rows], bias[rows]), strict=True):
+            assert error(found, right) < 1e-5
+
+    as_threads(3, run)
 
 
 def test_gradients_that_are_not_needed():
@@ -282,6 +307,29 @@ def test_two_groups_in_one_step():
         assert error(x, exact[0][0] + 3 * exact[1][0]) < 1e-12
     assert error(torch.cat([results[0][1], results[1][1]]), exact[0][1]) < 1e-12
     assert error(torch.cat([results[0][2], results[2][2]]), 3 * exact[1][1]) < 1e-12
+
+
+def test_beside_data_parallel():
+    """In each row of the mesh, the vocabulary is divided; over its columns, DDP averages the layer's gradient."""
+    layer = nn.Linear(24, 24, dtype=torch.float64)
+    case = make_case(tokens=40, dtype=torch.float64)
+    case.target[:15] = -100  # Most tokens of the first row.
+    loss = F.cross_entropy(F.linear(layer(case.x), case.weight), case.target)
+    exact = torch.autograd.grad(loss, (layer.weight, case.weight))
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        tokens, rows = parts((20, 20))[rank // 2], parts((60, 41))[rank % 2]
+        model = DistributedDataParallel(deepcopy(layer), process_group=mesh.get_group("dp"))
+        part, target = part_of(case, rows), case.target[tokens]
+        num_items = count_items(target, group=mesh["dp"])
+        hidden = model(case.x.detach()[tokens])
+        linear_cross_entropy(hidden, part.weight, target, num_items=num_items, vocab_parallel=mesh["tp"]).backward()
+        assert error(model.module.weight.grad, exact[0]) < 1e-12
+        dist.all_reduce(part.weight.grad, group=mesh.get_group("dp"))
+        assert error(part.weight.grad / 2, exact[1][rows]) < 1e-12
+
+    as_threads(4, run)
 
 
 # The tokens divided, too.
@@ -712,22 +760,40 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
         ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
         ({"target": lambda rank: case.target[rank:]}, r"target is int64 \(37\) on cpu on rank 0 and int64 \(36\)"),
+        # Parts of the tokens have to be equal.
+        (
+            {"input": lambda rank: case.x.detach()[rank:]},
+            r"input is float32 \(37, 24\) .* on rank 0 and float32 \(36, 24\)",
+        ),
     ):
         name, value = next(iter(differing.items()))
 
         def run(rank, name=name, value=value):
             mine = part_of(case, parts((50, 51))[rank])
             given = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target, name: value(rank)}
-            data_parallel = name == "target"
-            linear_cross_entropy(
-                **given, vocab_parallel=VocabParallel(group=dist.group.WORLD, data_parallel=data_parallel)
-            )
+            how = {"target": {"data_parallel": True}, "input": {"sequence_parallel": True}}.get(name, {})
+            linear_cross_entropy(**given, vocab_parallel=VocabParallel(group=dist.group.WORLD, **how))
 
         with pytest.raises(RankErrors) as raised:
             as_threads(2, run)
         assert len(raised.value.errors) == 2
         for found in raised.value.errors.values():
             assert isinstance(found, ValueError) and re.search(message, str(found))
+
+
+def test_terms_that_one_rank_refuses_raise_on_all_of_them():
+    case = make_case()
+
+    def run(rank):
+        mine = part_of(case, parts((50, 51))[rank])
+        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True)
+        linear_cross_entropy(mine.x, mine.weight, mine.target, terms=[(mine.x,)] * rank, vocab_parallel=parallel)
+
+    with pytest.raises(RankErrors) as raised:
+        as_threads(2, run)
+    first, second = (raised.value.errors[rank] for rank in range(2))
+    assert isinstance(first, ValueError) and "another rank of vocab_parallel has refused its arguments" in str(first)
+    assert isinstance(second, TypeError) and "terms[0] must be a pair" in str(second)
 
 
 def test_sizes_that_a_compiler_is_told():

@@ -12,7 +12,7 @@ from thunder_flce.execution.operands import Operands
 from thunder_flce.execution.plan import LossOnly
 from thunder_flce.operation.arguments import named_operands
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
-from thunder_flce.operators import OUTPUT_GRADS, Settings, is_traced
+from thunder_flce.operators import OUTPUT_GRADS, Settings, is_traced, needs_operator
 
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
 _NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input may be (..., H), and target (...)"
@@ -33,16 +33,14 @@ def _is_batched(upstream: Tensor | None) -> bool:
 def differentiable_forward(settings: Settings, operands: Operands) -> tuple[Tensor, ...]:
     """What `torch.ops.thunder_flce.linear_cross_entropy` returns; the loss and its outputs can be differentiated."""
     head, *others = operands.terms
-    return _apply(
-        settings,
-        (
-            *(operands.target, operands.class_weight, operands.token_weights, operands.target_weights),
-            *(operands.num_items, operands.expected_gradient),
-            *(head.x, head.weight, operands.bias),
-            *(tensor for term in others for tensor in (term.x, term.weight)),
-        ),
-        operands.token_inputs,
+    tensors = (
+        *(operands.target, operands.class_weight, operands.token_weights, operands.target_weights),
+        *(operands.num_items, operands.expected_gradient),
+        *(head.x, head.weight, operands.bias),
+        *(tensor for term in others for tensor in (term.x, term.weight)),
     )
+    is_direct = settings.plan is not None and not needs_operator((*tensors, *operands.token_inputs))
+    return _apply(settings, tensors, operands.token_inputs, operands if is_direct else None)
 
 
 _NAMES = (
@@ -51,10 +49,20 @@ _NAMES = (
 )
 
 
-def _apply(settings: Settings, tensors: Sequence[Tensor | None], token_inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """For the tensors of `_NAMES`, then those of the terms; and what the token loss reads."""
+def _apply(
+    settings: Settings,
+    tensors: Sequence[Tensor | None],
+    token_inputs: Sequence[Tensor],
+    operands: Operands | None = None,
+) -> tuple[Tensor, ...]:
+    """For the tensors of `_NAMES`, then those of the terms; and what the token loss reads.
+
+    `operands` are the same once more, where the engine may take them without the operator.
+    """
     is_transformed = torch._C._are_functorch_transforms_active()
-    return _LinearCrossEntropy.apply(settings, is_transformed, len(token_inputs), *token_inputs, *tensors)
+    # That of `Function` prepares for torch.func, which takes the host as long as a few launches.
+    of: Any = _LinearCrossEntropy if operands is None else super(torch.autograd.Function, _LinearCrossEntropy)
+    return of.apply(settings, is_transformed, operands, len(token_inputs), *token_inputs, *tensors)
 
 
 def _by_name(tensors: Sequence[Tensor | None]) -> dict[str, Any]:
@@ -66,16 +74,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Returns what is saved for the backward, too: torch.func asks for that."""
 
     @staticmethod
-    def forward(settings: Settings, is_transformed: bool, count: int, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        given = {**_by_name(tensors[count:]), "token_inputs": tensors[:count] or None}
+    def forward(
+        settings: Settings, is_transformed: bool, operands: Operands | None, count: int, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         with torch._C._AutoDispatchBelowAutograd():
+            if operands is not None and settings.plan is not None:
+                return tuple(operators.results(settings, engine.forward(operands, settings.plan)))
+            given = {**_by_name(tensors[count:]), "token_inputs": tensors[:count] or None}
             return tuple(torch.ops.thunder_flce.linear_cross_entropy(**given, settings=str(settings)))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        ctx.settings, ctx.is_transformed, token_inputs, *tensors = inputs
+        ctx.settings, ctx.is_transformed, _, token_inputs, *tensors = inputs
         tensors = tensors[token_inputs:]
-        ctx.count, ctx.first = len(inputs), 3 + token_inputs
+        ctx.count, ctx.first = len(inputs), 4 + token_inputs
         names = ctx.settings.loss.outputs
         outputs, saved = dict(zip(names, results[1:], strict=False)), results[1 + len(names) :]
         ctx.set_materialize_grads(False)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_flce.operation.arguments import INTEGERS, check_pairs, dtype_name
+from thunder_flce.dtensor import local_weights
+from thunder_flce.operation.arguments import INTEGERS, dtype_name
 from thunder_flce.operation.loss import Loss
 from thunder_flce.vocab_parallel import VocabParallel
 
@@ -36,12 +37,18 @@ class AveragedCall:
             arguments: of `linear_cross_entropy`, by name; not checked yet.
             loss: the loss.
             parallel: the ranks.
+
+        Raises:
+            TypeError, ValueError: see `local_weights`; on all ranks where it is on one of them.
         """
-        check_pairs(arguments["terms"])
-        input = arguments["input"]
+        input, refused = arguments["input"], None
         shape = input.shape[:-1] if isinstance(input, Tensor) else torch.Size()
         count, ranks = shape.numel(), dist.get_world_size(parallel.process_group)
-        most = _largest(count, parallel, arguments["linear_weight"])
+        try:
+            arguments = local_weights(arguments, parallel)
+        except (TypeError, ValueError) as error:
+            refused = error
+        most = _largest(count, parallel, like=arguments["linear_weight"], refused=refused)
 
         def padded(tensor: Any, fill: float = 0) -> Any:
             """(most, ...) where the tensor has this rank's tokens. Ranks find out together where it has not."""
@@ -87,9 +94,14 @@ class _ScaledGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def _largest(count: int, parallel: VocabParallel, like: Any) -> int:
-    """The largest count of all ranks."""
+def _largest(count: int, parallel: VocabParallel, *, like: Any, refused: Exception | None) -> int:
+    """The largest count of all ranks, none of which has refused its arguments."""
     device = like.device if isinstance(like, Tensor) else None
-    largest = torch.tensor(count, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=parallel.process_group)
+    found = torch.tensor([count, int(refused is not None)], device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=parallel.process_group)
+    largest, is_refused = found.tolist()
+    if refused is not None:
+        raise refused
+    if is_refused:
+        raise ValueError("another rank of vocab_parallel has refused its arguments; its own error says why")
     return int(largest)

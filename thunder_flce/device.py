@@ -1,8 +1,9 @@
 """What the package knows about devices and about what is installed for them."""
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +50,12 @@ def _capability(index: int) -> int:
 def multiprocessors(device: torch.device) -> int:
     """How many a CUDA device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a CUDA device the current one, where it is not: to ask takes the host less time than to set it."""
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class DeviceMemory(NamedTuple):

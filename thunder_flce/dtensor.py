@@ -38,9 +38,11 @@ _IN_FSDP = (
 )
 
 
-def has_dtensors(arguments: Mapping[str, Any]) -> bool:
-    """Whether any argument of `linear_cross_entropy`, by name, is a DTensor."""
-    return any(isinstance(tensor, DTensor) for tensor in (*arguments.values(), *_operands_of_terms(arguments)))
+def has_dtensor(value: Any) -> bool:
+    """Whether it is a DTensor, or a list or tuple, such as terms, that has one."""
+    if isinstance(value, (list, tuple)):
+        return any(map(has_dtensor, value))
+    return isinstance(value, DTensor)
 
 
 def local_weights(arguments: Mapping[str, Any], parallel: VocabParallel) -> dict[str, Any]:
@@ -211,12 +213,6 @@ class _Arrival(torch.autograd.Function):
         return grad
 
 
-def _operands_of_terms(arguments: Mapping[str, Any]) -> list[Any]:
-    terms = arguments["terms"]
-    pairs = terms if isinstance(terms, Sequence) else ()
-    return [tensor for pair in pairs if isinstance(pair, Sequence) for tensor in pair]
-
-
 def _checked(name: str, tensor: Any, arguments: Mapping[str, Any]) -> DTensor:
     """An operand of a linear: a DTensor on the mesh of all."""
     if not isinstance(tensor, DTensor):
@@ -227,7 +223,8 @@ def _checked(name: str, tensor: Any, arguments: Mapping[str, Any]) -> DTensor:
         )
     first = arguments["input"]
     if isinstance(first, DTensor) and tensor.device_mesh != first.device_mesh:
-        raise ValueError(f"{name} must be on input's mesh, {first.device_mesh}, but is on {tensor.device_mesh}")
+        cure = "" if name.endswith("input") else f"; {_IN_FSDP}"
+        raise ValueError(f"{name} must be on input's mesh, {first.device_mesh}, but is on {tensor.device_mesh}{cure}")
     return tensor
 
 
@@ -245,14 +242,14 @@ def _divides_vocab(weight: DTensor, at: int) -> bool:
     if type(placement) is Shard and placement.dim == 0:
         return True
     if not isinstance(placement, Replicate):
-        _raise_placement("linear_weight", weight, at, "Replicate() or Shard(0), as ColwiseParallel has it")
+        _raise_placement("linear_weight", weight, at, "Replicate() or Shard(0), as ColwiseParallel has it", _IN_FSDP)
     return False
 
 
-def _raise_placement(name: str, tensor: DTensor, at: int, expected: str) -> NoReturn:
+def _raise_placement(name: str, tensor: DTensor, at: int, expected: str, *cures: str) -> NoReturn:
     raise ValueError(
         f"{name} must be {expected}, along each dimension of the mesh, but is {tensor.placements[at]!r} along "
-        f"{_dimension(tensor.device_mesh, at)}; redistribute it first"
+        f"{_dimension(tensor.device_mesh, at)}; {'; '.join(('redistribute it first', *cures))}"
     )
 
 
@@ -276,12 +273,15 @@ def _check_sums(input: DTensor, summed_over: tuple[int, ...], arguments: Mapping
 
 
 def _check_even(input: DTensor, at: int) -> None:
-    placement, ranks = input.placements[at], input.device_mesh.size(at)
+    placement = input.placements[at]
+    # Earlier dimensions of the mesh may have divided it before.
+    ranks = math.prod(input.device_mesh.size(k) for k in range(at + 1) if input.placements[k] == placement)
     if isinstance(placement, Shard) and input.shape[placement.dim] % ranks:
         raise ValueError(
             f"input's dimension {placement.dim} of {input.shape[placement.dim]} tokens must be a multiple of the "
-            f"{ranks} ranks that divide the vocabulary, too, because it is {placement!r} along "
-            f"{_dimension(input.device_mesh, at)}; pad it, or redistribute it to Replicate()"
+            f"{ranks} ranks that have a part of it, because it is {placement!r} along "
+            f"{_dimension(input.device_mesh, at)}, which divides the vocabulary, too; pad it, or redistribute it to "
+            "Replicate()"
         )
 
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.data_parallel import AveragedCall
-from thunder_flce.dtensor import DividedCall, has_dtensors, local_weights
+from thunder_flce.dtensor import DividedCall, has_dtensor, local_weights
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.token_loss import TokenLoss
@@ -39,19 +38,12 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
         if callable(token_loss := kwargs.get("token_loss")):
             kwargs["token_loss"] = token_loss_of(token_loss, kwargs.get("token_inputs", ()))
         vocab_parallel = kwargs.get("vocab_parallel")
-        is_eager = _has_dtensor((*args, *kwargs.values())) or getattr(vocab_parallel, "data_parallel", False)
+        is_eager = has_dtensor((*args, *kwargs.values())) or getattr(vocab_parallel, "data_parallel", False)
         if torch.compiler.is_dynamo_compiling() and not is_eager and vocab_parallel is not None:
             kwargs = {**kwargs, "vocab_parallel": constant(**settings_of(vocab_parallel))}
         return (eager if is_eager else in_graph)(*args, **kwargs)
 
     return call
-
-
-def _has_dtensor(value: Any) -> bool:
-    """Whether it is a DTensor, or a list or tuple, such as terms, that has one."""
-    if isinstance(value, list | tuple):
-        return any(map(_has_dtensor, value))
-    return isinstance(value, DTensor)
 
 
 @one_call
@@ -189,17 +181,15 @@ def linear_cross_entropy(
     parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
     if parallel is not None and parallel.data_parallel and isinstance(input, Tensor) and is_traced(input):
         raise NotImplementedError(ONLY_EAGER)
-    if has_dtensors(arguments) and parallel is None:
+    if parallel is None and has_dtensor((*arguments.values(),)):
         divided = DividedCall.of(arguments, loss)
         results = divided.whole(_results(divided.arguments, loss, options, parallel=divided.vocab_parallel))
+    elif parallel is not None and parallel.data_parallel:
+        averaged = AveragedCall.of(arguments, loss, parallel)
+        results = averaged.own(_results(averaged.arguments, averaged.loss, options, parallel=parallel))
     else:
-        if parallel is not None:
-            arguments = local_weights(arguments, parallel)
-        if parallel is None or not parallel.data_parallel:
-            results = _results(arguments, loss, options, parallel=parallel)
-        else:
-            averaged = AveragedCall.of(arguments, loss, parallel)
-            results = averaged.own(_results(averaged.arguments, averaged.loss, options, parallel=parallel))
+        arguments = arguments if parallel is None else local_weights(arguments, parallel)
+        results = _results(arguments, loss, options, parallel=parallel)
     return results if outputs else results[0]
 
 
@@ -265,6 +255,8 @@ def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def plain(number: Any) -> Any:
     """A number as Python's own, which the operator's settings need: it may be NumPy's, or a compiler's symbol."""
-    if isinstance(number, Integral | torch.SymInt) and not isinstance(number, bool):
+    if number is None or type(number) in (int, float, bool):
+        return number
+    if isinstance(number, Integral | torch.SymInt):
         return int(number)
-    return float(number) if isinstance(number, Real | torch.SymFloat) and not isinstance(number, bool) else number
+    return float(number) if isinstance(number, Real | torch.SymFloat) else number

@@ -7,15 +7,15 @@ and for a factor of 1 that ends before it touches memory. That saves a read and 
 """
 
 import sys
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from thunder_flce.execution import engine
 from thunder_flce.execution.gradient_scaling import scale_gradient
-from thunder_flce.operators import library
+from thunder_flce.operators import define
 
 _LARGE = 2**23
 """Elements from which a launch of its own costs less than reading and writing them."""
@@ -36,15 +36,8 @@ def _scale(gradient: Tensor, factor: Tensor) -> None:
     scale_gradient(gradient, factor, may_overwrite=True)
 
 
-def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    library.define(schema)
-    name = schema.partition("(")[0]
-    library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
-
-
-_define("scale_gradient(Tensor gradient, Tensor factor) -> Tensor", _scaled, _scaled_fake)
-_define("scale_gradient_(Tensor(a!) gradient, Tensor factor) -> ()", _scale, lambda gradient, factor: None)
+define("scale_gradient", "Tensor gradient, Tensor factor", _scaled, _scaled_fake, returns="Tensor")
+define("scale_gradient_", "Tensor(a!) gradient, Tensor factor", _scale, lambda gradient, factor: None, returns="()")
 
 
 def scaled(
@@ -58,10 +51,8 @@ def scaled(
         gradients: those that the forward has finished.
         expected_gradient: () the upstream gradient that they are finished for; None for 1.
     """
-    if expected_gradient is not None:
-        grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) / expected_gradient
-    grad = torch.where(valid_count == 0, 0, grad)
-    return [torch.ops.thunder_flce.scale_gradient(gradient, grad) for gradient in gradients]
+    factor = engine.gradient_factor(grad, valid_count, expected_gradient)
+    return [torch.ops.thunder_flce.scale_gradient(gradient, factor) for gradient in gradients]
 
 
 @cache

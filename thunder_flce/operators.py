@@ -10,7 +10,7 @@ They return fresh, contiguous tensors and change none of their arguments. `autog
 
 import ast
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import is_fake
 from thunder_flce.device import DeviceMemory
 from thunder_flce.execution import engine
 from thunder_flce.execution.layout import layout_for
-from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, Term, UpstreamGradients
+from thunder_flce.execution.operands import ForwardResult, Gradients, Operands, SavedStatistics, Term, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, SaveLogits, SaveSomeLogits
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.execution.shards import Pending, start_gathering
@@ -32,7 +32,7 @@ from thunder_flce.operation.problem import Problem, TermShape
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import agreed_plan, cached_plan, lasting_strategy
-from thunder_flce.vocab_parallel import agree, from_literal
+from thunder_flce.vocab_parallel import VocabParallel, agree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +248,31 @@ def is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or tensor.is_meta or is_fake(tensor)
 
 
+def needs_operator(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether somebody has to see the operator in place of what it runs.
+
+    That is a compiler, a mode, a profiler, a transform of torch.func, or the subclass of a tensor. And what is to be
+    negated when it is read has to be written down first, which the dispatcher does.
+    """
+    is_watched = (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch.autograd._profiler_enabled()
+    )
+    return is_watched or not all(t is None or _is_plain(t) for t in tensors)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    is_wrapper = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor)
+    return type(tensor) in _PLAIN and not (tensor.is_meta or tensor.is_neg() or is_wrapper)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def differentiate(settings: Settings, arguments: Mapping[str, Any], *, may_overwrite: bool = True) -> list[Tensor]:
     """The needed gradients, for the strategies that compute them in the backward, of tensors that are there.
 
@@ -287,7 +312,7 @@ def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands
     if settings.vocab_parallel is None:
         operands = _operands(settings, arguments)
         return operands, settings.plan_of(operands)
-    given = {name: arguments[name] for name in (*_POSITIONAL, *_DEFAULTS[:6])}
+    given = {name: arguments[name] for name in (*_POSITIONAL, *_OPTIONAL)}
     given |= {"terms": _pairs(arguments["terms"]), "token_inputs": arguments.get("token_inputs") or ()}
 
     def described(name: str, operand: Tensor | None) -> Tensor | None:
@@ -299,7 +324,8 @@ def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands
         tuple(described(f"terms[{at}].{kind}", each) for kind, each in zip(("input", "weight"), term, strict=True))
         for at, term in enumerate(given["terms"])
     ]
-    agreement = agree(from_literal(settings.vocab_parallel), call, loss=settings.loss, options=settings.options)
+    parallel = VocabParallel.of(settings.vocab_parallel)
+    agreement = agree(parallel, call, loss=settings.loss, options=settings.options)
     check_linear_cross_entropy(**given, loss=settings.loss, vocab=agreement.weight_rows)
     given = with_all_tokens(given, agreement.shard)
     operands = operands_of(given, settings.loss, settings.needs_grad, shard=agreement.shard)
@@ -308,14 +334,18 @@ def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands
 
 def _forward(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor]:
     known = Settings.parse(settings)
-    result = engine.forward(*_planned(known, _arguments(_POSITIONAL, tensors, others)))
-    results = [result.loss, *result.outputs]
+    return results(known, engine.forward(*_planned(known, _arguments(_POSITIONAL, tensors, others))))
+
+
+def results(settings: Settings, result: ForwardResult) -> list[Tensor]:
+    """What the operator returns: the loss, its outputs and what is saved for the backward."""
+    found = [result.loss, *result.outputs]
     if result.gradients is not None:
-        return [*results, result.statistics.valid_count, *_needed(result.gradients)]
-    if known.strategy == LossOnly.strategy:
-        return results
+        return [*found, result.statistics.valid_count, *_needed(result.gradients)]
+    if settings.strategy == LossOnly.strategy:
+        return found
     # The entropy is among the outputs.
-    return [*results, *result.statistics[:3], *([] if result.kept is None else [result.kept])]
+    return [*found, *result.statistics[:3], *([] if result.kept is None else [result.kept])]
 
 
 def _forward_fake(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor]:
@@ -334,7 +364,7 @@ def _forward_fake(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor
         return results
     valid_count = new(dtype=torch.int64)
     if known.vocab_parallel is not None:
-        parallel = from_literal(known.vocab_parallel)
+        parallel = VocabParallel.of(known.vocab_parallel)
         tokens *= parallel.process_group.size() if parallel.sequence_parallel else 1
     if known.finishes_in_forward:
         return [*results, valid_count, *_gradients_fake(operands)]
@@ -368,9 +398,11 @@ def _backward_fake(*tensors: Tensor | None, settings: str, **others: Any) -> lis
     return _gradients_fake(_operands(Settings.parse(settings), arguments))
 
 
-def define(name: str, schema: str, run: Callable[..., list[Tensor]], fake: Callable[..., list[Tensor]]) -> None:
-    """Defines an operator that returns tensors, with what runs it and what gives the shapes of its results."""
-    library.define(f"{name}({schema}) -> Tensor[]")
+def define(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, returns: str = "Tensor[]"
+) -> None:
+    """Defines an operator, with what runs it and what gives the shapes of its results."""
+    library.define(f"{name}({schema}) -> {returns}")
     library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
 
@@ -380,17 +412,8 @@ OUTPUT_GRADS = tuple(f"{name}_grad" for name in DIFFERENTIABLE_OUTPUTS)
 
 _POSITIONAL = ("input", "linear_weight", "target")
 _BACKWARD_POSITIONAL = ("grad", *_POSITIONAL, "row_max", "row_log_sum", "valid_count")
-_DEFAULTS = (
-    "linear_bias",
-    "weight",
-    "token_weights",
-    "target_weights",
-    "num_items",
-    "expected_gradient",
-    "entropy",
-    "kept",
-    *OUTPUT_GRADS,
-)
+_OPTIONAL = ("linear_bias", "weight", "token_weights", "target_weights", "num_items", "expected_gradient")
+_DEFAULTS = (*_OPTIONAL, "entropy", "kept", *OUTPUT_GRADS)
 _KEYWORDS = (
     "*, Tensor[] terms, str settings, Tensor? linear_bias=None, Tensor? weight=None, Tensor? token_weights=None, "
     "Tensor? target_weights=None, Tensor? num_items=None, Tensor? expected_gradient=None"

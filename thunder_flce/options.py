@@ -19,7 +19,7 @@ def as_options(options: "Options | None") -> "Options":
         TypeError: for anything but `Options`.
     """
     if options is None:
-        return Options()
+        return _DEFAULTS
     if not isinstance(options, Options):
         raise TypeError(f"options must be thunder_flce.Options or None, but got {type(options).__name__}")
     return options
@@ -116,3 +116,6 @@ class Options:
     def has_float32_logits(self, dtype: torch.dtype) -> bool:
         """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""
         return self.logits_dtype == "float32" and dtype.itemsize < 4
+
+
+_DEFAULTS = Options()

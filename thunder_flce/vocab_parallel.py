@@ -9,7 +9,7 @@ import ast
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -104,7 +104,7 @@ class VocabParallel:
     def of(cls, vocab_parallel: Any) -> "VocabParallel":
         """What `linear_cross_entropy` takes, or has put into a graph (`as_literal`)."""
         if isinstance(vocab_parallel, str) and vocab_parallel.startswith("{"):
-            return from_literal(vocab_parallel)
+            return _from_literal(vocab_parallel)
         return vocab_parallel if isinstance(vocab_parallel, VocabParallel) else cls(group=vocab_parallel)
 
 
@@ -191,11 +191,7 @@ def as_literal(**settings: Any) -> str:
     return repr({**changed, "group": parallel.process_group.group_name})
 
 
-def from_literal(literal: str) -> VocabParallel:
-    """What `as_literal` was given."""
-    if not literal.startswith("{"):
-        # What a user has given, and no group.
-        return VocabParallel(group=cast(Any, literal))
+def _from_literal(literal: str) -> VocabParallel:
     values = ast.literal_eval(literal)
     dtype = values.pop("input_grad_dtype", None)
     group = dist.distributed_c10d._resolve_process_group(values.pop("group"))

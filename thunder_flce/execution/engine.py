@@ -191,13 +191,21 @@ def scale_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Backward of `GradientsInForward`: the gradients times the upstream gradient, grad (), over the expected one.
 
-    What autograd will read again, because the graph is kept, is left as it is. Without a valid row the gradients are
-    zeros even for an upstream gradient of NaN, which a function of the NaN that is the mean of nothing may have.
+    What autograd will read again, because the graph is kept, is left as it is.
+    """
+    factor = gradient_factor(grad, valid_count, expected_gradient)
+    return tuple(None if gradient is None else steps.scaled(gradient, factor) for gradient in gradients)
+
+
+def gradient_factor(grad: Tensor, valid_count: Tensor, expected_gradient: Tensor | float | None) -> Tensor:
+    """() what finished gradients are multiplied by.
+
+    Without a valid row it is 0 even for an upstream gradient of NaN, which a function of the NaN that is the mean of
+    nothing may have.
     """
     if expected_gradient is not None:
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) / expected_gradient
-    grad = torch.where(valid_count == 0, 0, grad)
-    return tuple(None if gradient is None else steps.scaled(gradient, grad) for gradient in gradients)
+    return torch.where(valid_count == 0, 0, grad)
 
 
 def _scaled_units(
@@ -323,7 +331,8 @@ def _fill(region: Region, logits: LogitsBuffer | LogitsInBlocks, xs: list[Tensor
     """Fills some rows of the logits of a chunk, from all rows of the terms' inputs, (C, H)."""
     if rows.start >= rows.stop:
         return
-    xs = [x[rows] for x in xs]
+    if rows.start:
+        xs = [x[rows] for x in xs]
     if isinstance(logits, LogitsBuffer):
         steps.logits_(region, logits.rows(rows), xs)
         return

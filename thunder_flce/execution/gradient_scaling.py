@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from thunder_flce.device import multiprocessors, triton_available
+from thunder_flce.device import multiprocessors, on_device, triton_available
 from thunder_flce.execution.compile_times import note_first_run
 
 
@@ -95,6 +95,6 @@ def _multiply_unless_one_(gradient: Tensor, factor: Tensor) -> None:
         return
     programs = min(-(-size // _BLOCK), multiprocessors(gradient.device) * _PROGRAMS_PER_MULTIPROCESSOR)
     start = time.perf_counter()
-    with torch.cuda.device(gradient.device):
+    with on_device(gradient.device):
         _kernel()[(programs,)](gradient, factor, size, BLOCK=_BLOCK, num_warps=8)
     note_first_run("Triton gradient scaling", (gradient.device, gradient.dtype), start)

@@ -27,9 +27,10 @@ class Region:
         self.logit_map = self.loss.logit_map
         target = operands.target
         self.tape: Tape | None = target.tape if isinstance(target, Value) else None
-        vocab = operands.vocab
-        self.terms = tuple(replace(term, weight=term.weight[:vocab]) for term in operands.terms)
-        self.bias = None if operands.bias is None else operands.bias[:vocab]
+        self.terms, self.bias = operands.terms, operands.bias
+        if (vocab := operands.vocab) < operands.weight_rows:
+            self.terms = tuple(replace(term, weight=term.weight[:vocab]) for term in self.terms)
+            self.bias = None if self.bias is None else self.bias[:vocab]
         self.shard = operands.shard
 
     @property

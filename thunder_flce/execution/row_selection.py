@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thunder_flce.device import TILE_ROWS
+from thunder_flce.device import TILE_ROWS, on_device
 from thunder_flce.execution.record import Value, as_value
 from thunder_flce.execution.region import Region
 
@@ -145,11 +145,11 @@ def _host_waits(region: Region) -> bool:
     It never does while a CUDA graph is captured. A CPU has nothing to wait for.
     """
     target = region.operands.target
-    if not target.is_cuda:
-        return True
+    if not target.is_cuda or region.plan.ignored_rows != "skip":
+        return not target.is_cuda
     # Streams are asked for by the current device, which need not be the target's.
-    with torch.cuda.device(target.device):
-        return region.plan.ignored_rows == "skip" and not torch.cuda.is_current_stream_capturing()
+    with on_device(target.device):
+        return not torch.cuda.is_current_stream_capturing()
 
 
 def are_valid(region: Region, target: Tensor) -> Tensor:

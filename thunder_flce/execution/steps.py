@@ -95,8 +95,9 @@ def logits_(region: Region, buffer: LogitsBuffer, xs: Sequence[Tensor], *, colum
         columns: of the vocabulary.
     """
     for number, at in enumerate(sorted(range(len(xs)), key=lambda at: xs[at].shape[1])):
-        bias = None if region.bias is None or number else region.bias[columns]
-        weight = region.terms[at].weight[columns]
+        bias, weight = None if number else region.bias, region.terms[at].weight
+        if columns is not EVERYTHING:
+            bias, weight = None if bias is None else bias[columns], weight[columns]
         matmul_(region, "logits", buffer.logits, xs[at], weight, bias=bias, accumulate=number > 0)
     if isinstance(buffer.padded, Value) and "[:, block]" not in buffer.padded.text:
         name_logits(region, buffer)

@@ -22,7 +22,7 @@ from thunder_flce.graph.thunder_private import (
 )
 from thunder_flce.graph.trace_arguments import BY_NAME, POSITIONAL, loss_of, region_operands
 from thunder_flce.options import Options
-from thunder_flce.vocab_parallel import Agreement, agree, from_literal
+from thunder_flce.vocab_parallel import Agreement, VocabParallel, agree
 
 
 class FuseAfterDistribution(Transform):
@@ -119,7 +119,8 @@ def agreement_on(region: Mapping[str, Any], needs_grad: Collection[str], options
 
     arguments = {name: stand_in(region[name]) for name in (*POSITIONAL, *BY_NAME, "terms", "token_inputs")}
     with unset_fake_temporarily():
-        return agree(from_literal(region["vocab_parallel"]), arguments, loss=loss_of(region), options=options)
+        parallel = VocabParallel.of(region["vocab_parallel"])
+        return agree(parallel, arguments, loss=loss_of(region), options=options)
 
 
 def warn_of_gradients_that_are_not_summed() -> None:

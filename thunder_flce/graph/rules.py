@@ -11,8 +11,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
+from thunder import clang
 from thunder.core import devices, dtypes, prims
-from thunder.core.proxies import TensorProxy
+from thunder.core.prims import OpTags
+from thunder.core.proxies import AnyProxy, TensorProxy
+from thunder.extend import get_executor
 
 from thunder_flce import functional
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan
@@ -20,13 +23,13 @@ from thunder_flce.execution.row_kernels.dispatch import without_nvfuser
 from thunder_flce.graph import symbols
 from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
-from thunder_flce.graph.matching.trace_index import is_static
+from thunder_flce.graph.matching.trace_index import carries_grad, is_static
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
-    PseudoInst,
     do_raise,
     get_compile_data,
     get_grad,
+    get_jit_ctx,
     interpreter_needs_wrap,
     maybe_downcast_to,
     put_grad,
@@ -36,6 +39,7 @@ from thunder_flce.graph.thunder_private import (
     register_general_jit_lookaside,
     register_grad,
     register_method,
+    should_register_for_prologue,
     unwrap,
 )
 from thunder_flce.graph.token_functions import interpreted_token_loss
@@ -59,9 +63,9 @@ ONLY_WITH_EXECUTOR = (
     "thunder compiles vocab_parallel with the executor of thunder_flce only: use thunder_flce.jit, or "
     "thunder.jit(…, executors=[thunder_flce.executor, *thunder.get_default_executors()])"
 )
-NOT_AN_ARGUMENT = (
-    "vocab_parallel must not be an argument of a function that thunder compiles, which would not compile it anew for "
-    "other ranks: make it an attribute of the module, or a variable outside of the function"
+UNGUARDED = (
+    "thunder does not notice when vocab_parallel changes that the jitted function itself makes, such as by "
+    "mesh.get_group(): make it, or the group of a VocabParallel, outside of the function"
 )
 
 
@@ -184,8 +188,10 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
     if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
         return do_raise(NotImplementedError(ONLY_EAGER))
-    constants = {}
-    if (given := kwargs.pop("vocab_parallel", None)) is not None and given.value is not None:
+    constants, given = {}, kwargs.pop("vocab_parallel", None)
+    if given is not None and given.value is None:
+        _add_check(given)
+    elif given is not None:
         try:
             # In Dynamo's graphs it is a literal already.
             literal = given.value if isinstance(given.value, str) else as_literal(**settings_of(given.value))
@@ -193,8 +199,8 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
             return do_raise(error)
         if executor not in get_compile_data().executors_list:
             return do_raise(NotImplementedError(ONLY_WITH_EXECUTOR))
-        if _is_argument(given.provenance):
-            return do_raise(NotImplementedError(NOT_AN_ARGUMENT))
+        if not isinstance(given.value, str) and not _guard(given):
+            return do_raise(NotImplementedError(UNGUARDED))
         constants["vocab_parallel"] = literal
     # In a sequence, recursively_proxy stops after the first item that holds a tensor.
     for item in _items(kwargs.get("terms")):
@@ -212,10 +218,39 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     return interpreter_needs_wrap(region)(*args, **kwargs)
 
 
-def _is_argument(provenance: Any) -> bool:
-    """Whether a value comes from the arguments of the jitted function."""
-    is_given = provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
-    return is_given or any(map(_is_argument, provenance.inputs))
+def _guard(vocab_parallel: Any) -> bool:
+    """Has thunder compile anew where another one is given; False for a wrapped value that it cannot find again."""
+    if _add_check(vocab_parallel):
+        return True
+    # The function may have made it of a group. Numbers that it reads thunder checks itself, but no dtype.
+    group = vocab_parallel.attribute_wrappers.get("group")
+    return group is not None and _add_check(group)
+
+
+def _add_check(wrapped: Any) -> bool:
+    """Has thunder compile anew where a wrapped value has changed, if it can find it again."""
+    if not should_register_for_prologue(wrapped.provenance):
+        return False
+    proxy = AnyProxy(wrapped.value, history=wrapped.provenance)
+    get_jit_ctx().add_constraint((_check_vocab_parallel, proxy, _text(wrapped.value)))
+    return True
+
+
+def _text(vocab_parallel: Any) -> str | None:
+    return None if vocab_parallel is None else as_literal(**settings_of(vocab_parallel))
+
+
+def _check_vocab_parallel_impl(vocab_parallel: Any, text: str | None) -> None:
+    if _text(vocab_parallel) != text:
+        raise RuntimeError(f"vocab_parallel is not {text} any more")
+
+
+_check_vocab_parallel = get_executor("python").register_operator(
+    "check_vocab_parallel",
+    meta=lambda vocab_parallel, text: None,
+    fn=_check_vocab_parallel_impl,
+    tags=(OpTags.DONT_DCE,),
+)
 
 
 def _items(wrapped: Any) -> Sequence[Any]:
@@ -245,6 +280,25 @@ def _where_method(self: TensorProxy, condition: TensorProxy, other: Any, /) -> T
 
 
 register_method("where", _where_method)
+# `labels % 3`: thunder 0.2.6 has the function alone.
+register_method("mod", ltorch.remainder)
+
+_maybe_broadcast = clang.maybe_broadcast
+
+
+def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
+    """`loss + losses` on a CPU, where thunder 0.2.6 takes the scalar for a number and does not sum its gradient."""
+    tensors = [each for each in args if isinstance(each, TensorProxy)]
+    on_cpu = all(each.device.devicetype is devices.DeviceType.CPU for each in tensors)
+    # Arguments, which alone have a history, say whether they require a gradient.
+    scalars = [each for each in tensors if each.ndim == 0 and (each.requires_grad or each.history is None)]
+    is_number = not (on_cpu and any(map(carries_grad, scalars)))
+    return _maybe_broadcast(
+        *args, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and is_number
+    )
+
+
+clang.maybe_broadcast = _broadcast_differentiated_scalars
 
 
 @register_autocast_rule(symbols.linear_cross_entropy.id)

@@ -7,6 +7,8 @@ All other modules import them from here, so that a missing name is one clear err
 from importlib.metadata import version
 from typing import Any
 
+import thunder
+import torch
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 SUPPORTED_VERSIONS = ">=0.2.6,<0.3"
@@ -21,13 +23,15 @@ def _missing(what: object) -> ImportError:
 
 try:
     from thunder.core.compile_data import compile_data_and_stats, get_compile_data
-    from thunder.core.interpreter import INTERPRETER_SIGNALS, PseudoInst, do_raise, unwrap, wrap_const
+    from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, unwrap, wrap_const
     from thunder.core.interpreter import _interpret_call as interpret_call
     from thunder.core.jit_ext import (
+        get_jit_ctx,
         interpreter_needs_wrap,
         record_source_loc_in_symbol_header,
         recursively_proxy,
         register_general_jit_lookaside,
+        should_register_for_prologue,
     )
     from thunder.core.symbol import default_python_printer
     from thunder.core.trace import get_tracectx
@@ -62,4 +66,10 @@ def build_cache_entry(data: Any, stats: Any, traces: Any) -> Any:
     if not hasattr(data, name):
         raise _missing(f"{type(data).__name__}.{name}")
     # Everything else that thunder asks of a compilation is read from the traces themselves.
-    return getattr(data, name)(data, stats, {"no_grad_sync": False, "alias_tensor_indices": ""}, *traces)
+    known = {"no_grad_sync": False, "alias_tensor_indices": ""}
+    known |= {"default_dtype": torch.get_default_dtype(), "default_device": torch.get_default_device()}
+    token = thunder._cache_info_ctx.set(known)
+    try:
+        return getattr(data, name)(data, stats, known, *traces)
+    finally:
+        thunder._cache_info_ctx.reset(token)

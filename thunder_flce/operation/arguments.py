@@ -6,6 +6,7 @@ when the region runs (`row_selection.RowSelection`).
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -16,6 +17,9 @@ from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
 from thunder_flce.operation.token_loss import check as check_token_loss
 
 REDUCTIONS = ("mean", "sum", "none")
+# Concrete classes first: to ask an abstract one takes ten times as long, and each call asks some dozen times.
+_NUMBERS = (float, int, Real)
+_SEQUENCES = (tuple, list, Sequence)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 
@@ -24,7 +28,12 @@ _T = TypeVar("_T")
 
 def dtype_name(tensor: Any) -> str:
     """A tensor's or proxy's dtype as a plain name, such as "bfloat16"."""
-    return str(tensor.dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
+    return _name_of(tensor.dtype)
+
+
+@cache
+def _name_of(dtype: Any) -> str:
+    return str(dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
 
 
 def named_operands(
@@ -82,16 +91,16 @@ def check_linear_cross_entropy(
         _check_goes_with_target_weights(weight, loss)
     _check_token_loss(loss, len(token_inputs), has_class_weight=weight is not None)
     for name, number in numbers.items():
-        if number is not None and not _is_tensor(number) and not _is_number(number):
+        if number is not None and name not in tensors and not _is_number(number):
             raise TypeError(f"{name} must be a number or a tensor without dimensions, but got {type(number).__name__}")
     if num_items is not None and loss.reduction != "mean":
         raise ValueError(
             f'num_items is what reduction "mean" divides by, in place of the number of valid targets; with reduction '
             f"{loss.reduction!r} it has no meaning"
         )
-    if isinstance(num_items, Real) and not 0 <= float(num_items) < math.inf:
+    if isinstance(num_items, _NUMBERS) and not 0 <= float(num_items) < math.inf:
         raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
-    if isinstance(expected_gradient, Real) and (expected_gradient == 0 or not math.isfinite(expected_gradient)):
+    if isinstance(expected_gradient, _NUMBERS) and (expected_gradient == 0 or not math.isfinite(expected_gradient)):
         raise ValueError(f"expected_gradient must be finite and not 0, but got {expected_gradient}")
 
 
@@ -179,16 +188,16 @@ def _check_token_loss(loss: Loss, inputs: int, *, has_class_weight: bool) -> Non
 
 def check_token_inputs(token_inputs: Any) -> None:
     """Raises `TypeError` for token_inputs that are no sequence."""
-    if not isinstance(token_inputs, Sequence):
+    if not isinstance(token_inputs, _SEQUENCES):
         raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(token_inputs).__name__}")
 
 
 def check_pairs(terms: Any) -> None:
     """Raises `TypeError` for terms that are not pairs."""
-    if not isinstance(terms, Sequence):
+    if not isinstance(terms, _SEQUENCES):
         raise TypeError(f"terms must be a sequence of pairs (input, weight), but got {type(terms).__name__}")
     for number, term in enumerate(terms):
-        is_sequence = isinstance(term, Sequence)
+        is_sequence = isinstance(term, _SEQUENCES)
         if not is_sequence or len(term) != 2:
             found = f"has length {len(term)}" if is_sequence else f"got {type(term).__name__}"
             raise TypeError(f"terms[{number}] must be a pair (input, weight), but {found}")
@@ -214,7 +223,7 @@ def _check_tensor(name: str, tensor: Any, input: Any, of: str = "input") -> None
     is_wider_weight = name == "weight" and dtype == "float32" and of_input != "float64"
     if dtype != of_input and not may_differ and not is_wider_weight:
         raise TypeError(f"{name} must have {of}'s dtype, {of_input}, but got {dtype}")
-    if str(tensor.device) != str(input.device):
+    if tensor.device != input.device and str(tensor.device) != str(input.device):
         raise ValueError(f"{name} must be on {of}'s device, {input.device}, but got {tensor.device}")
 
 
@@ -233,29 +242,24 @@ def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
     if last != hidden:
         as_in = f"H = {hidden}, as in linear_weight {of_weight}"
         raise ValueError(f"input's last dimension must be {as_in}, but input is {of_input}")
-    of_columns = f"be (V,) = ({vocab},)"
-    of_tokens = f"have input's shape without its last dimension, {tuple(rows)}"
     of_target = shapes.get("target", ())
     if "target_weights" in shapes:
         if of_target[:-1] != tuple(rows) or len(of_target) != len(of_input) or not of_target[-1]:
             what = f"(..., K), input's shape with another last dimension, and K ≥ 1, but is {of_target}"
             raise ValueError(f"with target_weights, target must be {what}; input is {of_input}")
-    for name, expected, what in (
-        ("target", of_target if "target_weights" in shapes else tuple(rows), of_tokens),
-        (
-            "token_weights",
-            tuple(rows),
-            of_tokens if "target_weights" in shapes else f"have target's shape, {tuple(rows)}",
-        ),
-        ("target_weights", of_target, f"have target's shape, {of_target}"),
-        ("linear_bias", (vocab,), of_columns),
-        ("weight", (whole_vocab,), f"be (V,) = ({whole_vocab},)"),
-        *((name, tuple(rows), f"have target's shape, {tuple(rows)}") for name in shapes if "token_inputs" in name),
-        ("num_items", (), "be a number or a tensor without dimensions"),
-        ("expected_gradient", (), "be a number or a tensor without dimensions"),
-    ):
-        if shapes.get(name, expected) != expected:
-            raise ValueError(f"{name} must {what}, but got {shapes[name]}")
+    right = {
+        "target": of_target if "target_weights" in shapes else tuple(rows),
+        "token_weights": tuple(rows),
+        "target_weights": of_target,
+        "linear_bias": (vocab,),
+        "weight": (whole_vocab,),
+        "num_items": (),
+        "expected_gradient": (),
+    }
+    for name, shape in shapes.items():
+        expected = tuple(rows) if name.startswith("token_inputs") else right.get(name, shape)
+        if shape != expected:
+            raise ValueError(f"{name} must {_words_for(name, expected, shapes)}, but got {shape}")
     names = [name for name in shapes if name.startswith("terms")]
     for name, weight_name in zip(names[::2], names[1::2], strict=True):
         of_weight = shapes[weight_name]
@@ -264,6 +268,17 @@ def _check_shapes(tensors: dict[str, Any], whole_vocab: int | None) -> None:
         if shapes[name] != (*rows, of_weight[1]):
             what = f"be {(*rows, of_weight[1])}: input's shape with the last dimension of {weight_name}"
             raise ValueError(f"{name} must {what}, but got {shapes[name]}")
+
+
+def _words_for(name: str, expected: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """What the shape of an argument must be, where it is not."""
+    if name in ("num_items", "expected_gradient"):
+        return "be a number or a tensor without dimensions"
+    if name in ("linear_bias", "weight"):
+        return f"be (V,) = {expected}"
+    if name == "target" or (name == "token_weights" and "target_weights" in shapes):
+        return f"have input's shape without its last dimension, {expected}"
+    return f"have target's shape, {expected}"
 
 
 def check_loss(loss: Loss, vocab: int) -> None:
@@ -284,7 +299,7 @@ def check_loss(loss: Loss, vocab: int) -> None:
         if not _is_number(value, Integral if is_int else Real):
             raise TypeError(f"{name} must be {'an int' if is_int else 'a number'}, but got {type(value).__name__}")
         # The value of a proxy is not known.
-        if isinstance(value, Real):
+        if isinstance(value, _NUMBERS):
             if not is_int and not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, but got {value}")
             if not is_right(value):
@@ -307,6 +322,8 @@ def _is_tensor(value: Any) -> bool:
 
 def _is_number(value: Any, kind: type = Real) -> bool:
     """Whether it is a `Real` or an `Integral` number, or stands for one while a program is traced, but no bool."""
+    if type(value) in (float, int):
+        return kind is Real or type(value) is int
     if isinstance(value, torch.SymInt | torch.SymFloat):
         of_value = value.node.pytype
     else:

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from thunder_flce.device import ALIGNED_BYTES, ROW_MULTIPLE
+from thunder_flce.device import ALIGNED_BYTES, ROW_MULTIPLE, on_device
 from thunder_flce.execution.matmul.cublaslt import Algorithm, MatmulDescriptor, Signature
 from thunder_flce.execution.matmul.layout import Matmul
 
@@ -67,7 +67,7 @@ def _run_in_cublaslt(matmul: Matmul) -> None:
             "batch_invariant=True: cuBLASLt cannot read these operands; input, weight and bias must be contiguous, on "
             "multiples of 16 bytes, and of one dtype in 16 bits"
         )
-    with torch.cuda.device(signature.device_index):
+    with on_device(matmul.out.device):
         algorithm = _algorithm(_for_rows(signature, _CHOSEN_FOR_ROWS))
         if algorithm is None or not _descriptor(signature).run(matmul, algorithm):
             raise RuntimeError(f"batch_invariant=True: cuBLASLt has no algorithm for any number of rows of {signature}")

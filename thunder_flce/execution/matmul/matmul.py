@@ -122,8 +122,8 @@ def logits_(
         raise ValueError("a bias is added with the linear term that is written first, not to one that accumulates")
     is_wider = out.dtype != x.dtype
     for block in MatmulWork.of("logits", out, x, weight).blocks:
-        of_bias = None if bias is None or is_wider else bias[block]
-        matmul = Matmul("logits", out[:, block], x, weight[block].t(), of_bias, accumulate)
+        of_bias = None if bias is None or is_wider else _rows(bias, block)
+        matmul = Matmul("logits", _columns(out, block), x, _rows(weight, block).t(), of_bias, accumulate)
         if batch_invariant:
             invariant.run(matmul, in_pytorch=_run_in_pytorch)
         else:
@@ -142,7 +142,8 @@ def input_gradient_(
     # Itself, if it has that dtype.
     total = out.to(dtype) if accumulate or dtype == out.dtype else torch.empty_like(out, dtype=dtype)
     for block in work.blocks:
-        matmul = Matmul("dX", total, dlogits[:, block], weight[block], accumulate=accumulate or block.start > 0)
+        parts = _columns(dlogits, block), _rows(weight, block)
+        matmul = Matmul("dX", total, *parts, accumulate=accumulate or block.start > 0)
         _run(matmul, tune=tune)
     if total is not out:
         out.copy_(total)
@@ -154,7 +155,7 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
     A sum in 16 bits rounds twice a chunk: what is added is rounded before.
     """
     for block in MatmulWork.of("dW", out, dlogits, x).blocks:
-        matmul = Matmul("dW", out[block], dlogits[:, block].t(), x, accumulate=accumulate)
+        matmul = Matmul("dW", _rows(out, block), _columns(dlogits, block).t(), x, accumulate=accumulate)
         _run(matmul, tune=tune)
 
 
@@ -166,6 +167,16 @@ def weight_gradient_of_parts_(out: Tensor, parts: list[tuple[Tensor, Tensor]], *
         weight_gradient_(total, dlogits, x, accumulate=number > 0, tune=tune)
     if total is not out:
         out.copy_(total)
+
+
+def _rows(matrix: Tensor, block: slice) -> Tensor:
+    """A block of rows; the matrix where that is all of them, since a view takes the host as long as half a launch."""
+    return matrix if block == slice(0, matrix.shape[0]) else matrix[block]
+
+
+def _columns(matrix: Tensor, block: slice) -> Tensor:
+    """A block of columns, likewise."""
+    return matrix if block == slice(0, matrix.shape[1]) else matrix[:, block]
 
 
 def _run(matmul: Matmul, *, tune: bool) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.device import is_hopper
+from thunder_flce.device import is_hopper, on_device
 from thunder_flce.execution.matmul import cublaslt
 from thunder_flce.execution.matmul.cublaslt import Algorithm, MatmulDescriptor, Signature
 from thunder_flce.execution.matmul.layout import Kind, Matmul
@@ -98,7 +98,7 @@ def run(matmul: Matmul) -> bool:
     signature = Signature.of(matmul)
     if signature is None or not is_hopper(matmul.out.device):
         return False
-    with torch.cuda.device(signature.device_index):
+    with on_device(matmul.out.device):
         algorithm = _algorithm(matmul, signature)
         return algorithm is not None and _descriptor(signature).run(matmul, algorithm)
 

@@ -39,7 +39,7 @@ class LogitsBuffer:
     @property
     def logits(self) -> Tensor:
         """(C, V), the view without the padding."""
-        return self.padded[:, : self.layout.vocab]
+        return self.padded[:, : self.layout.vocab] if self.layout.padding else self.padded
 
     @property
     def buffers(self) -> "tuple[LogitsBuffer, ...]":
@@ -53,7 +53,8 @@ class LogitsBuffer:
 
     def rows(self, rows: slice) -> "LogitsBuffer":
         """Some rows of the buffer, as a view."""
-        return LogitsBuffer(self.padded[rows], self.layout)
+        is_all = rows.start == 0 and rows.stop == self.padded.shape[0]
+        return self if is_all else LogitsBuffer(self.padded[rows], self.layout)
 
     def in_dtype(self, dtype: torch.dtype) -> "LogitsBuffer":
         """Memory of that dtype: its own or, where that is of another, as much of uninitialised memory."""

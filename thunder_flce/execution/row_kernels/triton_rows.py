@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE
+from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE, on_device
 from thunder_flce.execution.compile_times import note_first_run
 from thunder_flce.execution.layout import VocabLayout
 from thunder_flce.execution.row_kernels.interface import (
@@ -480,17 +480,15 @@ class TritonRowKernels:
 
     def _launch(self, kernel: Any, programs: int, arguments: list[Any], block: _Block, **constants: Any) -> None:
         """Runs a kernel on so many programs, if any."""
-        device = arguments[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self._launch(kernel, programs, arguments, block, **constants)
-        if programs:
-            start = time.perf_counter()
+        if not programs:
+            return
+        start = time.perf_counter()
+        with on_device(arguments[0].device):
             compiled = kernel[(programs,)](
                 *arguments, SCALE=self.logit_map.scale, SOFTCAP=self.logit_map.softcap, BLOCK=block.elements,
                 **constants, num_warps=block.warps, maxnreg=block.registers,
             )  # fmt: skip
-            note_first_run("Triton row kernels", compiled, start)
+        note_first_run("Triton row kernels", compiled, start)
 
 
 class _Parts(NamedTuple):
