@@ -354,6 +354,7 @@ BAD = {
         "token_inputs": [torch.arange(B * T)] * 3,
     },
     "single tokens.*logical_xor of numbers": {"token_loss": lambda p, e, *_: p * torch.logical_xor(p, e)},
+    "single tokens.*where with a condition of torch.float32": {"token_loss": lambda p, e, *_: torch.where(p, p, e)},
     "single tokens.*floordiv": {"token_loss": lambda p, e, *_: p * (e // 2)},
     "single tokens.*mod": {"token_loss": lambda p, e, *_: p * (e % 2)},
     "no other strategy": {"options": Options(strategy="save_logits")},
@@ -454,7 +455,12 @@ def promoted_inputs():
     return mask, k, (mask * 200).to(torch.uint8)
 
 
-@pytest.mark.parametrize("function", PROMOTED.values(), ids=PROMOTED)
+# thunder has no such choice.
+BYTES = {"bytes as masks": lambda p, e, mask, k, byte: torch.where(byte, p, e * 2)}
+
+
+@pytest.mark.parametrize("function", [*PROMOTED.values(), *BYTES.values()], ids=[*PROMOTED, *BYTES])
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition")
 def test_dtypes_of_inputs(function):
     """True and False, integers and narrow ones become what PyTorch makes of them, with any default dtype."""
     tensors = (*operands()[:4], *promoted_inputs())
@@ -464,6 +470,25 @@ def test_dtypes_of_inputs(function):
         torch.testing.assert_close(with_gradients(ours, function, tensors), right, rtol=1e-12, atol=1e-12)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "compile", [lambda program: program, thunder.jit, thunder_flce.jit], ids=["eager", "jit", "flce"]
+)
+def test_large_integers(compile):
+    """Such as identifiers: float32 does not tell 2²⁴ from 2²⁴ + 1."""
+    tensors = *operands(torch.float32)[:4], 2**24 + torch.arange(B * T)
+
+    def odd(log_prob, entropy, identifier):
+        return log_prob * (identifier == 2**24 + 3) * (identifier - 2**24)
+
+    def program(hidden, weight, bias, labels, identifiers):
+        arguments = {"linear_bias": bias, "token_loss": odd, "token_inputs": (identifiers,)}
+        return linear_cross_entropy(hidden, weight, labels, **arguments)
+
+    compiled = compile(program)
+    right = with_gradients(eager, odd, tensors)
+    torch.testing.assert_close(with_gradients(lambda function, *given: compiled(*given), odd, tensors), right)
 
 
 @pytest.mark.parametrize("compiler", ["thunder.jit", "torch.compile", "written out"])

@@ -781,19 +781,29 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
             assert isinstance(found, ValueError) and re.search(message, str(found))
 
 
-def test_terms_that_one_rank_refuses_raise_on_all_of_them():
-    case = make_case()
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (lambda part: {"terms": [(part.x,)]}, "terms[0] must be a pair"),
+        (lambda part: {"token_inputs": 3}, "token_inputs must be a sequence"),
+    ],
+)
+def test_what_one_rank_refuses_raises_on_all_of_them(refused, message):
+    """And no other rank waits for it: the class weights, a DTensor, are gathered afterwards."""
+    case = make_case(class_weight=True)
 
     def run(rank):
         mine = part_of(case, parts((50, 51))[rank])
+        class_weight = distribute_tensor(case.class_weight, init_device_mesh("cpu", (2,)), [DivideRows(0)])
         parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True)
-        linear_cross_entropy(mine.x, mine.weight, mine.target, terms=[(mine.x,)] * rank, vocab_parallel=parallel)
+        arguments = {"weight": class_weight, "vocab_parallel": parallel, **(refused(mine) if rank else {})}
+        linear_cross_entropy(mine.x, mine.weight, mine.target, **arguments)
 
     with pytest.raises(RankErrors) as raised:
         as_threads(2, run)
     first, second = (raised.value.errors[rank] for rank in range(2))
     assert isinstance(first, ValueError) and "another rank of vocab_parallel has refused its arguments" in str(first)
-    assert isinstance(second, TypeError) and "terms[0] must be a pair" in str(second)
+    assert isinstance(second, TypeError) and message in str(second)
 
 
 def test_sizes_that_a_compiler_is_told():

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_flce.dtensor import local_weights
+from thunder_flce.dtensor import local_weights, whole_class_weight
 from thunder_flce.operation.arguments import INTEGERS, dtype_name
 from thunder_flce.operation.loss import Loss
 from thunder_flce.vocab_parallel import VocabParallel
@@ -48,7 +48,8 @@ class AveragedCall:
             arguments = local_weights(arguments, parallel)
         except (TypeError, ValueError) as error:
             refused = error
-        most = _largest(count, parallel, like=arguments["linear_weight"], refused=refused)
+        most = _largest(count, parallel, arguments, refused=refused)
+        arguments = whole_class_weight(arguments)
 
         def padded(tensor: Any, fill: float = 0) -> Any:
             """(most, ...) where the tensor has this rank's tokens. Ranks find out together where it has not."""
@@ -94,10 +95,11 @@ class _ScaledGradient(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def _largest(count: int, parallel: VocabParallel, *, like: Any, refused: Exception | None) -> int:
+def _largest(count: int, parallel: VocabParallel, arguments: Mapping[str, Any], *, refused: Exception | None) -> int:
     """The largest count of all ranks, none of which has refused its arguments."""
-    device = like.device if isinstance(like, Tensor) else None
-    found = torch.tensor([count, int(refused is not None)], device=device)
+    # Any tensor of theirs is on the device that the ranks communicate on; one that is refused may be none.
+    devices = (value.device for value in arguments.values() if isinstance(value, Tensor))
+    found = torch.tensor([count, int(refused is not None)], device=next(devices, None))
     dist.all_reduce(found, dist.ReduceOp.MAX, group=parallel.process_group)
     largest, is_refused = found.tolist()
     if refused is not None:

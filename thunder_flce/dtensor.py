@@ -25,7 +25,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from thunder_flce.operation.arguments import check_pairs
+from thunder_flce.operation.arguments import check_pairs, check_token_inputs
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.vocab_parallel import VocabParallel
 
@@ -52,16 +52,18 @@ def local_weights(arguments: Mapping[str, Any], parallel: VocabParallel) -> dict
         arguments: of `linear_cross_entropy`, by name; not checked yet.
         parallel: the ranks that divide the vocabulary.
 
+    The class weights stay a DTensor, which `whole_class_weight` gathers once all ranks have come so far.
+
     Raises:
+        TypeError: for terms or token_inputs that are no sequences.
         ValueError: where a DTensor is none of the weights, or is not divided by its rows over these ranks.
     """
     check_pairs(arguments["terms"])
+    check_token_inputs(arguments["token_inputs"])
 
     def local(name: str, value: Any) -> Any:
-        if not isinstance(value, DTensor):
+        if not isinstance(value, DTensor) or name == "weight":
             return value
-        if name == "weight":
-            return value.full_tensor()
         if not name.endswith(("weight", "linear_bias")):
             raise ValueError(
                 f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; without vocab_parallel, the "
@@ -82,6 +84,12 @@ def local_weights(arguments: Mapping[str, Any], parallel: VocabParallel) -> dict
         for number, (x, weight) in enumerate(arguments["terms"])
     )
     return changed
+
+
+def whole_class_weight(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with all class weights, where a DTensor has a part of them; waits for the ranks with the others."""
+    weight = arguments["weight"]
+    return {**arguments, "weight": weight.full_tensor() if isinstance(weight, DTensor) else weight}
 
 
 @dataclass(frozen=True, kw_only=True)

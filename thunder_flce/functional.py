@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.data_parallel import AveragedCall
-from thunder_flce.dtensor import DividedCall, has_dtensor, local_weights
+from thunder_flce.dtensor import DividedCall, has_dtensor, local_weights, whole_class_weight
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.token_loss import TokenLoss
@@ -188,7 +188,8 @@ def linear_cross_entropy(
         averaged = AveragedCall.of(arguments, loss, parallel)
         results = averaged.own(_results(averaged.arguments, averaged.loss, options, parallel=parallel))
     else:
-        arguments = arguments if parallel is None else local_weights(arguments, parallel)
+        if parallel is not None:
+            arguments = whole_class_weight(local_weights(arguments, parallel))
         results = _results(arguments, loss, options, parallel=parallel)
     return results if outputs else results[0]
 

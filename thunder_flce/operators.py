@@ -167,7 +167,8 @@ def operands_of(
         class_weight=arguments["weight"],
         token_weights=_flat_weights(arguments.get("token_weights"), statistics_dtype(input.dtype)),
         token_inputs=tuple(
-            vector.reshape(-1) if vector.dtype is torch.bool else vector.reshape(-1).to(statistics_dtype(input.dtype))
+            # Integers stay as they are: float32 is not exact beyond 2²⁴.
+            vector.reshape(-1).to(statistics_dtype(input.dtype) if vector.is_floating_point() else vector.dtype)
             for vector in arguments.get("token_inputs") or ()
         ),
         **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},

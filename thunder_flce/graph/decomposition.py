@@ -105,7 +105,7 @@ def loss_and_outputs(
 
 def _token_input(tensor: TensorProxy, logits: TensorProxy) -> TensorProxy:
     flat = ltorch.reshape(tensor, (-1,))
-    return flat if dtypes.is_boolean_dtype(flat.dtype) else ltorch.to(flat, logits.dtype)
+    return ltorch.to(flat, logits.dtype) if dtypes.is_float_dtype(flat.dtype) else flat
 
 
 def _row(logits: TensorProxy, column: TensorProxy, weight: TensorProxy | None, loss: Loss) -> Row:

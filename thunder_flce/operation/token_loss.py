@@ -307,6 +307,10 @@ class TokenLossWriter:
         has_dim = called in ("max", "min", "torch_max") and any(type(each) is int for each in arguments)
         if has_dim or (operation == "where" and not isinstance(arguments[0], str)):
             raise NotOfTokens(f"{called} with such arguments")
+        if operation == "where" and not self._is_logical(arguments[0]):
+            if self.dtype(arguments[0]) is not torch.uint8:
+                raise NotOfTokens(f"{called} with a condition of {self.dtype(arguments[0])}")
+            arguments = (self.cast(arguments[0], torch.bool), *arguments[1:])
         fixed = {"clamp": arguments[1:], "pow": arguments[1:]}.get(operation, ())
         are_plain = all(isinstance(each, str | bool | int | float | None) for each in arguments)
         is_bounded = operation != "clamp" or arguments[1:] != (None, None)
