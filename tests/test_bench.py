@@ -68,13 +68,12 @@ def bench(path, subset, *options):
 
 def test_distributed(tmp_path):
     shape = "tokens=40,vocab=71,hidden=16,dtype=float32"
-    # torch.compile takes half a minute for one of these.
-    names = [name for name in distributed.METHODS if name != "loss_parallel, torch.compile"]
+    # torch.compile takes half a minute for each of these.
+    names = [name for name in distributed.METHODS if not name.endswith("torch.compile")]
     arguments = ("distributed", "--shapes", shape, "--methods", *names)
     rows = {row["method"]: row for row in bench(tmp_path / "rows", *arguments)}
     assert list(rows) == names
-    chunked = ("loss_parallel, 8 chunks", "loss_parallel, 8 chunks, torch.compile")
-    for name in ("vocab_parallel", "sequence_parallel", "loss_parallel", *chunked):
+    for name in ("vocab_parallel", "sequence_parallel", "loss_parallel", "loss_parallel, 8 chunks"):
         assert rows[name]["ranks"] == 2 and rows[name]["dx_error"] < 1e-5 and rows[name]["dw_error"] < 1e-5
     assert rows["vocab_parallel"]["same_bits"] and "same_bits" not in rows["sequence_parallel"]
     for name in ("liger", "liger, of logits"):
