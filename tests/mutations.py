@@ -897,7 +897,7 @@ MUTATIONS = [
     *_of(
         "graph/matching/readings.py",
         ("sign", 'return "log_prob" if of_label == -of_log_sum != 0 else ""', 'return "log_prob" if of_label else ""'),
-        ("sign", "(-1, bsym.args[1])], found)", "(1, bsym.args[1])], found)"),
+        ("sign", "signs=(1, -1)", "signs=(1, 1)"),
         ("mask", " or index.derives_from(labels, paths[0].tensor)", ""),
         ("mask", "if labels.numel * path.vocab != logits.numel or", "if"),
         ("index", "return reading and replace(reading, wraps_labels=True)", "return reading"),

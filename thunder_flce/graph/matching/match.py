@@ -215,7 +215,7 @@ class _Candidate:
     @property
     def path(self) -> LogitsPath:
         """The description of the logits that the region will compute: one with gradients, if any has them."""
-        paths = [ways[-1] for each in (self, *self.members) for ways in each.paths]
+        paths = [ways[-1] for ways in self.all_paths]
         return next((path for path in paths if path.carries_grad), paths[0])
 
     @property
@@ -224,16 +224,22 @@ class _Candidate:
             return self.reading.labels
         return None if self.arguments is None else self.arguments.target
 
-    def further_results(self) -> list[Result]:
-        """What its region computes beside the first result."""
-        return [*(member.result for member in self.members), *self.own_argmaxes]
+    @property
+    def parts(self) -> "tuple[_Candidate, ...]":
+        """What its region computes, but for argmaxes."""
+        return (self, *self.members)
+
+    @property
+    def all_paths(self) -> list[Sequence[LogitsPath]]:
+        """From the linear to each tensor of logits that the parts read."""
+        return [paths for part in self.parts for paths in part.paths]
 
     def own_bsyms(self) -> Iterator[BoundSymbol]:
-        """Its result's and its members', and the operations between the logits and these."""
-        for each in (self, *self.members):
-            yield each.bsym
-            if each.reading is not None:
-                yield from each.reading.inner
+        """What computes the results of its parts from the logits."""
+        for part in self.parts:
+            yield part.bsym
+            if part.reading is not None:
+                yield from part.reading.inner
 
     def takes(self, other: "_Candidate", index: TraceIndex) -> bool:
         """Whether its region can compute another one's result, too: of the same rows, all of them, and labels."""
@@ -260,15 +266,13 @@ class _Candidate:
         """What else uses the logits, or what is between them and the linear or the results."""
         if self.problem is not None:
             return
-        all_paths = [paths for each in (self, *self.members) for paths in each.paths]
-        passed = {id(bsym) for paths in all_paths for bsym in paths[-1].bsyms}
-        passed |= {id(bsym) for bsym in self.own_bsyms()}
+        passed = {id(bsym) for bsym in self.own_and_paths()}
         try:
-            inner = [bsym for each in (self, *self.members) if each.reading for bsym in each.reading.inner]
-            # That of logits from which it is subtracted, too.
-            inner += [bsym for paths in all_paths for bsym in paths[-1].bsyms if bsym.sym.id == ltorch.logsumexp.id]
+            inner = [bsym for part in self.parts if part.reading for bsym in part.reading.inner]
+            # A logsumexp that the logits are reduced by is a part of their path.
+            inner += [bsym for bsym in self.path_bsyms() if bsym.sym.id == ltorch.logsumexp.id]
             self._check_inner(inner, passed, owners, index)
-            waiting = [(path, user) for paths in all_paths for path in paths for user in index.users(path.tensor)]
+            waiting = [(path, user) for paths in self.all_paths for path in paths for user in index.users(path.tensor)]
             while waiting:
                 path, user = waiting.pop(0)
                 if id(user) not in passed:
@@ -330,8 +334,7 @@ class _Candidate:
         reduced = self.arguments if self.members else None
         if reduced is not None:
             arguments = replace(arguments, ignore_index=NOTHING_IGNORED, reduction="none")
-        bsyms = [bsym for each in (self, *self.members) for paths in each.paths for bsym in paths[-1].bsyms]
-        for writer in index.between(bsyms, self.bsym):
+        for writer in index.between(self.path_bsyms(), self.bsym):
             # The region takes the result's place. What is written may share memory with an operand of the linear.
             # Labels are integers and may be changed.
             if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
@@ -342,7 +345,7 @@ class _Candidate:
         )
         output = "valid_argmax" if is_accuracy else "argmax"
         argmaxes = [argmax._replace(output=output) for argmax in self.own_argmaxes]
-        results = (self.result, *(member.result for member in self.members), *argmaxes)
+        results = (*(part.result for part in self.parts), *argmaxes)
         if len(results) > 1 and (writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None)):
             # What depends on the others moves to after the first.
             raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
@@ -362,7 +365,7 @@ class _Candidate:
 
     def _with_token_sum(self, match: Match, index: TraceIndex, options: Options) -> Match:
         """With the sum that the program makes of the results, if it makes one and gradients need not wait."""
-        results = [each.result for each in (self, *self.members)]
+        results = [part.result for part in self.parts]
         if not any(carries_grad(result.tensor) for result in results):
             return match
         try:
@@ -398,7 +401,7 @@ class _Candidate:
     def needed(self, givers: "dict[str, _Candidate]", index: TraceIndex) -> "list[_Candidate]":
         """Those that give what its region needs, which may be itself."""
         assert self.found is not None
-        own = {each.result.tensor.name for each in (self, *self.members)}
+        own = {part.result.tensor.name for part in self.parts}
         tensors = [tensor for term in self.path.terms for tensor in (term.input, term.weight)]
         tensors += [
             tensor for tensor in (self.path.bias, self.labels, self.found.arguments.weight) if tensor is not None
@@ -419,10 +422,13 @@ class _Candidate:
                 waiting += [arg.name for arg in index.producers[name].flat_proxy_args]
         return found
 
+    def path_bsyms(self) -> list[BoundSymbol]:
+        """What computes the logits: the linear, and all operations on its output."""
+        return [bsym for paths in self.all_paths for bsym in paths[-1].bsyms]
+
     def own_and_paths(self) -> list[BoundSymbol]:
-        """What computes the results from the linear's output."""
-        of_paths = (paths[-1].bsyms for each in (self, *self.members) for paths in each.paths)
-        return [*self.own_bsyms(), *(bsym for bsyms in of_paths for bsym in bsyms)]
+        """What computes the results from the operands of the linear."""
+        return [*self.own_bsyms(), *self.path_bsyms()]
 
 
 def _source_of(result: Result) -> Source:

@@ -8,6 +8,7 @@ Such a sum can be differentiated while the logits are there. What mixes tokens i
 of whole sequences, has gradients that are known only when all tokens are.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from thunder.core.symbol import BoundSymbol
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES
-from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
+from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, stops_gradients
 from thunder_flce.graph.matching.upstream import Step, linear_step
 from thunder_flce.operation.token_loss import (
     CASTS,
@@ -61,7 +62,7 @@ class TokenInput(NamedTuple):
         tensor = ltorch.ne(self.tensor, self.ignore_index) if self.is_label else ltorch.detach(self.tensor)
         for shape in (self.shape, tuple(rows)):
             if tuple(tensor.shape) != shape:
-                same_size = tensor.numel == _size(shape)
+                same_size = tensor.numel == math.prod(shape)
                 tensor = ltorch.reshape(tensor, shape) if same_size else ltorch.expand(tensor, shape)
         return tensor
 
@@ -108,8 +109,6 @@ class TokenSum:
         grads: dict[str, Any] = {self.place.output.name: 1.0}
         for step, operand, result in reversed(self._steps):
             grad = step.pull_back(grads[result])
-            if isinstance(grad, TensorProxy) and tuple(grad.shape) != step.shape:
-                grad = ltorch.expand(grad, step.shape)
             grads[operand] = grad if operand not in grads else ltorch.add(grads[operand], grad)
         inputs: list[TokenInput | TensorProxy] = [*self.inputs]
         weights = [grads[operand.name] for operand in self._operands]
@@ -255,20 +254,19 @@ class _Search:
 
     def _written(self, bsym: BoundSymbol, has_grad: bool) -> str:
         """The name of an operation on single tokens."""
-        out, kind = bsym.output, bsym.sym.id
 
         def argument(given: Any) -> Any:
             if not isinstance(given, TensorProxy):
                 return given
             return self._tokens[given.name] if given.name in self._tokens else self._input(given, bsym, has_grad)
 
-        if kind in RESHAPES | COPIES or kind == prims.PrimIDs.CONVERT_ELEMENT_TYPE or bsym.sym.name in CASTS:
-            # The first alone: of another one, it takes shape or dtype.
-            name = self._writer.cast(argument(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(out.dtype))
-            return name if has_grad else self._writer.detached(name)
-        args = [argument(given) for given in bsym.args]
-        kwargs = {name: argument(given) for name, given in bsym.kwargs.items()}
-        name = self._writer.write(bsym.sym.name, args, kwargs)
+        if bsym.sym.id in RESHAPES | COPIES or bsym.sym.name in CASTS:
+            # Of further operands, such an operation takes only the shape or the dtype.
+            name = self._writer.cast(argument(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(bsym.output.dtype))
+        else:
+            args = [argument(given) for given in bsym.args]
+            kwargs = {name: argument(given) for name, given in bsym.kwargs.items()}
+            name = self._writer.write(bsym.sym.name, args, kwargs)
         return name if has_grad else self._writer.detached(name)
 
     def _input(self, tensor: TensorProxy, bsym: BoundSymbol, has_grad: bool) -> str:
@@ -295,7 +293,7 @@ class _Search:
 
     def _passes_grad(self, bsym: BoundSymbol) -> bool:
         """Whether a gradient may come back through an operation; what is returned may have one."""
-        if bsym.sym.name in ("detach", "stop_gradient"):
+        if stops_gradients(bsym):
             return False
         return bsym.sym.id == prims.PrimIDs.RETURN or any(out.name in self._upstream for out in bsym.flat_proxy_outs)
 
@@ -364,18 +362,8 @@ def _with_upstream_gradients(index: TraceIndex) -> set[str]:
     found: set[str] = set()
     for bsym in reversed(index.bsyms):
         is_return = bsym.sym.id == prims.PrimIDs.RETURN
-        is_passed = any(out.name in found and carries_grad(out) for out in bsym.flat_proxy_outs if _is_tensor(out))
-        if is_return or (is_passed and bsym.sym.name not in ("detach", "stop_gradient")):
+        outs = [out for out in bsym.flat_proxy_outs if isinstance(out, TensorProxy)]
+        is_passed = any(out.name in found and carries_grad(out) for out in outs)
+        if is_return or (is_passed and not stops_gradients(bsym)):
             found |= {arg.name for arg in bsym.flat_proxy_args if arg.name in index.need_grad}
     return found
-
-
-def _is_tensor(proxy: Any) -> bool:
-    return isinstance(proxy, TensorProxy)
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for each in shape:
-        size *= each
-    return size
