@@ -45,7 +45,7 @@ from thunder_flce.bench.measuring import (
 )
 from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
 from thunder_flce.bench.profiling import slug
-from thunder_flce.bench.reference import make_reference, matmuls, relative_error, three_matmuls
+from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
 from thunder_flce.execution.matmul.tuning import Tuning
 from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
@@ -893,7 +893,7 @@ def test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss(m
         return results[len(results) - 1]
 
     monkeypatch.setattr(torch, "mm", recording)
-    step = three_matmuls(inputs, rows=7)
+    step = matmuls(inputs, 3, rows=7)
     with torch.no_grad():
         step(lambda phase: None)
     logits = F.linear(inputs.x, inputs.weight, inputs.bias).detach().requires_grad_()
@@ -948,7 +948,7 @@ def test_a_reference_or_inputs_that_do_not_fit(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(regions, "make_reference", out_of_memory)
-    monkeypatch.setattr(regions, "three_matmuls", out_of_memory)
+    monkeypatch.setattr(regions, "matmuls", out_of_memory)
     rows = bench(tmp_path / "1.jsonl", "regions", "--shapes", "tiny", "--methods", "eager")
     assert [(row["method"], row.get("failed")) for row in rows] == [
         ("reference", "out of memory"),

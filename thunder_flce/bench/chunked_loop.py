@@ -11,8 +11,6 @@ from thunder_flce.bench.shapes import Inputs
 
 CHUNK_ROWS = 2048
 
-ChunkGradients = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
-
 
 def chunked_loop(*, compiled: bool = False) -> Callable[[Inputs], Tensor]:
     """A function of the inputs that returns the mean loss; the gradients of a chunk are compiled, or not."""

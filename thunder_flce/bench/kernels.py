@@ -11,7 +11,17 @@ from functools import partial
 
 import torch
 
-from thunder_flce.bench.measuring import DeviceLost, Mark, Progress, Schedule, Step, attempt, release, take_turns
+from thunder_flce.bench.measuring import (
+    DeviceLost,
+    Mark,
+    Progress,
+    Schedule,
+    Step,
+    TimedRow,
+    attempt,
+    release,
+    take_turns,
+)
 from thunder_flce.bench.shapes import dtype_name
 from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.row_kernels.dispatch import BACKENDS, check_available, kernels_for
@@ -38,7 +48,7 @@ _PHASE = "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(TimedRow):
     """What was measured of one kernel at one vocabulary."""
 
     vocab: int
@@ -48,17 +58,12 @@ class Row:
     dtype: str
     backend: str
     """One of `dispatch.BACKENDS`."""
-    method: str
-    time_ms: float | None = None
-    time_ms_p20: float | None = None
-    time_ms_p80: float | None = None
     gb_per_s: float | None = None
     """10⁹ bytes a second of those that have to be moved, padding not counted."""
     copy_gb_per_s: float | None = None
     """The same of a copy that moves as many bytes."""
     ratio: float | None = None
     """The first over the second."""
-    failed: str | None = None
 
 
 def measure(

@@ -14,6 +14,7 @@ from thunder_flce.bench.measuring import (
     Progress,
     Schedule,
     Step,
+    TimedRow,
     attempt,
     peak_bytes,
     release,
@@ -66,24 +67,17 @@ WAYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(ShapeRow):
-    """What was predicted and measured of one way to run a region."""
+class Row(TimedRow, ShapeRow):
+    """What was predicted and measured of one way to run a region, which `method` names."""
 
-    method: str
-    """One of `WAYS`."""
     predicted_ms: float | None = None
     """None where the device's rates are not known."""
-    time_ms: float | None = None
-    """Median of forward + backward, with the 20th and 80th percentile."""
-    time_ms_p20: float | None = None
-    time_ms_p80: float | None = None
     ratio: float | None = None
     """Predicted over measured."""
     predicted_gb: float | None = None
     """Peak above the inputs, in 10⁹ bytes."""
     memory_gb: float | None = None
     memory_ratio: float | None = None
-    failed: str | None = None
 
 
 class Prediction(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from thunder_flce.bench.measuring import Progress, attempt, release, synchronize
-from thunder_flce.bench.methods import Method, build, is_ours, our_function
+from thunder_flce.bench.methods import Method, build_without_thunder
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.execution.matmul.tuning import tunings
@@ -75,8 +75,7 @@ def measure(shape: Shape, methods: list[str], *, steps: int, device: str, progre
         release(device)
         numbers: dict[str, Any] = {}
         with attempt(name, device) as tried:
-            method = our_function(name) if is_ours(name) else build(name)
-            numbers = _run(method, Inputs.random(shape, device), passes)
+            numbers = _run(build_without_thunder(name), Inputs.random(shape, device), passes)
         yield Row(**ShapeRow.fields_of(shape), method=name, steps=passes * COUNTS, **numbers, failed=tried.failed)
 
 
