@@ -67,7 +67,7 @@ class Rewrite(TraceSubstitutionProcessor):
         if any(arg.name in self._missing and arg.name not in own for arg in bsym.flat_proxy_args):
             self._missing |= {out.name for out in bsym.flat_proxy_outs}
             self._waiting.append(bsym)
-        elif id(bsym) in self._matches:
+        elif match is not None:
             self._fuse(self._matches.pop(id(bsym)))
         elif symbols.is_region(bsym) and is_static(*bsym.flat_args):
             self.add_bsyms_from_function(self._planned, bsym, tags=bsym.tags)
@@ -95,6 +95,7 @@ class Rewrite(TraceSubstitutionProcessor):
     def _fused(self, match: Match) -> tuple[TensorProxy, ...]:
         """What replaces each of the results."""
         call, path = match.arguments, match.path
+        row_dtype = symbols.loss_dtype(path.terms[0].input)
         (input, weight), *terms = (_operands(term, path) for term in path.terms)
         is_detached = path.bias is not None and path.carries_grad and not path.bias_carries_grad
         results, reduction, token_weights = match.results, call.reduction, None
@@ -102,13 +103,13 @@ class Rewrite(TraceSubstitutionProcessor):
         token_inputs: tuple[TensorProxy, ...] = ()
         if match.token_sum is not None:
             is_alone = len(match.results) == 1
-            written = match.token_sum.written(input.shape[:-1], symbols.loss_dtype(input), is_alone=is_alone)
+            written = match.token_sum.written(input.shape[:-1], row_dtype, is_alone=is_alone)
             token_loss, token_inputs, token_weights = written
             reduction = "sum"
         if match.weighted is not None:
             # The region gives losses, and the sum may be one of log-probabilities: their negatives.
             (first,) = results
-            token_weights = _token_weights(match.weighted, first.factor, symbols.loss_dtype(input), input)
+            token_weights = _token_weights(match.weighted, first.factor, row_dtype, input)
             results, reduction = (Result(match.place, match.place.output, "loss"),), "sum"
         loss = Loss(
             reduction=reduction,
@@ -119,8 +120,7 @@ class Rewrite(TraceSubstitutionProcessor):
             token_loss=token_loss,
             **path.logit_map,
         )
-        loss_dtypes = [result.tensor.dtype for result in results if result.output == "loss"]
-        loss_dtype = loss_dtypes[0] if loss_dtypes else symbols.loss_dtype(input)
+        loss_dtype = next((result.tensor.dtype for result in results if result.output == "loss"), row_dtype)
         region = region_arguments(
             input,
             weight,
@@ -131,7 +131,7 @@ class Rewrite(TraceSubstitutionProcessor):
             token_weights=token_weights,
             token_inputs=token_inputs,
             vocab_parallel=None if path.group is None else as_literal(group=path.group),
-            dtype=None if loss_dtype == symbols.loss_dtype(input) else dtypes.to_strong_dtype(loss_dtype),
+            dtype=None if loss_dtype == row_dtype else dtypes.to_strong_dtype(loss_dtype),
             **loss.non_defaults(),
         )
         is_differentiated = any(carries_grad(result.tensor) for result in match.results)

@@ -16,6 +16,7 @@ from thunder.core import devices, dtypes, prims
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy, TensorProxy
 from thunder.extend import get_executor
+from torch.utils._pytree import tree_flatten
 
 from thunder_flce import functional
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan
@@ -167,10 +168,8 @@ def _run(
     return values if loss.outputs else values[0]
 
 
-def _linear_cross_entropy_checker(
-    *tensors: Any, terms: Sequence[Sequence[Any]] = (), token_inputs: Sequence[Any] = (), **settings: Any
-) -> bool:
-    return is_static(*tensors, *settings.values(), *token_inputs, *(operand for term in terms for operand in term))
+def _linear_cross_entropy_checker(*tensors: Any, **settings: Any) -> bool:
+    return is_static(*tree_flatten((tensors, settings))[0])
 
 
 executor.register_implementation(

@@ -78,20 +78,25 @@ def linear_cross_entropy(
     if vocab_parallel is not None:
         results = _results_meta(input, loss, dtype)
         return tuple(results) if loss.outputs else results[0]
-    given: dict[str, Any] = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
-    given |= {"expected_gradient": expected_gradient}
-    given |= {"token_weights": token_weights, "target_weights": target_weights, "token_inputs": token_inputs}
-    check_linear_cross_entropy(input, linear_weight, target, **given, loss=loss)
+    given: dict[str, Any] = {"weight": weight, "token_weights": token_weights, "target_weights": target_weights}
+    given |= {"token_inputs": token_inputs, "num_items": num_items}
+    check_linear_cross_entropy(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        terms=terms,
+        expected_gradient=expected_gradient,
+        loss=loss,
+        **given,
+    )
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
     linears = ((input, linear_weight), *terms)
     logits = decomposition.logits(linears, linear_bias, loss=loss, dtype=loss_dtype(input))
     flat_target = ltorch.reshape(target, (-1,) if target_weights is None else (-1, target.shape[-1]))
     flat_target = converted(flat_target, dtypes.int64)
-    names = ("weight", "token_weights", "target_weights", "token_inputs", "num_items")
-    value, *others = decomposition.loss_and_outputs(
-        logits, flat_target, loss=loss, **{name: given[name] for name in names}
-    )
+    value, *others = decomposition.loss_and_outputs(logits, flat_target, loss=loss, **given)
     value = value if dtype is None else converted(value, dtype)
     shape = tuple(input.shape[:-1])
     results = [ltorch.reshape(value, shape) if loss.reduction == "none" else value]

@@ -110,9 +110,7 @@ def _spell_out_autocast(graph: Graph) -> None:
     """Puts casts before what autocast casts the operands of: nothing else has results of another dtype than these."""
     for node in list(graph.nodes):
         value = value_of(node)
-        if not is_call(node) or name_of(node) not in _CAST_BY_AUTOCAST:
-            continue
-        if not isinstance(value, Tensor):
+        if not is_call(node) or name_of(node) not in _CAST_BY_AUTOCAST or not isinstance(value, Tensor):
             continue
         with graph.inserting_before(node):
             for operand in node.all_input_nodes:
@@ -221,15 +219,14 @@ class _Tracer:
             return None
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._operand)
         if node.op == "call_method":
-            function: Callable | None = partial(_call_method, str(node.target))
+            function: Callable = partial(_call_method, str(node.target))
         elif node.target in torch_to_thunder_functions:
             function = torch_to_thunder_functions[node.target]
         elif node.target is torch.ops.aten.mT:
             function = operator.attrgetter("mT")
+        elif getattr(node.target, "__module__", "") in ("_operator", "builtins"):
+            function = node.target  # type: ignore[assignment]
         else:
-            is_pythons = getattr(node.target, "__module__", "") in ("_operator", "builtins")
-            function = node.target if is_pythons else None  # type: ignore[assignment]
-        if function is None:
             return None
         result = function(*args, **kwargs)
         results, expected = tree_flatten(result)[0], tree_flatten(value_of(node))[0]
@@ -248,21 +245,20 @@ class _Tracer:
         if not isinstance(proxy, TensorProxy) or not isinstance(value, Tensor):
             return False
         shape = tuple(map(self._sizes.number, value.shape))
-        dtype = dtypes.to_torch_dtype(proxy.dtype)
-        return tuple(proxy.shape) == shape and dtype == value.dtype and str(proxy.device) == str(_device(value))
+        dtype, device = dtypes.to_torch_dtype(proxy.dtype), str(devices.to_device(value.device))
+        return tuple(proxy.shape) == shape and dtype == value.dtype and str(proxy.device) == device
 
     def _proxy(self, value: Any, *, is_input: bool = False, name: str | None = None) -> Any:
         if not _is_known(value):
             return value
         make = WrappedTensorProxy if is_traceable_wrapper_subclass(value) else TensorProxy
-        proxy = make(
+        return make(
             None if name is None or self._trace.has_name(name) else name,
             shape=tuple(map(self._sizes.number, value.shape)),
-            device=_device(value),
+            device=devices.to_device(value.device),
             dtype=dtypes.to_dtype(value.dtype),
             requires_grad=is_input and value.requires_grad,
         )
-        return proxy
 
     def _unknown(self, node: Node, written: list[Node]) -> list[BoundSymbol]:
         """An operation as its name, its operands and its results; for each tensor that it writes to, one more."""
@@ -307,10 +303,6 @@ def _is_known(value: Any) -> bool:
 
 
 _DTYPES = {dtypes.to_torch_dtype(dtype) for dtype in dtypes.strong_dtypes}
-
-
-def _device(value: Tensor) -> devices.Device:
-    return devices.to_device(value.device)
 
 
 def _source(node: Node) -> tuple[str | None, Position]:
