@@ -1001,7 +1001,7 @@ MUTATIONS = [
             "elif False:",
         ),
         ("mask", "all(id(user) in self._passed | self._own or not self._passes_grad(user) for user in users)", "True"),
-        ("mask", "if len(weights) == 1 and tensors and is_alone:", "if len(weights) == 1 and tensors:"),
+        ("mask", "if is_alone and all(isinstance(weight, TensorProxy)", "if all(isinstance(weight, TensorProxy)"),
         ("mask", "if are_steps and len(dependent) == 1", "if False and len(dependent) == 1"),
         ("sign", 'self._writer.write("neg", (name,), {}) if source.factor == -1 else name', "name"),
         tests=(

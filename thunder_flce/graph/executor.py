@@ -1,4 +1,4 @@
-"""The executor `flce`, to which all symbols belong, and what these have in common."""
+"""The executor `flce`, to which all symbols belong, and what the symbols have in common."""
 
 from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy

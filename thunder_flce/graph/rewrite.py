@@ -51,7 +51,7 @@ class Rewrite(TraceSubstitutionProcessor):
         self._decisions = decisions
         self._replaced = {id(bsym) for match in matches for bsym in match.replaced}
         self._missing = self._further_results()
-        """The names of what no region has given yet, beside what it takes the place of, and of what depends on that."""
+        """The names of the results after the first whose region is not written yet, and of what depends on them."""
         self._waiting: list[BoundSymbol] = []
         """Operations that use what is missing, so that they have to move after a region."""
 
@@ -93,7 +93,7 @@ class Rewrite(TraceSubstitutionProcessor):
         self._missing, self._waiting = self._further_results(), []
 
     def _fused(self, match: Match) -> tuple[TensorProxy, ...]:
-        """What replaces each of the results."""
+        """Adds the region to the trace; returns what replaces each of the results."""
         call, path = match.arguments, match.path
         row_dtype = symbols.loss_dtype(path.terms[0].input)
         (input, weight), *terms = (_operands(term, path) for term in path.terms)
@@ -162,7 +162,7 @@ class Rewrite(TraceSubstitutionProcessor):
         """The upstream gradient that the trace and the options say; None for 1. May add operations to the trace."""
         number, tensor = self._options.expected_gradient or 1.0, None
         value, row_dtype = loss.flat_proxy_outs[0], symbols.loss_dtype(region["input"])
-        # What follows the loss is no loss scale, which is what float16 needs.
+        # float16 needs a loss scale, and the factors that follow the loss are none.
         if region["input"].dtype == dtypes.float16 and self._options.expected_gradient is None:
             return None
         for factor, divides in factors_after(loss, self._index):
@@ -174,7 +174,7 @@ class Rewrite(TraceSubstitutionProcessor):
                 factor = ltorch.true_divide(1.0, factor) if divides else factor
                 tensor = factor if tensor is None else ltorch.mul(tensor, factor)
         if tensor is not None:
-            # It may be 0 when the program runs. Then gradients are finished for 1.
+            # The tensor may be 0 when the program runs. Then gradients are finished for 1.
             tensor = tensor if number == 1 else ltorch.mul(tensor, number)
             size = ltorch.abs(tensor)
             is_usable = ltorch.logical_and(ltorch.ge(size, _LEAST_FACTOR), ltorch.le(size, 1 / _LEAST_FACTOR))
@@ -191,7 +191,7 @@ class Rewrite(TraceSubstitutionProcessor):
             region["expected_gradient"] = self._expected_gradient(region, source)
             is_float16 = region["input"].dtype == dtypes.float16
             if is_float16 and region["expected_gradient"] is None and region.get("token_loss"):
-                # The options have said that it is known.
+                # A token loss in float16 is matched only where the options say the upstream gradient: it is 1.
                 region["expected_gradient"] = 1.0
         planned = self._plan(region, needs_grad)
         decision = Decision(source_of(source), planned)
@@ -267,7 +267,8 @@ def _result(result: Result, value: TensorProxy) -> TensorProxy:
     return symbols.converted(value, dtypes.to_strong_dtype(result.tensor.dtype))
 
 
-# Of what gradients are finished for: with it, and with its reciprocal, they neither underflow nor overflow in float32.
+# The least upstream gradient that gradients are finished for, and the reciprocal of the largest: between the two, they
+# neither underflow nor overflow in float32.
 _LEAST_FACTOR = 2.0**-60
 
 

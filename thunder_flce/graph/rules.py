@@ -261,7 +261,7 @@ def _items(wrapped: Any) -> Sequence[Any]:
 
 
 def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
-    """What thunder 0.2.6 lacks, as it has it of maximum: where the two are equal, each gets half of the gradient."""
+    """The derivative of minimum, which thunder 0.2.6 lacks. As in its maximum, equal operands share the gradient."""
     smaller = prims.minimum(a, b)
     grad = get_grad(smaller)
     shared = prims.where(a == b, grad / 2, grad)

@@ -155,7 +155,7 @@ def _gradients_meta(operands: Mapping[str, TensorProxy], needs_grad: tuple[str, 
 
 
 def _needed(gradients: Gradients, region: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The gradients that are there, those of the inputs in their shapes."""
+    """The gradients that were computed, in the shapes of their operands."""
     found = [gradient for gradient in gradients.in_order() if gradient is not None]
     operands = region_operands(region)
     shapes = [operands[name].shape for name in region["needs_grad"]]
@@ -163,7 +163,7 @@ def _needed(gradients: Gradients, region: Mapping[str, Any]) -> tuple[Tensor, ..
 
 
 def _operands(region: Mapping[str, Any]) -> Operands:
-    """What the engine takes."""
+    """The operands of a region as the engine takes them."""
     shard = shard_of(region)
     tensors = region if shard is None else with_all_tokens(region, shard)
     return functional.operands_of(tensors, loss_of(region), region["needs_grad"], shard=shard)

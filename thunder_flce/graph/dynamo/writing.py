@@ -214,7 +214,7 @@ class _Writer:
         """A linear's operand, an input as (T, H), detached where no gradient is meant to reach it."""
         node = self._nodes[proxy.name]
         if name not in needs_grad:
-            # The operator insists on it.
+            # The operator raises where an operand requires a gradient that needs_grad does not name.
             node = self._graph.call_function(torch.detach, (node,))
         if not name.endswith("input") or proxy.ndim == 2:
             return node

@@ -85,7 +85,7 @@ class LogitsPath:
     vocab_size: int | None = None
     """The number of columns, where only the first columns of the vocabulary are kept."""
     normalised: str = ""
-    """"log_softmax" or "softmax" where the tensor is that of these logits."""
+    """"log_softmax" or "softmax" where the tensor is this function of the logits."""
     rows: tuple[RowStep, ...] = ()
     bias_carries_grad: bool = True
     """Whether gradients flow to the bias, which may be added after the terms were detached."""

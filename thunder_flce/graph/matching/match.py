@@ -43,7 +43,7 @@ class Result(NamedTuple):
     factor: int = 1
     """What the output has to be multiplied by, 1 or -1."""
     is_exponential: bool = False
-    """Whether it is the exponential of that."""
+    """Whether the tensor is the exponential of that product."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,9 +169,9 @@ class _Candidate:
     others: "list[_Candidate]" = field(default_factory=list)
     """Those on the same logits that are regions of their own."""
     argmaxes: "list[tuple[LogitsPath, Result]]" = field(default_factory=list)
-    """Those that are met on the logits, and the logits of each."""
+    """Each argmax of the logits, or of what is made of them, with the description of its operand."""
     own_argmaxes: list[Result] = field(default_factory=list)
-    """Those that its region computes."""
+    """The argmaxes that its region computes."""
     found: Match | None = None
     without_sum: Match | None = None
     """Where `found` computes a sum that the program makes of its results: the same without that."""
@@ -349,7 +349,7 @@ class _Candidate:
         if len(results) > 1 and (writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None)):
             # What depends on the others moves to after the first.
             raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
-        # With weights of 0, rows are left out, of which nothing else can be asked then.
+        # Rows of weight 0 are not computed, so nothing else can be asked of them.
         has_losses = len(results) == 1 and arguments.reduction == "none" and not self.result.is_exponential
         is_alone = has_losses and self.result.output == "loss" and path.carries_grad
         return Match(
@@ -374,7 +374,7 @@ class _Candidate:
             sources, call, reduced = list(map(_source_of, results)), match.arguments, match.reduced
             found = None if reduced is not None else find_token_sum(sources, own, logits, index)
             if self.reading is None and (found is None or not found.is_zero_without_loss):
-                # In ignored rows the loss is 0, and what is made of that counts.
+                # In ignored rows the loss is 0, and what the program makes of this 0 counts.
                 reduced = reduced or call
                 sources[0] = sources[0]._replace(labels=reduced.target, ignore_index=reduced.ignore_index)
                 found = find_token_sum(sources, own, logits, index)
@@ -394,12 +394,12 @@ class _Candidate:
         return replace(match, arguments=call, results=tuple(results), token_sum=found, reduced=reduced)
 
     def given_names(self) -> list[str]:
-        """The names of what its region gives."""
+        """The names of the tensors that its region gives."""
         assert self.found is not None
         return [self.found.place.output.name, *(result.tensor.name for result in self.found.results[1:])]
 
     def needed(self, givers: "dict[str, _Candidate]", index: TraceIndex) -> "list[_Candidate]":
-        """Those that give what its region needs, which may be itself."""
+        """The candidates whose regions give what its region needs; it may be among them."""
         assert self.found is not None
         own = {part.result.tensor.name for part in self.parts}
         tensors = [tensor for term in self.path.terms for tensor in (term.input, term.weight)]
@@ -451,7 +451,7 @@ def _check_gradients_in_forward(match: Match, options: Options) -> None:
 
 
 def _flow_alike(a: LogitsPath, b: LogitsPath) -> bool:
-    """Whether gradients flow to the same operands, or to none of one of the two."""
+    """Whether gradients flow to the same operands in both, or to none at all in one of them."""
     flows = [([term.carries_grad for term in path.terms], path.bias_carries_grad) for path in (a, b)]
     return flows[0] == flows[1] or not (a.carries_grad and b.carries_grad)
 
@@ -547,16 +547,15 @@ def _is_compared_with_labels(indices: TensorProxy, target: TensorProxy | None, i
     """Whether an argmax is only compared with the loss's labels."""
     if target is None:
         return False
-    for user in index.users(indices):
+
+    def compares(user: BoundSymbol) -> bool:
         if user.sym.id in RESHAPES:
-            if not _is_compared_with_labels(user.output, target, index):
-                return False
-            continue
+            return _is_compared_with_labels(user.output, target, index)
         others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
         is_comparison = user.sym.id in (ltorch.eq.id, ltorch.ne.id) and len(others) == 1
-        if not is_comparison or not _are_labels(others[0], indices, target, index):
-            return False
-    return True
+        return is_comparison and _are_labels(others[0], indices, target, index)
+
+    return all(map(compares, index.users(indices)))
 
 
 def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, index: TraceIndex) -> bool:

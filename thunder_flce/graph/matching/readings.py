@@ -1,6 +1,6 @@
 """What a program computes of each row of its logits: the log-probability of a label, the entropy, the log-sum-exp.
 
-Of a row of logits u, both are sums of three numbers: u_y, the logit of the label; L = log Σ exp u; and E = Σ p u.
+For a row of logits u, each is a sum of three numbers: u_y, the logit of the label; L = log Σ exp u; and E = Σ p u.
 
     log p_y = u_y - L         log_softmax(u).gather(-1, y), or u.gather(-1, y) - logsumexp(u)
     entropy = L - E           -(p * log_softmax(u)).sum(-1), or logsumexp(u) - (p * u).sum(-1)
@@ -34,7 +34,7 @@ class Reading:
     coefficients: tuple[int, int, int]
     """Of u_y, L and E."""
     paths: tuple[tuple[LogitsPath, ...], ...] = ()
-    """From the linear to each tensor of logits that is read, which the last description of each is of."""
+    """For each tensor of logits that is read, the descriptions from the linear to the logits."""
     labels: TensorProxy | None = None
     """y: integers, one a row, in any shape."""
     inner: tuple[BoundSymbol, ...] = ()
@@ -57,7 +57,7 @@ class Reading:
 
     @property
     def output(self) -> str:
-        """What it is `factor` times, an output of `linear_cross_entropy`: of `token_loss.VARIABLES`, or "" for none."""
+        """The one of `token_loss.VARIABLES` that the sum is `factor` times; "" for none."""
         of_label, of_log_sum, of_expected = self.coefficients
         if of_label == of_expected == 0:
             return "log_sum_exp" if abs(of_log_sum) == 1 else ""
@@ -72,7 +72,7 @@ class Reading:
 
 
 def find_readings(index: TraceIndex) -> list[Reading]:
-    """The log-probabilities and entropies of a trace, in order, and logits that are gathered to no such end."""
+    """The log-probabilities and entropies of a trace, in order, and logits that are gathered for something else."""
     found: dict[str, Reading] = {}
     for bsym in index.bsyms:
         is_new = isinstance(bsym.output, TensorProxy) and index.producers.get(bsym.output.name) is bsym

@@ -43,7 +43,7 @@ class Source(NamedTuple):
     factor: int
     is_exponential: bool
     labels: TensorProxy | None = None
-    """Where it is 0 in rows whose label is ignore_index: these labels"""
+    """The labels, where the tensor is 0 in rows whose label is ignore_index."""
     ignore_index: int = 0
 
 
@@ -54,7 +54,7 @@ class TokenInput(NamedTuple):
     shape: tuple[int, ...]
     """What it is expanded to, of one element a token."""
     is_label: bool = False
-    """Whether what is read is whether it differs from ignore_index."""
+    """Whether the loss reads `tensor != ignore_index` in place of the tensor."""
     ignore_index: int = 0
 
     def expanded(self, rows: Sequence[int]) -> TensorProxy:
@@ -83,9 +83,9 @@ class TokenSum:
     _writer: TokenLossWriter
     _summands: tuple[str, ...]
     _operands: tuple[TensorProxy, ...]
-    """The tensors that are summed up, by the same numbers as their names in the writer"""
+    """The tensors that are summed up, in the order of their names in `_summands`."""
     _steps: tuple[tuple[Step, str, str], ...]
-    """The linear operations, with the names of operand and result"""
+    """The linear operations, with the names of operand and result."""
 
     @property
     def is_zero_without_loss(self) -> bool:
@@ -112,23 +112,23 @@ class TokenSum:
             grads[operand] = grad if operand not in grads else ltorch.add(grads[operand], grad)
         inputs: list[TokenInput | TensorProxy] = [*self.inputs]
         weights = [grads[operand.name] for operand in self._operands]
-        tensors = [weight for weight in weights if isinstance(weight, TensorProxy)]
-        tensors = [ltorch.reshape(ltorch.to(weight, dtype), tuple(rows)) for weight in tensors]
+        weights = [
+            ltorch.reshape(ltorch.to(weight, dtype), tuple(rows)) if isinstance(weight, TensorProxy) else weight
+            for weight in weights
+        ]
         token_weights = None
-        if len(weights) == 1 and tensors and is_alone:
-            (token_weights,) = tensors
-            return _sum_of(self._writer.finish(self._summands[0]), inputs, rows, token_weights)
-        if len(tensors) == len(weights) and is_alone:
-            counts = ltorch.ne(tensors[0], 0.0)
-            for tensor in tensors[1:]:
-                counts = ltorch.logical_or(counts, ltorch.ne(tensor, 0.0))
+        if is_alone and all(isinstance(weight, TensorProxy) for weight in weights):
+            if len(weights) == 1:
+                return _sum_of(self._writer.finish(self._summands[0]), inputs, rows, weights[0])
+            counts = ltorch.ne(weights[0], 0.0)
+            for weight in weights[1:]:
+                counts = ltorch.logical_or(counts, ltorch.ne(weight, 0.0))
             token_weights = ltorch.to(counts, dtype)
-        writer, left, total = self._writer.copy(), iter(tensors), None
-        for weight, summand in zip(weights, self._summands, strict=True):
-            factor = weight
-            if isinstance(weight, TensorProxy):
+        writer, total = self._writer.copy(), None
+        for factor, summand in zip(weights, self._summands, strict=True):
+            if isinstance(factor, TensorProxy):
+                inputs.append(factor)
                 factor = writer.add_input(torch.float32)
-                inputs.append(next(left))
             weighted = summand if factor == 1.0 else writer.write("mul", (summand, factor), {})
             total = weighted if total is None else writer.write("add", (total, weighted), {})
         assert total is not None
@@ -163,16 +163,16 @@ class NotASum(Exception):
 def find_token_sum(
     sources: Sequence[Source], own: Iterable[BoundSymbol], logits: TensorProxy, index: TraceIndex
 ) -> TokenSum:
-    """The sum of token losses that a program makes of some sources, all that depends on them with a gradient.
+    """The sum of token losses through which alone gradients reach some sources.
 
     Args:
         sources: of the same rows.
-        own: what computes them, of what they are made included.
-        logits: what nothing else in the sum may depend on.
+        own: what computes the sources from the operands of the linear.
+        logits: the linear's output, on which nothing else in the sum may depend.
         index: of the trace.
 
     Raises:
-        NotASum: where they become something else, too, or where that is no sum of losses of single tokens.
+        NotASum: where gradients reach the sources in another way, too, or the sum mixes tokens.
     """
     search = _Search(sources, own, logits, index)
     for bsym in index.bsyms:
@@ -191,9 +191,9 @@ class _Search:
         self._writer = TokenLossWriter()
         self._inputs: dict[str, TokenInput] = {}
         self._tokens: dict[str, str] = {}
-        """By tensors of one element a row that are computed from the sources token by token: their names in writing."""
+        """For each tensor that is computed from the sources token by token: its name in the writer."""
         self._sums: set[str] = set()
-        """Those that are linear in the losses of tokens, with a gradient."""
+        """The names of tensors with a gradient that are linear in the losses of tokens."""
         self._dependent = {source.tensor.name for source in sources}
         self._with_grad = {source.tensor.name for source in sources if carries_grad(source.tensor)}
         self._steps: list[tuple[BoundSymbol, TensorProxy]] = []
@@ -212,7 +212,7 @@ class _Search:
             self._tokens[source.tensor.name] = self._writer.write("exp", (name,), {}) if source.is_exponential else name
 
     def add(self, bsym: BoundSymbol) -> bool:
-        """Follows one operation; whether it is the sum that everything comes to."""
+        """Follows one operation; returns whether it is the sum that all gradients come from."""
         operands = [arg for arg in bsym.flat_proxy_args if arg.name in self._dependent]
         if not operands or id(bsym) in self._own:
             return False
@@ -330,7 +330,7 @@ class _Search:
                 operands = [arg for arg in bsym.flat_proxy_args if arg.name in self._with_grad] if bsym else []
                 if bsym is None or id(bsym) not in self._passed or len(operands) != 1:
                     continue
-                # Of what else is made of it, the gradient comes in another way.
+                # Where something else uses the product, its gradient has another part.
                 users = [user for user in self._index.users(tensor) if self._passes_grad(user)]
                 are_steps = all(any(user is bsym_of for bsym_of, _ in self._steps) for user in users)
                 dependent = [arg for arg in bsym.flat_proxy_args if arg.name in self._dependent]
