@@ -766,7 +766,7 @@ MUTATIONS = [
         ),
         ("divisor", 'ltorch.where(ltorch.eq(num_items, 0), float("inf"), num_items)', "num_items"),
         ("mask", "[(ltorch.where(valid, term, 0.0), divisor) for", "[(term, divisor) for"),
-        ("mask", "result if of.ignored is None else ltorch.where(valid, result, of.ignored)", "result"),
+        ("mask", "result if output.ignored is None else ltorch.where(valid, result, output.ignored)", "result"),
         ("mask", "ltorch.where(ltorch.eq(probability, 0.0), 0.0, shifted)", "shifted"),
         ("index", "z = z[:, : loss.vocab_size]", "z = z[:, -loss.vocab_size :]"),
         ("index", "weight = weight[:columns]", "weight = weight[-columns:]"),

@@ -48,8 +48,8 @@ class Distillation:
         """A teacher that is random, as the student is."""
         generator = torch.Generator(inputs.x.device).manual_seed(2)
         x, weight = (
-            torch.randn(of.shape, dtype=of.dtype, device=of.device, generator=generator)
-            for of in (inputs.x, inputs.weight)
+            torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
+            for like in (inputs.x, inputs.weight)
         )
         weight.mul_(weight.shape[1] ** -0.5)
         if self.divergence != "top":

@@ -339,8 +339,10 @@ def _rows(shape: Shape, names: list[str], *, device: str, schedule: Schedule, pr
         yield row(method=name, **times, ratio=floor_ms and times["time_ms"] / floor_ms, **numbers[name])
 
 
-def _run(program: Program, of: tuple[Loss | Distillation, Inputs, Any], mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:
-    loss, inputs, given = of
+def _run(
+    program: Program, arguments: tuple[Loss | Distillation, Inputs, Any], mark: Mark
+) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, inputs, given = arguments
     operands = {name: tensor for name, tensor in inputs.named_operands().items() if name in loss.gradients}
     x, weight = (operands.get(name, tensor.detach()) for name, tensor in (("dx", inputs.x), ("dw", inputs.weight)))
     value = program(x, weight, inputs.target, given)

@@ -124,7 +124,6 @@ def measure(shape: Shape, ways: list[str], *, device: str, schedule: Schedule, p
     row = partial(Row, **ShapeRow.fields_of(shape))
     steps: dict[str, Step] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    predictions: dict[str, Prediction] = {}
     try:
         with attempt("inputs", device) as tried:
             release(device)
@@ -143,8 +142,8 @@ def measure(shape: Shape, ways: list[str], *, device: str, schedule: Schedule, p
                 prediction = predicted(used, options, reduction=way.reduction)
                 step(lambda phase: None)
                 peak = peak_bytes(step, device)[TOTAL]
-                predictions[name] = prediction
                 numbers[name] = {
+                    "predicted_ms": None if prediction.seconds is None else prediction.seconds * 1e3,
                     "predicted_gb": prediction.bytes / 1e9,
                     "memory_gb": peak / 1e9,
                     "memory_ratio": prediction.bytes / peak,
@@ -160,10 +159,9 @@ def measure(shape: Shape, ways: list[str], *, device: str, schedule: Schedule, p
         if outcome.failed is not None:
             yield row(method=name, failed=outcome.failed)
             continue
-        spread, seconds = outcome.spread(TOTAL, "time_ms"), predictions[name].seconds
-        if seconds is not None:
-            numbers[name] |= {"predicted_ms": seconds * 1e3, "ratio": seconds * 1e3 / spread["time_ms"]}
-        yield row(method=name, **spread, **numbers[name])
+        spread, predicted_ms = outcome.spread(TOTAL, "time_ms"), numbers[name]["predicted_ms"]
+        ratio = None if predicted_ms is None else predicted_ms / spread["time_ms"]
+        yield row(method=name, **spread, ratio=ratio, **numbers[name])
 
 
 def _loss(reduction: str, options: Options, inputs: Inputs) -> Tensor:

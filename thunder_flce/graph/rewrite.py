@@ -17,7 +17,7 @@ from thunder_flce.graph.decisions import Decision, source_of
 from thunder_flce.graph.matching.logits_path import LogitsPath, Term
 from thunder_flce.graph.matching.losses import CrossEntropy
 from thunder_flce.graph.matching.match import Match, Result
-from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
+from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, loss_dtype
 from thunder_flce.graph.matching.upstream import WeightedSum, factors_after
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor
@@ -95,7 +95,7 @@ class Rewrite(TraceSubstitutionProcessor):
     def _fused(self, match: Match) -> tuple[TensorProxy, ...]:
         """Adds the region to the trace; returns what replaces each of the results."""
         call, path = match.arguments, match.path
-        row_dtype = symbols.loss_dtype(path.terms[0].input)
+        row_dtype = loss_dtype(path.terms[0].input)
         (input, weight), *terms = (_operands(term, path) for term in path.terms)
         is_detached = path.bias is not None and path.carries_grad and not path.bias_carries_grad
         results, reduction, token_weights = match.results, call.reduction, None
@@ -120,7 +120,7 @@ class Rewrite(TraceSubstitutionProcessor):
             token_loss=token_loss,
             **path.logit_map,
         )
-        loss_dtype = next((result.tensor.dtype for result in results if result.output == "loss"), row_dtype)
+        dtype = next((result.tensor.dtype for result in results if result.output == "loss"), row_dtype)
         region = region_arguments(
             input,
             weight,
@@ -131,7 +131,7 @@ class Rewrite(TraceSubstitutionProcessor):
             token_weights=token_weights,
             token_inputs=token_inputs,
             vocab_parallel=None if path.group is None else as_literal(group=path.group),
-            dtype=None if loss_dtype == row_dtype else dtypes.to_strong_dtype(loss_dtype),
+            dtype=None if dtype == row_dtype else dtypes.to_strong_dtype(dtype),
             **loss.non_defaults(),
         )
         is_differentiated = any(carries_grad(result.tensor) for result in match.results)
@@ -161,7 +161,7 @@ class Rewrite(TraceSubstitutionProcessor):
     def _expected_gradient(self, region: Mapping[str, Any], loss: BoundSymbol) -> TensorProxy | float | None:
         """The upstream gradient that the trace and the options say; None for 1. May add operations to the trace."""
         number, tensor = self._options.expected_gradient or 1.0, None
-        value, row_dtype = loss.flat_proxy_outs[0], symbols.loss_dtype(region["input"])
+        value, row_dtype = loss.flat_proxy_outs[0], loss_dtype(region["input"])
         # float16 needs a loss scale, and the factors that follow the loss are none.
         if region["input"].dtype == dtypes.float16 and self._options.expected_gradient is None:
             return None

@@ -33,7 +33,8 @@ from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, Plan, SaveLogits, SaveSomeLogits
 from thunder_flce.graph import decomposition, trace_printer
-from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
+from thunder_flce.graph.executor import FORWARD_TAGS, executor
+from thunder_flce.graph.matching.trace_index import loss_dtype
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands, shard_of
 from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.loss import OUTPUTS, Loss

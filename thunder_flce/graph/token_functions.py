@@ -10,9 +10,8 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.graph.executor import loss_dtype
 from thunder_flce.graph.matching.logits_path import COPIES
-from thunder_flce.graph.matching.trace_index import carries_grad
+from thunder_flce.graph.matching.trace_index import carries_grad, loss_dtype
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
     do_raise,

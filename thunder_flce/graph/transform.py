@@ -155,15 +155,19 @@ def _search(trace: TraceCtx, options: Options) -> tuple[TraceIndex, list[Found]]
     if not all(loss.name in fused for loss in new_losses):
         index = TraceIndex(trace)
         found = find_matches(index, options)
-    if reduced := [bsym for bsym, _, outcome in found if isinstance(outcome, Match) and outcome.waits_for_reduction]:
+    if reduced := _waiting_for_reduction(found):
         spelled_out = TraceIndex(spell_out_reductions(index.trace, reduced))
         of_spelled_out = find_matches(spelled_out, options)
-        if not any(isinstance(outcome, Match) and outcome.waits_for_reduction for _, _, outcome in of_spelled_out):
+        if not _waiting_for_reduction(of_spelled_out):
             index, found = spelled_out, of_spelled_out
     if (delayed := _delay_sums(index, found)) is not None:
         index = TraceIndex(delayed)
         found = find_matches(index, options)
     return index, found
+
+
+def _waiting_for_reduction(found: list[Found]) -> list[BoundSymbol]:
+    return [bsym for bsym, _, outcome in found if isinstance(outcome, Match) and outcome.waits_for_reduction]
 
 
 def _delay_sums(index: TraceIndex, found: list[Found]) -> TraceCtx | None:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from thunder_flce.execution.plan import LossOnly
 from thunder_flce.graph import symbols
 from thunder_flce.graph.dynamo.tracing import RegionTrace
-from thunder_flce.graph.executor import loss_dtype
+from thunder_flce.graph.matching.trace_index import loss_dtype
 from thunder_flce.graph.trace_arguments import loss_of, region_arguments, region_operands
 from thunder_flce.loss_nodes import value_of
 from thunder_flce.operators import Settings

@@ -102,6 +102,11 @@ def carries_grad(tensor: TensorProxy) -> bool:
     return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
 
 
+def loss_dtype(tensor: TensorProxy) -> dtypes.dtype:
+    """float32, or float64 for float64: the dtype of the loss and of everything that is one number a row."""
+    return dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
+
+
 def stops_gradients(bsym: BoundSymbol) -> bool:
     """Whether an operation passes no gradient on to its operand."""
     return bsym.sym.name in ("detach", "stop_gradient")

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import thunder.torch as ltorch
-from thunder.core import dtypes, prims
+from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES
-from thunder_flce.graph.matching.trace_index import TraceIndex, argument, carries_grad, stops_gradients
+from thunder_flce.graph.matching.trace_index import TraceIndex, argument, carries_grad, loss_dtype, stops_gradients
 
 _DIVISIONS = {ltorch.true_divide.id, ltorch.div.id}
 # What passes an upstream gradient on as it is.
@@ -151,12 +151,11 @@ def linear_step(
         return None
 
     def multiplied(grad: TensorProxy | float) -> TensorProxy | float:
-        given = ltorch.to(ltorch.detach(factor), row_dtype) if isinstance(factor, TensorProxy) else factor
+        given = ltorch.to(ltorch.detach(factor), loss_dtype(tensor)) if isinstance(factor, TensorProxy) else factor
         if is_divided:
             return ltorch.true_divide(grad, given) if isinstance(given, TensorProxy) else grad / given
         return given if isinstance(grad, float) and grad == 1 else grad * given
 
-    row_dtype = dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
     return Step(shape, multiplied)
 
 
