@@ -626,7 +626,7 @@ def test_loop_of_chunks_with_any_upstream_gradient(monkeypatch, bias):
     inputs = Inputs.random(shape, "cpu")
     loss = build("grad_and_value loop")(inputs)
     (3 * loss).backward()
-    expected = F.cross_entropy(F.linear(*(t.detach() for t in inputs.operands())), inputs.target)
+    expected = F.cross_entropy(F.linear(*(t.detach() for t in inputs.named_operands().values())), inputs.target)
     torch.testing.assert_close(loss.detach(), expected)
     reference = make_reference(inputs)
     for name, operand in inputs.named_operands().items():
@@ -940,7 +940,7 @@ def test_bytes_and_operations_of_a_frozen_head_with_an_adapter():
     assert shape.operations == 2 * 8 * 7 * (5 + 5 + 2 + 2 + 2)
     inputs = Inputs.random(shape, "cpu")
     assert list(inputs.named_operands()) == ["dx", "dy", "db"]
-    assert not inputs.without_gradients().operands()
+    assert not inputs.without_gradients().named_operands()
 
 
 def test_a_reference_or_inputs_that_do_not_fit(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ def chunked_loop(*, compiled: bool = False) -> Callable[[Inputs], Tensor]:
     gradients = _chunk_gradients
     if compiled:
         gradients = torch.compile(gradients, dynamic=False)
-    return lambda inputs: _ChunkedLoop.apply(*inputs.operands(), inputs.target, gradients)
+    return lambda inputs: _ChunkedLoop.apply(*inputs.named_operands().values(), inputs.target, gradients)
 
 
 def _chunk_gradients(operands: tuple[Tensor, ...], target: Tensor, count: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullLocator  # noqa: E402
+from matplotlib.ticker import NullLocator  # noqa: E402
 
 from thunder_flce.bench.methods import METHODS  # noqa: E402
 from thunder_flce.bench.profiling import slug  # noqa: E402
@@ -20,6 +20,8 @@ from thunder_flce.bench.regions import FLOOR  # noqa: E402
 Record = dict[str, Any]
 
 OURS = "flce"
+_PLAIN = "{x:g}"
+"""The format of numbers on a logarithmic axis."""
 _MARKERS = "osD^v<>pPX*hd8"
 
 
@@ -82,7 +84,7 @@ def _time_against_memory(title: str, records: list[Record]) -> Figure:
         if "above_outputs_gb" in record:
             axes.plot(record["above_outputs_gb"], record["time_ms"], linestyle="none", label=method, **styles[method])
     axes.set_xscale("symlog", linthresh=0.1)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter(_PLAIN)
     axes.set_xlabel("peak memory above the gradients, GB")
     axes.set_yscale("log")
     _plain_numbers(axes)
@@ -185,9 +187,8 @@ def _convergence(title: str, records: list[Record]) -> Figure:
 
 
 def _plain_numbers(axes: Axes) -> None:
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(plain)
-    axes.yaxis.set_minor_formatter(plain)
+    axes.yaxis.set_major_formatter(_PLAIN)
+    axes.yaxis.set_minor_formatter(_PLAIN)
     axes.tick_params(axis="y", which="both", labelsize="small")
 
 

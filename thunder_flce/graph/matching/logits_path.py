@@ -93,6 +93,12 @@ class LogitsPath:
     """The ranks among which the rows of the weights and of the bias are divided; the tensor has the columns of all."""
 
     @property
+    def operands(self) -> list[TensorProxy]:
+        """The inputs, weights and bias of the linears."""
+        tensors = [tensor for term in self.terms for tensor in (term.input, term.weight)]
+        return tensors if self.bias is None else [*tensors, self.bias]
+
+    @property
     def vocab(self) -> int:
         """Length of the vocabulary's dimension."""
         return self.tensor.shape[self.class_dimension]

@@ -402,11 +402,8 @@ class _Candidate:
         """The candidates whose regions give what its region needs; it may be among them."""
         assert self.found is not None
         own = {part.result.tensor.name for part in self.parts}
-        tensors = [tensor for term in self.path.terms for tensor in (term.input, term.weight)]
-        tensors += [
-            tensor for tensor in (self.path.bias, self.labels, self.found.arguments.weight) if tensor is not None
-        ]
-        waiting = [tensor.name for tensor in tensors]
+        tensors = (*self.path.operands, self.labels, self.found.arguments.weight)
+        waiting = [tensor.name for tensor in tensors if tensor is not None]
         if self.without_sum is not None:
             waiting += [arg.name for arg in self.found.place.flat_proxy_args]
         seen: set[str] = set()
@@ -501,14 +498,11 @@ def _check_path(path: LogitsPath, labels: TensorProxy | None) -> None:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a split whose parts do not come together again")
     if not path.has_float_factors:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
-    tensors = [tensor for term in path.terms for tensor in (term.input, term.weight)]
-    if path.bias is not None:
-        tensors.append(path.bias)
-    if any(type(tensor) is not TensorProxy for tensor in (*tensors, *([] if labels is None else [labels]))):
+    if any(type(tensor) is not TensorProxy for tensor in (*path.operands, *([] if labels is None else [labels]))):
         raise NotFused(Reason.DISTRIBUTED)
-    if not is_static(*tensors):
+    if not is_static(*path.operands):
         raise NotFused(Reason.DYNAMIC)
-    tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in tensors}
+    tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in path.operands}
     if len(tensor_dtypes) > 1 or not all(dtypes.is_float_dtype(dtype) for dtype in tensor_dtypes):
         raise NotFused(Reason.DTYPE, ", ".join(sorted(dtype.shortname() for dtype in tensor_dtypes)))
 
