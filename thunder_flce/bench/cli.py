@@ -252,11 +252,6 @@ def _fraction(text: str) -> float:
     return value
 
 
-def _schedule(parsed: argparse.Namespace) -> Schedule:
-    settle_ms = {"settle_ms": 0.0} if parsed.device == "cpu" else {}
-    return replace(parsed.default_schedule, rounds=parsed.rounds, calls=parsed.calls, **settle_ms)
-
-
 def _shape_texts(parsed: argparse.Namespace) -> list[str]:
     return parsed.shapes or (["S1"] if parsed.device == "cuda" else ["cpu"])
 
@@ -278,7 +273,9 @@ def _case(text: str, measured: Any, measure: Callable[..., Iterator[Any]], *, ti
 
 def _timed(parsed: argparse.Namespace) -> dict[str, Any]:
     """The settings of a function that times methods in turns."""
-    return {"device": parsed.device, "schedule": _schedule(parsed)}
+    settle_ms = {"settle_ms": 0.0} if parsed.device == "cpu" else {}
+    schedule = replace(parsed.default_schedule, rounds=parsed.rounds, calls=parsed.calls, **settle_ms)
+    return {"device": parsed.device, "schedule": schedule}
 
 
 def _regions(parsed: argparse.Namespace) -> Run:

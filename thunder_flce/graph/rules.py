@@ -218,7 +218,7 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
 
 
 def _guard(vocab_parallel: Any) -> bool:
-    """Has thunder compile anew where another one is given; False for a wrapped value that it cannot find again."""
+    """Has thunder compile anew for another vocab_parallel; False where thunder cannot find a wrapped value again."""
     if _add_check(vocab_parallel):
         return True
     # The function may have made it of a group. Numbers that it reads thunder checks itself, but no dtype.
@@ -227,7 +227,7 @@ def _guard(vocab_parallel: Any) -> bool:
 
 
 def _add_check(wrapped: Any) -> bool:
-    """Has thunder compile anew where a wrapped value has changed, if it can find it again."""
+    """Has thunder compile anew where a wrapped value has changed; False where thunder cannot find it again."""
     if not should_register_for_prologue(wrapped.provenance):
         return False
     proxy = AnyProxy(wrapped.value, history=wrapped.provenance)

@@ -117,12 +117,12 @@ def find_matches(index: TraceIndex, options: Options) -> list[Found]:
     be computed in the forward.
     """
     candidates = [_Candidate.of_loss(bsym, index) for bsym in index.bsyms if is_loss(bsym)]
-    candidates += [_Candidate.of_reading(reading) for reading in find_readings(index)]
+    candidates += [_Candidate.of_reading(reading, index) for reading in find_readings(index)]
     candidates.sort(key=lambda candidate: index.position(candidate.bsym))
     leaders: list[_Candidate] = []
     # An entropy has no labels of its own, so the others come first.
     for candidate in sorted(candidates, key=lambda candidate: _KINDS.index(candidate.kind)):
-        leader = next((leader for leader in leaders if leader.takes(candidate, index)), None)
+        leader = next((leader for leader in leaders if leader.takes(candidate)), None)
         if leader is not None:
             leader.members.append(candidate)
         elif candidate.kind != "log-sum-exp":
@@ -132,11 +132,11 @@ def find_matches(index: TraceIndex, options: Options) -> list[Found]:
         for bsym in leader.own_bsyms():
             owners.setdefault(id(bsym), []).append(leader)
     for leader in leaders:
-        leader.find_users(owners, index)
+        leader.find_users(owners)
     _distribute_argmaxes(leaders)
     for leader in leaders:
-        leader.match(index, options)
-    _check_order(leaders, index)
+        leader.match(options)
+    _check_order(leaders)
     # What reads the same logits is fused as a whole, or not at all.
     while broken := [
         leader
@@ -158,6 +158,7 @@ class _Candidate:
 
     kind: str
     result: Result
+    index: TraceIndex
     paths: Sequence[Sequence[LogitsPath]] = ()
     """From the linear to each tensor of logits that is read."""
     arguments: CrossEntropy | None = None
@@ -179,7 +180,7 @@ class _Candidate:
     @classmethod
     def of_loss(cls, loss: BoundSymbol, index: TraceIndex) -> "_Candidate":
         arguments = CrossEntropy.of(loss)
-        candidate = cls("cross-entropy", Result(loss, loss.output, "loss"), arguments=arguments)
+        candidate = cls("cross-entropy", Result(loss, loss.output, "loss"), index, arguments=arguments)
         try:
             candidate.paths = [_paths_of_loss(loss, arguments, index)]
         except NotFused as problem:
@@ -187,19 +188,20 @@ class _Candidate:
         return candidate
 
     @classmethod
-    def of_reading(cls, reading: Reading) -> "_Candidate":
-        """The loss of a token is the negative of its log-probability."""
-        factor, named = reading.factor, {"entropy": "entropy", "log_sum_exp": "log-sum-exp"}
-        kind, output, sign = "log-probability", "loss", -1
-        if reading.output in named:
-            kind, output, sign = named[reading.output], reading.output, 1
+    def of_reading(cls, reading: Reading, index: TraceIndex) -> "_Candidate":
+        factor = reading.factor
+        # The loss of a token is the negative of its log-probability.
+        kind, output, sign = {
+            "entropy": ("entropy", "entropy", 1),
+            "log_sum_exp": ("log-sum-exp", "log_sum_exp", 1),
+        }.get(reading.output, ("log-probability", "loss", -1))
         result = Result(reading.bsym, reading.tensor, output, sign * factor, reading.is_exponential)
         problem = reading.problem
         if problem is None and not reading.output:
             problem = NotFused(Reason.NOT_A_LOG_PROBABILITY, f"by {reading.bsym.sym.name} alone")
         elif problem is None and abs(factor) != 1:
             problem = NotFused(Reason.NOT_A_LOG_PROBABILITY, f"but {factor} times that")
-        return cls(kind, result, reading.paths, reading=reading, problem=problem)
+        return cls(kind, result, index, reading.paths, reading=reading, problem=problem)
 
     @property
     def outcome(self) -> Match | NotFused:
@@ -241,7 +243,7 @@ class _Candidate:
             if part.reading is not None:
                 yield from part.reading.inner
 
-    def takes(self, other: "_Candidate", index: TraceIndex) -> bool:
+    def takes(self, other: "_Candidate") -> bool:
         """Whether its region can compute another one's result, too: of the same rows, all of them, and labels."""
         mine, theirs = self.reading, other.reading
         if self.problem or other.problem or theirs is None:
@@ -259,11 +261,15 @@ class _Candidate:
             mine is not None
             and mine.labels is not None
             and mine.wraps_labels == theirs.wraps_labels
-            and index.same_values(before_reshapes(mine.labels, index), before_reshapes(theirs.labels, index))
+            and self.has_same_labels(mine.labels, theirs.labels)
         )
 
-    def find_users(self, owners: "dict[int, list[_Candidate]]", index: TraceIndex) -> None:
-        """What else uses the logits, or what is between them and the linear or the results."""
+    def has_same_labels(self, a: TensorProxy, b: TensorProxy) -> bool:
+        """Whether two tensors have the same labels in the same order, in any shape."""
+        return self.index.same_values(before_reshapes(a, self.index), before_reshapes(b, self.index))
+
+    def find_users(self, owners: "dict[int, list[_Candidate]]") -> None:
+        """Finds out what else uses the logits, or what is between them and the linear or the results."""
         if self.problem is not None:
             return
         passed = {id(bsym) for bsym in self.own_and_paths()}
@@ -271,29 +277,29 @@ class _Candidate:
             inner = [bsym for part in self.parts if part.reading for bsym in part.reading.inner]
             # A logsumexp that the logits are reduced by is a part of their path.
             inner += [bsym for bsym in self.path_bsyms() if bsym.sym.id == ltorch.logsumexp.id]
-            self._check_inner(inner, passed, owners, index)
-            waiting = [(path, user) for paths in self.all_paths for path in paths for user in index.users(path.tensor)]
+            self._check_inner(inner, passed, owners)
+            waiting = [
+                (path, user) for paths in self.all_paths for path in paths for user in self.index.users(path.tensor)
+            ]
             while waiting:
                 path, user = waiting.pop(0)
                 if id(user) not in passed:
                     passed.add(id(user))
-                    waiting += self._follow(path, user, owners, index)
+                    waiting += self._follow(path, user, owners)
         except NotFused as problem:
             self.problem = problem
 
-    def _check_inner(
-        self, inner: list[BoundSymbol], passed: set[int], owners: "dict[int, list[_Candidate]]", index: TraceIndex
-    ) -> None:
+    def _check_inner(self, inner: list[BoundSymbol], passed: set[int], owners: "dict[int, list[_Candidate]]") -> None:
         """Raises `NotFused` where something else uses what is between the logits and a result, such as logsumexp."""
         given = {member.result.tensor.name for member in self.members}
         for tensor in (bsym.output for bsym in inner if bsym.output.name not in given):
-            for user in index.users(tensor):
+            for user in self.index.users(tensor):
                 if id(user) not in passed and id(user) not in owners:
                     raise _used(tensor, user)
                 self.others += [other for other in owners.get(id(user), ()) if other is not self]
 
     def _follow(
-        self, path: LogitsPath, user: BoundSymbol, owners: "dict[int, list[_Candidate]]", index: TraceIndex
+        self, path: LogitsPath, user: BoundSymbol, owners: "dict[int, list[_Candidate]]"
     ) -> list[tuple[LogitsPath, BoundSymbol]]:
         """Notes a user of some logits; returns the users of its result, if that is logits, too."""
         if user.sym.id == prims.PrimIDs.RETURN:
@@ -301,31 +307,31 @@ class _Candidate:
         if id(user) in owners:
             self.others += owners[id(user)]
             return []
-        if (indices := _indices_of_maximum(path, user, index)) is not None:
+        if (indices := _indices_of_maximum(path, user, self.index)) is not None:
             self.argmaxes.append((path, Result(user, indices, "argmax")))
             return []
         try:
-            branches = steps(path, user, index)
+            branches = steps(path, user, self.index)
         except NotFused:
             raise _used(path.tensor, user) from None
-        return [(branch, next_user) for branch in branches for next_user in index.users(branch.tensor)]
+        return [(branch, next_user) for branch in branches for next_user in self.index.users(branch.tensor)]
 
-    def match(self, index: TraceIndex, options: Options) -> None:
+    def match(self, options: Options) -> None:
         """Makes a `Match` of it, or finds out why it cannot be one."""
         if self.problem is not None:
             return
         try:
-            self.found = self._checked_match(index)
+            self.found = self._checked_match()
             if self.found.weighted is None and self.found.arguments.reduction == "none" and self.path.carries_grad:
-                self.found = self._with_token_sum(self.found, index, options)
+                self.found = self._with_token_sum(self.found, options)
             if self.found.weighted is not None or self.found.token_sum is not None:
                 note = "its gradients wait for the backward, because its weights depend on what needs its results"
-                self.without_sum = replace(self._checked_match(index), weighted=None, note=note)
+                self.without_sum = replace(self._checked_match(), weighted=None, note=note)
         except NotFused as problem:
             self.problem = problem
 
-    def _checked_match(self, index: TraceIndex) -> Match:
-        path, arguments = self.path, self.arguments
+    def _checked_match(self) -> Match:
+        index, path, arguments = self.index, self.path, self.arguments
         if self.reading is not None:
             _check_path(path, self.labels)
             # An entropy has no labels.
@@ -341,7 +347,7 @@ class _Candidate:
                 raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
         # In ignored rows, valid_argmax is -1, which no other label may be.
         is_accuracy = not -1 <= arguments.ignore_index < path.vocab and all(
-            _is_compared_with_labels(argmax.tensor, self.labels, index) for argmax in self.own_argmaxes
+            self._is_compared_with_labels(argmax.tensor) for argmax in self.own_argmaxes
         )
         output = "valid_argmax" if is_accuracy else "argmax"
         argmaxes = [argmax._replace(output=output) for argmax in self.own_argmaxes]
@@ -363,7 +369,23 @@ class _Candidate:
             own=frozenset(out.name for bsym in self.own_and_paths() for out in bsym.flat_proxy_outs),
         )
 
-    def _with_token_sum(self, match: Match, index: TraceIndex, options: Options) -> Match:
+    def _is_compared_with_labels(self, indices: TensorProxy) -> bool:
+        """Whether an argmax is only compared with the labels of its rows."""
+        labels = self.labels
+        if labels is None:
+            return False
+
+        def compares(user: BoundSymbol) -> bool:
+            if user.sym.id in RESHAPES:
+                return self._is_compared_with_labels(user.output)
+            others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
+            if user.sym.id not in (ltorch.eq.id, ltorch.ne.id) or len(others) != 1:
+                return False
+            return others[0].shape == indices.shape and self.has_same_labels(others[0], labels)
+
+        return all(map(compares, self.index.users(indices)))
+
+    def _with_token_sum(self, match: Match, options: Options) -> Match:
         """With the sum that the program makes of the results, if it makes one and gradients need not wait."""
         results = [part.result for part in self.parts]
         if not any(carries_grad(result.tensor) for result in results):
@@ -372,16 +394,16 @@ class _Candidate:
             _check_gradients_in_forward(match, options)
             own, logits = self.own_and_paths(), self.paths[0][0].tensor
             sources, call, reduced = list(map(_source_of, results)), match.arguments, match.reduced
-            found = None if reduced is not None else find_token_sum(sources, own, logits, index)
+            found = None if reduced is not None else find_token_sum(sources, own, logits, self.index)
             if self.reading is None and (found is None or not found.is_zero_without_loss):
                 # In ignored rows the loss is 0, and what the program makes of this 0 counts.
                 reduced = reduced or call
                 sources[0] = sources[0]._replace(labels=reduced.target, ignore_index=reduced.ignore_index)
-                found = find_token_sum(sources, own, logits, index)
+                found = find_token_sum(sources, own, logits, self.index)
                 call = replace(call, ignore_index=NOTHING_IGNORED)
             assert found is not None
             bsyms = [bsym for paths in self.paths for bsym in paths[-1].bsyms]
-            if any(tensors_written(bsym) for bsym in index.between(bsyms, found.place)):
+            if any(tensors_written(bsym) for bsym in self.index.between(bsyms, found.place)):
                 raise NotASum("a tensor is changed in place")
         except NotASum as problem:
             return replace(match, note=f"its gradients wait for the backward, because {problem}")
@@ -398,7 +420,7 @@ class _Candidate:
         assert self.found is not None
         return [self.found.place.output.name, *(result.tensor.name for result in self.found.results[1:])]
 
-    def needed(self, givers: "dict[str, _Candidate]", index: TraceIndex) -> "list[_Candidate]":
+    def needed(self, givers: "dict[str, _Candidate]") -> "list[_Candidate]":
         """The candidates whose regions give what its region needs; it may be among them."""
         assert self.found is not None
         own = {part.result.tensor.name for part in self.parts}
@@ -415,8 +437,8 @@ class _Candidate:
             seen.add(name)
             if name in givers:
                 found.append(givers[name])
-            elif name in index.producers:
-                waiting += [arg.name for arg in index.producers[name].flat_proxy_args]
+            elif name in self.index.producers:
+                waiting += [arg.name for arg in self.index.producers[name].flat_proxy_args]
         return found
 
     def path_bsyms(self) -> list[BoundSymbol]:
@@ -537,29 +559,7 @@ def _has_same_maximum(path: LogitsPath, other: LogitsPath) -> bool:
     return has_same_linears(path, other) and (path.scale > 0) == (other.scale > 0)
 
 
-def _is_compared_with_labels(indices: TensorProxy, target: TensorProxy | None, index: TraceIndex) -> bool:
-    """Whether an argmax is only compared with the loss's labels."""
-    if target is None:
-        return False
-
-    def compares(user: BoundSymbol) -> bool:
-        if user.sym.id in RESHAPES:
-            return _is_compared_with_labels(user.output, target, index)
-        others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
-        is_comparison = user.sym.id in (ltorch.eq.id, ltorch.ne.id) and len(others) == 1
-        return is_comparison and _are_labels(others[0], indices, target, index)
-
-    return all(map(compares, index.users(indices)))
-
-
-def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, index: TraceIndex) -> bool:
-    """Whether a tensor has the loss's labels, in the same rows."""
-    return tensor.shape == indices.shape and index.same_values(
-        before_reshapes(tensor, index), before_reshapes(target, index)
-    )
-
-
-def _check_order(leaders: Sequence[_Candidate], index: TraceIndex) -> None:
+def _check_order(leaders: Sequence[_Candidate]) -> None:
     """Finds out which regions would have to run before themselves.
 
     A region gives all its results at once. Where it needs one of them, directly or by way of other regions, it cannot
@@ -568,7 +568,7 @@ def _check_order(leaders: Sequence[_Candidate], index: TraceIndex) -> None:
     """
     while matched := [leader for leader in leaders if leader.found is not None and leader.problem is None]:
         givers = {name: leader for leader in matched for name in leader.given_names()}
-        needed = {id(leader): leader.needed(givers, index) for leader in matched}
+        needed = {id(leader): leader.needed(givers) for leader in matched}
         stuck = [leader for leader in matched if leader in _reached(needed[id(leader)], needed)]
         sums = [leader for leader in stuck if leader.without_sum is not None]
         for leader in sums:
