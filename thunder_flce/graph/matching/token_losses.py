@@ -149,7 +149,7 @@ def _sum_of(
     rows: Sequence[int],
     token_weights: TensorProxy | None,
 ) -> WrittenSum:
-    """With those inputs that are read."""
+    """The sum with those inputs that its token loss reads."""
     token_loss, read = numbered(token_loss)
     given = [inputs[number] for number in read]
     tensors = tuple(each.expanded(rows) if isinstance(each, TokenInput) else each for each in given)
@@ -196,7 +196,8 @@ class _Search:
         """The names of tensors with a gradient that are linear in the losses of tokens."""
         self._dependent = {source.tensor.name for source in sources}
         self._with_grad = {source.tensor.name for source in sources if carries_grad(source.tensor)}
-        self._steps: list[tuple[BoundSymbol, TensorProxy]] = []
+        self._steps: list[tuple[BoundSymbol, TensorProxy, Step]] = []
+        """The linear operations, each with one of its operands."""
         self._passed: set[int] = set()
         self._upstream = _with_upstream_gradients(index)
         for source in sources:
@@ -247,9 +248,10 @@ class _Search:
         if not has_grad:
             raise NotASum(f"{name} is of no token")
         for operand in {operand.name: operand for operand in operands}.values():
-            if self._step(bsym, operand) is None:
+            step = self._step(bsym, operand)
+            if step is None:
                 raise NotASum(f"{name} is not linear in the losses of tokens")
-            self._steps.append((bsym, operand))
+            self._steps.append((bsym, operand, step))
         self._sums.add(out.name)
 
     def _written(self, bsym: BoundSymbol, has_grad: bool) -> str:
@@ -301,13 +303,7 @@ class _Search:
         """The sum."""
         self._peel()
         dead, kept = self._unused(place)
-        summed = {result.output.name for result, _ in self._steps}
-        operands = {operand.name: operand for _, operand in self._steps if operand.name not in summed}
-        steps = []
-        for bsym, operand in self._steps:
-            step = self._step(bsym, operand)
-            assert step is not None
-            steps.append((step, operand.name, bsym.output.name))
+        operands = self._summed()
         return TokenSum(
             place=place,
             inputs=tuple(self._inputs.values()),
@@ -317,25 +313,29 @@ class _Search:
             _writer=self._writer,
             _summands=tuple(self._tokens[name] for name in operands),
             _operands=tuple(operands.values()),
-            _steps=tuple(steps),
+            _steps=tuple((step, operand.name, bsym.output.name) for bsym, operand, step in self._steps),
         )
+
+    def _summed(self) -> dict[str, TensorProxy]:
+        """The tensors at which the linear operations begin, by name."""
+        results = {bsym.output.name for bsym, _, _ in self._steps}
+        return {operand.name: operand for _, operand, _ in self._steps if operand.name not in results}
 
     def _peel(self) -> None:
         """Takes the products that come last, as with a mask, for weights: tokens of weight 0 are left out."""
         while True:
-            results = {bsym.output.name for bsym, _ in self._steps}
-            ends = {operand.name: operand for _, operand in self._steps if operand.name not in results}
-            for name, tensor in ends.items():
+            for name, tensor in self._summed().items():
                 bsym = self._index.producers.get(name)
                 operands = [arg for arg in bsym.flat_proxy_args if arg.name in self._with_grad] if bsym else []
                 if bsym is None or id(bsym) not in self._passed or len(operands) != 1:
                     continue
                 # Where something else uses the product, its gradient has another part.
                 users = [user for user in self._index.users(tensor) if self._passes_grad(user)]
-                are_steps = all(any(user is bsym_of for bsym_of, _ in self._steps) for user in users)
+                are_steps = set(map(id, users)) <= {id(linear) for linear, _, _ in self._steps}
                 dependent = [arg for arg in bsym.flat_proxy_args if arg.name in self._dependent]
-                if are_steps and len(dependent) == 1 and self._step(bsym, operands[0]) is not None:
-                    self._steps.insert(0, (bsym, operands[0]))
+                step = self._step(bsym, operands[0]) if are_steps and len(dependent) == 1 else None
+                if step is not None:
+                    self._steps.insert(0, (bsym, operands[0], step))
                     self._sums.add(name)
                     break
             else:
