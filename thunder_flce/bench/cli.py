@@ -296,8 +296,8 @@ def _sweep(parsed: argparse.Namespace) -> Run:
     cases = []
     for axis, size in sweep.parse_points(parsed.points, parsed.device):
         settings = regions.Settings(**_timed(parsed), profile=parsed.profile, errors=False, axis=axis)
-        shape = sweep.shape_at(base, axis, size)
-        cases.append(_case(f"{axis}={size}", shape, regions.measure, settings=settings))
+        change: dict[str, Any] = {sweep.AXES[axis]: size}
+        cases.append(_case(f"{axis}={size}", replace(base, **change), regions.measure, settings=settings))
     return Run("points", cases, _known(parsed.methods or sweep.METHODS), columns.REGIONS)
 
 

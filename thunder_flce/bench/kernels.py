@@ -104,7 +104,7 @@ def measure(
         if tried.failed is not None:
             yield row(backend="torch", method="logits", failed=tried.failed)
             return
-        for backend in available_backends(dtype, device):
+        for backend in _available_backends(dtype, device):
             with attempt(f"{backend}: statistics", device) as tried:
                 kernels = kernels_for(backend, dtype=dtype, device_type=device, logit_map=LogitMap())
                 available = _kernel_steps(kernels, buffer)
@@ -144,7 +144,7 @@ def measure(
         )
 
 
-def available_backends(dtype: torch.dtype, device: str) -> list[str]:
+def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
     """Those of `dispatch.BACKENDS` that can run there."""
 
     def is_available(name: str) -> bool:
@@ -180,15 +180,16 @@ def _kernel_steps(kernels: RowKernels, buffer: LogitsBuffer) -> dict[str, Step]:
     def gradient(coefficients: RowCoefficients, *, column_sums: bool = False) -> None:
         kernels.gradient(buffer, statistics, coefficients, class_weight, dtype=dtype, column_sums=column_sums)
 
-    return {
-        "statistics": _timed(lambda: kernels.statistics(buffer)),
-        "moments": _timed(lambda: kernels.moments(buffer, statistics, class_weight, names)),
-        "statistics and dlogits": _timed(lambda: kernels.statistics_and_gradient(buffer, target, plain)),
-        "dlogits": _timed(lambda: gradient(plain)),
-        "dlogits, every term": _timed(lambda: gradient(everything)),
-        "dlogits, column sums": _timed(lambda: gradient(plain, column_sums=True)),
-        "target entries": _timed(lambda: kernels.target_gradient(z, statistics, plain, None, dtype=dtype)),
+    calls: dict[str, Callable[[], object]] = {
+        "statistics": lambda: kernels.statistics(buffer),
+        "moments": lambda: kernels.moments(buffer, statistics, class_weight, names),
+        "statistics and dlogits": lambda: kernels.statistics_and_gradient(buffer, target, plain),
+        "dlogits": lambda: gradient(plain),
+        "dlogits, every term": lambda: gradient(everything),
+        "dlogits, column sums": lambda: gradient(plain, column_sums=True),
+        "target entries": lambda: kernels.target_gradient(z, statistics, plain, None, dtype=dtype),
     }
+    return {name: _timed(call) for name, call in calls.items()}
 
 
 def _copy_step(buffer: LogitsBuffer, moved: int) -> Step:
