@@ -105,7 +105,7 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
             bar.done()
     if lost is None:
         return 0
-    # Of an option given twice, the last one counts: those of regions are then among the methods.
+    # Of an option given twice, the last one counts. The memory budgets are among the methods already.
     more = ["--memory-budgets"] if parsed.subset == "regions" else []
     return _go_on_without(lost, replace(run, cases=run.cases[finished:]), [*arguments, *more])
 

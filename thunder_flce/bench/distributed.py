@@ -213,7 +213,7 @@ def _chunked_loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
                 value.backward()
                 total += _value(value)
                 assert isinstance(leaf.grad, DTensor)
-                # This rank's share.
+                # dX is a sum over ranks, and this is this rank's summand.
                 dx_of_chunk.copy_(leaf.grad.to_local())
         mark("forward")
         shares = dx.to(x.dtype)

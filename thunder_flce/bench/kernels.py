@@ -61,9 +61,9 @@ class Row(TimedRow):
     gb_per_s: float | None = None
     """10⁹ bytes a second of those that have to be moved, padding not counted."""
     copy_gb_per_s: float | None = None
-    """The same of a copy that moves as many bytes."""
+    """The bytes a second of a copy that moves as many."""
     ratio: float | None = None
-    """The first over the second."""
+    """gb_per_s over copy_gb_per_s."""
 
 
 def measure(
@@ -145,7 +145,7 @@ def measure(
 
 
 def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
-    """Those of `dispatch.BACKENDS` that can run there."""
+    """The `dispatch.BACKENDS` that can run on the device."""
 
     def is_available(name: str) -> bool:
         try:

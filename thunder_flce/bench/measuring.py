@@ -77,7 +77,7 @@ class Schedule:
     """Timings a turn, at most."""
 
     turn_ms: float = 500
-    """No turn has more timings than fit into this, except for two."""
+    """How long the timings of a turn may take together; two are always made."""
 
     settle_ms: float = 250
     """For how long a method runs before it is timed, at least once."""
@@ -240,7 +240,7 @@ class Outcome:
         return statistics.median(lap[phase] for lap in self.laps_ms) if self.laps_ms else None
 
     def joules(self) -> float | None:
-        """What a call takes; None where power was not measured."""
+        """The energy of a call; None where power was not measured."""
         total_ms = self.median(TOTAL)
         return statistics.mean(self.watts) * total_ms / 1e3 if self.watts and total_ms is not None else None
 

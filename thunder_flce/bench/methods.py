@@ -53,7 +53,7 @@ def _jitted(**options: Any) -> Method:
     ours = _options(thunder_flce.Options, options)
     program = _compiled(partial(thunder_flce.jit, options=ours))
     function = _function(thunder_flce.linear_cross_entropy, ours)
-    # thunder is not asked for what is said by one call: a sum of linears is given as such.
+    # A sum of linears is given to the function as such: there is nothing to find in a trace.
     return lambda inputs: function(inputs) if inputs.terms else program(inputs)
 
 
@@ -102,7 +102,8 @@ def _auto_chunker() -> Method:
         raise Unavailable(f"torch {torch.__version__} has no auto chunker")
     from torch._inductor import config, metrics
 
-    # By default it chunks only what makes its operands eight times as large, which few language models' heads do.
+    # By default, the auto chunker takes only operations whose result is eight times as large as their operands, which
+    # few language models' heads are.
     options: dict[str, Any] = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 0}
     program = torch.compile(_program, options=options, dynamic=False)
     chunked = False
@@ -112,7 +113,7 @@ def _auto_chunker() -> Method:
         arguments = (inputs.x, inputs.weight, inputs.bias, inputs.target)
         if chunked:
             return program(*arguments)
-        # It declines without a word. What comes out of a cache has not been seen to be chunked.
+        # The auto chunker declines without a message, and does not count what comes out of a cache.
         before = metrics.num_auto_chunking  # type: ignore[attr-defined]
         with config.patch(force_disable_caches=True):
             loss = program(*arguments)

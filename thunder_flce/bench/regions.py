@@ -55,7 +55,7 @@ class Row(PhasedRow, ShapeRow):
     memory_gb: float | None = None
     """Peak above the inputs, in 10⁹ bytes."""
     above_outputs_gb: float | None = None
-    """The same, less the gradients themselves."""
+    """The peak less the gradients themselves."""
     forward_memory_gb: float | None = None
     """As memory_gb, of the forward alone."""
     backward_memory_gb: float | None = None
@@ -71,7 +71,7 @@ class Row(PhasedRow, ShapeRow):
     first_call_s: float | None = None
     """The first forward + backward, with all that is compiled for it."""
     tuned_products: list[dict[str, Any]] | None = None
-    """The matmuls whose algorithm was chosen during that: `tuning.Tuning`."""
+    """The matmuls whose algorithm was chosen during the first call: `tuning.Tuning`."""
 
 
 @dataclass(frozen=True, kw_only=True)

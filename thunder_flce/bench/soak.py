@@ -41,9 +41,9 @@ class Row(ShapeRow):
     growth_gb: float | None = None
     """What the device holds after the last pass, above what it held after the second; in 10⁹ bytes, CUDA only."""
     peak_growth_gb: float | None = None
-    """The same of the most that PyTorch's allocator ever had reserved."""
+    """The growth, from then to then, of the most memory that PyTorch's allocator ever had reserved."""
     host_growth_gb: float | None = None
-    """The same of the most memory that the process ever had on the host."""
+    """The growth, from then to then, of the most memory that the process ever had on the host."""
     compilations: int | None = None
     """Triton kernels that were compiled or loaded, and matmuls whose algorithm was chosen by measuring."""
     last_compilation: int | None = None

@@ -60,7 +60,7 @@ class Rewrite(TraceSubstitutionProcessor):
         if id(bsym) in self._replaced:
             return
         match = self._matches.get(id(bsym))
-        # What the region takes the place of may be made of its further results, such as a log-sum-exp.
+        # The first result may be computed from further ones, such as a log-sum-exp: these need not be there.
         own = set() if match is None else match.own
         if match is not None and match.token_sum is not None:
             own |= match.token_sum.dependent

@@ -107,7 +107,7 @@ def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options:
 
 
 def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """Without gradients, whether or not it was planned with them."""
+    """The region without gradients, whether or not it was planned with them."""
     region = region_arguments(*tensors, **settings)
     plan = settings.get("plan") or {}
     if plan.get("strategy") != LossOnly.strategy:
@@ -119,7 +119,7 @@ def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> T
 
 
 def _linear_cross_entropy_grad(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """With gradients."""
+    """The region with gradients."""
     region = region_arguments(*tensors, **settings)
     needs_grad = settings.get("needs_grad")
     if needs_grad is None:

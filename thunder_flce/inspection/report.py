@@ -258,12 +258,12 @@ class Report(Sequence):
 
     @property
     def compilations(self) -> list[CompilationReport]:
-        """Those of all graphs; indexing and iterating the report is a shorthand for this."""
+        """The compilations of all graphs; indexing and iterating the report is a shorthand for this."""
         return [compilation for graph in self.graphs for compilation in graph.compilations]
 
     @property
     def decisions(self) -> list[Decision]:
-        """Those of all graphs, the parts that thunder does not compile included."""
+        """The decisions of all graphs, the parts that thunder does not compile included."""
         return [decision for graph in self.graphs for decision in graph.decisions]
 
     def __len__(self) -> int:

@@ -116,7 +116,7 @@ class LogitsPath:
 
     @property
     def has_float_factors(self) -> bool:
-        """Whether its factors, which may be products, are in the range of floats, as which the region takes them."""
+        """Whether scale, softcap and the factors of the terms, which may be products, are in the range of floats."""
         softcap = Fraction(1) if self.softcap is None else self.softcap
         factors = (softcap, self.scale * softcap, *(term.factor for term in self.terms))
         return all(float_info.min <= abs(factor) <= float_info.max for factor in factors)

@@ -55,7 +55,7 @@ class Match:
     path: LogitsPath
     """From the linear to the logits."""
     arguments: CrossEntropy
-    """Those of the region. A log-probability is the negative of a cross-entropy."""
+    """The arguments of the region's loss. A log-probability is the negative of a cross-entropy."""
     results: tuple[Result, ...]
     """The region takes the place of the first. The others can be computed with it."""
     wraps_labels: bool = False
@@ -168,7 +168,7 @@ class _Candidate:
     members: "list[_Candidate]" = field(default_factory=list)
     """Others that its region computes, too."""
     others: "list[_Candidate]" = field(default_factory=list)
-    """Those on the same logits that are regions of their own."""
+    """Candidates that use the same logits, or tensors computed from them, in regions of their own."""
     argmaxes: "list[tuple[LogitsPath, Result]]" = field(default_factory=list)
     """Each argmax of the logits, or of what is made of them, with the description of its operand."""
     own_argmaxes: list[Result] = field(default_factory=list)
@@ -244,7 +244,7 @@ class _Candidate:
                 yield from part.reading.inner
 
     def takes(self, other: "_Candidate") -> bool:
-        """Whether its region can compute another one's result, too: of the same rows, all of them, and labels."""
+        """Whether its region can compute another candidate's result, too: of all of its rows, with its labels."""
         mine, theirs = self.reading, other.reading
         if self.problem or other.problem or theirs is None:
             return False
@@ -353,7 +353,7 @@ class _Candidate:
         argmaxes = [argmax._replace(output=output) for argmax in self.own_argmaxes]
         results = (*(part.result for part in self.parts), *argmaxes)
         if len(results) > 1 and (writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None)):
-            # What depends on the others moves to after the first.
+            # Operations that depend on a result after the first move behind the region, past what is written.
             raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
         # Rows of weight 0 are not computed, so nothing else can be asked of them.
         has_losses = len(results) == 1 and arguments.reduction == "none" and not self.result.is_exponential
@@ -386,7 +386,7 @@ class _Candidate:
         return all(map(compares, self.index.users(indices)))
 
     def _with_token_sum(self, match: Match, options: Options) -> Match:
-        """With the sum that the program makes of the results, if it makes one and gradients need not wait."""
+        """The match with the sum that the program makes of the results, if it makes one and gradients need not wait."""
         results = [part.result for part in self.parts]
         if not any(carries_grad(result.tensor) for result in results):
             return match

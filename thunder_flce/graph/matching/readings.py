@@ -348,7 +348,7 @@ def _joined_way(ways: Sequence[tuple[LogitsPath, ...]]) -> tuple[LogitsPath, ...
 
 
 def _is_part(path: LogitsPath, number: int, count: int, whole: LogitsPath) -> bool:
-    """Whether its last operation on rows takes one of the parts of the first dimension."""
+    """Whether the last operation on the rows of a path takes part `number` of the first dimension."""
     if not path.rows or path.rows[:-1] != whole.rows:
         return False
     rest = (slice(None),) * (whole.tensor.ndim - 2)

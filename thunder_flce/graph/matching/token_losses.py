@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
     tensor: TensorProxy
     variable: str
-    """Of `operation.token_loss.VARIABLES`."""
+    """One of `operation.token_loss.VARIABLES`."""
     factor: int
     is_exponential: bool
     labels: TensorProxy | None = None

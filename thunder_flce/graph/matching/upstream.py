@@ -14,7 +14,7 @@ from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES
 from thunder_flce.graph.matching.trace_index import TraceIndex, argument, carries_grad, loss_dtype, stops_gradients
 
 _DIVISIONS = {ltorch.true_divide.id, ltorch.div.id}
-# What passes an upstream gradient on as it is.
+# Operations that pass an upstream gradient on as it is.
 _UNCHANGED = {ltorch.add.id, ltorch.sub.id, "Tensor.double", *COPIES, *RESHAPES}
 
 
@@ -68,9 +68,9 @@ class Step:
     """One linear operation."""
 
     shape: tuple[int, ...]
-    """Of its operand."""
+    """The shape of the operand."""
     derivative: Callable[[TensorProxy | float], TensorProxy | float]
-    """From the gradient of its result to that of its operand, which may still have to be broadcast to `shape`."""
+    """From the gradient of the result to that of the operand, which may still have to be broadcast to `shape`."""
 
     def pull_back(self, grad: TensorProxy | float) -> TensorProxy | float:
         """The gradient of the operand: a number where all elements have the same. Adds operations to the trace."""
