@@ -766,7 +766,7 @@ MUTATIONS = [
         ),
         ("divisor", 'ltorch.where(ltorch.eq(num_items, 0), float("inf"), num_items)', "num_items"),
         ("mask", "[(ltorch.where(valid, term, 0.0), divisor) for", "[(term, divisor) for"),
-        ("mask", "result if of.ignored is None else ltorch.where(valid, result, of.ignored)", "result"),
+        ("mask", "result if output.ignored is None else ltorch.where(valid, result, output.ignored)", "result"),
         ("mask", "ltorch.where(ltorch.eq(probability, 0.0), 0.0, shifted)", "shifted"),
         ("index", "z = z[:, : loss.vocab_size]", "z = z[:, -loss.vocab_size :]"),
         ("index", "weight = weight[:columns]", "weight = weight[-columns:]"),
@@ -897,7 +897,7 @@ MUTATIONS = [
     *_of(
         "graph/matching/readings.py",
         ("sign", 'return "log_prob" if of_label == -of_log_sum != 0 else ""', 'return "log_prob" if of_label else ""'),
-        ("sign", "(-1, bsym.args[1])], found)", "(1, bsym.args[1])], found)"),
+        ("sign", "signs=(1, -1)", "signs=(1, 1)"),
         ("mask", " or index.derives_from(labels, paths[0].tensor)", ""),
         ("mask", "if labels.numel * path.vocab != logits.numel or", "if"),
         ("index", "return reading and replace(reading, wraps_labels=True)", "return reading"),
@@ -1001,7 +1001,7 @@ MUTATIONS = [
             "elif False:",
         ),
         ("mask", "all(id(user) in self._passed | self._own or not self._passes_grad(user) for user in users)", "True"),
-        ("mask", "if len(weights) == 1 and tensors and is_alone:", "if len(weights) == 1 and tensors:"),
+        ("mask", "if is_alone and all(isinstance(weight, TensorProxy)", "if all(isinstance(weight, TensorProxy)"),
         ("mask", "if are_steps and len(dependent) == 1", "if False and len(dependent) == 1"),
         ("sign", 'self._writer.write("neg", (name,), {}) if source.factor == -1 else name', "name"),
         tests=(

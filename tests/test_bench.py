@@ -45,7 +45,7 @@ from thunder_flce.bench.measuring import (
 )
 from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
 from thunder_flce.bench.profiling import slug
-from thunder_flce.bench.reference import make_reference, matmuls, relative_error, three_matmuls
+from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
 from thunder_flce.execution.matmul.tuning import Tuning
 from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
@@ -625,7 +625,7 @@ def test_loop_of_chunks_with_any_upstream_gradient(monkeypatch, bias):
     inputs = Inputs.random(shape, "cpu")
     loss = build("grad_and_value loop")(inputs)
     (3 * loss).backward()
-    expected = F.cross_entropy(F.linear(*(t.detach() for t in inputs.operands())), inputs.target)
+    expected = F.cross_entropy(F.linear(*(t.detach() for t in inputs.named_operands().values())), inputs.target)
     torch.testing.assert_close(loss.detach(), expected)
     reference = make_reference(inputs)
     for name, operand in inputs.named_operands().items():
@@ -892,7 +892,7 @@ def test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss(m
         return results[len(results) - 1]
 
     monkeypatch.setattr(torch, "mm", recording)
-    step = three_matmuls(inputs, rows=7)
+    step = matmuls(inputs, 3, rows=7)
     with torch.no_grad():
         step(lambda phase: None)
     logits = F.linear(inputs.x, inputs.weight, inputs.bias).detach().requires_grad_()
@@ -939,7 +939,7 @@ def test_bytes_and_operations_of_a_frozen_head_with_an_adapter():
     assert shape.operations == 2 * 8 * 7 * (5 + 5 + 2 + 2 + 2)
     inputs = Inputs.random(shape, "cpu")
     assert list(inputs.named_operands()) == ["dx", "dy", "db"]
-    assert not inputs.without_gradients().operands()
+    assert not inputs.without_gradients().named_operands()
 
 
 def test_a_reference_or_inputs_that_do_not_fit(tmp_path, monkeypatch):
@@ -947,7 +947,7 @@ def test_a_reference_or_inputs_that_do_not_fit(tmp_path, monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(regions, "make_reference", out_of_memory)
-    monkeypatch.setattr(regions, "three_matmuls", out_of_memory)
+    monkeypatch.setattr(regions, "matmuls", out_of_memory)
     rows = bench(tmp_path / "1.jsonl", "regions", "--shapes", "tiny", "--methods", "eager")
     assert [(row["method"], row.get("failed")) for row in rows] == [
         ("reference", "out of memory"),

@@ -100,7 +100,7 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
         )
         if loss.requires_grad:
             loss.backward(upstream)
-        for tensor in inputs.operands():
+        for tensor in inputs.named_operands().values():
             tensor.grad = None
 
     peak = _peak_bytes(run)

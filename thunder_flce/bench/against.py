@@ -24,7 +24,7 @@ from thunder_flce.bench.measuring import (
     synchronize,
     take_paired_turns,
 )
-from thunder_flce.bench.methods import Method, build, is_ours, our_function
+from thunder_flce.bench.methods import Method, build_without_thunder, our_function
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 
@@ -114,10 +114,8 @@ def measure(
 
 def _methods(name: str, base: Base) -> tuple[Method, Method]:
     """The method and the one that it is compared with."""
-    method = our_function(name) if is_ours(name) else build(name)
-    if base.folder is not None:
-        return method, our_function(name, base.folder)
-    return method, our_function(base.name) if is_ours(base.name) else build(base.name)
+    other = build_without_thunder(base.name) if base.folder is None else our_function(name, base.folder)
+    return build_without_thunder(name), other
 
 
 def _memory(one: Step, other: Step, shape: Shape, device: str) -> dict[str, Any]:

@@ -11,15 +11,13 @@ from thunder_flce.bench.shapes import Inputs
 
 CHUNK_ROWS = 2048
 
-ChunkGradients = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
-
 
 def chunked_loop(*, compiled: bool = False) -> Callable[[Inputs], Tensor]:
     """A function of the inputs that returns the mean loss; the gradients of a chunk are compiled, or not."""
     gradients = _chunk_gradients
     if compiled:
         gradients = torch.compile(gradients, dynamic=False)
-    return lambda inputs: _ChunkedLoop.apply(*inputs.operands(), inputs.target, gradients)
+    return lambda inputs: _ChunkedLoop.apply(*inputs.named_operands().values(), inputs.target, gradients)
 
 
 def _chunk_gradients(operands: tuple[Tensor, ...], target: Tensor, count: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:

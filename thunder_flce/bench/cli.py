@@ -105,7 +105,7 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
             bar.done()
     if lost is None:
         return 0
-    # Of an option given twice, the last one counts: those of regions are then among the methods.
+    # Of an option given twice, the last one counts. The memory budgets are among the methods already.
     more = ["--memory-budgets"] if parsed.subset == "regions" else []
     return _go_on_without(lost, replace(run, cases=run.cases[finished:]), [*arguments, *more])
 
@@ -252,11 +252,6 @@ def _fraction(text: str) -> float:
     return value
 
 
-def _schedule(parsed: argparse.Namespace) -> Schedule:
-    settle_ms = {"settle_ms": 0.0} if parsed.device == "cpu" else {}
-    return replace(parsed.default_schedule, rounds=parsed.rounds, calls=parsed.calls, **settle_ms)
-
-
 def _shape_texts(parsed: argparse.Namespace) -> list[str]:
     return parsed.shapes or (["S1"] if parsed.device == "cuda" else ["cpu"])
 
@@ -278,7 +273,9 @@ def _case(text: str, measured: Any, measure: Callable[..., Iterator[Any]], *, ti
 
 def _timed(parsed: argparse.Namespace) -> dict[str, Any]:
     """The settings of a function that times methods in turns."""
-    return {"device": parsed.device, "schedule": _schedule(parsed)}
+    settle_ms = {"settle_ms": 0.0} if parsed.device == "cpu" else {}
+    schedule = replace(parsed.default_schedule, rounds=parsed.rounds, calls=parsed.calls, **settle_ms)
+    return {"device": parsed.device, "schedule": schedule}
 
 
 def _regions(parsed: argparse.Namespace) -> Run:
@@ -299,8 +296,8 @@ def _sweep(parsed: argparse.Namespace) -> Run:
     cases = []
     for axis, size in sweep.parse_points(parsed.points, parsed.device):
         settings = regions.Settings(**_timed(parsed), profile=parsed.profile, errors=False, axis=axis)
-        shape = sweep.shape_at(base, axis, size)
-        cases.append(_case(f"{axis}={size}", shape, regions.measure, settings=settings))
+        change: dict[str, Any] = {sweep.AXES[axis]: size}
+        cases.append(_case(f"{axis}={size}", replace(base, **change), regions.measure, settings=settings))
     return Run("points", cases, _known(parsed.methods or sweep.METHODS), columns.REGIONS)
 
 

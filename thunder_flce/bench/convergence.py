@@ -11,15 +11,14 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thunder_flce.bench.measuring import Progress, Unavailable, attempt, release, synchronize
-from thunder_flce.bench.methods import Method, build, is_ours, our_function
+from thunder_flce.bench.measuring import Progress, attempt, release, synchronize
+from thunder_flce.bench.methods import Method, build, build_without_thunder, peer
 from thunder_flce.bench.shapes import Inputs
 
 AVERAGED = 10
@@ -127,8 +126,7 @@ def measure(
             progress(f"seed {seed}: {method}")
             numbers: dict[str, Any] = {}
             with attempt(method, device) as tried:
-                loss = our_function(method) if is_ours(method) else build(method)
-                numbers = training.run(loss, seed, steps)
+                numbers = training.run(build_without_thunder(method), seed, steps)
             sizes = training.sizes
             yield Row(model=name, method=method, seed=seed, steps=steps, **sizes, **numbers, failed=tried.failed)
 
@@ -142,10 +140,7 @@ class _Training:
         tokens = _tokens(setup).to(device)
         held_out = len(tokens) // 20
         self._text, self._held_out = tokens[:-held_out], tokens[-held_out:]
-        try:
-            litgpt = import_module("litgpt")
-        except ImportError as error:
-            raise Unavailable(f"{error}; it is in the extra 'examples'") from None
+        litgpt = peer("litgpt", extra="examples")
         self._make = lambda: litgpt.GPT(
             litgpt.Config(**setup.config, block_size=setup.length, vocab_size=setup.vocab, padding_multiple=128)
         )
@@ -229,10 +224,7 @@ def _schedule(step: int, steps: int) -> float:
 
 def _tokens(setup: Setup) -> Tensor:
     """The text as numbers (n,) int64, by a byte-level byte-pair vocabulary that is made of it."""
-    try:
-        tokenizers = import_module("tokenizers")
-    except ImportError as error:
-        raise Unavailable(f"{error}; it is in the extra 'examples'") from None
+    tokenizers = peer("tokenizers", extra="examples")
     documents = _documents(setup.characters)
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(documents, vocab_size=setup.vocab, show_progress=False)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thunder_flce.bench.methods import peer
-from thunder_flce.bench.reference import Reference
+from thunder_flce.bench.reference import Reference, reference_dtype
 from thunder_flce.bench.shapes import Inputs
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.kl_divergence import linear_kl_divergence
@@ -48,13 +48,13 @@ class Distillation:
         """A teacher that is random, as the student is."""
         generator = torch.Generator(inputs.x.device).manual_seed(2)
         x, weight = (
-            torch.randn(of.shape, dtype=of.dtype, device=of.device, generator=generator)
-            for of in (inputs.x, inputs.weight)
+            torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
+            for like in (inputs.x, inputs.weight)
         )
         weight.mul_(weight.shape[1] ** -0.5)
         if self.divergence != "top":
             return x, weight
-        largest = [F.linear(x[rows], weight).float().softmax(-1).topk(64) for rows in _rows(x)]
+        largest = [F.linear(x[rows], weight).float().softmax(-1).topk(64) for rows in row_slices(x)]
         return torch.cat([each.indices for each in largest]), torch.cat([each.values for each in largest])
 
     def program(self, way: str) -> Callable[..., Tensor]:
@@ -92,11 +92,11 @@ class Distillation:
 
     def reference(self, inputs: Inputs, teacher: Pair) -> Reference:
         """The loss and its gradients, a few rows at a time."""
-        dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
+        dtype = reference_dtype(inputs)
         x, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (inputs.x, inputs.weight))
         per_row, whole = (teacher, ()) if self.divergence == "top" else (teacher[:1], teacher[1:])
         total = torch.zeros((), dtype=dtype, device=x.device)
-        for rows in _rows(x):
+        for rows in row_slices(x):
             of_rows: Any = (*(tensor[rows] for tensor in per_row), *whole)
             if self.divergence != "top":
                 of_rows = tuple(tensor.to(dtype) for tensor in of_rows)
@@ -112,7 +112,8 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
-def _rows(x: Tensor) -> Iterator[slice]:
+def row_slices(x: Tensor) -> Iterator[slice]:
+    """The rows of x, `ROWS` at a time."""
     return (slice(start, start + ROWS) for start in range(0, x.shape[0], ROWS))
 
 

@@ -31,12 +31,13 @@ from thunder_flce.bench.measuring import (
     Progress,
     Schedule,
     Step,
+    TimedRow,
     Unavailable,
     peak_bytes,
     take_turns,
 )
 from thunder_flce.bench.methods import peer
-from thunder_flce.bench.reference import make_reference, relative_error, three_matmuls
+from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.modules import LinearCrossEntropyLoss
@@ -52,15 +53,10 @@ _TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(ShapeRow):
+class Row(TimedRow, ShapeRow):
     """What one way takes on the slowest rank; None for what was not measured."""
 
-    method: str
     ranks: int
-    failed: str | None = None
-    time_ms: float | None = None
-    time_ms_p20: float | None = None
-    time_ms_p80: float | None = None
     ratio: float | None = None
     """To the three products over this rank's rows, all tokens at once, without any collective."""
     memory_gb: float | None = None
@@ -101,7 +97,7 @@ class Result:
 def _three_products(part: Part) -> Step:
     # Which column a target is, makes no difference to a product; here it must be one of this rank's.
     rows = part.inputs.weight.shape[0]
-    return three_matmuls(replace(part.inputs, target=part.inputs.target % rows))
+    return matmuls(replace(part.inputs, target=part.inputs.target % rows), 3)
 
 
 def _three_products_and_sum(part: Part) -> Step:
@@ -217,7 +213,7 @@ def _chunked_loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
                 value.backward()
                 total += _value(value)
                 assert isinstance(leaf.grad, DTensor)
-                # This rank's share.
+                # dX is a sum over ranks, and this is this rank's summand.
                 dx_of_chunk.copy_(leaf.grad.to_local())
         mark("forward")
         shares = dx.to(x.dtype)

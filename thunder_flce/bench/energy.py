@@ -3,7 +3,6 @@
 import threading
 import time
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 
@@ -45,7 +44,10 @@ class PowerMeter:
         import pynvml
 
         try:
-            handle = _handle(pynvml)
+            pynvml.nvmlInit()
+            # NVML counts the GPUs of the machine, and CUDA those that it may see: a UUID is the same for both.
+            uuid = torch.cuda.get_device_properties().uuid
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
             last = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
             while not self._stopped.wait(INTERVAL_S):
                 millijoules = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
@@ -54,9 +56,3 @@ class PowerMeter:
                     last = millijoules
         except pynvml.NVMLError:
             self._moves.clear()
-
-
-def _handle(pynvml: Any) -> Any:
-    """NVML counts the GPUs of the machine, and CUDA those that it may see: a UUID is the same for both."""
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")

@@ -1,6 +1,6 @@
 """Figures from JSON lines: latency and memory over a sweep, time against memory, kernels, models and loss curves."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import FuncFormatter, NullLocator  # noqa: E402
+from matplotlib.ticker import NullLocator  # noqa: E402
 
 from thunder_flce.bench.methods import METHODS  # noqa: E402
 from thunder_flce.bench.profiling import slug  # noqa: E402
@@ -20,6 +20,8 @@ from thunder_flce.bench.regions import FLOOR  # noqa: E402
 Record = dict[str, Any]
 
 OURS = "flce"
+_PLAIN = "{x:g}"
+"""The format of numbers on a logarithmic axis."""
 _MARKERS = "osD^v<>pPX*hd8"
 
 
@@ -52,7 +54,7 @@ def _grouped(records: Iterable[Record], key: Callable[[Record], str]) -> dict[st
     return groups
 
 
-def _style(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _styles(methods: Collection[str]) -> dict[str, dict[str, Any]]:
     """A colour and a marker for each method, the same in all figures; this project in black, and larger."""
     colours = plt.get_cmap("tab20").colors
     known = [*METHODS, *(method for method in methods if method not in METHODS)]
@@ -77,11 +79,12 @@ def _time_against_memory(title: str, records: list[Record]) -> Figure:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     if FLOOR in latest:
         axes.axhline(latest.pop(FLOOR)["time_ms"], color="grey", linestyle="--", label=FLOOR)
-    for (method, record), style in zip(latest.items(), _style(list(latest)).values(), strict=True):
+    styles = _styles(latest)
+    for method, record in latest.items():
         if "above_outputs_gb" in record:
-            axes.plot(record["above_outputs_gb"], record["time_ms"], linestyle="none", label=method, **style)
+            axes.plot(record["above_outputs_gb"], record["time_ms"], linestyle="none", label=method, **styles[method])
     axes.set_xscale("symlog", linthresh=0.1)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter(_PLAIN)
     axes.set_xlabel("peak memory above the gradients, GB")
     axes.set_yscale("log")
     _plain_numbers(axes)
@@ -94,11 +97,13 @@ def _sweep(axis: str, records: list[Record]) -> Figure:
     field, label = {"context": ("tokens", "context length, tokens"), "vocabulary": ("vocab", "vocabulary")}[axis]
     figure, (latency, memory) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
     groups = _grouped(records, lambda record: record["method"])
-    for (method, group), style in zip(groups.items(), _style(list(groups)).values(), strict=True):
-        latest = dict(sorted((record[field], record) for record in {r[field]: r for r in group}.values()))
-        latency.plot(list(latest), [record["time_ms"] for record in latest.values()], label=method, **style)
+    styles = _styles(groups)
+    for method, group in groups.items():
+        latest = dict(sorted({record[field]: record for record in group}.items()))
+        times = [record["time_ms"] for record in latest.values()]
+        latency.plot(list(latest), times, label=method, **styles[method])
         if method != FLOOR:
-            memory.plot(list(latest), [record["memory_gb"] for record in latest.values()], label=method, **style)
+            memory.plot(list(latest), [record["memory_gb"] for record in latest.values()], **styles[method])
     sizes = sorted({record[field] for record in records})
     for axes, title in ((latency, "forward + backward, ms"), (memory, "peak memory, GB")):
         axes.set_xscale("log", base=2)
@@ -119,7 +124,9 @@ def _kernels(title: str, records: list[Record]) -> Figure:
     """Bandwidth over the vocabulary, and the share of a copy's that it is; the dotted lines are the copies."""
     figure, (bandwidth, share) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
     groups = _grouped(records, lambda record: record["method"])
-    for (method, group), style in zip(groups.items(), _style(list(groups)).values(), strict=True):
+    styles = _styles(groups)
+    for method, group in groups.items():
+        style = styles[method]
         latest = dict(sorted({record["vocab"]: record for record in group}.items()))
         bandwidth.plot(list(latest), [record["gb_per_s"] for record in latest.values()], label=method, **style)
         copies = [record["copy_gb_per_s"] for record in latest.values()]
@@ -158,7 +165,7 @@ def _convergence(title: str, records: list[Record]) -> Figure:
     figure, (loss, difference) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
     groups = _grouped(records, lambda record: record["method"])
     runs = {method: {run["seed"]: run["losses"] for run in group} for method, group in groups.items()}
-    first, styles = next(iter(runs)), _style(list(runs))
+    first, styles = next(iter(runs)), _styles(runs)
     count = len(records[0]["losses"])
     averaged = records[0]["steps"] // count
     steps = [averaged * (point + 1) for point in range(count)]
@@ -180,9 +187,8 @@ def _convergence(title: str, records: list[Record]) -> Figure:
 
 
 def _plain_numbers(axes: Axes) -> None:
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(plain)
-    axes.yaxis.set_minor_formatter(plain)
+    axes.yaxis.set_major_formatter(_PLAIN)
+    axes.yaxis.set_minor_formatter(_PLAIN)
     axes.tick_params(axis="y", which="both", labelsize="small")
 
 

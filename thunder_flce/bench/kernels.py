@@ -11,7 +11,17 @@ from functools import partial
 
 import torch
 
-from thunder_flce.bench.measuring import DeviceLost, Mark, Progress, Schedule, Step, attempt, release, take_turns
+from thunder_flce.bench.measuring import (
+    DeviceLost,
+    Mark,
+    Progress,
+    Schedule,
+    Step,
+    TimedRow,
+    attempt,
+    release,
+    take_turns,
+)
 from thunder_flce.bench.shapes import dtype_name
 from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.row_kernels.dispatch import BACKENDS, check_available, kernels_for
@@ -38,7 +48,7 @@ _PHASE = "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(TimedRow):
     """What was measured of one kernel at one vocabulary."""
 
     vocab: int
@@ -48,17 +58,12 @@ class Row:
     dtype: str
     backend: str
     """One of `dispatch.BACKENDS`."""
-    method: str
-    time_ms: float | None = None
-    time_ms_p20: float | None = None
-    time_ms_p80: float | None = None
     gb_per_s: float | None = None
     """10⁹ bytes a second of those that have to be moved, padding not counted."""
     copy_gb_per_s: float | None = None
-    """The same of a copy that moves as many bytes."""
+    """The bytes a second of a copy that moves as many."""
     ratio: float | None = None
-    """The first over the second."""
-    failed: str | None = None
+    """gb_per_s over copy_gb_per_s."""
 
 
 def measure(
@@ -99,7 +104,7 @@ def measure(
         if tried.failed is not None:
             yield row(backend="torch", method="logits", failed=tried.failed)
             return
-        for backend in available_backends(dtype, device):
+        for backend in _available_backends(dtype, device):
             with attempt(f"{backend}: statistics", device) as tried:
                 kernels = kernels_for(backend, dtype=dtype, device_type=device, logit_map=LogitMap())
                 available = _kernel_steps(kernels, buffer)
@@ -139,8 +144,8 @@ def measure(
         )
 
 
-def available_backends(dtype: torch.dtype, device: str) -> list[str]:
-    """Those of `dispatch.BACKENDS` that can run there."""
+def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
+    """The `dispatch.BACKENDS` that can run on the device."""
 
     def is_available(name: str) -> bool:
         try:
@@ -175,15 +180,16 @@ def _kernel_steps(kernels: RowKernels, buffer: LogitsBuffer) -> dict[str, Step]:
     def gradient(coefficients: RowCoefficients, *, column_sums: bool = False) -> None:
         kernels.gradient(buffer, statistics, coefficients, class_weight, dtype=dtype, column_sums=column_sums)
 
-    return {
-        "statistics": _timed(lambda: kernels.statistics(buffer)),
-        "moments": _timed(lambda: kernels.moments(buffer, statistics, class_weight, names)),
-        "statistics and dlogits": _timed(lambda: kernels.statistics_and_gradient(buffer, target, plain)),
-        "dlogits": _timed(lambda: gradient(plain)),
-        "dlogits, every term": _timed(lambda: gradient(everything)),
-        "dlogits, column sums": _timed(lambda: gradient(plain, column_sums=True)),
-        "target entries": _timed(lambda: kernels.target_gradient(z, statistics, plain, None, dtype=dtype)),
+    calls: dict[str, Callable[[], object]] = {
+        "statistics": lambda: kernels.statistics(buffer),
+        "moments": lambda: kernels.moments(buffer, statistics, class_weight, names),
+        "statistics and dlogits": lambda: kernels.statistics_and_gradient(buffer, target, plain),
+        "dlogits": lambda: gradient(plain),
+        "dlogits, every term": lambda: gradient(everything),
+        "dlogits, column sums": lambda: gradient(plain, column_sums=True),
+        "target entries": lambda: kernels.target_gradient(z, statistics, plain, None, dtype=dtype),
     }
+    return {name: _timed(call) for name, call in calls.items()}
 
 
 def _copy_step(buffer: LogitsBuffer, moved: int) -> Step:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import thunder_flce
-from thunder_flce.bench.distillation import DISTILLATIONS, Distillation
+from thunder_flce.bench.distillation import DISTILLATIONS, Distillation, row_slices
 from thunder_flce.bench.measuring import (
     TOTAL,
     DeviceLost,
@@ -23,12 +23,13 @@ from thunder_flce.bench.measuring import (
     Progress,
     Schedule,
     Step,
+    TimedRow,
     attempt,
     release,
     take_turns,
 )
 from thunder_flce.bench.methods import liger_per_token, peer, trl_log_probs
-from thunder_flce.bench.reference import Reference, matmuls
+from thunder_flce.bench.reference import Reference, matmuls, reference_dtype
 from thunder_flce.bench.regions import first_calls
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.functional import linear_cross_entropy
@@ -58,14 +59,9 @@ PER_TOKEN = (*FROZEN_HEAD_PEERS, "liger, per token")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(ShapeRow):
+class Row(TimedRow, ShapeRow):
     """What one loss takes, run in one way; None for what was not measured."""
 
-    method: str
-    failed: str | None = None
-    time_ms: float | None = None
-    time_ms_p20: float | None = None
-    time_ms_p80: float | None = None
     matmuls: int | None = None
     """How many its results need, over all tokens: the logits, dX and dW are one each."""
     ratio: float | None = None
@@ -105,15 +101,34 @@ class Loss:
 
     def given(self, inputs: Inputs) -> Tensor:
         """The weights of the tokens, (T,)."""
-        return _token_weights(self, inputs.target)
+        target = inputs.target
+        generator = torch.Generator(target.device).manual_seed(1)
+        drawn, kept = torch.rand(2, *target.shape, device=target.device, generator=generator)
+        return torch.where(kept < self.weighted, drawn + 0.1, 0)
 
     def program(self, way: str) -> Program:
         """The loss as it is computed in one of `ways`."""
         return WAYS[way](self.reduce)
 
     def reference(self, inputs: Inputs, weights: Tensor) -> Reference:
-        """The right results."""
-        return _reference(self, inputs, weights)
+        """The loss and its gradients, some rows at a time: first all log-probabilities, then what each contributes."""
+        dtype = reference_dtype(inputs)
+        names = {"dx": inputs.x, "dw": inputs.weight}
+        x, weight = (tensor.detach().to(dtype).requires_grad_(name in self.gradients) for name, tensor in names.items())
+
+        def log_probs(chunk: slice) -> Tensor:
+            return -F.cross_entropy(F.linear(x[chunk], weight), inputs.target[chunk], reduction="none")
+
+        with torch.no_grad():
+            of_all = torch.cat([log_probs(chunk) for chunk in row_slices(x)])
+        of_all.requires_grad_()
+        value = self.reduce(of_all, weights.to(dtype))
+        if self.gradients:
+            (upstream,) = torch.autograd.grad(value, of_all)
+            for chunk in row_slices(x):
+                log_probs(chunk).backward(upstream[chunk])
+        gradients = {"dx": x.grad, "dw": weight.grad}
+        return Reference(value.detach(), {name: grad for name, grad in gradients.items() if grad is not None})
 
 
 def _mean(log_probs: Tensor, weights: Tensor) -> Tensor:
@@ -324,14 +339,10 @@ def _rows(shape: Shape, names: list[str], *, device: str, schedule: Schedule, pr
         yield row(method=name, **times, ratio=floor_ms and times["time_ms"] / floor_ms, **numbers[name])
 
 
-def _token_weights(loss: Loss, target: Tensor) -> Tensor:
-    generator = torch.Generator(target.device).manual_seed(1)
-    drawn, kept = torch.rand(2, *target.shape, device=target.device, generator=generator)
-    return torch.where(kept < loss.weighted, drawn + 0.1, 0)
-
-
-def _run(program: Program, of: tuple[Loss | Distillation, Inputs, Any], mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:
-    loss, inputs, given = of
+def _run(
+    program: Program, arguments: tuple[Loss | Distillation, Inputs, Any], mark: Mark
+) -> tuple[Tensor, dict[str, Tensor]]:
+    loss, inputs, given = arguments
     operands = {name: tensor for name, tensor in inputs.named_operands().items() if name in loss.gradients}
     x, weight = (operands.get(name, tensor.detach()) for name, tensor in (("dx", inputs.x), ("dw", inputs.weight)))
     value = program(x, weight, inputs.target, given)
@@ -341,25 +352,3 @@ def _run(program: Program, of: tuple[Loss | Distillation, Inputs, Any], mark: Ma
         gradients = torch.autograd.grad(value, tuple(operands.values()))
         mark("backward")
     return value.detach(), dict(zip(operands, gradients, strict=True))
-
-
-def _reference(loss: Loss, inputs: Inputs, weights: Tensor, *, rows: int = 512) -> Reference:
-    """The loss and its gradients, a few rows at a time: first all log-probabilities, then what each contributes."""
-    dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
-    names = {"dx": inputs.x, "dw": inputs.weight}
-    x, weight = (tensor.detach().to(dtype).requires_grad_(name in loss.gradients) for name, tensor in names.items())
-
-    def log_probs(chunk: slice) -> Tensor:
-        return -F.cross_entropy(F.linear(x[chunk], weight), inputs.target[chunk], reduction="none")
-
-    chunks = [slice(start, start + rows) for start in range(0, x.shape[0], rows)]
-    with torch.no_grad():
-        of_all = torch.cat([log_probs(chunk) for chunk in chunks])
-    of_all.requires_grad_()
-    value = loss.reduce(of_all, weights.to(dtype))
-    if loss.gradients:
-        (upstream,) = torch.autograd.grad(value, of_all)
-        for chunk in chunks:
-            log_probs(chunk).backward(upstream[chunk])
-    gradients = {name: tensor.grad for name, tensor in zip(names, (x, weight), strict=True) if tensor.grad is not None}
-    return Reference(value.detach(), gradients)

@@ -8,7 +8,7 @@ import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,31 @@ Progress = Callable[[str], None]
 
 TOTAL = "total"
 """The phase from the start of a step to its last mark."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRow:
+    """The fields of a record that say which method was timed, and how long it took."""
+
+    method: str
+    time_ms: float | None = None
+    """Median of a whole step; with the 20th and 80th percentile, as for phases."""
+    time_ms_p20: float | None = None
+    time_ms_p80: float | None = None
+    failed: str | None = None
+    """Why nothing was measured; None where it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhasedRow(TimedRow):
+    """The same with the time of the forward and of the backward."""
+
+    forward_ms: float | None = None
+    forward_ms_p20: float | None = None
+    forward_ms_p80: float | None = None
+    backward_ms: float | None = None
+    backward_ms_p20: float | None = None
+    backward_ms_p80: float | None = None
 
 
 class Unavailable(Exception):
@@ -52,7 +77,7 @@ class Schedule:
     """Timings a turn, at most."""
 
     turn_ms: float = 500
-    """No turn has more timings than fit into this, except for two."""
+    """How long the timings of a turn may take together; two are always made."""
 
     settle_ms: float = 250
     """For how long a method runs before it is timed, at least once."""
@@ -160,18 +185,44 @@ def _laps_ms(step: Step, calls: int, device: str) -> list[dict[str, float]]:
     return clock.laps_ms()
 
 
-def _turn(step: Step, schedule: Schedule, device: str) -> tuple[list[dict[str, float]], float | None]:
-    """The laps of a turn, and the mean power meanwhile in W."""
+def _settle(steps: Sequence[Step], schedule: Schedule, device: str) -> int:
+    """Runs steps in turns before they are timed; returns how often all of them can be timed in a turn."""
     settled = time.perf_counter() + schedule.settle_ms / 1e3
     while True:
-        call_ms = _laps_ms(step, 1, device)[0][TOTAL]
+        call_ms = sum(_laps_ms(step, 1, device)[0][TOTAL] for step in steps)
         if time.perf_counter() >= settled:
             break
     # The first call after waiting for the device finds it idle; the timed ones follow it without a gap.
-    step(lambda phase: None)
+    for step in steps:
+        step(lambda phase: None)
+    return max(min(schedule.calls, int(schedule.turn_ms / max(call_ms, 1e-3))), 2)
+
+
+def _turn(step: Step, schedule: Schedule, device: str) -> tuple[list[dict[str, float]], float | None]:
+    """The laps of a turn, and the mean power meanwhile in W."""
+    calls = _settle([step], schedule, device)
     with PowerMeter(device) as power:
-        laps_ms = _laps_ms(step, max(min(schedule.calls, int(schedule.turn_ms / max(call_ms, 1e-3))), 2), device)
+        laps_ms = _laps_ms(step, calls, device)
     return laps_ms, power.watts
+
+
+def _rounds(names: Iterable[str], schedule: Schedule, progress: Progress) -> Iterator[str]:
+    """The names in turns, as often as the schedule says."""
+    for number in range(1, schedule.rounds + 1):
+        for name in names:
+            progress(f"round {number} of {schedule.rounds}: {name}")
+            yield name
+
+
+def _spread(values: Iterable[float], name: str) -> dict[str, float]:
+    """Median and 20th and 80th percentile, under `name` with "", "_p20" and "_p80"."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {
+        name: statistics.median(ordered),
+        f"{name}_p20": ordered[round(0.2 * last)],
+        f"{name}_p80": ordered[round(0.8 * last)],
+    }
 
 
 @dataclass(frozen=True)
@@ -189,19 +240,13 @@ class Outcome:
         return statistics.median(lap[phase] for lap in self.laps_ms) if self.laps_ms else None
 
     def joules(self) -> float | None:
-        """What a call takes; None where power was not measured."""
+        """The energy of a call; None where power was not measured."""
         total_ms = self.median(TOTAL)
         return statistics.mean(self.watts) * total_ms / 1e3 if self.watts and total_ms is not None else None
 
     def spread(self, phase: str, name: str) -> dict[str, Any]:
-        """Median and 20th and 80th percentile of a phase, under `name` with "", "_p20" and "_p80"."""
-        ordered = sorted(lap[phase] for lap in self.laps_ms)
-        last = len(ordered) - 1
-        return {
-            name: statistics.median(ordered),
-            f"{name}_p20": ordered[round(0.2 * last)],
-            f"{name}_p80": ordered[round(0.8 * last)],
-        }
+        """Median and 20th and 80th percentile of a phase, as fields of a row."""
+        return _spread((lap[phase] for lap in self.laps_ms), name)
 
 
 def take_turns(steps: Mapping[str, Step], schedule: Schedule, *, device: str, progress: Progress) -> dict[str, Outcome]:
@@ -211,17 +256,15 @@ def take_turns(steps: Mapping[str, Step], schedule: Schedule, *, device: str, pr
         DeviceLost: where a method makes further measurements impossible.
     """
     outcomes = {name: Outcome() for name in steps}
-    for turn in range(schedule.rounds):
-        for name, step in steps.items():
-            progress(f"round {turn + 1} of {schedule.rounds}: {name}")
-            if outcomes[name].failed is not None:
-                continue
-            with attempt(name, device) as tried:
-                laps_ms, watts = _turn(step, schedule, device)
-                outcomes[name].laps_ms.extend(laps_ms)
-                outcomes[name].watts.extend([] if watts is None else [watts])
-            if tried.failed is not None:
-                outcomes[name] = Outcome(failed=tried.failed)
+    for name in _rounds(steps, schedule, progress):
+        if outcomes[name].failed is not None:
+            continue
+        with attempt(name, device) as tried:
+            laps_ms, watts = _turn(steps[name], schedule, device)
+            outcomes[name].laps_ms.extend(laps_ms)
+            outcomes[name].watts.extend([] if watts is None else [watts])
+        if tried.failed is not None:
+            outcomes[name] = Outcome(failed=tried.failed)
     return outcomes
 
 
@@ -234,15 +277,11 @@ class PairedOutcome:
 
     def spread(self) -> dict[str, Any]:
         """The median of both times, and of the ratio of the first to the second, with 20th and 80th percentile."""
-        ratios = sorted(first / second for first, second in self.pairs_ms)
-        last = len(ratios) - 1
         return {
             "time_ms": statistics.median(first for first, _ in self.pairs_ms),
             "base_time_ms": statistics.median(second for _, second in self.pairs_ms),
-            "ratio": statistics.median(ratios),
-            "ratio_p20": ratios[round(0.2 * last)],
-            "ratio_p80": ratios[round(0.8 * last)],
-            "pairs": len(ratios),
+            **_spread((first / second for first, second in self.pairs_ms), "ratio"),
+            "pairs": len(self.pairs_ms),
         }
 
 
@@ -257,28 +296,19 @@ def take_paired_turns(
         DeviceLost: where a pair makes further measurements impossible.
     """
     outcomes = {name: PairedOutcome() for name in pairs}
-    for turn in range(schedule.rounds):
-        for name, pair in pairs.items():
-            progress(f"round {turn + 1} of {schedule.rounds}: {name}")
-            if outcomes[name].failed is not None:
-                continue
-            with attempt(name, device) as tried:
-                outcomes[name].pairs_ms.extend(_paired_turn_ms(pair, schedule, device))
-            if tried.failed is not None:
-                outcomes[name] = PairedOutcome(failed=tried.failed)
+    for name in _rounds(pairs, schedule, progress):
+        if outcomes[name].failed is not None:
+            continue
+        with attempt(name, device) as tried:
+            outcomes[name].pairs_ms.extend(_paired_turn_ms(pairs[name], schedule, device))
+        if tried.failed is not None:
+            outcomes[name] = PairedOutcome(failed=tried.failed)
     return outcomes
 
 
 def _paired_turn_ms(pair: tuple[Step, Step], schedule: Schedule, device: str) -> list[tuple[float, float]]:
-    settled = time.perf_counter() + schedule.settle_ms / 1e3
-    while True:
-        pair_ms = sum(_laps_ms(step, 1, device)[0][TOTAL] for step in pair)
-        if time.perf_counter() >= settled:
-            break
-    for step in pair:
-        step(lambda phase: None)
-    count = max(min(schedule.calls, int(schedule.turn_ms / max(pair_ms, 1e-3))), 2)
     # First, second, second, first, and so on: neither always follows the other.
+    count = _settle(pair, schedule, device)
     order = [place for number in range(count) for place in ((0, 1) if number % 2 == 0 else (1, 0))]
     clock = _Clock(device)
     for place in order:

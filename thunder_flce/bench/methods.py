@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import thunder_flce
 from thunder_flce.bench.chunked_loop import chunked_loop
 from thunder_flce.bench.measuring import Unavailable
 from thunder_flce.bench.other_copy import HERE, OtherCopy, load
@@ -48,16 +49,11 @@ def _compiled(compile_program: Callable[[Callable[..., Tensor]], Callable[..., T
     return method
 
 
-def _thunder() -> Method:
-    return _compiled(import_module("thunder").jit)
-
-
 def _jitted(**options: Any) -> Method:
-    thunder_flce = import_module("thunder_flce")
-    options = _options(thunder_flce.Options, options)
-    program = _compiled(partial(thunder_flce.jit, options=options))
-    function = _function(thunder_flce.linear_cross_entropy, options)
-    # thunder is not asked for what is said by one call: a sum of linears is given as such.
+    ours = _options(thunder_flce.Options, options)
+    program = _compiled(partial(thunder_flce.jit, options=ours))
+    function = _function(thunder_flce.linear_cross_entropy, ours)
+    # A sum of linears is given to the function as such: there is nothing to find in a trace.
     return lambda inputs: function(inputs) if inputs.terms else program(inputs)
 
 
@@ -74,7 +70,6 @@ def our_function(name: str, folder: Path | None = None) -> Method:
     """
     without_nvfuser = name == WITHOUT_NVFUSER
     if folder is None and not without_nvfuser:
-        thunder_flce = import_module("thunder_flce")
         copy = OtherCopy(thunder_flce.linear_cross_entropy, thunder_flce.Options)
     else:
         copy = load(folder or HERE, without_nvfuser=without_nvfuser)
@@ -107,7 +102,8 @@ def _auto_chunker() -> Method:
         raise Unavailable(f"torch {torch.__version__} has no auto chunker")
     from torch._inductor import config, metrics
 
-    # By default it chunks only what makes its operands eight times as large, which few language models' heads do.
+    # By default, the auto chunker takes only operations whose result is eight times as large as their operands, which
+    # few language models' heads are.
     options: dict[str, Any] = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 0}
     program = torch.compile(_program, options=options, dynamic=False)
     chunked = False
@@ -117,7 +113,7 @@ def _auto_chunker() -> Method:
         arguments = (inputs.x, inputs.weight, inputs.bias, inputs.target)
         if chunked:
             return program(*arguments)
-        # It declines without a word. What comes out of a cache has not been seen to be chunked.
+        # The auto chunker declines without a message, and does not count what comes out of a cache.
         before = metrics.num_auto_chunking  # type: ignore[attr-defined]
         with config.patch(force_disable_caches=True):
             loss = program(*arguments)
@@ -130,7 +126,6 @@ def _auto_chunker() -> Method:
 
 
 def _entropy(**options: Any) -> Method:
-    thunder_flce = import_module("thunder_flce")
     function = thunder_flce.linear_cross_entropy
     settings = {"reduction": "none", "outputs": ("entropy",), "options": _options(thunder_flce.Options, options)}
     return _one_linear(
@@ -224,8 +219,12 @@ def _chunked_loop(**settings: Any) -> Method:
     return _one_linear(chunked_loop(**settings))
 
 
-def peer(module: str) -> ModuleType:
-    """A module of a peer.
+def peer(module: str, *, extra: str | None = None) -> ModuleType:
+    """A module of a peer, or of a library that has models.
+
+    Args:
+        module: its name.
+        extra: the extra of this project that installs it, which the error names.
 
     Raises:
         Unavailable: where it cannot be imported.
@@ -233,7 +232,7 @@ def peer(module: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        raise Unavailable(str(error)) from None
+        raise Unavailable(str(error) if extra is None else f"{error}; it is in the extra {extra!r}") from None
 
 
 def _without_bias(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Method:
@@ -274,7 +273,7 @@ OURS: dict[str, dict[str, Any]] = {
 METHODS: dict[str, Callable[[], Method]] = {
     "eager": lambda: _compiled(lambda program: program),
     "torch.compile": lambda: _compiled(partial(torch.compile, dynamic=False)),
-    "thunder": _thunder,
+    "thunder": lambda: _compiled(import_module("thunder").jit),
     **{name: partial(_jitted, **options) for name, options in OURS.items()},
     "flce, entropy": _entropy,
     "flce, entropy in 0.27 GB": partial(_entropy, memory_budget=270_000_000),
@@ -336,6 +335,11 @@ def build(name: str) -> Method:
     if name.startswith(BUDGET):
         return _jitted(**_our_options(name))
     return METHODS[name]()
+
+
+def build_without_thunder(name: str) -> Method:
+    """The method of that name; one of this project's is called without thunder."""
+    return our_function(name) if is_ours(name) else build(name)
 
 
 def parse_budget(text: str) -> int | float:

@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import thunder_flce
 from thunder_flce.backend import compile_graph
 from thunder_flce.bench.measuring import (
     TOTAL,
     DeviceLost,
     Mark,
+    PhasedRow,
     Progress,
     Schedule,
     Step,
@@ -31,6 +33,7 @@ from thunder_flce.bench.measuring import (
     synchronize,
     take_turns,
 )
+from thunder_flce.bench.methods import peer
 from thunder_flce.bench.shapes import dtype_name
 from thunder_flce.functional import linear_cross_entropy
 
@@ -84,13 +87,13 @@ METHODS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "flce backend": partial(torch.compile, dynamic=False, backend=compile_graph),
     "function": lambda module: torch.compile(_CallsFunction(module), dynamic=False),
     "thunder": lambda module: import_module("thunder").jit(module),
-    "flce": lambda module: import_module("thunder_flce").jit(module),
-    "thunderfx": lambda module: import_module("thunder_flce").thunderfx(module),
+    "flce": lambda module: thunder_flce.jit(module),
+    "thunderfx": lambda module: thunder_flce.thunderfx(module),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(PhasedRow):
     """What was measured of one method on one model."""
 
     model: str
@@ -100,18 +103,8 @@ class Row:
     vocab: int
     parameters: int
     dtype: str
-    method: str
-    time_ms: float | None = None
-    """Median of a training step: forward, backward, optimizer; with the 20th and 80th percentile, as its parts."""
-    time_ms_p20: float | None = None
-    time_ms_p80: float | None = None
-    forward_ms: float | None = None
-    forward_ms_p20: float | None = None
-    forward_ms_p80: float | None = None
-    backward_ms: float | None = None
-    backward_ms_p20: float | None = None
-    backward_ms_p80: float | None = None
     optimizer_ms: float | None = None
+    """The third phase of a training step."""
     optimizer_ms_p20: float | None = None
     optimizer_ms_p80: float | None = None
     memory_gb: float | None = None
@@ -123,7 +116,6 @@ class Row:
     """|loss − loss of eager| / loss of eager."""
     fused: bool | None = None
     """Whether this project fused the loss; "flce", "thunderfx" and "flce backend" only."""
-    failed: str | None = None
 
 
 def measure(
@@ -189,7 +181,7 @@ def measure(
 
 
 def _is_fused(program: Callable[..., Tensor]) -> bool:
-    compilations = import_module("thunder_flce").explain(program)
+    compilations = thunder_flce.explain(program)
     return all(decision.fused for compilation in compilations for decision in compilation.decisions)
 
 
@@ -289,20 +281,14 @@ class _Transformers(nn.Module):
 
 
 def _litgpt(model: Model, layers: int) -> tuple[nn.Module, int]:
-    try:
-        import litgpt
-    except ImportError as error:
-        raise Unavailable(f"{error}; it is in the extra 'examples'") from None
+    litgpt = peer("litgpt", extra="examples")
     make = litgpt.Config.from_name if "name" in model.config else litgpt.Config
     config = make(**model.config, n_layer=layers, block_size=model.length)
     return _LitGPT(litgpt.GPT(config)), config.padded_vocab_size
 
 
 def _llama(model: Model, layers: int) -> tuple[nn.Module, int]:
-    try:
-        import transformers
-    except ImportError as error:
-        raise Unavailable(f"{error}; it is in the extra 'examples'") from None
+    transformers = peer("transformers", extra="examples")
     config = transformers.LlamaConfig(
         **model.config, num_hidden_layers=layers, max_position_embeddings=model.length, attn_implementation="sdpa"
     )

@@ -14,6 +14,7 @@ from thunder_flce.bench.measuring import (
     Progress,
     Schedule,
     Step,
+    TimedRow,
     attempt,
     peak_bytes,
     release,
@@ -66,24 +67,17 @@ WAYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(ShapeRow):
-    """What was predicted and measured of one way to run a region."""
+class Row(TimedRow, ShapeRow):
+    """What was predicted and measured of one way to run a region, which `method` names."""
 
-    method: str
-    """One of `WAYS`."""
     predicted_ms: float | None = None
     """None where the device's rates are not known."""
-    time_ms: float | None = None
-    """Median of forward + backward, with the 20th and 80th percentile."""
-    time_ms_p20: float | None = None
-    time_ms_p80: float | None = None
     ratio: float | None = None
     """Predicted over measured."""
     predicted_gb: float | None = None
     """Peak above the inputs, in 10⁹ bytes."""
     memory_gb: float | None = None
     memory_ratio: float | None = None
-    failed: str | None = None
 
 
 class Prediction(NamedTuple):
@@ -130,7 +124,6 @@ def measure(shape: Shape, ways: list[str], *, device: str, schedule: Schedule, p
     row = partial(Row, **ShapeRow.fields_of(shape))
     steps: dict[str, Step] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    predictions: dict[str, Prediction] = {}
     try:
         with attempt("inputs", device) as tried:
             release(device)
@@ -149,8 +142,8 @@ def measure(shape: Shape, ways: list[str], *, device: str, schedule: Schedule, p
                 prediction = predicted(used, options, reduction=way.reduction)
                 step(lambda phase: None)
                 peak = peak_bytes(step, device)[TOTAL]
-                predictions[name] = prediction
                 numbers[name] = {
+                    "predicted_ms": None if prediction.seconds is None else prediction.seconds * 1e3,
                     "predicted_gb": prediction.bytes / 1e9,
                     "memory_gb": peak / 1e9,
                     "memory_ratio": prediction.bytes / peak,
@@ -166,10 +159,9 @@ def measure(shape: Shape, ways: list[str], *, device: str, schedule: Schedule, p
         if outcome.failed is not None:
             yield row(method=name, failed=outcome.failed)
             continue
-        spread, seconds = outcome.spread(TOTAL, "time_ms"), predictions[name].seconds
-        if seconds is not None:
-            numbers[name] |= {"predicted_ms": seconds * 1e3, "ratio": seconds * 1e3 / spread["time_ms"]}
-        yield row(method=name, **spread, **numbers[name])
+        spread, predicted_ms = outcome.spread(TOTAL, "time_ms"), numbers[name]["predicted_ms"]
+        ratio = None if predicted_ms is None else predicted_ms / spread["time_ms"]
+        yield row(method=name, **spread, ratio=ratio, **numbers[name])
 
 
 def _loss(reduction: str, options: Options, inputs: Inputs) -> Tensor:

@@ -59,13 +59,15 @@ def _chunks(
         yield _Chunk(chunk, loss_sum, dlogits)
 
 
+def reference_dtype(inputs: Inputs) -> torch.dtype:
+    """What references are computed in: float32 for 16-bit inputs, and float64 otherwise."""
+    return torch.float32 if inputs.x.element_size() == 2 else torch.float64
+
+
 @torch.no_grad()
 def make_reference(inputs: Inputs, *, rows: int = 512) -> Reference:
-    """Mean loss and gradients from the inputs as they are, by the definition, a few rows at a time.
-
-    In float32 for 16-bit inputs, and in float64 otherwise.
-    """
-    dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
+    """Mean loss and gradients from the inputs as they are, by the definition, a few rows at a time."""
+    dtype = reference_dtype(inputs)
     linears = {("dx", "dw"): (inputs.x.to(dtype), inputs.weight.to(dtype))}
     for y, b in inputs.terms:
         linears["dy", "db"] = (y.to(dtype), b.to(dtype))
@@ -93,18 +95,13 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
     return (difference / torch.linalg.vector_norm(reference)).item()
 
 
-def three_matmuls(inputs: Inputs, *, rows: int = 512) -> Step:
-    """logits ("forward"), dX and dW ("backward") as three matmuls: `matmuls`."""
-    return matmuls(inputs, 3, rows=rows)
-
-
 @torch.no_grad()
 def matmuls(inputs: Inputs, count: int, *, rows: int = 512) -> Step:
     """The first `count` of logits, dX, dW and a teacher's logits as matmuls over all tokens, to compare times with.
 
-    They are those of x and W, frozen or not, and not those of an adapter. An odd vocabulary is rounded down to a
-    multiple of 8, where cuBLAS is fast. dlogits is that of the loss: at the limit of its power, a chip multiplies some
-    numbers faster than others.
+    The logits are the phase "forward", the others "backward". The operands are x and W, frozen or not, and not those of
+    an adapter. An odd vocabulary is rounded down to a multiple of 8, where cuBLAS is fast. dlogits is that of the loss:
+    at the limit of its power, a chip multiplies some numbers faster than others.
     """
     vocab = inputs.weight.shape[0]
     vocab = vocab - vocab % 8 or vocab

@@ -15,6 +15,7 @@ from thunder_flce.bench.measuring import (
     DeviceLost,
     Mark,
     Outcome,
+    PhasedRow,
     Progress,
     Schedule,
     Step,
@@ -26,7 +27,7 @@ from thunder_flce.bench.measuring import (
 )
 from thunder_flce.bench.methods import Method, build
 from thunder_flce.bench.profiling import write_profile
-from thunder_flce.bench.reference import Reference, make_reference, relative_error, three_matmuls
+from thunder_flce.bench.reference import Reference, make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.execution.matmul.tuning import tunings
 
@@ -40,22 +41,11 @@ RegionStep = Callable[[Mark], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(ShapeRow):
+class Row(PhasedRow, ShapeRow):
     """What was measured of one method on one shape."""
 
     axis: str | None = None
     """What a sweep changes: "context" or "vocabulary"."""
-    method: str
-    time_ms: float | None = None
-    """Median of forward + backward; with the 20th and 80th percentile, as for the two alone."""
-    time_ms_p20: float | None = None
-    time_ms_p80: float | None = None
-    forward_ms: float | None = None
-    forward_ms_p20: float | None = None
-    forward_ms_p80: float | None = None
-    backward_ms: float | None = None
-    backward_ms_p20: float | None = None
-    backward_ms_p80: float | None = None
     ratio: float | None = None
     """Time over that of the three matmuls alone."""
     tflops: float | None = None
@@ -65,7 +55,7 @@ class Row(ShapeRow):
     memory_gb: float | None = None
     """Peak above the inputs, in 10⁹ bytes."""
     above_outputs_gb: float | None = None
-    """The same, less the gradients themselves."""
+    """The peak less the gradients themselves."""
     forward_memory_gb: float | None = None
     """As memory_gb, of the forward alone."""
     backward_memory_gb: float | None = None
@@ -81,8 +71,7 @@ class Row(ShapeRow):
     first_call_s: float | None = None
     """The first forward + backward, with all that is compiled for it."""
     tuned_products: list[dict[str, Any]] | None = None
-    """The matmuls whose algorithm was chosen during that: `tuning.Tuning`."""
-    failed: str | None = None
+    """The matmuls whose algorithm was chosen during the first call: `tuning.Tuning`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +149,7 @@ def _rows(
             yield row(method=name, failed=tried.failed)
     del reference
     with attempt(FLOOR, device) as tried:
-        steps = {FLOOR: three_matmuls(inputs), **steps}
+        steps = {FLOOR: matmuls(inputs, 3), **steps}
     if tried.failed is not None:
         yield row(method=FLOOR, failed=tried.failed)
 

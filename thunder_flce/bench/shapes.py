@@ -219,10 +219,6 @@ class Inputs:
             # The frequencies are in W; of the bias, what is random would only add to the noise.
             self.bias.mul_(0.1)
 
-    def operands(self) -> list[Tensor]:
-        """What gets a gradient."""
-        return list(self.named_operands().values())
-
     def without_gradients(self) -> "Inputs":
         """The same, and nothing requires a gradient."""
         return replace(

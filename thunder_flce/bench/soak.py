@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from thunder_flce.bench.measuring import Progress, attempt, release, synchronize
-from thunder_flce.bench.methods import Method, build, is_ours, our_function
+from thunder_flce.bench.methods import Method, build_without_thunder
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.execution.matmul.tuning import tunings
@@ -41,9 +41,9 @@ class Row(ShapeRow):
     growth_gb: float | None = None
     """What the device holds after the last pass, above what it held after the second; in 10⁹ bytes, CUDA only."""
     peak_growth_gb: float | None = None
-    """The same of the most that PyTorch's allocator ever had reserved."""
+    """The growth, from then to then, of the most memory that PyTorch's allocator ever had reserved."""
     host_growth_gb: float | None = None
-    """The same of the most memory that the process ever had on the host."""
+    """The growth, from then to then, of the most memory that the process ever had on the host."""
     compilations: int | None = None
     """Triton kernels that were compiled or loaded, and matmuls whose algorithm was chosen by measuring."""
     last_compilation: int | None = None
@@ -75,8 +75,7 @@ def measure(shape: Shape, methods: list[str], *, steps: int, device: str, progre
         release(device)
         numbers: dict[str, Any] = {}
         with attempt(name, device) as tried:
-            method = our_function(name) if is_ours(name) else build(name)
-            numbers = _run(method, Inputs.random(shape, device), passes)
+            numbers = _run(build_without_thunder(name), Inputs.random(shape, device), passes)
         yield Row(**ShapeRow.fields_of(shape), method=name, steps=passes * COUNTS, **numbers, failed=tried.failed)
 
 

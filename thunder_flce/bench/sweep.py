@@ -1,10 +1,5 @@
 """Loss regions over context length and vocabulary: time and memory, as far as the device goes."""
 
-from dataclasses import replace
-from typing import Any
-
-from thunder_flce.bench.shapes import Shape
-
 AXES = {"context": "tokens", "vocabulary": "vocab"}
 """What can be changed, and the field of `Shape` that it is."""
 
@@ -40,9 +35,3 @@ def parse_points(texts: list[str], device: str) -> list[tuple[str, int]]:
             raise ValueError(f"a point must be one of {', '.join(AXES)}, or as in context=4096, but got {text!r}")
         points += [(axis, int(value))] if separator else [(axis, size) for size in POINTS[device][axis]]
     return points
-
-
-def shape_at(base: Shape, axis: str, size: int) -> Shape:
-    """The base shape with one of its sizes changed."""
-    change: dict[str, Any] = {AXES[axis]: size}
-    return replace(base, **change)

@@ -9,7 +9,7 @@ from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.rules import PlannedRegion
 
 PLURALS = {"cross-entropy": "cross-entropies", "log-probability": "log-probabilities", "entropy": "entropies"}
-"""The kinds of what is looked for."""
+"""What the matcher looks for."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Decision:
     detail: str = ""
     """The operation or value that prevents fusion."""
     kind: str = "cross-entropy"
-    """Of `PLURALS`: of a region, what it takes the place of; it may give further results."""
+    """One of `PLURALS`. A region takes the place of one, and may give further results."""
     note: str = ""
     """What else there is to say of a region, such as why its gradients wait for the backward."""
 

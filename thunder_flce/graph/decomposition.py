@@ -92,15 +92,15 @@ def loss_and_outputs(
         terms = [(term * token_weights, divisor) for term, divisor in terms]
     value = loss.reduce([(ltorch.where(valid, term, 0.0), divisor) for term, divisor in terms])
 
-    def output(name: str) -> TensorProxy:
-        of = OUTPUTS[name]
+    def computed(name: str) -> TensorProxy:
+        output = OUTPUTS[name]
         with _no_grad(name not in loss.differentiable_outputs):
-            result = of.of(row, columns, ltorch.log)
-            if of.is_mean:
+            result = output.of(row, columns, ltorch.log)
+            if output.is_mean:
                 return ltorch.sum(ltorch.to(ltorch.eq(result, target) & valid, logits.dtype)) / count
-            return result if of.ignored is None else ltorch.where(valid, result, of.ignored)
+            return result if output.ignored is None else ltorch.where(valid, result, output.ignored)
 
-    return value, *map(output, loss.outputs)
+    return value, *map(computed, loss.outputs)
 
 
 def _token_input(tensor: TensorProxy, logits: TensorProxy) -> TensorProxy:

@@ -71,7 +71,7 @@ def _restore_sources(trace: TraceCtx, original: TraceCtx) -> None:
     before, after = (_by_operation(each) for each in (original, trace))
     for operation, bsyms in after.items():
         sources = before.get(operation, [])
-        # Of an operation that was added, too, nobody knows which ones are the user's.
+        # Where calls of an operation were added, the user's cannot be told apart from them.
         if len(sources) == len(bsyms):
             for bsym, source in zip(bsyms, sources, strict=True):
                 bsym.source_filename, bsym.source_positions = source.source_filename, source.source_positions
@@ -85,7 +85,7 @@ def _by_operation(trace: TraceCtx) -> dict[Any, list[BoundSymbol]]:
 
 
 class _StandIn(torch.Tensor):
-    """What can be said of a proxy as a tensor, without memory."""
+    """A tensor without memory, with the shape, dtype and device of a proxy."""
 
     @staticmethod
     def __new__(cls, proxy: TensorProxy, *, requires_grad: bool) -> "_StandIn":

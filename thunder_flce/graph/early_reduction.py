@@ -65,7 +65,7 @@ average_gradient = executor.register_operator("average_gradient", meta=_average_
 def _forward(
     parameter: TensorProxy, group: ProcessGroup, kind: DistParallelType
 ) -> tuple[TensorProxy, tuple[ProcessGroup, DistParallelType]]:
-    """As thunder's."""
+    """As that of thunder's own `synchronize`."""
     if kind is DistParallelType.FULLY_SHARDED:
         return distributed_prims.all_gather(parameter, group, True).wait(), (group, kind)
     return parameter, (group, kind)
@@ -105,7 +105,10 @@ def _is_local(synchronize: BoundSymbol) -> bool:
 
 
 def _uses(synchronize: BoundSymbol, index: TraceIndex) -> list[BoundSymbol]:
-    """A synchronization, what takes the padding of fsdp away, and the only user of that, or the first of several."""
+    """A synchronization, the slices that take the padding of fsdp away, and the only user of their result.
+
+    Where there are several users, the synchronization itself stands in place of the user.
+    """
     steps = [synchronize]
     while len(users := index.users(steps[-1].output)) == 1 and users[0].sym.id == ltorch.getitem.id:
         steps.append(users[0])
@@ -113,7 +116,7 @@ def _uses(synchronize: BoundSymbol, index: TraceIndex) -> list[BoundSymbol]:
 
 
 def _operands_that_need_grad(region: BoundSymbol) -> set[str]:
-    """The names of those that are one operand only."""
+    """The names of the tensors that need a gradient and are only one of the operands."""
     arguments = region_arguments(*region.args, **region.kwargs)
     operands = region_operands(arguments)
     names = [operand.name for operand in operands.values()]

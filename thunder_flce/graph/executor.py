@@ -1,7 +1,6 @@
-"""The executor `flce`, to which all symbols belong, and what these have in common."""
+"""The executor `flce`, to which all symbols belong, and what the symbols have in common."""
 
-from thunder.core import dtypes, prims
-from thunder.core.proxies import TensorProxy
+from thunder.core import prims
 from thunder.extend import OperatorExecutor, get_executor, register_executor
 
 from thunder_flce.graph.thunder_private import get_compile_data
@@ -12,11 +11,6 @@ register_executor(executor)
 # No pass may run a forward again in the backward: nvFuser's rematerialisation skips REDUCTION_OP, thunder's own skips
 # DONT_RECOMPUTE_IN_BACKWARD.
 FORWARD_TAGS = (prims.OpTags.REDUCTION_OP, prims.OpTags.DONT_RECOMPUTE_IN_BACKWARD)
-
-
-def loss_dtype(tensor: TensorProxy) -> dtypes.dtype:
-    """float32, or float64 for float64: the dtype of the loss and of everything that is one number a row."""
-    return dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
 
 
 def executors_allow_nvfuser() -> bool:

@@ -18,7 +18,7 @@ from thunder_flce.graph.executor import executor
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.options import Options
 
-# Newer ones are decorated with what thunder's interpreter does not know.
+# thunder's interpreter does not know the decorators of newer versions.
 _TRACED_TRANSFORMERS = "4.52.4"
 
 
@@ -48,7 +48,7 @@ def jit(
 
 
 def _warn_of_transformers(fn: Callable) -> None:
-    """Before thunder raises an error that says nothing of it."""
+    """Warns of a version of transformers that thunder cannot trace: thunder's own error does not name it."""
     modules = fn.modules() if isinstance(fn, torch.nn.Module) else ()
     if not any(type(module).__module__.startswith("transformers.") for module in modules):
         return

@@ -17,7 +17,7 @@ from thunder_flce.graph.decisions import Decision, source_of
 from thunder_flce.graph.matching.logits_path import LogitsPath, Term
 from thunder_flce.graph.matching.losses import CrossEntropy
 from thunder_flce.graph.matching.match import Match, Result
-from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
+from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, loss_dtype
 from thunder_flce.graph.matching.upstream import WeightedSum, factors_after
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor
@@ -51,7 +51,7 @@ class Rewrite(TraceSubstitutionProcessor):
         self._decisions = decisions
         self._replaced = {id(bsym) for match in matches for bsym in match.replaced}
         self._missing = self._further_results()
-        """The names of what no region has given yet, beside what it takes the place of, and of what depends on that."""
+        """The names of the results after the first whose region is not written yet, and of what depends on them."""
         self._waiting: list[BoundSymbol] = []
         """Operations that use what is missing, so that they have to move after a region."""
 
@@ -60,14 +60,14 @@ class Rewrite(TraceSubstitutionProcessor):
         if id(bsym) in self._replaced:
             return
         match = self._matches.get(id(bsym))
-        # What the region takes the place of may be made of its further results, such as a log-sum-exp.
+        # The first result may be computed from further ones, such as a log-sum-exp: these need not be there.
         own = set() if match is None else match.own
         if match is not None and match.token_sum is not None:
             own |= match.token_sum.dependent
         if any(arg.name in self._missing and arg.name not in own for arg in bsym.flat_proxy_args):
             self._missing |= {out.name for out in bsym.flat_proxy_outs}
             self._waiting.append(bsym)
-        elif id(bsym) in self._matches:
+        elif match is not None:
             self._fuse(self._matches.pop(id(bsym)))
         elif symbols.is_region(bsym) and is_static(*bsym.flat_args):
             self.add_bsyms_from_function(self._planned, bsym, tags=bsym.tags)
@@ -93,8 +93,9 @@ class Rewrite(TraceSubstitutionProcessor):
         self._missing, self._waiting = self._further_results(), []
 
     def _fused(self, match: Match) -> tuple[TensorProxy, ...]:
-        """What replaces each of the results."""
+        """Adds the region to the trace; returns what replaces each of the results."""
         call, path = match.arguments, match.path
+        row_dtype = loss_dtype(path.terms[0].input)
         (input, weight), *terms = (_operands(term, path) for term in path.terms)
         is_detached = path.bias is not None and path.carries_grad and not path.bias_carries_grad
         results, reduction, token_weights = match.results, call.reduction, None
@@ -102,13 +103,13 @@ class Rewrite(TraceSubstitutionProcessor):
         token_inputs: tuple[TensorProxy, ...] = ()
         if match.token_sum is not None:
             is_alone = len(match.results) == 1
-            written = match.token_sum.written(input.shape[:-1], symbols.loss_dtype(input), is_alone=is_alone)
+            written = match.token_sum.written(input.shape[:-1], row_dtype, is_alone=is_alone)
             token_loss, token_inputs, token_weights = written
             reduction = "sum"
         if match.weighted is not None:
             # The region gives losses, and the sum may be one of log-probabilities: their negatives.
             (first,) = results
-            token_weights = _token_weights(match.weighted, first.factor, symbols.loss_dtype(input), input)
+            token_weights = _token_weights(match.weighted, first.factor, row_dtype, input)
             results, reduction = (Result(match.place, match.place.output, "loss"),), "sum"
         loss = Loss(
             reduction=reduction,
@@ -119,8 +120,7 @@ class Rewrite(TraceSubstitutionProcessor):
             token_loss=token_loss,
             **path.logit_map,
         )
-        loss_dtypes = [result.tensor.dtype for result in results if result.output == "loss"]
-        loss_dtype = loss_dtypes[0] if loss_dtypes else symbols.loss_dtype(input)
+        dtype = next((result.tensor.dtype for result in results if result.output == "loss"), row_dtype)
         region = region_arguments(
             input,
             weight,
@@ -131,7 +131,7 @@ class Rewrite(TraceSubstitutionProcessor):
             token_weights=token_weights,
             token_inputs=token_inputs,
             vocab_parallel=None if path.group is None else as_literal(group=path.group),
-            dtype=None if loss_dtype == symbols.loss_dtype(input) else dtypes.to_strong_dtype(loss_dtype),
+            dtype=None if dtype == row_dtype else dtypes.to_strong_dtype(dtype),
             **loss.non_defaults(),
         )
         is_differentiated = any(carries_grad(result.tensor) for result in match.results)
@@ -161,8 +161,8 @@ class Rewrite(TraceSubstitutionProcessor):
     def _expected_gradient(self, region: Mapping[str, Any], loss: BoundSymbol) -> TensorProxy | float | None:
         """The upstream gradient that the trace and the options say; None for 1. May add operations to the trace."""
         number, tensor = self._options.expected_gradient or 1.0, None
-        value, row_dtype = loss.flat_proxy_outs[0], symbols.loss_dtype(region["input"])
-        # What follows the loss is no loss scale, which is what float16 needs.
+        value, row_dtype = loss.flat_proxy_outs[0], loss_dtype(region["input"])
+        # float16 needs a loss scale, and the factors that follow the loss are none.
         if region["input"].dtype == dtypes.float16 and self._options.expected_gradient is None:
             return None
         for factor, divides in factors_after(loss, self._index):
@@ -174,7 +174,7 @@ class Rewrite(TraceSubstitutionProcessor):
                 factor = ltorch.true_divide(1.0, factor) if divides else factor
                 tensor = factor if tensor is None else ltorch.mul(tensor, factor)
         if tensor is not None:
-            # It may be 0 when the program runs. Then gradients are finished for 1.
+            # The tensor may be 0 when the program runs. Then gradients are finished for 1.
             tensor = tensor if number == 1 else ltorch.mul(tensor, number)
             size = ltorch.abs(tensor)
             is_usable = ltorch.logical_and(ltorch.ge(size, _LEAST_FACTOR), ltorch.le(size, 1 / _LEAST_FACTOR))
@@ -191,7 +191,7 @@ class Rewrite(TraceSubstitutionProcessor):
             region["expected_gradient"] = self._expected_gradient(region, source)
             is_float16 = region["input"].dtype == dtypes.float16
             if is_float16 and region["expected_gradient"] is None and region.get("token_loss"):
-                # The options have said that it is known.
+                # A token loss in float16 is matched only where the options say the upstream gradient: it is 1.
                 region["expected_gradient"] = 1.0
         planned = self._plan(region, needs_grad)
         decision = Decision(source_of(source), planned)
@@ -267,7 +267,8 @@ def _result(result: Result, value: TensorProxy) -> TensorProxy:
     return symbols.converted(value, dtypes.to_strong_dtype(result.tensor.dtype))
 
 
-# Of what gradients are finished for: with it, and with its reciprocal, they neither underflow nor overflow in float32.
+# The least upstream gradient that gradients are finished for, and the reciprocal of the largest: between the two, they
+# neither underflow nor overflow in float32.
 _LEAST_FACTOR = 2.0**-60
 
 

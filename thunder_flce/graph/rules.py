@@ -16,6 +16,7 @@ from thunder.core import devices, dtypes, prims
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy, TensorProxy
 from thunder.extend import get_executor
+from torch.utils._pytree import tree_flatten
 
 from thunder_flce import functional
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan
@@ -106,7 +107,7 @@ def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options:
 
 
 def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """Without gradients, whether or not it was planned with them."""
+    """The region without gradients, whether or not it was planned with them."""
     region = region_arguments(*tensors, **settings)
     plan = settings.get("plan") or {}
     if plan.get("strategy") != LossOnly.strategy:
@@ -118,7 +119,7 @@ def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> T
 
 
 def _linear_cross_entropy_grad(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """With gradients."""
+    """The region with gradients."""
     region = region_arguments(*tensors, **settings)
     needs_grad = settings.get("needs_grad")
     if needs_grad is None:
@@ -167,10 +168,8 @@ def _run(
     return values if loss.outputs else values[0]
 
 
-def _linear_cross_entropy_checker(
-    *tensors: Any, terms: Sequence[Sequence[Any]] = (), token_inputs: Sequence[Any] = (), **settings: Any
-) -> bool:
-    return is_static(*tensors, *settings.values(), *token_inputs, *(operand for term in terms for operand in term))
+def _linear_cross_entropy_checker(*tensors: Any, **settings: Any) -> bool:
+    return is_static(*tree_flatten((tensors, settings))[0])
 
 
 executor.register_implementation(
@@ -219,7 +218,7 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
 
 
 def _guard(vocab_parallel: Any) -> bool:
-    """Has thunder compile anew where another one is given; False for a wrapped value that it cannot find again."""
+    """Has thunder compile anew for another vocab_parallel; False where thunder cannot find a wrapped value again."""
     if _add_check(vocab_parallel):
         return True
     # The function may have made it of a group. Numbers that it reads thunder checks itself, but no dtype.
@@ -228,7 +227,7 @@ def _guard(vocab_parallel: Any) -> bool:
 
 
 def _add_check(wrapped: Any) -> bool:
-    """Has thunder compile anew where a wrapped value has changed, if it can find it again."""
+    """Has thunder compile anew where a wrapped value has changed; False where thunder cannot find it again."""
     if not should_register_for_prologue(wrapped.provenance):
         return False
     proxy = AnyProxy(wrapped.value, history=wrapped.provenance)
@@ -262,7 +261,7 @@ def _items(wrapped: Any) -> Sequence[Any]:
 
 
 def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
-    """What thunder 0.2.6 lacks, as it has it of maximum: where the two are equal, each gets half of the gradient."""
+    """The derivative of minimum, which thunder 0.2.6 lacks. As in its maximum, equal operands share the gradient."""
     smaller = prims.minimum(a, b)
     grad = get_grad(smaller)
     shared = prims.where(a == b, grad / 2, grad)

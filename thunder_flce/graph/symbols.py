@@ -33,7 +33,8 @@ from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.operands import Gradients, Operands, SavedStatistics, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, Plan, SaveLogits, SaveSomeLogits
 from thunder_flce.graph import decomposition, trace_printer
-from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
+from thunder_flce.graph.executor import FORWARD_TAGS, executor
+from thunder_flce.graph.matching.trace_index import loss_dtype
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_operands, shard_of
 from thunder_flce.operation.arguments import check_linear_cross_entropy
 from thunder_flce.operation.loss import OUTPUTS, Loss
@@ -78,20 +79,25 @@ def linear_cross_entropy(
     if vocab_parallel is not None:
         results = _results_meta(input, loss, dtype)
         return tuple(results) if loss.outputs else results[0]
-    given: dict[str, Any] = {"linear_bias": linear_bias, "terms": terms, "weight": weight, "num_items": num_items}
-    given |= {"expected_gradient": expected_gradient}
-    given |= {"token_weights": token_weights, "target_weights": target_weights, "token_inputs": token_inputs}
-    check_linear_cross_entropy(input, linear_weight, target, **given, loss=loss)
+    given: dict[str, Any] = {"weight": weight, "token_weights": token_weights, "target_weights": target_weights}
+    given |= {"token_inputs": token_inputs, "num_items": num_items}
+    check_linear_cross_entropy(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        terms=terms,
+        expected_gradient=expected_gradient,
+        loss=loss,
+        **given,
+    )
     if options is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
     linears = ((input, linear_weight), *terms)
     logits = decomposition.logits(linears, linear_bias, loss=loss, dtype=loss_dtype(input))
     flat_target = ltorch.reshape(target, (-1,) if target_weights is None else (-1, target.shape[-1]))
     flat_target = converted(flat_target, dtypes.int64)
-    names = ("weight", "token_weights", "target_weights", "token_inputs", "num_items")
-    value, *others = decomposition.loss_and_outputs(
-        logits, flat_target, loss=loss, **{name: given[name] for name in names}
-    )
+    value, *others = decomposition.loss_and_outputs(logits, flat_target, loss=loss, **given)
     value = value if dtype is None else converted(value, dtype)
     shape = tuple(input.shape[:-1])
     results = [ltorch.reshape(value, shape) if loss.reduction == "none" else value]
@@ -150,7 +156,7 @@ def _gradients_meta(operands: Mapping[str, TensorProxy], needs_grad: tuple[str, 
 
 
 def _needed(gradients: Gradients, region: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The gradients that are there, those of the inputs in their shapes."""
+    """The gradients that were computed, in the shapes of their operands."""
     found = [gradient for gradient in gradients.in_order() if gradient is not None]
     operands = region_operands(region)
     shapes = [operands[name].shape for name in region["needs_grad"]]
@@ -158,7 +164,7 @@ def _needed(gradients: Gradients, region: Mapping[str, Any]) -> tuple[Tensor, ..
 
 
 def _operands(region: Mapping[str, Any]) -> Operands:
-    """What the engine takes."""
+    """The operands of a region as the engine takes them."""
     shard = shard_of(region)
     tensors = region if shard is None else with_all_tokens(region, shard)
     return functional.operands_of(tensors, loss_of(region), region["needs_grad"], shard=shard)

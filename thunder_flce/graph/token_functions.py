@@ -10,9 +10,8 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.graph.executor import loss_dtype
 from thunder_flce.graph.matching.logits_path import COPIES
-from thunder_flce.graph.matching.trace_index import carries_grad
+from thunder_flce.graph.matching.trace_index import carries_grad, loss_dtype
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
     do_raise,
@@ -89,7 +88,7 @@ def _written(writer: TokenLossWriter, steps: Sequence[BoundSymbol], result: Any,
                 raise in_place(bsym.sym.name)
             if carries_grad(bsym.args[0]) and not carries_grad(out):
                 raise NotOfTokens(f"{bsym.sym.name} in place without gradients, of a tensor that has some")
-            # It stands for the result from now on.
+            # The tensor that was changed stands for the result from now on.
             known[bsym.args[0].name] = name
         elif is_copy or bsym.sym.name == "detach":
             shared |= {proxy.name for proxy in (*bsym.flat_proxy_args, out)}

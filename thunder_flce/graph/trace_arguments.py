@@ -33,7 +33,7 @@ def loss_of(region: Mapping[str, Any]) -> Loss:
 
 
 def plain_values(shard: Shard) -> dict[str, Any]:
-    """Those of its fields that differ from their defaults."""
+    """The fields of a shard that differ from their defaults, by name."""
     return {f.name: value for f in fields(shard) if (value := getattr(shard, f.name)) != f.default}
 
 

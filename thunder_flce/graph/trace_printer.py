@@ -30,7 +30,7 @@ from thunder_flce.operators import OUTPUT_GRADS
 from thunder_flce.planning.program import program, term_names
 
 STATISTICS = ("row_max", "row_log_sum", "valid_count")
-# The engine's names of what the symbols call by PyTorch's.
+# From the arguments of the symbols, which have PyTorch's names, to the engine's names.
 _LETTERS = {
     "input": "x",
     "linear_weight": "W",
@@ -42,7 +42,7 @@ _LETTERS = {
     "num_items": "num_items",
     "expected_gradient": "expected_gradient",
 }
-# What the backward takes beside them.
+# Further arguments of the backward.
 _BACKWARD = ("grad", *OUTPUT_GRADS, "row_max", "row_log_sum", "entropy", "kept")
 
 
@@ -65,7 +65,7 @@ def output_names(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _kept_name(settings: Mapping[str, Any]) -> str:
-    """What steps call that which the forward keeps: dX, or what the linears give."""
+    """The name that steps have for what the forward keeps: dX, the logits, or the linear's output z."""
     if settings["strategy"] == GradientsInForward.strategy:
         return "dX"
     return "logits" if loss_of(settings).logit_map == LogitMap() else "z"
@@ -118,7 +118,7 @@ def _runner(step: Step) -> str:
 
 
 def stage_lines(stages: Sequence[Stage]) -> list[str]:
-    """The same as lines, with what runs a step in a column of its own."""
+    """Stages as lines of text, with what runs a step in a column of its own."""
     rows = stage_rows(stages)
     width = max((len(text) for text, runner in rows if runner), default=0)
     return [f"{text:{width}}  {runner}" if runner else text for text, runner in rows]

@@ -32,7 +32,7 @@ class NotFusedWarning(UserWarning):
 
 
 class NotFusedError(RuntimeError):
-    """With `strict=True`: what a `NotFusedWarning` would tell."""
+    """With `strict=True`, raised in place of a `NotFusedWarning`."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Compilation:
     """The decisions about one trace: a jitted function has one for each set of shapes that it was called with."""
 
     trace: TraceCtx = field(repr=False)
-    """The trace that was transformed, as it was before."""
+    """The trace before the transform."""
 
     decisions: list[Decision] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class FuseLinearCrossEntropy(Transform):
         return prologue_trace, self.fuse(computation_trace), epilogue_trace
 
     def fuse(self, computation_trace: TraceCtx) -> TraceCtx:
-        """The trace with its regions.
+        """Puts regions into a trace, and records what was decided.
 
         Raises:
             NotFusedError: see `transform_traces_pre_prologue`.
@@ -143,7 +143,11 @@ class FuseLinearCrossEntropy(Transform):
 
 
 def _search(trace: TraceCtx, options: Options) -> tuple[TraceIndex, list[Found]]:
-    """What a trace computes from logits, and its index: with chunked losses merged, if these can all be fused."""
+    """The index of a trace and what the trace computes from logits.
+
+    The index is of a rewritten trace where fusion needs that, such as one with chunked losses merged, if all of these
+    can be fused then.
+    """
     merged, new_losses = merge_chunked_losses(trace)
     index = TraceIndex(merged)
     found = find_matches(index, options)
@@ -151,10 +155,10 @@ def _search(trace: TraceCtx, options: Options) -> tuple[TraceIndex, list[Found]]
     if not all(loss.name in fused for loss in new_losses):
         index = TraceIndex(trace)
         found = find_matches(index, options)
-    if reduced := [bsym for bsym, _, outcome in found if isinstance(outcome, Match) and outcome.waits_for_reduction]:
+    if reduced := _waiting_for_reduction(found):
         spelled_out = TraceIndex(spell_out_reductions(index.trace, reduced))
         of_spelled_out = find_matches(spelled_out, options)
-        if not any(isinstance(outcome, Match) and outcome.waits_for_reduction for _, _, outcome in of_spelled_out):
+        if not _waiting_for_reduction(of_spelled_out):
             index, found = spelled_out, of_spelled_out
     if (delayed := _delay_sums(index, found)) is not None:
         index = TraceIndex(delayed)
@@ -162,8 +166,14 @@ def _search(trace: TraceCtx, options: Options) -> tuple[TraceIndex, list[Found]]
     return index, found
 
 
+def _waiting_for_reduction(found: list[Found]) -> list[BoundSymbol]:
+    return [bsym for bsym, _, outcome in found if isinstance(outcome, Match) and outcome.waits_for_reduction]
+
+
 def _delay_sums(index: TraceIndex, found: list[Found]) -> TraceCtx | None:
-    """Weighted sums of losses where they are first used, since a factor that follows may be computed in between.
+    """The trace with each weighted sum of losses right before its first use; None where there is no such sum.
+
+    A factor that follows the sum may be computed in between, and then exists before the region.
 
     # before                                              # after
     total = ltorch.sum(weighted)                          count = ltorch.sum(weights)

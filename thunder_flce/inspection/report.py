@@ -86,7 +86,7 @@ class CompilationReport:
 
     @property
     def saved_by_plain_thunder(self) -> list[SavedTensor] | None:
-        """What it would save without us; None if not asked for."""
+        """What the forward would save without this package; None if not asked for."""
         return None
 
     @property
@@ -163,7 +163,7 @@ class _ThunderCompilation(CompilationReport):
 
     @cached_property
     def saved_by_plain_thunder(self) -> list[SavedTensor] | None:
-        """What it would save without us; see `saved.saved_by_plain_thunder`.
+        """What the forward would save without this package; see `saved.saved_by_plain_thunder`.
 
         None if not asked for, and where parameters are divided among ranks: the trace that thunder began with has them
         whole, but takes their parts.
@@ -215,7 +215,7 @@ class GraphReport:
     """One for each set of shapes that it was called with."""
 
     others: list[Decision]
-    """Those of a part that thunder does not compile: its cross-entropies."""
+    """The cross-entropies of a part that thunder does not compile."""
 
     split_reasons: Sequence[str]
     """Why its graph was cut into parts, as thunder put it."""
@@ -258,12 +258,12 @@ class Report(Sequence):
 
     @property
     def compilations(self) -> list[CompilationReport]:
-        """Those of all graphs; indexing and iterating the report is a shorthand for this."""
+        """The compilations of all graphs; indexing and iterating the report is a shorthand for this."""
         return [compilation for graph in self.graphs for compilation in graph.compilations]
 
     @property
     def decisions(self) -> list[Decision]:
-        """Those of all graphs, the parts that thunder does not compile included."""
+        """The decisions of all graphs, the parts that thunder does not compile included."""
         return [decision for graph in self.graphs for decision in graph.decisions]
 
     def __len__(self) -> int:

@@ -43,7 +43,7 @@ def saved_for_backward(forward: TraceCtx) -> list[TensorProxy]:
 
 
 def saved_tensors(forward: TraceCtx) -> list[SavedTensor]:
-    """The same with sizes, and what they are."""
+    """The tensors that a final forward trace saves for the backward, with their sizes and roles."""
     roles = dict(_roles(forward.bound_symbols))
     producers = {out.name: bsym for bsym in forward.bound_symbols for out in bsym.flat_proxy_outs}
     arguments = {argument.name for argument in forward.args}

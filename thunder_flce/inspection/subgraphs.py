@@ -28,7 +28,7 @@ class Part:
 
     compiled: Callable
     nodes: Sequence[Node] = ()
-    """Those of its graph, and of the graphs within it, such as what is checkpointed; none for a jitted function."""
+    """The nodes of its graph, and of graphs within it, such as checkpointed functions; none for a jitted function."""
 
     split_reasons: Sequence[str] = ()
     """Why thunder cut the graph."""
@@ -40,7 +40,7 @@ class Part:
         return [Decision(source_of(node) or self.name, reason=Reason.NOT_THUNDER, detail=detail) for node in nodes]
 
     def with_user_source(self, decision: Decision) -> Decision:
-        """The same decision, but the line of the user's source instead of that of the graph's own code."""
+        """The decision with the line of the user's source in place of the line of the graph's own code."""
         name = source_line(decision).partition(" = ")[0]
         source = next((source_of(node) for node in self.nodes if node.name == name), None)
         return decision if source is None else replace(decision, source=source)

@@ -1,5 +1,6 @@
 """Opens the checkpointed functions that a loss region reaches into."""
 
+from operator import attrgetter
 from typing import Any
 
 from torch._higher_order_ops import wrap
@@ -30,7 +31,7 @@ def _checkpoint_of_a_region(gm: GraphModule) -> Node | None:
 
 
 def _body(gm: GraphModule, checkpoint: Any) -> GraphModule:
-    return _attribute(gm, checkpoint.args[0].target)
+    return attrgetter(checkpoint.args[0].target)(gm)
 
 
 def _above_ends(graph: Graph) -> set[Node]:
@@ -55,7 +56,7 @@ def _open(gm: GraphModule, checkpoint: Any) -> None:
     for node in body.graph.find_nodes(op="get_attr"):
         # In the body's own names, these would be those of the outer graph.
         name = f"{checkpoint.name}_{node.name}"
-        setattr(gm, name, _attribute(body, node.target))
+        setattr(gm, name, attrgetter(node.target)(body))
         node.target = name
     with gm.graph.inserting_before(checkpoint):
         results: Any = gm.graph.graph_copy(body.graph, inner)
@@ -65,10 +66,3 @@ def _open(gm: GraphModule, checkpoint: Any) -> None:
     gm.graph.erase_node(checkpoint)
     gm.graph.eliminate_dead_code(lambda node: node.op != "get_attr")
     gm.delete_all_unused_submodules()
-
-
-def _attribute(module: GraphModule, path: str) -> Any:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found

@@ -36,10 +36,10 @@ from thunder_flce.loss_nodes import LINEARS, is_call, is_linear, is_loss, name_o
 
 # A property is one of aten's operators from torch 2.15 on, and a getattr before.
 _PERMUTATIONS = ("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "getattr", "mT")
-# Of what may have a symbolic size as an argument, only their results' shapes, or just that size, say what they do.
+# Operations that may take a symbolic size. The shape of the result says all that the size does.
 _SIZED = ("view", "reshape", "arange")
-# For a split, thunder would make as many results as the number that stands for a symbolic size. By a mean, the weights
-# of tokens would be divided by it.
+# Operations that count with a symbolic size, for which a large prime stands in the trace: thunder would split into so
+# many parts, and the transform would divide the weights of a mean by it.
 _COUNTING = ("split", "chunk", "tensor_split", "unbind", "mean")
 _CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
 
@@ -58,7 +58,7 @@ class Position:
 
 @dataclass
 class RegionTrace:
-    """A trace, and what its names are in the graph."""
+    """The trace of a graph's region, with the proxies and bound symbols of each node."""
 
     graph: Graph
     sizes: Sizes
@@ -66,7 +66,7 @@ class RegionTrace:
     values: dict[Node, Any] = field(default_factory=dict)
     """The proxy of each node that has one, or a tuple of them."""
     bsyms: dict[Node, list[BoundSymbol]] = field(default_factory=dict)
-    """What a node of the region is in the trace."""
+    """The bound symbols of each node of the region."""
 
     def proxies(self) -> Iterator[tuple[Node, TensorProxy]]:
         """Each node that is one tensor, with its proxy."""
@@ -110,9 +110,7 @@ def _spell_out_autocast(graph: Graph) -> None:
     """Puts casts before what autocast casts the operands of: nothing else has results of another dtype than these."""
     for node in list(graph.nodes):
         value = value_of(node)
-        if not is_call(node) or name_of(node) not in _CAST_BY_AUTOCAST:
-            continue
-        if not isinstance(value, Tensor):
+        if not is_call(node) or name_of(node) not in _CAST_BY_AUTOCAST or not isinstance(value, Tensor):
             continue
         with graph.inserting_before(node):
             for operand in node.all_input_nodes:
@@ -213,7 +211,7 @@ class _Tracer:
         self._trace._siginfo = signature
 
     def _traced(self, node: Node) -> Any:
-        """What thunder makes of a node; None where it is not sure to be the same."""
+        """What thunder makes of a node; None where that may differ from what PyTorch does."""
         operands = [value_of(operand) for operand in node.all_input_nodes]
         if any(map(_is_symbolic, operands)) and name_of(node) not in _SIZED:
             return None
@@ -221,15 +219,14 @@ class _Tracer:
             return None
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._operand)
         if node.op == "call_method":
-            function: Callable | None = partial(_call_method, str(node.target))
+            function: Callable = partial(_call_method, str(node.target))
         elif node.target in torch_to_thunder_functions:
             function = torch_to_thunder_functions[node.target]
         elif node.target is torch.ops.aten.mT:
             function = operator.attrgetter("mT")
+        elif getattr(node.target, "__module__", "") in ("_operator", "builtins"):
+            function = node.target  # type: ignore[assignment]
         else:
-            is_pythons = getattr(node.target, "__module__", "") in ("_operator", "builtins")
-            function = node.target if is_pythons else None  # type: ignore[assignment]
-        if function is None:
             return None
         result = function(*args, **kwargs)
         results, expected = tree_flatten(result)[0], tree_flatten(value_of(node))[0]
@@ -248,26 +245,25 @@ class _Tracer:
         if not isinstance(proxy, TensorProxy) or not isinstance(value, Tensor):
             return False
         shape = tuple(map(self._sizes.number, value.shape))
-        dtype = dtypes.to_torch_dtype(proxy.dtype)
-        return tuple(proxy.shape) == shape and dtype == value.dtype and str(proxy.device) == str(_device(value))
+        dtype, device = dtypes.to_torch_dtype(proxy.dtype), str(devices.to_device(value.device))
+        return tuple(proxy.shape) == shape and dtype == value.dtype and str(proxy.device) == device
 
     def _proxy(self, value: Any, *, is_input: bool = False, name: str | None = None) -> Any:
         if not _is_known(value):
             return value
         make = WrappedTensorProxy if is_traceable_wrapper_subclass(value) else TensorProxy
-        proxy = make(
+        return make(
             None if name is None or self._trace.has_name(name) else name,
             shape=tuple(map(self._sizes.number, value.shape)),
-            device=_device(value),
+            device=devices.to_device(value.device),
             dtype=dtypes.to_dtype(value.dtype),
             requires_grad=is_input and value.requires_grad,
         )
-        return proxy
 
     def _unknown(self, node: Node, written: list[Node]) -> list[BoundSymbol]:
         """An operation as its name, its operands and its results; for each tensor that it writes to, one more."""
         value, name = value_of(node), name_of(node)
-        # What returns what it has written to returns another tensor, as far as the trace is concerned.
+        # An operation that returns the tensor that it has written to gets a new proxy for it.
         result = tree_map(self._proxy, value)
         self._values[node] = result
         operands = [self._operand(each) for each in node.all_input_nodes]
@@ -286,7 +282,7 @@ class _Tracer:
         return Symbol(name, is_prim=True, tags=tags).bind(*operands, output=result, _call_ctx={})
 
     def _mark_detached(self, node: Node) -> None:
-        """Says of each result whether autograd knows it, which Dynamo has found out."""
+        """Tags the results that require no gradient, which Dynamo has found out."""
         results, values = tree_flatten(self._values[node])[0], tree_flatten(value_of(node))[0]
         for proxy, value in zip(results, values, strict=True):
             if isinstance(proxy, TensorProxy) and not value.requires_grad:
@@ -302,15 +298,11 @@ def _is_symbolic(value: Any) -> bool:
 
 
 def _is_known(value: Any) -> bool:
-    """Whether it is a tensor that thunder can have."""
+    """Whether a value is a tensor of a dtype and layout that thunder has."""
     return isinstance(value, Tensor) and value.dtype in _DTYPES and value.layout is torch.strided
 
 
 _DTYPES = {dtypes.to_torch_dtype(dtype) for dtype in dtypes.strong_dtypes}
-
-
-def _device(value: Tensor) -> devices.Device:
-    return devices.to_device(value.device)
 
 
 def _source(node: Node) -> tuple[str | None, Position]:
@@ -336,7 +328,7 @@ def _written_by(node: Node) -> list[Node]:
         found += [each for each in tree_flatten(values)[0] if isinstance(each, Node)]
     elif node.args and isinstance(node.args[0], Node):
         name = name_of(node)
-        # Those of Python that end so, such as and_, avoid its keywords.
+        # Python's operators with such a name, such as and_, only avoid a keyword.
         is_by_name = name.endswith("_") and not name.endswith("__") and target not in vars(operator).values()
         if is_by_name or target in _WRITING_OPERATORS or name == "__setitem__" or _is_inplace(node):
             found.append(node.args[0])

@@ -23,37 +23,22 @@ from torch.utils._pytree import tree_flatten, tree_map
 from thunder_flce.execution.plan import LossOnly
 from thunder_flce.graph import symbols
 from thunder_flce.graph.dynamo.tracing import RegionTrace
-from thunder_flce.graph.executor import loss_dtype
+from thunder_flce.graph.matching.trace_index import loss_dtype
 from thunder_flce.graph.trace_arguments import loss_of, region_arguments, region_operands
 from thunder_flce.loss_nodes import value_of
 from thunder_flce.operators import Settings
 from thunder_flce.options import Options
 
 # What the transform puts around a region.
+_NAMES = (
+    "abs add detach exp full ge le logical_and logical_or lt mul ne neg permute reshape sum transpose true_divide "
+    "where zeros"
+)
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
-    ltorch.abs.id: torch.abs,
-    ltorch.add.id: torch.add,
-    ltorch.detach.id: torch.detach,
-    ltorch.exp.id: torch.exp,
+    **{getattr(ltorch, name).id: getattr(torch, name) for name in _NAMES.split()},
     ltorch.expand.id: torch.Tensor.expand,
-    ltorch.full.id: torch.full,
-    ltorch.ge.id: torch.ge,
     ltorch.getitem.id: operator.getitem,
-    ltorch.le.id: torch.le,
-    ltorch.logical_and.id: torch.logical_and,
-    ltorch.logical_or.id: torch.logical_or,
-    ltorch.lt.id: torch.lt,
-    ltorch.mul.id: torch.mul,
-    ltorch.ne.id: torch.ne,
-    ltorch.neg.id: torch.neg,
-    ltorch.permute.id: torch.permute,
-    ltorch.reshape.id: torch.reshape,
-    ltorch.sum.id: torch.sum,
     ltorch.to.id: torch.Tensor.to,
-    ltorch.transpose.id: torch.transpose,
-    ltorch.true_divide.id: torch.true_divide,
-    ltorch.where.id: torch.where,
-    ltorch.zeros.id: torch.zeros,
 }
 _TAKES_SIZES = (ltorch.expand.id, ltorch.full.id, ltorch.reshape.id, ltorch.zeros.id)
 
@@ -214,7 +199,7 @@ class _Writer:
         """A linear's operand, an input as (T, H), detached where no gradient is meant to reach it."""
         node = self._nodes[proxy.name]
         if name not in needs_grad:
-            # The operator insists on it.
+            # The operator raises where an operand requires a gradient that needs_grad does not name.
             node = self._graph.call_function(torch.detach, (node,))
         if not name.endswith("input") or proxy.ndim == 2:
             return node

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from sys import float_info
 from typing import Any
 
@@ -22,7 +23,7 @@ from thunder.core.symbol import BoundSymbol
 from torch.distributed import ProcessGroup
 
 from thunder_flce.graph.matching.reasons import NotFused, Reason
-from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, tensors_written
+from thunder_flce.graph.matching.trace_index import TraceIndex, argument, carries_grad, is_static, tensors_written
 from thunder_flce.graph.thunder_private import DistributedPrimIDs, TensorParallelLayerType
 
 
@@ -84,12 +85,18 @@ class LogitsPath:
     vocab_size: int | None = None
     """The number of columns, where only the first columns of the vocabulary are kept."""
     normalised: str = ""
-    """"log_softmax" or "softmax" where the tensor is that of these logits."""
+    """"log_softmax" or "softmax" where the tensor is this function of the logits."""
     rows: tuple[RowStep, ...] = ()
     bias_carries_grad: bool = True
     """Whether gradients flow to the bias, which may be added after the terms were detached."""
     group: ProcessGroup | None = None
     """The ranks among which the rows of the weights and of the bias are divided; the tensor has the columns of all."""
+
+    @property
+    def operands(self) -> list[TensorProxy]:
+        """The inputs, weights and bias of the linears."""
+        tensors = [tensor for term in self.terms for tensor in (term.input, term.weight)]
+        return tensors if self.bias is None else [*tensors, self.bias]
 
     @property
     def vocab(self) -> int:
@@ -109,7 +116,7 @@ class LogitsPath:
 
     @property
     def has_float_factors(self) -> bool:
-        """Whether its factors, which may be products, are in the range of floats, as which the region takes them."""
+        """Whether scale, softcap and the factors of the terms, which may be products, are in the range of floats."""
         softcap = Fraction(1) if self.softcap is None else self.softcap
         factors = (softcap, self.scale * softcap, *(term.factor for term in self.terms))
         return all(float_info.min <= abs(factor) <= float_info.max for factor in factors)
@@ -294,7 +301,7 @@ def _getitem(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPa
 
 
 def _narrow(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    dimension, start, length = (lambda input, dim, start, length: (dim, start, length))(*bsym.args, **bsym.kwargs)
+    dimension, start, length = (argument(bsym, name, at=at) for at, name in enumerate(("dim", "start", "length"), 1))
     if not (_is_integer(start) and _is_integer(length)):
         raise _changed(bsym)
     start %= path.tensor.shape[dimension]
@@ -341,9 +348,7 @@ def _part(path: LogitsPath, bsym: BoundSymbol, part: TensorProxy) -> LogitsPath:
 
 def split_dimension(split: BoundSymbol) -> int:
     """The dimension of a bound symbol that is one of `SPLITS`."""
-    if split.sym.id == ltorch.unbind.id:
-        return [*split.args, *split.kwargs.values(), 0][1]
-    return [*split.args, *split.kwargs.values(), 0][2]
+    return argument(split, "dim", at=1 if split.sym.id == ltorch.unbind.id else 2, default=0)
 
 
 def _is_integer(value: Any) -> bool:
@@ -405,16 +410,9 @@ def _tanh(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     return path.then(bsym, softcap=Fraction(1))
 
 
-def _log_softmax(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    return _normalise(index, path, bsym, "log_softmax")
-
-
-def _softmax(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    return _normalise(index, path, bsym, "softmax")
-
-
-def _normalise(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, function: str) -> LogitsPath:
-    dimension = bsym.kwargs["dim"] if "dim" in bsym.kwargs else bsym.args[1]
+def _normalise(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, *, function: str) -> LogitsPath:
+    """The `function` of the logits, "log_softmax" or "softmax"."""
+    dimension = argument(bsym, "dim", at=1)
     if dimension % path.tensor.ndim != path.class_dimension:
         raise NotFused(Reason.CLASS_DIMENSION, f"{function} over dimension {dimension}")
     # A softmax of log-probabilities is that of the logits; one of probabilities is another.
@@ -546,8 +544,8 @@ RULES: dict[Any, Callable[[TraceIndex, LogitsPath, BoundSymbol], LogitsPath]] = 
     ltorch.sub.id: _subtract,
     ltorch.tanh.id: _tanh,
     ltorch.add.id: _add,
-    ltorch.log_softmax.id: _log_softmax,
-    "torch.softmax": _softmax,
+    ltorch.log_softmax.id: partial(_normalise, function="log_softmax"),
+    "torch.softmax": partial(_normalise, function="softmax"),
     ltorch.exp.id: _exp,
     DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT: _columns_of_all_ranks,
 }

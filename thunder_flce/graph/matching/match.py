@@ -43,7 +43,7 @@ class Result(NamedTuple):
     factor: int = 1
     """What the output has to be multiplied by, 1 or -1."""
     is_exponential: bool = False
-    """Whether it is the exponential of that."""
+    """Whether the tensor is the exponential of that product."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Match:
     path: LogitsPath
     """From the linear to the logits."""
     arguments: CrossEntropy
-    """Those of the region. A log-probability is the negative of a cross-entropy."""
+    """The arguments of the region's loss. A log-probability is the negative of a cross-entropy."""
     results: tuple[Result, ...]
     """The region takes the place of the first. The others can be computed with it."""
     wraps_labels: bool = False
@@ -117,12 +117,12 @@ def find_matches(index: TraceIndex, options: Options) -> list[Found]:
     be computed in the forward.
     """
     candidates = [_Candidate.of_loss(bsym, index) for bsym in index.bsyms if is_loss(bsym)]
-    candidates += [_Candidate.of_reading(reading) for reading in find_readings(index)]
+    candidates += [_Candidate.of_reading(reading, index) for reading in find_readings(index)]
     candidates.sort(key=lambda candidate: index.position(candidate.bsym))
     leaders: list[_Candidate] = []
     # An entropy has no labels of its own, so the others come first.
     for candidate in sorted(candidates, key=lambda candidate: _KINDS.index(candidate.kind)):
-        leader = next((leader for leader in leaders if leader.takes(candidate, index)), None)
+        leader = next((leader for leader in leaders if leader.takes(candidate)), None)
         if leader is not None:
             leader.members.append(candidate)
         elif candidate.kind != "log-sum-exp":
@@ -132,11 +132,11 @@ def find_matches(index: TraceIndex, options: Options) -> list[Found]:
         for bsym in leader.own_bsyms():
             owners.setdefault(id(bsym), []).append(leader)
     for leader in leaders:
-        leader.find_users(owners, index)
+        leader.find_users(owners)
     _distribute_argmaxes(leaders)
     for leader in leaders:
-        leader.match(index, options)
-    _check_order(leaders, index)
+        leader.match(options)
+    _check_order(leaders)
     # What reads the same logits is fused as a whole, or not at all.
     while broken := [
         leader
@@ -158,6 +158,7 @@ class _Candidate:
 
     kind: str
     result: Result
+    index: TraceIndex
     paths: Sequence[Sequence[LogitsPath]] = ()
     """From the linear to each tensor of logits that is read."""
     arguments: CrossEntropy | None = None
@@ -167,11 +168,11 @@ class _Candidate:
     members: "list[_Candidate]" = field(default_factory=list)
     """Others that its region computes, too."""
     others: "list[_Candidate]" = field(default_factory=list)
-    """Those on the same logits that are regions of their own."""
+    """Candidates that use the same logits, or tensors computed from them, in regions of their own."""
     argmaxes: "list[tuple[LogitsPath, Result]]" = field(default_factory=list)
-    """Those that are met on the logits, and the logits of each."""
+    """Each argmax of the logits, or of what is made of them, with the description of its operand."""
     own_argmaxes: list[Result] = field(default_factory=list)
-    """Those that its region computes."""
+    """The argmaxes that its region computes."""
     found: Match | None = None
     without_sum: Match | None = None
     """Where `found` computes a sum that the program makes of its results: the same without that."""
@@ -179,7 +180,7 @@ class _Candidate:
     @classmethod
     def of_loss(cls, loss: BoundSymbol, index: TraceIndex) -> "_Candidate":
         arguments = CrossEntropy.of(loss)
-        candidate = cls("cross-entropy", Result(loss, loss.output, "loss"), arguments=arguments)
+        candidate = cls("cross-entropy", Result(loss, loss.output, "loss"), index, arguments=arguments)
         try:
             candidate.paths = [_paths_of_loss(loss, arguments, index)]
         except NotFused as problem:
@@ -187,19 +188,20 @@ class _Candidate:
         return candidate
 
     @classmethod
-    def of_reading(cls, reading: Reading) -> "_Candidate":
-        """The loss of a token is the negative of its log-probability."""
-        factor, named = reading.factor, {"entropy": "entropy", "log_sum_exp": "log-sum-exp"}
-        kind, output, sign = "log-probability", "loss", -1
-        if reading.output in named:
-            kind, output, sign = named[reading.output], reading.output, 1
+    def of_reading(cls, reading: Reading, index: TraceIndex) -> "_Candidate":
+        factor = reading.factor
+        # The loss of a token is the negative of its log-probability.
+        kind, output, sign = {
+            "entropy": ("entropy", "entropy", 1),
+            "log_sum_exp": ("log-sum-exp", "log_sum_exp", 1),
+        }.get(reading.output, ("log-probability", "loss", -1))
         result = Result(reading.bsym, reading.tensor, output, sign * factor, reading.is_exponential)
         problem = reading.problem
         if problem is None and not reading.output:
             problem = NotFused(Reason.NOT_A_LOG_PROBABILITY, f"by {reading.bsym.sym.name} alone")
         elif problem is None and abs(factor) != 1:
             problem = NotFused(Reason.NOT_A_LOG_PROBABILITY, f"but {factor} times that")
-        return cls(kind, result, reading.paths, reading=reading, problem=problem)
+        return cls(kind, result, index, reading.paths, reading=reading, problem=problem)
 
     @property
     def outcome(self) -> Match | NotFused:
@@ -215,7 +217,7 @@ class _Candidate:
     @property
     def path(self) -> LogitsPath:
         """The description of the logits that the region will compute: one with gradients, if any has them."""
-        paths = [ways[-1] for each in (self, *self.members) for ways in each.paths]
+        paths = [ways[-1] for ways in self.all_paths]
         return next((path for path in paths if path.carries_grad), paths[0])
 
     @property
@@ -224,19 +226,25 @@ class _Candidate:
             return self.reading.labels
         return None if self.arguments is None else self.arguments.target
 
-    def further_results(self) -> list[Result]:
-        """What its region computes beside the first result."""
-        return [*(member.result for member in self.members), *self.own_argmaxes]
+    @property
+    def parts(self) -> "tuple[_Candidate, ...]":
+        """What its region computes, but for argmaxes."""
+        return (self, *self.members)
+
+    @property
+    def all_paths(self) -> list[Sequence[LogitsPath]]:
+        """From the linear to each tensor of logits that the parts read."""
+        return [paths for part in self.parts for paths in part.paths]
 
     def own_bsyms(self) -> Iterator[BoundSymbol]:
-        """Its result's and its members', and the operations between the logits and these."""
-        for each in (self, *self.members):
-            yield each.bsym
-            if each.reading is not None:
-                yield from each.reading.inner
+        """What computes the results of its parts from the logits."""
+        for part in self.parts:
+            yield part.bsym
+            if part.reading is not None:
+                yield from part.reading.inner
 
-    def takes(self, other: "_Candidate", index: TraceIndex) -> bool:
-        """Whether its region can compute another one's result, too: of the same rows, all of them, and labels."""
+    def takes(self, other: "_Candidate") -> bool:
+        """Whether its region can compute another candidate's result, too: of all of its rows, with its labels."""
         mine, theirs = self.reading, other.reading
         if self.problem or other.problem or theirs is None:
             return False
@@ -253,43 +261,45 @@ class _Candidate:
             mine is not None
             and mine.labels is not None
             and mine.wraps_labels == theirs.wraps_labels
-            and index.same_values(before_reshapes(mine.labels, index), before_reshapes(theirs.labels, index))
+            and self.has_same_labels(mine.labels, theirs.labels)
         )
 
-    def find_users(self, owners: "dict[int, list[_Candidate]]", index: TraceIndex) -> None:
-        """What else uses the logits, or what is between them and the linear or the results."""
+    def has_same_labels(self, a: TensorProxy, b: TensorProxy) -> bool:
+        """Whether two tensors have the same labels in the same order, in any shape."""
+        return self.index.same_values(before_reshapes(a, self.index), before_reshapes(b, self.index))
+
+    def find_users(self, owners: "dict[int, list[_Candidate]]") -> None:
+        """Finds out what else uses the logits, or what is between them and the linear or the results."""
         if self.problem is not None:
             return
-        all_paths = [paths for each in (self, *self.members) for paths in each.paths]
-        passed = {id(bsym) for paths in all_paths for bsym in paths[-1].bsyms}
-        passed |= {id(bsym) for bsym in self.own_bsyms()}
+        passed = {id(bsym) for bsym in self.own_and_paths()}
         try:
-            inner = [bsym for each in (self, *self.members) if each.reading for bsym in each.reading.inner]
-            # That of logits from which it is subtracted, too.
-            inner += [bsym for paths in all_paths for bsym in paths[-1].bsyms if bsym.sym.id == ltorch.logsumexp.id]
-            self._check_inner(inner, passed, owners, index)
-            waiting = [(path, user) for paths in all_paths for path in paths for user in index.users(path.tensor)]
+            inner = [bsym for part in self.parts if part.reading for bsym in part.reading.inner]
+            # A logsumexp that the logits are reduced by is a part of their path.
+            inner += [bsym for bsym in self.path_bsyms() if bsym.sym.id == ltorch.logsumexp.id]
+            self._check_inner(inner, passed, owners)
+            waiting = [
+                (path, user) for paths in self.all_paths for path in paths for user in self.index.users(path.tensor)
+            ]
             while waiting:
                 path, user = waiting.pop(0)
                 if id(user) not in passed:
                     passed.add(id(user))
-                    waiting += self._follow(path, user, owners, index)
+                    waiting += self._follow(path, user, owners)
         except NotFused as problem:
             self.problem = problem
 
-    def _check_inner(
-        self, inner: list[BoundSymbol], passed: set[int], owners: "dict[int, list[_Candidate]]", index: TraceIndex
-    ) -> None:
+    def _check_inner(self, inner: list[BoundSymbol], passed: set[int], owners: "dict[int, list[_Candidate]]") -> None:
         """Raises `NotFused` where something else uses what is between the logits and a result, such as logsumexp."""
         given = {member.result.tensor.name for member in self.members}
         for tensor in (bsym.output for bsym in inner if bsym.output.name not in given):
-            for user in index.users(tensor):
+            for user in self.index.users(tensor):
                 if id(user) not in passed and id(user) not in owners:
                     raise _used(tensor, user)
                 self.others += [other for other in owners.get(id(user), ()) if other is not self]
 
     def _follow(
-        self, path: LogitsPath, user: BoundSymbol, owners: "dict[int, list[_Candidate]]", index: TraceIndex
+        self, path: LogitsPath, user: BoundSymbol, owners: "dict[int, list[_Candidate]]"
     ) -> list[tuple[LogitsPath, BoundSymbol]]:
         """Notes a user of some logits; returns the users of its result, if that is logits, too."""
         if user.sym.id == prims.PrimIDs.RETURN:
@@ -297,31 +307,31 @@ class _Candidate:
         if id(user) in owners:
             self.others += owners[id(user)]
             return []
-        if (indices := _indices_of_maximum(path, user, index)) is not None:
+        if (indices := _indices_of_maximum(path, user, self.index)) is not None:
             self.argmaxes.append((path, Result(user, indices, "argmax")))
             return []
         try:
-            branches = steps(path, user, index)
+            branches = steps(path, user, self.index)
         except NotFused:
             raise _used(path.tensor, user) from None
-        return [(branch, next_user) for branch in branches for next_user in index.users(branch.tensor)]
+        return [(branch, next_user) for branch in branches for next_user in self.index.users(branch.tensor)]
 
-    def match(self, index: TraceIndex, options: Options) -> None:
+    def match(self, options: Options) -> None:
         """Makes a `Match` of it, or finds out why it cannot be one."""
         if self.problem is not None:
             return
         try:
-            self.found = self._checked_match(index)
+            self.found = self._checked_match()
             if self.found.weighted is None and self.found.arguments.reduction == "none" and self.path.carries_grad:
-                self.found = self._with_token_sum(self.found, index, options)
+                self.found = self._with_token_sum(self.found, options)
             if self.found.weighted is not None or self.found.token_sum is not None:
                 note = "its gradients wait for the backward, because its weights depend on what needs its results"
-                self.without_sum = replace(self._checked_match(index), weighted=None, note=note)
+                self.without_sum = replace(self._checked_match(), weighted=None, note=note)
         except NotFused as problem:
             self.problem = problem
 
-    def _checked_match(self, index: TraceIndex) -> Match:
-        path, arguments = self.path, self.arguments
+    def _checked_match(self) -> Match:
+        index, path, arguments = self.index, self.path, self.arguments
         if self.reading is not None:
             _check_path(path, self.labels)
             # An entropy has no labels.
@@ -330,23 +340,22 @@ class _Candidate:
         reduced = self.arguments if self.members else None
         if reduced is not None:
             arguments = replace(arguments, ignore_index=NOTHING_IGNORED, reduction="none")
-        bsyms = [bsym for each in (self, *self.members) for paths in each.paths for bsym in paths[-1].bsyms]
-        for writer in index.between(bsyms, self.bsym):
+        for writer in index.between(self.path_bsyms(), self.bsym):
             # The region takes the result's place. What is written may share memory with an operand of the linear.
             # Labels are integers and may be changed.
             if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
                 raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
         # In ignored rows, valid_argmax is -1, which no other label may be.
         is_accuracy = not -1 <= arguments.ignore_index < path.vocab and all(
-            _is_compared_with_labels(argmax.tensor, self.labels, index) for argmax in self.own_argmaxes
+            self._is_compared_with_labels(argmax.tensor) for argmax in self.own_argmaxes
         )
         output = "valid_argmax" if is_accuracy else "argmax"
         argmaxes = [argmax._replace(output=output) for argmax in self.own_argmaxes]
-        results = (self.result, *(member.result for member in self.members), *argmaxes)
+        results = (*(part.result for part in self.parts), *argmaxes)
         if len(results) > 1 and (writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None)):
-            # What depends on the others moves to after the first.
+            # Operations that depend on a result after the first move behind the region, past what is written.
             raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
-        # With weights of 0, rows are left out, of which nothing else can be asked then.
+        # Rows of weight 0 are not computed, so nothing else can be asked of them.
         has_losses = len(results) == 1 and arguments.reduction == "none" and not self.result.is_exponential
         is_alone = has_losses and self.result.output == "loss" and path.carries_grad
         return Match(
@@ -360,25 +369,41 @@ class _Candidate:
             own=frozenset(out.name for bsym in self.own_and_paths() for out in bsym.flat_proxy_outs),
         )
 
-    def _with_token_sum(self, match: Match, index: TraceIndex, options: Options) -> Match:
-        """With the sum that the program makes of the results, if it makes one and gradients need not wait."""
-        results = [each.result for each in (self, *self.members)]
+    def _is_compared_with_labels(self, indices: TensorProxy) -> bool:
+        """Whether an argmax is only compared with the labels of its rows."""
+        labels = self.labels
+        if labels is None:
+            return False
+
+        def compares(user: BoundSymbol) -> bool:
+            if user.sym.id in RESHAPES:
+                return self._is_compared_with_labels(user.output)
+            others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
+            if user.sym.id not in (ltorch.eq.id, ltorch.ne.id) or len(others) != 1:
+                return False
+            return others[0].shape == indices.shape and self.has_same_labels(others[0], labels)
+
+        return all(map(compares, self.index.users(indices)))
+
+    def _with_token_sum(self, match: Match, options: Options) -> Match:
+        """The match with the sum that the program makes of the results, if it makes one and gradients need not wait."""
+        results = [part.result for part in self.parts]
         if not any(carries_grad(result.tensor) for result in results):
             return match
         try:
             _check_gradients_in_forward(match, options)
             own, logits = self.own_and_paths(), self.paths[0][0].tensor
             sources, call, reduced = list(map(_source_of, results)), match.arguments, match.reduced
-            found = None if reduced is not None else find_token_sum(sources, own, logits, index)
+            found = None if reduced is not None else find_token_sum(sources, own, logits, self.index)
             if self.reading is None and (found is None or not found.is_zero_without_loss):
-                # In ignored rows the loss is 0, and what is made of that counts.
+                # In ignored rows the loss is 0, and what the program makes of this 0 counts.
                 reduced = reduced or call
                 sources[0] = sources[0]._replace(labels=reduced.target, ignore_index=reduced.ignore_index)
-                found = find_token_sum(sources, own, logits, index)
+                found = find_token_sum(sources, own, logits, self.index)
                 call = replace(call, ignore_index=NOTHING_IGNORED)
             assert found is not None
             bsyms = [bsym for paths in self.paths for bsym in paths[-1].bsyms]
-            if any(tensors_written(bsym) for bsym in index.between(bsyms, found.place)):
+            if any(tensors_written(bsym) for bsym in self.index.between(bsyms, found.place)):
                 raise NotASum("a tensor is changed in place")
         except NotASum as problem:
             return replace(match, note=f"its gradients wait for the backward, because {problem}")
@@ -391,19 +416,16 @@ class _Candidate:
         return replace(match, arguments=call, results=tuple(results), token_sum=found, reduced=reduced)
 
     def given_names(self) -> list[str]:
-        """The names of what its region gives."""
+        """The names of the tensors that its region gives."""
         assert self.found is not None
         return [self.found.place.output.name, *(result.tensor.name for result in self.found.results[1:])]
 
-    def needed(self, givers: "dict[str, _Candidate]", index: TraceIndex) -> "list[_Candidate]":
-        """Those that give what its region needs, which may be itself."""
+    def needed(self, givers: "dict[str, _Candidate]") -> "list[_Candidate]":
+        """The candidates whose regions give what its region needs; it may be among them."""
         assert self.found is not None
-        own = {each.result.tensor.name for each in (self, *self.members)}
-        tensors = [tensor for term in self.path.terms for tensor in (term.input, term.weight)]
-        tensors += [
-            tensor for tensor in (self.path.bias, self.labels, self.found.arguments.weight) if tensor is not None
-        ]
-        waiting = [tensor.name for tensor in tensors]
+        own = {part.result.tensor.name for part in self.parts}
+        tensors = (*self.path.operands, self.labels, self.found.arguments.weight)
+        waiting = [tensor.name for tensor in tensors if tensor is not None]
         if self.without_sum is not None:
             waiting += [arg.name for arg in self.found.place.flat_proxy_args]
         seen: set[str] = set()
@@ -415,14 +437,17 @@ class _Candidate:
             seen.add(name)
             if name in givers:
                 found.append(givers[name])
-            elif name in index.producers:
-                waiting += [arg.name for arg in index.producers[name].flat_proxy_args]
+            elif name in self.index.producers:
+                waiting += [arg.name for arg in self.index.producers[name].flat_proxy_args]
         return found
 
+    def path_bsyms(self) -> list[BoundSymbol]:
+        """What computes the logits: the linear, and all operations on its output."""
+        return [bsym for paths in self.all_paths for bsym in paths[-1].bsyms]
+
     def own_and_paths(self) -> list[BoundSymbol]:
-        """What computes the results from the linear's output."""
-        of_paths = (paths[-1].bsyms for each in (self, *self.members) for paths in each.paths)
-        return [*self.own_bsyms(), *(bsym for bsyms in of_paths for bsym in bsyms)]
+        """What computes the results from the operands of the linear."""
+        return [*self.own_bsyms(), *self.path_bsyms()]
 
 
 def _source_of(result: Result) -> Source:
@@ -445,7 +470,7 @@ def _check_gradients_in_forward(match: Match, options: Options) -> None:
 
 
 def _flow_alike(a: LogitsPath, b: LogitsPath) -> bool:
-    """Whether gradients flow to the same operands, or to none of one of the two."""
+    """Whether gradients flow to the same operands in both, or to none at all in one of them."""
     flows = [([term.carries_grad for term in path.terms], path.bias_carries_grad) for path in (a, b)]
     return flows[0] == flows[1] or not (a.carries_grad and b.carries_grad)
 
@@ -495,14 +520,11 @@ def _check_path(path: LogitsPath, labels: TensorProxy | None) -> None:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a split whose parts do not come together again")
     if not path.has_float_factors:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
-    tensors = [tensor for term in path.terms for tensor in (term.input, term.weight)]
-    if path.bias is not None:
-        tensors.append(path.bias)
-    if any(type(tensor) is not TensorProxy for tensor in (*tensors, *([] if labels is None else [labels]))):
+    if any(type(tensor) is not TensorProxy for tensor in (*path.operands, *([] if labels is None else [labels]))):
         raise NotFused(Reason.DISTRIBUTED)
-    if not is_static(*tensors):
+    if not is_static(*path.operands):
         raise NotFused(Reason.DYNAMIC)
-    tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in tensors}
+    tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in path.operands}
     if len(tensor_dtypes) > 1 or not all(dtypes.is_float_dtype(dtype) for dtype in tensor_dtypes):
         raise NotFused(Reason.DTYPE, ", ".join(sorted(dtype.shortname() for dtype in tensor_dtypes)))
 
@@ -537,30 +559,7 @@ def _has_same_maximum(path: LogitsPath, other: LogitsPath) -> bool:
     return has_same_linears(path, other) and (path.scale > 0) == (other.scale > 0)
 
 
-def _is_compared_with_labels(indices: TensorProxy, target: TensorProxy | None, index: TraceIndex) -> bool:
-    """Whether an argmax is only compared with the loss's labels."""
-    if target is None:
-        return False
-    for user in index.users(indices):
-        if user.sym.id in RESHAPES:
-            if not _is_compared_with_labels(user.output, target, index):
-                return False
-            continue
-        others = [arg for arg in user.args if isinstance(arg, TensorProxy) and arg.name != indices.name]
-        is_comparison = user.sym.id in (ltorch.eq.id, ltorch.ne.id) and len(others) == 1
-        if not is_comparison or not _are_labels(others[0], indices, target, index):
-            return False
-    return True
-
-
-def _are_labels(tensor: TensorProxy, indices: TensorProxy, target: TensorProxy, index: TraceIndex) -> bool:
-    """Whether a tensor has the loss's labels, in the same rows."""
-    return tensor.shape == indices.shape and index.same_values(
-        before_reshapes(tensor, index), before_reshapes(target, index)
-    )
-
-
-def _check_order(leaders: Sequence[_Candidate], index: TraceIndex) -> None:
+def _check_order(leaders: Sequence[_Candidate]) -> None:
     """Finds out which regions would have to run before themselves.
 
     A region gives all its results at once. Where it needs one of them, directly or by way of other regions, it cannot
@@ -569,7 +568,7 @@ def _check_order(leaders: Sequence[_Candidate], index: TraceIndex) -> None:
     """
     while matched := [leader for leader in leaders if leader.found is not None and leader.problem is None]:
         givers = {name: leader for leader in matched for name in leader.given_names()}
-        needed = {id(leader): leader.needed(givers, index) for leader in matched}
+        needed = {id(leader): leader.needed(givers) for leader in matched}
         stuck = [leader for leader in matched if leader in _reached(needed[id(leader)], needed)]
         sums = [leader for leader in stuck if leader.without_sum is not None]
         for leader in sums:

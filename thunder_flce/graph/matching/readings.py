@@ -1,6 +1,6 @@
 """What a program computes of each row of its logits: the log-probability of a label, the entropy, the log-sum-exp.
 
-Of a row of logits u, both are sums of three numbers: u_y, the logit of the label; L = log Σ exp u; and E = Σ p u.
+For a row of logits u, each is a sum of three numbers: u_y, the logit of the label; L = log Σ exp u; and E = Σ p u.
 
     log p_y = u_y - L         log_softmax(u).gather(-1, y), or u.gather(-1, y) - logsumexp(u)
     entropy = L - E           -(p * log_softmax(u)).sum(-1), or logsumexp(u) - (p * u).sum(-1)
@@ -10,6 +10,7 @@ So an operation on such sums is a rule for their coefficients, and spellings nee
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder_flce.graph.matching.chunked_losses import split_tensor
 from thunder_flce.graph.matching.logits_path import COPIES, LINEARS, RESHAPES, LogitsPath, RowStep, paths_to
 from thunder_flce.graph.matching.reasons import NotFused, Reason
-from thunder_flce.graph.matching.trace_index import TraceIndex, is_static
+from thunder_flce.graph.matching.trace_index import TraceIndex, argument, is_static
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,7 @@ class Reading:
     coefficients: tuple[int, int, int]
     """Of u_y, L and E."""
     paths: tuple[tuple[LogitsPath, ...], ...] = ()
-    """From the linear to each tensor of logits that is read, which the last description of each is of."""
+    """For each tensor of logits that is read, the descriptions from the linear to the logits."""
     labels: TensorProxy | None = None
     """y: integers, one a row, in any shape."""
     inner: tuple[BoundSymbol, ...] = ()
@@ -56,7 +57,7 @@ class Reading:
 
     @property
     def output(self) -> str:
-        """What it is `factor` times, an output of `linear_cross_entropy`: of `token_loss.VARIABLES`, or "" for none."""
+        """The one of `token_loss.VARIABLES` that the sum is `factor` times; "" for none."""
         of_label, of_log_sum, of_expected = self.coefficients
         if of_label == of_expected == 0:
             return "log_sum_exp" if abs(of_log_sum) == 1 else ""
@@ -71,7 +72,7 @@ class Reading:
 
 
 def find_readings(index: TraceIndex) -> list[Reading]:
-    """The log-probabilities and entropies of a trace, in order, and logits that are gathered to no such end."""
+    """The log-probabilities and entropies of a trace, in order, and logits that are gathered for something else."""
     found: dict[str, Reading] = {}
     for bsym in index.bsyms:
         is_new = isinstance(bsym.output, TensorProxy) and index.producers.get(bsym.output.name) is bsym
@@ -105,12 +106,14 @@ _Found = dict[str, Reading]
 
 
 def _gather(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    logits, dimension, labels = (lambda input, dim, index: (input, dim, index))(*bsym.args, **bsym.kwargs)
+    names = ("input", "dim", "index")
+    logits, dimension, labels = (argument(bsym, name, at=at) for at, name in enumerate(names))
     return _at_labels(index, bsym, logits, dimension, labels)
 
 
 def _take_along_dim(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    logits, labels, dimension = (lambda input, indices, dim: (input, indices, dim))(*bsym.args, **bsym.kwargs)
+    names = ("input", "indices", "dim")
+    logits, labels, dimension = (argument(bsym, name, at=at) for at, name in enumerate(names))
     return _at_labels(index, bsym, logits, dimension, labels)
 
 
@@ -173,7 +176,7 @@ def _logsumexp(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading |
 
 
 def _reduces_classes(bsym: BoundSymbol, path: LogitsPath) -> bool:
-    dimension = [*bsym.args[1:], bsym.kwargs.get("dim")][0]
+    dimension = argument(bsym, "dim", at=1)
     if isinstance(dimension, list | tuple) and len(dimension) == 1:
         (dimension,) = dimension
     return isinstance(dimension, int) and dimension % path.tensor.ndim == path.class_dimension
@@ -252,31 +255,15 @@ def before_reshapes(labels: TensorProxy, index: TraceIndex) -> TensorProxy:
     return labels
 
 
-def _neg(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    return _combined(index, bsym, [(-1, bsym.args[0])], found)
-
-
-def _sub(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    return _combined(index, bsym, [(1, bsym.args[0]), (-1, bsym.args[1])], found)
-
-
-def _add(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    return _combined(index, bsym, [(1, bsym.args[0]), (1, bsym.args[1])], found)
-
-
-def _same_values(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    """A cast, or the same numbers in another shape."""
-    return _combined(index, bsym, [(1, bsym.args[0])], found)
-
-
-def _combined(index: TraceIndex, bsym: BoundSymbol, addends: list[tuple[int, Any]], found: _Found) -> Reading | None:
-    """The sum of some readings, each with its sign.
+def _combined(index: TraceIndex, bsym: BoundSymbol, found: _Found, *, signs: tuple[int, ...]) -> Reading | None:
+    """The sum of the first operands, each a reading with its sign; a cast or a reshape is a sum of one.
 
     A log-probability and an entropy go on only where nothing else uses them.
     """
-    parts = [found.get(tensor.name) for _, tensor in addends if isinstance(tensor, TensorProxy)]
+    tensors = [arg for arg in bsym.args[: len(signs)] if isinstance(arg, TensorProxy)]
+    parts = [found.get(tensor.name) for tensor in tensors]
     readings = [part for part in parts if part is not None and not part.is_exponential]
-    if len(readings) < len(addends) or bsym.kwargs.get("alpha", 1) != 1:
+    if len(readings) < len(signs) or bsym.kwargs.get("alpha", 1) != 1:
         return None
     ends = [reading for reading in readings if reading.output not in ("", "log_sum_exp")]
     if any(index.users(reading.tensor) != [bsym] for reading in ends):
@@ -288,7 +275,6 @@ def _combined(index: TraceIndex, bsym: BoundSymbol, addends: list[tuple[int, Any
     are_alike = problem is not None or all(is_same_logits(reading.path, first.path) for reading in readings)
     if len(shapes) > 1 or len(labels) > 1 or not are_alike or not dtypes.is_float_dtype(bsym.output.dtype):
         return None
-    signs = [sign for sign, _ in addends]
     columns = zip(*(reading.coefficients for reading in readings), strict=True)
     of_label, of_log_sum, of_expected = (
         sum(sign * each for sign, each in zip(signs, column, strict=True)) for column in columns
@@ -307,11 +293,13 @@ def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | N
     """Logits [arange(N), labels], or one number a row without a dimension of length 1."""
     tensor, key = bsym.args
     if tensor.name in found and bsym.output.numel == tensor.numel:
-        return _same_values(index, bsym, found)
+        return _combined(index, bsym, found, signs=(1,))
     if not isinstance(key, tuple) or tensor.ndim != 2 or len(key) != 2:
         return None
     rows, labels = key
-    if not all(isinstance(part, TensorProxy) and part.ndim == 1 and not _is_mask(part) for part in key):
+    if not all(isinstance(part, TensorProxy) and part.ndim == 1 for part in key):
+        return None
+    if any(dtypes.is_boolean_dtype(part.dtype) for part in key):
         return None
     producer = index.producers.get(rows.name)
     count = tensor.shape[0]
@@ -325,13 +313,9 @@ def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | N
     return reading and replace(reading, wraps_labels=True)
 
 
-def _is_mask(tensor: TensorProxy) -> bool:
-    return dtypes.is_boolean_dtype(tensor.dtype)
-
-
 def _joined(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
     """Readings of the parts into which rows were split, such as the sequences of a batch, put together again."""
-    tensors, dimension = bsym.args[0], [*bsym.args[1:], *bsym.kwargs.values(), 0][0]
+    tensors, dimension = bsym.args[0], argument(bsym, "dim", at=1, default=0)
     parts = [reading for tensor in tensors if (reading := found.get(tensor.name)) is not None]
     if len(parts) < len(tensors) or dimension != 0 or any(part.problem is not None for part in parts):
         return None
@@ -364,7 +348,7 @@ def _joined_way(ways: Sequence[tuple[LogitsPath, ...]]) -> tuple[LogitsPath, ...
 
 
 def _is_part(path: LogitsPath, number: int, count: int, whole: LogitsPath) -> bool:
-    """Whether its last operation on rows takes one of the parts of the first dimension."""
+    """Whether the last operation on the rows of a path takes part `number` of the first dimension."""
     if not path.rows or path.rows[:-1] != whole.rows:
         return False
     rest = (slice(None),) * (whole.tensor.ndim - 2)
@@ -397,10 +381,10 @@ _RULES: dict[Any, Callable[[TraceIndex, BoundSymbol, _Found], Reading | None]] =
     ltorch.getitem.id: _getitem,
     ltorch.logsumexp.id: _logsumexp,
     ltorch.sum.id: _sum,
-    ltorch.neg.id: _neg,
-    ltorch.sub.id: _sub,
-    ltorch.add.id: _add,
+    ltorch.neg.id: partial(_combined, signs=(-1,)),
+    ltorch.sub.id: partial(_combined, signs=(1, -1)),
+    ltorch.add.id: partial(_combined, signs=(1, 1)),
     ltorch.stack.id: _joined,
     ltorch.cat.id: _joined,
-    **dict.fromkeys(COPIES | RESHAPES, _same_values),
+    **dict.fromkeys(COPIES | RESHAPES, partial(_combined, signs=(1,))),
 }

@@ -8,6 +8,7 @@ Such a sum can be differentiated while the logits are there. What mixes tokens i
 of whole sequences, has gradients that are known only when all tokens are.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from thunder.core.symbol import BoundSymbol
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES
-from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static
+from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, stops_gradients
 from thunder_flce.graph.matching.upstream import Step, linear_step
 from thunder_flce.operation.token_loss import (
     CASTS,
@@ -38,11 +39,11 @@ class Source(NamedTuple):
 
     tensor: TensorProxy
     variable: str
-    """Of `operation.token_loss.VARIABLES`."""
+    """One of `operation.token_loss.VARIABLES`."""
     factor: int
     is_exponential: bool
     labels: TensorProxy | None = None
-    """Where it is 0 in rows whose label is ignore_index: these labels"""
+    """The labels, where the tensor is 0 in rows whose label is ignore_index."""
     ignore_index: int = 0
 
 
@@ -53,7 +54,7 @@ class TokenInput(NamedTuple):
     shape: tuple[int, ...]
     """What it is expanded to, of one element a token."""
     is_label: bool = False
-    """Whether what is read is whether it differs from ignore_index."""
+    """Whether the loss reads `tensor != ignore_index` in place of the tensor."""
     ignore_index: int = 0
 
     def expanded(self, rows: Sequence[int]) -> TensorProxy:
@@ -61,7 +62,7 @@ class TokenInput(NamedTuple):
         tensor = ltorch.ne(self.tensor, self.ignore_index) if self.is_label else ltorch.detach(self.tensor)
         for shape in (self.shape, tuple(rows)):
             if tuple(tensor.shape) != shape:
-                same_size = tensor.numel == _size(shape)
+                same_size = tensor.numel == math.prod(shape)
                 tensor = ltorch.reshape(tensor, shape) if same_size else ltorch.expand(tensor, shape)
         return tensor
 
@@ -82,9 +83,9 @@ class TokenSum:
     _writer: TokenLossWriter
     _summands: tuple[str, ...]
     _operands: tuple[TensorProxy, ...]
-    """The tensors that are summed up, by the same numbers as their names in the writer"""
+    """The tensors that are summed up, in the order of their names in `_summands`."""
     _steps: tuple[tuple[Step, str, str], ...]
-    """The linear operations, with the names of operand and result"""
+    """The linear operations, with the names of operand and result."""
 
     @property
     def is_zero_without_loss(self) -> bool:
@@ -108,28 +109,26 @@ class TokenSum:
         grads: dict[str, Any] = {self.place.output.name: 1.0}
         for step, operand, result in reversed(self._steps):
             grad = step.pull_back(grads[result])
-            if isinstance(grad, TensorProxy) and tuple(grad.shape) != step.shape:
-                grad = ltorch.expand(grad, step.shape)
             grads[operand] = grad if operand not in grads else ltorch.add(grads[operand], grad)
         inputs: list[TokenInput | TensorProxy] = [*self.inputs]
         weights = [grads[operand.name] for operand in self._operands]
-        tensors = [weight for weight in weights if isinstance(weight, TensorProxy)]
-        tensors = [ltorch.reshape(ltorch.to(weight, dtype), tuple(rows)) for weight in tensors]
+        weights = [
+            ltorch.reshape(ltorch.to(weight, dtype), tuple(rows)) if isinstance(weight, TensorProxy) else weight
+            for weight in weights
+        ]
         token_weights = None
-        if len(weights) == 1 and tensors and is_alone:
-            (token_weights,) = tensors
-            return _sum_of(self._writer.finish(self._summands[0]), inputs, rows, token_weights)
-        if len(tensors) == len(weights) and is_alone:
-            counts = ltorch.ne(tensors[0], 0.0)
-            for tensor in tensors[1:]:
-                counts = ltorch.logical_or(counts, ltorch.ne(tensor, 0.0))
+        if is_alone and all(isinstance(weight, TensorProxy) for weight in weights):
+            if len(weights) == 1:
+                return _sum_of(self._writer.finish(self._summands[0]), inputs, rows, weights[0])
+            counts = ltorch.ne(weights[0], 0.0)
+            for weight in weights[1:]:
+                counts = ltorch.logical_or(counts, ltorch.ne(weight, 0.0))
             token_weights = ltorch.to(counts, dtype)
-        writer, left, total = self._writer.copy(), iter(tensors), None
-        for weight, summand in zip(weights, self._summands, strict=True):
-            factor = weight
-            if isinstance(weight, TensorProxy):
+        writer, total = self._writer.copy(), None
+        for factor, summand in zip(weights, self._summands, strict=True):
+            if isinstance(factor, TensorProxy):
+                inputs.append(factor)
                 factor = writer.add_input(torch.float32)
-                inputs.append(next(left))
             weighted = summand if factor == 1.0 else writer.write("mul", (summand, factor), {})
             total = weighted if total is None else writer.write("add", (total, weighted), {})
         assert total is not None
@@ -150,7 +149,7 @@ def _sum_of(
     rows: Sequence[int],
     token_weights: TensorProxy | None,
 ) -> WrittenSum:
-    """With those inputs that are read."""
+    """The sum with those inputs that its token loss reads."""
     token_loss, read = numbered(token_loss)
     given = [inputs[number] for number in read]
     tensors = tuple(each.expanded(rows) if isinstance(each, TokenInput) else each for each in given)
@@ -164,16 +163,16 @@ class NotASum(Exception):
 def find_token_sum(
     sources: Sequence[Source], own: Iterable[BoundSymbol], logits: TensorProxy, index: TraceIndex
 ) -> TokenSum:
-    """The sum of token losses that a program makes of some sources, all that depends on them with a gradient.
+    """The sum of token losses through which alone gradients reach some sources.
 
     Args:
         sources: of the same rows.
-        own: what computes them, of what they are made included.
-        logits: what nothing else in the sum may depend on.
+        own: what computes the sources from the operands of the linear.
+        logits: the linear's output, on which nothing else in the sum may depend.
         index: of the trace.
 
     Raises:
-        NotASum: where they become something else, too, or where that is no sum of losses of single tokens.
+        NotASum: where gradients reach the sources in another way, too, or the sum mixes tokens.
     """
     search = _Search(sources, own, logits, index)
     for bsym in index.bsyms:
@@ -192,12 +191,13 @@ class _Search:
         self._writer = TokenLossWriter()
         self._inputs: dict[str, TokenInput] = {}
         self._tokens: dict[str, str] = {}
-        """By tensors of one element a row that are computed from the sources token by token: their names in writing."""
+        """For each tensor that is computed from the sources token by token: its name in the writer."""
         self._sums: set[str] = set()
-        """Those that are linear in the losses of tokens, with a gradient."""
+        """The names of tensors with a gradient that are linear in the losses of tokens."""
         self._dependent = {source.tensor.name for source in sources}
         self._with_grad = {source.tensor.name for source in sources if carries_grad(source.tensor)}
-        self._steps: list[tuple[BoundSymbol, TensorProxy]] = []
+        self._steps: list[tuple[BoundSymbol, TensorProxy, Step]] = []
+        """The linear operations, each with one of its operands."""
         self._passed: set[int] = set()
         self._upstream = _with_upstream_gradients(index)
         for source in sources:
@@ -213,7 +213,7 @@ class _Search:
             self._tokens[source.tensor.name] = self._writer.write("exp", (name,), {}) if source.is_exponential else name
 
     def add(self, bsym: BoundSymbol) -> bool:
-        """Follows one operation; whether it is the sum that everything comes to."""
+        """Follows one operation; returns whether it is the sum that all gradients come from."""
         operands = [arg for arg in bsym.flat_proxy_args if arg.name in self._dependent]
         if not operands or id(bsym) in self._own:
             return False
@@ -248,27 +248,27 @@ class _Search:
         if not has_grad:
             raise NotASum(f"{name} is of no token")
         for operand in {operand.name: operand for operand in operands}.values():
-            if self._step(bsym, operand) is None:
+            step = self._step(bsym, operand)
+            if step is None:
                 raise NotASum(f"{name} is not linear in the losses of tokens")
-            self._steps.append((bsym, operand))
+            self._steps.append((bsym, operand, step))
         self._sums.add(out.name)
 
     def _written(self, bsym: BoundSymbol, has_grad: bool) -> str:
         """The name of an operation on single tokens."""
-        out, kind = bsym.output, bsym.sym.id
 
         def argument(given: Any) -> Any:
             if not isinstance(given, TensorProxy):
                 return given
             return self._tokens[given.name] if given.name in self._tokens else self._input(given, bsym, has_grad)
 
-        if kind in RESHAPES | COPIES or kind == prims.PrimIDs.CONVERT_ELEMENT_TYPE or bsym.sym.name in CASTS:
-            # The first alone: of another one, it takes shape or dtype.
-            name = self._writer.cast(argument(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(out.dtype))
-            return name if has_grad else self._writer.detached(name)
-        args = [argument(given) for given in bsym.args]
-        kwargs = {name: argument(given) for name, given in bsym.kwargs.items()}
-        name = self._writer.write(bsym.sym.name, args, kwargs)
+        if bsym.sym.id in RESHAPES | COPIES or bsym.sym.name in CASTS:
+            # Of further operands, such an operation takes only the shape or the dtype.
+            name = self._writer.cast(argument(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(bsym.output.dtype))
+        else:
+            args = [argument(given) for given in bsym.args]
+            kwargs = {name: argument(given) for name, given in bsym.kwargs.items()}
+            name = self._writer.write(bsym.sym.name, args, kwargs)
         return name if has_grad else self._writer.detached(name)
 
     def _input(self, tensor: TensorProxy, bsym: BoundSymbol, has_grad: bool) -> str:
@@ -295,7 +295,7 @@ class _Search:
 
     def _passes_grad(self, bsym: BoundSymbol) -> bool:
         """Whether a gradient may come back through an operation; what is returned may have one."""
-        if bsym.sym.name in ("detach", "stop_gradient"):
+        if stops_gradients(bsym):
             return False
         return bsym.sym.id == prims.PrimIDs.RETURN or any(out.name in self._upstream for out in bsym.flat_proxy_outs)
 
@@ -303,13 +303,7 @@ class _Search:
         """The sum."""
         self._peel()
         dead, kept = self._unused(place)
-        summed = {result.output.name for result, _ in self._steps}
-        operands = {operand.name: operand for _, operand in self._steps if operand.name not in summed}
-        steps = []
-        for bsym, operand in self._steps:
-            step = self._step(bsym, operand)
-            assert step is not None
-            steps.append((step, operand.name, bsym.output.name))
+        operands = self._summed()
         return TokenSum(
             place=place,
             inputs=tuple(self._inputs.values()),
@@ -319,25 +313,29 @@ class _Search:
             _writer=self._writer,
             _summands=tuple(self._tokens[name] for name in operands),
             _operands=tuple(operands.values()),
-            _steps=tuple(steps),
+            _steps=tuple((step, operand.name, bsym.output.name) for bsym, operand, step in self._steps),
         )
+
+    def _summed(self) -> dict[str, TensorProxy]:
+        """The tensors at which the linear operations begin, by name."""
+        results = {bsym.output.name for bsym, _, _ in self._steps}
+        return {operand.name: operand for _, operand, _ in self._steps if operand.name not in results}
 
     def _peel(self) -> None:
         """Takes the products that come last, as with a mask, for weights: tokens of weight 0 are left out."""
         while True:
-            results = {bsym.output.name for bsym, _ in self._steps}
-            ends = {operand.name: operand for _, operand in self._steps if operand.name not in results}
-            for name, tensor in ends.items():
+            for name, tensor in self._summed().items():
                 bsym = self._index.producers.get(name)
                 operands = [arg for arg in bsym.flat_proxy_args if arg.name in self._with_grad] if bsym else []
                 if bsym is None or id(bsym) not in self._passed or len(operands) != 1:
                     continue
-                # Of what else is made of it, the gradient comes in another way.
+                # Where something else uses the product, its gradient has another part.
                 users = [user for user in self._index.users(tensor) if self._passes_grad(user)]
-                are_steps = all(any(user is bsym_of for bsym_of, _ in self._steps) for user in users)
+                are_steps = set(map(id, users)) <= {id(linear) for linear, _, _ in self._steps}
                 dependent = [arg for arg in bsym.flat_proxy_args if arg.name in self._dependent]
-                if are_steps and len(dependent) == 1 and self._step(bsym, operands[0]) is not None:
-                    self._steps.insert(0, (bsym, operands[0]))
+                step = self._step(bsym, operands[0]) if are_steps and len(dependent) == 1 else None
+                if step is not None:
+                    self._steps.insert(0, (bsym, operands[0], step))
                     self._sums.add(name)
                     break
             else:
@@ -364,18 +362,8 @@ def _with_upstream_gradients(index: TraceIndex) -> set[str]:
     found: set[str] = set()
     for bsym in reversed(index.bsyms):
         is_return = bsym.sym.id == prims.PrimIDs.RETURN
-        is_passed = any(out.name in found and carries_grad(out) for out in bsym.flat_proxy_outs if _is_tensor(out))
-        if is_return or (is_passed and bsym.sym.name not in ("detach", "stop_gradient")):
+        outs = [out for out in bsym.flat_proxy_outs if isinstance(out, TensorProxy)]
+        is_passed = any(out.name in found and carries_grad(out) for out in outs)
+        if is_return or (is_passed and not stops_gradients(bsym)):
             found |= {arg.name for arg in bsym.flat_proxy_args if arg.name in index.need_grad}
     return found
-
-
-def _is_tensor(proxy: Any) -> bool:
-    return isinstance(proxy, TensorProxy)
-
-
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for each in shape:
-        size *= each
-    return size

@@ -84,13 +84,11 @@ class TraceIndex:
 def tensors_that_need_grad(trace: TraceCtx) -> set[str]:
     """The names of all tensors of a trace through which a gradient flows; thunder marks only its inputs.
 
-    A superset at worst: an operation whose derivative is zero still passes it on.
+    There may be too many, since an operation whose derivative is zero counts as passing the gradient on.
     """
     needed = {arg.name for arg in _tensors(trace.args) if arg.requires_grad}
     for bsym in trace.bound_symbols:
-        if bsym.sym.name in ("detach", "stop_gradient"):
-            continue
-        if any(arg.name in needed for arg in bsym.flat_proxy_args):
+        if not stops_gradients(bsym) and any(arg.name in needed for arg in bsym.flat_proxy_args):
             needed |= {out.name for out in _tensors(bsym.flat_proxy_outs) if carries_grad(out)}
     return needed
 
@@ -104,11 +102,24 @@ def carries_grad(tensor: TensorProxy) -> bool:
     return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
 
 
-def is_static(*values: Any) -> bool:
-    """Whether all shapes and numbers are known when a trace is compiled; not so with thunder's symbolic values.
+def loss_dtype(tensor: TensorProxy) -> dtypes.dtype:
+    """float32, or float64 for float64: the dtype of the loss and of everything that is one number a row."""
+    return dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
 
-    Reads `_shape`, since to read `shape` would add a symbol to the trace.
-    """
+
+def stops_gradients(bsym: BoundSymbol) -> bool:
+    """Whether an operation passes no gradient on to its operand."""
+    return bsym.sym.name in ("detach", "stop_gradient")
+
+
+def argument(bsym: BoundSymbol, name: str, *, at: int, default: Any = None) -> Any:
+    """An argument of an operation, whether the program gave it by position, as number `at`, or by name."""
+    return bsym.args[at] if at < len(bsym.args) else bsym.kwargs.get(name, default)
+
+
+def is_static(*values: Any) -> bool:
+    """Whether all shapes and numbers are known when a trace is compiled; not so with thunder's symbolic values."""
+    # To read `shape` would add a symbol to the trace.
     sizes = [size for value in values if isinstance(value, TensorProxy) for size in value._shape]
     return not any(isinstance(value, NumberProxy) for value in (*values, *sizes))
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import thunder.torch as ltorch
-from thunder.core import dtypes, prims
+from thunder.core import prims
 from thunder.core.proxies import Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES
-from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad
+from thunder_flce.graph.matching.trace_index import TraceIndex, argument, carries_grad, loss_dtype, stops_gradients
 
 _DIVISIONS = {ltorch.true_divide.id, ltorch.div.id}
-# What passes an upstream gradient on as it is.
+# Operations that pass an upstream gradient on as it is.
 _UNCHANGED = {ltorch.add.id, ltorch.sub.id, "Tensor.double", *COPIES, *RESHAPES}
 
 
@@ -30,7 +30,7 @@ def factors_after(loss: BoundSymbol, index: TraceIndex) -> list[tuple[TensorProx
         (user,) = users
         if user.kwargs.get("alpha", 1) != 1 or user.kwargs.get("rounding_mode") is not None:
             break
-        others = [arg for arg in user.args if not (isinstance(arg, Proxy) and arg.name == tensor.name)]
+        others = _others(user, tensor)
         is_second = others and others[0] is user.args[0]
         is_divided = user.sym.id in _DIVISIONS and not is_second
         if user.sym.id == ltorch.mul.id or is_divided:
@@ -60,8 +60,6 @@ class WeightedSum:
         grad: TensorProxy | float = 1.0
         for step in reversed(self.steps):
             grad = step.pull_back(grad)
-            if isinstance(grad, TensorProxy) and tuple(grad.shape) != step.shape:
-                grad = ltorch.expand(grad, step.shape)
         return grad
 
 
@@ -70,9 +68,16 @@ class Step:
     """One linear operation."""
 
     shape: tuple[int, ...]
-    """Of its operand."""
-    pull_back: Callable[[TensorProxy | float], TensorProxy | float]
-    """From the gradient of its result to that of its operand, as far as that is not the same for all elements."""
+    """The shape of the operand."""
+    derivative: Callable[[TensorProxy | float], TensorProxy | float]
+    """From the gradient of the result to that of the operand, which may still have to be broadcast to `shape`."""
+
+    def pull_back(self, grad: TensorProxy | float) -> TensorProxy | float:
+        """The gradient of the operand: a number where all elements have the same. Adds operations to the trace."""
+        grad = self.derivative(grad)
+        if isinstance(grad, TensorProxy) and tuple(grad.shape) != self.shape:
+            grad = ltorch.expand(grad, self.shape)
+        return grad
 
 
 def weighted_sum(losses: BoundSymbol, logits: TensorProxy, index: TraceIndex) -> WeightedSum | None:
@@ -127,15 +132,13 @@ def linear_step(
             return ltorch.reshape(grad, kept) if isinstance(grad, TensorProxy) else grad
 
         return Step(shape, spread)
-    others = [arg for arg in user.args if not (isinstance(arg, Proxy) and arg.name == tensor.name)]
+    others = _others(user, tensor)
     if kind in (ltorch.add.id, ltorch.sub.id) and len(others) == 1 and isinstance(others[0], TensorProxy):
         is_subtracted = kind == ltorch.sub.id and user.args[0] is others[0]
         is_like = tuple(others[0].shape) == shape and user.kwargs.get("alpha", 1) == 1
-        return (
-            Step(shape, lambda grad: -grad if is_subtracted else grad)
-            if others[0].name in addends and is_like
-            else None
-        )
+        if others[0].name not in addends or not is_like:
+            return None
+        return Step(shape, lambda grad: -grad if is_subtracted else grad)
     is_divided = kind in _DIVISIONS and isinstance(user.args[0], Proxy) and user.args[0].name == tensor.name
     is_product = (kind == ltorch.mul.id or is_divided) and user.kwargs.get("rounding_mode") is None
     if not is_product or len(others) != 1 or tuple(user.output.shape) != shape:
@@ -148,31 +151,35 @@ def linear_step(
         return None
 
     def multiplied(grad: TensorProxy | float) -> TensorProxy | float:
-        given = ltorch.to(ltorch.detach(factor), row_dtype) if isinstance(factor, TensorProxy) else factor
+        given = ltorch.to(ltorch.detach(factor), loss_dtype(tensor)) if isinstance(factor, TensorProxy) else factor
         if is_divided:
             return ltorch.true_divide(grad, given) if isinstance(given, TensorProxy) else grad / given
         return given if isinstance(grad, float) and grad == 1 else grad * given
 
-    row_dtype = dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
     return Step(shape, multiplied)
+
+
+def _others(bsym: BoundSymbol, tensor: TensorProxy) -> list[Any]:
+    """The arguments of an operation but for one tensor."""
+    return [arg for arg in bsym.args if not (isinstance(arg, Proxy) and arg.name == tensor.name)]
 
 
 def _reduced(reduction: BoundSymbol, tensor: TensorProxy) -> set[int]:
     """The dimensions that a sum or a mean is over."""
-    given = [*reduction.args[1:], reduction.kwargs.get("dim")][0]
+    given = argument(reduction, "dim", at=1)
     if given is None or given == ():
         return set(range(tensor.ndim))
     return {dimension % tensor.ndim for dimension in (given if isinstance(given, list | tuple) else (given,))}
 
 
 def _passes_gradient_on(user: BoundSymbol) -> bool:
-    """Not what is returned, as to be logged, and what is detached."""
-    is_end = user.sym.id == prims.PrimIDs.RETURN or user.sym.name in ("detach", "stop_gradient")
+    """Whether a gradient comes back through an operation. Not through the return, as of a loss that is logged."""
+    is_end = user.sym.id == prims.PrimIDs.RETURN or stops_gradients(user)
     return not is_end and any(isinstance(out, TensorProxy) and carries_grad(out) for out in user.flat_proxy_outs)
 
 
 def _is_known_before(factor: Any, loss: BoundSymbol, index: TraceIndex) -> bool:
-    """Whether it is a number, or a tensor of one element, that the region can take."""
+    """Whether a factor is a number other than 0, or a tensor of one element that is there before the loss."""
     if isinstance(factor, TensorProxy):
         return factor.numel == 1 and index.exists_before(factor, loss)
     return isinstance(factor, int | float) and not isinstance(factor, Proxy) and factor != 0

@@ -12,9 +12,9 @@ import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
-from thunder_flce.graph.executor import executor, loss_dtype
+from thunder_flce.graph.executor import executor
 from thunder_flce.graph.matching.losses import CrossEntropy
-from thunder_flce.graph.matching.trace_index import is_static
+from thunder_flce.graph.matching.trace_index import is_static, loss_dtype
 from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_grad
 from thunder_flce.graph.unfused_cross_entropy import symbols
 

@@ -9,7 +9,8 @@ from typing import Any
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
-from thunder_flce.graph.executor import FORWARD_TAGS, executor, loss_dtype
+from thunder_flce.graph.executor import FORWARD_TAGS, executor
+from thunder_flce.graph.matching.trace_index import loss_dtype
 from thunder_flce.graph.unfused_cross_entropy.torch_impl import backward_impl, forward_impl
 
 
