@@ -137,6 +137,17 @@ def test_plain_thunder_saves_what_thunder_jit_saves(program):
     assert (T, V) in _saved_by_autograd(program) or program is programs.functional
 
 
+def test_what_plain_thunder_does_not_compile():
+    """thunder 0.2.6 has no gradient of an nll_loss with labels that the program makes."""
+
+    def program(hidden, weight):
+        return F.nll_loss(F.linear(hidden, weight).softmax(-1).log(), torch.arange(6))
+
+    jitted = thunder_flce.jit(program, strict=True)
+    jitted(torch.randn(6, 8, requires_grad=True), torch.randn(29, 8, requires_grad=True))
+    assert "plain thunder does not compile this program: ValueError" in str(thunder_flce.explain(jitted))
+
+
 def test_plain_thunder_can_be_left_out():
     jitted = thunder_flce.jit(programs.litgpt)
     jitted(*programs.arguments(programs.litgpt, SIZES, device="cpu", dtype=torch.float32))

@@ -48,6 +48,7 @@ READINGS = (
     patterns.preference_loss,
     patterns.clipped_ratio_with_entropy,
     patterns.entropy_as_verl_has_it,
+    patterns.entropy_of_probabilities,
     patterns.entropy_in_chunks,
 )
 
@@ -71,6 +72,7 @@ def test_as_exact_as_eager(program):
         (patterns.log_probability_as_trl_has_it, [()]),
         (patterns.clipped_ratio_with_entropy, [("valid_argmax",)]),
         (patterns.entropy_as_verl_has_it, [("entropy",)]),
+        (patterns.entropy_of_probabilities, [()]),
         (patterns.entropy_in_chunks, [("entropy",)]),
         (patterns.entropy_beside_cross_entropy, [()]),
         (patterns.z_term_beside_cross_entropy, [()]),

@@ -445,6 +445,12 @@ def entropy_as_verl_has_it(hidden, weight, tokens):
     return log_probs.mean(), entropy
 
 
+def entropy_of_probabilities(hidden, weight, tokens):
+    """As its formula has it."""
+    probabilities = F.softmax(F.linear(hidden, weight).float(), dim=-1)
+    return -(probabilities * probabilities.log()).sum(-1).mean()
+
+
 def entropy_in_chunks(hidden, weight, tokens):
     """As TRL's `entropy_from_logits`."""
     entropies = []
@@ -548,6 +554,7 @@ FUSED: tuple[Callable, ...] = (
     masked_means_of_three_losses,
     focal_loss,
     entropy_as_verl_has_it,
+    entropy_of_probabilities,
     entropy_in_chunks,
     entropy_beside_cross_entropy,
     z_term_beside_cross_entropy,

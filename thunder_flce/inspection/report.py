@@ -166,7 +166,7 @@ class _ThunderCompilation(CompilationReport):
         """What the forward would save without this package; see `saved.saved_by_plain_thunder`.
 
         None if not asked for, and where parameters are divided among ranks: the trace that thunder began with has them
-        whole, but takes their parts.
+        whole, but takes their parts. Raises what thunder raises for a program that it cannot compile by itself.
         """
         kinds = {getattr(arg, "distparallel_type", DistParallelType.NONE) for arg in self._compilation.trace.args}
         is_divided = bool(kinds - {DistParallelType.NONE, DistParallelType.REPLICATED})
@@ -195,7 +195,12 @@ class _ThunderCompilation(CompilationReport):
     def _saved_blocks(self) -> Iterator[Block]:
         if self._passes.backward:
             yield from _saved_blocks("saved for backward", self.saved)
-            if (plain := self.saved_by_plain_thunder) is not None:
+            try:
+                plain = self.saved_by_plain_thunder
+            except Exception as error:
+                yield Block(f"plain thunder does not compile this program: {type(error).__name__}: {error}")
+                return
+            if plain is not None:
                 yield from _saved_blocks("saved by plain thunder", plain)
         else:
             yield Block("nothing is saved: there is no backward")

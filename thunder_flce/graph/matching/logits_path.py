@@ -427,6 +427,13 @@ def _exp(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     return path.then(bsym, normalised="softmax")
 
 
+def _log(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    """Of probabilities. Where one underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
+    if path.normalised != "softmax":
+        raise _changed(bsym)
+    return path.then(bsym, normalised="log_softmax")
+
+
 def _add(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     """A bias, or another linear."""
     a, b = bsym.args
@@ -547,5 +554,6 @@ RULES: dict[Any, Callable[[TraceIndex, LogitsPath, BoundSymbol], LogitsPath]] = 
     ltorch.log_softmax.id: partial(_normalise, function="log_softmax"),
     "torch.softmax": partial(_normalise, function="softmax"),
     ltorch.exp.id: _exp,
+    ltorch.log.id: _log,
     DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT: _columns_of_all_ranks,
 }

@@ -190,14 +190,16 @@ def _sum(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
     try:
         ways = [paths_to(factor, index) for factor in factors]
     except NotFused as problem:
-        is_entropy = all(_is_normalised(factor, -1, index) or _is_exponential(factor, index) for factor in factors)
+        is_entropy = all(_is_of_softmax(factor, index) for factor in factors)
         return _unknown(index, bsym, factors[0], (0, sign, -sign), problem) if is_entropy else None
     forms = [way[-1].normalised for way in ways]
     others = [form for form in forms if form != "softmax"]
-    is_expected = len(others) == 1 and is_same_logits(ways[0][-1], ways[1][-1]) and _reduces_classes(bsym, ways[0][-1])
-    if not is_expected:
+    if len(others) != 1 or not is_same_logits(ways[0][-1], ways[1][-1]):
         return None
     coefficients = (0, -sign if others[0] else 0, sign)
+    if not _reduces_classes(bsym, ways[0][-1]):
+        problem = NotFused(Reason.CLASS_DIMENSION, "a sum over other dimensions than the classes")
+        return Reading(bsym, coefficients, problem=problem)
     return Reading(bsym, coefficients, paths=tuple(map(tuple, ways)), inner=inner)
 
 
@@ -220,9 +222,13 @@ def _product(tensor: TensorProxy, index: TraceIndex) -> tuple[int, tuple[BoundSy
     return sign, inner, factors
 
 
-def _is_exponential(tensor: TensorProxy, index: TraceIndex) -> bool:
-    producer = index.producers.get(tensor.name)
-    return producer is not None and producer.sym.id == ltorch.exp.id and _is_normalised(producer.args[0], -1, index)
+def _is_of_softmax(tensor: TensorProxy, index: TraceIndex) -> bool:
+    """Whether a tensor is a softmax or log_softmax, or made of one as in `log(p + eps)` and `exp(log_p)`."""
+    for between in ((ltorch.exp.id, ltorch.log.id), (ltorch.add.id, ltorch.clamp.id)):
+        producer = index.producers.get(tensor.name)
+        if producer is not None and producer.sym.id in between and isinstance(producer.args[0], TensorProxy):
+            tensor = producer.args[0]
+    return _is_normalised(tensor, -1, index)
 
 
 def is_same_logits(a: LogitsPath, b: LogitsPath) -> bool:
