@@ -367,8 +367,8 @@ MUTATIONS = [
         ("mask", "        next(chunks, None)\n", "        pass\n"),
         (
             "index",
-            "steps.logits_(region, buffers[block.start]",
-            "steps.logits_(region, buffers[0]",
+            "steps.logits_(region, buffer.rows(rows)",
+            "steps.logits_(region, logits.buffers[0].rows(rows)",
         ),
         tests=(STAGED,),
     ),

@@ -336,9 +336,8 @@ def _fill(region: Region, logits: LogitsBuffer | LogitsInBlocks, xs: list[Tensor
     if isinstance(logits, LogitsBuffer):
         steps.logits_(region, logits.rows(rows), xs)
         return
-    buffers = {block.start: buffer for block, buffer in zip(logits.columns, logits.buffers, strict=True)}
-    for block in region.loop(logits.columns, "block"):
-        steps.logits_(region, buffers[block.start].rows(rows), xs, columns=block)
+    for block, buffer in zip(region.loop(logits.columns, "block"), logits.buffers, strict=True):
+        steps.logits_(region, buffer.rows(rows), xs, columns=block)
 
 
 def _gathered(region: Region, rows: Rows, chunk: slice) -> list[Tensor]:

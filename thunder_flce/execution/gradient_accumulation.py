@@ -185,7 +185,6 @@ class GradientSums:
         dX comes first, summed where dW begins in memory, because dW is written over the logits.
         """
         region, operands = self._region, self._region.operands
-        buffers = {block.start: buffer for block, buffer in zip(dlogits.columns, dlogits.buffers, strict=True)}
         (of_term,), (x,) = self._terms, xs
         term, weight = of_term.term, of_term.weight
         assert weight is not None, "logits are staged in the memory of dW"
@@ -194,13 +193,13 @@ class GradientSums:
             if out.dtype != operands.row_dtype:
                 free = weight[: operands.vocab].view(-1).view(operands.row_dtype)
                 total = steps.named(free[: out.numel()].view(out.shape), "dX_sum")
-            for block in region.loop(dlogits.columns, "block"):
-                matrix = steps.named(buffers[block.start].logits, "dlogits[:, block]")
+            for block, buffer in zip(region.loop(dlogits.columns, "block"), dlogits.buffers, strict=True):
+                matrix = steps.named(buffer.logits, "dlogits[:, block]")
                 steps.matmul_(region, "dX", total, matrix, term.weight[block], accumulate=block.start > 0)
             if total is not out:
                 steps.copy_(region, out, total)
-        for block in region.loop(dlogits.columns, "block"):
-            matrix = steps.named(buffers[block.start].logits, "dlogits[:, block]")
+        for block, buffer in zip(region.loop(dlogits.columns, "block"), dlogits.buffers, strict=True):
+            matrix = steps.named(buffer.logits, "dlogits[:, block]")
             steps.matmul_(region, "dW", weight[block], matrix, x)
         if self._frequent is not None:
             self._frequent.begin(weight)

@@ -101,6 +101,10 @@ class Gradients(NamedTuple):
         pairs = [gradient for pair in zip(self.inputs, self.weights, strict=True) for gradient in pair]
         return (*pairs[:2], self.bias, *pairs[2:])
 
+    def needed(self) -> list[Tensor]:
+        """The gradients that are needed, in the same order."""
+        return [gradient for gradient in self.in_order() if gradient is not None]
+
 
 class UpstreamGradients(NamedTuple):
     """The gradients of the region's results; None for what nothing depends on."""

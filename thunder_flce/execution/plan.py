@@ -45,7 +45,7 @@ class Plan:
 
     def describe(self) -> str:
         """The plan in words."""
-        words = [*self._own_words()]
+        words = self._own_words()
         if self.float32_logits:
             words.append("float32 logits")
         if self.ignored_rows != "skip":

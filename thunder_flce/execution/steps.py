@@ -120,20 +120,20 @@ def matmul_(
         accumulate: whether it is a sum.
         parts: of how many matmuls out becomes the sum, before it is rounded.
     """
-    tuned, is_invariant = region.plan.tune_products, region.plan.batch_invariant and kind == "logits"
-    tuned = tuned and not is_invariant
-    if region.tape is None and not region.operands.vocab:
-        # A rank without columns: dX is a sum over none, and the others are empty.
-        if not accumulate:
-            out.zero_()
-    elif region.tape is None:
-        if kind == "logits":
-            settings = {"tune": tuned, "batch_invariant": is_invariant}
-            matmul.logits_(out, a, b, bias=bias, accumulate=accumulate, **settings)
-        else:
-            run = matmul.input_gradient_ if kind == "dX" else matmul.weight_gradient_
-            run(out, a, b, accumulate=accumulate, tune=tuned)
+    is_invariant = region.plan.batch_invariant and kind == "logits"
+    tuned = region.plan.tune_products and not is_invariant
     if region.tape is None:
+        settings = {"accumulate": accumulate, "tune": tuned}
+        if not region.operands.vocab:
+            # A rank without columns: its dX is a sum over no columns, and its logits and dW are empty.
+            if not accumulate:
+                out.zero_()
+        elif kind == "logits":
+            matmul.logits_(out, a, b, bias=bias, batch_invariant=is_invariant, **settings)
+        elif kind == "dX":
+            matmul.input_gradient_(out, a, b, **settings)
+        else:
+            matmul.weight_gradient_(out, a, b, **settings)
         return
     work = matmul.MatmulWork.of(kind, out, a, b, tune=tuned, parts=parts)
     if bias is not None and region.layout(work.columns).padding and not is_invariant:
