@@ -488,7 +488,7 @@ MUTATIONS = [
     ),
     *_of(
         "execution/engine.py",
-        ("mask", "            if buffer.padded is saved_logits:\n", "            if True:\n"),
+        ("mask", "if chunk.start and buffer.padded is saved_logits:", "if chunk.start and saved_logits is not None:"),
         ("mask", "        del logits, dlogits\n", "        pass\n"),
         tests=(RUNS, CHOICE),
     ),

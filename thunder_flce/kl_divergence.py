@@ -115,13 +115,13 @@ def linear_kl_divergence(
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """What the operators' string says, a Python literal."""
+    """The plain values that the operators take as one string, a Python literal."""
 
     divergence: Divergence
     loss: Loss
     options: Options
     needs_grad: tuple[bool, ...]
-    """Of input and linear_weight"""
+    """Whether input and linear_weight need a gradient"""
 
     def __str__(self) -> str:
         options = {name: plain(value) for name, value in self.options.non_defaults().items()}
@@ -206,7 +206,7 @@ operators.define("linear_kl_divergence_backward", f"Tensor grad, {_SCHEMA}", _ba
 
 
 class _LinearKLDivergence(torch.autograd.Function):
-    """Returns what the backward scales, too."""
+    """Returns the gradients that the backward scales as further results."""
 
     @staticmethod
     def forward(settings: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:

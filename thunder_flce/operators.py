@@ -37,7 +37,7 @@ from thunder_flce.vocab_parallel import VocabParallel, agree
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the operators' string says."""
+    """The plain values that the operators take as one string."""
 
     loss: Loss
     needs_grad: tuple[str, ...]
@@ -179,7 +179,7 @@ def operands_of(
 
 
 def with_all_tokens(arguments: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
-    """The same with what each token has numbers of, of all ranks, where these divide the tokens."""
+    """The arguments; where ranks divide the tokens, tensors with numbers of each token are gathered from all ranks."""
     if not shard.sequence_parallel:
         return {**arguments}
     tokens = arguments["input"].shape[:-1]
@@ -244,10 +244,10 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def needs_operator(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether somebody has to see the operator in place of what it runs.
+    """Whether a call must go through the dispatcher, as one operator, instead of straight to the engine.
 
-    That is a compiler, a mode, a profiler, a transform of torch.func, or the subclass of a tensor. And what is to be
-    negated when it is read has to be written down first, which the dispatcher does.
+    It must where a compiler, a mode, a profiler, a transform of torch.func or a tensor subclass has to see the
+    operator, and for tensors that are lazily negated (`is_neg`), which the dispatcher materialises.
     """
     is_watched = (
         torch._C._are_functorch_transforms_active()
@@ -284,7 +284,7 @@ def differentiate(settings: Settings, arguments: Mapping[str, Any], *, may_overw
 
 
 def _arguments(names: Sequence[str], tensors: Sequence[Tensor | None], others: Mapping[str, Any]) -> dict[str, Any]:
-    """By name; those that have their defaults are not handed over."""
+    """All arguments by name: PyTorch does not hand over those that have their defaults."""
     return {**dict.fromkeys(_DEFAULTS), **dict(zip(names, tensors, strict=True)), **others}
 
 
@@ -306,7 +306,7 @@ def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands
     given |= {"terms": _pairs(arguments["terms"]), "token_inputs": arguments.get("token_inputs") or ()}
 
     def described(name: str, operand: Tensor | None) -> Tensor | None:
-        """The operator's own do not say whether they need a gradient."""
+        """The operand, marked as needing a gradient or not: inside the operator, the mark is lost."""
         return None if operand is None else operand.detach().requires_grad_(name in settings.needs_grad)
 
     call = {**given, **{name: described(name, given[name]) for name in ("input", "linear_weight", "linear_bias")}}

@@ -281,7 +281,7 @@ def _needs_later_sums(problem: Problem) -> bool:
 
 
 def _saved_rows(problem: Problem, chunk_rows: int, budget: int | None) -> int:
-    """Of how many tokens the logits are saved, beside a chunk of others."""
+    """How many tokens' logits are saved, beside a chunk of the others."""
     fitting = 0 if budget is None else budget // logits_bytes(problem, 1)
     if fitting >= problem.tokens:
         return problem.tokens
