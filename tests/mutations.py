@@ -367,8 +367,8 @@ MUTATIONS = [
         ("mask", "        next(chunks, None)\n", "        pass\n"),
         (
             "index",
-            "steps.logits_(region, buffers[block.start]",
-            "steps.logits_(region, buffers[0]",
+            "steps.logits_(region, buffer.rows(rows)",
+            "steps.logits_(region, logits.buffers[0].rows(rows)",
         ),
         tests=(STAGED,),
     ),
@@ -488,7 +488,7 @@ MUTATIONS = [
     ),
     *_of(
         "execution/engine.py",
-        ("mask", "            if buffer.padded is saved_logits:\n", "            if True:\n"),
+        ("mask", "if chunk.start and buffer.padded is saved_logits:", "if chunk.start and saved_logits is not None:"),
         ("mask", "        del logits, dlogits\n", "        pass\n"),
         tests=(RUNS, CHOICE),
     ),

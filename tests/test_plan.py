@@ -420,8 +420,9 @@ def test_one_loss_a_token_has_no_gradients_in_forward():
     assert {other.strategy for other in others} == {"save_logits", "recompute_logits"}
 
 
-def test_without_gradients_only_the_chunk_can_differ():
-    frozen = problem(input_grad=False, weight_grad=False)
+@pytest.mark.parametrize("loss", [Loss(), EACH_ROW, Loss(reduction="none", label_smoothing=0.1)])
+def test_without_gradients_only_the_chunk_can_differ(loss):
+    frozen = problem(input_grad=False, weight_grad=False, loss=loss)
     others = alternatives(frozen, make_plan(frozen, Options(ignored_rows="compute")))
     assert {other.strategy for other in others} == {"loss_only"}
     assert {other.ignored_rows for other in others} == {"compute"}

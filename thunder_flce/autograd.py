@@ -55,14 +55,19 @@ def _apply(
     token_inputs: Sequence[Tensor],
     operands: Operands | None = None,
 ) -> tuple[Tensor, ...]:
-    """For the tensors of `_NAMES`, then those of the terms; and what the token loss reads.
+    """The results of the autograd function.
 
-    `operands` are the same once more, where the engine may take them without the operator.
+    Args:
+        settings: the settings of the operator.
+        tensors: those that `_NAMES` names, then input and weight of each further term.
+        token_inputs: what the token loss reads.
+        operands: the same tensors for the engine, where it may run without the operator; None where it may not.
     """
     is_transformed = torch._C._are_functorch_transforms_active()
-    # That of `Function` prepares for torch.func, which takes the host as long as a few launches.
-    of: Any = _LinearCrossEntropy if operands is None else super(torch.autograd.Function, _LinearCrossEntropy)
-    return of.apply(settings, is_transformed, operands, len(token_inputs), *token_inputs, *tensors)
+    # `Function.apply` also prepares for torch.func, which takes the host as long as a few kernel launches. The
+    # `apply` of its base class does not.
+    function: Any = _LinearCrossEntropy if operands is None else super(torch.autograd.Function, _LinearCrossEntropy)
+    return function.apply(settings, is_transformed, operands, len(token_inputs), *token_inputs, *tensors)
 
 
 def _by_name(tensors: Sequence[Tensor | None]) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def _by_name(tensors: Sequence[Tensor | None]) -> dict[str, Any]:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Returns what is saved for the backward, too: torch.func asks for that."""
+    """Returns the tensors that are saved for the backward as further results, as torch.func requires."""
 
     @staticmethod
     def forward(
@@ -118,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (None,) * ctx.count
         run = _Backward.apply if is_recorded else _Backward.forward
         found = run(ctx.settings, *upstream, *ctx.saved_tensors)
-        # Where the operands are among the inputs.
+        # The positions of the operands among the inputs.
         first = ctx.first + _NAMES.index("input")
         pairs = [(at, at + 1) for at in range(first + 3, ctx.count, 2)]
         positions = named_operands(first, first + 1, first + 2, pairs)
@@ -133,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The backward; a function of its own where autograd records it."""
+    """The backward as an autograd function: where autograd records it, a second derivative is an error."""
 
     @staticmethod
     def forward(settings: Settings, grad: Any, *others: Any) -> Any:
@@ -173,7 +178,7 @@ class _Backward(torch.autograd.Function):
 def _autograd_kernel(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, terms: Sequence[Tensor], settings: str, **optional: Any
 ) -> list[Tensor]:
-    """What a call of the operator itself runs, as those in exported programs do."""
+    """Runs a direct call of the operator, such as those in exported programs."""
     bias, known = optional.get("linear_bias"), Settings.parse(settings)
     operands = named_operands(input, linear_weight, bias, list(zip(terms[::2], terms[1::2], strict=True)))
     if not torch.is_grad_enabled() or not any(operand.requires_grad for operand in operands.values()):

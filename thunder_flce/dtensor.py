@@ -94,7 +94,7 @@ def whole_class_weight(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class DividedCall:
-    """A call of `linear_cross_entropy` with DTensors, as that which this rank makes."""
+    """A call of `linear_cross_entropy` with DTensors, as the call that this rank makes of its parts."""
 
     arguments: dict[str, Any]
     """Plain tensors: this rank's parts"""
@@ -210,7 +210,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Arrival(torch.autograd.Function):
-    """What a collective gives that nobody has waited for."""
+    """The result of an asynchronous collective, once it has arrived."""
 
     @staticmethod
     def forward(ctx: Any, tensor: AsyncCollectiveTensor) -> Tensor:
@@ -330,5 +330,5 @@ def _whole(value: Any) -> Any:
 
 
 def _arrived(tensor: Tensor) -> Tensor:
-    """The tensor, as a plain one, when what another rank has sent of it is there."""
+    """The tensor as a plain one, after waiting for what other ranks have sent."""
     return _Arrival.apply(tensor) if isinstance(tensor, AsyncCollectiveTensor) else tensor

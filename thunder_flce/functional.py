@@ -32,7 +32,7 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     eager = torch.compiler.disable(function, reason=ONLY_EAGER)
     constant = torch.compiler.assume_constant_result(as_literal)
 
-    # What Dynamo does not see as one call is this, which it looks into.
+    # Dynamo looks into this wrapper, and sees one call of `function` in it.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if callable(token_loss := kwargs.get("token_loss")):

@@ -2,7 +2,7 @@
 
 import ast
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -115,18 +115,17 @@ def linear_kl_divergence(
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """What the operators' string says, a Python literal."""
+    """The plain values that the operators take as one string, a Python literal."""
 
     divergence: Divergence
     loss: Loss
     options: Options
     needs_grad: tuple[bool, ...]
-    """Of input and linear_weight"""
+    """Whether input and linear_weight need a gradient"""
 
     def __str__(self) -> str:
-        options = self.options
-        changed = {f.name: plain(value) for f in fields(options) if (value := getattr(options, f.name)) != f.default}
-        parts = {"divergence": asdict(self.divergence), "loss": self.loss.non_defaults(), "options": changed}
+        options = {name: plain(value) for name, value in self.options.non_defaults().items()}
+        parts = {"divergence": asdict(self.divergence), "loss": self.loss.non_defaults(), "options": options}
         return repr({**parts, "needs_grad": self.needs_grad})
 
     @staticmethod
@@ -169,18 +168,14 @@ def _run(settings: _Settings, tensors: Sequence[Tensor | None], upstream: Tensor
     return distillation.run(operands, teacher, settings.divergence, plan=plan, upstream=upstream)
 
 
-def _needed(result: DivergenceResult) -> list[Tensor]:
-    gradients = () if result.gradients is None else result.gradients.in_order()
-    return [gradient for gradient in gradients if gradient is not None]
-
-
 def _forward(*tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
     known, upstream, (x, *_) = _Settings.parse(settings), None, tensors
     if known.finishes_in_forward(x.dtype):
         dtype = operators.statistics_dtype(x.dtype)
         upstream = torch.full((), known.options.expected_gradient or 1.0, dtype=dtype, device=x.device)
     result = _run(known, (*tensors, target), upstream)
-    return [result.loss, result.valid_count, *_needed(result)]
+    gradients = [] if result.gradients is None else result.gradients.needed()
+    return [result.loss, result.valid_count, *gradients]
 
 
 def _forward_fake(*tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
@@ -195,7 +190,9 @@ def _gradients_fake(settings: _Settings, *tensors: Tensor) -> list[Tensor]:
 
 
 def _backward(grad: Tensor, *tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
-    return _needed(_run(_Settings.parse(settings), (*tensors, target), grad))
+    gradients = _run(_Settings.parse(settings), (*tensors, target), grad).gradients
+    assert gradients is not None
+    return gradients.needed()
 
 
 def _backward_fake(grad: Tensor, *tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
@@ -209,7 +206,7 @@ operators.define("linear_kl_divergence_backward", f"Tensor grad, {_SCHEMA}", _ba
 
 
 class _LinearKLDivergence(torch.autograd.Function):
-    """Returns what the backward scales, too."""
+    """Returns the gradients that the backward scales as further results."""
 
     @staticmethod
     def forward(settings: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:

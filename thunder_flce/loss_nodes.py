@@ -73,7 +73,10 @@ def sources_above(node: Node) -> set[Node]:
 
 
 def _readers_below(source: Node, sizes: set[Any]) -> list[Node]:
-    """What reads one number a row of a source's logits, and of what has a dimension of such a size, as they have."""
+    """The nodes that read one number a row of a source's logits, or of a tensor computed from the logits.
+
+    Of these tensors, only those count that still have a dimension of one of the `sizes`, as the logits do.
+    """
 
     def users(node: Node) -> Iterable[Node]:
         shape = _shape(value_of(node))

@@ -11,7 +11,7 @@ They return fresh, contiguous tensors and change none of their arguments. `autog
 import ast
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import is_fake
 from thunder_flce.device import DeviceMemory
 from thunder_flce.execution import engine
 from thunder_flce.execution.layout import layout_for
-from thunder_flce.execution.operands import ForwardResult, Gradients, Operands, SavedStatistics, Term, UpstreamGradients
+from thunder_flce.execution.operands import ForwardResult, Operands, SavedStatistics, Term, UpstreamGradients
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, SaveLogits, SaveSomeLogits
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.execution.shards import Pending, start_gathering
@@ -37,7 +37,7 @@ from thunder_flce.vocab_parallel import VocabParallel, agree
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the operators' string says."""
+    """The plain values that the operators take as one string."""
 
     loss: Loss
     needs_grad: tuple[str, ...]
@@ -125,9 +125,9 @@ def _written(settings: Settings) -> str:
         values["shard"] = asdict(settings.shard)
     if settings.vocab_parallel is not None:
         values["vocab_parallel"] = settings.vocab_parallel
-    options = settings.options
-    changed = {f.name: value for f in fields(options) if (value := getattr(options, f.name)) != f.default}
-    return repr({**values, "options": changed} if changed else values)
+    if options := settings.options.non_defaults():
+        values["options"] = options
+    return repr(values)
 
 
 def operands_of(
@@ -143,10 +143,11 @@ def operands_of(
     """
     input, target = arguments["input"], arguments["target"]
     linears = [*named_operands(input, arguments["linear_weight"], None, arguments["terms"]).items()]
-    target_weights = arguments.get("target_weights")
+    row_dtype = statistics_dtype(input.dtype)
+    token_weights, target_weights = arguments.get("token_weights"), arguments.get("target_weights")
     several = () if target_weights is None else (target.shape[-1],)
     if target_weights is not None:
-        target_weights = target_weights.reshape(-1, *several).to(statistics_dtype(input.dtype))
+        target_weights = target_weights.reshape(-1, *several).to(row_dtype)
     # The targets are those of all ranks, which may divide the tokens.
     target = target.reshape(-1, *several)
     tokens = target.shape[0] // (1 if shard is None else shard.token_parts)
@@ -165,20 +166,21 @@ def operands_of(
         loss=loss,
         target_weights=target_weights,
         class_weight=arguments["weight"],
-        token_weights=_flat_weights(arguments.get("token_weights"), statistics_dtype(input.dtype)),
+        token_weights=None if token_weights is None else token_weights.reshape(-1).to(row_dtype),
         token_inputs=tuple(
             # Integers stay as they are: float32 is not exact beyond 2²⁴.
-            vector.reshape(-1).to(statistics_dtype(input.dtype) if vector.is_floating_point() else vector.dtype)
+            vector.reshape(-1).to(row_dtype if vector.is_floating_point() else vector.dtype)
             for vector in arguments.get("token_inputs") or ()
         ),
-        **{name: _as_row_scalar(arguments[name], target, statistics_dtype(input.dtype)) for name in _ROW_SCALARS},
+        num_items=_as_row_scalar(arguments["num_items"], target, row_dtype),
+        expected_gradient=_as_row_scalar(arguments["expected_gradient"], target, row_dtype),
         bias_grad="linear_bias" in needs_grad,
         shard=shard,
     )
 
 
 def with_all_tokens(arguments: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
-    """The same with what each token has numbers of, of all ranks, where these divide the tokens."""
+    """The arguments; where ranks divide the tokens, tensors with numbers of each token are gathered from all ranks."""
     if not shard.sequence_parallel:
         return {**arguments}
     tokens = arguments["input"].shape[:-1]
@@ -191,13 +193,6 @@ def with_all_tokens(arguments: Mapping[str, Any], shard: Shard) -> dict[str, Any
     inputs = [started(part) for part in arguments["token_inputs"]]
     gathered = {name: each.wait() for name, each in pending.items()}
     return {**arguments, **gathered, "token_inputs": [each.wait() for each in inputs]}
-
-
-_ROW_SCALARS = ("num_items", "expected_gradient")
-
-
-def _flat_weights(token_weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if token_weights is None else token_weights.reshape(-1).to(dtype)
 
 
 def _as_row_scalar(number: Tensor | float | None, like: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -250,10 +245,10 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def needs_operator(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether somebody has to see the operator in place of what it runs.
+    """Whether a call must go through the dispatcher, as one operator, instead of straight to the engine.
 
-    That is a compiler, a mode, a profiler, a transform of torch.func, or the subclass of a tensor. And what is to be
-    negated when it is read has to be written down first, which the dispatcher does.
+    It must where a compiler, a mode, a profiler, a transform of torch.func or a tensor subclass has to see the
+    operator, and for tensors that are lazily negated (`is_neg`), which the dispatcher materialises.
     """
     is_watched = (
         torch._C._are_functorch_transforms_active()
@@ -286,16 +281,11 @@ def differentiate(settings: Settings, arguments: Mapping[str, Any], *, may_overw
     statistics = SavedStatistics(*(arguments[name] for name in SavedStatistics._fields))
     upstream = UpstreamGradients(arguments["grad"], *(arguments[name] for name in OUTPUT_GRADS))
     kept = arguments["kept"]
-    gradients = engine.backward(operands, plan, statistics, kept, upstream, may_overwrite=may_overwrite)
-    return _needed(gradients)
-
-
-def _needed(gradients: Gradients) -> list[Tensor]:
-    return [gradient for gradient in gradients.in_order() if gradient is not None]
+    return engine.backward(operands, plan, statistics, kept, upstream, may_overwrite=may_overwrite).needed()
 
 
 def _arguments(names: Sequence[str], tensors: Sequence[Tensor | None], others: Mapping[str, Any]) -> dict[str, Any]:
-    """By name; those that have their defaults are not handed over."""
+    """All arguments by name: PyTorch does not hand over those that have their defaults."""
     return {**dict.fromkeys(_DEFAULTS), **dict(zip(names, tensors, strict=True)), **others}
 
 
@@ -317,7 +307,7 @@ def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands
     given |= {"terms": _pairs(arguments["terms"]), "token_inputs": arguments.get("token_inputs") or ()}
 
     def described(name: str, operand: Tensor | None) -> Tensor | None:
-        """The operator's own do not say whether they need a gradient."""
+        """The operand, marked as needing a gradient or not: inside the operator, the mark is lost."""
         return None if operand is None else operand.detach().requires_grad_(name in settings.needs_grad)
 
     call = {**given, **{name: described(name, given[name]) for name in ("input", "linear_weight", "linear_bias")}}
@@ -342,7 +332,7 @@ def results(settings: Settings, result: ForwardResult) -> list[Tensor]:
     """What the operator returns: the loss, its outputs and what is saved for the backward."""
     found = [result.loss, *result.outputs]
     if result.gradients is not None:
-        return [*found, result.statistics.valid_count, *_needed(result.gradients)]
+        return [*found, result.statistics.valid_count, *result.gradients.needed()]
     if settings.strategy == LossOnly.strategy:
         return found
     # The entropy is among the outputs.

@@ -1,7 +1,8 @@
 """What a user can choose about how the loss is computed; the defaults suit training on one device."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -112,6 +113,10 @@ class Options:
         for name in ("tune_products", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, but got {getattr(self, name)!r}")
+
+    def non_defaults(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def has_float32_logits(self, dtype: torch.dtype) -> bool:
         """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""

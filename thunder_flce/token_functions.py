@@ -22,7 +22,7 @@ _ALIASES = ("detach", "to", "type_as", *CASTS)
 
 
 class _Name(NamedTuple):
-    """What a step calls a stand-in."""
+    """The name of a stand-in, as an argument of a step."""
 
     text: str
 
@@ -166,12 +166,12 @@ def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenL
 
 
 def in_place(called: str) -> NotOfTokens:
-    """Where others might see the change."""
+    """The error for an operation that changes a tensor in place where others might see the change."""
     return NotOfTokens(f"{called}, which changes a tensor in place that is given or may be shared")
 
 
 def not_of_tokens(problem: Exception) -> TypeError:
-    """What a user is told of a function that does something else."""
+    """The error for a function that is not made of operations on single tokens."""
     return TypeError(
         "token_loss must be made of PyTorch's operations on single tokens, since a chunk of tokens at a time is "
         f"computed, but it has: {problem}"
@@ -216,7 +216,7 @@ def _have_dynamo_invert() -> None:
 
 @torch.compiler.assume_constant_result
 def _written(steps: tuple[_Step, ...], result: _Name, dtypes: tuple[torch.dtype, ...]) -> TokenLoss | str:
-    """The loss, or what is none. Dynamo takes an error in here for one of its own."""
+    """The loss, or an error's text: Dynamo would take an error raised in here for one of its own."""
     try:
         return _write_steps(steps, result, dtypes)
     except (NotOfTokens, NotImplementedError) as problem:

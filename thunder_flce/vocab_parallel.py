@@ -117,17 +117,17 @@ class Agreement:
 
     shard: Shard
     weight_rows: int
-    """Of the whole weight."""
+    """Rows of the whole weight."""
     memory: DeviceMemory | None
-    """The least of all ranks; None for a CPU."""
+    """The least total and the least free memory among all ranks; None for a CPU."""
 
 
-# Of each group, by what a rank was given.
+# The agreements of each group, by what this rank was given.
 _agreements: WeakKeyDictionary[ProcessGroup, dict[Any, Agreement]] = WeakKeyDictionary()
 
 
 def agree(parallel: VocabParallel, arguments: Mapping[str, Any], *, loss: Loss, options: Options) -> Agreement:
-    """Who has which part of the vocabulary. Ranks exchange that when they first meet such a call.
+    """Which rank has which part of the vocabulary. The ranks exchange this when they first meet such a call.
 
     Args:
         parallel: the ranks, each of which has as many tokens.
@@ -176,7 +176,7 @@ def settings_of(vocab_parallel: Any) -> dict[str, Any]:
 
 
 def as_literal(**settings: Any) -> str:
-    """The same as a literal for a graph; the group is its name.
+    """The fields of a `VocabParallel` as a literal, for a graph; the group is given by its name.
 
     Raises:
         NotImplementedError: with `data_parallel`.

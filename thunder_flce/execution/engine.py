@@ -6,9 +6,9 @@ For inputs x (T, H), weights W (V, H), bias b (V,) and targets y (T,):
     loss, dz = …                 row by row, from statistics of z's rows: `operation.loss`
     dX = dz W,  dW = dzᵀ x,  db = Σ_t dz
 
-This is ordinary code on tensors. Run on the values of `record` it is written down instead: traces, `explain` and the
-planner read from that what a region runs. Legend: T tokens, N of them not ignored, C tokens in a chunk, H hidden size,
-V vocabulary.
+This is ordinary code on tensors. Run on the values of `record`, it writes its steps down instead of launching them;
+traces, `explain` and the planner read these steps. Legend: T tokens, N of them not ignored, C tokens in a chunk, H
+hidden size, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -52,9 +52,10 @@ def forward(operands: Operands, plan: Plan) -> ForwardResult:
 
 
 def _forward_with_gradients(region: Region, plan: GradientsInForward) -> ForwardResult:
-    """Each chunk's logits become gradients at once; nothing is kept but these.
+    """Turns the logits of each chunk into gradients at once, and keeps only the gradients.
 
-    Where each row has an upstream gradient of its own, they are those for 1 at each row: only dX is there then.
+    Where each row has an upstream gradient of its own, the result is dX for an upstream gradient of 1 at each row. Such
+    a plan is made only where neither dW nor db is needed.
     """
     selection = select_rows(region)
     sums = GradientSums(region, plan)
@@ -62,8 +63,8 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
     first = plan.chunk_rows if plan.staged is None else plan.staged[0]
     buffer = staged.rest if staged else steps.logits_buffer(region, min(first, region.operands.tokens))
     first_logits = staged.logits if staged else buffer
-    # The first rows of x that the host need not wait for are where dX will be.
-    # Elsewhere they take memory, so they are no more than a chunk's.
+    # Where ignored rows are skipped, the first rows of x are copied into the memory of dX. Where a term needs no dX,
+    # the copies take memory of their own, so they are no more than a chunk.
     largest = first if all(memory is not None for memory in sums.inputs) else min(first, plan.chunk_rows)
     computed = _start_first_logits(region, selection, first_logits, largest=largest, outs=sums.inputs)
     rows = selection.rows()
@@ -90,7 +91,7 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
         _fill(region, logits, xs, slice(0 if chunk.start else computed, xs[0].shape[0]))
         if _takes_one_pass(region):
             results.append(_gradient_in_one_pass(region, rows, row_gradients, logits, chunk))
-            dlogits, bias_grad = _as_dlogits(region, logits), None
+            dlogits, bias_grad = LogitsBuffer(steps.named(logits.padded, "dlogits"), logits.layout), None
         else:
             result = chunk_result(region, scales, logits, chunk)
             results.append(result)
@@ -100,7 +101,7 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
                 region, logits, result.statistics, coefficients, result.targets, scales.class_weight
             )
         sums.add(dlogits, xs, chunk, bias_grad)
-        # The next chunk's are allocated before these names are bound again.
+        # Otherwise these tensors would be alive while those of the next chunk are allocated.
         del xs, logits, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     del first_logits, buffer, staged
@@ -123,10 +124,9 @@ def _forward_for_backward(region: Region, chunk_rows: int, saved_rows: int | Non
     scales = RowScales.of(region, rows)
     results = []
     for chunk in region.loop(rows.chunks(chunk_rows, first), "chunk"):
-        if saved_logits is not None and chunk.start:
-            # What is kept can't be written over. All later chunks share memory of their own.
-            if buffer.padded is saved_logits:
-                buffer = steps.logits_buffer(region, chunk.stop - chunk.start)
+        if chunk.start and buffer.padded is saved_logits:
+            # Saved logits must not be written over. All later chunks share a buffer of their own.
+            buffer = steps.logits_buffer(region, chunk.stop - chunk.start)
         xs, logits = _gathered(region, rows, chunk), steps.first_rows(buffer, chunk.stop - chunk.start)
         _fill(region, logits, xs, slice(0 if chunk.start else computed, xs[0].shape[0]))
         results.append(chunk_result(region, scales, logits, chunk))
@@ -150,9 +150,9 @@ def backward(
         operands: as in the forward.
         plan: as in the forward.
         saved: as returned by the forward.
-        kept: as returned by the forward; used up, unless the graph is kept.
+        kept: as returned by the forward; overwritten, unless the graph is kept (`retain_graph`).
         upstream: the gradients of the loss and its outputs.
-        may_overwrite: whether `kept` may be used up even so.
+        may_overwrite: False leaves `kept` as it is in any case.
     """
     region, logits = Region(operands, plan), kept
     if isinstance(plan, GradientsInForward):
@@ -191,17 +191,17 @@ def scale_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Backward of `GradientsInForward`: the gradients times the upstream gradient, grad (), over the expected one.
 
-    What autograd will read again, because the graph is kept, is left as it is.
+    Gradients are overwritten, unless the graph is kept (`retain_graph`), so that autograd may read them again.
     """
     factor = gradient_factor(grad, valid_count, expected_gradient)
     return tuple(None if gradient is None else steps.scaled(gradient, factor) for gradient in gradients)
 
 
 def gradient_factor(grad: Tensor, valid_count: Tensor, expected_gradient: Tensor | float | None) -> Tensor:
-    """() what finished gradients are multiplied by.
+    """() the number that finished gradients are multiplied by.
 
-    Without a valid row it is 0 even for an upstream gradient of NaN, which a function of the NaN that is the mean of
-    nothing may have.
+    Without a valid row it is 0, even for an upstream gradient of NaN: the mean over no rows is NaN, and a function of
+    it may pass NaN back.
     """
     if expected_gradient is not None:
         grad = grad.to(torch.promote_types(grad.dtype, torch.float32)) / expected_gradient
@@ -211,7 +211,7 @@ def gradient_factor(grad: Tensor, valid_count: Tensor, expected_gradient: Tensor
 def _scaled_units(
     region: Region, kept: Tensor, valid_count: Tensor, upstream: UpstreamGradients, may_overwrite: bool
 ) -> Gradients:
-    """dX, from that for an upstream gradient of 1 at each row."""
+    """dX for the upstream gradients, from `kept`, which is dX for an upstream gradient of 1 at each row."""
     rows = every_row(region, valid_count)
     factors = rows.returned(RowGradients(region, RowScales.of(region, rows), upstream).factors)
     is_free = may_overwrite and (region.tape is not None or not graph_is_kept())
@@ -246,7 +246,7 @@ def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | 
         if bias_grad is not None and column_sums is not None:
             of_saved = None if saved is None else saved.bias_grad
             bias_grad[block] = column_sums if of_saved is None else column_sums + of_saved[block]
-        # Nothing else may hold on to this block while the next is allocated.
+        # Otherwise this block would be alive while the next one is allocated.
         del logits, dlogits
     inputs = tuple(each.finish_input(rows) for each in sums)
     return Gradients(inputs, tuple(each.weight for each in sums), rounded_bias(bias_grad, operands))
@@ -301,11 +301,6 @@ def _gradient_in_one_pass(region: Region, rows: Rows, row_gradients: RowGradient
     return ChunkResult(found, z_y, {})
 
 
-def _as_dlogits(region: Region, logits: LogitsBuffer) -> LogitsBuffer:
-    """The buffer, whose logits have become their gradient."""
-    return logits if region.tape is None else LogitsBuffer(steps.named(logits.padded, "dlogits"), logits.layout)
-
-
 def _start_first_logits(
     region: Region,
     selection: Selection | PartSelection,
@@ -317,7 +312,7 @@ def _start_first_logits(
     """The logits of the first rows, which keep the device busy while the host waits for the number of rows.
 
     Returns:
-        Of how many rows.
+        How many rows of logits were computed.
     """
     xs = selection.first_rows(largest, outs)
     if xs is None:
@@ -336,9 +331,8 @@ def _fill(region: Region, logits: LogitsBuffer | LogitsInBlocks, xs: list[Tensor
     if isinstance(logits, LogitsBuffer):
         steps.logits_(region, logits.rows(rows), xs)
         return
-    buffers = {block.start: buffer for block, buffer in zip(logits.columns, logits.buffers, strict=True)}
-    for block in region.loop(logits.columns, "block"):
-        steps.logits_(region, buffers[block.start].rows(rows), xs, columns=block)
+    for block, buffer in zip(region.loop(logits.columns, "block"), logits.buffers, strict=True):
+        steps.logits_(region, buffer.rows(rows), xs, columns=block)
 
 
 def _gathered(region: Region, rows: Rows, chunk: slice) -> list[Tensor]:
@@ -347,7 +341,7 @@ def _gathered(region: Region, rows: Rows, chunk: slice) -> list[Tensor]:
 
 
 def _saved_rows(plan: Plan, tokens: int) -> int | None:
-    """Of how many rows the logits are kept, which may be 0 without tokens; None for plans that keep none."""
+    """How many rows of logits are kept for the backward, 0 without tokens; None for plans that keep none."""
     if isinstance(plan, SaveLogits):
         return tokens
     return plan.saved_rows if isinstance(plan, SaveSomeLogits) else None

@@ -60,7 +60,7 @@ class GradientSums:
     Args:
         region: the region.
         plan: how dW is summed.
-        rows: the rows that are computed; or see `begin`.
+        rows: the rows that are computed; None where `begin` takes them later.
     """
 
     def __init__(self, region: Region, plan: Plan, rows: Rows | None = None):
@@ -78,7 +78,7 @@ class GradientSums:
             self.begin(rows)
 
     def _sum_dtype(self, at: int) -> torch.dtype:
-        """What dW of a term is summed in over the chunks.
+        """The dtype in which dW of a term is summed over the chunks.
 
         A low-rank adapter's takes little memory in float32. In 16 bits its error is 2.1 times that of a single matmul
         (rank 16, 8192 × 128256 in four chunks).
@@ -135,9 +135,9 @@ class GradientSums:
         return self._gathered(chunk, outs)
 
     def gather_staged(self, chunk: slice) -> list[Tensor]:
-        """The same for the chunk whose logits are staged, of which dX comes before dW.
+        """As `gather`, for the chunk whose logits are staged: dX of its rows is written before dW reads x.
 
-        Copies are in the last rows of dX's memory, or in new memory if those are not enough.
+        Copies are in the last rows of dX's memory, which that dX leaves alone, or in new memory if these are too few.
         """
         tokens = self._rows.total
         has_room = 2 * chunk.stop <= tokens
@@ -162,7 +162,7 @@ class GradientSums:
         for at, (of_term, x) in enumerate(zip(self._terms, xs, strict=True)):
             pending = None
             if of_term.input is not None:
-                # The ranks' sum of dX is hidden by dW.
+                # The matmul of dW hides the sum of dX over the ranks.
                 pending = steps.start_input_gradient(region, matrix, of_term.term.weight)
             if of_term.weight is not None:
                 out, again = of_term.weight[: matrix.shape[1]], not self._is_first
@@ -180,12 +180,11 @@ class GradientSums:
         self._is_first = False
 
     def add_staged(self, dlogits: LogitsInBlocks, xs: list[Tensor], chunk: slice) -> None:
-        """The same for the chunk whose logits are staged.
+        """As `add`, for the chunk whose logits are staged.
 
         dX comes first, summed where dW begins in memory, because dW is written over the logits.
         """
         region, operands = self._region, self._region.operands
-        buffers = {block.start: buffer for block, buffer in zip(dlogits.columns, dlogits.buffers, strict=True)}
         (of_term,), (x,) = self._terms, xs
         term, weight = of_term.term, of_term.weight
         assert weight is not None, "logits are staged in the memory of dW"
@@ -194,13 +193,13 @@ class GradientSums:
             if out.dtype != operands.row_dtype:
                 free = weight[: operands.vocab].view(-1).view(operands.row_dtype)
                 total = steps.named(free[: out.numel()].view(out.shape), "dX_sum")
-            for block in region.loop(dlogits.columns, "block"):
-                matrix = steps.named(buffers[block.start].logits, "dlogits[:, block]")
+            for block, buffer in zip(region.loop(dlogits.columns, "block"), dlogits.buffers, strict=True):
+                matrix = steps.named(buffer.logits, "dlogits[:, block]")
                 steps.matmul_(region, "dX", total, matrix, term.weight[block], accumulate=block.start > 0)
             if total is not out:
                 steps.copy_(region, out, total)
-        for block in region.loop(dlogits.columns, "block"):
-            matrix = steps.named(buffers[block.start].logits, "dlogits[:, block]")
+        for block, buffer in zip(region.loop(dlogits.columns, "block"), dlogits.buffers, strict=True):
+            matrix = steps.named(buffer.logits, "dlogits[:, block]")
             steps.matmul_(region, "dW", weight[block], matrix, x)
         if self._frequent is not None:
             self._frequent.begin(weight)
@@ -225,14 +224,14 @@ class GradientSums:
 
 
 class SavedPart(NamedTuple):
-    """What the backward has made of the logits that were saved."""
+    """The gradient of the logits that were saved."""
 
     rows: slice
-    """The first rows"""
+    """The first of the rows that are computed"""
     dlogits: Tensor
     """(S, V)"""
     bias_grad: Tensor | None
-    """(V,) their sum over the rows"""
+    """(V,) the sum of dlogits over the rows"""
 
 
 class BlockSums:
@@ -245,7 +244,7 @@ class BlockSums:
         region: the region.
         at: which of its terms.
         x: (N, H) the term's rows that are computed.
-        saved: those of them whose logits were saved, which come first.
+        saved: the rows whose logits were saved, which come first; None without such rows.
     """
 
     def __init__(self, region: Region, at: int, x: Tensor, saved: SavedPart | None):
@@ -359,7 +358,7 @@ class FrequentRows:
         self._columns = occurrences.topk(self._count, sorted=False).indices
 
     def begin(self, weight_grad: Tensor) -> None:
-        """Takes what the first chunk has given from the head's dW (V, H): rounded once before it is added to."""
+        """Starts from what the first chunk has written to the head's dW (V, H), which was rounded once."""
         self._sums[0] = steps.let(self._region, "dW_frequent", weight_grad[self._columns].to(torch.float32))
 
     def columns_of(self, dlogits: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class Operands:
     """(T,) integers in [0, V), or ignore_index; (T, K) with target weights"""
     loss: Loss
     target_weights: Tensor | None = None
-    """(T, K) what each of a row's targets counts"""
+    """(T, K) the weight of each of a row's targets"""
     class_weight: Tensor | None = None
     """(V,) floating point"""
     token_weights: Tensor | None = None
@@ -48,7 +48,8 @@ class Operands:
     """() the upstream gradient that gradients in the forward are finished for; None for 1"""
     bias_grad: bool = False
     shard: Shard | None = None
-    """Of which part of the vocabulary weights and bias are; targets and class weights are of all. None: of all"""
+    """The part of the vocabulary that weights and bias belong to; targets and class weights are those of the whole
+    vocabulary. None: no part, but all of it"""
 
     @property
     def weight_rows(self) -> int:
@@ -82,7 +83,7 @@ class Operands:
 
     @property
     def device(self) -> torch.device:
-        """Where all of them are."""
+        """The device of all operands."""
         return self.terms[0].x.device
 
 
@@ -101,9 +102,13 @@ class Gradients(NamedTuple):
         pairs = [gradient for pair in zip(self.inputs, self.weights, strict=True) for gradient in pair]
         return (*pairs[:2], self.bias, *pairs[2:])
 
+    def needed(self) -> list[Tensor]:
+        """The gradients that are needed, in the same order."""
+        return [gradient for gradient in self.in_order() if gradient is not None]
+
 
 class UpstreamGradients(NamedTuple):
-    """The gradients of the region's results; None for what nothing depends on."""
+    """The upstream gradients of the region's results; None for a result that has none."""
 
     loss: Tensor | None
     """() or, for reduction "none", (T,)"""

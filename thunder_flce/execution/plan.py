@@ -45,7 +45,7 @@ class Plan:
 
     def describe(self) -> str:
         """The plan in words."""
-        words = [*self._own_words()]
+        words = self._own_words()
         if self.float32_logits:
             words.append("float32 logits")
         if self.ignored_rows != "skip":
@@ -66,7 +66,8 @@ class Plan:
 class GradientsInForward(Plan):
     """The forward computes the gradients for the expected upstream gradient, a chunk of tokens at a time.
 
-    Or, of a frozen head, for 1 at each row, where each row has its own: then the backward multiplies rows.
+    Where each row has an upstream gradient of its own and the head is frozen, it computes dX for an upstream gradient
+    of 1 at each row, and the backward multiplies each row by its factor.
     """
 
     strategy: ClassVar[str] = "gradients_in_forward"

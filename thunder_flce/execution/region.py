@@ -45,13 +45,13 @@ class Region:
 
     @property
     def input_grad_dtype(self) -> torch.dtype:
-        """What it is summed in."""
+        """The dtype in which dX is summed over the ranks."""
         is_wide = self.shard is not None and self.shard.float32_input_grad
         return self.operands.row_dtype if is_wide else self.operands.dtype
 
     @cached_property
     def kernels(self) -> RowKernels:
-        """What runs the row work."""
+        """The row kernels of the plan."""
         return kernels_for(
             self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type, logit_map=self.logit_map
         )
@@ -63,7 +63,7 @@ class Region:
         return self.tape
 
     def layout(self, columns: int) -> VocabLayout:
-        """How rows of logits are laid out over so many columns of the vocabulary."""
+        """The memory layout of rows of logits that have so many columns."""
         return layout_for(columns, dtype=self.logits_dtype, device_type=self.device_type)
 
     def loop(self, parts: Iterable[slice], over: str) -> Iterator[slice]:

@@ -30,9 +30,9 @@ class RowScales(NamedTuple):
     row_weights: RowWeights | None
     """The class weights' share in each row, (N,) and ()"""
     divisor: Tensor | None
-    """() of the sum of the cross-entropies over rows; None where nothing is averaged"""
+    """() what the sum of the cross-entropies is divided by; None where nothing is averaged"""
     z_divisor: Tensor | None
-    """() of the sum of the z terms"""
+    """() what the sum of the z terms is divided by; None where nothing is averaged"""
     token_weights: Tensor | None = None
     """(N,) what multiplies a row's loss; None for ones"""
     token_inputs: tuple[Tensor, ...] = ()
@@ -168,7 +168,7 @@ class TokenLosses(NamedTuple):
         def multiplied(name: str, derivative: Tensor | float) -> Tensor:
             if isinstance(derivative, float):
                 return steps.let(region, name, s * derivative)
-            # What a row without an upstream gradient has may be infinite.
+            # The derivative may be infinite in a row without an upstream gradient.
             return steps.let(region, name, torch.where(s == 0, 0.0, s * derivative))
 
         g_p = multiplied("g_p", self.derivatives["log_prob"])
@@ -178,7 +178,7 @@ class TokenLosses(NamedTuple):
 
     @classmethod
     def of(cls, region: Region, row: Row, inputs: Sequence[Tensor]) -> "TokenLosses":
-        """Of rows whose target's logit is known, and (C,) the further inputs."""
+        """The token losses of rows whose target's logit is known, from these rows and the further inputs, (C,) each."""
         loss, columns = region.loss, region.operands.whole_vocab
         variables = [name for name in VARIABLES if uses(loss.token_loss, name)]
         of_row = {name: steps.let(region, name, OUTPUTS[name].of(row, columns, torch.log)) for name in variables}
@@ -191,7 +191,7 @@ class TokenLosses(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What the forward finds out about the rows of a chunk; (C,) each, None where the loss does not need it."""
+    """What the forward computes of the rows of a chunk; (C,) each, None where the loss does not need it."""
 
     statistics: RowStatistics
     target_entry: Tensor

@@ -45,7 +45,7 @@ class Rows:
     """(T,) bool, False in ignored rows; None where none of the rows is ignored"""
 
     target_weights: Tensor | None = None
-    """(N, K) what each of a row's targets counts, 0 for ignored ones; None where a row has one target"""
+    """(N, K) the weight of each of a row's targets, 0 for ignored ones; None where a row has one target"""
 
     @property
     def index(self) -> Tensor:
@@ -90,7 +90,7 @@ class Rows:
         return vector.new_full((self.total,), fill).index_copy_(0, self.index, vector)
 
     def of_part(self, chunk: slice) -> slice:
-        """Of a tensor of the rows whose input is here, those of a chunk."""
+        """Where the rows of a chunk are in this rank's dX: in the same place, unless ranks divide the tokens."""
         return chunk
 
     def returned(self, vector: Tensor, fill: float = 0) -> Tensor:
@@ -277,9 +277,9 @@ class PlannedSelection:
         self._rows = _planned_rows(region, waits, are_skipped=_are_skipped(region))
 
     def first_rows(self, largest: int, outs: Sequence[Tensor | None]) -> None:
-        """Nothing: the matmul that hides the wait for the device is counted with the first chunk's.
+        """Counts the memory of the rows that are copied for the first logits.
 
-        What counts is the memory of rows that are copied for it.
+        The matmul of these logits is counted with the first chunk.
         """
         region, rows = self._region, self._rows
         if not region.is_cuda or rows.order is None:

@@ -47,7 +47,7 @@ def part_without_columns(target: Tensor, dtype: torch.dtype, *, has_argmax: bool
 
 
 def combined(shard: Shard, part: PartOfRows) -> PartOfRows:
-    """The same of all columns. One all-gather, of floating-point numbers in the dtype of rows.
+    """The results for all columns, from those of each rank's. One all-gather, of numbers in the dtype of rows.
 
     Entries at several targets are summed by a collective of their own. Its order makes no difference: one rank alone
     has another number than 0.
@@ -102,14 +102,14 @@ class Pending:
 
 
 def start_sum(shard: Shard, part: Tensor) -> Pending:
-    """The sum over the ranks of dX of some rows, or of that this rank's part of these.
+    """Starts to sum dX of some rows over the ranks.
 
     Args:
         shard: of a vocabulary.
-        part: (C, H) what this rank's columns contribute, contiguous; used up.
+        part: (C, H) what this rank's columns contribute, contiguous; overwritten.
 
     Returns:
-        (C, H), where tokens are divided (C / R, H).
+        (C, H) the sum; where ranks divide the tokens, this rank's rows of it, (C / R, H).
     """
     group = process_group(shard)
     if not shard.sequence_parallel:
@@ -120,7 +120,7 @@ def start_sum(shard: Shard, part: Tensor) -> Pending:
 
 
 def start_gathering(shard: Shard, part: Tensor) -> Pending:
-    """A tensor (P, …) of every rank, one after the other: (R·P, …)."""
+    """Starts to gather a tensor (P, …) of every rank, one after the other: (R·P, …)."""
     part = part.contiguous()
     result = part.new_empty(shard.ranks * part.shape[0], *part.shape[1:])
     group = process_group(shard)

@@ -41,7 +41,7 @@ class Targets(NamedTuple):
 
 
 def let(region: Region, name: str, tensor: Tensor) -> Tensor:
-    """The tensor, by this name from here on."""
+    """The tensor; where a run is written down, by this name from here on."""
     if not isinstance(tensor, Value) or tensor.text == name:
         return tensor
     named = tensor.named(name)
@@ -117,23 +117,23 @@ def matmul_(
         a: x or dlogits.
         b: W or x.
         bias: (V,), of the logits.
-        accumulate: whether it is a sum.
-        parts: of how many matmuls out becomes the sum, before it is rounded.
+        accumulate: whether the product is added to what out holds.
+        parts: how many products are summed in out before it is rounded.
     """
-    tuned, is_invariant = region.plan.tune_products, region.plan.batch_invariant and kind == "logits"
-    tuned = tuned and not is_invariant
-    if region.tape is None and not region.operands.vocab:
-        # A rank without columns: dX is a sum over none, and the others are empty.
-        if not accumulate:
-            out.zero_()
-    elif region.tape is None:
-        if kind == "logits":
-            settings = {"tune": tuned, "batch_invariant": is_invariant}
-            matmul.logits_(out, a, b, bias=bias, accumulate=accumulate, **settings)
-        else:
-            run = matmul.input_gradient_ if kind == "dX" else matmul.weight_gradient_
-            run(out, a, b, accumulate=accumulate, tune=tuned)
+    is_invariant = region.plan.batch_invariant and kind == "logits"
+    tuned = region.plan.tune_products and not is_invariant
     if region.tape is None:
+        settings = {"accumulate": accumulate, "tune": tuned}
+        if not region.operands.vocab:
+            # A rank without columns: its dX is a sum over no columns, and its logits and dW are empty.
+            if not accumulate:
+                out.zero_()
+        elif kind == "logits":
+            matmul.logits_(out, a, b, bias=bias, batch_invariant=is_invariant, **settings)
+        elif kind == "dX":
+            matmul.input_gradient_(out, a, b, **settings)
+        else:
+            matmul.weight_gradient_(out, a, b, **settings)
         return
     work = matmul.MatmulWork.of(kind, out, a, b, tune=tuned, parts=parts)
     if bias is not None and region.layout(work.columns).padding and not is_invariant:
@@ -186,9 +186,9 @@ _MEMORY_BOUND_HIDDEN = 160
 
 
 def whole_rows(region: Region, buffer: LogitsBuffer, targets: Targets) -> tuple[shards.PartOfRows, Targets]:
-    """What the loss needs of each row but for its moments, and the targets with z there; the logits stay as they are.
+    """What the loss needs of each row except its moments, and the targets with z at them; the logits are not changed.
 
-    Where the vocabulary is divided it is of the whole row, and all ranks get the same bits.
+    Where ranks divide the vocabulary, the results are those of the whole row, with the same bits on all ranks.
     """
     shard = region.shard
     if shard is not None and region.tape is None and not buffer.layout.vocab:
@@ -232,7 +232,10 @@ def statistics(region: Region, buffer: LogitsBuffer) -> RowStatistics:
 
 
 def _takes_each_row_alone(region: Region, buffer: LogitsBuffer) -> bool:
-    """Whether rows must have the same bits in any batch: PyTorch divides a sum among threads only if it is of one."""
+    """Whether rows are computed one at a time, so that they have the same bits in any batch.
+
+    On a CPU, PyTorch divides the sum over a row among threads only where there is a single row.
+    """
     is_invariant = region.plan.batch_invariant and not region.is_cuda
     return region.tape is None and is_invariant and buffer.padded.shape[0] > 0
 
@@ -355,8 +358,8 @@ def gradient_(
 ) -> tuple[LogitsBuffer, Tensor | None]:
     """dz of some rows (C, V), in x's dtype, and its sum over the rows, (V,), if the bias needs a gradient.
 
-    It takes the place of the logits, unless their dtype is another than x's. The target's entry is written last, from z
-    as it was before: (p − 1) in float32 keeps the digits that p, rounded to 16 bits, has lost near 1.
+    It takes the place of the logits where they have x's dtype, and new memory otherwise. The target's entry is written
+    last, from z as it was before: (p − 1) in float32 keeps the digits that p, rounded to 16 bits, has lost near 1.
     """
     operands = region.operands
     if not buffer.layout.vocab:
@@ -467,7 +470,7 @@ def _u(region: Region, buffer: LogitsBuffer) -> Value:
 
 
 def _whole(region: Region, logits: LogitsBuffer | LogitsInBlocks) -> LogitsBuffer:
-    """Logits that are staged in blocks, in one piece, as words have it."""
+    """The logits as one buffer, which the words name, also where they are staged in blocks."""
     if isinstance(logits, LogitsBuffer):
         return logits
     rows, vocab = logits.buffers[0].padded.shape[0], region.operands.vocab
@@ -512,7 +515,7 @@ def start_input_gradient(region: Region, dlogits: Tensor, weight: Tensor) -> "In
 
 
 class InputGradient:
-    """dX of some rows (C, H) while it is summed over the ranks; what the device does in between hides that.
+    """dX of some rows (C, H) while the ranks sum it; the device works on something else meanwhile.
 
     Args:
         region: the region, with a shard.

@@ -31,15 +31,15 @@ class Divergence:
 
     @property
     def of_student(self) -> float:
-        """What KL(p‖q), or KL(p‖m), counts."""
+        """The weight of KL(p‖q), or of KL(p‖m), in the divergence."""
         return {"forward": 0.0, "reverse": 1.0}.get(self.kind, 1 - self.beta)
 
     @property
     def of_teacher(self) -> float:
-        """What KL(q‖p), or KL(q‖m), counts."""
+        """The weight of KL(q‖p), or of KL(q‖m), in the divergence."""
         return {"forward": 1.0, "reverse": 0.0}.get(self.kind, self.beta)
 
     @property
     def log_shares(self) -> tuple[float, float] | None:
-        """The logarithms of what p and q count in the mixture; None without one."""
+        """The logarithms of the weights of p and q in the mixture m; None where there is no mixture."""
         return (math.log1p(-self.beta), math.log(self.beta)) if self.kind == "jensen_shannon" else None

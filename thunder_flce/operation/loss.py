@@ -66,12 +66,12 @@ class LogitMap:
         return z if self.scale == 1 else z * self.scale
 
     def slope(self, u: Any) -> Any | None:
-        """1 − (u / softcap)², what a softcap makes of a gradient; None without one. `Loss` has the scale."""
+        """1 − (u / softcap)², the factor of a softcap in the gradient; None without a softcap. `Loss` has the scale."""
         return None if self.softcap is None else 1 - (u / self.softcap) ** 2
 
 
 class Row(NamedTuple):
-    """What is known of each row's logits, (N,) each; None where the loss does not need it."""
+    """Numbers of each row of logits, (N,) each; None where the loss does not need them."""
 
     max: Any
     """m"""

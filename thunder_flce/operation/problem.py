@@ -45,7 +45,7 @@ class Problem:
     has_expected_gradient: bool = False
     """Whether gradients in the forward are finished for another upstream gradient than 1."""
     teacher_dtype: torch.dtype | None = None
-    """Of the operands of a teacher's logits, of which a chunk has as many beside it; None without one"""
+    """The dtype of a teacher's operands, whose logits are computed beside the student's; None without a teacher"""
     teacher_hidden: int = 0
     float32_logits: bool = False
     """Whether logits of 16-bit operands stay in float32."""
@@ -55,7 +55,7 @@ class Problem:
 
     @property
     def largest_part(self) -> "Problem":
-        """Of a divided vocabulary, that of the rank with the most of it, which is the same on all ranks."""
+        """The problem of the rank with the largest part of a divided vocabulary; it is the same on all ranks."""
         if self.shard is None:
             return self
         largest = self.shard.largest

@@ -157,13 +157,10 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
     They keep what the plan does with ignored rows and who runs its row work, and heed no memory budget.
     """
     kept = Options(ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels, batch_invariant=plan.batch_invariant)
-    # Without gradients there is one strategy.
-    strategies = [name for name in STRATEGIES if problem.needs_grad]
-    if problem.loss.token_loss:
-        strategies = []
-    elif _needs_later_sums(problem):
-        strategies.remove("gradients_in_forward")
-    others = [replace(kept, strategy=strategy) for strategy in strategies]
+    # Without gradients there is one strategy, and so there is with a token loss.
+    strategies = STRATEGIES if problem.needs_grad and not problem.loss.token_loss else ()
+    impossible = "gradients_in_forward" if _needs_later_sums(problem) else None
+    others = [replace(kept, strategy=strategy) for strategy in strategies if strategy != impossible]
     if isinstance(plan, GradientsInForward | RecomputeLogits | LossOnly) and not isinstance(plan, SaveSomeLogits):
         same = kept if isinstance(plan, LossOnly) else replace(kept, strategy=plan.strategy)
         sizes = {plan.chunk_rows // 2, min(plan.chunk_rows * 2, problem.tokens)}
@@ -281,7 +278,7 @@ def _needs_later_sums(problem: Problem) -> bool:
 
 
 def _saved_rows(problem: Problem, chunk_rows: int, budget: int | None) -> int:
-    """Of how many tokens the logits are saved, beside a chunk of others."""
+    """How many tokens' logits are saved, beside a chunk of the others."""
     fitting = 0 if budget is None else budget // logits_bytes(problem, 1)
     if fitting >= problem.tokens:
         return problem.tokens

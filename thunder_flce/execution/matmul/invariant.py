@@ -19,7 +19,7 @@ _CPU_ROWS = 64
 
 
 def run(matmul: Matmul, *, in_pytorch: Callable[[Matmul], None]) -> None:
-    """Runs a matmul so; `in_pytorch` runs those of a CPU.
+    """Runs a matmul each row of which has the same bits beside any other rows; on a CPU, `in_pytorch` runs it.
 
     Raises:
         RuntimeError: on CUDA, where cuBLASLt cannot read the operands or has no algorithm for any number of rows.
@@ -47,7 +47,7 @@ def _run_on_cpu(matmul: Matmul, in_pytorch: Callable[[Matmul], None]) -> None:
 
 
 def _run_in_whole_columns(matmul: Matmul) -> None:
-    """One of a few columns, as many more as cuBLASLt reads at a time."""
+    """Pads the columns to a multiple of those that cuBLASLt reads at a time."""
     columns = matmul.out.shape[1]
     more = -columns % ROW_MULTIPLE
     pad = torch.nn.functional.pad
@@ -58,7 +58,7 @@ def _run_in_whole_columns(matmul: Matmul) -> None:
 
 
 def _run_in_cublaslt(matmul: Matmul) -> None:
-    # Of a single row, PyTorch keeps whatever stride it had.
+    # The row stride of a matrix of one row may be any number; that of a view of the flat matrix is its width.
     a = matmul.a.flatten().view(matmul.a.shape)
     matmul = matmul._replace(a=a.clone() if a.data_ptr() % ALIGNED_BYTES else a)
     signature = Signature.of(matmul)

@@ -25,7 +25,7 @@ class StoredMatrix(NamedTuple):
 
     @classmethod
     def of(cls, matrix: Tensor) -> "StoredMatrix | None":
-        """How a matrix lies in memory; None where it does so in another way."""
+        """How a matrix lies in memory; None where its rows are not contiguous, or not on multiples of 16 bytes."""
         if matrix.data_ptr() % ALIGNED_BYTES:
             return None
         return _stored(matrix.shape, matrix.stride(), matrix.element_size())

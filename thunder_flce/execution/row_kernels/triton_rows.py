@@ -525,9 +525,9 @@ def _parts_at_a_time(device: torch.device) -> float:
     """How many parts run at a time if nothing else does, by their threads and registers: 396 on an H200."""
     if device.type != "cuda":
         return math.inf
-    of, threads = torch.cuda.get_device_properties(device), 32 * _PART_WARPS
-    by_registers = getattr(of, "regs_per_multiprocessor", 65536) // (threads * _PART_REGISTERS)
-    return of.multi_processor_count * min(of.max_threads_per_multi_processor // threads, by_registers)
+    properties, threads = torch.cuda.get_device_properties(device), 32 * _PART_WARPS
+    by_registers = getattr(properties, "regs_per_multiprocessor", 65536) // (threads * _PART_REGISTERS)
+    return properties.multi_processor_count * min(properties.max_threads_per_multi_processor // threads, by_registers)
 
 
 def _exchange(rows: int, parts: _Parts, device: torch.device) -> Tensor:
