@@ -198,8 +198,8 @@ def _sum(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
         return None
     coefficients = (0, -sign if others[0] else 0, sign)
     if not _reduces_classes(bsym, ways[0][-1]):
-        problem = NotFused(Reason.CLASS_DIMENSION, "a sum over other dimensions than the classes")
-        return Reading(bsym, coefficients, problem=problem)
+        reason = NotFused(Reason.CLASS_DIMENSION, "a sum over other dimensions than the classes")
+        return Reading(bsym, coefficients, problem=reason)
     return Reading(bsym, coefficients, paths=tuple(map(tuple, ways)), inner=inner)
 
 
