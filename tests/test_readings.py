@@ -255,3 +255,75 @@ def test_what_a_region_is_asked_for(program, count):
     jitted = thunder_flce.jit(program)
     torch.testing.assert_close(results(jitted, tensors), results(program, tensors))
     assert [region.get("outputs") for region in regions(jitted)] == [None] * count
+
+
+def _log_prob(logits, labels):
+    return logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+
+
+def _without_gradients(function, *tensors):
+    with torch.no_grad():
+        return function(*tensors)
+
+
+def _constant_probabilities(logits, labels):
+    probabilities = logits.softmax(-1)
+    return -(probabilities.detach() * probabilities.log()).sum(-1)
+
+
+def _weighted_by_entropy(logits, labels):
+    constant = logits.detach()
+    return (constant.softmax(-1) * constant.log_softmax(-1)).sum(-1) * _log_prob(logits, labels)
+
+
+def _difference_of_constant(logits, labels):
+    return (logits - _without_gradients(lambda z: z.logsumexp(-1, keepdim=True), logits)).gather(-1, labels[:, None])
+
+
+# Of float64 logits (6, V) and labels.
+LOOKALIKES = {
+    "rows in another order": lambda z, y: _log_prob(z, y)[[3, 1, 0, 2, 5, 4]],
+    "rows of an index": lambda z, y: _log_prob(z, y)[y.argsort()],
+    "labels in another order": lambda z, y: F.logsigmoid(_log_prob(z, y) - _log_prob(z, y[[1, 0, 2, 3, 5, 4]])),
+    "two labels of three rows": lambda z, y: z.log_softmax(-1).gather(-1, y.view(3, 2)),
+    "constant log-sum-exp": lambda z, y: z.gather(-1, y[:, None])[:, 0] - _without_gradients(torch.logsumexp, z, -1),
+    "log-sum-exp of constants": lambda z, y: z.gather(-1, y[:, None])[:, 0] - z.detach().logsumexp(-1),
+    "logits of labels of constants": lambda z, y: z.detach().gather(-1, y[:, None])[:, 0] - z.logsumexp(-1),
+    "constant log-sum-exp of all": _difference_of_constant,
+    "constant probabilities": _constant_probabilities,
+    "constant expectation": lambda z, y: (
+        z.logsumexp(-1) - _without_gradients(lambda logits: (logits.softmax(-1) * logits).sum(-1), z)
+    ),
+    "ratio to itself": lambda z, y: (_log_prob(z, y) - _log_prob(z.detach(), y)).exp(),
+    "weighted by a constant entropy": _weighted_by_entropy,
+    "weighted by a constant log-sum-exp": lambda z, y: z.detach().logsumexp(-1) * _log_prob(z, y),
+}
+
+
+@pytest.mark.parametrize("compiled", FRONT_ENDS.values(), ids=FRONT_ENDS)
+@pytest.mark.parametrize("function", LOOKALIKES.values(), ids=LOOKALIKES)
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+def test_what_looks_like_a_reading(function, compiled):
+    """Rows or labels in another order, and gradients that flow to a part of what is computed."""
+    hidden, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 8), (29, 8)))
+    labels, factors, found = torch.tensor([3, 28, 0, 11, 7, 7]), torch.arange(1.0, 7), []
+
+    def program(hidden, weight, labels, factors):
+        losses = function(F.linear(hidden, weight), labels)
+        return (losses * factors.view(losses.shape)).sum()
+
+    for run in (compiled(program), program):
+        loss = run(hidden, weight, labels, factors)
+        found.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("compiled", FRONT_ENDS.values(), ids=FRONT_ENDS)
+def test_no_tokens(compiled):
+    def program(hidden, weight, labels):
+        losses = F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")
+        return losses.mean() + losses.sum()
+
+    hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(29, 8, requires_grad=True)
+    loss = compiled(program)(hidden, weight, torch.randint(29, (0,)))
+    assert loss.isnan() and torch.autograd.grad(loss, hidden)[0].shape == (0, 8)

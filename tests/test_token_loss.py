@@ -446,6 +446,11 @@ PROMOTED = {
     "dtypes of others": lambda p, e, mask, k, _: p * (p > -k).to(k.dtype) + e * k.type_as(p) + p * mask.type_as(k),
     "fractions of integers": lambda p, e, mask, k, _: p / k.double() + e * k.double().reciprocal(),
     "bytes": lambda p, e, mask, k, byte: p * byte * byte + e * (byte.double() - 1) * 300,
+    "choices in derivatives": lambda p, e, mask, *_: (
+        (torch.where(mask, p, 0.0) + p.masked_fill(mask, 0.0) * 2 + F.relu(e) + p.clamp(-9, -1) + p.clamp(max=0.5))
+        * 0.3
+        + torch.minimum(p * 0.3, e * 0.1) * 0.7
+    ),
     "bytes in derivatives": lambda p, e, mask, k, byte: torch.maximum(p * byte + p * byte, e * byte + 1000),
 }
 

@@ -69,7 +69,14 @@ def sources_above(node: Node) -> set[Node]:
 
     above = _reached([node], lambda node: [] if is_source(node) else node.all_input_nodes)
     # What attention multiplies has more dimensions.
-    return {node for node in above if is_source(node) and not (is_linear(node) and _rank(node.args[1]) > 2)}
+    return {node for node in above if is_source(node) and not (is_linear(node) and _rank(_matrix(node)) > 2)}
+
+
+def _matrix(linear: Any) -> Any:
+    """The second operand of a linear, given by position or by any of its names."""
+    if len(linear.args) > 1:
+        return linear.args[1]
+    return next((linear.kwargs[name] for name in ("weight", "other", "mat1", "mat2") if name in linear.kwargs), None)
 
 
 def _readers_below(source: Node, sizes: set[Any]) -> list[Node]:

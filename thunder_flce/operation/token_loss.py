@@ -125,9 +125,17 @@ def _of_power(f: Any, out: Any, arguments: Sequence[Any], d: Sequence[Any]) -> A
     return _times(d[0], x * 2.0 if exponent == 2 else exponent * x ** (exponent - 1))
 
 
-def _of_smaller(f: Any, a: Any, b: Any, d_a: Any, d_b: Any) -> Any:
+def _chosen(f: Any, out: Any, condition: Any, x: Any, y: Any) -> Any:
+    """x where a condition holds, else y; of two numbers in the dtype of `out` instead of PyTorch's default one."""
+    if not (isinstance(x, float) and isinstance(y, float)):
+        return f.where(condition, x, y)
+    holds = f.where(condition, 1.0, 0.0).to(out.dtype)
+    return _plus(_times(holds, x), _times(1.0 - holds, y))
+
+
+def _of_smaller(f: Any, out: Any, a: Any, b: Any, d_a: Any, d_b: Any) -> Any:
     """d_a where a is smaller, d_b where b is, and half of each where they are equal."""
-    return f.where(a == b, _plus(d_a, d_b) * 0.5, f.where(a < b, d_a, d_b))
+    return _chosen(f, out, a == b, _plus(d_a, d_b) * 0.5, _chosen(f, out, a < b, d_a, d_b))
 
 
 def _largest(f: Any, x: Any, y: Any) -> Any:
@@ -170,14 +178,14 @@ OPERATIONS: dict[str, _Operation] = {
         lambda f, x: f.clamp(x, None, 0.0) - f.log1p(f.exp(-f.abs(x))),
         _of_one(lambda f, out, x: f.sigmoid(-x)),
     ),
-    "relu": _Operation(lambda f, x: f.clamp(x, 0.0, None), lambda f, out, a, d: f.where(a[0] > 0.0, d[0], 0.0)),
+    "relu": _Operation(lambda f, x: f.clamp(x, 0.0, None), lambda f, out, a, d: _chosen(f, out, a[0] > 0.0, d[0], 0.0)),
     "clamp": _Operation(
         lambda f, x, low, high: f.clamp(x, low, high),
-        lambda f, out, a, d: f.where(_bounded(f, *a), d[0], 0.0),
+        lambda f, out, a, d: _chosen(f, out, _bounded(f, *a), d[0], 0.0),
     ),
-    "minimum": _Operation(_smallest, lambda f, out, a, d: _of_smaller(f, *a, *d)),
-    "maximum": _Operation(_largest, lambda f, out, a, d: _of_smaller(f, *a, *d[::-1])),
-    "where": _Operation(lambda f, c, x, y: f.where(c, x, y), lambda f, out, a, d: f.where(a[0], d[1], d[2])),
+    "minimum": _Operation(_smallest, lambda f, out, a, d: _of_smaller(f, out, *a, *d)),
+    "maximum": _Operation(_largest, lambda f, out, a, d: _of_smaller(f, out, *a, *d[::-1])),
+    "where": _Operation(lambda f, c, x, y: f.where(c, x, y), lambda f, out, a, d: _chosen(f, out, a[0], d[1], d[2])),
     "detach": _Operation(lambda f, x: x.detach()),
     "float": _Operation(lambda f, x, like: x.to(like.dtype)),
     "sign": _Operation(lambda f, x: f.sign(x)),

@@ -174,7 +174,11 @@ def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
         raise NotFused(Reason.NO_LINEAR)
     if not is_static(*producer.flat_proxy_args, *producer.flat_proxy_outs):
         raise NotFused(Reason.DYNAMIC)
-    paths = [LINEARS[producer.sym.id](index, producer, *producer.args, **producer.kwargs)]
+    try:
+        paths = [LINEARS[producer.sym.id](index, producer, *producer.args, **producer.kwargs)]
+    except TypeError:
+        # Such as mat1=, which thunder does not know either.
+        raise _changed(producer, " with arguments by other names") from None
     for bsym, result in reversed(between):
         paths.append(_part(paths[-1], bsym, result) if bsym.sym.id in SPLITS else step(paths[-1], bsym, index))
     return paths
@@ -399,7 +403,8 @@ def _subtract(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsP
     if producer is None or producer.sym.id != ltorch.logsumexp.id or tuple(log_sum.shape) != kept:
         raise _changed(bsym)
     is_own = producer.args[0].name == path.tensor.name == logits.name
-    if not is_own or path.normalised or bsym.kwargs.get("alpha", 1) != 1:
+    is_cut = path.carries_grad and carries_grad(bsym.output) and not carries_grad(log_sum)
+    if not is_own or is_cut or path.normalised or bsym.kwargs.get("alpha", 1) != 1:
         raise _changed(bsym)
     return path.then(bsym, bsyms=(producer,), normalised="log_softmax")
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import dtypes
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_flce.graph.matching.chunked_losses import split_tensor
 from thunder_flce.graph.matching.logits_path import COPIES, LINEARS, RESHAPES, LogitsPath, RowStep, paths_to
 from thunder_flce.graph.matching.reasons import NotFused, Reason
-from thunder_flce.graph.matching.trace_index import TraceIndex, argument, is_static
+from thunder_flce.graph.matching.trace_index import TraceIndex, argument, carries_grad, is_static
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +130,7 @@ def _at_labels(
     # Columns that hang on the logits are choices, as of a gate's experts or a sampled token.
     if dimension % logits.ndim != path.class_dimension or index.derives_from(labels, paths[0].tensor):
         return None
+    _flows_back(bsym, path.carries_grad)
     reading = Reading(
         bsym,
         (1, -1 if path.normalised else 0, 0),
@@ -137,7 +138,13 @@ def _at_labels(
         labels=labels,
         is_exponential=path.normalised == "softmax",
     )
-    if labels.numel * path.vocab != logits.numel or bsym.output.numel != labels.numel:
+    rows = [size for at, size in enumerate(logits.shape) if at != path.class_dimension]
+    is_of_rows = labels.ndim < logits.ndim or [*labels.shape] == [
+        *rows[: path.class_dimension],
+        1,
+        *rows[path.class_dimension :],
+    ]
+    if labels.numel * path.vocab != logits.numel or bsym.output.numel != labels.numel or not is_of_rows:
         detail = f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
         return replace(reading, coefficients=(1, -1, 0), problem=NotFused(Reason.NOT_A_LOG_PROBABILITY, detail))
     return reading
@@ -172,7 +179,10 @@ def _logsumexp(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading |
     except NotFused as problem:
         return _unknown(index, bsym, logits, (0, 1, 0), problem)
     is_over_classes = not paths[-1].normalised and _reduces_classes(bsym, paths[-1])
-    return Reading(bsym, (0, 1, 0), paths=(tuple(paths),)) if is_over_classes else None
+    if not is_over_classes:
+        return None
+    _flows_back(bsym, paths[-1].carries_grad)
+    return Reading(bsym, (0, 1, 0), paths=(tuple(paths),))
 
 
 def _reduces_classes(bsym: BoundSymbol, path: LogitsPath) -> bool:
@@ -194,7 +204,8 @@ def _sum(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
         return _unknown(index, bsym, factors[0], (0, sign, -sign), problem) if is_entropy else None
     forms = [way[-1].normalised for way in ways]
     others = [form for form in forms if form != "softmax"]
-    if len(others) != 1 or not is_same_logits(ways[0][-1], ways[1][-1]):
+    flows = [*(way[-1].carries_grad for way in ways), *(carries_grad(each.output) for each in inner)]
+    if len(others) != 1 or not is_same_logits(ways[0][-1], ways[1][-1]) or not _flows_back(bsym, *flows):
         return None
     coefficients = (0, -sign if others[0] else 0, sign)
     if not _reduces_classes(bsym, ways[0][-1]):
@@ -231,6 +242,17 @@ def _is_of_softmax(tensor: TensorProxy, index: TraceIndex) -> bool:
     return _is_normalised(tensor, -1, index)
 
 
+def _flows_back(bsym: BoundSymbol, *flows: bool) -> bool:
+    """Whether gradients flow from a result to all operands, for each of which `flows` says so, or to none of them.
+
+    Where they flow to none, the result is marked so, as thunder marks what is computed under `torch.no_grad`.
+    """
+    if not carries_grad(bsym.output) or not any(flows):
+        bsym.output.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+        return True
+    return all(flows)
+
+
 def is_same_logits(a: LogitsPath, b: LogitsPath) -> bool:
     """Whether two descriptions are of the same logits, in the same rows and in the same order."""
     return has_same_linears(a, b) and (a.scale, a.softcap) == (b.scale, b.softcap)
@@ -255,7 +277,7 @@ def before_reshapes(labels: TensorProxy, index: TraceIndex) -> TensorProxy:
         # A narrower integer might be another label.
         if source.numel != labels.numel or labels.dtype not in (source.dtype, dtypes.int64):
             break
-        if producer.sym.id == ltorch.getitem.id and any(isinstance(arg, TensorProxy) for arg in producer.flat_args[1:]):
+        if producer.sym.id == ltorch.getitem.id and not _keeps_order(producer.args[1]):
             break
         labels = source
     return labels
@@ -281,6 +303,8 @@ def _combined(index: TraceIndex, bsym: BoundSymbol, found: _Found, *, signs: tup
     are_alike = problem is not None or all(is_same_logits(reading.path, first.path) for reading in readings)
     if len(shapes) > 1 or len(labels) > 1 or not are_alike or not dtypes.is_float_dtype(bsym.output.dtype):
         return None
+    if not _flows_back(bsym, *(carries_grad(reading.tensor) for reading in readings)):
+        return None
     columns = zip(*(reading.coefficients for reading in readings), strict=True)
     of_label, of_log_sum, of_expected = (
         sum(sign * each for sign, each in zip(signs, column, strict=True)) for column in columns
@@ -298,7 +322,7 @@ def _combined(index: TraceIndex, bsym: BoundSymbol, found: _Found, *, signs: tup
 def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
     """Logits [arange(N), labels], or one number a row without a dimension of length 1."""
     tensor, key = bsym.args
-    if tensor.name in found and bsym.output.numel == tensor.numel:
+    if tensor.name in found and bsym.output.numel == tensor.numel and _keeps_order(key):
         return _combined(index, bsym, found, signs=(1,))
     if not isinstance(key, tuple) or tensor.ndim != 2 or len(key) != 2:
         return None
@@ -334,6 +358,8 @@ def _joined(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | No
     if first.labels is not None:
         labels = _whole([before_reshapes(part.labels, index) for part in parts if part.labels is not None], index)
     if not all(ways) or (labels is None) != (first.labels is None):
+        return None
+    if not _flows_back(bsym, *(carries_grad(part.tensor) for part in parts)):
         return None
     inner = tuple(inner for part in parts for inner in (*part.inner, part.bsym))
     return replace(first, bsym=bsym, paths=tuple(ways), labels=labels, inner=inner)
@@ -375,6 +401,11 @@ def _whole(parts: Sequence[TensorProxy], index: TraceIndex) -> TensorProxy | Non
         if part is not None and len(part.args) > 1
     ]
     return tensor if found == expected else None
+
+
+def _keeps_order(key: Any) -> bool:
+    """Whether an index that takes all elements of a tensor has them in their order: without lists and tensors."""
+    return all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in _plain_key(key))
 
 
 def _plain_key(key: Any) -> tuple[Any, ...]:

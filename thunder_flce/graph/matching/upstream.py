@@ -122,6 +122,8 @@ def linear_step(
         return Step(shape, lambda grad: -grad)
     if kind in COPIES | RESHAPES and user.output.numel == tensor.numel:
         return Step(shape, lambda grad: ltorch.reshape(grad, shape) if isinstance(grad, TensorProxy) else grad)
+    if kind == ltorch.mean.id and not tensor.numel:
+        return None
     if kind in (ltorch.sum.id, ltorch.mean.id):
         divisor = math.prod(shape) // user.output.numel if kind == ltorch.mean.id else 1
         dimensions = _reduced(user, tensor)
