@@ -781,7 +781,7 @@ MUTATIONS = [
         ("index", "return probability * probability", "return probability"),
         ("mask", "Moment(_shifted_sum, keeps_infinity=True)", "Moment(_shifted_sum)"),
         ("mask", "is_weighted=True, keeps_infinity=True", "keeps_infinity=True"),
-        tests=(ROW_KERNELS,),
+        tests=(ROW_KERNELS, PLANS, SPECIAL),
     ),
     *_of(
         "execution/row_kernels/nvfuser_rows.py",
@@ -1006,7 +1006,7 @@ MUTATIONS = [
         ("mask", "if not _reduces_classes(bsym, ways[0][-1]):", "if False:"),
         ("mask", "(ltorch.exp.id, ltorch.log.id), (ltorch.add.id", "(ltorch.exp.id,), (ltorch.add.id"),
         ("mask", "(ltorch.add.id, ltorch.clamp.id)", "()"),
-        tests=("tests/test_patterns.py",),
+        tests=("tests/test_patterns.py", "tests/test_readings.py::test_entropies_in_one_sum"),
     ),
     *_of(
         "token_functions.py",

@@ -210,6 +210,18 @@ def test_what_is_none_of_its_business(program):
     assert "no cross-entropy, log-probability, entropy" in str(thunder_flce.explain(jitted))
 
 
+def test_entropies_in_one_sum():
+    """Of all tokens at once, which is no sum over the classes alone."""
+
+    def program(hidden, weight, tokens):
+        log_probs = F.linear(hidden, weight).log_softmax(-1)
+        return -(log_probs.exp() * log_probs).sum()
+
+    jitted, tensors = thunder_flce.jit(program), tensors_for(patterns.entropy_of_probabilities)
+    with pytest.warns(NotFusedWarning, match="the entropy at .*a sum over other dimensions than the classes"):
+        torch.testing.assert_close(jitted(*tensors), program(*tensors))
+
+
 def _logits_and_labels(hidden, weight, labels):
     return F.linear(hidden, weight), labels.clamp(0, weight.shape[0] - 1).unsqueeze(-1)
 

@@ -625,12 +625,6 @@ def entropy_beside_an_epsilon(hidden, weight, tokens):
     return -(probabilities * torch.log(probabilities + 1e-9)).sum(-1).mean()
 
 
-def entropy_of_all_tokens(hidden, weight, tokens):
-    """In one sum; only sums over the classes are read as entropies."""
-    log_probs = F.linear(hidden, weight).log_softmax(-1)
-    return -(log_probs.exp() * log_probs).sum()
-
-
 def log_probability_after_an_activation(hidden, weight, tokens):
     logits = torch.relu(F.linear(hidden, weight))
     return F.log_softmax(logits, -1).gather(-1, tokens.unsqueeze(-1)).sum()
@@ -688,7 +682,6 @@ NOT_FUSED: dict[Callable, Reason] = {
     log_probability_beside_another_use: Reason.LOGITS_USED,
     log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,
     entropy_beside_an_epsilon: Reason.TRANSFORMED_LOGITS,
-    entropy_of_all_tokens: Reason.CLASS_DIMENSION,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
     activation: Reason.TRANSFORMED_LOGITS,
     scaled_by_a_tensor: Reason.TRANSFORMED_LOGITS,
