@@ -946,6 +946,7 @@ MUTATIONS = [
         tests=(
             "tests/test_token_loss.py::test_the_region",
             "tests/test_token_loss.py::test_infinite_derivatives_of_tokens_that_do_not_count",
+            "tests/test_token_loss.py::test_any_function",
         ),
     ),
     *_of(
@@ -953,7 +954,7 @@ MUTATIONS = [
         ("sign", "_plus(d[0], _times(d[1], -1.0))", "_plus(d[0], d[1])"),
         ("divisor", "_of_one(lambda f, out, x: 0.5 / out)", "_of_one(lambda f, out, x: 1.0 / out)"),
         ("mask", "_of_smaller(f, out, *a, *d[::-1])", "_of_smaller(f, out, *a, *d)"),
-        ("mask", "f.where(a == b, _plus(d_a, d_b) * 0.5, f.where(a < b, d_a, d_b))", "f.where(a < b, d_a, d_b)"),
+        ("mask", "_plus(d_a, d_b) * 0.5, _chosen(f, out, a < b, d_a, d_b))", "d_b, _chosen(f, out, a < b, d_a, d_b))"),
         ("mask", "if name in self._differentiable else name", "if False else name"),
         tests=("tests/test_token_loss.py::test_derivatives",),
     ),
