@@ -1152,7 +1152,7 @@ MUTATIONS = [
         ("mask", "factor.name in index.need_grad or index.derives_from", "index.derives_from"),
         ("mask", "if len(users) == 1 else None", "if users else None"),
         ("index", " or tuple(user.output.shape) != shape", ""),
-        tests=("tests/test_token_weights.py",),
+        tests=("tests/test_token_weights.py", "tests/test_token_loss.py::test_programs"),
     ),
     *_of(
         "graph/rewrite.py",
