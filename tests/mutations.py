@@ -521,6 +521,13 @@ MUTATIONS = [
         tests=("tests/test_rows.py",),
     ),
     *_of(
+        "execution/host_counts.py",
+        ("mask", "        if memory.expired():\n", "        if False:\n"),
+        ("index", "return int(count) if known is None else known", "return int(count)"),
+        ("mask", "_known[StorageWeakRef(count.untyped_storage())] = value", "pass"),
+        tests=("tests/test_rows.py",),
+    ),
+    *_of(
         "execution/matmul/tuning.py",
         ("mask", "torch.cuda.is_current_stream_capturing() or ", ""),
         ("mask", " and is_close", ""),

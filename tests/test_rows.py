@@ -1,13 +1,16 @@
 """Which rows are computed, and how what was computed of them finds its tokens."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import thunder_flce
 from reference import assert_as_exact_as_eager, error, make_case, truth
 from thunder_flce import Options, linear_cross_entropy, operators
-from thunder_flce.execution import row_selection
+from thunder_flce.execution import host_counts, row_selection
 from thunder_flce.execution.matmul import matmul
 from thunder_flce.execution.operands import Operands, Term
 from thunder_flce.execution.plan import LossOnly, SaveSomeLogits
@@ -121,3 +124,55 @@ def test_a_backward_that_may_not_wait(monkeypatch):
     monkeypatch.setattr(row_selection, "_host_waits", lambda region: False)
     for got, right in zip(torch.autograd.grad(loss, case.operands()), truth(case).gradients, strict=True):
         assert error(got, right) < 1e-6
+
+
+def _compiled(program, options):
+    return torch.compile(partial(program, options=options), backend="aot_eager", fullgraph=True)
+
+
+DOORS = {
+    "eager": lambda program, options: partial(program, options=options),
+    "torch.compile": _compiled,
+    "thunder.jit": lambda program, options: thunder_flce.jit(program, options=options),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("ignored", [0.0, 0.4])
+@pytest.mark.parametrize("strategy", ["save_logits", "recompute_logits"])
+def test_the_backward_does_not_ask_for_the_number_of_rows(strategy, ignored, door, device, monkeypatch):
+    """The host waited for it in the forward, and knows it by the memory of what the forward saved."""
+    case = make_case(tokens=33, hidden=16, vocab=64, device=device, ignored=ignored)
+    losses = DOORS[door](partial(linear_cross_entropy, reduction="none"), Options(strategy=strategy))
+    operands, grad = (case.x, case.weight), torch.randn(33, device=device)
+    are_known, value_of = [], host_counts.value_of
+
+    def asked(count):
+        are_known.append(StorageWeakRef(count.untyped_storage()) in host_counts._known)
+        return value_of(count)
+
+    monkeypatch.setattr(host_counts, "value_of", asked)
+    torch.autograd.grad(losses(*operands, case.target), operands, grad)
+    found = losses(*operands, case.target)
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.grad(found, operands, grad)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert are_known == [True, True]
+
+
+def test_known_counts():
+    """Known while its memory lives, in views and detached tensors, and asked for in a copy."""
+    before, count = len(host_counts._known), torch.tensor([7, 0])[0]
+    assert host_counts.value_of(count) == 7
+    host_counts.remember(count, 5)
+    assert host_counts.value_of(count) == host_counts.value_of(count.detach()) == 5
+    assert host_counts.value_of(count.clone()) == 7
+    del count
+    other = torch.tensor(3)
+    host_counts.remember(other, 3)
+    assert host_counts.value_of(other) == 3
+    assert len(host_counts._known) <= before + 1

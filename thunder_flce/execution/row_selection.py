@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.device import TILE_ROWS, on_device
+from thunder_flce.execution import host_counts
 from thunder_flce.execution.record import Value, as_value
 from thunder_flce.execution.region import Region
 
@@ -257,6 +258,7 @@ class RowSelection:
                 f"vocabulary, nor ignore_index ({ignore_index}); the first is {target[self._is_wrong][0].item()}"
             )
         if _are_skipped(self._region):
+            host_counts.remember(valid_count, count)
             rows = _valid_rows(target, valid_count, self._valid, count, self._valid_first)
         else:
             rows = _all_rows(self._region, target, valid_count, self._valid)
@@ -274,7 +276,7 @@ class PlannedSelection:
     def __init__(self, region: Region):
         self._region = region
         waits = "the host waits for their number while the first logits are computed"
-        self._rows = _planned_rows(region, waits, are_skipped=_are_skipped(region))
+        self._rows = _planned_rows(region, are_skipped=_are_skipped(region), waits=waits)
 
     def first_rows(self, largest: int, outs: Sequence[Tensor | None]) -> None:
         """Counts the memory of the rows that are copied for the first logits.
@@ -307,14 +309,15 @@ def reselect_rows(region: Region, valid_count: Tensor) -> Rows:
 
     Args:
         region: as in the forward.
-        valid_count: () saved by the forward.
+        valid_count: () saved by the forward. The host waits for it only where it is not the tensor that the forward
+            returned, but a copy.
     """
     if region.tape is not None:
-        return _planned_rows(region, "the host waits for their number", are_skipped=_are_skipped(region))
+        return _planned_rows(region, are_skipped=_are_skipped(region))
     target = region.operands.target.long()
     valid = are_valid(region, target)
     if _are_skipped(region) and _host_waits(region):
-        rows = _valid_rows(target, valid_count, valid, int(valid_count), None)
+        rows = _valid_rows(target, valid_count, valid, host_counts.value_of(valid_count), None)
     else:
         rows = _all_rows(region, target, valid_count, valid)
     return with_target_weights(region, rows)
@@ -326,18 +329,18 @@ def every_row(region: Region, valid_count: Tensor) -> Rows:
     Without target weights: those are in the gradient for an upstream gradient of 1.
     """
     if region.tape is not None:
-        return _planned_rows(region, "", are_skipped=False)
+        return _planned_rows(region, are_skipped=False)
     target = region.operands.target.long()
     return _all_rows(region, target, valid_count, are_valid(region, target))
 
 
-def _planned_rows(region: Region, waits: str, *, are_skipped: bool) -> PlannedRows:
+def _planned_rows(region: Region, *, are_skipped: bool, waits: str = "") -> PlannedRows:
     """All rows.
 
     Args:
         region: the region.
-        waits: a note that the host waits for the number of valid rows, where it does.
         are_skipped: whether ignored rows are left out.
+        waits: a note that the host waits for the number of valid rows, where it does.
     """
     tape, target, target_weights = region.written_to, region.operands.target, region.operands.target_weights
     is_label = f"y != {region.loss.ignore_index}"

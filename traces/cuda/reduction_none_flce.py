@@ -81,7 +81,7 @@ def backward_fn(saved_for_backward, cotangents):
     # x = hidden, W = weight, y = t1, grad = t8, row_max = t3, row_log_sum = t4
     # dX = t9: bf16[2, 4096, 4096], dW = t10: bf16[128256, 4096]
     # valid, valid_count = y != -100, sum(y != -100)                                                    PyTorch
-    # x, y = x[valid], y[valid]  (the host waits for their number)                                      PyTorch
+    # x, y = x[valid], y[valid]                                                                         PyTorch
     # s f32[8192] = grad[valid]                                                                         PyTorch
     # row_max f32[8192] = row_max[valid]                                                                PyTorch
     # row_log_sum f32[8192] = row_log_sum[valid]                                                        PyTorch
