@@ -1344,6 +1344,13 @@ MUTATIONS = [
         tests=("tests/test_bench.py::test_what_is_trained_on",),
     ),
     Mutation(
+        "mask",
+        "graph/thunderfx.py",
+        "if node.kwargs or not (",
+        "if not (",
+        ("tests/test_fx.py::test_products_of_matrices",),
+    ),
+    Mutation(
         "index",
         "loss_nodes.py",
         "is_gather and source not in",

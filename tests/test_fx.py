@@ -1,5 +1,6 @@
 """Both front ends, `thunder.jit` and `thunderfx`: caching, modes, and what only torch.compile has, graph breaks."""
 
+import operator
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
 from front_ends import FRONT_ENDS, assert_agrees, decisions, gradients
+from test_patterns import _arguments, _run, patterns
 from thunder_flce import FuseLinearCrossEntropy, NotFusedError
 from thunder_flce.graph.matching.reasons import Reason
 
@@ -221,6 +223,23 @@ def test_autocast_inside(front_end):
     assert_fused(compiled, times=1)
 
 
+@pytest.mark.parametrize("product", [torch.mm, operator.matmul, lambda x, matrix: torch.addmm(matrix[0], x, matrix)])
+def test_autocast_of_products(product, without_inductor):
+    """Of hidden states in bfloat16 with a weight in float32."""
+
+    def program(hidden, weight, labels):
+        return F.cross_entropy(product(hidden, weight.t()).float(), labels)
+
+    hidden, weight = torch.randn(24, H, dtype=torch.bfloat16), torch.randn(V, H, requires_grad=True)
+    compiled, found = thunder_flce.thunderfx(program, strict=True), []
+    for run in (compiled, program):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(hidden, weight, torch.arange(24))
+        found.append((loss.detach(), *torch.autograd.grad(loss, weight)))
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+    assert_fused(compiled, times=1)
+
+
 @both_front_ends
 def test_checkpointed_loss(front_end):
     model = Model()
@@ -329,6 +348,53 @@ def test_graphs_have_their_code(thunderfx, monkeypatch):
     monkeypatch.setattr(thunder.dynamo.compiler, "recompile_graph", lambda _: classes.append(_get_graph_module_cls()))
     thunderfx(Model())(*batch())
     assert classes == [torch.fx.GraphModule]
+
+
+# One of each group of patterns, and all with operations that thunder would leave to Inductor.
+PATTERNS = (
+    patterns.torch_mm,
+    patterns.addmm,
+    patterns.shift_by_narrow,
+    patterns.softcapped_and_shifted,
+    patterns.accuracy_by_max,
+    patterns.clipped_ratio_as_trl_has_it,
+    patterns.entropy_beside_cross_entropy,
+)
+
+
+@pytest.mark.parametrize("program", PATTERNS, ids=lambda program: program.__name__)
+def test_patterns(program):
+    tensors = _arguments(program)
+    compiled = thunder_flce.thunderfx(program, strict=True)
+    torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), **CLOSE)
+    assert_fused(compiled)
+
+
+def method_mm(hidden, weight, bias, labels):
+    return F.cross_entropy(hidden.flatten(0, 1).mm(weight.t()), labels.flatten()) + 0 * bias.sum()
+
+
+def method_addmm(hidden, weight, bias, labels):
+    return F.cross_entropy(bias.addmm(hidden.flatten(0, 1), weight.t().contiguous()), labels.flatten())
+
+
+def one_bias_for_all_columns(hidden, weight, bias, labels):
+    return F.cross_entropy(torch.addmm(bias[:1], hidden.flatten(0, 1), weight.t()), labels.flatten())
+
+
+def half_a_bias(hidden, weight, bias, labels):
+    return F.cross_entropy(torch.addmm(bias, hidden.flatten(0, 1), weight.t(), beta=0.5), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("program", "is_fused"),
+    [(method_mm, True), (method_addmm, True), (one_bias_for_all_columns, False), (half_a_bias, False)],
+)
+def test_products_of_matrices(program, is_fused, without_inductor):
+    tensors = _arguments(program)
+    compiled = thunder_flce.thunderfx(program)
+    torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), **CLOSE)
+    assert [decision.fused for decision in decisions(compiled)] == [is_fused]
 
 
 def test_strict():

@@ -1,5 +1,6 @@
 """`thunderfx`, which is thunder behind `torch.compile`, and what Dynamo's graphs need before thunder reads them."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,10 @@ def thunderfx(
     return ThunderFXCompiledObject(backend, torch.compile(fn, backend=backend, **torch_options))
 
 
+# thunder has these, but by default leaves them to Inductor, with the graph split there.
+_VIEWS = {torch.detach, torch.Tensor.detach, torch.narrow, torch.Tensor.narrow}
+
+
 class _Compiler(ThunderCompiler):
     """thunder's backend, with graphs rewritten so that thunder compiles all of them."""
 
@@ -61,11 +66,10 @@ class _Compiler(ThunderCompiler):
     def __call__(self, gm: torch.fx.GraphModule, sample_args: list[Any]) -> torch.fx.GraphModule:
         # thunder appends a transform of its own for each graph, and the list would grow.
         self.thunder_options["transforms"] = list(self._transforms)
+        _spell_out_operations(gm)
         _spell_out_autocast(gm)
         _spell_out_ignore_index(gm)
-        _spell_out_operations(gm)
-        # thunder has these, but by default leaves them to Inductor, with the graph split there.
-        left_out = auto_register_ops & {torch.detach, torch.Tensor.detach}
+        left_out = auto_register_ops & _VIEWS
         auto_register_ops.difference_update(left_out)
         try:
             return super().__call__(gm, sample_args)
@@ -74,12 +78,13 @@ class _Compiler(ThunderCompiler):
 
 
 def _spell_out_autocast(gm: torch.fx.GraphModule) -> None:
-    """Puts the casts of autocast into a graph, where a linear has operands of two floating-point dtypes.
+    """Puts the casts of autocast into a graph, where a linear or a matmul has operands of two floating-point dtypes.
 
     Only autocast allows that. Without the casts, thunder finds that it can't run such a linear by itself, and leaves
     each of them, the head included, to Inductor.
     """
-    for node in gm.graph.find_nodes(op="call_function", target=F.linear):
+    products = (F.linear, torch.matmul, operator.matmul)
+    for node in [node for product in products for node in gm.graph.find_nodes(op="call_function", target=product)]:
         operands = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, torch.fx.Node)]
         dtype = node.meta["example_value"].dtype
         if len({operand.meta["example_value"].dtype for operand in operands}) == 1:
@@ -102,14 +107,30 @@ def _spell_out_ignore_index(gm: torch.fx.GraphModule) -> None:
 
 def _spell_out_operations(gm: torch.fx.GraphModule) -> None:
     """Writes operations that thunder leaves to Inductor, which splits the graph, by others that mean the same."""
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
         name = getattr(node.target, "__name__", node.target)
         is_method, others = node.op == "call_method", node.args[1:]
-        if not is_method and node.target is not torch.min:
+        if node.kwargs or not (is_method or node.target in (torch.min, torch.mm, torch.addmm)):
             continue
-        if name == "min" and len(others) == 1 and isinstance(others[0], torch.fx.Node) and not node.kwargs:
+        if name == "min" and len(others) == 1 and isinstance(others[0], torch.fx.Node):
             node.op, node.target = "call_function", torch.minimum
-        elif name == "where" and len(others) == 2 and not node.kwargs:
+        elif name == "where" and len(others) == 2:
             node.op, node.target, node.args = "call_function", torch.where, (others[0], node.args[0], others[1])
-        elif name == "bool" and not others and not node.kwargs:
+        elif name == "bool" and not others:
             node.target, node.args = "to", (*node.args, torch.bool)
+        elif name == "mm":
+            node.op, node.target = "call_function", torch.matmul
+        elif name == "addmm" and len(others) == 2:
+            _spell_out_addmm(gm.graph, node)
+
+
+def _spell_out_addmm(graph: torch.fx.Graph, node: Any) -> None:
+    bias, x, matrix = node.args
+    value = matrix.meta["example_value"]
+    # A linear does not broadcast its bias along the columns.
+    if bias.meta["example_value"].shape != value.shape[1:]:
+        return
+    with graph.inserting_before(node):
+        weight = graph.call_method("t", (matrix,))
+    weight.meta["example_value"] = value.t()
+    node.op, node.target, node.args = "call_function", F.linear, (x, weight, bias)
