@@ -969,6 +969,7 @@ MUTATIONS = [
         "graph/rules.py",
         ("mask", "on_cpu and any(map(carries_grad, scalars))", "False"),
         ("index", 'register_method("mod", ltorch.remainder)', "pass"),
+        ("index", "int(input.ndim not in (0, 1, 3)) if dim is None else dim", "0 if dim is None else dim"),
         tests=("tests/test_thunder.py::test_what_thunder_lacks",),
     ),
     *_of(

@@ -410,10 +410,19 @@ def of_labels(hidden, weight, labels):
     return F.cross_entropy(F.linear(hidden, weight), labels % 3) * torch.arange(3).sum()
 
 
+LOG_SOFTMAX = nn.LogSoftmax()
+
+
+def of_modules(hidden, weight, labels):
+    return -LOG_SOFTMAX(F.linear(hidden, weight)).gather(1, labels[:, None])
+
+
 @pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit])
-@pytest.mark.parametrize("program", [scalar_and_vector, of_labels])
+@pytest.mark.parametrize("program", [scalar_and_vector, of_labels, of_modules])
+@pytest.mark.filterwarnings("ignore:Implicit dimension choice for log_softmax")
 def test_what_thunder_lacks(program, jit):
-    """The sum of a scalar's gradient, where that is broadcast on a CPU; a method of tensors; a device in `explain`."""
+    """The sum of a scalar's gradient, where that is broadcast on a CPU; a method of tensors; a device in `explain`;
+    arguments of log_softmax."""
     hidden, weight = (torch.randn(rows, 8, dtype=torch.float64, requires_grad=True) for rows in (6, 29))
     labels, compiled, found = torch.randint(29, (6,)), jit(program), []
     for function in (compiled, program):

@@ -14,6 +14,7 @@ from thunder_flce.graph.matching.reasons import Reason
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 NLL_LOSS = nn.NLLLoss()
+LOG_SOFTMAX = nn.LogSoftmax(dim=-1)
 
 
 def _loss(logits, labels, **settings):
@@ -239,6 +240,10 @@ def log_softmax_and_nll_loss(hidden, weight, labels):
 
 def log_softmax_and_transposed_nll_loss(hidden, weight, labels):
     return NLL_LOSS(F.linear(hidden, weight).log_softmax(-1).transpose(1, 2), labels)
+
+
+def modules_of_log_softmax_and_nll_loss(hidden, weight, labels):
+    return NLL_LOSS(LOG_SOFTMAX(F.linear(hidden, weight).float()).flatten(0, 1), labels.flatten())
 
 
 def num_items_in_batch(hidden, weight, labels, num_items):
@@ -525,6 +530,7 @@ FUSED: tuple[Callable, ...] = (
     class_weights_of_nll_loss,
     log_softmax_and_nll_loss,
     log_softmax_and_transposed_nll_loss,
+    modules_of_log_softmax_and_nll_loss,
     num_items_in_batch,
     divided_by_the_number_of_valid_targets,
     added_to_other_losses,

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
+import torch.nn.functional as F
 from thunder import clang
 from thunder.core import devices, dtypes, prims
 from thunder.core.prims import OpTags
@@ -41,6 +42,7 @@ from thunder_flce.graph.thunder_private import (
     register_grad,
     register_method,
     should_register_for_prologue,
+    torch_to_thunder_functions,
     unwrap,
 )
 from thunder_flce.graph.token_functions import interpreted_token_loss
@@ -281,6 +283,21 @@ def _where_method(self: TensorProxy, condition: TensorProxy, other: Any, /) -> T
 register_method("where", _where_method)
 # `labels % 3`: thunder 0.2.6 has the function alone.
 register_method("mod", ltorch.remainder)
+
+
+def _log_softmax(input: TensorProxy, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None) -> TensorProxy:
+    """As `nn.LogSoftmax` calls it: thunder 0.2.6 knows neither `_stacklevel`, for a warning, nor a missing `dim`."""
+    return ltorch.log_softmax(input, int(input.ndim not in (0, 1, 3)) if dim is None else dim, dtype=dtype)
+
+
+torch_to_thunder_functions[F.log_softmax] = _log_softmax
+
+
+@register_general_jit_lookaside(F.log_softmax)
+def _log_softmax_lookaside(*args: Any, **kwargs: Any) -> Any:
+    recursively_proxy(*args, **kwargs)
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(_log_softmax))(*args, **kwargs)
+
 
 _maybe_broadcast = clang.maybe_broadcast
 
