@@ -912,6 +912,7 @@ MUTATIONS = [
         ("mask", "if any(index.users(reading.tensor) != [bsym] for reading in ends):", "if False:"),
         ("mask", "id(user) not in passed and not _is_log_softmax(user, reading.tensor)", "id(user) not in passed"),
         ("index", "(number, *rest)", "(0, *rest)"),
+        ("mask", "return largest is None and smallest == torch.finfo(dtype).min", "return True"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(

@@ -356,6 +356,7 @@ PATTERNS = (
     patterns.addmm,
     patterns.shift_by_narrow,
     patterns.modules_of_log_softmax_and_nll_loss,
+    patterns.log_probability_and_entropy_of_categorical,
     patterns.softcapped_and_shifted,
     patterns.accuracy_by_max,
     patterns.clipped_ratio_as_trl_has_it,

@@ -292,6 +292,11 @@ def _difference_of_constant(logits, labels):
     return (logits - _without_gradients(lambda z: z.logsumexp(-1, keepdim=True), logits)).gather(-1, labels[:, None])
 
 
+def _of_broadcast_labels(logits, labels, column):
+    labels, log_probs = torch.broadcast_tensors(labels[:, None], logits.log_softmax(-1))
+    return log_probs.gather(-1, labels[..., column]).squeeze(-1) + labels.sum()
+
+
 # Of float64 logits (6, V) and labels.
 LOOKALIKES = {
     "rows in another order": lambda z, y: _log_prob(z, y)[[3, 1, 0, 2, 5, 4]],
@@ -307,6 +312,9 @@ LOOKALIKES = {
         z.logsumexp(-1) - _without_gradients(lambda logits: (logits.softmax(-1) * logits).sum(-1), z)
     ),
     "ratio to itself": lambda z, y: (_log_prob(z, y) - _log_prob(z.detach(), y)).exp(),
+    "log-probabilities of at least -3": lambda z, y: (z.softmax(-1) * z.log_softmax(-1).clamp(min=-3)).sum(-1),
+    "second column of labels": lambda z, y: _of_broadcast_labels(z, y, slice(1, 2)),
+    "labels that stay broadcast": lambda z, y: _of_broadcast_labels(z, y, slice(1)),
     "weighted by a constant entropy": _weighted_by_entropy,
     "weighted by a constant log-sum-exp": lambda z, y: z.detach().logsumexp(-1) * _log_prob(z, y),
 }

@@ -110,6 +110,10 @@ def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
 
 
 def _inputs_but_for_linears(node: Node) -> Iterable[Node]:
+    """What the values of a node depend on; of a result of `broadcast_tensors`, not what only its shape depends on."""
+    above = node.args[0] if node.args else None
+    if isinstance(above, Node) and name_of(node) == "getitem" and name_of(above) == "broadcast_tensors":
+        return [above.args[node.args[1]]]  # type: ignore[index, list-item]
     return [] if is_linear(node) else node.all_input_nodes
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
 from thunder_flce.graph.matching.reasons import Reason
@@ -372,10 +373,16 @@ def log_probability_of_each_sequence(hidden, weight, tokens):
 
 
 def log_softmax_by_logsumexp(hidden, weight, tokens):
-    """As torch.distributions.Categorical has it."""
+    """As `Categorical` of torch.distributions normalises its logits."""
     logits = F.linear(hidden, weight)
     logits = logits - logits.logsumexp(dim=-1, keepdim=True)
     return logits.gather(2, tokens[..., None])[..., 0].exp().mean()
+
+
+def log_probability_and_entropy_of_categorical(hidden, weight, tokens):
+    """The labels are broadcast to the shape of the logits, and these clamped to be finite."""
+    policy = Categorical(logits=F.linear(hidden, weight), validate_args=False)
+    return -(policy.log_prob(tokens) + 0.1 * policy.entropy()).mean()
 
 
 def probability_gathered(hidden, weight, bias, tokens):
@@ -552,6 +559,7 @@ FUSED: tuple[Callable, ...] = (
     log_probability_as_trl_has_it,
     log_probability_of_each_sequence,
     log_softmax_by_logsumexp,
+    log_probability_and_entropy_of_categorical,
     probability_gathered,
     log_probability_indexed,
     preference_loss,
@@ -614,6 +622,10 @@ def several_log_probabilities_a_token(hidden, weight, tokens):
     """Such as those of a teacher's most likely tokens."""
     columns = torch.stack([tokens, tokens.flip(-1)], dim=-1)
     return F.linear(hidden, weight).log_softmax(-1).gather(-1, columns).sum()
+
+
+def labels_of_one_sequence_for_all(hidden, weight, tokens):
+    return Categorical(logits=F.linear(hidden, weight), validate_args=False).log_prob(tokens[:1]).mean()
 
 
 def logits_gathered(hidden, weight, tokens):
@@ -684,6 +696,7 @@ NOT_FUSED: dict[Callable, Reason] = {
     another_loss_on_the_same_logits_is_not_fused: Reason.LOGITS_USED,
     log_probabilities_used: Reason.LOGITS_USED,
     several_log_probabilities_a_token: Reason.NOT_A_LOG_PROBABILITY,
+    labels_of_one_sequence_for_all: Reason.NOT_A_LOG_PROBABILITY,
     logits_gathered: Reason.NOT_A_LOG_PROBABILITY,
     log_probability_beside_another_use: Reason.LOGITS_USED,
     log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,

@@ -53,7 +53,7 @@ def thunderfx(
 
 
 # thunder has these, but by default leaves them to Inductor, with the graph split there.
-_VIEWS = {torch.detach, torch.Tensor.detach, torch.narrow, torch.Tensor.narrow}
+_VIEWS = {torch.detach, torch.Tensor.detach, torch.narrow, torch.Tensor.narrow, torch.broadcast_tensors}
 
 
 class _Compiler(ThunderCompiler):

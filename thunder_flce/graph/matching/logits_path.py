@@ -180,14 +180,19 @@ def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
         # Such as mat1=, which thunder does not know either.
         raise _changed(producer, " with arguments by other names") from None
     for bsym, result in reversed(between):
-        paths.append(_part(paths[-1], bsym, result) if bsym.sym.id in SPLITS else step(paths[-1], bsym, index))
+        several = [path for path in steps(paths[-1], bsym, index) if path.tensor.name == result.name]
+        if not several:
+            raise _changed(bsym)
+        paths += several
     return paths
 
 
 def steps(path: LogitsPath, bsym: BoundSymbol, index: TraceIndex) -> list[LogitsPath]:
-    """The descriptions of all results of one more operation; see `step`."""
+    """The descriptions of all results of one more operation that are logits; see `step`."""
     if bsym.sym.id in SPLITS:
         return [_part(path, bsym, result) for result in bsym.output]
+    if bsym.sym.id == BROADCAST:
+        return [_beside_labels(index, path, bsym)]
     return [step(path, bsym, index)]
 
 
@@ -348,6 +353,36 @@ def _part(path: LogitsPath, bsym: BoundSymbol, part: TensorProxy) -> LogitsPath:
     dropped = dimension < path.class_dimension and part.ndim < path.tensor.ndim
     row = RowStep("part", (number, len(bsym.output), dimension - (dimension > path.class_dimension)))
     return path.then(bsym, row, tensor=part, class_dimension=path.class_dimension - dropped)
+
+
+def _beside_labels(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    """Logits beside labels that are given their shape, as in `Categorical.log_prob`: the logits stay as they are."""
+    results = dict(zip((arg.name for arg in bsym.args), bsym.output, strict=True))
+    result = results.pop(path.tensor.name)
+    columns = [user for other in results.values() for user in index.users(other)]
+    are_read = all(
+        before_broadcast(column.output, index) is not column.output and user.sym.id in _GATHERS
+        for column in columns
+        for user in index.users(column.output)
+    )
+    if result.shape != path.tensor.shape or not are_read:
+        raise _changed(bsym)
+    return path.then(bsym, tensor=result)
+
+
+def before_broadcast(labels: TensorProxy, index: TraceIndex) -> TensorProxy:
+    """The labels before they were given the shape of the logits, where the first column of that is read."""
+    column = index.producers.get(labels.name)
+    if column is None or column.sym.id != ltorch.getitem.id or not isinstance(column.args[1], tuple):
+        return labels
+    dots, *slices = column.args[1]
+    if dots is not Ellipsis or not all(map(_is_static_slice, slices)) or slices != [slice(None, 1, None)]:
+        return labels
+    broadcast = index.producers.get(column.args[0].name)
+    if broadcast is None or broadcast.sym.id != BROADCAST:
+        return labels
+    source = broadcast.args[[each.name for each in broadcast.output].index(column.args[0].name)]
+    return source if source.shape[-1] == 1 else labels
 
 
 def split_dimension(split: BoundSymbol) -> int:
@@ -541,6 +576,8 @@ RESHAPES = {
 }
 
 SPLITS = {ltorch.unbind.id, ltorch.split.id, ltorch.chunk.id, ltorch.tensor_split.id}
+BROADCAST = "torch.broadcast_tensors"
+_GATHERS = (ltorch.gather.id, ltorch.take_along_dim.id)
 
 RULES: dict[Any, Callable[[TraceIndex, LogitsPath, BoundSymbol], LogitsPath]] = {
     **dict.fromkeys(COPIES, _same_values),

@@ -15,12 +15,22 @@ from itertools import pairwise
 from typing import Any
 
 import thunder.torch as ltorch
+import torch
 from thunder.core import dtypes
 from thunder.core.proxies import ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_flce.graph.matching.chunked_losses import split_tensor
-from thunder_flce.graph.matching.logits_path import COPIES, LINEARS, RESHAPES, LogitsPath, RowStep, paths_to
+from thunder_flce.graph.matching.logits_path import (
+    BROADCAST,
+    COPIES,
+    LINEARS,
+    RESHAPES,
+    LogitsPath,
+    RowStep,
+    before_broadcast,
+    paths_to,
+)
 from thunder_flce.graph.matching.reasons import NotFused, Reason
 from thunder_flce.graph.matching.trace_index import TraceIndex, argument, carries_grad, is_static
 
@@ -121,6 +131,7 @@ def _at_labels(
     index: TraceIndex, bsym: BoundSymbol, logits: TensorProxy, dimension: int, labels: TensorProxy
 ) -> Reading | None:
     """The logits, or what log_softmax and softmax make of them, at one column of each row."""
+    labels = before_broadcast(labels, index)
     try:
         paths = paths_to(logits, index)
     except NotFused as problem:
@@ -166,8 +177,8 @@ def _unknown(
 
 def _is_normalised(tensor: TensorProxy, dimension: int, index: TraceIndex) -> bool:
     """Whether a tensor is what log_softmax or softmax returned, as it is."""
-    while (producer := index.producers.get(tensor.name)) is not None and producer.sym.id in COPIES:
-        tensor = producer.args[0]
+    while (producer := index.producers.get(tensor.name)) is not None and producer.sym.id in {*COPIES, BROADCAST}:
+        tensor = max(producer.flat_proxy_args, key=lambda arg: arg.numel)
     is_function = producer is not None and producer.sym.id in (ltorch.log_softmax.id, "torch.softmax")
     return is_function and dimension % tensor.ndim == tensor.ndim - 1
 
@@ -226,11 +237,21 @@ def _product(tensor: TensorProxy, index: TraceIndex) -> tuple[int, tuple[BoundSy
     sign, inner, factors = 1, (producer,), []
     for factor in tensors:
         before = index.producers.get(factor.name)
-        while before is not None and before.sym.id == ltorch.neg.id:
-            sign, inner, factor = -sign, (before, *inner), before.args[0]
+        while before is not None and (before.sym.id == ltorch.neg.id or _is_finite_clamp(before)):
+            sign = -sign if before.sym.id == ltorch.neg.id else sign
+            inner, factor = (before, *inner), before.args[0]
             before = index.producers.get(factor.name)
         factors.append(factor)
     return sign, inner, factors
+
+
+def _is_finite_clamp(bsym: BoundSymbol) -> bool:
+    """Whether only -inf is changed, as by `Categorical.entropy`, lest its product with a probability of 0 be NaN."""
+    if bsym.sym.id != ltorch.clamp.id:
+        return False
+    smallest, largest = (argument(bsym, name, at=at) for at, name in enumerate(("min", "max"), 1))
+    dtype = dtypes.to_torch_dtype(bsym.output.dtype)
+    return largest is None and smallest == torch.finfo(dtype).min
 
 
 def _is_of_softmax(tensor: TensorProxy, index: TraceIndex) -> bool:
