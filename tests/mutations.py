@@ -913,6 +913,7 @@ MUTATIONS = [
         ("mask", "id(user) not in passed and not _is_log_softmax(user, reading.tensor)", "id(user) not in passed"),
         ("index", "(number, *rest)", "(0, *rest)"),
         ("mask", "return largest is None and smallest == torch.finfo(dtype).min", "return True"),
+        ("index", "shape == [count if at == dimension else 1 for at in range(rows)]", "True"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(

@@ -45,6 +45,7 @@ READINGS = (
     patterns.log_probability_of_each_sequence,
     patterns.probability_gathered,
     patterns.log_probability_indexed,
+    patterns.log_probability_indexed_in_three_dimensions,
     patterns.preference_loss,
     patterns.clipped_ratio_with_entropy,
     patterns.entropy_as_verl_has_it,
@@ -300,6 +301,7 @@ def _of_broadcast_labels(logits, labels, column):
 # Of float64 logits (6, V) and labels.
 LOOKALIKES = {
     "rows in another order": lambda z, y: _log_prob(z, y)[[3, 1, 0, 2, 5, 4]],
+    "rows picked in another order": lambda z, y: z.log_softmax(-1)[torch.arange(6).flip(0), y],
     "rows of an index": lambda z, y: _log_prob(z, y)[y.argsort()],
     "labels in another order": lambda z, y: F.logsigmoid(_log_prob(z, y) - _log_prob(z, y[[1, 0, 2, 3, 5, 4]])),
     "two labels of three rows": lambda z, y: z.log_softmax(-1).gather(-1, y.view(3, 2)),

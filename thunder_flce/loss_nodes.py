@@ -104,7 +104,7 @@ def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
     if name == "sum":
         return is_over_classes and name_of(operand) in ("mul", "neg")
     indices = [each for each in rest if isinstance(each, Node) and isinstance(value_of(each), Tensor)]
-    is_gather = is_over_classes if name in _GATHERS else name == "getitem" and len(indices) == len(shape) == 2
+    is_gather = is_over_classes if name in _GATHERS else name == "getitem" and len(indices) == len(shape) > 1
     # Columns that hang on the logits are choices, as of a gate's experts.
     return is_gather and source not in _reached(indices, _inputs_but_for_linears)
 

@@ -396,6 +396,12 @@ def log_probability_indexed(hidden, weight, tokens):
     return -F.log_softmax(logits, -1)[rows, tokens.view(-1) - 1].mean()
 
 
+def log_probability_indexed_in_three_dimensions(hidden, weight, tokens):
+    log_probs = F.log_softmax(F.linear(hidden, weight), -1)
+    sequences, positions = (torch.arange(size, device=hidden.device) for size in log_probs.shape[:2])
+    return log_probs[sequences[:, None], positions, tokens]
+
+
 def preference_loss(hidden, weight, tokens):
     """DPO without a reference: a loss of sums of log-probabilities."""
     log_probs = F.log_softmax(F.linear(hidden, weight), -1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -562,6 +568,7 @@ FUSED: tuple[Callable, ...] = (
     log_probability_and_entropy_of_categorical,
     probability_gathered,
     log_probability_indexed,
+    log_probability_indexed_in_three_dimensions,
     preference_loss,
     clipped_ratio_with_entropy,
     clipped_ratio_as_trl_has_it,
@@ -626,6 +633,13 @@ def several_log_probabilities_a_token(hidden, weight, tokens):
 
 def labels_of_one_sequence_for_all(hidden, weight, tokens):
     return Categorical(logits=F.linear(hidden, weight), validate_args=False).log_prob(tokens[:1]).mean()
+
+
+def log_probabilities_of_other_rows(hidden, weight, tokens):
+    """Of the first token of the second sequence, where the labels have the second one of the first."""
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    log_probs = F.linear(hidden[:, : len(rows)], weight).log_softmax(-1)
+    return log_probs[rows, rows[:, None], tokens[:, : len(rows)]].sum()
 
 
 def logits_gathered(hidden, weight, tokens):
@@ -697,6 +711,7 @@ NOT_FUSED: dict[Callable, Reason] = {
     log_probabilities_used: Reason.LOGITS_USED,
     several_log_probabilities_a_token: Reason.NOT_A_LOG_PROBABILITY,
     labels_of_one_sequence_for_all: Reason.NOT_A_LOG_PROBABILITY,
+    log_probabilities_of_other_rows: Reason.NOT_A_LOG_PROBABILITY,
     logits_gathered: Reason.NOT_A_LOG_PROBABILITY,
     log_probability_beside_another_use: Reason.LOGITS_USED,
     log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,

@@ -341,27 +341,35 @@ def _combined(index: TraceIndex, bsym: BoundSymbol, found: _Found, *, signs: tup
 
 
 def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    """Logits [arange(N), labels], or one number a row without a dimension of length 1."""
+    """Logits [arange(N), labels] or [arange(B)[:, None], arange(T), labels], or one number a row in another shape."""
     tensor, key = bsym.args
     if tensor.name in found and bsym.output.numel == tensor.numel and _keeps_order(key):
         return _combined(index, bsym, found, signs=(1,))
-    if not isinstance(key, tuple) or tensor.ndim != 2 or len(key) != 2:
+    if not isinstance(key, tuple) or len(key) != tensor.ndim or len(key) < 2:
         return None
-    rows, labels = key
-    if not all(isinstance(part, TensorProxy) and part.ndim == 1 for part in key):
+    if not all(isinstance(part, TensorProxy) and dtypes.is_nonboolean_integer_dtype(part.dtype) for part in key):
         return None
-    if any(dtypes.is_boolean_dtype(part.dtype) for part in key):
+    *rows, labels = key
+    reading = _at_labels(index, bsym, tensor, tensor.ndim - 1, labels)
+    if all(_is_every_index(part, dimension, tensor, index) for dimension, part in enumerate(rows)):
+        return reading and replace(reading, wraps_labels=True)
+    if reading is None or reading.output != "log_prob" or (reading.paths and not reading.path.normalised):
         return None
-    producer = index.producers.get(rows.name)
-    count = tensor.shape[0]
-    is_every_row = (
+    return replace(reading, problem=NotFused(Reason.NOT_A_LOG_PROBABILITY, "rows picked by a tensor"))
+
+
+def _is_every_index(part: TensorProxy, dimension: int, tensor: TensorProxy, index: TraceIndex) -> bool:
+    """Whether an index is 0, 1, … along its own dimension of the rows of a tensor, and the same along the others."""
+    rows = tensor.ndim - 1
+    count = tensor.shape[dimension]
+    shape = [1] * (rows - part.ndim) + list(part.shape)
+    producer = index.producers.get(before_reshapes(part, index).name)
+    return (
         producer is not None
         and producer.sym.id == ltorch.arange.id
         and producer.args in ((count, None, 1), (0, count, 1))
-        and labels.shape[0] == count
+        and shape == [count if at == dimension else 1 for at in range(rows)]
     )
-    reading = _at_labels(index, bsym, tensor, 1, labels) if is_every_row else None
-    return reading and replace(reading, wraps_labels=True)
 
 
 def _joined(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
