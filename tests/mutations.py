@@ -913,6 +913,8 @@ MUTATIONS = [
         ("mask", "id(user) not in passed and not _is_log_softmax(user, reading.tensor)", "id(user) not in passed"),
         ("index", "(number, *rest)", "(0, *rest)"),
         ("mask", "return largest is None and smallest == torch.finfo(dtype).min", "return True"),
+        ("index", "if names == others and (is_last", "if (is_last"),
+        ("sign", "return _Product(-1, (producer,)", "return _Product(1, (producer,)"),
         ("index", "shape == [count if at == dimension else 1 for at in range(rows)]", "True"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
@@ -1014,7 +1016,7 @@ MUTATIONS = [
     ),
     *_of(
         "graph/matching/readings.py",
-        ("mask", "if not _reduces_classes(bsym, ways[0][-1]):", "if False:"),
+        ("mask", "if _reduces_classes(bsym, path):", "if True:"),
         ("mask", "(ltorch.exp.id, ltorch.log.id), (ltorch.add.id", "(ltorch.exp.id,), (ltorch.add.id"),
         ("mask", "(ltorch.add.id, ltorch.clamp.id)", "()"),
         tests=("tests/test_patterns.py", "tests/test_readings.py::test_entropies_in_one_sum"),

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 LINEARS = ("linear", "matmul", "mm", "addmm")
 _NORMALISERS = ("log_softmax", "softmax", "logsumexp")
 _GATHERS = ("gather", "take_along_dim")
+_PRODUCTS = ("mul", "neg", "special_entr", "xlogy", "special_xlogy")
 _CHECKPOINT = "tag_activation_checkpoint"
 
 
@@ -95,18 +96,25 @@ def _readers_below(source: Node, sizes: set[Any]) -> list[Node]:
 
 def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
     if not is_call(node) or not node.args or not isinstance(node.args[0], Node):
-        return False
+        return is_call(node) and name_of(node) == "einsum" and _is_sum_of_products(node)
     name, operand = name_of(node), node.args[0]
     shape = _shape(value_of(operand))
     rest = tree_flatten([*node.args[1:], *node.kwargs.values()])[0]
     dimensions = [each for each in rest if type(each) is int and -len(shape) <= each < len(shape)]
     is_over_classes = any(shape[each] in sizes for each in dimensions)
-    if name == "sum":
-        return is_over_classes and name_of(operand) in ("mul", "neg")
+    if name in ("sum", "nansum"):
+        return is_over_classes and name_of(operand) in _PRODUCTS
     indices = [each for each in rest if isinstance(each, Node) and isinstance(value_of(each), Tensor)]
     is_gather = is_over_classes if name in _GATHERS else name == "getitem" and len(indices) == len(shape) > 1
     # Columns that hang on the logits are choices, as of a gate's experts.
     return is_gather and source not in _reached(indices, _inputs_but_for_linears)
+
+
+def _is_sum_of_products(einsum: Node) -> bool:
+    """Whether it may be a sum over one dimension of the products of two tensors."""
+    shapes = [_shape(value_of(operand)) for operand in einsum.all_input_nodes]
+    operands = [arg for arg in einsum.args if isinstance(arg, Node)]
+    return len(operands) == 2 and len(set(shapes)) == 1 and _rank(einsum) == len(shapes[0]) - 1
 
 
 def _inputs_but_for_linears(node: Node) -> Iterable[Node]:

@@ -469,6 +469,15 @@ def entropy_of_probabilities(hidden, weight, tokens):
     return -(probabilities * probabilities.log()).sum(-1).mean()
 
 
+def entropies_of_three_operations(hidden, weight, second_weight, tokens):
+    """p log p as one operation, which is 0 where p is, and a product and its sum as one."""
+    logits, others = F.linear(hidden, weight), F.linear(hidden, second_weight)
+    first = torch.special.entr(logits[:, 1:].softmax(-1)).sum(-1)
+    second = torch.xlogy(others.softmax(-1), others.log_softmax(-1).exp()).sum(-1)
+    third = torch.einsum("btv,btv->bt", logits[:, :1].softmax(-1), logits[:, :1].log_softmax(-1))
+    return first.mean() - second.mean() - third.mean()
+
+
 def entropy_in_chunks(hidden, weight, tokens):
     """As TRL's `entropy_from_logits`."""
     entropies = []
@@ -576,6 +585,7 @@ FUSED: tuple[Callable, ...] = (
     focal_loss,
     entropy_as_verl_has_it,
     entropy_of_probabilities,
+    entropies_of_three_operations,
     entropy_in_chunks,
     entropy_beside_cross_entropy,
     z_term_beside_cross_entropy,
@@ -657,6 +667,11 @@ def entropy_beside_an_epsilon(hidden, weight, tokens):
     return -(probabilities * torch.log(probabilities + 1e-9)).sum(-1).mean()
 
 
+def entropy_by_nansum(hidden, weight, tokens):
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    return -(log_probs.exp() * log_probs).nansum(-1).mean()
+
+
 def log_probability_after_an_activation(hidden, weight, tokens):
     logits = torch.relu(F.linear(hidden, weight))
     return F.log_softmax(logits, -1).gather(-1, tokens.unsqueeze(-1)).sum()
@@ -715,6 +730,7 @@ NOT_FUSED: dict[Callable, Reason] = {
     logits_gathered: Reason.NOT_A_LOG_PROBABILITY,
     log_probability_beside_another_use: Reason.LOGITS_USED,
     log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,
+    entropy_by_nansum: Reason.TRANSFORMED_LOGITS,
     entropy_beside_an_epsilon: Reason.TRANSFORMED_LOGITS,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
     activation: Reason.TRANSFORMED_LOGITS,

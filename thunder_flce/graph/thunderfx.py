@@ -53,7 +53,10 @@ def thunderfx(
 
 
 # thunder has these, but by default leaves them to Inductor, with the graph split there.
-_VIEWS = {torch.detach, torch.Tensor.detach, torch.narrow, torch.Tensor.narrow, torch.broadcast_tensors}
+_KEPT = {
+    *(torch.detach, torch.Tensor.detach, torch.narrow, torch.Tensor.narrow, torch.broadcast_tensors),
+    *(torch.special.entr, torch.special.xlogy, torch.xlogy, torch.Tensor.xlogy, torch.nansum, torch.Tensor.nansum),
+}
 
 
 class _Compiler(ThunderCompiler):
@@ -69,7 +72,7 @@ class _Compiler(ThunderCompiler):
         _spell_out_operations(gm)
         _spell_out_autocast(gm)
         _spell_out_ignore_index(gm)
-        left_out = auto_register_ops & _VIEWS
+        left_out = auto_register_ops & _KEPT
         auto_register_ops.difference_update(left_out)
         try:
             return super().__call__(gm, sample_args)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 import torch
@@ -205,44 +205,100 @@ def _reduces_classes(bsym: BoundSymbol, path: LogitsPath) -> bool:
 
 def _sum(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
     """Σ p u, or Σ p log p = E - L."""
-    sign, inner, factors = _product(bsym.args[0], index)
+
+    def problem(path: LogitsPath) -> NotFused | None:
+        if _reduces_classes(bsym, path):
+            return None
+        return NotFused(Reason.CLASS_DIMENSION, "a sum over other dimensions than the classes")
+
+    return _expectation(index, bsym, _product(bsym.args[0], index), problem)
+
+
+def _nansum(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    problem = NotFused(Reason.TRANSFORMED_LOGITS, "by nansum, which takes NaN for 0")
+    return _expectation(index, bsym, _product(argument(bsym, "input", at=0), index), lambda path: problem)
+
+
+def _einsum(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    """Σ p log p as in `einsum("btv,btv->bt", p, log_p)`."""
+    equation, operands = bsym.args[0], [arg for arg in bsym.flat_proxy_args if isinstance(arg, TensorProxy)]
+    if len(operands) != 2 or not isinstance(equation, str):
+        return None
+
+    def problem(path: LogitsPath) -> NotFused | None:
+        at = path.class_dimension
+        names, _, result = equation.replace(" ", "").partition("->")
+        names, _, others = names.partition(",")
+        # As "...v,...v->..." or, with a name for each dimension, as "btv,btv->bt".
+        is_last = names[:3] == result == "..." and len(names) == 4 and at == path.tensor.ndim - 1
+        is_named = names.isalpha() and len(set(names)) == len(names) == path.tensor.ndim
+        if names == others and (is_last or (is_named and result == names[:at] + names[at + 1 :])):
+            return None
+        return NotFused(Reason.CLASS_DIMENSION, f"einsum {equation!r}")
+
+    return _expectation(index, bsym, _Product(1, (), [(operand, False) for operand in operands]), problem)
+
+
+class _Product(NamedTuple):
+    """A tensor as a product of two factors and a sign; no factors where it is none."""
+
+    sign: int
+    inner: tuple[BoundSymbol, ...]
+    """The operations from the factors to the tensor."""
+    factors: list[tuple[TensorProxy, bool]]
+    """Each factor is a tensor or, with True, its logarithm, where that times 0 is 0."""
+
+
+def _expectation(
+    index: TraceIndex, bsym: BoundSymbol, product: _Product, problem: Callable[[LogitsPath], NotFused | None]
+) -> Reading | None:
+    """The sum of a product over the classes; `problem` says why it is not that sum, for logits as described."""
+    sign, inner, factors = product
     if len(factors) != 2:
         return None
     try:
-        ways = [paths_to(factor, index) for factor in factors]
-    except NotFused as problem:
-        is_entropy = all(_is_of_softmax(factor, index) for factor in factors)
-        return _unknown(index, bsym, factors[0], (0, sign, -sign), problem) if is_entropy else None
+        ways = [paths_to(factor, index) for factor, _ in factors]
+    except NotFused as reason:
+        is_entropy = all(_is_of_softmax(factor, index) for factor, _ in factors)
+        return _unknown(index, bsym, factors[0][0], (0, sign, -sign), reason) if is_entropy else None
     forms = [way[-1].normalised for way in ways]
-    others = [form for form in forms if form != "softmax"]
+    if any(is_log and form != "softmax" for form, (_, is_log) in zip(forms, factors, strict=True)):
+        return None
+    others = [form for form, (_, is_log) in zip(forms, factors, strict=True) if is_log or form != "softmax"]
     flows = [*(way[-1].carries_grad for way in ways), *(carries_grad(each.output) for each in inner)]
     if len(others) != 1 or not is_same_logits(ways[0][-1], ways[1][-1]) or not _flows_back(bsym, *flows):
         return None
     coefficients = (0, -sign if others[0] else 0, sign)
-    if not _reduces_classes(bsym, ways[0][-1]):
-        reason = NotFused(Reason.CLASS_DIMENSION, "a sum over other dimensions than the classes")
-        return Reading(bsym, coefficients, problem=reason)
+    if (found := problem(ways[0][-1])) is not None:
+        return Reading(bsym, coefficients, problem=found)
     return Reading(bsym, coefficients, paths=tuple(map(tuple, ways)), inner=inner)
 
 
-def _product(tensor: TensorProxy, index: TraceIndex) -> tuple[int, tuple[BoundSymbol, ...], list[TensorProxy]]:
-    """A sign, the operations and two factors whose product a tensor is; no factors where it is none."""
+def _product(tensor: TensorProxy, index: TraceIndex) -> _Product:
     producer = index.producers.get(tensor.name)
-    if producer is None or producer.sym.id not in (ltorch.neg.id, ltorch.mul.id):
-        return 1, (), []
+    if producer is None or producer.sym.id not in (ltorch.neg.id, ltorch.mul.id, _ENTR, *_XLOGY):
+        return _Product(1, (), [])
     tensors = [arg for arg in producer.args if isinstance(arg, TensorProxy)]
     if producer.sym.id == ltorch.neg.id:
         sign, inner, factors = _product(tensors[0], index)
-        return -sign, (*inner, producer), factors
-    sign, inner, factors = 1, (producer,), []
+        return _Product(-sign, (*inner, producer), factors)
+    if producer.sym.id == _ENTR and tensors:
+        return _Product(-1, (producer,), [(tensors[0], False), (tensors[0], True)])
+    if producer.sym.id in _XLOGY:
+        return _Product(1, (producer,), [(each, number == 1) for number, each in enumerate(tensors)])
+    product = _Product(1, (producer,), [])
     for factor in tensors:
         before = index.producers.get(factor.name)
         while before is not None and (before.sym.id == ltorch.neg.id or _is_finite_clamp(before)):
-            sign = -sign if before.sym.id == ltorch.neg.id else sign
-            inner, factor = (before, *inner), before.args[0]
+            sign = -product.sign if before.sym.id == ltorch.neg.id else product.sign
+            product, factor = product._replace(sign=sign, inner=(before, *product.inner)), before.args[0]
             before = index.producers.get(factor.name)
-        factors.append(factor)
-    return sign, inner, factors
+        product.factors.append((factor, False))
+    return product
+
+
+# p log p as one operation, which is 0 where p is.
+_ENTR, _XLOGY = "torch.special.entr", ("torch.xlogy", "torch.special.xlogy")
 
 
 def _is_finite_clamp(bsym: BoundSymbol) -> bool:
@@ -447,6 +503,8 @@ _RULES: dict[Any, Callable[[TraceIndex, BoundSymbol, _Found], Reading | None]] =
     ltorch.getitem.id: _getitem,
     ltorch.logsumexp.id: _logsumexp,
     ltorch.sum.id: _sum,
+    "torch.nansum": _nansum,
+    ltorch.einsum.id: _einsum,
     ltorch.neg.id: partial(_combined, signs=(-1,)),
     ltorch.sub.id: partial(_combined, signs=(1, -1)),
     ltorch.add.id: partial(_combined, signs=(1, 1)),
