@@ -1348,6 +1348,12 @@ MUTATIONS = [
         ("sign", "0.55 + 0.45 * math.cos", "0.55 - 0.45 * math.cos"),
         tests=("tests/test_bench.py::test_what_is_trained_on",),
     ),
+    *_of(
+        "kl_divergence.py",
+        ("mask", "if tensor.requires_grad and not is_needed:", "if False:"),
+        ("index", 'operators.library.impl("linear_kl_divergence", _autograd_kernel, "Autograd")', "pass"),
+        tests=("tests/test_kl_divergence.py",),
+    ),
     Mutation(
         "mask",
         "graph/thunderfx.py",

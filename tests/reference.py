@@ -447,3 +447,20 @@ def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
             assert got.isnan()
         else:
             assert certain.sum() / count - 1e-6 <= got <= possible.sum() / count + 1e-6, "accuracy"
+
+
+class RecordedCalls(TorchDispatchMode):
+    """The arguments of each call of an operator, positional ones and those by name."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self._operator, self._calls = operator, []
+
+    def __enter__(self):
+        super().__enter__()
+        return self._calls
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is self._operator:
+            self._calls.append((args, kwargs or {}))
+        return function(*args, **(kwargs or {}))

@@ -6,7 +6,7 @@ import thunder
 import torch
 import torch.nn.functional as F
 
-from reference import error
+from reference import RecordedCalls, error
 from thunder_flce import Options, linear_kl_divergence
 from thunder_flce.execution import distillation
 from thunder_flce.operation.divergence import KINDS
@@ -128,6 +128,59 @@ def test_retained_graph_and_second_derivative():
     torch.testing.assert_close(first, second)
     with pytest.raises(RuntimeError, match="linear_kl_divergence has no second derivative"):
         torch.autograd.grad(loss, tensors[:2], create_graph=True)
+
+
+OPERATOR = torch.ops.thunder_flce.linear_kl_divergence.default
+BACKWARD = torch.ops.thunder_flce.linear_kl_divergence_backward.default
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_opcheck(reduction):
+    """Of the calls that the function makes, forward and backward."""
+    x, weight, teacher_x, *others = operands()
+    tensors = (x.detach().flatten(0, 1).requires_grad_(), weight, teacher_x.flatten(0, 1), others[0])
+    settings = {"divergence": "jensen_shannon", "reduction": reduction, "options": Options(chunk_rows=5)}
+    with RecordedCalls(OPERATOR) as calls:
+        loss = linear_kl_divergence(*tensors, others[1].flatten(), **settings)
+    _, named = calls[0]
+    torch.library.opcheck(OPERATOR, tensors, named)
+    if reduction == "none":
+        torch.library.opcheck(BACKWARD, [each.detach() for each in (torch.ones_like(loss), *tensors)], named)
+
+
+@pytest.mark.parametrize(("name", "at"), [("input", 0), ("linear_weight", 1), ("teacher_input", 2)])
+def test_operator_called_for_a_gradient_that_it_was_not_traced_for(name, at):
+    tensors = [tensor.detach().flatten(0, -2) for tensor in operands()[:4]]
+    with RecordedCalls(OPERATOR) as calls:
+        linear_kl_divergence(*tensors)
+    tensors[at].requires_grad_()
+    _, named = calls[0]
+    with pytest.raises(
+        RuntimeError, match=f"{name} requires a gradient, but this operator was traced with {name} that"
+    ):
+        OPERATOR(*tensors, **named)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict):
+    """What is exported with gradients can be trained."""
+
+    class Model(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight)
+
+        def forward(self, x, *others):
+            return linear_kl_divergence(x, self.weight, *others)
+
+    x, weight, *others = operands()
+    inputs = (x.detach(), *others)
+    exported = torch.export.export(Model(weight.detach().clone()), inputs, strict=strict).module()
+    loss, right = exported(*inputs), composed(x, weight, *others)
+    torch.testing.assert_close(loss, right)
+    (expected,) = torch.autograd.grad(right, weight)
+    (got,) = torch.autograd.grad(loss, exported.get_parameter("weight"))
+    torch.testing.assert_close(got, expected)
 
 
 def test_without_rows():

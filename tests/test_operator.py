@@ -17,7 +17,16 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils import checkpoint
 
 from conftest import on_gpu
-from reference import Case, assert_close_to_truth, differentiate, error, make_case, run_inside, truth
+from reference import (
+    Case,
+    RecordedCalls,
+    assert_close_to_truth,
+    differentiate,
+    error,
+    make_case,
+    run_inside,
+    truth,
+)
 from thunder_flce import Options, inductor, linear_cross_entropy, operators
 from thunder_flce.execution.layout import VocabLayout
 from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, RecomputeLogits, SaveLogits, SaveSomeLogits
@@ -155,6 +164,30 @@ def check_operators(plan, *, is_planned):
     leaf.register_hook(lambda grad: results.extend(BACKWARD(*args, **kwargs) for _ in range(2)))
     leaf.backward()
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "strategy"),
+    [
+        ("token_loss", "gradients_in_forward"),
+        ("target_weights", "gradients_in_forward"),
+        ("target_weights", "recompute_logits"),
+        ("token_weights", "recompute_logits"),
+    ],
+)
+def test_opcheck_of_what_tokens_have(given, strategy):
+    """A loss of one's own with its inputs, several weighted targets, weights of tokens: what the function calls."""
+    case, options = make_case(vocab=97), Options(strategy=strategy, chunk_rows=10)
+    target, factors = case.target, torch.rand(case.target.numel())
+    settings = {given: factors}
+    if given == "token_loss":
+        settings = {given: lambda log_prob, entropy, each: entropy - log_prob * each, "token_inputs": (factors,)}
+    elif given == "target_weights":
+        target, settings = target[:, None].clamp(min=0).repeat(1, 2), {given: torch.stack([factors, 1 - factors], -1)}
+    with RecordedCalls(OPERATOR) as calls:
+        linear_cross_entropy(case.x, case.weight, target, options=options, **settings)
+    (((_, _, flat), named),) = calls
+    torch.library.opcheck(OPERATOR, (case.x, case.weight, flat), named)
 
 
 def test_settings_are_read_as_they_were_written():

@@ -205,13 +205,18 @@ operators.define("linear_kl_divergence", _SCHEMA, _forward, _forward_fake)
 operators.define("linear_kl_divergence_backward", f"Tensor grad, {_SCHEMA}", _backward, _backward_fake)
 
 
+def _below_autograd(settings: str, *tensors: Tensor | None) -> list[Tensor]:
+    *others, target = tensors
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.thunder_flce.linear_kl_divergence(*others, settings=settings, target=target)
+
+
 class _LinearKLDivergence(torch.autograd.Function):
     """Returns the gradients that the backward scales as further results."""
 
     @staticmethod
     def forward(settings: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        *others, target = tensors
-        return tuple(torch.ops.thunder_flce.linear_kl_divergence(*others, settings=settings, target=target))
+        return tuple(_below_autograd(settings, *tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
@@ -239,3 +244,21 @@ class _LinearKLDivergence(torch.autograd.Function):
             found = iter(call(grad, *tensors, settings=settings, target=target))
         of_operands = (next(found) if is_needed else None for is_needed in ctx.settings.needs_grad)
         return None, *of_operands, None, None, None
+
+
+def _autograd_kernel(*tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
+    """Runs a direct call of the operator, such as those in exported programs."""
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
+        return _below_autograd(settings, *tensors, target)
+    names = ("input", "linear_weight", "teacher_input", "teacher_weight")
+    needs_grad = (*_Settings.parse(settings).needs_grad, False, False)
+    for name, tensor, is_needed in zip(names, tensors, needs_grad, strict=True):
+        if tensor.requires_grad and not is_needed:
+            raise RuntimeError(
+                f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
+                "it with one that does"
+            )
+    return list(_LinearKLDivergence.apply(settings, *tensors, target))
+
+
+operators.library.impl("linear_kl_divergence", _autograd_kernel, "Autograd")
