@@ -914,6 +914,8 @@ MUTATIONS = [
         ("index", "(number, *rest)", "(0, *rest)"),
         ("mask", "return largest is None and smallest == torch.finfo(dtype).min", "return True"),
         ("index", "if names == others and (is_last", "if (is_last"),
+        ("index", "return is_same_logits(a, b) and a.shift == b.shift", "return is_same_logits(a, b)"),
+        ("mask", "if self.paths and self.path.shift and sum(self.coefficients):", "if False:"),
         ("sign", "return _Product(-1, (producer,)", "return _Product(1, (producer,)"),
         ("index", "shape == [count if at == dimension else 1 for at in range(rows)]", "True"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
@@ -1347,6 +1349,11 @@ MUTATIONS = [
         ("index", "target=sequences[:, 1:].flatten()", "target=sequences[:, :-1].flatten()"),
         ("sign", "0.55 + 0.45 * math.cos", "0.55 - 0.45 * math.cos"),
         tests=("tests/test_bench.py::test_what_is_trained_on",),
+    ),
+    *_of(
+        "graph/matching/logits_path.py",
+        ("mask", "if path.shift and bsym.sym.id not in _SHIFT_INVARIANT:", "if False:"),
+        tests=("tests/test_patterns.py::test_not_fused",),
     ),
     *_of(
         "kl_divergence.py",

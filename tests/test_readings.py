@@ -293,6 +293,15 @@ def _difference_of_constant(logits, labels):
     return (logits - _without_gradients(lambda z: z.logsumexp(-1, keepdim=True), logits)).gather(-1, labels[:, None])
 
 
+def _by_hand(logits, labels, *, of_labels=lambda z: z, of_sum=lambda z: z):
+    """A log-probability if both functions subtract the maximum, or neither does."""
+    return of_labels(logits).gather(-1, labels[:, None])[:, 0] - of_sum(logits).exp().sum(-1).log()
+
+
+def _less_maximum(logits):
+    return logits - logits.amax(-1, keepdim=True)
+
+
 def _of_broadcast_labels(logits, labels, column):
     labels, log_probs = torch.broadcast_tensors(labels[:, None], logits.log_softmax(-1))
     return log_probs.gather(-1, labels[..., column]).squeeze(-1) + labels.sum()
@@ -318,6 +327,11 @@ LOOKALIKES = {
     "logarithm of other probabilities": lambda z, y: torch.xlogy(z.softmax(-1).square(), z.softmax(-1)).sum(-1),
     "logarithm of constants": lambda z, y: torch.xlogy(z.softmax(-1), z.softmax(-1).detach()).sum(-1),
     "products of all rows": lambda z, y: torch.einsum("rv,qv->r", z.softmax(-1), z.log_softmax(-1)),
+    "less the maximum in the sum": lambda z, y: _by_hand(z, y, of_sum=_less_maximum),
+    "less the maximum at labels": lambda z, y: _by_hand(z, y, of_labels=_less_maximum),
+    "exponentials of constants": lambda z, y: _by_hand(z, y, of_sum=lambda z: z.detach()),
+    "maximum that is used": lambda z, y: _log_prob(_less_maximum(z), y) * z.amax(-1),
+    "exponentials that are used": lambda z, y: _log_prob(z, y) * _less_maximum(z).exp().sum(-1).log(),
     "second column of labels": lambda z, y: _of_broadcast_labels(z, y, slice(1, 2)),
     "labels that stay broadcast": lambda z, y: _of_broadcast_labels(z, y, slice(1)),
     "weighted by a constant entropy": _weighted_by_entropy,

@@ -379,6 +379,19 @@ def log_softmax_by_logsumexp(hidden, weight, tokens):
     return logits.gather(2, tokens[..., None])[..., 0].exp().mean()
 
 
+def log_softmax_by_maximum_and_exponentials(hidden, weight, tokens):
+    logits = F.linear(hidden, weight).float()
+    logits = logits - logits.max(dim=-1, keepdim=True)[0]
+    log_probs = logits - torch.log(torch.exp(logits).sum(dim=-1, keepdim=True))
+    return log_probs.gather(-1, tokens[..., None]).squeeze(-1) - 0.1 * (log_probs.exp() * log_probs).sum(-1)
+
+
+def log_probability_by_maximum_and_exponentials(hidden, weight, tokens):
+    logits = F.linear(hidden, weight)
+    logits = logits - logits.detach().amax(dim=-1, keepdim=True)
+    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.exp().sum(-1).log()
+
+
 def log_probability_and_entropy_of_categorical(hidden, weight, tokens):
     """The labels are broadcast to the shape of the logits, and these clamped to be finite."""
     policy = Categorical(logits=F.linear(hidden, weight), validate_args=False)
@@ -574,6 +587,8 @@ FUSED: tuple[Callable, ...] = (
     log_probability_as_trl_has_it,
     log_probability_of_each_sequence,
     log_softmax_by_logsumexp,
+    log_softmax_by_maximum_and_exponentials,
+    log_probability_by_maximum_and_exponentials,
     log_probability_and_entropy_of_categorical,
     probability_gathered,
     log_probability_indexed,
@@ -677,6 +692,18 @@ def log_probability_after_an_activation(hidden, weight, tokens):
     return F.log_softmax(logits, -1).gather(-1, tokens.unsqueeze(-1)).sum()
 
 
+def tanh_after_the_maximum_was_subtracted(hidden, weight, labels):
+    logits = F.linear(hidden, weight)
+    return _loss(torch.tanh(logits - logits.amax(-1, keepdim=True)), labels)
+
+
+def log_softmax_with_the_maximum_added_again(hidden, weight, tokens):
+    logits = F.linear(hidden, weight)
+    row_max = logits.amax(-1, keepdim=True)
+    log_probs = logits - ((logits - row_max).exp().sum(-1, keepdim=True).log() + row_max)
+    return log_probs.gather(-1, tokens[..., None]).mean()
+
+
 def nll_loss_of_logits(hidden, weight, labels):
     return F.nll_loss(F.linear(hidden, weight).view(-1, weight.shape[0]), labels.view(-1), ignore_index=-100)
 
@@ -732,6 +759,8 @@ NOT_FUSED: dict[Callable, Reason] = {
     log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,
     entropy_by_nansum: Reason.TRANSFORMED_LOGITS,
     entropy_beside_an_epsilon: Reason.TRANSFORMED_LOGITS,
+    tanh_after_the_maximum_was_subtracted: Reason.TRANSFORMED_LOGITS,
+    log_softmax_with_the_maximum_added_again: Reason.TRANSFORMED_LOGITS,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
     activation: Reason.TRANSFORMED_LOGITS,
     scaled_by_a_tensor: Reason.TRANSFORMED_LOGITS,

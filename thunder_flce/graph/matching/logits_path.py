@@ -89,6 +89,10 @@ class LogitsPath:
     rows: tuple[RowStep, ...] = ()
     bias_carries_grad: bool = True
     """Whether gradients flow to the bias, which may be added after the terms were detached."""
+    shift: str = ""
+    """The name of the rows' maximum, where that was subtracted: what is then asked for must not depend on it."""
+    inner: tuple[BoundSymbol, ...] = ()
+    """Of `bsyms`, what computes that maximum, and the log-sum-exp of a log_softmax that is spelled out."""
     group: ProcessGroup | None = None
     """The ranks among which the rows of the weights and of the bias are divided; the tensor has the columns of all."""
 
@@ -205,6 +209,8 @@ def step(path: LogitsPath, bsym: BoundSymbol, index: TraceIndex) -> LogitsPath:
     if bsym.sym.id is PrimIDs.UPDATE_ALIASES or tensors_written(bsym):
         raise NotFused(Reason.OPERAND_MODIFIED, "the logits, or what shares their memory")
     rule = RULES.get(bsym.sym.id)
+    if path.shift and bsym.sym.id not in _SHIFT_INVARIANT:
+        raise _changed(bsym, " after their maximum was subtracted")
     if rule is None or not isinstance(bsym.output, TensorProxy) or bsym.output.device != path.tensor.device:
         raise _changed(bsym)
     return rule(index, path, bsym)
@@ -431,17 +437,54 @@ def _scale(path: LogitsPath, bsym: BoundSymbol, factor: Fraction) -> LogitsPath:
 
 
 def _subtract(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    """The logits less their logsumexp are their log_softmax."""
-    logits, log_sum = bsym.args
-    producer = index.producers.get(log_sum.name) if isinstance(log_sum, TensorProxy) else None
+    """The logits less their log-sum-exp are their log_softmax; less their maximum, they still have the same one."""
+    logits, subtracted = bsym.args
     kept = (*path.tensor.shape[: path.class_dimension], 1, *path.tensor.shape[path.class_dimension + 1 :])
-    if producer is None or producer.sym.id != ltorch.logsumexp.id or tuple(log_sum.shape) != kept:
+    if not all(isinstance(arg, TensorProxy) for arg in bsym.args) or tuple(subtracted.shape) != kept:
         raise _changed(bsym)
-    is_own = producer.args[0].name == path.tensor.name == logits.name
-    is_cut = path.carries_grad and carries_grad(bsym.output) and not carries_grad(log_sum)
-    if not is_own or is_cut or path.normalised or bsym.kwargs.get("alpha", 1) != 1:
+    if logits.name != path.tensor.name or path.normalised or bsym.kwargs.get("alpha", 1) != 1:
         raise _changed(bsym)
-    return path.then(bsym, bsyms=(producer,), normalised="log_softmax")
+    for function in (_before_maximum, before_log_sum_exp):
+        operand, inner = function(subtracted, index)
+        if not inner or operand.name != path.tensor.name:
+            continue
+        changes = {"bsyms": inner, "inner": (*path.inner, *inner)}
+        if function is _before_maximum:
+            return path.then(bsym, shift=subtracted.name, **changes)
+        if path.carries_grad and carries_grad(bsym.output) and not all(carries_grad(each.output) for each in inner):
+            break
+        return path.then(bsym, normalised="log_softmax", shift="", **changes)
+    raise _changed(bsym)
+
+
+def before_log_sum_exp(tensor: TensorProxy, index: TraceIndex) -> tuple[TensorProxy, tuple[BoundSymbol, ...]]:
+    """What a tensor is a log-sum-exp of, by one operation or by three, and these; none where it is not."""
+    producer = index.producers.get(tensor.name)
+    if producer is not None and producer.sym.id == ltorch.logsumexp.id:
+        return producer.args[0], (producer,)
+    found: list[BoundSymbol] = []
+    for function in (ltorch.log.id, ltorch.sum.id, ltorch.exp.id):
+        if producer is None or producer.sym.id != function or producer.output.dtype != tensor.dtype:
+            return tensor, ()
+        found.insert(0, producer)
+        operand = producer.args[0]
+        producer = index.producers.get(operand.name)
+    return operand, tuple(found)
+
+
+def _before_maximum(tensor: TensorProxy, index: TraceIndex) -> tuple[TensorProxy, tuple[BoundSymbol, ...]]:
+    """The tensor whose maximum this one is, detached or not, and the operations; none where it is none."""
+    found: list[BoundSymbol] = []
+    while (producer := index.producers.get(tensor.name)) is not None:
+        is_maximum = producer.sym.id in (ltorch.amax.id, ltorch.torch_max.id)
+        if not is_maximum and producer.sym.id != ltorch.detach.id:
+            break
+        if is_maximum and any(each.sym.id != ltorch.detach.id for each in found):
+            break
+        tensor = producer.args[0]
+        found.insert(0, producer)
+    has_maximum = any(each.sym.id != ltorch.detach.id for each in found)
+    return tensor, tuple(found) if has_maximum else ()
 
 
 def _tanh(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
@@ -458,7 +501,7 @@ def _normalise(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, *, functi
     # A softmax of log-probabilities is that of the logits; one of probabilities is another.
     if path.normalised == "softmax":
         raise _changed(bsym, " after softmax")
-    return replace(_same_values(index, path, bsym), normalised=function)
+    return replace(_same_values(index, path, bsym), normalised=function, shift="")
 
 
 def _exp(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
@@ -599,3 +642,9 @@ RULES: dict[Any, Callable[[TraceIndex, LogitsPath, BoundSymbol], LogitsPath]] = 
     ltorch.log.id: _log,
     DistributedPrimIDs.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT: _columns_of_all_ranks,
 }
+
+_SHIFT_INVARIANT = {
+    *(COPIES | _PERMUTATIONS | RESHAPES),
+    *(ltorch.detach.id, ltorch.getitem.id, ltorch.sub.id, ltorch.log_softmax.id, "torch.softmax"),
+}
+"""What may follow where the maximum of each row was subtracted."""

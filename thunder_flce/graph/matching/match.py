@@ -275,8 +275,8 @@ class _Candidate:
         passed = {id(bsym) for bsym in self.own_and_paths()}
         try:
             inner = [bsym for part in self.parts if part.reading for bsym in part.reading.inner]
-            # A logsumexp that the logits are reduced by is a part of their path.
-            inner += [bsym for bsym in self.path_bsyms() if bsym.sym.id == ltorch.logsumexp.id]
+            # What the logits are reduced by is a part of their path.
+            inner += [bsym for paths in self.all_paths for bsym in paths[-1].inner]
             self._check_inner(inner, passed, owners)
             waiting = [
                 (path, user) for paths in self.all_paths for path in paths for user in self.index.users(path.tensor)
@@ -292,7 +292,7 @@ class _Candidate:
     def _check_inner(self, inner: list[BoundSymbol], passed: set[int], owners: "dict[int, list[_Candidate]]") -> None:
         """Raises `NotFused` where something else uses what is between the logits and a result, such as logsumexp."""
         given = {member.result.tensor.name for member in self.members}
-        for tensor in (bsym.output for bsym in inner if bsym.output.name not in given):
+        for tensor in (out for bsym in inner for out in bsym.flat_proxy_outs if out.name not in given):
             for user in self.index.users(tensor):
                 if id(user) not in passed and id(user) not in owners:
                     raise _used(tensor, user)

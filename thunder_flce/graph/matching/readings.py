@@ -29,6 +29,7 @@ from thunder_flce.graph.matching.logits_path import (
     LogitsPath,
     RowStep,
     before_broadcast,
+    before_log_sum_exp,
     paths_to,
 )
 from thunder_flce.graph.matching.reasons import NotFused, Reason
@@ -69,6 +70,8 @@ class Reading:
     def output(self) -> str:
         """The one of `token_loss.VARIABLES` that the sum is `factor` times; "" for none."""
         of_label, of_log_sum, of_expected = self.coefficients
+        if self.paths and self.path.shift and sum(self.coefficients):
+            return ""
         if of_label == of_expected == 0:
             return "log_sum_exp" if abs(of_log_sum) == 1 else ""
         if of_expected == 0:
@@ -135,7 +138,7 @@ def _at_labels(
     try:
         paths = paths_to(logits, index)
     except NotFused as problem:
-        is_normalised = _is_normalised(logits, dimension, index)
+        is_normalised = _is_normalised(logits, dimension, index) or _is_difference_to_rows(logits, dimension, index)
         return _unknown(index, bsym, logits, (1, -1 if is_normalised else 0, 0), problem)
     path = paths[-1]
     # Columns that hang on the logits are choices, as of a gate's experts or a sampled token.
@@ -194,6 +197,29 @@ def _logsumexp(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading |
         return None
     _flows_back(bsym, paths[-1].carries_grad)
     return Reading(bsym, (0, 1, 0), paths=(tuple(paths),))
+
+
+def _is_difference_to_rows(tensor: TensorProxy, dimension: int, index: TraceIndex) -> bool:
+    """Whether one number a row was subtracted, as by a log_softmax that is spelled out in another way than we know."""
+    producer = index.producers.get(tensor.name)
+    if producer is None or producer.sym.id != ltorch.sub.id:
+        return False
+    subtracted = producer.args[1]
+    return isinstance(subtracted, TensorProxy) and subtracted.numel * tensor.shape[dimension] == tensor.numel
+
+
+def _log(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    """log Σ exp u in three operations."""
+    logits, bsyms = before_log_sum_exp(bsym.output, index)
+    try:
+        paths = paths_to(logits, index) if bsyms else []
+    except NotFused:
+        return None
+    if not paths or paths[-1].normalised or not _reduces_classes(bsyms[1], paths[-1]):
+        return None
+    if not _flows_back(bsym, paths[-1].carries_grad, *(carries_grad(each.output) for each in bsyms[:-1])):
+        return None
+    return Reading(bsym, (0, 1, 0), paths=(tuple(paths),), inner=bsyms[:-1])
 
 
 def _reduces_classes(bsym: BoundSymbol, path: LogitsPath) -> bool:
@@ -266,7 +292,7 @@ def _expectation(
         return None
     others = [form for form, (_, is_log) in zip(forms, factors, strict=True) if is_log or form != "softmax"]
     flows = [*(way[-1].carries_grad for way in ways), *(carries_grad(each.output) for each in inner)]
-    if len(others) != 1 or not is_same_logits(ways[0][-1], ways[1][-1]) or not _flows_back(bsym, *flows):
+    if len(others) != 1 or not _has_same_numbers(ways[0][-1], ways[1][-1]) or not _flows_back(bsym, *flows):
         return None
     coefficients = (0, -sign if others[0] else 0, sign)
     if (found := problem(ways[0][-1])) is not None:
@@ -335,6 +361,11 @@ def is_same_logits(a: LogitsPath, b: LogitsPath) -> bool:
     return has_same_linears(a, b) and (a.scale, a.softcap) == (b.scale, b.softcap)
 
 
+def _has_same_numbers(a: LogitsPath, b: LogitsPath) -> bool:
+    """Whether the same was subtracted from the same logits, too."""
+    return is_same_logits(a, b) and a.shift == b.shift
+
+
 def has_same_linears(a: LogitsPath, b: LogitsPath) -> bool:
     """Whether two descriptions are of the same rows of the same linears, however these are mapped to logits."""
 
@@ -377,7 +408,7 @@ def _combined(index: TraceIndex, bsym: BoundSymbol, found: _Found, *, signs: tup
     shapes = {tuple(reading.tensor.shape) for reading in readings}
     labels = [reading.labels for reading in readings if reading.labels is not None]
     problem = next((reading.problem for reading in readings if reading.problem is not None), None)
-    are_alike = problem is not None or all(is_same_logits(reading.path, first.path) for reading in readings)
+    are_alike = problem is not None or all(_has_same_numbers(reading.path, first.path) for reading in readings)
     if len(shapes) > 1 or len(labels) > 1 or not are_alike or not dtypes.is_float_dtype(bsym.output.dtype):
         return None
     if not _flows_back(bsym, *(carries_grad(reading.tensor) for reading in readings)):
@@ -457,10 +488,11 @@ def _joined_way(ways: Sequence[tuple[LogitsPath, ...]]) -> tuple[LogitsPath, ...
     if before is None or not all(_is_part(last, number, len(ways), before) for number, last in enumerate(lasts)):
         return ()
     wholes = [replace(last, rows=last.rows[:-1]) for last in lasts]
-    if not all(is_same_logits(whole, wholes[0]) and whole.normalised == wholes[0].normalised for whole in wholes):
+    if not all(_has_same_numbers(whole, wholes[0]) and whole.normalised == wholes[0].normalised for whole in wholes):
         return ()
     bsyms = tuple(bsym for last in lasts for bsym in last.bsyms)
-    whole = replace(wholes[0], tensor=before.tensor, class_dimension=before.class_dimension, bsyms=bsyms)
+    inner = tuple(bsym for last in lasts for bsym in last.inner)
+    whole = replace(wholes[0], tensor=before.tensor, class_dimension=before.class_dimension, bsyms=bsyms, inner=inner)
     return (*(path for way in ways for path in way), whole)
 
 
@@ -502,6 +534,7 @@ _RULES: dict[Any, Callable[[TraceIndex, BoundSymbol, _Found], Reading | None]] =
     ltorch.take_along_dim.id: _take_along_dim,
     ltorch.getitem.id: _getitem,
     ltorch.logsumexp.id: _logsumexp,
+    ltorch.log.id: _log,
     ltorch.sum.id: _sum,
     "torch.nansum": _nansum,
     ltorch.einsum.id: _einsum,
