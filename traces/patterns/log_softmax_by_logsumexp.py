@@ -2,7 +2,7 @@
 # thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cpu, float32.
 #
 #     def log_softmax_by_logsumexp(hidden, weight, tokens):
-#         """As torch.distributions.Categorical has it."""
+#         """As `Categorical` of torch.distributions normalises its logits."""
 #         logits = F.linear(hidden, weight)
 #         logits = logits - logits.logsumexp(dim=-1, keepdim=True)
 #         return logits.gather(2, tokens[..., None])[..., 0].exp().mean()
