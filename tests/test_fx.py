@@ -359,7 +359,6 @@ PATTERNS = (
     patterns.log_probability_and_entropy_of_categorical,
     patterns.softcapped_and_shifted,
     patterns.accuracy_by_max,
-    patterns.clipped_ratio_as_trl_has_it,
     patterns.entropies_of_three_operations,
     patterns.entropy_beside_cross_entropy,
 )

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from front_ends import FRONT_ENDS, decisions
+import thunder_flce
+from front_ends import decisions
 
 PAIRS, T, H, V = 2, 9, 8, 41
 
@@ -58,14 +59,8 @@ def with_a_reference_model(*sequences, reference):
     return dpo(*sequences, reference=reference)
 
 
-@pytest.mark.parametrize(
-    ("loss", "front_end"),
-    [
-        *((loss, "thunder.jit") for loss in (dpo, ipo, simpo, orpo, kto, with_a_reference_model)),
-        (with_a_reference_model, "thunderfx"),
-    ],
-)
-def test_loss(loss, front_end):
+@pytest.mark.parametrize("loss", [dpo, ipo, simpo, orpo, kto, with_a_reference_model])
+def test_loss(loss):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
@@ -80,7 +75,7 @@ def test_loss(loss, front_end):
     def program(hidden, weight, tokens, mask, reference):
         return loss(hidden, weight, tokens, mask, reference=reference)
 
-    compiled, found = FRONT_ENDS[front_end](program, strict=True), []
+    compiled, found = thunder_flce.jit(program, strict=True), []
     for run in (compiled, program):
         value = run(hidden, weight, tokens, mask, reference)
         found.append((value.detach(), *torch.autograd.grad(value, (hidden, weight))))
