@@ -220,7 +220,7 @@ def test_error_beside_pytorchs(options, dtype, device):
 def test_module():
     hidden, weight, bias, *targets = operands(torch.float32)
     module = LinearCrossEntropyLoss(H, V)
-    module.weight, module.bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(bias.detach())
+    module.linear.weight, module.linear.bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(bias.detach())
     loss = module(hidden, targets[0], target_weights=targets[1])
     torch.testing.assert_close(loss, exact(hidden, weight, bias, *targets))
 

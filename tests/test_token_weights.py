@@ -201,7 +201,7 @@ def test_infinite_weights_of_ignored_tokens(reduction, frozen, rows):
 def test_module():
     hidden, weight, labels = operands()
     module = LinearCrossEntropyLoss(H, V)
-    module.weight = torch.nn.Parameter(weight.detach())
+    module.linear.weight = torch.nn.Parameter(weight.detach())
     loss = module(hidden, labels, token_weights=WEIGHTS)
     torch.testing.assert_close(loss, exact(hidden, weight, labels, reduction="mean"))
 

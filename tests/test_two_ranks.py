@@ -87,7 +87,7 @@ class ModelWithLoss(Model):
         super().__init__(vocab, tied=tied)
         weight = self.lm_head.weight
         self.lm_head = LinearCrossEntropyLoss(H, vocab, options=options)
-        self.lm_head.weight = weight
+        self.lm_head.linear.weight = weight
 
     def forward(self, tokens, labels, num_items=None):
         return self.lm_head(self.last_hidden(tokens), labels, num_items=num_items)
@@ -111,7 +111,8 @@ def batch(number: int, vocab: int = 96):
 
 def exact_gradients(model: nn.Module, numbers=(0, 1), *, of_all_tokens: bool = False) -> dict[str, torch.Tensor]:
     """Those of the losses of some batches, averaged over two ranks, or of the mean over all tokens; in float64."""
-    exact = Model(model.embedding.num_embeddings, tied=model.lm_head.weight is model.embedding.weight).double()
+    head = getattr(model.lm_head, "linear", model.lm_head)
+    exact = Model(model.embedding.num_embeddings, tied=head.weight is model.embedding.weight).double()
     counts = [(batch(number)[1] != -100).sum() for number in numbers]
     for number, count in zip(numbers, counts, strict=True):
         part = count / sum(counts) if of_all_tokens else 1 / 2
@@ -122,7 +123,7 @@ def exact_gradients(model: nn.Module, numbers=(0, 1), *, of_all_tokens: bool = F
 def check(model: nn.Module, exact: dict[str, torch.Tensor], *, bound: float = 1e-5, part=lambda gradient: gradient):
     """Asserts that the gradients of a model are these, or this rank's part of them."""
     for name, parameter in model.named_parameters():
-        name = name.removeprefix("module.")
+        name = name.removeprefix("module.").replace("lm_head.linear", "lm_head")
         if parameter.requires_grad:
             gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             assert error(gradient, part(exact[name])) < bound, name
@@ -306,7 +307,7 @@ def fsdp2_head(rank, of):
         model = ModelWithLoss(tied=tied, options=Options(chunk_rows=chunk_rows))
         exact = exact_gradients(model)
         if of.get("frozen"):
-            model.lm_head.weight.requires_grad_(False)
+            model.lm_head.linear.weight.requires_grad_(False)
         if tied:
             fully_shard([model.embedding, model.lm_head], mp_policy=policy)
         else:
@@ -316,7 +317,7 @@ def fsdp2_head(rank, of):
         with CommDebugMode() as communication:
             loss = model(*batch(rank))
             # As a unit of its own, this rank has only its rows again.
-            assert tied or model.lm_head.weight.to_local().shape == (48, H)
+            assert tied or model.lm_head.linear.weight.to_local().shape == (48, H)
             loss.backward()
         found.append(communication.get_total_counts())
         check(model, exact, bound=0.03 if "policy" in of else 1e-5)
@@ -340,7 +341,7 @@ def divide_head(model: nn.Module, mesh) -> None:
     """Has the ranks of data parallel training divide the vocabulary of a model with a loss."""
     head = model.lm_head
     head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
-    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    head.linear.weight = nn.Parameter(distribute_tensor(head.linear.weight.detach(), mesh, [Shard(0)]))
     fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
 
 
@@ -358,7 +359,7 @@ def fsdp2_divides_the_vocabulary_too(rank, of):
         (loss if of else loss / 2).backward()
     right = {name: parameter.grad for name, parameter in exact.named_parameters()}
     check(model, right)
-    assert model.lm_head.weight.grad.placements == (Shard(0),)
+    assert model.lm_head.linear.weight.grad.placements == (Shard(0),)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     assert error(norm.full_tensor(), sum(gradient.square().sum() for gradient in right.values()).sqrt()) < 1e-5
 
@@ -391,7 +392,7 @@ def fsdp2_with_a_divided_vocabulary_trains_as_with_a_whole_one(rank):
     set_model_state_dict(model, ModelWithLoss(97).state_dict(), options=StateDictOptions(full_state_dict=True))
     model(*batch(rank, 97)).backward()
     check(model, exact, bound=0.03)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.full_tensor())
+    model.lm_head.linear.weight = nn.Parameter(model.lm_head.linear.weight.full_tensor())
     with pytest.raises(TypeError, match="weight must be a DTensor with vocab_parallel"):
         model(*batch(rank, 97))
 
@@ -403,11 +404,11 @@ def fsdp2_of_a_tied_weight(rank):
     exact = exact_gradients(model)
     fully_shard(model, mesh=mesh)
     model(*batch(rank, 97)).backward()
-    assert model.lm_head.weight is model.embedding.weight
+    assert model.lm_head.linear.weight is model.embedding.weight
     check(model, exact)
     model = ModelWithLoss(97, tied=True)
-    weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
-    model.lm_head.weight = model.embedding.weight = weight
+    weight = nn.Parameter(distribute_tensor(model.lm_head.linear.weight.detach(), mesh, [Shard(0)]))
+    model.lm_head.linear.weight = model.embedding.weight = weight
     model.lm_head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
     fully_shard(model, mesh=mesh, ignored_params={weight})
     with pytest.raises(RuntimeError, match=r"embedding.* got mixed torch.Tensor and DTensor"):
@@ -462,10 +463,10 @@ def head_in_tensor_and_sequence_parallel(rank, of):
 def module_with_a_divided_weight(rank):
     mesh = init_device_mesh("cpu", (2,))
     loss, part = (LinearCrossEntropyLoss(H, 97, bias=True, dtype=torch.float64) for _ in range(2))
-    for name, parameter in loss.named_parameters():
+    for name, parameter in loss.linear.named_parameters():
         with torch.no_grad():
             dist.broadcast(parameter, 0)
-        setattr(part, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        setattr(part.linear, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
     hidden = torch.randn(4, 6, H, dtype=torch.float64).requires_grad_()
     dist.broadcast(hidden.detach(), 0)
     labels = batch(1)[1].view(4, 6)

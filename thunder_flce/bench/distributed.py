@@ -268,18 +268,18 @@ def _fully_shard(part: Part) -> Step:
     head = LinearCrossEntropyLoss(x.shape[1], part.vocab, device="meta", dtype=x.dtype)
     fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
     head.to_empty(device=x.device)
-    weight, ranks = head.weight, part.mesh.size()
+    weight, ranks = head.linear.weight, part.mesh.size()
     assert isinstance(weight, DTensor)
     with torch.no_grad():
         weight.to_local().copy_(part.inputs.weight)
 
     def step(mark: Mark) -> Result:
-        x.grad = head.weight.grad = None
+        x.grad = head.linear.weight.grad = None
         loss = head(x, target)
         mark("forward")
         loss.backward()
         mark("backward")
-        dw = head.weight.grad
+        dw = head.linear.weight.grad
         assert x.grad is not None and isinstance(dw, DTensor)
         return Result(loss=loss.detach(), dx=x.grad, dw=dw.to_local(), dx_factor=ranks)
 
