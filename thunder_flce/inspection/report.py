@@ -93,8 +93,9 @@ class CompilationReport:
     def compile_seconds(self) -> dict[str, float]:
         """Time by step, in seconds.
 
-        What nvFuser and Triton compiled ("nvFuser row kernels", "Triton row kernels", "Triton gradient scaling") and
-        "products tuned" are what ran for the first time in this process, whichever compilation it belongs to.
+        What nvFuser and Triton compiled ("nvFuser row kernels", "Triton row kernels", "Triton gradient scaling"), what
+        other executors fused ("nvfuser fusions") and "products tuned" are what ran for the first time in this process,
+        whichever compilation it belongs to.
         """
         seconds = compile_seconds()
         if tuned := tunings():
