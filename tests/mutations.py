@@ -521,6 +521,19 @@ MUTATIONS = [
         tests=("tests/test_rows.py",),
     ),
     *_of(
+        "operation/loss.py",
+        ("sign", "weights - ratio.unsqueeze(-1) * rest.of_targets", "weights + ratio.unsqueeze(-1) * rest.of_targets"),
+        ("mask", "library.where(weight < 1, 1 - weight, 0.0)", "1 - weight"),
+        ("mask", "library.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM)", "1 - total"),
+        ("mask", 'let("p_y", first * library.exp(shifted))', 'let("p_y", library.exp(shifted))'),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
+        "execution/row_selection.py",
+        ("mask", "scatter(1, order, is_first) & counts", "scatter(1, order, is_first)"),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
         "execution/host_counts.py",
         ("mask", "        if memory.expired():\n", "        if False:\n"),
         ("index", "return int(count) if known is None else known", "return int(count)"),

@@ -63,6 +63,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     token_weights: Tensor | None = None,
     target_weights: Tensor | None = None,
+    target_rest: bool = False,
     token_loss: Callable[..., Tensor] | TokenLoss | None = None,
     token_inputs: Sequence[Tensor] = (),
     num_items: Tensor | float | None = None,
@@ -107,6 +108,10 @@ def linear_cross_entropy(
             token all of whose targets are, is ignored. They get no gradient, and go neither with class weights nor with
             label smoothing, "log_prob" or "accuracy". Less the teacher's entropy -Σ_k q_k log q_k, the loss is the
             Kullback-Leibler divergence KL(q‖p), with the same gradients.
+        target_rest: whether what target_weights leave of 1 is the weight of all other columns together, as of one
+            class: adds -(1 - Σ_k q_k) log(1 - Σ_k p_k), the second sum over the columns that are targets, each once,
+            and nothing where the weights sum to 1 or more. With reduction "mean" or "sum"; gradients are computed in
+            the forward, and outputs get none. Below 6e-8, 1 - Σ_k p_k counts as that.
         token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
             function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. One that has an
             argument log_sum_exp gets that by name, as for a z-loss of its own. It is called once, with stand-ins, and
@@ -162,6 +167,7 @@ def linear_cross_entropy(
         vocab_size=plain(vocab_size),
         outputs=outputs,
         detached=detached,
+        target_rest=target_rest,
         token_loss=token_loss or (),  # type: ignore[arg-type]  # A function has become one of these.
     )
     input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))

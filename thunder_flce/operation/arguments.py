@@ -89,6 +89,8 @@ def check_linear_cross_entropy(
     check_loss(loss, linear_weight.shape[0] if vocab is None else vocab)
     if target_weights is not None:
         _check_goes_with_target_weights(weight, loss)
+    elif loss.target_rest:
+        raise ValueError("target_rest is the rest of target_weights; without these it has no meaning")
     _check_token_loss(loss, len(token_inputs), has_class_weight=weight is not None)
     for name, number in numbers.items():
         if number is not None and name not in tensors and not _is_number(number):
@@ -111,6 +113,8 @@ def _check_goes_with_target_weights(weight: Any, loss: Loss) -> None:
         )
     if loss.token_loss:
         raise ValueError("token_loss takes the place of the cross-entropy that target_weights belong to")
+    if loss.target_rest and loss.reduction == "none":
+        raise ValueError('target_rest needs reduction "mean" or "sum"')
     if loss.label_smoothing:
         raise ValueError("label_smoothing must be 0 with target_weights, which are soft targets already")
     for name in ("log_prob", "accuracy"):
@@ -304,6 +308,8 @@ def check_loss(loss: Loss, vocab: int) -> None:
                 raise ValueError(f"{name} must be finite, but got {value}")
             if not is_right(value):
                 raise ValueError(f"{name} must {expected}, but got {value}")
+    if not isinstance(loss.target_rest, bool):
+        raise TypeError(f"target_rest must be a bool, but got {type(loss.target_rest).__name__}")
     if not isinstance(loss.outputs, tuple) or any(name not in OUTPUTS for name in loss.outputs):
         raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
     could_have_grad = [name for name in DIFFERENTIABLE_OUTPUTS if name in loss.outputs]
