@@ -32,6 +32,7 @@ SHORT_SUITE = [
     "tests/test_operator.py::test_finished_gradients_are_scaled_in_their_memory",
     "tests/test_thunder.py::test_every_way_to_turn_it_on",
     "tests/test_fx.py::test_new_shapes",
+    "tests/test_modules.py::test_compiled",
     "tests/test_backend.py::test_graph_breaks",
     "tests/test_backend.py::test_explain",
     "tests/test_models.py::test_loss_and_gradients_equal_eager",

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -65,11 +66,18 @@ def test_a_setting_may_change():
     assert_close_to_truth(differentiate(loss(case.x, case.target), case, None), case, reduction="sum")
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_compiled(front_end):
+WAYS = {
+    **FRONT_ENDS,
+    "torch.compile": partial(torch.compile, backend="aot_eager", fullgraph=True),
+    "backend": partial(torch.compile, backend="thunder_flce", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled(way):
     loss = LinearCrossEntropyLoss(H, V, bias=True, softcap=5.0, weight=torch.rand(V))
     case = _case(loss)
-    result = differentiate(FRONT_ENDS[front_end](loss)(case.x, case.target), case, None)
+    result = differentiate(WAYS[way](loss)(case.x, case.target), case, None)
     assert_close_to_truth(result, case, softcap=5.0)
 
 

@@ -17,6 +17,9 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, as_options
 from thunder_flce.vocab_parallel import VocabParallel
 
+# Dynamo does not trace `fields`. A token loss is a function here, and something else there.
+_OF_LOSS = tuple(field.name for field in fields(Loss) if field.name != "token_loss")
+
 
 class LinearCrossEntropyLoss(nn.Module):
     """A language model's head and its loss as one module: `linear_cross_entropy` with the parameters of a linear.
@@ -222,7 +225,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
     def _settings(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(Loss) if field.name != "token_loss"}
+        return {name: getattr(self, name) for name in _OF_LOSS}
 
 
 def loss_only(model: nn.Module) -> nn.Module:
