@@ -209,11 +209,14 @@ class LinearCrossEntropyLoss(nn.Module):
         return parameter.to(input.dtype)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        # A `torch.nn.Linear`, in whose place the module is, names its parameters so. Class weights have one dimension.
-        for name in ("weight", "bias"):
+        # A `torch.nn.Linear`, in whose place the module is, names its parameters so. Class weights have one dimension;
+        # it has none, so these stay as they are.
+        for name, own in (("weight", self.weight), ("bias", None)):
             found = state_dict.get(prefix + name)
             if found is not None and (name == "bias" or found.ndim == 2):
                 state_dict[f"{prefix}linear.{name}"] = state_dict.pop(prefix + name)
+                if own is not None:
+                    state_dict[prefix + name] = own
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
