@@ -1,8 +1,11 @@
 """The benchmark command end to end, every subset on sizes that a CPU runs in a second."""
 
 import json
+import os
 import re
 import shutil
+import socket
+import subprocess
 import sys
 import time
 import weakref
@@ -84,6 +87,35 @@ def test_distributed(tmp_path):
     # Half of W and of dW against half of x, of dX, and of three numbers a token.
     assert rows["fully_shard"]["moved_gb"] == pytest.approx(71 * 16 * 4e-9)
     assert rows["data_parallel"]["moved_gb"] == pytest.approx((40 * 16 * 4 + 40 * 3 * 4) * 1e-9)
+
+
+def test_distributed_under_torchrun(tmp_path):
+    """The two processes that it has started are the ranks, and the first of them prints and writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "thunder_flce", "bench", "distributed", "--device", "cpu", "--rounds", "1"]
+    command += ["--json", str(tmp_path / "rows"), "--shapes", "tokens=8,vocab=7,hidden=4,dtype=float32"]
+    names = ["three products", "data_parallel"]
+    ranks = []
+    for rank in "01":
+        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment = {**os.environ, **given, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        started = [*command, "--methods", *names]
+        ranks.append(subprocess.Popen(started, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    first, second = (rank.communicate(timeout=100)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "data_parallel" in first and "over 2 ranks" in first and "data_parallel" not in second
+    rows = records.read([tmp_path / "rows"])
+    assert [row["method"] for row in rows] == names and rows[1]["ranks"] == 2 and rows[1]["dw_error"] < 1e-5
+
+
+def test_ranks_are_those_of_torchrun(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main(["bench", "distributed", "--device", "cpu", "--ranks", "3"])
+    assert "--ranks must be those that torchrun has started, 2, or left out, but got 3" in capsys.readouterr().err
 
 
 def test_losses(tmp_path):

@@ -2,12 +2,10 @@
 
 The last two are ways of data parallel training: each rank has an equal part of the tokens, and rows of the weight.
 
-Each rank is a process of its own. All ranks run the same calls in the same order, without the clock having a say, since
-their collectives have to match.
+Each rank is a process of its own, which torchrun or this module has started. All ranks run the same calls in the same
+order, without the clock having a say, since their collectives have to match.
 """
 
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from thunder_flce.bench import torchrun
 from thunder_flce.bench.measuring import (
     TOTAL,
     Mark,
@@ -49,7 +48,7 @@ from thunder_flce.vocab_parallel import VocabParallel
 _CHUNKS = 8
 
 # A rank that fails ends the others after this time.
-_TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +308,7 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
 def measure(
     shape: Shape, names: list[str], *, ranks: int, device: str, schedule: Schedule, progress: Progress
 ) -> Iterator[Row]:
-    """Measures some ways on so many ranks, each in a process of its own.
+    """Measures some ways on so many ranks, each in a process of its own; only the first of torchrun's has rows.
 
     Args:
         shape: of all ranks together.
@@ -319,6 +318,10 @@ def measure(
         schedule: how many calls.
         progress: called before each step.
     """
+    if torchrun.has_joined():
+        rows = _rows(shape, names, device, schedule)
+        yield from rows if dist.get_rank() == 0 else ()
+        return
     progress(f"{ranks} processes")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, shape, names, device, schedule, folder)
@@ -332,16 +335,11 @@ def _run_rank(
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=_TIMEOUT
-    )
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=TIMEOUT)
     rows = _rows(shape, names, device, schedule)
     if rank == 0:
         torch.save(rows, Path(folder, "rows"))
-    # Without what a process does when it ends: on a busy CPU it was now and then aborted there, for a thread that was
-    # still running ("terminate called without an active exception").
-    sys.stdout.flush()
-    os._exit(0)
+    torchrun.end()
 
 
 def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> list[Row]:
