@@ -39,6 +39,9 @@ from thunder_flce import (
     count_items,
     linear_cross_entropy,
 )
+from thunder_flce.bench import distributed, thunder_ddp
+from thunder_flce.bench.measuring import Schedule
+from thunder_flce.bench.shapes import Shape
 
 H = 16
 CASES = {}
@@ -204,6 +207,18 @@ def thunder_ddp_accumulates(rank, of):
     step.zero_grad()
     loss.backward()
     check(step, exact_gradients(model, (2, 3)))
+
+
+@on_two_ranks
+def thunder_ddp_with_early_reduction_and_without(rank):
+    """As the benchmark measures them."""
+    names, made, ddp = ["thunder ddp", "thunder ddp, dW reduced last"], [], thunder_ddp.ddp
+    thunder_ddp.LAYERS = 2
+    thunder_ddp.ddp = lambda model, **settings: made.append(ddp(model, **settings)) or made[-1]
+    shape = Shape(name="tiny", tokens=40, vocab=71, hidden=H, dtype=torch.float32)
+    for row in distributed._rows(shape, names, "cpu", Schedule(rounds=1)):
+        assert row.dx_error < 1e-5 and row.dw_error < 1e-5 and row.time_ms > 0
+    assert [reduces_early(step) for step in made] == [True, False]
 
 
 @on_two_ranks

@@ -1,6 +1,7 @@
 """A loss region whose vocabulary several GPUs divide: time, memory and error of each way, on the slowest rank.
 
-The last two are ways of data parallel training: each rank has an equal part of the tokens, and rows of the weight.
+The last four are ways of data parallel training: each rank has an equal part of the tokens, and rows of the weight or
+all of it.
 
 Each rank is a process of its own, which torchrun or this module has started. All ranks run the same calls in the same
 order, without the clock having a say, since their collectives have to match.
@@ -78,6 +79,8 @@ class Part:
     mesh: DeviceMesh
     tokens: slice
     """Its tokens, where these are divided, too"""
+    rows: slice
+    """Its rows of the weight"""
     vocab: int
     """Rows of the whole weight"""
 
@@ -90,7 +93,10 @@ class Result:
     dx: Tensor
     """Of all tokens, or of this rank's; times `dx_factor`"""
     dw: Tensor
+    """Of this rank's rows"""
     dx_factor: int = 1
+    other_gradient_bytes: int = 0
+    """Of gradients that are not among these"""
 
 
 def _three_products(part: Part) -> Step:
@@ -285,6 +291,29 @@ def _fully_shard(part: Part) -> Step:
     return step
 
 
+def _thunder_ddp(part: Part, *, reduces_early: bool) -> Step:
+    """The whole head on each rank, behind some layers; thunder averages all gradients."""
+    from thunder_flce.bench.thunder_ddp import LayersAndHead, ddp
+
+    x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
+    model = LayersAndHead(_weight(part).full_tensor().detach())
+    compiled, ranks = ddp(model, reduces_early=reduces_early), part.mesh.size()
+    others = sum(parameter.nbytes for parameter in model.parameters()) - part.inputs.weight.nbytes
+
+    def step(mark: Mark) -> Result:
+        loss = compiled(x, target)
+        mark("forward")
+        loss.backward()
+        mark("backward")
+        dx, dw = x.grad, compiled.get_parameter("head.weight").grad
+        x.grad = None
+        compiled.zero_grad()
+        assert dx is not None and dw is not None
+        return Result(loss=loss.detach(), dx=dx, dw=dw[part.rows], dx_factor=ranks, other_gradient_bytes=others)
+
+    return step
+
+
 METHODS: Mapping[str, Callable[[Part], Step]] = {
     "three products": _three_products,
     "three products, dX summed": _three_products_and_sum,
@@ -302,6 +331,8 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "liger, of logits": partial(_liger, of_logits=True),
     "fully_shard": _fully_shard,
     "data_parallel": _data_parallel,
+    "thunder ddp": partial(_thunder_ddp, reduces_early=True),
+    "thunder ddp, dW reduced last": partial(_thunder_ddp, reduces_early=False),
 }
 
 
@@ -354,6 +385,7 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
         inputs=replace(whole, weight=weight),
         mesh=init_device_mesh(device, (ranks,), mesh_dim_names=("tp",)),
         tokens=slice(rank * tokens, (rank + 1) * tokens),
+        rows=mine,
         vocab=shape.vocab,
     )
     of_reference = {"dx": reference.gradients["dx"], "dw": reference.gradients["dw"][mine].clone()}
@@ -375,7 +407,7 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
             found[name] = _checked(result, of_reference, part)
             if name in HeadTraffic._fields:
                 found[name]["moved_gb"] = getattr(traffic, name) / 1e9
-            gradients = result.dx.nbytes + result.dw.nbytes
+            gradients = result.dx.nbytes + result.dw.nbytes + result.other_gradient_bytes
             del result
             found[name]["memory_gb"] = _largest((peak_bytes(step, device)[TOTAL] - gradients) / 1e9)
         else:
