@@ -1,5 +1,6 @@
 """The benchmark command end to end, every subset on sizes that a CPU runs in a second."""
 
+import contextlib
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from thunder_flce.bench import (
     methods,
     other_copy,
     predictions,
+    profiling,
     records,
     regions,
     soak,
@@ -47,7 +49,7 @@ from thunder_flce.bench.measuring import (
     take_turns,
 )
 from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
-from thunder_flce.bench.profiling import slug
+from thunder_flce.bench.profiling import exposed, exposed_collectives_ms, slug
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
 from thunder_flce.execution.matmul.tuning import Tuning
@@ -82,7 +84,7 @@ def test_distributed(tmp_path):
     assert rows["vocab_parallel"]["same_bits"] and "same_bits" not in rows["sequence_parallel"]
     for name in ("liger", "liger, of logits"):
         assert rows[name]["failed"] == "equal parts of the vocabulary only"
-    assert rows["three products"]["ratio"] == 1
+    assert rows["three products"]["ratio"] == 1 and "exposed_ms" not in rows["vocab_parallel"]
     for name in ("fully_shard", "data_parallel"):
         assert rows[name]["dx_error"] < 1e-5 and rows[name]["dw_error"] < 1e-5
     # Half of W and of dW against half of x, of dX, and of three numbers a token.
@@ -117,6 +119,44 @@ def test_ranks_are_those_of_torchrun(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "distributed", "--device", "cpu", "--ranks", "3"])
     assert "--ranks must be those that torchrun has started, 2, or left out, but got 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("collectives", "others", "length"),
+    [
+        ([], [(0, 5)], 0),
+        ([(1, 4)], [], 3),
+        ([(1, 4)], [(0, 9)], 0),
+        ([(1, 4), (3, 6)], [], 5),
+        ([(1, 6)], [(5, 9), (0, 2)], 3),
+        ([(0, 10)], [(4, 5), (2, 8), (3, 4)], 4),
+        ([(0, 1), (20, 22), (5, 9)], [(21, 30), (6, 7), (1, 5)], 5),
+    ],
+)
+def test_collectives_that_no_other_kernel_hides(collectives, others, length):
+    assert exposed(collectives, others) == length
+
+
+def test_exposed_collectives_of_a_step(monkeypatch):
+    """Of kernels in microseconds, over two calls; on a CPU there are none."""
+
+    def event(name, start, end, **settings):
+        settings = {"device_type": torch.autograd.DeviceType.CUDA, "is_user_annotation": False, **settings}
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), **settings)
+
+    events = [
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1000, 5000),
+        event("gemm", 2000, 3000),
+        event("nccl:all_reduce", 0, 9000, is_user_annotation=True),
+        event("FSDP::all_gather", 0, 9000, is_user_annotation=True),
+        event("aten::mm", 0, 9000, device_type=torch.autograd.DeviceType.CPU),
+    ]
+    profiler = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(profiling, "profile", lambda **settings: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = []
+    assert exposed_collectives_ms(calls.append, device="cuda", calls=2) == 1.5 and len(calls) == 2
+    assert exposed_collectives_ms(calls.append, device="cpu") is None and len(calls) == 2
 
 
 def test_losses(tmp_path):

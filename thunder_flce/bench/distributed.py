@@ -37,6 +37,7 @@ from thunder_flce.bench.measuring import (
     take_turns,
 )
 from thunder_flce.bench.methods import peer
+from thunder_flce.bench.profiling import exposed_collectives_ms
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.functional import linear_cross_entropy
@@ -59,6 +60,8 @@ class Row(TimedRow, ShapeRow):
     ranks: int
     ratio: float | None = None
     """To the three products over this rank's rows, all tokens at once, without any collective."""
+    exposed_ms: float | None = None
+    """How long a collective runs and no other kernel does; None on a CPU"""
     memory_gb: float | None = None
     """The peak above the inputs and the gradients."""
     dx_error: float | None = None
@@ -418,6 +421,9 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
     products = times.get("three products")
     for name, outcome in times.items():
         found[name] |= outcome.spread(TOTAL, "time_ms")
+        found[name]["exposed_ms"] = _of_slowest(
+            exposed_collectives_ms(steps[name], device=device), outcomes[name].median(TOTAL)
+        )
         if products is not None:
             found[name]["ratio"] = found[name]["time_ms"] / products.spread(TOTAL, "time_ms")["time_ms"]
     return [Row(method=name, ranks=ranks, **ShapeRow.fields_of(shape), **numbers) for name, numbers in found.items()]
@@ -453,6 +459,13 @@ def _slowest(outcome: Outcome) -> Outcome:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [lap[TOTAL] for lap in outcome.laps_ms])
     return Outcome([{TOTAL: max(laps)} for laps in zip(*gathered, strict=True)])
+
+
+def _of_slowest(number: float | None, time_ms: float | None) -> float | None:
+    """That of the rank with the longest time; the others have waited for it."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (time_ms, number))
+    return max(gathered, key=lambda each: each[0])[1]
 
 
 def _largest(number: float) -> float:
