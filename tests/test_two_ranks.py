@@ -153,7 +153,12 @@ def padded_part(rank: int, gradient: torch.Tensor) -> torch.Tensor:
     return torch.cat([gradient, gradient.new_zeros(1, *gradient.shape[1:])])[rank * rows :][:rows]
 
 
-@with_each(zero2=(FSDPType.ZERO2, False), zero3_tied=(FSDPType.ZERO3, True))
+@with_each(
+    zero2=(FSDPType.ZERO2, False),
+    zero2_tied=(FSDPType.ZERO2, True),
+    zero3=(FSDPType.ZERO3, False),
+    zero3_tied=(FSDPType.ZERO3, True),
+)
 def thunder_fsdp(rank, of):
     sharding, tied = of
     model = Model(97, tied=tied)
@@ -169,12 +174,13 @@ def thunder_fsdp(rank, of):
     check(step, exact, part=functools.partial(padded_part, rank))
 
 
-@with_each(ddp=True, fsdp=False)
+@with_each(ddp=(True, False), ddp_tied=(True, True), fsdp=(False, False), fsdp_tied=(False, True))
 def thunder_distributes_before_it_fuses(rank, of):
     """The other order of transforms."""
-    model, group, cpu = Model(97), thunder.distributed.copy_default_process_group(), torch.device("cpu")
+    is_ddp, tied = of
+    model, group, cpu = Model(97, tied=tied), thunder.distributed.copy_default_process_group(), torch.device("cpu")
     exact = exact_gradients(model)
-    if of:
+    if is_ddp:
         distributed = [DDPTransform(process_group=group, bucket_size_in_mb=25.0, broadcast_from=None)]
     else:
         init = MaterializationTransform.init_from_original_module_init()
@@ -186,8 +192,8 @@ def thunder_distributes_before_it_fuses(rank, of):
     )
     step(*batch(rank, 97)).backward()
     assert_fused(step)
-    assert reduces_early(step)
-    check(step, exact, part=(lambda gradient: gradient) if of else functools.partial(padded_part, rank))
+    assert reduces_early(step) == (not tied)
+    check(step, exact, part=(lambda gradient: gradient) if is_ddp else functools.partial(padded_part, rank))
 
 
 @with_each(plain=False, tied=True)
@@ -338,6 +344,20 @@ def fsdp2_head(rank, of):
         check(model, exact, bound=0.03 if "policy" in of else 1e-5)
     # However many chunks there are; and the gradients are there before the backward, which needs no weight.
     assert found[0] == found[1] > found[2] or (tied and found[0] == found[1] == found[2]), found
+
+
+@with_each(one_chunk=24, eight_chunks=3)
+def fsdp2_communicates_once(rank, of):
+    """The head's weight is gathered once a step, and its gradient reduced once."""
+    head = LinearCrossEntropyLoss(H, 96, options=Options(chunk_rows=of))
+    fully_shard(head).set_unshard_in_backward(False)
+    x, labels = torch.randn(24, H, requires_grad=True), torch.randint(96, (24,))
+    for _ in range(2):
+        with CommDebugMode() as communication:
+            head(x, labels).backward()
+        counts = {str(name): count for name, count in communication.get_comm_counts().items()}
+        assert sorted(counts.values()) == [1, 1], counts
+        assert all(any(kind in name for name in counts) for kind in ("gather", "reduce_scatter")), counts
 
 
 @on_two_ranks
