@@ -17,6 +17,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
+# How many ranks tests on GPUs have: as many as there are, from 2 to 4.
+GPUS = min(torch.cuda.device_count(), 4)
+
 
 class RankErrors(Exception):
     """The exceptions of the ranks that raised one, by rank."""

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 from torch.nn.parallel import DistributedDataParallel
 
 import thunder_flce
-from ranks import as_processes
+from ranks import GPUS, as_processes
 from reference import error, make_case, truth
 from test_vocab_parallel import part_of, parts
 from thunder_flce import (
@@ -112,13 +112,15 @@ def batch(number: int, vocab: int = 96):
     return tokens, labels
 
 
-def exact_gradients(model: nn.Module, numbers=(0, 1), *, of_all_tokens: bool = False) -> dict[str, torch.Tensor]:
-    """Those of the losses of some batches, averaged over two ranks, or of the mean over all tokens; in float64."""
+def exact_gradients(
+    model: nn.Module, numbers=(0, 1), *, ranks: int = 2, of_all_tokens: bool = False
+) -> dict[str, torch.Tensor]:
+    """Those of the losses of some batches, averaged over ranks, or of the mean over all tokens; in float64."""
     head = getattr(model.lm_head, "linear", model.lm_head)
     exact = Model(model.embedding.num_embeddings, tied=head.weight is model.embedding.weight).double()
     counts = [(batch(number)[1] != -100).sum() for number in numbers]
     for number, count in zip(numbers, counts, strict=True):
-        part = count / sum(counts) if of_all_tokens else 1 / 2
+        part = count / sum(counts) if of_all_tokens else 1 / ranks
         (part * exact(*batch(number, model.embedding.num_embeddings))).backward()
     return {name: parameter.grad for name, parameter in exact.named_parameters()}
 
@@ -147,10 +149,10 @@ def reduces_early(step) -> bool:
     return kept[:2] == ["average_gradient", "matmul"]
 
 
-def padded_part(rank: int, gradient: torch.Tensor) -> torch.Tensor:
-    """A rank's rows; a last one of zeros makes the parts equal."""
-    rows = -(-gradient.shape[0] // 2)
-    return torch.cat([gradient, gradient.new_zeros(1, *gradient.shape[1:])])[rank * rows :][:rows]
+def padded_part(rank: int, gradient: torch.Tensor, ranks: int = 2) -> torch.Tensor:
+    """A rank's rows; last ones of zeros make the parts equal."""
+    rows = -(-gradient.shape[0] // ranks)
+    return torch.cat([gradient, gradient.new_zeros(ranks, *gradient.shape[1:])])[rank * rows :][:rows]
 
 
 @with_each(
@@ -540,31 +542,32 @@ def compiled_call(rank, of):
 
 def _on_gpus(rank: int) -> list[str]:
     """With NCCL, what thunder distributes, and a compiled call; in words, what is wrong."""
-    device, wrong = torch.device("cuda", rank), []
+    device, ranks, wrong = torch.device("cuda", rank), dist.get_world_size(), []
     for kind in ("ddp", "fsdp", "column_parallel"):
-        model, is_column = Model(104), kind == "column_parallel"
-        exact = exact_gradients(model, (0, 0) if is_column else (0, 1))
+        model, is_column = Model(), kind == "column_parallel"
+        exact = exact_gradients(model, [0] * ranks if is_column else range(ranks), ranks=ranks)
         step = thunder_flce.jit(model.to(device), strict=True)
         distribute = getattr(thunder.distributed, kind)
         if is_column:
             step = distribute(step, ["lm_head"])
         else:
             step = distribute(step, device=device) if kind == "fsdp" else distribute(step)
-        step(*(each.to(device) for each in batch(0 if is_column else rank, 104))).backward()
+        step(*(each.to(device) for each in batch(0 if is_column else rank))).backward()
         assert_fused(step)
         if not (is_column or reduces_early(step)):
             wrong.append(f"{kind} reduces late")
         for name, gradient in exact.items():
             is_part = kind == "fsdp" or (is_column and name == "lm_head.weight")
             found = step.get_parameter(name).grad.cpu()
-            distance = error(found, gradient.chunk(2)[rank] if is_part else gradient)
+            distance = error(found, padded_part(rank, gradient, ranks) if is_part else gradient)
             if not distance < 1e-3:
                 wrong.append(f"{kind}, {name}: {distance}")
 
     def call(x, weight, target):
         return linear_cross_entropy(x, weight, target, vocab_parallel=dist.group.WORLD)
 
-    part = part_of(make_case(tokens=64, vocab=331, hidden=64, device="cuda"), parts((200, 131))[rank])
+    sizes = (200, *[20] * (ranks - 2), 131 - 20 * (ranks - 2))
+    part = part_of(make_case(tokens=64, vocab=331, hidden=64, device="cuda"), parts(sizes)[rank])
     found = []
     for step in (call, torch.compile(call, fullgraph=True)):
         loss = step(part.x, part.weight, part.target)
@@ -575,9 +578,9 @@ def _on_gpus(rank: int) -> list[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_two_gpus():
-    assert as_processes(2, _on_gpus, device="cuda") == [[], []]
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_on_gpus():
+    assert as_processes(GPUS, _on_gpus, device="cuda") == [[]] * GPUS
 
 
 def _run(rank: int) -> dict[str, str]:
