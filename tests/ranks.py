@@ -1,5 +1,6 @@
 """Ranks for tests: threads of this process, which is quick, or processes that speak gloo or NCCL."""
 
+import os
 import tempfile
 import threading
 import time
@@ -117,8 +118,10 @@ def _process(rank, count, run, device, timeout_s, folder) -> None:
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timeout)
     try:
-        result = run(rank)
+        result, has_failed = run(rank), False
     except Exception as error:
-        result = f"{type(error).__name__}: {error}"
+        result, has_failed = f"{type(error).__name__}: {error}", True
     torch.save(result, Path(folder, str(rank)))
+    if has_failed:
+        os._exit(1)  # The others may not come to an orderly end, nor may the device be there for one.
     dist.destroy_process_group()

@@ -170,6 +170,28 @@ def test_cuda_graphs(device):
 # How it fails: with words, and within the group's timeout.
 
 
+def _wrong_target(rank: int) -> str:
+    """Where nobody waits for the device; afterwards this process has lost it."""
+    case = _case("cuda", torch.float32)
+    case.target[5] = 331
+    part = part_of(case, parts(UNEVEN[dist.get_world_size()])[rank])
+    options = Options(ignored_rows="compute")
+    try:
+        linear_cross_entropy(part.x, part.weight, part.target, vocab_parallel=dist.group.WORLD, options=options)
+    finally:
+        # A library that meets the error first has words of its own for it.
+        torch.cuda.synchronize()
+    return "no error"
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_wrong_target_asserts_on_all_devices(device, capfd):
+    found = as_processes(GPUS, _wrong_target, device=device)
+    said = capfd.readouterr().err
+    # NCCL's watchdog may notice it first, and then ends the process with these words.
+    assert all("device-side assert" in (said if each is None else each) for each in found), (found, said)
+
+
 def _call(rank: int, group, **settings) -> str:
     """What becomes of a call, in words."""
     case = _case("cpu", torch.float32)
