@@ -6,6 +6,7 @@ One pair of processes runs all that is marked with `on_two_ranks`; each of these
 import functools
 import traceback
 import warnings
+from unittest import mock
 
 import pytest
 import thunder
@@ -19,6 +20,7 @@ from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from thunder.transforms import MaterializationTransform
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -39,6 +41,7 @@ from thunder_flce import (
     count_items,
     linear_cross_entropy,
 )
+from thunder_flce.backend import compile_graph
 from thunder_flce.bench import distributed, thunder_ddp
 from thunder_flce.bench.measuring import Schedule
 from thunder_flce.bench.shapes import Shape
@@ -538,6 +541,24 @@ def compiled_call(rank, of):
     assert error(loss, exact.loss[tokens] if settings else exact.loss) < 1e-12
     assert error(x.grad, exact.gradients[0][tokens]) < 1e-12
     assert error(part.weight.grad, exact.gradients[1][parts((60, 41))[rank]]) < 1e-12
+
+
+@with_each(ddp=(True, False), ddp_tied=(True, True), fsdp2=(False, False), fsdp2_tied=(False, True))
+def backend_of_torch_compile(rank, of):
+    """With `aot_eager` in place of Inductor, which takes seconds for each program."""
+    is_ddp, tied = of
+    torch._dynamo.reset()
+    model = Model(97, tied=tied)
+    exact = exact_gradients(model)
+    step = DistributedDataParallel(model) if is_ddp else fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with mock.patch("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **others: aot_eager(gm, inputs)):
+        compiled = torch.compile(step, backend=compile_graph, options={"strict": True})
+        for _ in range(2):
+            step.zero_grad()
+            compiled(*batch(rank, 97)).backward()
+    check(model, exact)
+    (decision,) = thunder_flce.explain(compiled).decisions
+    assert decision.fused, decision
 
 
 def _on_gpus(rank: int) -> list[str]:
