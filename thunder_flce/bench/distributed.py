@@ -282,14 +282,14 @@ def _fully_shard(part: Part) -> Step:
         weight.to_local().copy_(part.inputs.weight)
 
     def step(mark: Mark) -> Result:
-        x.grad = head.linear.weight.grad = None
         loss = head(x, target)
         mark("forward")
         loss.backward()
         mark("backward")
-        dw = head.linear.weight.grad
-        assert x.grad is not None and isinstance(dw, DTensor)
-        return Result(loss=loss.detach(), dx=x.grad, dw=dw.to_local(), dx_factor=ranks)
+        dx, dw = x.grad, head.linear.weight.grad
+        x.grad = head.linear.weight.grad = None
+        assert dx is not None and isinstance(dw, DTensor)
+        return Result(loss=loss.detach(), dx=dx, dw=dw.to_local(), dx_factor=ranks)
 
     return step
 
