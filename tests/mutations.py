@@ -47,6 +47,7 @@ PARALLEL = "tests/test_vocab_parallel.py"
 BACKEND = "tests/test_backend.py"
 BUDGET = "tests/test_plan.py::test_logits_that_are_computed_again_fill_the_budget"
 BATCH_INVARIANT = "tests/test_batch_invariant.py"
+EXPOSED = "tests/test_bench.py::test_collectives_that_no_other_kernel_hides"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
 
 
@@ -1339,6 +1340,22 @@ MUTATIONS = [
         ("divisor", "statistics.mean(self.watts) * total_ms / 1e3", "statistics.mean(self.watts) * total_ms"),
         ("mask", "[] if watts is None else [watts]", "[watts or 0]"),
         tests=("tests/test_bench.py::test_energy_of_a_call",),
+    ),
+    *_of(
+        "bench/profiling.py",
+        ("mask", " and not event.is_user_annotation", ""),
+        ("sign", "total += max(end - max(start, reached), 0)", "total += end - start"),
+        ("index", "reached = max(reached, end)", "reached = end"),
+        ("divisor", "/ 1e3 / calls", "/ 1e3"),
+        tests=("tests/test_bench.py::test_exposed_collectives_of_a_step", EXPOSED),
+    ),
+    *_of(
+        "planning/traffic.py",
+        ("mask", " and not shard.sequence_parallel", ""),
+        ("mask", "(2 if is_all_reduce else 1)", "1"),
+        ("mask", "term.weight_grad * (", "("),
+        ("divisor", "moved * of_others", "moved"),
+        tests=("tests/test_thunder_ranks.py::test_explain_says_what_ranks_move",),
     ),
     *_of(
         "bench/soak.py",

@@ -392,38 +392,46 @@ SPECIAL = {
 }
 
 
+def special_case(problem: Problem, special: str, device: str) -> tuple[Problem, Case]:
+    """Such a problem, made of another one: the bias or a row of the input carries the values into the logits."""
+    # From ignored rows and from columns outside of vocab_size, PyTorch lets NaN into gradients: 0 · NaN.
+    loss = {**problem.loss, "ignore_index": -100}
+    if special == "NaN in a row":
+        loss["vocab_size"] = None
+    layouts = ("contiguous",) * 5
+    problem = replace(problem, bias=True, shape=(13,), ignored="none", layouts=layouts, targets="anywhere", loss=loss)
+    case, value = problem.case(device), SPECIAL[special]
+    half = (loss["vocab_size"] or problem.vocab) // 2
+    with torch.no_grad():
+        if special == "NaN in a row":
+            case.x[2, 0] = value
+        elif special == "only masked columns":
+            case.bias.fill_(value)
+        elif special in ("masked columns", "large"):
+            case.bias[:half] = value
+            case.target[:5].clamp_(min=half)
+        else:
+            case.bias[0] = value
+            case.target[:5] = 0
+        if special == "masked columns":
+            case.target.clamp_(min=half)
+    return problem, case
+
+
 @pytest.mark.parametrize("drawn_from", [problems, one_pass_problems], ids=["", "one pass"])
 @pytest.mark.parametrize("special", SPECIAL)
 def test_logits_that_are_not_ordinary(special, drawn_from, device, kernel_calls):
-    """As PyTorch has them: the bias or a row of the input carries them into the logits."""
+    """As PyTorch has them."""
 
     def run(problem: Problem) -> None:
-        # From ignored rows and from columns outside of vocab_size, PyTorch lets NaN into gradients: 0 · NaN.
-        loss = {**problem.loss, "ignore_index": -100}
-        if special == "NaN in a row":
-            loss["vocab_size"] = None
-        layouts = ("contiguous",) * 5
-        problem = replace(
-            problem, bias=True, shape=(13,), ignored="none", layouts=layouts, targets="anywhere", loss=loss
-        )
-        case, value = problem.case(device), SPECIAL[special]
-        half = (loss["vocab_size"] or problem.vocab) // 2
-        with torch.no_grad():
-            if special == "NaN in a row":
-                case.x[2, 0] = value
-            elif special == "only masked columns":
-                case.bias.fill_(value)
-            elif special in ("masked columns", "large"):
-                case.bias[:half] = value
-                case.target[:5].clamp_(min=half)
-            else:
-                case.bias[0] = value
-                case.target[:5] = 0
-            if special == "masked columns":
-                case.target.clamp_(min=half)
-        arguments = problem.settings(device)
+        problem, case = special_case(problem, special, device)
         assert_as_exact_as_eager(
-            case, problem.incoming(device), factor=2.0, tiny=True, options=problem.options, **arguments
+            case,
+            problem.incoming(device),
+            factor=2.0,
+            tiny=True,
+            options=problem.options,
+            **problem.settings(device),
         )
 
     run_examples(run, drawn_from(device), SPECIAL_EXAMPLES[device])

@@ -19,6 +19,7 @@ from ranks import RankErrors, as_threads
 from reference import Case, error, make_case, truth
 from test_vocab_parallel import part_of, parts
 from thunder_flce import NotFusedWarning, Options, VocabParallel, linear_cross_entropy
+from thunder_flce.inspection.formatting import format_bytes
 
 H, VOCAB = 8, 102
 
@@ -159,6 +160,32 @@ def test_a_call():
             thunder.jit(call)(x, part.weight, case.target[tokens])
 
     as_threads(3, run)
+
+
+@pytest.mark.parametrize(("divides_tokens", "is_frozen"), [(True, False), (False, False), (True, True)])
+def test_explain_says_what_ranks_move(divides_tokens, is_frozen):
+    """Beside what FSDP would: as `head_traffic`, and the sum of dX twice where all ranks need it."""
+    x, target = torch.randn(12, H), torch.randint(101, (12,))
+    weights = torch.randn(60, H), torch.randn(41, H)
+
+    def run(rank):
+        parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=divides_tokens)
+        step = thunder_flce.jit(partial(linear_cross_entropy, vocab_parallel=parallel))
+        mine = slice(6 * rank, 6 * rank + 6) if divides_tokens else slice(None)
+        step(x[mine].requires_grad_(), weights[rank].clone().requires_grad_(not is_frozen), target[mine])
+        return str(thunder_flce.explain(step, against_plain_thunder=False))
+
+    # Half of what all ranks have: x and dX, or dX twice, and three numbers a row and rank; W and dW.
+    moved, gathered = (2 * 12 * H + 2 * 3 * 12) * 4 // 2, 2 * 101 * H * 4 / 2
+    of_head = thunder_flce.head_traffic(tokens=6, vocab=101, hidden=H, ranks=2, dtype=torch.float32)
+    assert of_head == (gathered, moved)
+    weight = "the weight" if is_frozen else "the weight and reducing its gradient"
+    expected = (
+        f"over 2 ranks: a rank gets {format_bytes(moved)} from the others; gathering {weight}, as FSDP does, would be "
+        f"{format_bytes(gathered / 2 if is_frozen else gathered)} (head_traffic)"
+    )
+    for text in as_threads(2, run):
+        assert expected in text
 
 
 class Head(nn.Module):

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 import test_token_loss as token_losses
 import thunder_flce
@@ -34,7 +36,7 @@ from reference import (
     truth,
 )
 from test_plan import problem
-from test_properties import problems, run_examples
+from test_properties import SPECIAL, one_pass_problems, problems, run_examples, special_case
 from thunder_flce import Options, VocabParallel, count_items, functional, linear_cross_entropy, operators
 from thunder_flce.device import DeviceMemory
 from thunder_flce.execution.plan import SaveSomeLogits
@@ -66,6 +68,11 @@ def parts(sizes) -> list[slice]:
     return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
+def has_same_bits(one, other) -> bool:
+    """NaN included."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
 def joined(case: Case, results: list[Result]) -> Result:
     """The result of the whole vocabulary, once it is clear that all ranks have the same loss, outputs and dX."""
     whole = []
@@ -73,12 +80,12 @@ def joined(case: Case, results: list[Result]) -> Result:
         if operand.shape[0] == case.weight.shape[0]:
             whole.append(torch.cat(gradients))
         else:
-            assert all(torch.equal(gradient, gradients[0]) for gradient in gradients), "dX differs between ranks"
+            assert all(has_same_bits(gradient, gradients[0]) for gradient in gradients), "dX differs between ranks"
             whole.append(gradients[0])
     first = results[0]
     for result in results:
         for one, other in zip((result.loss, *result.outputs), (first.loss, *first.outputs), strict=True):
-            assert one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+            assert one.dtype == other.dtype and has_same_bits(one, other)
     return Result(first.loss, tuple(whole), first.outputs)
 
 
@@ -133,6 +140,23 @@ SIZES = {vocab: ((vocab - 4, 4), (3, 0, vocab - 3), (vocab, 0)) for vocab in (7,
 DIVIDED_PROBLEMS = problems("cpu", tuple(SIZES)).flatmap(
     lambda problem: st.tuples(st.just(problem), st.sampled_from(SIZES[problem.vocab]))
 )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("special", SPECIAL)
+def test_logits_that_are_not_ordinary(special, ranks):
+    """As PyTorch has them on one device, with the same bits on all ranks."""
+
+    def run(problem) -> None:
+        problem, case = special_case(problem, special, "cpu")
+        grad, given = problem.incoming("cpu"), problem.settings("cpu")
+        sizes = (problem.vocab - 4, 4) if ranks == 2 else (2, problem.vocab - 5, 3)
+        result = divided(case, sizes, grad, options=problem.options, **given)
+        assert_close_to_truth(result, case, grad, 2.0, True, **given)
+
+    for drawn_from in (problems, one_pass_problems):
+        run_examples(run, drawn_from("cpu", tuple(SIZES)), 5)
+
 
 LOSSES = [
     {"reduction": "sum", "softcap": 5.0, "logit_scale": -1.5},
@@ -382,7 +406,7 @@ def divided_tokens(case: Case, sizes, grad=None, *, counts=None, **settings) -> 
     def whole(each):
         if each[0].ndim:
             return torch.cat(each)
-        assert all(torch.equal(one.nan_to_num(7), each[0].nan_to_num(7)) for one in each)
+        assert all(has_same_bits(one, each[0]) for one in each)
         return each[0]
 
     outputs = tuple(whole(each).detach() for each in zip(*(result.outputs for result in results), strict=True))
@@ -635,6 +659,49 @@ def test_what_travels(monkeypatch):
 
 
 # All ranks mean the same call.
+
+
+@pytest.fixture
+def exchanges(monkeypatch):
+    """How many collectives each rank has run, and how many objects it has told the others."""
+    found = defaultdict(Counter)
+    start, to_tensor = ProcessLocalGroup._start_coll, dist.distributed_c10d._object_to_tensor
+
+    def collective(kind, group):
+        found[group.rank()]["collectives"] += 1
+        return start(kind, group)
+
+    def object_to_tensor(*arguments):
+        found[dist.get_rank()]["objects"] += 1
+        return to_tensor(*arguments)
+
+    monkeypatch.setattr(ProcessLocalGroup, "_start_coll", collective)
+    monkeypatch.setattr(dist.distributed_c10d, "_object_to_tensor", object_to_tensor)
+    return found
+
+
+@pytest.mark.parametrize("how", [{}, {"sequence_parallel": True}, {"data_parallel": True}], ids=str)
+def test_what_ranks_exchange_and_when(how, exchanges):
+    """Objects in the first call of a kind; collectives in the backward only where gradients wait for it."""
+    case = make_case(tokens=36)
+
+    def run(rank):
+        part = part_of(case, parts((51, 50))[rank])
+        tokens = parts((18, 18))[rank] if how else slice(None)
+        x, parallel = part.x.detach()[tokens].requires_grad_(), VocabParallel(group=dist.group.WORLD, **how)
+        for strategy in STRATEGIES:
+            for is_first in (True, False):
+                exchanges[rank].clear()
+                options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
+                loss = linear_cross_entropy(
+                    x, part.weight, part.target[tokens], vocab_parallel=parallel, options=options
+                )
+                assert exchanges[rank]["objects"] == is_first and exchanges[rank]["collectives"] > 0
+                exchanges[rank].clear()
+                torch.autograd.grad(loss, (x, part.weight))
+                assert bool(exchanges[rank]) == (strategy != "gradients_in_forward")
+
+    as_threads(2, run)
 
 
 def test_plans_agree_where_free_memory_differs(monkeypatch):
