@@ -142,7 +142,12 @@ def test_exposed_collectives_of_a_step(monkeypatch):
     """Of kernels in microseconds, over two calls; on a CPU there are none."""
 
     def event(name, start, end, **settings):
-        settings = {"device_type": torch.autograd.DeviceType.CUDA, "is_user_annotation": False, **settings}
+        # As of the profiler: equal to DeviceType.CUDA, but another object.
+        settings = {
+            "device_type": torch.autograd.DeviceType(int(torch.autograd.DeviceType.CUDA)),
+            "is_user_annotation": False,
+            **settings,
+        }
         return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), **settings)
 
     events = [

@@ -67,8 +67,8 @@ def exposed_collectives_ms(step: Step, *, device: str, calls: int = 3) -> float 
     collectives: list[tuple[float, float]] = []
     others: list[tuple[float, float]] = []
     for event in profiler.events() or ():
-        # An annotation spans kernels of others.
-        if event.device_type is DeviceType.CUDA and not event.is_user_annotation:
+        # An annotation spans kernels of others. Device types are equal, but not the same object.
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             kind = collectives if event.name.startswith("nccl") else others
             kind.append((event.time_range.start, event.time_range.end))
     return exposed(collectives, others) / 1e3 / calls
