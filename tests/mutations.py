@@ -1144,12 +1144,7 @@ MUTATIONS = [
         ("sign", "Step(shape, lambda grad: -grad)", "Step(shape, lambda grad: grad)"),
         ("divisor", "grad = grad / divisor if divisor != 1 else grad", "pass"),
         ("divisor", "return ltorch.true_divide(grad, given) if", "return ltorch.mul(grad, given) if"),
-        (
-            "mask",
-            "factor.name in index.need_grad or index.derives_from(factor, logits)",
-            "factor.name in index.need_grad",
-        ),
-        ("mask", "factor.name in index.need_grad or index.derives_from", "index.derives_from"),
+        ("mask", "        if factor.name in index.need_grad:\n", "        if False:\n"),
         ("mask", "if len(users) == 1 else None", "if users else None"),
         ("index", " or tuple(user.output.shape) != shape", ""),
         tests=("tests/test_token_weights.py", "tests/test_token_loss.py::test_programs"),
