@@ -352,7 +352,6 @@ MUTATIONS = [
     *_of(
         "execution/engine.py",
         ("mask", "is_plain and not region.operands.bias_grad", "is_plain"),
-        ("mask", "return in_place and is_plain and", "return is_plain and"),
         (
             "index",
             "others = slice(0 if saved is None else saved.rows.stop, rows.count)",
@@ -634,6 +633,11 @@ MUTATIONS = [
     ),
     *_of(
         "execution/engine.py",
+        ("mask", "return in_place and is_plain and", "return is_plain and"),
+        tests=("tests/test_steps.py::test_a_bias_or_more_than_statistics_takes_two_passes",),
+    ),
+    *_of(
+        "execution/engine.py",
         ("mask", "region.shard is None and not region.plan.batch_invariant", "region.shard is None"),
         tests=(BATCH_INVARIANT,),
     ),
@@ -767,7 +771,6 @@ MUTATIONS = [
         ("divisor", 'ltorch.where(ltorch.eq(num_items, 0), float("inf"), num_items)', "num_items"),
         ("mask", "[(ltorch.where(valid, term, 0.0), divisor) for", "[(term, divisor) for"),
         ("mask", "result if output.ignored is None else ltorch.where(valid, result, output.ignored)", "result"),
-        ("mask", "ltorch.where(ltorch.eq(probability, 0.0), 0.0, shifted)", "shifted"),
         ("index", "z = z[:, : loss.vocab_size]", "z = z[:, -loss.vocab_size :]"),
         ("index", "weight = weight[:columns]", "weight = weight[-columns:]"),
         ("index", "column = ltorch.where(valid, target, 0)", "column = ltorch.where(valid, 0, 0)"),
@@ -1136,6 +1139,11 @@ MUTATIONS = [
     ),
     *_of(
         "graph/decomposition.py",
+        ("mask", "ltorch.where(ltorch.eq(probability, 0.0), 0.0, shifted)", "shifted"),
+        tests=(f"{TRACED}_with_masked_columns",),
+    ),
+    *_of(
+        "graph/decomposition.py",
         ("mask", "ltorch.where(is_label, target_weights, 0.0)", "target_weights"),
         tests=("tests/test_target_weights.py",),
     ),
@@ -1378,7 +1386,7 @@ MUTATIONS = [
         "graph/dynamo/writing.py",
         "for node in (loss, *operands))",
         "for node in operands)",
-        (f"{BACKEND}::test_operands_computed_without_grad",),
+        (f"{BACKEND}::test_fused",),
     ),
     Mutation(
         "mask",

@@ -80,6 +80,25 @@ def test_function(way, settings):
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_of_tokens_of_weight_0(way):
+    """They are those of ignored tokens."""
+    torch._dynamo.reset()
+    hidden, weight, _ = operands()
+    logits = F.linear(hidden, weight)
+    labels = torch.where(WEIGHTS > 0.6, logits.argmax(-1), 0)
+    names = ("log_prob", "entropy", "valid_argmax", "accuracy")
+    results = WAYS[way](lambda *a, **given: ours(*a, outputs=names, **given))(hidden, weight, labels)
+    counts, log_probs = WEIGHTS != 0, logits.log_softmax(-1)
+    right = (
+        log_probs.gather(-1, labels[..., None]).squeeze(-1) * counts,
+        -(log_probs.exp() * log_probs).sum(-1) * counts,
+        torch.where(counts, logits.argmax(-1), -1),
+        (logits.argmax(-1) == labels)[counts].float().mean(),
+    )
+    torch.testing.assert_close(results[1:], right)
+
+
 def weighted_mean(hidden, weight, labels, w):
     losses = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="none")
     return (losses * w.view(-1)).sum() / w.sum()
