@@ -672,7 +672,7 @@ def test_arguments():
     def run(rank):
         group = dist.group.WORLD
         for arguments, message in (
-            ({"vocab_parallel": "tp"}, "group must be a ProcessGroup or a DeviceMesh .*, but got str"),
+            ({"vocab_parallel": "tp"}, "vocab_parallel must be a ProcessGroup or a DeviceMesh .*, but got str"),
             ({"vocab_parallel": VocabParallel(group=group), "weight": torch.ones(50)}, r"weight must be .*\(101,\)"),
             ({"vocab_parallel": group, "vocab_size": 102}, "vocab_size must be between 1 and .* 101, but got 102"),
             ({"vocab_parallel": VocabParallel(group=group, start=rank)}, "start must be None .* 0 with 50 rows, 1 "),
@@ -687,13 +687,14 @@ def test_arguments():
                 linear_cross_entropy(part.x, part.weight, part.target, **arguments)
         for wrong, message in (
             ({"start": 1.5}, "start must be None or an int"),
+            ({"group": "tp"}, "^group must be a ProcessGroup or a DeviceMesh"),
             ({"input_grad": "summed"}, "input_grad must be one of"),
             ({"input_grad": "partial", "sequence_parallel": True}, "input_grad must be .reduced. with sequence"),
             ({"input_grad": "partial", "data_parallel": True}, "input_grad must be .reduced. with data_parallel"),
             ({"data_parallel": True, "sequence_parallel": True}, "sequence_parallel must be False with data_parallel"),
         ):
             with pytest.raises((TypeError, ValueError), match=message):
-                VocabParallel(group=group, **wrong)
+                VocabParallel(**{"group": group, **wrong})
 
     as_threads(2, run)
 

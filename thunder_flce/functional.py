@@ -16,7 +16,7 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.token_loss import TokenLoss
 from thunder_flce.operators import Settings, is_traced, operands_of, plan_for, with_all_tokens
 from thunder_flce.options import Options, as_options
-from thunder_flce.token_functions import token_loss_of
+from thunder_flce.token_functions import check_function, token_loss_of
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, settings_of
 
 if TYPE_CHECKING:
@@ -35,8 +35,10 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     # Dynamo looks into this wrapper, and sees one call of `function` in it.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if callable(token_loss := kwargs.get("token_loss")):
-            kwargs["token_loss"] = token_loss_of(token_loss, kwargs.get("token_inputs", ()))
+        if (token_loss := kwargs.get("token_loss")) is not None:
+            check_function(token_loss)
+            if callable(token_loss):
+                kwargs["token_loss"] = token_loss_of(token_loss, kwargs.get("token_inputs", ()))
         vocab_parallel = kwargs.get("vocab_parallel")
         is_eager = has_dtensor((*args, *kwargs.values())) or getattr(vocab_parallel, "data_parallel", False)
         if torch.compiler.is_dynamo_compiling() and not is_eager and vocab_parallel is not None:

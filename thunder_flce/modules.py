@@ -15,6 +15,7 @@ from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.operation.arguments import check_loss
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, as_options
+from thunder_flce.token_functions import check_function
 from thunder_flce.vocab_parallel import VocabParallel
 
 
@@ -100,8 +101,8 @@ class LinearCrossEntropyLoss(nn.Module):
         self.vocab_parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
         self.options = options
         check_loss(Loss(**self._settings()), num_classes)
-        if token_loss is not None and not callable(token_loss):
-            raise TypeError(f"token_loss must be a function, but got {type(token_loss).__name__}")
+        if token_loss is not None:
+            check_function(token_loss)
         as_options(options)
         self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None

@@ -67,17 +67,7 @@ class VocabParallel:
     """What it is summed in: None for float32 (float64 for float64), or input's dtype, which moves half as much."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.group, DeviceMesh):
-            if self.group.ndim != 1:
-                names = self.group.mesh_dim_names
-                raise ValueError(
-                    f"group must be a device mesh of one dimension, but has {self.group.ndim}, {names}: take the one "
-                    'over which the vocabulary is divided, such as mesh["tp"]'
-                )
-        elif not isinstance(self.group, ProcessGroup):
-            raise TypeError(
-                f"group must be a ProcessGroup or a DeviceMesh that this rank belongs to, but got {_name(self.group)}"
-            )
+        _check_group("group", self.group)
         if self.start is not None and (isinstance(self.start, bool) or not isinstance(self.start, int)):
             raise TypeError(f"start must be None or an int, but got {_name(self.start)}")
         flags = ("sequence_parallel", "data_parallel")
@@ -105,7 +95,10 @@ class VocabParallel:
         """What `linear_cross_entropy` takes, or has put into a graph (`as_literal`)."""
         if isinstance(vocab_parallel, str) and vocab_parallel.startswith("{"):
             return _from_literal(vocab_parallel)
-        return vocab_parallel if isinstance(vocab_parallel, VocabParallel) else cls(group=vocab_parallel)
+        if isinstance(vocab_parallel, VocabParallel):
+            return vocab_parallel
+        _check_group("vocab_parallel", vocab_parallel)
+        return cls(group=vocab_parallel)
 
 
 _FIELDS = tuple(field.name for field in fields(VocabParallel))
@@ -182,7 +175,8 @@ def as_literal(**settings: Any) -> str:
         NotImplementedError: with `data_parallel`.
         TypeError, ValueError: see `VocabParallel`.
     """
-    parallel = VocabParallel(**settings)
+    # Of a group that is given without a VocabParallel, `settings_of` has nothing else.
+    parallel = VocabParallel.of(settings["group"]) if len(settings) == 1 else VocabParallel(**settings)
     if parallel.data_parallel:
         raise NotImplementedError(ONLY_EAGER)
     changed = {f.name: value for f in fields(parallel) if (value := getattr(parallel, f.name)) != f.default}
@@ -233,6 +227,20 @@ def _values(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "the values of target": int((target.reshape(-1).long() * weights).sum()),
         "the value of num_items": None if number is None else float(number),
     }
+
+
+def _check_group(name: str, group: Any) -> None:
+    """Raises a TypeError or a ValueError for what is no group of ranks; the message has the argument's name."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"{name} must be a device mesh of one dimension, but has {group.ndim}, {group.mesh_dim_names}: take "
+                'the one over which the vocabulary is divided, such as mesh["tp"]'
+            )
+    elif not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{name} must be a ProcessGroup or a DeviceMesh that this rank belongs to, but got {_name(group)}"
+        )
 
 
 def _name(value: Any) -> str:

@@ -58,6 +58,7 @@ from thunder_flce.operation.problem import Problem
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import agreed_plan, cached_plan
+from thunder_flce.token_functions import check_function
 from thunder_flce.vocab_parallel import ONLY_EAGER, as_literal, settings_of
 
 ONLY_WITH_EXECUTOR = (
@@ -187,6 +188,12 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
     if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
         return do_raise(NotImplementedError(ONLY_EAGER))
+    token_loss = kwargs.get("token_loss")
+    if token_loss is not None and token_loss.value is not None:
+        try:
+            check_function(token_loss.value)
+        except TypeError as error:
+            return do_raise(error)
     constants, given = {}, kwargs.pop("vocab_parallel", None)
     if given is not None and given.value is None:
         _add_check(given)
@@ -205,7 +212,6 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     for item in _items(kwargs.get("terms")):
         recursively_proxy(item, *_items(item))
     recursively_proxy(*args, *_items(kwargs.get("token_inputs")), **kwargs)
-    token_loss = kwargs.get("token_loss")
     if token_loss is not None and callable(token_loss.value):
         by_name = dict(zip(POSITIONAL, args, strict=False)) | kwargs
         inputs = list(map(unwrap, _items(by_name.get("token_inputs"))))
