@@ -17,7 +17,7 @@ from thunder_flce.operation.token_loss import TokenLoss
 from thunder_flce.operators import Settings, is_traced, operands_of, plan_for, with_all_tokens
 from thunder_flce.options import Options, as_options
 from thunder_flce.token_functions import check_function, token_loss_of
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, settings_of
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, refuse, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -191,7 +191,12 @@ def linear_cross_entropy(
         results = averaged.own(_results(averaged.arguments, averaged.loss, options, parallel=parallel))
     else:
         if parallel is not None:
-            arguments = whole_class_weight(local_weights(arguments, parallel))
+            try:
+                arguments = local_weights(arguments, parallel)
+            except (TypeError, ValueError) as error:
+                if isinstance(input, Tensor) and is_traced(input):
+                    raise
+                refuse(parallel, error)
         results = _results(arguments, loss, options, parallel=parallel)
     return results if outputs else results[0]
 
@@ -217,6 +222,7 @@ def _results(
             settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
     else:
         agreement = agree(parallel, arguments, loss=loss, options=options)
+        arguments = whole_class_weight(arguments)
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)
         operands = operands_of(with_all_tokens(arguments, shard), loss, needs_grad, shard=shard)

@@ -9,13 +9,14 @@ import ast
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from thunder_flce.device import DeviceMemory
 from thunder_flce.operation.loss import Loss
@@ -142,8 +143,10 @@ def agree(parallel: VocabParallel, arguments: Mapping[str, Any], *, loss: Loss, 
         return known[key]
     values = _values(arguments) if checks_every_call else {}
     memory = DeviceMemory.of(weight.device) if isinstance(weight, Tensor) else None
-    given: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(given, (call | values, rows, parallel.start, memory), group=group)
+    given = _told_by_all(group, (call | values, rows, parallel.start, memory))
+    for rank, told in enumerate(given):
+        if isinstance(told, str):
+            raise ValueError(f"rank {rank} of vocab_parallel has refused its arguments: {told}")
     calls, all_rows, starts, memories = zip(*given, strict=True)
     _check_equal(calls)
     of_input = getattr(arguments["input"], "dtype", None)
@@ -159,6 +162,18 @@ def agree(parallel: VocabParallel, arguments: Mapping[str, Any], *, loss: Loss, 
             memory=None if None in memories else DeviceMemory(*map(min, zip(*memories, strict=True))),
         )
     return known[key]
+
+
+def refuse(parallel: VocabParallel, error: Exception) -> NoReturn:
+    """Raises an error of this rank's arguments, once the ranks that are about to agree know of it."""
+    _told_by_all(parallel.process_group, str(error))
+    raise error
+
+
+def _told_by_all(group: ProcessGroup, told: Any) -> list[Any]:
+    given: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, told, group=group)
+    return given
 
 
 def settings_of(vocab_parallel: Any) -> dict[str, Any]:
@@ -216,17 +231,20 @@ def _word(value: Any, *, is_part: bool) -> str:
     shape = ["V", *value.shape[1:]] if is_part else list(value.shape)
     dtype = str(value.dtype).removeprefix("torch.")
     gradient = ", which requires a gradient" if value.requires_grad else ""
-    return f"{dtype} ({', '.join(map(str, shape))}) on {value.device.type}{gradient}"
+    kind = "a DTensor, " if isinstance(value, DTensor) else ""
+    return f"{kind}{dtype} ({', '.join(map(str, shape))}) on {value.device.type}{gradient}"
 
 
 def _values(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers that must be equal, too."""
     target, number = arguments["target"], arguments["num_items"]
-    weights = torch.arange(1, target.numel() + 1, device=target.device)
-    return {
-        "the values of target": int((target.reshape(-1).long() * weights).sum()),
-        "the value of num_items": None if number is None else float(number),
-    }
+    values: dict[str, Any] = {}
+    if isinstance(target, Tensor):
+        weights = torch.arange(1, target.numel() + 1, device=target.device)
+        values["the values of target"] = int((target.reshape(-1).long() * weights).sum())
+    if isinstance(number, Tensor | int | float):
+        values["the value of num_items"] = number.tolist() if isinstance(number, Tensor) else number
+    return values
 
 
 def _check_group(name: str, group: Any) -> None:
