@@ -1431,6 +1431,13 @@ MUTATIONS = [
         (f"{BACKEND}::test_a_loss_that_is_not_traced_is_reported",),
     ),
     Mutation(
+        "index",
+        "graph/dynamo/tracing.py",
+        "disable_autocast(), with_defaults():",
+        "disable_autocast():",
+        (f"{BACKEND}::test_rows_counted_on_the_default_device",),
+    ),
+    Mutation(
         "mask",
         "graph/dynamo/writing.py",
         "is_off = not self._has_grad[position]",

@@ -291,6 +291,21 @@ def test_old_log_probabilities_without_grad():
 
 
 @quick
+@pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
+def test_rows_counted_on_the_default_device(dynamic):
+    """Which thunder asks for, where a program does not name it."""
+
+    def program(hidden, weight, labels):
+        log_probs = F.linear(hidden, weight).log_softmax(-1)
+        return -log_probs[torch.arange(hidden.shape[0]), labels].mean()
+
+    arguments = torch.randn(6, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (6,))
+    compiled = compiled_with(program, fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
+    assert_fused(compiled, times=1)
+
+
+@quick
 def test_operands_computed_without_grad():
     """The region stays where the loss was: where its operands are computed, gradients are off."""
 
