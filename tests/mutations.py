@@ -186,7 +186,30 @@ MUTATIONS = [
         ("mask", "max(min(start + rows, vocab) - start, 0)", "rows"),
         ("index", "in_order = [sum(all_rows[:rank])", "in_order = [sum(all_rows[: rank + 1])"),
         ("divisor", "map(min, zip(*memories, strict=True))", "memories[dist.get_rank(group)]"),
+        ("mask", "    _told_by_all(parallel.process_group, str(error))\n", ""),
+        ("mask", "if isinstance(told, str):", "if False:"),
+        ("mask", 'kind = "a DTensor, " if isinstance(value, DTensor) else ""', 'kind = ""'),
         tests=(PARALLEL,),
+    ),
+    *_of(
+        "functional.py",
+        ("mask", "        arguments = whole_class_weight(arguments)\n", ""),
+        tests=(PARALLEL,),
+    ),
+    *_of(
+        "operation/arguments.py",
+        ("mask", "if isinstance(value, int) and not -(2**63) <= value < 2**63:", "if False:"),
+        tests=("tests/test_arguments.py", "tests/test_kl_divergence.py::test_bad_input"),
+    ),
+    *_of(
+        "token_functions.py",
+        ("mask", "if not callable(token_loss) and not isinstance(token_loss, tuple):", "if False:"),
+        tests=("tests/test_arguments.py",),
+    ),
+    *_of(
+        "kl_divergence.py",
+        ("mask", "        loss = replace(loss, ignore_index=NOTHING_IGNORED)\n", "        pass\n"),
+        tests=("tests/test_kl_divergence.py",),
     ),
     *_of(
         "planning/choose.py",

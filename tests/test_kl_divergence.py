@@ -200,6 +200,11 @@ def test_bad_input(change, settings, kind, message):
         linear_kl_divergence(*change(operands()), **settings)
 
 
+def test_nothing_is_ignored_without_targets():
+    given = operands()[:4]
+    assert torch.equal(linear_kl_divergence(*given, ignore_index=0), linear_kl_divergence(*given))
+
+
 def test_inside_thunder():
     with pytest.raises(NotImplementedError, match="does not run inside thunder.jit"):
         thunder.jit(linear_kl_divergence)(*operands())
