@@ -1189,6 +1189,12 @@ MUTATIONS = [
     ),
     *_of(
         "graph/rewrite.py",
+        ("index", "has_to_wait = self._waits(match)", "has_to_wait = False"),
+        ("index", "(*match.path.operands, match.arguments.target, ", "("),
+        tests=("tests/test_token_loss.py::test_heads_that_wait_for_each_other", "tests/test_readings.py"),
+    ),
+    *_of(
+        "graph/rewrite.py",
         ("sign", "weights = weights if sign == 1 else -weights", "pass"),
         tests=("tests/test_token_weights.py",),
     ),
