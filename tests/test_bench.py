@@ -339,7 +339,10 @@ def test_without_a_subset_it_measures_regions_and_profiles(tmp_path):
     assert {"end of forward", "end of backward", "aten::addmm"} <= names
 
 
-def test_a_lost_device_costs_only_the_method_that_lost_it(tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def lost_device(monkeypatch):
+    """A method "breaking" that leaves a device behind which does not answer; a new process is an exception."""
+
     def breaking():
         raise RuntimeError("illegal memory access")
 
@@ -352,6 +355,26 @@ def test_a_lost_device_costs_only_the_method_that_lost_it(tmp_path, monkeypatch,
     monkeypatch.setitem(METHODS, "breaking", breaking)
     monkeypatch.setattr(measuring, "release", no_answer)
     monkeypatch.setattr(cli.os, "execv", execv)
+
+
+@pytest.mark.parametrize(
+    ("subset", "options", "expected"),
+    [
+        ("soak", ["--shapes", "tiny"], {"tokens": 64}),
+        ("convergence", ["--models", "tiny", "--seeds", "7"], {"model": "tiny", "seed": 7}),
+    ],
+)
+def test_a_method_that_lost_the_device_has_a_row(subset, options, expected, tmp_path, lost_device):
+    path = tmp_path / "results.jsonl"
+    arguments = ["--device", "cpu", "--steps", "4", "--json", str(path), *options, "--methods", "breaking", "eager"]
+    with pytest.raises(SystemExit) as started:
+        main(["bench", subset, *arguments])
+    assert started.value.code[-2:] == ["--methods", "eager"]
+    (row,) = records.read([path])
+    assert row.items() >= {"method": "breaking", "failed": "RuntimeError: illegal memory access", **expected}.items()
+
+
+def test_a_lost_device_costs_only_the_method_that_lost_it(tmp_path, lost_device, capfd):
     path = tmp_path / "results.jsonl"
     options = ["--shapes", "tiny", SHAPE, "--methods", "eager", "breaking", "flce", "--memory-budgets", "1e6"]
     with pytest.raises(SystemExit) as started:

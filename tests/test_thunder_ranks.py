@@ -197,6 +197,42 @@ class Head(nn.Module):
         return linear_cross_entropy(x, weight, target, vocab_parallel=self.vocab_parallel)
 
 
+WIDTH = None
+"""What the gradient of the input is summed in, as a global number."""
+
+
+def test_another_input_grad_dtype(monkeypatch):
+    """A VocabParallel that the program makes with a dtype, which thunder does not check itself."""
+    case = make_case(dtype=torch.bfloat16)
+
+    def run(rank):
+        group, width = dist.group.WORLD, None
+
+        def of_argument(x, weight, target, group, width):
+            parallel = VocabParallel(group=group, input_grad_dtype=width)
+            return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
+
+        def of_global(x, weight, target, group, width):
+            parallel = VocabParallel(group=group, input_grad_dtype=WIDTH)
+            return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
+
+        def of_its_own(x, weight, target, group, _):
+            parallel = VocabParallel(group=group, input_grad_dtype=width)
+            return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
+
+        for program in (of_argument, of_global, of_its_own):
+            jitted = thunder_flce.jit(program)
+            for width in (None, torch.bfloat16, None):
+                monkeypatch.setattr(f"{__name__}.WIDTH", width)
+                jitted(case.x, case.weight, case.target, group, width)
+                bsyms = thunder.last_traces(jitted)[-1].bound_symbols
+                (shard,) = (each.kwargs["shard"] for each in bsyms if each.sym.name == "linear_cross_entropy_fwd")
+                assert shard.get("float32_input_grad", True) == (width is None)
+            assert thunder.cache_misses(jitted) == 2
+
+    as_threads(1, run)
+
+
 def test_other_ranks():
     """thunder compiles anew where a program that it has compiled gets another group, or other settings."""
     case = make_case(dtype=torch.float64)

@@ -44,7 +44,7 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
 from thunder_flce.planning.choose import agreed_plan, make_plan
 from thunder_flce.planning.program import program
-from thunder_flce.vocab_parallel import as_literal
+from thunder_flce.vocab_parallel import CHECK_EVERY_CALL, as_literal
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 UNEVEN = (40, 0, 61)
@@ -739,7 +739,7 @@ def test_arguments():
     def run(rank):
         group = dist.group.WORLD
         for arguments, message in (
-            ({"vocab_parallel": "tp"}, "group must be a ProcessGroup or a DeviceMesh .*, but got str"),
+            ({"vocab_parallel": "tp"}, "vocab_parallel must be a ProcessGroup or a DeviceMesh .*, but got str"),
             ({"vocab_parallel": VocabParallel(group=group), "weight": torch.ones(50)}, r"weight must be .*\(101,\)"),
             ({"vocab_parallel": group, "vocab_size": 102}, "vocab_size must be between 1 and .* 101, but got 102"),
             ({"vocab_parallel": VocabParallel(group=group, start=rank)}, "start must be None .* 0 with 50 rows, 1 "),
@@ -754,13 +754,14 @@ def test_arguments():
                 linear_cross_entropy(part.x, part.weight, part.target, **arguments)
         for wrong, message in (
             ({"start": 1.5}, "start must be None or an int"),
+            ({"group": "tp"}, "^group must be a ProcessGroup or a DeviceMesh"),
             ({"input_grad": "summed"}, "input_grad must be one of"),
             ({"input_grad": "partial", "sequence_parallel": True}, "input_grad must be .reduced. with sequence"),
             ({"input_grad": "partial", "data_parallel": True}, "input_grad must be .reduced. with data_parallel"),
             ({"data_parallel": True, "sequence_parallel": True}, "sequence_parallel must be False with data_parallel"),
         ):
             with pytest.raises((TypeError, ValueError), match=message):
-                VocabParallel(group=group, **wrong)
+                VocabParallel(**{"group": group, **wrong})
 
     as_threads(2, run)
 
@@ -817,7 +818,9 @@ def test_traced_programs():
     as_threads(1, run)
 
 
-def test_what_differs_between_ranks_raises_on_all_of_them():
+@pytest.mark.parametrize("checks_every_call", ["0", "1"], ids=["", "each call"])
+def test_what_differs_between_ranks_raises_on_all_of_them(checks_every_call, monkeypatch):
+    monkeypatch.setenv(CHECK_EVERY_CALL, checks_every_call)
     case = make_case()
     for differing, message in (
         ({"options": lambda rank: Options(chunk_rows=8 + rank)}, "options is Options.* on rank 0 and Options.*"),
@@ -826,7 +829,11 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         ({"linear_bias": lambda rank: None if rank else torch.zeros(50)}, "linear_bias is"),
         ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
         ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
+        ({"num_items": lambda rank: {} if rank else 5}, "num_items is int on rank 0 and dict on rank 1"),
+        ({"num_items": lambda rank: 5 if rank else "x"}, "num_items is str on rank 0 and int on rank 1"),
         ({"target": lambda rank: case.target[rank:]}, r"target is int64 \(37\) on cpu on rank 0 and int64 \(36\)"),
+        ({"token_weights": lambda rank: [1.0] * rank or None}, "token_weights is NoneType on rank 0 and list"),
+        ({"target": lambda rank: [1] if rank else case.target}, r"target is int64 \(37\) .* on rank 0 and list"),
         # Parts of the tokens have to be equal.
         (
             {"input": lambda rank: case.x.detach()[rank:]},
@@ -838,7 +845,8 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         def run(rank, name=name, value=value):
             mine = part_of(case, parts((50, 51))[rank])
             given = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target, name: value(rank)}
-            how = {"target": {"data_parallel": True}, "input": {"sequence_parallel": True}}.get(name, {})
+            how = {"target": "data_parallel", "num_items": "data_parallel", "input": "sequence_parallel"}
+            how = {how[name]: True} if name in how else {}
             linear_cross_entropy(**given, vocab_parallel=VocabParallel(group=dist.group.WORLD, **how))
 
         with pytest.raises(RankErrors) as raised:
@@ -848,29 +856,90 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
             assert isinstance(found, ValueError) and re.search(message, str(found))
 
 
+@pytest.mark.parametrize("data_parallel", [False, True], ids=["", "data parallel"])
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (lambda part: {"terms": [(part.x,)]}, "terms[0] must be a pair"),
-        (lambda part: {"token_inputs": 3}, "token_inputs must be a sequence"),
+        (lambda part, mesh: {"terms": [(part.x,)]}, "terms[0] must be a pair"),
+        (lambda part, mesh: {"token_inputs": 3}, "token_inputs must be a sequence"),
+        (
+            lambda part, mesh: {"input": DTensor.from_local(part.x.detach(), mesh, [Replicate()])},
+            "input must be a plain tensor",
+        ),
     ],
+    ids=["terms", "token_inputs", "input"],
 )
-def test_what_one_rank_refuses_raises_on_all_of_them(refused, message):
+def test_what_one_rank_refuses_raises_on_all_of_them(refused, message, data_parallel):
     """And no other rank waits for it: the class weights, a DTensor, are gathered afterwards."""
+    case = make_case(class_weight=True)
+
+    def run(rank):
+        mine, mesh = part_of(case, parts((50, 51))[rank]), init_device_mesh("cpu", (2,))
+        class_weight = distribute_tensor(case.class_weight, mesh, [DivideRows(0)])
+        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=data_parallel)
+        arguments = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target, "weight": class_weight}
+        arguments |= refused(mine, mesh) if rank else {}
+        linear_cross_entropy(**arguments, vocab_parallel=parallel)
+
+    with pytest.raises(RankErrors) as raised:
+        as_threads(2, run)
+    first, second = (raised.value.errors[rank] for rank in range(2))
+    assert isinstance(first, ValueError) and "rank" in str(first) and "has refused its arguments" in str(first)
+    assert isinstance(second, TypeError | ValueError) and message in str(second)
+
+
+@pytest.mark.parametrize("data_parallel", [False, True], ids=["", "data parallel"])
+def test_class_weights_of_one_rank_are_a_dtensor(data_parallel):
+    """They are not gathered before the ranks know."""
     case = make_case(class_weight=True)
 
     def run(rank):
         mine = part_of(case, parts((50, 51))[rank])
         class_weight = distribute_tensor(case.class_weight, init_device_mesh("cpu", (2,)), [DivideRows(0)])
-        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True)
-        arguments = {"weight": class_weight, "vocab_parallel": parallel, **(refused(mine) if rank else {})}
-        linear_cross_entropy(mine.x, mine.weight, mine.target, **arguments)
+        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=data_parallel)
+        weight = class_weight if rank else case.class_weight
+        linear_cross_entropy(mine.x, mine.weight, mine.target, weight=weight, vocab_parallel=parallel)
 
     with pytest.raises(RankErrors) as raised:
         as_threads(2, run)
-    first, second = (raised.value.errors[rank] for rank in range(2))
-    assert isinstance(first, ValueError) and "another rank of vocab_parallel has refused its arguments" in str(first)
-    assert isinstance(second, TypeError) and message in str(second)
+    for rank in range(2):
+        message = r"weight is float32 \(101\) on cpu on rank 0 and a DTensor, float32 \(101\) on cpu on rank 1"
+        assert re.search(message, str(raised.value.errors[rank]))
+
+
+def test_what_is_wrong_on_all_ranks_of_data_parallel():
+    """Ranks with fewer tokens, which add ignored ones, raise the same error."""
+    case = make_case()
+
+    def run(rank, wrong):
+        mine = part_of(case, parts((50, 51))[rank])
+        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True)
+        linear_cross_entropy(mine.x[rank:], mine.weight, mine.target[rank:], **wrong, vocab_parallel=parallel)
+
+    for wrong, message in (
+        ({"ignore_index": "x"}, "ignore_index must be an int, but got str"),
+        ({"ignore_index": 2**64}, "ignore_index must fit 64 bits"),
+        ({"num_items": True}, "num_items must be a number"),
+        ({"num_items": torch.tensor(True)}, "num_items must have one of the dtypes"),
+        ({"num_items": [3]}, "num_items must be a number"),
+    ):
+        with pytest.raises(RankErrors) as raised:
+            as_threads(2, partial(run, wrong=wrong))
+        assert [message in str(raised.value.errors[rank]) for rank in range(2)] == [True, True], raised.value.errors
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16], ids=str)
+def test_num_items_in_a_narrow_dtype(dtype):
+    """Times the number of ranks, they would not fit."""
+    case, count = make_case(), 200 if dtype is torch.uint8 else 40000
+
+    def run(rank):
+        mine = part_of(case, parts((50, 51))[rank])
+        parallel, items = VocabParallel(group=dist.group.WORLD, data_parallel=True), torch.tensor(count, dtype=dtype)
+        return linear_cross_entropy(mine.x, mine.weight, mine.target, num_items=items, vocab_parallel=parallel)
+
+    for loss in as_threads(2, run):
+        assert error(loss.detach(), truth(case, num_items=count).loss) < 1e-6
 
 
 def test_sizes_that_a_compiler_is_told():

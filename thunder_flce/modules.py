@@ -15,6 +15,7 @@ from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.operation.arguments import check_loss
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, as_options
+from thunder_flce.token_functions import check_function
 from thunder_flce.vocab_parallel import VocabParallel
 
 # Dynamo does not trace `fields`. A token loss is a function here, and something else there.
@@ -112,8 +113,8 @@ class LinearCrossEntropyLoss(nn.Module):
         self.vocab_parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
         self.options = options
         check_loss(Loss(**self._settings()), num_classes)
-        if token_loss is not None and not callable(token_loss):
-            raise TypeError(f"token_loss must be a function, but got {type(token_loss).__name__}")
+        if token_loss is not None:
+            check_function(token_loss)
         as_options(options)
         self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
         self.register_buffer("weight", weight)

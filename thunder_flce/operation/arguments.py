@@ -100,6 +100,8 @@ def check_linear_cross_entropy(
             f'num_items is what reduction "mean" divides by, in place of the number of valid targets; with reduction '
             f"{loss.reduction!r} it has no meaning"
         )
+    for name, number in numbers.items():
+        _check_size(name, number)
     if isinstance(num_items, _NUMBERS) and not 0 <= float(num_items) < math.inf:
         raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
     if isinstance(expected_gradient, _NUMBERS) and (expected_gradient == 0 or not math.isfinite(expected_gradient)):
@@ -169,6 +171,7 @@ def check_linear_kl_divergence(
         value = getattr(divergence, name)
         if not _is_number(value):
             raise TypeError(f"{name} must be a number, but got {type(value).__name__}")
+        _check_size(name, value)
         if not is_right(value):
             raise ValueError(f"{name} must {expected}, but got {value}")
     check_loss(loss, of_weight[0])
@@ -302,6 +305,8 @@ def check_loss(loss: Loss, vocab: int) -> None:
             continue
         if not _is_number(value, Integral if is_int else Real):
             raise TypeError(f"{name} must be {'an int' if is_int else 'a number'}, but got {type(value).__name__}")
+        if not is_int:
+            _check_size(name, value)
         # The value of a proxy is not known.
         if isinstance(value, _NUMBERS):
             if not is_int and not math.isfinite(value):
@@ -324,6 +329,12 @@ def check_loss(loss: Loss, vocab: int) -> None:
 
 def _is_tensor(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "requires_grad")
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Raises for a number that is an int which no tensor takes, and perhaps no float."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be a float or fit 64 bits, but is an int of {value.bit_length()} bits")
 
 
 def _is_number(value: Any, kind: type = Real) -> bool:
