@@ -555,7 +555,7 @@ MUTATIONS = [
         ("sign", "weights - ratio.unsqueeze(-1) * rest.of_targets", "weights + ratio.unsqueeze(-1) * rest.of_targets"),
         ("mask", "library.where(weight < 1, 1 - weight, 0.0)", "1 - weight"),
         ("mask", "library.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM)", "1 - total"),
-        ("mask", 'let("p_y", first * library.exp(shifted))', 'let("p_y", library.exp(shifted))'),
+        ("mask", 'let("p_y", first * library.exp(log_probability))', 'let("p_y", library.exp(log_probability))'),
         tests=("tests/test_target_weights.py",),
     ),
     *_of(

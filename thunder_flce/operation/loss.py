@@ -289,8 +289,8 @@ class Rest(NamedTuple):
 
         `library` is what has exp and where, `torch` or thunder's; `let` gives a value a name where it is written down.
         """
-        shifted = row.target_logit - row.max.unsqueeze(-1) - row.log_sum.unsqueeze(-1)
-        of_targets = let("p_y", first * library.exp(shifted))
+        log_probability = row.target_logit - row.max.unsqueeze(-1) - row.log_sum.unsqueeze(-1)
+        of_targets = let("p_y", first * library.exp(log_probability))
         total, weight = let("p_k", of_targets.sum(-1)), let("q_k", weights.sum(-1))
         probability = let("r", library.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM))
         return cls(probability, let("q_r", library.where(weight < 1, 1 - weight, 0.0)), of_targets)
