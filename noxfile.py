@@ -32,6 +32,7 @@ SHORT_SUITE = [
     "tests/test_operator.py::test_finished_gradients_are_scaled_in_their_memory",
     "tests/test_thunder.py::test_every_way_to_turn_it_on",
     "tests/test_fx.py::test_new_shapes",
+    "tests/test_modules.py::test_compiled",
     "tests/test_backend.py::test_graph_breaks",
     "tests/test_backend.py::test_explain",
     "tests/test_models.py::test_loss_and_gradients_equal_eager",
@@ -73,6 +74,7 @@ MODELS = _parameters(
     *(
         ("3.12", Versions(torch=torch, thunder=thunder, transformers=transformers))
         for torch, thunder, transformers in (
+            ("2.10", THUNDER, None),
             ("2.10", THUNDER, "4.57.6"),
             ("2.11", THUNDER, "5.9.0"),
             (NEWEST_TORCH, THUNDER, "5.23.0"),
@@ -102,12 +104,13 @@ def matrix(session: nox.Session, versions: Versions) -> None:
 @nox.session
 @nox.parametrize("python, versions", MODELS)
 def models(session: nox.Session, versions: Versions) -> None:
-    """The zoo and the Trainer with newer versions of transformers, which litgpt cannot be installed beside.
+    """The zoo and the Trainer, also with newer versions of transformers, which litgpt cannot be installed beside.
 
     thunder's nightly is what `thunderfx` needs for 4.57.6.
     """
-    _install(session, versions, extras=["test"])
-    session.install(f"transformers=={versions.transformers}", "accelerate", "tqdm")
+    _install(session, versions, extras=["test"] if versions.transformers else ["examples", "test"])
+    if versions.transformers:
+        session.install(f"transformers=={versions.transformers}", "accelerate", "tqdm")
     _test(session, "tests/test_model_zoo.py", "tests/test_examples.py")
 
 

@@ -45,7 +45,7 @@ def sharded(mesh: DeviceMesh, *, divides_vocab: bool) -> Model:
     head = model.head
     if divides_vocab:
         head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
-        head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+        head.linear.weight = nn.Parameter(distribute_tensor(head.linear.weight.detach(), mesh, [Shard(0)]))
         fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
     else:
         fully_shard(head, mesh=mesh)

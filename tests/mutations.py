@@ -47,6 +47,7 @@ PARALLEL = "tests/test_vocab_parallel.py"
 BACKEND = "tests/test_backend.py"
 BUDGET = "tests/test_plan.py::test_logits_that_are_computed_again_fill_the_budget"
 BATCH_INVARIANT = "tests/test_batch_invariant.py"
+EXPOSED = "tests/test_bench.py::test_collectives_that_no_other_kernel_hides"
 SECOND_BACKWARD = "tests/test_numerics.py::test_second_backward"
 
 
@@ -139,10 +140,12 @@ MUTATIONS = [
     ),
     *_of(
         "data_parallel.py",
-        ("divisor", 'arguments["num_items"] * ranks', 'arguments["num_items"]'),
+        ("divisor", 'changed["num_items"] = _times(arguments["num_items"], ranks)', "pass"),
+        ("index", "number.to(wide) * factor", "number * factor"),
+        ("mask", "loss.ignore_index if is_index else 0", "loss.ignore_index"),
         ("divisor", "float(ranks)", "1.0"),
         ("divisor", "grad * ctx.factor, None", "grad, None"),
-        ("mask", "padded(target.long(), loss.ignore_index)", "padded(target.long())"),
+        ("mask", "padded(target.long(), loss.ignore_index if is_index else 0)", "padded(target.long())"),
         ("mask", "int(refused is not None)", "0"),
         tests=(PARALLEL,),
     ),
@@ -184,7 +187,30 @@ MUTATIONS = [
         ("mask", "max(min(start + rows, vocab) - start, 0)", "rows"),
         ("index", "in_order = [sum(all_rows[:rank])", "in_order = [sum(all_rows[: rank + 1])"),
         ("divisor", "map(min, zip(*memories, strict=True))", "memories[dist.get_rank(group)]"),
+        ("mask", "    _told_by_all(parallel.process_group, str(error))\n", ""),
+        ("mask", "if isinstance(told, str):", "if False:"),
+        ("mask", 'kind = "a DTensor, " if isinstance(value, DTensor) else ""', 'kind = ""'),
         tests=(PARALLEL,),
+    ),
+    *_of(
+        "functional.py",
+        ("mask", "        arguments = whole_class_weight(arguments)\n", ""),
+        tests=(PARALLEL,),
+    ),
+    *_of(
+        "operation/arguments.py",
+        ("mask", "if isinstance(value, int) and not -(2**63) <= value < 2**63:", "if False:"),
+        tests=("tests/test_arguments.py", "tests/test_kl_divergence.py::test_bad_input"),
+    ),
+    *_of(
+        "token_functions.py",
+        ("mask", "if not callable(token_loss) and not isinstance(token_loss, tuple):", "if False:"),
+        tests=("tests/test_arguments.py",),
+    ),
+    *_of(
+        "kl_divergence.py",
+        ("mask", "        loss = replace(loss, ignore_index=NOTHING_IGNORED)\n", "        pass\n"),
+        tests=("tests/test_kl_divergence.py",),
     ),
     *_of(
         "planning/choose.py",
@@ -218,6 +244,11 @@ MUTATIONS = [
             "    if given is not None and given.value is None:\n        pass\n",
         ),
         tests=("tests/test_thunder_ranks.py::test_other_ranks",),
+    ),
+    *_of(
+        "graph/rules.py",
+        ("mask", '_add_check(fields["input_grad_dtype"])', "pass"),
+        tests=("tests/test_thunder_ranks.py::test_another_input_grad_dtype",),
     ),
     *_of(
         "graph/distributed.py",
@@ -352,7 +383,6 @@ MUTATIONS = [
     *_of(
         "execution/engine.py",
         ("mask", "is_plain and not region.operands.bias_grad", "is_plain"),
-        ("mask", "return in_place and is_plain and", "return is_plain and"),
         (
             "index",
             "others = slice(0 if saved is None else saved.rows.stop, rows.count)",
@@ -521,6 +551,19 @@ MUTATIONS = [
         tests=("tests/test_rows.py",),
     ),
     *_of(
+        "operation/loss.py",
+        ("sign", "weights - ratio.unsqueeze(-1) * rest.of_targets", "weights + ratio.unsqueeze(-1) * rest.of_targets"),
+        ("mask", "library.where(weight < 1, 1 - weight, 0.0)", "1 - weight"),
+        ("mask", "library.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM)", "1 - total"),
+        ("mask", 'let("p_y", first * library.exp(log_probability))', 'let("p_y", library.exp(log_probability))'),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
+        "execution/row_selection.py",
+        ("mask", "scatter(1, order, is_first) & counts", "scatter(1, order, is_first)"),
+        tests=("tests/test_target_weights.py",),
+    ),
+    *_of(
         "execution/host_counts.py",
         ("mask", "        if memory.expired():\n", "        if False:\n"),
         ("index", "return int(count) if known is None else known", "return int(count)"),
@@ -638,6 +681,11 @@ MUTATIONS = [
         ("mask", "batch_invariant=plan.batch_invariant", "batch_invariant=False"),
         ("mask", "compute(*arguments, factors=factors, out=out)", "pass"),
         tests=(f"{BATCH_INVARIANT}::test_divergences",),
+    ),
+    *_of(
+        "execution/engine.py",
+        ("mask", "return in_place and is_plain and", "return is_plain and"),
+        tests=("tests/test_steps.py::test_a_bias_or_more_than_statistics_takes_two_passes",),
     ),
     *_of(
         "execution/engine.py",
@@ -774,7 +822,6 @@ MUTATIONS = [
         ("divisor", 'ltorch.where(ltorch.eq(num_items, 0), float("inf"), num_items)', "num_items"),
         ("mask", "[(ltorch.where(valid, term, 0.0), divisor) for", "[(term, divisor) for"),
         ("mask", "result if output.ignored is None else ltorch.where(valid, result, output.ignored)", "result"),
-        ("mask", "ltorch.where(ltorch.eq(probability, 0.0), 0.0, shifted)", "shifted"),
         ("index", "z = z[:, : loss.vocab_size]", "z = z[:, -loss.vocab_size :]"),
         ("index", "weight = weight[:columns]", "weight = weight[-columns:]"),
         ("index", "column = ltorch.where(valid, target, 0)", "column = ltorch.where(valid, 0, 0)"),
@@ -1150,6 +1197,11 @@ MUTATIONS = [
     ),
     *_of(
         "graph/decomposition.py",
+        ("mask", "ltorch.where(ltorch.eq(probability, 0.0), 0.0, shifted)", "shifted"),
+        tests=(f"{TRACED}_with_masked_columns",),
+    ),
+    *_of(
+        "graph/decomposition.py",
         ("mask", "ltorch.where(is_label, target_weights, 0.0)", "target_weights"),
         tests=("tests/test_target_weights.py",),
     ),
@@ -1158,15 +1210,16 @@ MUTATIONS = [
         ("sign", "Step(shape, lambda grad: -grad)", "Step(shape, lambda grad: grad)"),
         ("divisor", "grad = grad / divisor if divisor != 1 else grad", "pass"),
         ("divisor", "return ltorch.true_divide(grad, given) if", "return ltorch.mul(grad, given) if"),
-        (
-            "mask",
-            "factor.name in index.need_grad or index.derives_from(factor, logits)",
-            "factor.name in index.need_grad",
-        ),
-        ("mask", "factor.name in index.need_grad or index.derives_from", "index.derives_from"),
+        ("mask", "        if factor.name in index.need_grad:\n", "        if False:\n"),
         ("mask", "if len(users) == 1 else None", "if users else None"),
         ("index", " or tuple(user.output.shape) != shape", ""),
         tests=("tests/test_token_weights.py", "tests/test_token_loss.py::test_programs"),
+    ),
+    *_of(
+        "graph/rewrite.py",
+        ("index", "has_to_wait = self._waits(match)", "has_to_wait = False"),
+        ("index", "(*match.path.operands, match.arguments.target, ", "("),
+        tests=("tests/test_token_loss.py::test_heads_that_wait_for_each_other", "tests/test_readings.py"),
     ),
     *_of(
         "graph/rewrite.py",
@@ -1234,11 +1287,11 @@ MUTATIONS = [
     ),
     *_of(
         "modules.py",
-        ("divisor", "bound = self.in_features**-0.5", "bound = self.in_features**-0.25"),
-        ("mask", "weight=self.class_weight,", "weight=None,"),
+        ("mask", "weight=self.weight,", "weight=None,"),
         ("mask", "num_items=num_items,", "num_items=None,"),
-        ("mask", "if self.weight.shape != shape:", "if False:"),
-        ("index", "loss.weight, loss.bias = linear.weight, linear.bias", "loss.weight = linear.weight"),
+        ("mask", "if given != shape:", "if False:"),
+        ("mask", "found.ndim == 2", "True"),
+        ("index", "loss.linear = linear", "loss.linear.weight = linear.weight"),
         ("mask", "isinstance(output[0], Tensor) and output[0].ndim == 0", "isinstance(output[0], Tensor)"),
         ("mask", 'torch.compiler.disable(raise_no_loss, reason="raises an error")', "raise_no_loss"),
         ("index", '"__dict__", vars(module)', '"__dict__", vars(module).copy()'),
@@ -1335,6 +1388,22 @@ MUTATIONS = [
         tests=("tests/test_bench.py::test_energy_of_a_call",),
     ),
     *_of(
+        "bench/profiling.py",
+        ("mask", " and not event.is_user_annotation", ""),
+        ("sign", "total += max(end - max(start, reached), 0)", "total += end - start"),
+        ("index", "reached = max(reached, end)", "reached = end"),
+        ("divisor", "/ 1e3 / calls", "/ 1e3"),
+        tests=("tests/test_bench.py::test_exposed_collectives_of_a_step", EXPOSED),
+    ),
+    *_of(
+        "planning/traffic.py",
+        ("mask", " and not shard.sequence_parallel", ""),
+        ("mask", "(2 if is_all_reduce else 1)", "1"),
+        ("mask", "term.weight_grad * (", "("),
+        ("divisor", "moved * of_others", "moved"),
+        tests=("tests/test_thunder_ranks.py::test_explain_says_what_ranks_move",),
+    ),
+    *_of(
         "bench/soak.py",
         ("index", "zip(held[-1], held[1], strict=True)", "zip(held[1], held[1], strict=True)"),
         ("index", "(number * COUNTS + place, what)", "(number * COUNTS, what)"),
@@ -1415,7 +1484,7 @@ MUTATIONS = [
         "graph/dynamo/writing.py",
         "for node in (loss, *operands))",
         "for node in operands)",
-        (f"{BACKEND}::test_operands_computed_without_grad",),
+        (f"{BACKEND}::test_fused",),
     ),
     Mutation(
         "mask",
@@ -1451,6 +1520,13 @@ MUTATIONS = [
         "    transform.report(decisions)\n",
         "",
         (f"{BACKEND}::test_a_loss_that_is_not_traced_is_reported",),
+    ),
+    Mutation(
+        "index",
+        "graph/dynamo/tracing.py",
+        "disable_autocast(), with_defaults():",
+        "disable_autocast():",
+        (f"{BACKEND}::test_rows_counted_on_the_default_device",),
     ),
     Mutation(
         "mask",

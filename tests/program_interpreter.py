@@ -288,6 +288,16 @@ def _most_frequent(target: Tensor, *weights_and_count: Any) -> Tensor:
     return occurrences.topk(count).indices
 
 
+def _first_in_column(target: Tensor, counts: Tensor) -> Tensor:
+    """1 for the first of a row's targets in a column, of those that count."""
+    first = torch.zeros(target.shape, dtype=torch.float64)
+    for row, columns in enumerate(target.tolist()):
+        for k, column in enumerate(columns):
+            is_known = any(counts[row, j] and columns[j] == column for j in range(k))
+            first[row, k] = bool(counts[row, k]) and not is_known
+    return first
+
+
 _FUNCTIONS = {
     "_at": _At,
     "exp": torch.exp,
@@ -310,4 +320,5 @@ _FUNCTIONS = {
     "argmax_v": lambda matrix: matrix.argmax(1, keepdim=True),
     "argmin_v": lambda matrix: matrix.argmin(1, keepdim=True),
     "most_frequent": _most_frequent,
+    "first_in_column": _first_in_column,
 }

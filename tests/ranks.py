@@ -1,5 +1,6 @@
 """Ranks for tests: threads of this process, which is quick, or processes that speak gloo or NCCL."""
 
+import os
 import tempfile
 import threading
 import time
@@ -16,6 +17,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
+
+# How many ranks tests on GPUs have: as many as there are, from 2 to 4.
+GPUS = min(torch.cuda.device_count(), 4)
 
 
 class RankErrors(Exception):
@@ -114,8 +118,10 @@ def _process(rank, count, run, device, timeout_s, folder) -> None:
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timeout)
     try:
-        result = run(rank)
+        result, has_failed = run(rank), False
     except Exception as error:
-        result = f"{type(error).__name__}: {error}"
+        result, has_failed = f"{type(error).__name__}: {error}", True
     torch.save(result, Path(folder, str(rank)))
+    if has_failed:
+        os._exit(1)  # The others may not come to an orderly end, nor may the device be there for one.
     dist.destroy_process_group()

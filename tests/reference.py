@@ -226,6 +226,12 @@ def composed_of_several(logits: Tensor, target: Tensor, target_weights: Tensor, 
     is_label = target != loss.ignore_index
     log_probs = logits.log_softmax(-1).gather(-1, target.where(is_label, 0).long())
     of_rows = -(log_probs * target_weights.where(is_label, 0).to(logits.dtype)).sum(-1)
+    if loss.target_rest:
+        columns = torch.zeros_like(logits, dtype=torch.bool)
+        columns = columns.scatter_add(-1, target.where(is_label, 0).long(), is_label)
+        rest = 1 - target_weights.where(is_label, 0).to(logits.dtype).sum(-1)
+        log_rest = logits.log_softmax(-1).masked_fill(columns, -torch.inf).logsumexp(-1)
+        of_rows = of_rows - rest.clamp(min=0) * log_rest
     of_rows = of_rows + loss.z_loss * logits.logsumexp(-1).square()
     valid, divisor = is_label.any(-1), is_label.any(-1).sum()
     if token_weights is not None:

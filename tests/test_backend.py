@@ -281,12 +281,28 @@ def test_old_log_probabilities_without_grad():
         with torch.no_grad():
             old = F.linear(hidden, weight).log_softmax(-1).gather(-1, labels[:, None])
         new = F.linear(hidden, weight).log_softmax(-1).gather(-1, labels[:, None])
-        return (new - old).exp().sum() + hidden.square().sum()
+        # What mixes tokens, so that no region gives their sum.
+        return (new - old).exp().cumsum(0).square().sum() + hidden.square().sum()
 
     arguments = torch.randn(6, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (6,))
     compiled = compiled_with(program, fullgraph=True)
     torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
     assert_fused(compiled)
+
+
+@quick
+@pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
+def test_rows_counted_on_the_default_device(dynamic):
+    """Which thunder asks for, where a program does not name it."""
+
+    def program(hidden, weight, labels):
+        log_probs = F.linear(hidden, weight).log_softmax(-1)
+        return -log_probs[torch.arange(hidden.shape[0]), labels].mean()
+
+    arguments = torch.randn(6, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (6,))
+    compiled = compiled_with(program, fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
+    assert_fused(compiled, times=1)
 
 
 @quick

@@ -1,8 +1,12 @@
 """The benchmark command end to end, every subset on sizes that a CPU runs in a second."""
 
+import contextlib
 import json
+import os
 import re
 import shutil
+import socket
+import subprocess
 import sys
 import time
 import weakref
@@ -28,6 +32,7 @@ from thunder_flce.bench import (
     methods,
     other_copy,
     predictions,
+    profiling,
     records,
     regions,
     soak,
@@ -44,7 +49,7 @@ from thunder_flce.bench.measuring import (
     take_turns,
 )
 from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
-from thunder_flce.bench.profiling import slug
+from thunder_flce.bench.profiling import exposed, exposed_collectives_ms, slug
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
 from thunder_flce.execution.matmul.tuning import Tuning
@@ -68,8 +73,9 @@ def bench(path, subset, *options):
 
 def test_distributed(tmp_path):
     shape = "tokens=40,vocab=71,hidden=16,dtype=float32"
-    # torch.compile takes half a minute for each of these.
+    # torch.compile takes half a minute for each of these; `test_two_ranks` has those of thunder.
     names = [name for name in distributed.METHODS if not name.endswith("torch.compile")]
+    names = [name for name in names if not name.startswith("thunder")]
     arguments = ("distributed", "--shapes", shape, "--methods", *names)
     rows = {row["method"]: row for row in bench(tmp_path / "rows", *arguments)}
     assert list(rows) == names
@@ -78,12 +84,85 @@ def test_distributed(tmp_path):
     assert rows["vocab_parallel"]["same_bits"] and "same_bits" not in rows["sequence_parallel"]
     for name in ("liger", "liger, of logits"):
         assert rows[name]["failed"] == "equal parts of the vocabulary only"
-    assert rows["three products"]["ratio"] == 1
+    assert rows["three products"]["ratio"] == 1 and "exposed_ms" not in rows["vocab_parallel"]
     for name in ("fully_shard", "data_parallel"):
         assert rows[name]["dx_error"] < 1e-5 and rows[name]["dw_error"] < 1e-5
     # Half of W and of dW against half of x, of dX, and of three numbers a token.
     assert rows["fully_shard"]["moved_gb"] == pytest.approx(71 * 16 * 4e-9)
     assert rows["data_parallel"]["moved_gb"] == pytest.approx((40 * 16 * 4 + 40 * 3 * 4) * 1e-9)
+
+
+def test_distributed_under_torchrun(tmp_path):
+    """The two processes that it has started are the ranks, and the first of them prints and writes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "thunder_flce", "bench", "distributed", "--device", "cpu", "--rounds", "1"]
+    command += ["--json", str(tmp_path / "rows"), "--shapes", "tokens=8,vocab=7,hidden=4,dtype=float32"]
+    names = ["three products", "data_parallel"]
+    ranks = []
+    for rank in "01":
+        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment = {**os.environ, **given, "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        started = [*command, "--methods", *names]
+        ranks.append(subprocess.Popen(started, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+    first, second = (rank.communicate(timeout=100)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert "data_parallel" in first and "over 2 ranks" in first and "data_parallel" not in second
+    rows = records.read([tmp_path / "rows"])
+    assert [row["method"] for row in rows] == names and rows[1]["ranks"] == 2 and rows[1]["dw_error"] < 1e-5
+
+
+def test_ranks_are_those_of_torchrun(monkeypatch, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main(["bench", "distributed", "--device", "cpu", "--ranks", "3"])
+    assert "--ranks must be those that torchrun has started, 2, or left out, but got 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("collectives", "others", "length"),
+    [
+        ([], [(0, 5)], 0),
+        ([(1, 4)], [], 3),
+        ([(1, 4)], [(0, 9)], 0),
+        ([(1, 4), (3, 6)], [], 5),
+        ([(5, 12), (0, 10), (2, 3)], [], 12),
+        ([(1, 6)], [(5, 9), (0, 2)], 3),
+        ([(0, 10)], [(4, 5), (2, 8), (3, 4)], 4),
+        ([(0, 1), (20, 22), (5, 9)], [(21, 30), (6, 7), (1, 5)], 5),
+    ],
+)
+def test_collectives_that_no_other_kernel_hides(collectives, others, length):
+    assert exposed(collectives, others) == length
+
+
+def test_exposed_collectives_of_a_step(monkeypatch):
+    """Of kernels in microseconds, over two calls; on a CPU there are none."""
+
+    def event(name, start, end, **settings):
+        # As of the profiler: equal to DeviceType.CUDA, but another object.
+        settings = {
+            "device_type": torch.autograd.DeviceType(int(torch.autograd.DeviceType.CUDA)),
+            "is_user_annotation": False,
+            **settings,
+        }
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), **settings)
+
+    events = [
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 1000, 5000),
+        event("gemm", 2000, 3000),
+        event("nccl:all_reduce", 0, 9000, is_user_annotation=True),
+        event("FSDP::all_gather", 0, 9000, is_user_annotation=True),
+        event("aten::mm", 0, 9000, device_type=torch.autograd.DeviceType.CPU),
+    ]
+    profiler = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(profiling, "profile", lambda **settings: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    calls = []
+    assert exposed_collectives_ms(calls.append, device="cuda", calls=2) == 1.5 and len(calls) == 2
+    assert exposed_collectives_ms(calls.append, device="cpu") is None and len(calls) == 2
 
 
 def test_losses(tmp_path):
@@ -260,7 +339,10 @@ def test_without_a_subset_it_measures_regions_and_profiles(tmp_path):
     assert {"end of forward", "end of backward", "aten::addmm"} <= names
 
 
-def test_a_lost_device_costs_only_the_method_that_lost_it(tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def lost_device(monkeypatch):
+    """A method "breaking" that leaves a device behind which does not answer; a new process is an exception."""
+
     def breaking():
         raise RuntimeError("illegal memory access")
 
@@ -273,6 +355,26 @@ def test_a_lost_device_costs_only_the_method_that_lost_it(tmp_path, monkeypatch,
     monkeypatch.setitem(METHODS, "breaking", breaking)
     monkeypatch.setattr(measuring, "release", no_answer)
     monkeypatch.setattr(cli.os, "execv", execv)
+
+
+@pytest.mark.parametrize(
+    ("subset", "options", "expected"),
+    [
+        ("soak", ["--shapes", "tiny"], {"tokens": 64}),
+        ("convergence", ["--models", "tiny", "--seeds", "7"], {"model": "tiny", "seed": 7}),
+    ],
+)
+def test_a_method_that_lost_the_device_has_a_row(subset, options, expected, tmp_path, lost_device):
+    path = tmp_path / "results.jsonl"
+    arguments = ["--device", "cpu", "--steps", "4", "--json", str(path), *options, "--methods", "breaking", "eager"]
+    with pytest.raises(SystemExit) as started:
+        main(["bench", subset, *arguments])
+    assert started.value.code[-2:] == ["--methods", "eager"]
+    (row,) = records.read([path])
+    assert row.items() >= {"method": "breaking", "failed": "RuntimeError: illegal memory access", **expected}.items()
+
+
+def test_a_lost_device_costs_only_the_method_that_lost_it(tmp_path, lost_device, capfd):
     path = tmp_path / "results.jsonl"
     options = ["--shapes", "tiny", SHAPE, "--methods", "eager", "breaking", "flce", "--memory-budgets", "1e6"]
     with pytest.raises(SystemExit) as started:

@@ -238,7 +238,7 @@ REFUSED = [
     ((R,), (Shard(0),), {"linear_weight": torch.zeros(41, 8)}, r"linear_weight must be a DTensor .*fully_shard"),
     ((R,), (Shard(0),), {"linear_bias": torch.zeros(41)}, "linear_bias must be a DTensor"),
     ((R,), (Shard(0),), {"terms": [(torch.zeros(4, 8, 2),)]}, r"terms\[0\] must be a pair"),
-    ((R,), (Shard(0),), {"vocab_parallel": "tp"}, "group must be a ProcessGroup or a DeviceMesh"),
+    ((R,), (Shard(0),), {"vocab_parallel": "tp"}, "vocab_parallel must be a ProcessGroup or a DeviceMesh"),
 ]
 
 

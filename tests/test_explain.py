@@ -214,6 +214,40 @@ def test_compile_times():
     assert "Grad transform pass" in seconds
 
 
+def test_first_runs_of_other_fusions(monkeypatch):
+    """What executors such as nvFuser and torch.compile compile when it first runs, forward and backward."""
+    from thunder.executors.torch_compile import torch_compile_ex
+
+    from thunder_flce.execution import compile_times
+
+    runs = []
+
+    def compiled(function, **settings):
+        def run(*arguments):
+            runs.append(time.sleep(0 if len(runs) > 1 else 0.02))
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(compile_times, "_first_runs", defaultdict(dict))
+
+    def program(hidden, weight, labels):
+        return programs.litgpt(torch.tanh(hidden * 2) * 3, weight, labels)
+
+    jitted = thunder_flce.jit(program, executors=[thunder_flce.executor, torch_compile_ex])
+    sizes = programs.Sizes(batch=2, sequence=8, hidden=H, vocab=V)
+    arguments = programs.arguments(programs.litgpt, sizes, device="cpu", dtype=torch.float32)
+    jitted(*arguments).backward()
+    taken = compile_times._first_runs["torchcompile fusions"]
+    assert len(taken) == len(runs) == 2
+    jitted(*arguments).backward()
+    assert len(taken) == 2 and len(runs) == 4
+    (compilation,) = thunder_flce.explain(jitted)
+    assert 0.04 <= compilation.compile_seconds["torchcompile fusions"] == sum(taken.values()) < 1
+    assert "torchcompile fusions" in str(thunder_flce.explain(jitted))
+
+
 def test_each_set_of_shapes_is_a_compilation():
     jitted = thunder_flce.jit(programs.litgpt)
     for sequence in (8, 24):

@@ -238,7 +238,11 @@ def _changed(position, change):
         (list, {"divergence": "kl"}, ValueError, "divergence must be one of"),
         (list, {"beta": 1.0}, ValueError, "beta must be between 0 and 1, both excluded, but got 1.0"),
         (list, {"temperature": 0}, ValueError, "temperature must be positive and finite, but got 0"),
+        (list, {"temperature": 10**400}, ValueError, "temperature must be a float or fit 64 bits"),
+        (list, {"beta": 10**400}, ValueError, "beta must be a float or fit 64 bits"),
         (list, {"temperature": "1"}, TypeError, "temperature must be a number, but got str"),
+        (list, {"ignore_index": "x"}, TypeError, "ignore_index must be an int, but got str"),
+        (lambda given: given[:4], {"ignore_index": "x"}, TypeError, "ignore_index must be an int, but got str"),
         (list, {"reduction": "batchmean"}, ValueError, "reduction must be one of"),
         (list, {"options": Options(strategy="save_logits")}, ValueError, "has no choice of a strategy"),
         (list, {"options": Options(row_kernels="nvfuser")}, ValueError, 'row_kernels="nvfuser"'),
@@ -247,6 +251,11 @@ def _changed(position, change):
 def test_bad_input(change, settings, kind, message):
     with pytest.raises(kind, match=message):
         linear_kl_divergence(*change(operands()), **settings)
+
+
+def test_nothing_is_ignored_without_targets():
+    given = operands()[:4]
+    assert torch.equal(linear_kl_divergence(*given, ignore_index=0), linear_kl_divergence(*given))
 
 
 def test_inside_thunder():

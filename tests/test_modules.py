@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ H, V = 24, 101
 
 def _case(loss, **settings):
     """Random inputs of the module's, whose parameters are the weight and the bias."""
-    case = make_case(hidden=loss.in_features, vocab=loss.num_classes, dtype=loss.weight.dtype, **settings)
-    return replace(case, weight=loss.weight, bias=loss.bias, class_weight=loss.class_weight)
+    case = make_case(hidden=loss.in_features, vocab=loss.num_classes, dtype=loss.linear.weight.dtype, **settings)
+    return replace(case, weight=loss.linear.weight, bias=loss.linear.bias, class_weight=loss.weight)
 
 
 SETTINGS = {
@@ -65,11 +66,18 @@ def test_a_setting_may_change():
     assert_close_to_truth(differentiate(loss(case.x, case.target), case, None), case, reduction="sum")
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_compiled(front_end):
+WAYS = {
+    **FRONT_ENDS,
+    "torch.compile": partial(torch.compile, backend="aot_eager", fullgraph=True),
+    "backend": partial(torch.compile, backend="thunder_flce", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled(way):
     loss = LinearCrossEntropyLoss(H, V, bias=True, softcap=5.0, weight=torch.rand(V))
     case = _case(loss)
-    result = differentiate(FRONT_ENDS[front_end](loss)(case.x, case.target), case, None)
+    result = differentiate(WAYS[way](loss)(case.x, case.target), case, None)
     assert_close_to_truth(result, case, softcap=5.0)
 
 
@@ -80,7 +88,7 @@ class Tied(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(V, H)
         self.lm_head = LinearCrossEntropyLoss(H, V)
-        self.lm_head.weight = self.embedding.weight
+        self.lm_head.linear.weight = self.embedding.weight
 
     def forward(self, tokens, labels):
         return self.lm_head(self.embedding(tokens), labels)
@@ -90,7 +98,7 @@ def test_a_tied_weight_gets_both_gradients():
     model, tokens, labels = Tied(), torch.randint(V, (2, 9)), torch.randint(V, (2, 9))
     assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
     copied = copy.deepcopy(model)
-    assert copied.lm_head.weight is copied.embedding.weight is not model.embedding.weight
+    assert copied.lm_head.linear.weight is copied.embedding.weight is not model.embedding.weight
     weight = model.embedding.weight.detach().double().requires_grad_()
     logits = nn.functional.linear(nn.functional.embedding(tokens, weight), weight)
     exact = torch.autograd.grad(nn.functional.cross_entropy(logits.view(-1, V), labels.view(-1)), weight)
@@ -103,8 +111,8 @@ def test_a_tie_that_is_made_anew_after_meta_tensors():
     with torch.device("meta"):
         model = Tied()
     model.to_empty(device="cpu")
-    model.lm_head.weight = model.embedding.weight
-    model.lm_head.reset_parameters()
+    model.lm_head.linear.weight = model.embedding.weight
+    model.lm_head.linear.reset_parameters()
     tokens = torch.randint(V, (2, 9))
     loss = model(tokens, tokens)
     exact = nn.functional.cross_entropy(
@@ -114,16 +122,29 @@ def test_a_tie_that_is_made_anew_after_meta_tensors():
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
 
 
-def test_state_dict_is_that_of_the_head():
-    linear, loss = nn.Linear(H, V), LinearCrossEntropyLoss(H, V, bias=True)
-    loss.load_state_dict(linear.state_dict())
-    assert torch.equal(loss.weight, linear.weight) and torch.equal(loss.bias, linear.bias)
-    linear.load_state_dict(loss.state_dict())
+def test_state_dict():
+    """The names are those of `torch.nn.LinearCrossEntropyLoss`, and those of a linear are taken, too."""
+    class_weights = torch.rand(V)
+    loss = LinearCrossEntropyLoss(H, V, bias=True, weight=torch.ones(V))
+    assert list(loss.state_dict()) == ["weight", "linear.weight", "linear.bias"]
+    assert list(LinearCrossEntropyLoss(H, V).state_dict()) == ["linear.weight"]
+    linear = nn.Linear(H, V)
+    of_torch = {f"linear.{name}": tensor for name, tensor in linear.state_dict().items()}
+    for state in (of_torch, linear.state_dict()):
+        loss = LinearCrossEntropyLoss(H, V, bias=True)
+        loss.load_state_dict(state)
+        assert torch.equal(loss.linear.weight, linear.weight) and torch.equal(loss.linear.bias, linear.bias)
+    loss = LinearCrossEntropyLoss(H, V, bias=True, weight=torch.ones(V))
+    loss.load_state_dict({"weight": class_weights, **of_torch})
+    assert torch.equal(loss.weight, class_weights)
+    assert loss.load_state_dict({"weight": linear.weight, "x": linear.weight}, strict=False) == (
+        ["linear.bias"],
+        ["x"],
+    )
     model = Tied()
     tied = torch.randn(V, H)
     model.load_state_dict({"embedding.weight": tied, "lm_head.weight": tied})
-    assert torch.equal(model.lm_head.weight, tied) and model.lm_head.weight is model.embedding.weight
-    assert list(LinearCrossEntropyLoss(H, V, weight=torch.ones(V)).state_dict()) == ["weight"]
+    assert torch.equal(model.lm_head.linear.weight, tied) and model.lm_head.linear.weight is model.embedding.weight
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -131,7 +152,7 @@ def test_from_linear_shares_the_parameters(bias):
     linear = nn.Linear(H, V, bias=bias).bfloat16()
     linear.weight.requires_grad_(False)
     loss = LinearCrossEntropyLoss.from_linear(linear, softcap=5.0, weight=torch.rand(V))
-    assert loss.weight is linear.weight and loss.bias is linear.bias and not loss.class_weight.is_meta
+    assert loss.linear is linear and not loss.weight.is_meta
     case = _case(loss)
     assert_close_to_truth(differentiate(loss(case.x, case.target), case, None), case, softcap=5.0)
 
@@ -141,8 +162,8 @@ def test_initial_parameters():
     loss = LinearCrossEntropyLoss(H, V, bias=True)
     torch.manual_seed(0)
     linear = nn.Linear(H, V)
-    torch.testing.assert_close((loss.weight, loss.bias), (linear.weight, linear.bias))
-    assert LinearCrossEntropyLoss(H, V, device="meta", dtype=torch.float16).weight.dtype == torch.float16
+    torch.testing.assert_close((loss.linear.weight, loss.linear.bias), (linear.weight, linear.bias))
+    assert LinearCrossEntropyLoss(H, V, device="meta", dtype=torch.float16).linear.weight.dtype == torch.float16
 
 
 def test_copies_and_conversions():
@@ -153,15 +174,16 @@ def test_copies_and_conversions():
     case = _case(loss)
     expected = loss(case.x, case.target)
     for other in (copy.deepcopy(loss), torch.load(file, weights_only=False)):
-        assert torch.equal(other(case.x, case.target), expected) and other.weight is not loss.weight
+        assert torch.equal(other(case.x, case.target), expected) and other.linear.weight is not loss.linear.weight
     half = copy.deepcopy(loss).to(torch.bfloat16)
-    assert half.weight.dtype == half.bias.dtype == half.class_weight.dtype == torch.bfloat16
+    assert half.linear.weight.dtype == half.linear.bias.dtype == half.weight.dtype == torch.bfloat16
     assert half(case.x.bfloat16(), case.target).dtype == torch.float32
 
 
 def test_repr():
     assert repr(LinearCrossEntropyLoss(4, 9)) == (
-        "LinearCrossEntropyLoss(in_features=4, num_classes=9, bias=False, reduction='mean', ignore_index=-100)"
+        "LinearCrossEntropyLoss(\n  reduction='mean', ignore_index=-100\n"
+        "  (linear): Linear(in_features=4, out_features=9, bias=False)\n)"
     )
     text = repr(LinearCrossEntropyLoss(4, 9, bias=True, softcap=30.0, options=Options(chunk_rows=8)))
     assert "bias=True" in text and "softcap=30.0" in text and "chunk_rows=8" in text
@@ -172,6 +194,7 @@ BAD = [
     ({"num_classes": 9.0}, ValueError, "num_classes must be a positive int, but got 9.0"),
     ({"num_classes": True}, ValueError, "num_classes must be a positive int, but got True"),
     ({"weight": torch.ones(9, 4)}, ValueError, r"weight must be \(V,\) = \(9,\), class weights, but got \(9, 4\); to"),
+    ({"out_features": (3,)}, ValueError, r"out_features must be \(\), but got \(3,\); give input as"),
     ({"weight": [1.0] * 9}, TypeError, "weight must be a tensor, but got list"),
     ({"reduction": "avg"}, ValueError, "reduction must be one of"),
     ({"vocab_size": 10}, ValueError, "vocab_size must be between 1 and the rows of linear_weight, 9, but got 10"),
@@ -188,8 +211,15 @@ def test_bad_arguments(change, exception, message):
 
 def test_a_tied_weight_of_another_shape():
     loss = LinearCrossEntropyLoss(4, 9)
-    loss.weight = nn.Embedding(10, 4).weight
-    with pytest.raises(ValueError, match=r"weight must be .* = \(9, 4\), but \(10, 4\) was assigned to it; make the"):
+    loss.linear.weight = nn.Embedding(10, 4).weight
+    with pytest.raises(ValueError, match=r"linear.weight must be .* = \(9, 4\), but \(10, 4\) was assigned"):
+        loss(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+
+
+def test_another_module_in_place_of_the_linear():
+    loss = LinearCrossEntropyLoss(4, 9)
+    loss.linear = nn.Sequential(loss.linear)
+    with pytest.raises(TypeError, match=r"linear must be a torch.nn.Linear, but Sequential was assigned to it"):
         loss(torch.randn(3, 4), torch.tensor([0, 1, 2]))
 
 
@@ -357,14 +387,6 @@ def test_loss_only_of_what_has_none(name):
         loss_only(make())
 
 
-def test_the_state_dict_is_that_of_a_linear():
-    """With class weights, too, which are a setting."""
-    linear = torch.nn.Linear(5, 11, bias=False)
-    loss = LinearCrossEntropyLoss(5, 11, bias=False, weight=torch.ones(11))
-    loss.load_state_dict(linear.state_dict())
-    assert loss.state_dict().keys() == linear.state_dict().keys() and torch.equal(loss.weight, linear.weight)
-
-
 def test_a_linear_that_is_more_than_one():
     hooked, parametrized, replaced = (torch.nn.Linear(5, 11, bias=False) for _ in range(3))
     hooked.register_forward_hook(lambda module, inputs, output: output * 3)
@@ -375,3 +397,10 @@ def test_a_linear_that_is_more_than_one():
     for linear in (parametrized, replaced):
         with pytest.raises(TypeError, match="linear must be a torch.nn.Linear with the forward of torch.nn.Linear"):
             LinearCrossEntropyLoss.from_linear(linear)
+
+
+def test_class_weights_are_not_those_of_the_head():
+    """The state dict of a linear has none: they stay as they are."""
+    loss, linear = LinearCrossEntropyLoss(5, 11, weight=torch.full((11,), 2.0)), nn.Linear(5, 11, bias=False)
+    loss.load_state_dict(linear.state_dict())
+    assert torch.equal(loss.linear.weight, linear.weight) and torch.equal(loss.weight, torch.full((11,), 2.0))

@@ -278,6 +278,9 @@ def test_a_compiled_backward_reads_what_is_saved_more_than_once(settings):
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
+# The caches on disk know programs by their operators, and not by what these are lowered to.
+@torch._inductor.config.patch(fx_graph_cache=False)
+@torch._functorch.config.patch(enable_autograd_cache=False)
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpoint"])
 def test_finished_gradients_are_scaled_in_their_memory(is_checkpointed, device, monkeypatch):
     """By Inductor, where they come from the forward; also where an embedding shares the weight."""

@@ -524,6 +524,8 @@ def test_layout_of_a_row(vocab):
         ("logits_dtype", "float64"),
         ("row_kernels", "cuda"),
         ("tune_products", 1),
+        ("expected_gradient", 10**30),
+        ("expected_gradient", 10**400),
     ],
 )
 def test_options_name_the_field_that_is_wrong(field, value):

@@ -15,14 +15,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ranks import as_processes
+from ranks import GPUS, as_processes
 from reference import Case, assert_close_to_truth, error, make_case, ours, truth
 from test_vocab_parallel import STRATEGIES, joined, part_of, parts
 from thunder_flce import Options, VocabParallel, linear_cross_entropy
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
 
-on_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+on_gpus = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpus)]
+RANKS = {"cpu": 2, "cuda": GPUS}
+# Rows of the vocabulary of each rank, and tokens of their own.
+UNEVEN = {2: (200, 131), 3: (200, 100, 31), 4: (200, 100, 0, 31)}
+OWN_TOKENS = {2: (20, 76), 3: (20, 40, 36), 4: (20, 40, 0, 36)}
 SETTINGS = [
     *({"options": Options(strategy=strategy, chunk_rows=20)} for strategy in STRATEGIES),
     {"outputs": ("argmax", "valid_argmax", "accuracy"), "label_smoothing": 0.1, "z_loss": 1e-3},
@@ -32,16 +36,17 @@ SETTINGS = [
 
 def _case(device: str, dtype: torch.dtype) -> Case:
     torch.manual_seed(5)
-    return make_case(tokens=64, vocab=331, hidden=32, bias=True, class_weight=True, device=device, dtype=dtype)
+    return make_case(tokens=96, vocab=331, hidden=32, bias=True, class_weight=True, device=device, dtype=dtype)
 
 
 def _results(rank: int) -> list:
     """For both divisions and all settings, this rank's results, on the CPU."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    found = []
+    found, ranks = [], dist.get_world_size()
+    equal = [331 // ranks + (each < 331 % ranks) for each in range(ranks)]
     for dtype in (torch.float32, torch.bfloat16):
         case = _case(device, dtype)
-        for sizes in ((166, 165), (331, 0)):
+        for sizes in (equal, (331, *[0] * (ranks - 1))):
             for settings in SETTINGS:
                 part = part_of(case, parts(sizes)[rank])
                 result = ours(part, vocab_parallel=dist.group.WORLD, **settings)
@@ -57,8 +62,8 @@ def _divided_tokens(rank: int) -> tuple:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     case = _case(device, torch.float32)
     case.target[:32:3] = -100
-    mine = slice(32 * rank, 32 * rank + 32)
-    part = part_of(case, parts((200, 131))[rank])
+    ranks = dist.get_world_size()
+    mine, part = parts([96 // ranks] * ranks)[rank], part_of(case, parts(UNEVEN[ranks])[rank])
     x = case.x.detach()[mine].clone().requires_grad_()
     parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
     loss = linear_cross_entropy(
@@ -72,7 +77,8 @@ def _data_parallel(rank: int) -> tuple:
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     case = _case(device, torch.float32)
     case.target[:32:3] = -100
-    mine, part = (slice(0, 20), slice(20, 64))[rank], part_of(case, parts((200, 131))[rank])
+    ranks = dist.get_world_size()
+    mine, part = parts(OWN_TOKENS[ranks])[rank], part_of(case, parts(UNEVEN[ranks])[rank])
     x = case.x.detach()[mine].clone().requires_grad_()
     # Halves of the same target.
     target = case.target[mine, None].expand(-1, 2)
@@ -85,13 +91,13 @@ def _data_parallel(rank: int) -> tuple:
         options=Options(chunk_rows=16),
     )
     dx, dw = torch.autograd.grad(loss, (x, part.weight))
-    return tuple(each.detach().cpu() for each in (loss, dx / 2, dw))
+    return tuple(each.detach().cpu() for each in (loss, dx / ranks, dw))
 
 
 def _dtensors(rank: int) -> tuple:
     """The same by placements; each gradient of the whole."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    case, mesh = _case(device, torch.float32), init_device_mesh(device, (2,))
+    case, mesh = _case(device, torch.float32), init_device_mesh(device, (dist.get_world_size(),))
     case.target[:32:3] = -100
     x, weight = (distribute_tensor(each.detach(), mesh, [Shard(0)]).requires_grad_() for each in (case.x, case.weight))
     loss = linear_cross_entropy(x, weight, case.target, options=Options(chunk_rows=16))
@@ -105,7 +111,7 @@ def _everything(rank: int) -> tuple:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_results(device):
-    found = as_processes(2, _everything, device=device)
+    found = as_processes(RANKS[device], _everything, device=device)
     assert all(isinstance(each, tuple) for each in found), found
     of_settings, *of_divided_tokens, of_dtensors = zip(*found, strict=True)
     results = iter(zip(*of_settings, strict=True))
@@ -122,11 +128,11 @@ def test_results(device):
     exact = truth(Case(case.x, case.weight, None, case.target))
     for results in of_divided_tokens:
         losses, inputs, weights = zip(*results, strict=True)
-        assert torch.equal(*losses) and error(losses[0], exact.loss.cpu()) < 1e-6
+        assert all(torch.equal(loss, losses[0]) for loss in losses) and error(losses[0], exact.loss.cpu()) < 1e-6
         assert error(torch.cat(inputs), exact.gradients[0].cpu()) < 1e-5
         assert error(torch.cat(weights), exact.gradients[1].cpu()) < 1e-5
     for loss, *gradients in of_dtensors:
-        assert torch.equal(loss, of_divided_tokens[0][0][0])
+        assert error(loss, exact.loss.cpu()) < 1e-6
         for gradient, right in zip(gradients, exact.gradients, strict=True):
             assert error(gradient, right.cpu()) < 1e-5
 
@@ -134,7 +140,7 @@ def test_results(device):
 def _captured(rank: int) -> list[bool]:
     """Of the loss, dX and dW, whether a replayed graph of other hidden states gives the bits of an eager call."""
     case = _case("cuda", torch.bfloat16)
-    part = part_of(case, parts((200, 131))[rank])
+    part = part_of(case, parts(UNEVEN[dist.get_world_size()])[rank])
 
     def step():
         options = Options(chunk_rows=32, ignored_rows="compute")
@@ -158,10 +164,32 @@ def _captured(rank: int) -> list[bool]:
 
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_cuda_graphs(device):
-    assert as_processes(2, _captured, device=device) == [[True] * 3] * 2
+    assert as_processes(GPUS, _captured, device=device) == [[True] * 3] * GPUS
 
 
 # How it fails: with words, and within the group's timeout.
+
+
+def _wrong_target(rank: int) -> str:
+    """Where nobody waits for the device; afterwards this process has lost it."""
+    case = _case("cuda", torch.float32)
+    case.target[5] = 331
+    part = part_of(case, parts(UNEVEN[dist.get_world_size()])[rank])
+    options = Options(ignored_rows="compute")
+    try:
+        linear_cross_entropy(part.x, part.weight, part.target, vocab_parallel=dist.group.WORLD, options=options)
+    finally:
+        # A library that meets the error first has words of its own for it.
+        torch.cuda.synchronize()
+    return "no error"
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_wrong_target_asserts_on_all_devices(device, capfd):
+    found = as_processes(GPUS, _wrong_target, device=device)
+    said = capfd.readouterr().err
+    # NCCL's watchdog may notice it first, and then ends the process with these words.
+    assert all("device-side assert" in (said if each is None else each) for each in found), (found, said)
 
 
 def _call(rank: int, group, **settings) -> str:

@@ -114,6 +114,7 @@ CASES = {
     "entropy": Case(Loss(outputs=("entropy",), label_smoothing=0.2), class_weight=True, bias=True),
     "all outputs": Case(Loss(outputs=OUTPUTS, softcap=3.0), bias=True),
     "several targets": Case(Loss(softcap=3.0, logit_scale=0.5), targets=3),
+    "the rest of several targets": Case(Loss(softcap=3.0, z_loss=0.01, target_rest=True), targets=3, bias=True),
     "token loss": Case(Loss(token_loss=CLIPPED_RATIO, reduction="sum"), token_inputs=2),
     "token loss with entropy": Case(
         Loss(token_loss=OF_EVERYTHING, z_loss=0.01, softcap=3.0, outputs=("accuracy",)), bias=True, token_inputs=1
@@ -156,7 +157,7 @@ def problem_of(case: Case, plan: Plan, *, tokens: int = T, vocab: int = V, dtype
 def can_run(plan: Plan, case: Case) -> bool:
     """Whether a plan is one for such a loss."""
     if not isinstance(plan, GradientsInForward):
-        return not case.loss.token_loss or isinstance(plan, LossOnly)
+        return not case.loss.needs_gradients_in_forward or isinstance(plan, LossOnly)
     is_staged = plan.staged is not None
     can_stage = case.loss.is_plain and len(case.terms) == 1 and not (case.bias and case.bias_grad)
     return not case.loss.has_row_gradients and (can_stage or not is_staged)

@@ -392,38 +392,46 @@ SPECIAL = {
 }
 
 
+def special_case(problem: Problem, special: str, device: str) -> tuple[Problem, Case]:
+    """Such a problem, made of another one: the bias or a row of the input carries the values into the logits."""
+    # From ignored rows and from columns outside of vocab_size, PyTorch lets NaN into gradients: 0 · NaN.
+    loss = {**problem.loss, "ignore_index": -100}
+    if special == "NaN in a row":
+        loss["vocab_size"] = None
+    layouts = ("contiguous",) * 5
+    problem = replace(problem, bias=True, shape=(13,), ignored="none", layouts=layouts, targets="anywhere", loss=loss)
+    case, value = problem.case(device), SPECIAL[special]
+    half = (loss["vocab_size"] or problem.vocab) // 2
+    with torch.no_grad():
+        if special == "NaN in a row":
+            case.x[2, 0] = value
+        elif special == "only masked columns":
+            case.bias.fill_(value)
+        elif special in ("masked columns", "large"):
+            case.bias[:half] = value
+            case.target[:5].clamp_(min=half)
+        else:
+            case.bias[0] = value
+            case.target[:5] = 0
+        if special == "masked columns":
+            case.target.clamp_(min=half)
+    return problem, case
+
+
 @pytest.mark.parametrize("drawn_from", [problems, one_pass_problems], ids=["", "one pass"])
 @pytest.mark.parametrize("special", SPECIAL)
 def test_logits_that_are_not_ordinary(special, drawn_from, device, kernel_calls):
-    """As PyTorch has them: the bias or a row of the input carries them into the logits."""
+    """As PyTorch has them."""
 
     def run(problem: Problem) -> None:
-        # From ignored rows and from columns outside of vocab_size, PyTorch lets NaN into gradients: 0 · NaN.
-        loss = {**problem.loss, "ignore_index": -100}
-        if special == "NaN in a row":
-            loss["vocab_size"] = None
-        layouts = ("contiguous",) * 5
-        problem = replace(
-            problem, bias=True, shape=(13,), ignored="none", layouts=layouts, targets="anywhere", loss=loss
-        )
-        case, value = problem.case(device), SPECIAL[special]
-        half = (loss["vocab_size"] or problem.vocab) // 2
-        with torch.no_grad():
-            if special == "NaN in a row":
-                case.x[2, 0] = value
-            elif special == "only masked columns":
-                case.bias.fill_(value)
-            elif special in ("masked columns", "large"):
-                case.bias[:half] = value
-                case.target[:5].clamp_(min=half)
-            else:
-                case.bias[0] = value
-                case.target[:5] = 0
-            if special == "masked columns":
-                case.target.clamp_(min=half)
-        arguments = problem.settings(device)
+        problem, case = special_case(problem, special, device)
         assert_as_exact_as_eager(
-            case, problem.incoming(device), factor=2.0, tiny=True, options=problem.options, **arguments
+            case,
+            problem.incoming(device),
+            factor=2.0,
+            tiny=True,
+            options=problem.options,
+            **problem.settings(device),
         )
 
     run_examples(run, drawn_from(device), SPECIAL_EXAMPLES[device])
@@ -450,9 +458,13 @@ def through_decomposition(program: Callable, options: Options) -> Callable:
 each_way = pytest.mark.parametrize("compiled", [through_executor, through_transform, through_decomposition])
 
 
-def check_traced(problem: Problem, compiled: Callable, device: str) -> None:
+def check_traced(problem: Problem, compiled: Callable, device: str, *, masked_columns: int = 0) -> None:
     """Compares the functional form in a program with the truth, and looks whether our symbol ran it."""
     case, grad = problem.case(device), problem.incoming(device)
+    if masked_columns:
+        case.target.clamp_(min=masked_columns)
+        with torch.no_grad():
+            case.bias[:masked_columns] = float("-inf")
     arguments = problem.settings(device)
 
     def program(x, weight, target, bias, terms, class_weight, num_items):
@@ -482,35 +494,45 @@ def test_traced(compiled, device):
     run_examples(run, problems(device), TRACED_EXAMPLES[device])
 
 
+EVERYTHING = Problem(
+    seed=0,
+    shape=(3, 5),
+    hidden=5,
+    vocab=33,
+    dtype=torch.float64,
+    scale=1.0,
+    bias=True,
+    class_weight=torch.float64,
+    targets="anywhere",
+    ignored="some",
+    needs_grad=(True, True, True),
+    terms=((2, True, True), (1, False, True), (3, True, False)),
+    grad="random",
+    layouts=("contiguous",) * 5,
+    num_items=None,
+    loss={
+        "reduction": "mean",
+        "ignore_index": -100,
+        "label_smoothing": 0.1,
+        "softcap": 2.0,
+        "logit_scale": 0.25,
+        "z_loss": 0.1,
+        "vocab_size": 31,
+        "outputs": tuple(OUTPUTS),
+    },
+    options=Options(chunk_rows=4),
+)
+
+
 @each_way
 @pytest.mark.parametrize("num_items", [None, 17, "5", "0"])
 def test_traced_with_everything(num_items, compiled, device):
-    problem = Problem(
-        seed=0,
-        shape=(3, 5),
-        hidden=5,
-        vocab=33,
-        dtype=torch.float64,
-        scale=1.0,
-        bias=True,
-        class_weight=torch.float64,
-        targets="anywhere",
-        ignored="some",
-        needs_grad=(True, True, True),
-        terms=((2, True, True), (1, False, True), (3, True, False)),
-        grad="random",
-        layouts=("contiguous",) * 5,
-        num_items=num_items,
-        loss={
-            "reduction": "mean",
-            "ignore_index": -100,
-            "label_smoothing": 0.1,
-            "softcap": 2.0,
-            "logit_scale": 0.25,
-            "z_loss": 0.1,
-            "vocab_size": 31,
-            "outputs": tuple(OUTPUTS),
-        },
-        options=Options(chunk_rows=4),
-    )
-    check_traced(problem, compiled, device)
+    check_traced(replace(EVERYTHING, num_items=num_items), compiled, device)
+
+
+@each_way
+def test_traced_with_masked_columns(compiled, device):
+    """Logits of -inf, whose probability is 0, add nothing to an entropy and its gradient."""
+    loss = {**EVERYTHING.loss, "label_smoothing": 0.0, "softcap": None}
+    problem = replace(EVERYTHING, class_weight=None, ignored="none", loss=loss)
+    check_traced(problem, compiled, device, masked_columns=3)

@@ -1,5 +1,7 @@
 """Several weighted targets a token: soft targets, such as a teacher's largest probabilities."""
 
+from dataclasses import replace
+
 import pytest
 import thunder
 import torch
@@ -15,6 +17,7 @@ from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Operands, Term
 from thunder_flce.execution.plan import GradientsInForward
 from thunder_flce.operation.loss import Loss
+from thunder_flce.options import STRATEGIES
 
 B, T, H, V, K = 3, 11, 16, 101, 5
 S = Shard(0)
@@ -33,7 +36,8 @@ def operands(dtype=torch.float64, device="cpu", vocab=V, targets=K):
     target[0, :, -1], target[1, :, -1] = target[0, :, 0], 0
     target[torch.rand(target.shape, generator=generator) < 0.3] = -100
     target[1, 5:] = -100
-    target_weights = torch.rand(target.shape, generator=generator)
+    # With some, more than 1 in all.
+    target_weights = torch.rand(target.shape, generator=generator) * torch.linspace(0, 1, T)[None, :, None]
     # What ignored targets weigh does not matter.
     target_weights = target_weights.masked_fill(target == -100, float("nan"))
     floating = [tensor.to(device, dtype).requires_grad_() for tensor in (hidden, weight, bias)]
@@ -60,6 +64,8 @@ CASES = {
     "none": {"reduction": "none", "z_loss": 0.01},
     "token weights": {"vocab_size": V - 3, "token_weights": TOKEN_WEIGHTS},
     "num_items": {"num_items": 7.0, "z_loss": 0.01, "softcap": 3.0},
+    "rest": {"target_rest": True, "softcap": 3.0, "z_loss": 0.01, "token_weights": TOKEN_WEIGHTS},
+    "rest, sum": {"target_rest": True, "reduction": "sum", "logit_scale": -0.5},
 }
 WAYS = {
     "eager": lambda function: function,
@@ -72,9 +78,13 @@ WAYS = {
 }
 
 
+def of_strategies(names, others):
+    """Every case in every way, but for losses whose gradients can only be computed in the forward."""
+    return [(name, case) for name in names for case in CASES if name not in others or "rest" not in case]
+
+
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "case"), of_strategies(WAYS, ("blocks", "saved")))
 def test_function(way, case, bias):
     torch._dynamo.reset()
     settings, (hidden, weight, of_bias, *targets) = CASES[case], operands()
@@ -106,9 +116,8 @@ def test_frozen_head(way, outputs):
 SIZES = (40, 0, V - 40)
 
 
-@pytest.mark.parametrize("strategy", [None, "save_logits", "recompute_logits"])
 @pytest.mark.parametrize("how", ["", "sequence_parallel", "data_parallel"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("strategy", "case"), of_strategies((None, "save_logits", "recompute_logits"), STRATEGIES))
 def test_divided_vocabulary(case, how, strategy):
     """Among three ranks, each of which has one of the sequences where tokens are divided, too."""
     settings, (hidden, weight, bias, *targets) = CASES[case], operands()
@@ -195,34 +204,56 @@ def test_one_pass(blocks, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [None, Options(chunk_rows=8), ALL], ids=["", "chunks", "blocks"])
-def test_error_beside_pytorchs(options, dtype, device):
+@pytest.mark.parametrize(
+    ("options", "target_rest"),
+    [(None, False), (Options(chunk_rows=8), False), (ALL, False), (Options(chunk_rows=8), True)],
+    ids=["", "chunks", "blocks", "rest"],
+)
+def test_error_beside_pytorchs(options, target_rest, dtype, device):
     """With targets that are the teacher's probabilities, next to the student's: p - q has to keep its digits."""
+    if target_rest and dtype == torch.float16:
+        options = replace(options, expected_gradient=1.0)
     hidden, weight, bias, target, _ = operands(dtype, device, vocab=1009, targets=64)
     target = target.clamp(min=0)
     with torch.no_grad():
         probabilities = (F.linear(hidden, weight, bias).float() * 1.01).softmax(-1)
         target = probabilities.topk(64).indices
         target_weights = probabilities.gather(-1, target).to(dtype)
-    tensors = (hidden, weight, bias)
+    tensors, loss = (hidden, weight, bias), Loss(target_rest=target_rest)
     doubled = [tensor.detach().double().requires_grad_() for tensor in tensors]
     results = {}
-    for name, loss, of in (
-        ("ours", ours(*tensors, target, target_weights, options=options), tensors),
-        ("eager", composed_of_several(F.linear(*tensors).float(), target, target_weights, Loss()), tensors),
-        ("exact", exact(*doubled, target, target_weights.double()), doubled),
+    for name, value, of in (
+        ("ours", ours(*tensors, target, target_weights, options=options, target_rest=target_rest), tensors),
+        ("eager", composed_of_several(F.linear(*tensors).float(), target, target_weights, loss), tensors),
+        ("exact", exact(*doubled, target, target_weights.double(), target_rest=target_rest), doubled),
     ):
-        results[name] = (loss, *torch.autograd.grad(loss, of))
+        results[name] = (value, *torch.autograd.grad(value, of))
     for got, eager, right in zip(*results.values(), strict=True):
         assert error(got, right) <= 1.25 * error(eager, right) + 1e-6
+
+
+def test_a_rest_that_is_nothing():
+    """All of the mass is in the targets, of teacher or student: no infinity, and no gradient of NaN."""
+    hidden, weight, bias, *_ = operands()
+    target = torch.arange(V).expand(B, T, V)
+    target_weights = torch.full(target.shape, 0.5 / V, dtype=torch.float64)
+    loss = ours(hidden, weight, bias, target, target_weights, target_rest=True)
+    assert all(each.isfinite().all() for each in (loss, *torch.autograd.grad(loss, (hidden, weight, bias))))
+    whole = ours(hidden, weight, bias, target, 2 * target_weights, target_rest=True)
+    torch.testing.assert_close(whole, ours(hidden, weight, bias, target, 2 * target_weights))
+    with pytest.raises(ValueError, match="target_rest is the rest of target_weights"):
+        linear_cross_entropy(hidden, weight, target[..., 0], target_rest=True)
 
 
 def test_module():
     hidden, weight, bias, *targets = operands(torch.float32)
     module = LinearCrossEntropyLoss(H, V)
-    module.weight, module.bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(bias.detach())
+    module.linear.weight, module.linear.bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(bias.detach())
     loss = module(hidden, targets[0], target_weights=targets[1])
     torch.testing.assert_close(loss, exact(hidden, weight, bias, *targets))
+    module.target_rest = True
+    loss = module(hidden, targets[0], target_weights=targets[1])
+    torch.testing.assert_close(loss, exact(hidden, weight, bias, *targets, target_rest=True))
 
 
 @pytest.mark.parametrize(
@@ -237,6 +268,9 @@ def test_module():
         ({"weight": torch.rand(V)}, ValueError, "weight has no meaning with target_weights"),
         ({"label_smoothing": 0.1}, ValueError, "label_smoothing must be 0 with target_weights"),
         ({"outputs": ("accuracy",)}, ValueError, "outputs must not have 'accuracy' with target_weights"),
+        ({"target_rest": 1}, TypeError, "target_rest must be a bool, but got int"),
+        ({"target_rest": True, "reduction": "none"}, ValueError, 'target_rest needs reduction "mean" or "sum"'),
+        ({"target_rest": True, "options": ALL}, ValueError, "target_rest needs its gradients computed in the forward"),
         ({"target_weights": None}, ValueError, "target must have input's shape without its last dimension"),
     ],
 )

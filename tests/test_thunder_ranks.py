@@ -19,6 +19,7 @@ from ranks import RankErrors, as_threads
 from reference import Case, error, make_case, truth
 from test_vocab_parallel import part_of, parts
 from thunder_flce import NotFusedWarning, Options, VocabParallel, linear_cross_entropy
+from thunder_flce.inspection.formatting import format_bytes
 
 H, VOCAB = 8, 102
 
@@ -161,6 +162,32 @@ def test_a_call():
     as_threads(3, run)
 
 
+@pytest.mark.parametrize(("divides_tokens", "is_frozen"), [(True, False), (False, False), (True, True)])
+def test_explain_says_what_ranks_move(divides_tokens, is_frozen):
+    """Beside what FSDP would: as `head_traffic`, and the sum of dX twice where all ranks need it."""
+    x, target = torch.randn(12, H), torch.randint(101, (12,))
+    weights = torch.randn(60, H), torch.randn(41, H)
+
+    def run(rank):
+        parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=divides_tokens)
+        step = thunder_flce.jit(partial(linear_cross_entropy, vocab_parallel=parallel))
+        mine = slice(6 * rank, 6 * rank + 6) if divides_tokens else slice(None)
+        step(x[mine].requires_grad_(), weights[rank].clone().requires_grad_(not is_frozen), target[mine])
+        return str(thunder_flce.explain(step, against_plain_thunder=False))
+
+    # Half of what all ranks have: x and dX, or dX twice, and three numbers a row and rank; W and dW.
+    moved, gathered = (2 * 12 * H + 2 * 3 * 12) * 4 // 2, 2 * 101 * H * 4 / 2
+    of_head = thunder_flce.head_traffic(tokens=6, vocab=101, hidden=H, ranks=2, dtype=torch.float32)
+    assert of_head == (gathered, moved)
+    weight = "the weight" if is_frozen else "the weight and reducing its gradient"
+    expected = (
+        f"over 2 ranks: a rank gets {format_bytes(moved)} from the others; gathering {weight}, as FSDP does, would be "
+        f"{format_bytes(gathered / 2 if is_frozen else gathered)} (head_traffic)"
+    )
+    for text in as_threads(2, run):
+        assert expected in text
+
+
 class Head(nn.Module):
     """A call whose ranks are an attribute."""
 
@@ -168,6 +195,42 @@ class Head(nn.Module):
 
     def forward(self, x, weight, target):
         return linear_cross_entropy(x, weight, target, vocab_parallel=self.vocab_parallel)
+
+
+WIDTH = None
+"""What the gradient of the input is summed in, as a global number."""
+
+
+def test_another_input_grad_dtype(monkeypatch):
+    """A VocabParallel that the program makes with a dtype, which thunder does not check itself."""
+    case = make_case(dtype=torch.bfloat16)
+
+    def run(rank):
+        group, width = dist.group.WORLD, None
+
+        def of_argument(x, weight, target, group, width):
+            parallel = VocabParallel(group=group, input_grad_dtype=width)
+            return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
+
+        def of_global(x, weight, target, group, width):
+            parallel = VocabParallel(group=group, input_grad_dtype=WIDTH)
+            return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
+
+        def of_its_own(x, weight, target, group, _):
+            parallel = VocabParallel(group=group, input_grad_dtype=width)
+            return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
+
+        for program in (of_argument, of_global, of_its_own):
+            jitted = thunder_flce.jit(program)
+            for width in (None, torch.bfloat16, None):
+                monkeypatch.setattr(f"{__name__}.WIDTH", width)
+                jitted(case.x, case.weight, case.target, group, width)
+                bsyms = thunder.last_traces(jitted)[-1].bound_symbols
+                (shard,) = (each.kwargs["shard"] for each in bsyms if each.sym.name == "linear_cross_entropy_fwd")
+                assert shard.get("float32_input_grad", True) == (width is None)
+            assert thunder.cache_misses(jitted) == 2
+
+    as_threads(1, run)
 
 
 def test_other_ranks():

@@ -795,6 +795,56 @@ def test_two_heads(total):
     assert all("depend on what needs its results" in decision.note for decision in decisions(jitted))
 
 
+def token_losses(logits, tokens):
+    return F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+
+
+HEADS = {
+    "weights": lambda a, b, c, y, w: (
+        (token_losses(a, y) * (loss := token_losses(b, y)).detach()).sum()
+        + loss.exp().sum()
+        + token_losses(c, y).mean()
+    ),
+    "labels": lambda a, b, c, y, w: (
+        (token_losses(a, b.argmax(-1)) * w).sum() + token_losses(b, y).exp().sum() + token_losses(c, y).mean()
+    ),
+    "weights of two": lambda a, b, c, y, w: (
+        (token_losses(a, y) * (first := token_losses(b, y)).detach() * (second := token_losses(c, y)).detach()).sum()
+        + first.exp().sum()
+        + second.exp().sum()
+    ),
+    "one after the other": lambda a, b, c, y, w: (
+        (token_losses(a, y) * (first := token_losses(b, y)).detach()).sum()
+        + (first.exp() * (second := token_losses(c, y)).detach()).sum()
+        + second.exp().sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("front_end", [*FRONT_ENDS, "backend"])
+@pytest.mark.parametrize("total", HEADS.values(), ids=HEADS)
+def test_heads_that_wait_for_each_other(total, front_end, request):
+    """A region stands behind those whose results it reads, and be it by operations that it replaces."""
+    hidden, weight, tokens, *_, mask = program_operands()
+    heads = [weight, *(weight.detach().roll(by, 0).contiguous().requires_grad_() for by in (7, 20))]
+
+    def program(hidden, *heads):
+        return total(*(F.linear(hidden, head) for head in heads), tokens, mask)
+
+    if front_end == "backend":
+        request.getfixturevalue("without_inductor")
+        compiled = torch.compile(program, backend="thunder_flce", fullgraph=True)
+    else:
+        compiled = FRONT_ENDS[front_end](program, strict=True)
+    results = []
+    for function in (compiled, program):
+        loss = function(hidden, *heads)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (hidden, *heads))))
+    torch.testing.assert_close(*results)
+    found = thunder_flce.explain(compiled).decisions if front_end == "backend" else decisions(compiled)
+    assert [decision.plan.strategy for decision in found] == ["gradients_in_forward"] * 3
+
+
 @pytest.mark.parametrize(
     ("dtype", "options", "is_in_forward"),
     [

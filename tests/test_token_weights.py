@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 import test_patterns  # noqa: F401 (finds traces/patterns.py)
 import thunder_flce
-from front_ends import FRONT_ENDS
+from front_ends import FRONT_ENDS, decisions
+from test_backend import compiled_with, without_inductor  # noqa: F401 (a fixture)
 from test_readings import regions
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 
@@ -77,6 +78,25 @@ def test_function(way, settings):
     upstream = torch.randn(right.shape)
     got, right = (torch.autograd.grad(result, tensors[:2], upstream) for result in (loss, right))
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_of_tokens_of_weight_0(way):
+    """They are those of ignored tokens."""
+    torch._dynamo.reset()
+    hidden, weight, _ = operands()
+    logits = F.linear(hidden, weight)
+    labels = torch.where(WEIGHTS > 0.6, logits.argmax(-1), 0)
+    names = ("log_prob", "entropy", "valid_argmax", "accuracy")
+    results = WAYS[way](lambda *a, **given: ours(*a, outputs=names, **given))(hidden, weight, labels)
+    counts, log_probs = WEIGHTS != 0, logits.log_softmax(-1)
+    right = (
+        log_probs.gather(-1, labels[..., None]).squeeze(-1) * counts,
+        -(log_probs.exp() * log_probs).sum(-1) * counts,
+        torch.where(counts, logits.argmax(-1), -1),
+        (logits.argmax(-1) == labels)[counts].float().mean(),
+    )
+    torch.testing.assert_close(results[1:], right)
 
 
 def weighted_mean(hidden, weight, labels, w):
@@ -158,6 +178,51 @@ def spread(hidden, weight, labels, w):
     return (losses * w.t()).sum()
 
 
+def weighted_by_entropies(hidden, weight, labels, w):
+    """Entropies without a gradient are a region of their own, which runs before."""
+    logits = F.linear(hidden, weight)
+    with torch.no_grad():
+        log_probs = logits.log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+    return (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * entropy.flatten()).sum()
+
+
+def weighted_by_other_rows(hidden, weight, labels, w):
+    logits, tokens = F.linear(hidden, weight), labels[:, 1:, None].clamp(min=0)
+    with torch.no_grad():
+        weights = logits[:, 1:].log_softmax(-1).gather(-1, tokens).squeeze(-1)
+    return (logits[:, :-1].log_softmax(-1).gather(-1, tokens).squeeze(-1) * weights).sum()
+
+
+@pytest.mark.parametrize("program", [weighted_by_entropies, weighted_by_other_rows], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("compiled", [*FRONT_ENDS.values(), compiled_with], ids=[*FRONT_ENDS, "backend"])
+def test_weights_of_the_same_logits(compiled, program, without_inductor):  # noqa: F811
+    """Another region gives them, so that this one still makes its gradients in the forward."""
+    tensors = (*operands(), WEIGHTS)
+    jitted = compiled(program)
+    got, right = (torch.autograd.grad(f(*tensors), tensors[:2], torch.tensor(-0.3)) for f in (jitted, program))
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+    found = thunder_flce.explain(jitted).decisions if compiled is compiled_with else decisions(jitted)
+    assert {decision.plan.strategy for decision in found} == {"loss_only", "gradients_in_forward"}
+
+
+def weighted_by_predictions(hidden, weight, labels, w):
+    """Of each sequence; the region that gives them is the one that would need them."""
+    logits = F.linear(hidden, weight)
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    return (losses.sum(-1) * (logits.argmax(-1) == labels).float().sum(-1)).sum()
+
+
+def test_weights_of_the_region_itself():
+    hidden, weight, labels = operands()
+    tensors = (hidden, weight, torch.where(labels < 0, labels, F.linear(hidden, weight).argmax(-1)), WEIGHTS)
+    jitted = thunder_flce.jit(weighted_by_predictions, strict=True)
+    got, right = (torch.autograd.grad(f(*tensors), tensors[:2]) for f in (jitted, weighted_by_predictions))
+    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
+    ((strategy, note),) = [(each.plan.strategy, each.note) for each in decisions(jitted)]
+    assert strategy != "gradients_in_forward" and "depend on what needs its results" in note
+
+
 @pytest.mark.parametrize("program", [trained, spread], ids=lambda program: program.__name__)
 def test_what_is_no_factor(program):
     tensors = (*operands(), WEIGHTS)
@@ -201,7 +266,7 @@ def test_infinite_weights_of_ignored_tokens(reduction, frozen, rows):
 def test_module():
     hidden, weight, labels = operands()
     module = LinearCrossEntropyLoss(H, V)
-    module.weight = torch.nn.Parameter(weight.detach())
+    module.linear.weight = torch.nn.Parameter(weight.detach())
     loss = module(hidden, labels, token_weights=WEIGHTS)
     torch.testing.assert_close(loss, exact(hidden, weight, labels, reduction="mean"))
 

@@ -6,6 +6,7 @@ One pair of processes runs all that is marked with `on_two_ranks`; each of these
 import functools
 import traceback
 import warnings
+from unittest import mock
 
 import pytest
 import thunder
@@ -19,6 +20,7 @@ from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from thunder.transforms import MaterializationTransform
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -28,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 from torch.nn.parallel import DistributedDataParallel
 
 import thunder_flce
-from ranks import as_processes
+from ranks import GPUS, as_processes
 from reference import error, make_case, truth
 from test_vocab_parallel import part_of, parts
 from thunder_flce import (
@@ -39,6 +41,10 @@ from thunder_flce import (
     count_items,
     linear_cross_entropy,
 )
+from thunder_flce.backend import compile_graph
+from thunder_flce.bench import distributed, thunder_ddp
+from thunder_flce.bench.measuring import Schedule
+from thunder_flce.bench.shapes import Shape
 
 H = 16
 CASES = {}
@@ -87,7 +93,7 @@ class ModelWithLoss(Model):
         super().__init__(vocab, tied=tied)
         weight = self.lm_head.weight
         self.lm_head = LinearCrossEntropyLoss(H, vocab, options=options)
-        self.lm_head.weight = weight
+        self.lm_head.linear.weight = weight
 
     def forward(self, tokens, labels, num_items=None):
         return self.lm_head(self.last_hidden(tokens), labels, num_items=num_items)
@@ -109,12 +115,15 @@ def batch(number: int, vocab: int = 96):
     return tokens, labels
 
 
-def exact_gradients(model: nn.Module, numbers=(0, 1), *, of_all_tokens: bool = False) -> dict[str, torch.Tensor]:
-    """Those of the losses of some batches, averaged over two ranks, or of the mean over all tokens; in float64."""
-    exact = Model(model.embedding.num_embeddings, tied=model.lm_head.weight is model.embedding.weight).double()
+def exact_gradients(
+    model: nn.Module, numbers=(0, 1), *, ranks: int = 2, of_all_tokens: bool = False
+) -> dict[str, torch.Tensor]:
+    """Those of the losses of some batches, averaged over ranks, or of the mean over all tokens; in float64."""
+    head = getattr(model.lm_head, "linear", model.lm_head)
+    exact = Model(model.embedding.num_embeddings, tied=head.weight is model.embedding.weight).double()
     counts = [(batch(number)[1] != -100).sum() for number in numbers]
     for number, count in zip(numbers, counts, strict=True):
-        part = count / sum(counts) if of_all_tokens else 1 / 2
+        part = count / sum(counts) if of_all_tokens else 1 / ranks
         (part * exact(*batch(number, model.embedding.num_embeddings))).backward()
     return {name: parameter.grad for name, parameter in exact.named_parameters()}
 
@@ -122,7 +131,7 @@ def exact_gradients(model: nn.Module, numbers=(0, 1), *, of_all_tokens: bool = F
 def check(model: nn.Module, exact: dict[str, torch.Tensor], *, bound: float = 1e-5, part=lambda gradient: gradient):
     """Asserts that the gradients of a model are these, or this rank's part of them."""
     for name, parameter in model.named_parameters():
-        name = name.removeprefix("module.")
+        name = name.removeprefix("module.").replace("lm_head.linear", "lm_head")
         if parameter.requires_grad:
             gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
             assert error(gradient, part(exact[name])) < bound, name
@@ -143,13 +152,18 @@ def reduces_early(step) -> bool:
     return kept[:2] == ["average_gradient", "matmul"]
 
 
-def padded_part(rank: int, gradient: torch.Tensor) -> torch.Tensor:
-    """A rank's rows; a last one of zeros makes the parts equal."""
-    rows = -(-gradient.shape[0] // 2)
-    return torch.cat([gradient, gradient.new_zeros(1, *gradient.shape[1:])])[rank * rows :][:rows]
+def padded_part(rank: int, gradient: torch.Tensor, ranks: int = 2) -> torch.Tensor:
+    """A rank's rows; last ones of zeros make the parts equal."""
+    rows = -(-gradient.shape[0] // ranks)
+    return torch.cat([gradient, gradient.new_zeros(ranks, *gradient.shape[1:])])[rank * rows :][:rows]
 
 
-@with_each(zero2=(FSDPType.ZERO2, False), zero3_tied=(FSDPType.ZERO3, True))
+@with_each(
+    zero2=(FSDPType.ZERO2, False),
+    zero2_tied=(FSDPType.ZERO2, True),
+    zero3=(FSDPType.ZERO3, False),
+    zero3_tied=(FSDPType.ZERO3, True),
+)
 def thunder_fsdp(rank, of):
     sharding, tied = of
     model = Model(97, tied=tied)
@@ -165,12 +179,13 @@ def thunder_fsdp(rank, of):
     check(step, exact, part=functools.partial(padded_part, rank))
 
 
-@with_each(ddp=True, fsdp=False)
+@with_each(ddp=(True, False), ddp_tied=(True, True), fsdp=(False, False), fsdp_tied=(False, True))
 def thunder_distributes_before_it_fuses(rank, of):
     """The other order of transforms."""
-    model, group, cpu = Model(97), thunder.distributed.copy_default_process_group(), torch.device("cpu")
+    is_ddp, tied = of
+    model, group, cpu = Model(97, tied=tied), thunder.distributed.copy_default_process_group(), torch.device("cpu")
     exact = exact_gradients(model)
-    if of:
+    if is_ddp:
         distributed = [DDPTransform(process_group=group, bucket_size_in_mb=25.0, broadcast_from=None)]
     else:
         init = MaterializationTransform.init_from_original_module_init()
@@ -182,8 +197,8 @@ def thunder_distributes_before_it_fuses(rank, of):
     )
     step(*batch(rank, 97)).backward()
     assert_fused(step)
-    assert reduces_early(step)
-    check(step, exact, part=(lambda gradient: gradient) if of else functools.partial(padded_part, rank))
+    assert reduces_early(step) == (not tied)
+    check(step, exact, part=(lambda gradient: gradient) if is_ddp else functools.partial(padded_part, rank))
 
 
 @with_each(plain=False, tied=True)
@@ -203,6 +218,18 @@ def thunder_ddp_accumulates(rank, of):
     step.zero_grad()
     loss.backward()
     check(step, exact_gradients(model, (2, 3)))
+
+
+@on_two_ranks
+def thunder_ddp_with_early_reduction_and_without(rank):
+    """As the benchmark measures them."""
+    names, made, ddp = ["thunder ddp", "thunder ddp, dW reduced last"], [], thunder_ddp.ddp
+    thunder_ddp.LAYERS = 2
+    thunder_ddp.ddp = lambda model, **settings: made.append(ddp(model, **settings)) or made[-1]
+    shape = Shape(name="tiny", tokens=40, vocab=71, hidden=H, dtype=torch.float32)
+    for row in distributed._rows(shape, names, "cpu", Schedule(rounds=1)):
+        assert row.dx_error < 1e-5 and row.dw_error < 1e-5 and row.time_ms > 0
+    assert [reduces_early(step) for step in made] == [True, False]
 
 
 @on_two_ranks
@@ -306,7 +333,7 @@ def fsdp2_head(rank, of):
         model = ModelWithLoss(tied=tied, options=Options(chunk_rows=chunk_rows))
         exact = exact_gradients(model)
         if of.get("frozen"):
-            model.lm_head.weight.requires_grad_(False)
+            model.lm_head.linear.weight.requires_grad_(False)
         if tied:
             fully_shard([model.embedding, model.lm_head], mp_policy=policy)
         else:
@@ -316,12 +343,26 @@ def fsdp2_head(rank, of):
         with CommDebugMode() as communication:
             loss = model(*batch(rank))
             # As a unit of its own, this rank has only its rows again.
-            assert tied or model.lm_head.weight.to_local().shape == (48, H)
+            assert tied or model.lm_head.linear.weight.to_local().shape == (48, H)
             loss.backward()
         found.append(communication.get_total_counts())
         check(model, exact, bound=0.03 if "policy" in of else 1e-5)
     # However many chunks there are; and the gradients are there before the backward, which needs no weight.
     assert found[0] == found[1] > found[2] or (tied and found[0] == found[1] == found[2]), found
+
+
+@with_each(one_chunk=24, eight_chunks=3)
+def fsdp2_communicates_once(rank, of):
+    """The head's weight is gathered once a step, and its gradient reduced once."""
+    head = LinearCrossEntropyLoss(H, 96, options=Options(chunk_rows=of))
+    fully_shard(head).set_unshard_in_backward(False)
+    x, labels = torch.randn(24, H, requires_grad=True), torch.randint(96, (24,))
+    for _ in range(2):
+        with CommDebugMode() as communication:
+            head(x, labels).backward()
+        counts = {str(name): count for name, count in communication.get_comm_counts().items()}
+        assert sorted(counts.values()) == [1, 1], counts
+        assert all(any(kind in name for name in counts) for kind in ("gather", "reduce_scatter")), counts
 
 
 @on_two_ranks
@@ -340,7 +381,7 @@ def divide_head(model: nn.Module, mesh) -> None:
     """Has the ranks of data parallel training divide the vocabulary of a model with a loss."""
     head = model.lm_head
     head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
-    head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+    head.linear.weight = nn.Parameter(distribute_tensor(head.linear.weight.detach(), mesh, [Shard(0)]))
     fully_shard(model, mesh=mesh, ignored_params=set(head.parameters()))
 
 
@@ -358,7 +399,7 @@ def fsdp2_divides_the_vocabulary_too(rank, of):
         (loss if of else loss / 2).backward()
     right = {name: parameter.grad for name, parameter in exact.named_parameters()}
     check(model, right)
-    assert model.lm_head.weight.grad.placements == (Shard(0),)
+    assert model.lm_head.linear.weight.grad.placements == (Shard(0),)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     assert error(norm.full_tensor(), sum(gradient.square().sum() for gradient in right.values()).sqrt()) < 1e-5
 
@@ -391,7 +432,7 @@ def fsdp2_with_a_divided_vocabulary_trains_as_with_a_whole_one(rank):
     set_model_state_dict(model, ModelWithLoss(97).state_dict(), options=StateDictOptions(full_state_dict=True))
     model(*batch(rank, 97)).backward()
     check(model, exact, bound=0.03)
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.full_tensor())
+    model.lm_head.linear.weight = nn.Parameter(model.lm_head.linear.weight.full_tensor())
     with pytest.raises(TypeError, match="weight must be a DTensor with vocab_parallel"):
         model(*batch(rank, 97))
 
@@ -403,11 +444,11 @@ def fsdp2_of_a_tied_weight(rank):
     exact = exact_gradients(model)
     fully_shard(model, mesh=mesh)
     model(*batch(rank, 97)).backward()
-    assert model.lm_head.weight is model.embedding.weight
+    assert model.lm_head.linear.weight is model.embedding.weight
     check(model, exact)
     model = ModelWithLoss(97, tied=True)
-    weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
-    model.lm_head.weight = model.embedding.weight = weight
+    weight = nn.Parameter(distribute_tensor(model.lm_head.linear.weight.detach(), mesh, [Shard(0)]))
+    model.lm_head.linear.weight = model.embedding.weight = weight
     model.lm_head.vocab_parallel = VocabParallel(group=mesh, data_parallel=True)
     fully_shard(model, mesh=mesh, ignored_params={weight})
     with pytest.raises(RuntimeError, match=r"embedding.* got mixed torch.Tensor and DTensor"):
@@ -462,10 +503,10 @@ def head_in_tensor_and_sequence_parallel(rank, of):
 def module_with_a_divided_weight(rank):
     mesh = init_device_mesh("cpu", (2,))
     loss, part = (LinearCrossEntropyLoss(H, 97, bias=True, dtype=torch.float64) for _ in range(2))
-    for name, parameter in loss.named_parameters():
+    for name, parameter in loss.linear.named_parameters():
         with torch.no_grad():
             dist.broadcast(parameter, 0)
-        setattr(part, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        setattr(part.linear, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
     hidden = torch.randn(4, 6, H, dtype=torch.float64).requires_grad_()
     dist.broadcast(hidden.detach(), 0)
     labels = batch(1)[1].view(4, 6)
@@ -502,33 +543,52 @@ def compiled_call(rank, of):
     assert error(part.weight.grad, exact.gradients[1][parts((60, 41))[rank]]) < 1e-12
 
 
+@with_each(ddp=(True, False), ddp_tied=(True, True), fsdp2=(False, False), fsdp2_tied=(False, True))
+def backend_of_torch_compile(rank, of):
+    """With `aot_eager` in place of Inductor, which takes seconds for each program."""
+    is_ddp, tied = of
+    torch._dynamo.reset()
+    model = Model(97, tied=tied)
+    exact = exact_gradients(model)
+    step = DistributedDataParallel(model) if is_ddp else fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with mock.patch("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **others: aot_eager(gm, inputs)):
+        compiled = torch.compile(step, backend=compile_graph, options={"strict": True})
+        for _ in range(2):
+            step.zero_grad()
+            compiled(*batch(rank, 97)).backward()
+    check(model, exact)
+    (decision,) = thunder_flce.explain(compiled).decisions
+    assert decision.fused, decision
+
+
 def _on_gpus(rank: int) -> list[str]:
     """With NCCL, what thunder distributes, and a compiled call; in words, what is wrong."""
-    device, wrong = torch.device("cuda", rank), []
+    device, ranks, wrong = torch.device("cuda", rank), dist.get_world_size(), []
     for kind in ("ddp", "fsdp", "column_parallel"):
-        model, is_column = Model(104), kind == "column_parallel"
-        exact = exact_gradients(model, (0, 0) if is_column else (0, 1))
+        model, is_column = Model(), kind == "column_parallel"
+        exact = exact_gradients(model, [0] * ranks if is_column else range(ranks), ranks=ranks)
         step = thunder_flce.jit(model.to(device), strict=True)
         distribute = getattr(thunder.distributed, kind)
         if is_column:
             step = distribute(step, ["lm_head"])
         else:
             step = distribute(step, device=device) if kind == "fsdp" else distribute(step)
-        step(*(each.to(device) for each in batch(0 if is_column else rank, 104))).backward()
+        step(*(each.to(device) for each in batch(0 if is_column else rank))).backward()
         assert_fused(step)
         if not (is_column or reduces_early(step)):
             wrong.append(f"{kind} reduces late")
         for name, gradient in exact.items():
             is_part = kind == "fsdp" or (is_column and name == "lm_head.weight")
             found = step.get_parameter(name).grad.cpu()
-            distance = error(found, gradient.chunk(2)[rank] if is_part else gradient)
+            distance = error(found, padded_part(rank, gradient, ranks) if is_part else gradient)
             if not distance < 1e-3:
                 wrong.append(f"{kind}, {name}: {distance}")
 
     def call(x, weight, target):
         return linear_cross_entropy(x, weight, target, vocab_parallel=dist.group.WORLD)
 
-    part = part_of(make_case(tokens=64, vocab=331, hidden=64, device="cuda"), parts((200, 131))[rank])
+    sizes = (200, *[20] * (ranks - 2), 131 - 20 * (ranks - 2))
+    part = part_of(make_case(tokens=64, vocab=331, hidden=64, device="cuda"), parts(sizes)[rank])
     found = []
     for step in (call, torch.compile(call, fullgraph=True)):
         loss = step(part.x, part.weight, part.target)
@@ -539,9 +599,9 @@ def _on_gpus(rank: int) -> list[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_on_two_gpus():
-    assert as_processes(2, _on_gpus, device="cuda") == [[], []]
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_on_gpus():
+    assert as_processes(GPUS, _on_gpus, device="cuda") == [[]] * GPUS
 
 
 def _run(rank: int) -> dict[str, str]:

@@ -1,15 +1,18 @@
 """Gradients that the forward finishes for the upstream gradient that is to come."""
 
 import re
+from unittest import mock
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
 
 import thunder_flce
 from reference import Case, error, make_case, truth
-from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
+from thunder_flce import LinearCrossEntropyLoss, Options, inductor, linear_cross_entropy
+from thunder_flce.backend import compile_graph
 from thunder_flce.execution import gradient_scaling
 
 UPSTREAM = [1 / 3, 1 / 6, 0.1, 1000 / 7]
@@ -48,14 +51,26 @@ WAYS = {
     "divided": lambda g: thunder_flce.jit(lambda *a: fused(*a) / (1 / g)),
     "function in jit": lambda g: thunder_flce.jit(lambda *a: 2 * (linear_cross_entropy(*a) * (g / 2))),
     "16-bit loss": lambda g: thunder_flce.jit(lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * g),
+    "divided, backend": lambda g: _with_backend(lambda *a: fused(*a) / (1 / g)),
     "scale": lambda g: _with_scale(thunder_flce.jit(lambda scale, *a: scale * fused(*a)), g),
 }
+
+
+def _with_backend(program):
+    """With `aot_eager` in place of Inductor, which would need seconds."""
+
+    def call(*arguments):
+        torch._dynamo.reset()
+        with mock.patch("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **others: aot_eager(gm, inputs)):
+            return torch.compile(program, backend=compile_graph, fullgraph=True)(*arguments)
+
+    return call
 
 
 def _module(arguments, **settings):
     x, weight, target = arguments
     module = LinearCrossEntropyLoss(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    return torch.func.functional_call(module, {"weight": weight}, (x, target), settings)
+    return torch.func.functional_call(module, {"linear.weight": weight}, (x, target), settings)
 
 
 def _outside(jitted, g):
@@ -72,11 +87,12 @@ def test_one_rounding(upstream, way, device, monkeypatch):
     """No more than PyTorch's error, and the backward has nothing left to multiply with."""
     factors = []
     scale = gradient_scaling.scale_gradient
-    monkeypatch.setattr(
-        gradient_scaling,
-        "scale_gradient",
-        lambda gradient, factor, **settings: factors.append(factor) or scale(gradient, factor, **settings),
-    )
+    for module in (gradient_scaling, inductor):
+        monkeypatch.setattr(
+            module,
+            "scale_gradient",
+            lambda gradient, factor, **settings: factors.append(factor) or scale(gradient, factor, **settings),
+        )
     case = a_case(device)
     loss = WAYS[way](upstream)(case.x, case.weight, case.target)
     gradients = torch.autograd.grad(loss, (case.x, case.weight), retain_graph=True)

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 import test_token_loss as token_losses
 import thunder_flce
@@ -34,7 +36,7 @@ from reference import (
     truth,
 )
 from test_plan import problem
-from test_properties import problems, run_examples
+from test_properties import SPECIAL, one_pass_problems, problems, run_examples, special_case
 from thunder_flce import Options, VocabParallel, count_items, functional, linear_cross_entropy, operators
 from thunder_flce.device import DeviceMemory
 from thunder_flce.execution.plan import SaveSomeLogits
@@ -42,7 +44,7 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
 from thunder_flce.planning.choose import agreed_plan, make_plan
 from thunder_flce.planning.program import program
-from thunder_flce.vocab_parallel import as_literal
+from thunder_flce.vocab_parallel import CHECK_EVERY_CALL, as_literal
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 UNEVEN = (40, 0, 61)
@@ -66,6 +68,11 @@ def parts(sizes) -> list[slice]:
     return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
+def has_same_bits(one, other) -> bool:
+    """NaN included."""
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+
+
 def joined(case: Case, results: list[Result]) -> Result:
     """The result of the whole vocabulary, once it is clear that all ranks have the same loss, outputs and dX."""
     whole = []
@@ -73,12 +80,12 @@ def joined(case: Case, results: list[Result]) -> Result:
         if operand.shape[0] == case.weight.shape[0]:
             whole.append(torch.cat(gradients))
         else:
-            assert all(torch.equal(gradient, gradients[0]) for gradient in gradients), "dX differs between ranks"
+            assert all(has_same_bits(gradient, gradients[0]) for gradient in gradients), "dX differs between ranks"
             whole.append(gradients[0])
     first = results[0]
     for result in results:
         for one, other in zip((result.loss, *result.outputs), (first.loss, *first.outputs), strict=True):
-            assert one.dtype == other.dtype and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+            assert one.dtype == other.dtype and has_same_bits(one, other)
     return Result(first.loss, tuple(whole), first.outputs)
 
 
@@ -133,6 +140,23 @@ SIZES = {vocab: ((vocab - 4, 4), (3, 0, vocab - 3), (vocab, 0)) for vocab in (7,
 DIVIDED_PROBLEMS = problems("cpu", tuple(SIZES)).flatmap(
     lambda problem: st.tuples(st.just(problem), st.sampled_from(SIZES[problem.vocab]))
 )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("special", SPECIAL)
+def test_logits_that_are_not_ordinary(special, ranks):
+    """As PyTorch has them on one device, with the same bits on all ranks."""
+
+    def run(problem) -> None:
+        problem, case = special_case(problem, special, "cpu")
+        grad, given = problem.incoming("cpu"), problem.settings("cpu")
+        sizes = (problem.vocab - 4, 4) if ranks == 2 else (2, problem.vocab - 5, 3)
+        result = divided(case, sizes, grad, options=problem.options, **given)
+        assert_close_to_truth(result, case, grad, 2.0, True, **given)
+
+    for drawn_from in (problems, one_pass_problems):
+        run_examples(run, drawn_from("cpu", tuple(SIZES)), 5)
+
 
 LOSSES = [
     {"reduction": "sum", "softcap": 5.0, "logit_scale": -1.5},
@@ -382,7 +406,7 @@ def divided_tokens(case: Case, sizes, grad=None, *, counts=None, **settings) -> 
     def whole(each):
         if each[0].ndim:
             return torch.cat(each)
-        assert all(torch.equal(one.nan_to_num(7), each[0].nan_to_num(7)) for one in each)
+        assert all(has_same_bits(one, each[0]) for one in each)
         return each[0]
 
     outputs = tuple(whole(each).detach() for each in zip(*(result.outputs for result in results), strict=True))
@@ -637,6 +661,49 @@ def test_what_travels(monkeypatch):
 # All ranks mean the same call.
 
 
+@pytest.fixture
+def exchanges(monkeypatch):
+    """How many collectives each rank has run, and how many objects it has told the others."""
+    found = defaultdict(Counter)
+    start, to_tensor = ProcessLocalGroup._start_coll, dist.distributed_c10d._object_to_tensor
+
+    def collective(kind, group):
+        found[group.rank()]["collectives"] += 1
+        return start(kind, group)
+
+    def object_to_tensor(*arguments):
+        found[dist.get_rank()]["objects"] += 1
+        return to_tensor(*arguments)
+
+    monkeypatch.setattr(ProcessLocalGroup, "_start_coll", collective)
+    monkeypatch.setattr(dist.distributed_c10d, "_object_to_tensor", object_to_tensor)
+    return found
+
+
+@pytest.mark.parametrize("how", [{}, {"sequence_parallel": True}, {"data_parallel": True}], ids=str)
+def test_what_ranks_exchange_and_when(how, exchanges):
+    """Objects in the first call of a kind; collectives in the backward only where gradients wait for it."""
+    case = make_case(tokens=36)
+
+    def run(rank):
+        part = part_of(case, parts((51, 50))[rank])
+        tokens = parts((18, 18))[rank] if how else slice(None)
+        x, parallel = part.x.detach()[tokens].requires_grad_(), VocabParallel(group=dist.group.WORLD, **how)
+        for strategy in STRATEGIES:
+            for is_first in (True, False):
+                exchanges[rank].clear()
+                options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
+                loss = linear_cross_entropy(
+                    x, part.weight, part.target[tokens], vocab_parallel=parallel, options=options
+                )
+                assert exchanges[rank]["objects"] == is_first and exchanges[rank]["collectives"] > 0
+                exchanges[rank].clear()
+                torch.autograd.grad(loss, (x, part.weight))
+                assert bool(exchanges[rank]) == (strategy != "gradients_in_forward")
+
+    as_threads(2, run)
+
+
 def test_plans_agree_where_free_memory_differs(monkeypatch):
     case = make_case(tokens=300, ignored=0.0)
     of_threads = {}
@@ -672,7 +739,7 @@ def test_arguments():
     def run(rank):
         group = dist.group.WORLD
         for arguments, message in (
-            ({"vocab_parallel": "tp"}, "group must be a ProcessGroup or a DeviceMesh .*, but got str"),
+            ({"vocab_parallel": "tp"}, "vocab_parallel must be a ProcessGroup or a DeviceMesh .*, but got str"),
             ({"vocab_parallel": VocabParallel(group=group), "weight": torch.ones(50)}, r"weight must be .*\(101,\)"),
             ({"vocab_parallel": group, "vocab_size": 102}, "vocab_size must be between 1 and .* 101, but got 102"),
             ({"vocab_parallel": VocabParallel(group=group, start=rank)}, "start must be None .* 0 with 50 rows, 1 "),
@@ -687,13 +754,14 @@ def test_arguments():
                 linear_cross_entropy(part.x, part.weight, part.target, **arguments)
         for wrong, message in (
             ({"start": 1.5}, "start must be None or an int"),
+            ({"group": "tp"}, "^group must be a ProcessGroup or a DeviceMesh"),
             ({"input_grad": "summed"}, "input_grad must be one of"),
             ({"input_grad": "partial", "sequence_parallel": True}, "input_grad must be .reduced. with sequence"),
             ({"input_grad": "partial", "data_parallel": True}, "input_grad must be .reduced. with data_parallel"),
             ({"data_parallel": True, "sequence_parallel": True}, "sequence_parallel must be False with data_parallel"),
         ):
             with pytest.raises((TypeError, ValueError), match=message):
-                VocabParallel(group=group, **wrong)
+                VocabParallel(**{"group": group, **wrong})
 
     as_threads(2, run)
 
@@ -750,7 +818,9 @@ def test_traced_programs():
     as_threads(1, run)
 
 
-def test_what_differs_between_ranks_raises_on_all_of_them():
+@pytest.mark.parametrize("checks_every_call", ["0", "1"], ids=["", "each call"])
+def test_what_differs_between_ranks_raises_on_all_of_them(checks_every_call, monkeypatch):
+    monkeypatch.setenv(CHECK_EVERY_CALL, checks_every_call)
     case = make_case()
     for differing, message in (
         ({"options": lambda rank: Options(chunk_rows=8 + rank)}, "options is Options.* on rank 0 and Options.*"),
@@ -759,7 +829,11 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         ({"linear_bias": lambda rank: None if rank else torch.zeros(50)}, "linear_bias is"),
         ({"weight": lambda rank: torch.ones(101 + rank)}, r"weight is float32 \(101\) on cpu on rank 0"),
         ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
+        ({"num_items": lambda rank: {} if rank else 5}, "num_items is int on rank 0 and dict on rank 1"),
+        ({"num_items": lambda rank: 5 if rank else "x"}, "num_items is str on rank 0 and int on rank 1"),
         ({"target": lambda rank: case.target[rank:]}, r"target is int64 \(37\) on cpu on rank 0 and int64 \(36\)"),
+        ({"token_weights": lambda rank: [1.0] * rank or None}, "token_weights is NoneType on rank 0 and list"),
+        ({"target": lambda rank: [1] if rank else case.target}, r"target is int64 \(37\) .* on rank 0 and list"),
         # Parts of the tokens have to be equal.
         (
             {"input": lambda rank: case.x.detach()[rank:]},
@@ -771,7 +845,8 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
         def run(rank, name=name, value=value):
             mine = part_of(case, parts((50, 51))[rank])
             given = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target, name: value(rank)}
-            how = {"target": {"data_parallel": True}, "input": {"sequence_parallel": True}}.get(name, {})
+            how = {"target": "data_parallel", "num_items": "data_parallel", "input": "sequence_parallel"}
+            how = {how[name]: True} if name in how else {}
             linear_cross_entropy(**given, vocab_parallel=VocabParallel(group=dist.group.WORLD, **how))
 
         with pytest.raises(RankErrors) as raised:
@@ -781,29 +856,90 @@ def test_what_differs_between_ranks_raises_on_all_of_them():
             assert isinstance(found, ValueError) and re.search(message, str(found))
 
 
+@pytest.mark.parametrize("data_parallel", [False, True], ids=["", "data parallel"])
 @pytest.mark.parametrize(
     ("refused", "message"),
     [
-        (lambda part: {"terms": [(part.x,)]}, "terms[0] must be a pair"),
-        (lambda part: {"token_inputs": 3}, "token_inputs must be a sequence"),
+        (lambda part, mesh: {"terms": [(part.x,)]}, "terms[0] must be a pair"),
+        (lambda part, mesh: {"token_inputs": 3}, "token_inputs must be a sequence"),
+        (
+            lambda part, mesh: {"input": DTensor.from_local(part.x.detach(), mesh, [Replicate()])},
+            "input must be a plain tensor",
+        ),
     ],
+    ids=["terms", "token_inputs", "input"],
 )
-def test_what_one_rank_refuses_raises_on_all_of_them(refused, message):
+def test_what_one_rank_refuses_raises_on_all_of_them(refused, message, data_parallel):
     """And no other rank waits for it: the class weights, a DTensor, are gathered afterwards."""
+    case = make_case(class_weight=True)
+
+    def run(rank):
+        mine, mesh = part_of(case, parts((50, 51))[rank]), init_device_mesh("cpu", (2,))
+        class_weight = distribute_tensor(case.class_weight, mesh, [DivideRows(0)])
+        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=data_parallel)
+        arguments = {"input": mine.x, "linear_weight": mine.weight, "target": mine.target, "weight": class_weight}
+        arguments |= refused(mine, mesh) if rank else {}
+        linear_cross_entropy(**arguments, vocab_parallel=parallel)
+
+    with pytest.raises(RankErrors) as raised:
+        as_threads(2, run)
+    first, second = (raised.value.errors[rank] for rank in range(2))
+    assert isinstance(first, ValueError) and "rank" in str(first) and "has refused its arguments" in str(first)
+    assert isinstance(second, TypeError | ValueError) and message in str(second)
+
+
+@pytest.mark.parametrize("data_parallel", [False, True], ids=["", "data parallel"])
+def test_class_weights_of_one_rank_are_a_dtensor(data_parallel):
+    """They are not gathered before the ranks know."""
     case = make_case(class_weight=True)
 
     def run(rank):
         mine = part_of(case, parts((50, 51))[rank])
         class_weight = distribute_tensor(case.class_weight, init_device_mesh("cpu", (2,)), [DivideRows(0)])
-        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True)
-        arguments = {"weight": class_weight, "vocab_parallel": parallel, **(refused(mine) if rank else {})}
-        linear_cross_entropy(mine.x, mine.weight, mine.target, **arguments)
+        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=data_parallel)
+        weight = class_weight if rank else case.class_weight
+        linear_cross_entropy(mine.x, mine.weight, mine.target, weight=weight, vocab_parallel=parallel)
 
     with pytest.raises(RankErrors) as raised:
         as_threads(2, run)
-    first, second = (raised.value.errors[rank] for rank in range(2))
-    assert isinstance(first, ValueError) and "another rank of vocab_parallel has refused its arguments" in str(first)
-    assert isinstance(second, TypeError) and message in str(second)
+    for rank in range(2):
+        message = r"weight is float32 \(101\) on cpu on rank 0 and a DTensor, float32 \(101\) on cpu on rank 1"
+        assert re.search(message, str(raised.value.errors[rank]))
+
+
+def test_what_is_wrong_on_all_ranks_of_data_parallel():
+    """Ranks with fewer tokens, which add ignored ones, raise the same error."""
+    case = make_case()
+
+    def run(rank, wrong):
+        mine = part_of(case, parts((50, 51))[rank])
+        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True)
+        linear_cross_entropy(mine.x[rank:], mine.weight, mine.target[rank:], **wrong, vocab_parallel=parallel)
+
+    for wrong, message in (
+        ({"ignore_index": "x"}, "ignore_index must be an int, but got str"),
+        ({"ignore_index": 2**64}, "ignore_index must fit 64 bits"),
+        ({"num_items": True}, "num_items must be a number"),
+        ({"num_items": torch.tensor(True)}, "num_items must have one of the dtypes"),
+        ({"num_items": [3]}, "num_items must be a number"),
+    ):
+        with pytest.raises(RankErrors) as raised:
+            as_threads(2, partial(run, wrong=wrong))
+        assert [message in str(raised.value.errors[rank]) for rank in range(2)] == [True, True], raised.value.errors
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16], ids=str)
+def test_num_items_in_a_narrow_dtype(dtype):
+    """Times the number of ranks, they would not fit."""
+    case, count = make_case(), 200 if dtype is torch.uint8 else 40000
+
+    def run(rank):
+        mine = part_of(case, parts((50, 51))[rank])
+        parallel, items = VocabParallel(group=dist.group.WORLD, data_parallel=True), torch.tensor(count, dtype=dtype)
+        return linear_cross_entropy(mine.x, mine.weight, mine.target, num_items=items, vocab_parallel=parallel)
+
+    for loss in as_threads(2, run):
+        assert error(loss.detach(), truth(case, num_items=count).loss) < 1e-6
 
 
 def test_sizes_that_a_compiler_is_told():

@@ -7,14 +7,15 @@ ranks have as many tokens: to those with fewer, ignored ones are added.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thunder_flce.dtensor import local_weights, whole_class_weight
-from thunder_flce.operation.arguments import INTEGERS, dtype_name
+from thunder_flce.dtensor import local_weights
+from thunder_flce.operation.arguments import FLOATS, INTEGERS, dtype_name
 from thunder_flce.operation.loss import Loss
 from thunder_flce.vocab_parallel import VocabParallel
 
@@ -34,7 +35,8 @@ class AveragedCall:
         """The call. All ranks tell each other how many tokens they have, for which the host waits.
 
         Args:
-            arguments: of `linear_cross_entropy`, by name; not checked yet.
+            arguments: of `linear_cross_entropy`, by name; not checked yet. What is wrong with them stays so, until
+                the ranks find out together.
             loss: the loss.
             parallel: the ranks.
 
@@ -49,7 +51,6 @@ class AveragedCall:
         except (TypeError, ValueError) as error:
             refused = error
         most = _largest(count, parallel, arguments, refused=refused)
-        arguments = whole_class_weight(arguments)
 
         def padded(tensor: Any, fill: float = 0) -> Any:
             """(most, ...) where the tensor has this rank's tokens. Ranks find out together where it has not."""
@@ -61,7 +62,8 @@ class AveragedCall:
         target = arguments["target"]
         if isinstance(target, Tensor) and dtype_name(target) in INTEGERS:
             # A narrow dtype may not hold ignore_index.
-            target = padded(target.long(), loss.ignore_index)
+            is_index = type(loss.ignore_index) is int and -(2**63) <= loss.ignore_index < 2**63
+            target = padded(target.long(), loss.ignore_index if is_index else 0)
         changed = {"input": padded(input), "target": target}
         changed["terms"] = tuple((padded(x), weight) for x, weight in arguments["terms"])
         changed["token_inputs"] = tuple(map(padded, arguments["token_inputs"]))
@@ -70,7 +72,7 @@ class AveragedCall:
         if loss.reduction == "sum" and arguments["num_items"] is None:
             loss, changed["num_items"] = replace(loss, reduction="mean"), float(ranks)
         elif loss.reduction == "mean" and arguments["num_items"] is not None:
-            changed["num_items"] = arguments["num_items"] * ranks
+            changed["num_items"] = _times(arguments["num_items"], ranks)
         return cls(arguments={**arguments, **changed}, loss=loss, ranks=ranks, shape=shape)
 
     def own(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -93,6 +95,16 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
+
+
+def _times(number: Any, factor: int) -> Any:
+    """A number, or a tensor of one in a dtype that may be too narrow, times a factor; anything else as it is."""
+    if not isinstance(number, Tensor):
+        return number * factor if isinstance(number, Real) and not isinstance(number, bool) else number
+    if dtype_name(number) not in (*INTEGERS, *FLOATS):
+        return number
+    wide = torch.promote_types(number.dtype, torch.float32) if number.is_floating_point() else torch.int64
+    return number.to(wide) * factor
 
 
 def _largest(count: int, parallel: VocabParallel, arguments: Mapping[str, Any], *, refused: Exception | None) -> int:

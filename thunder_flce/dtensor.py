@@ -148,7 +148,10 @@ class DividedCall:
                 return _local(_checked(name, tensor, arguments), of_input, of_input)
             return None if tensor is None else _local(_checked(name, tensor, arguments), of_weight, grads)
 
-        local: dict[str, Any] = {name: _whole(tensor) for name, tensor in arguments.items()}
+        # Class weights are gathered once the ranks that divide the vocabulary have agreed.
+        local: dict[str, Any] = {
+            name: tensor if name == "weight" and parallel else _whole(tensor) for name, tensor in arguments.items()
+        }
         for name in ("input", "linear_weight", "linear_bias"):
             local[name] = part(name, arguments[name])
         local["terms"] = tuple(

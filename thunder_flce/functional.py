@@ -16,8 +16,8 @@ from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.token_loss import TokenLoss
 from thunder_flce.operators import Settings, is_traced, operands_of, plan_for, with_all_tokens
 from thunder_flce.options import Options, as_options
-from thunder_flce.token_functions import token_loss_of
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, settings_of
+from thunder_flce.token_functions import check_function, token_loss_of
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, refuse, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -35,8 +35,10 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     # Dynamo looks into this wrapper, and sees one call of `function` in it.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if callable(token_loss := kwargs.get("token_loss")):
-            kwargs["token_loss"] = token_loss_of(token_loss, kwargs.get("token_inputs", ()))
+        if (token_loss := kwargs.get("token_loss")) is not None:
+            check_function(token_loss)
+            if callable(token_loss):
+                kwargs["token_loss"] = token_loss_of(token_loss, kwargs.get("token_inputs", ()))
         vocab_parallel = kwargs.get("vocab_parallel")
         is_eager = has_dtensor((*args, *kwargs.values())) or getattr(vocab_parallel, "data_parallel", False)
         if torch.compiler.is_dynamo_compiling() and not is_eager and vocab_parallel is not None:
@@ -63,6 +65,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     token_weights: Tensor | None = None,
     target_weights: Tensor | None = None,
+    target_rest: bool = False,
     token_loss: Callable[..., Tensor] | TokenLoss | None = None,
     token_inputs: Sequence[Tensor] = (),
     num_items: Tensor | float | None = None,
@@ -107,6 +110,10 @@ def linear_cross_entropy(
             token all of whose targets are, is ignored. They get no gradient, and go neither with class weights nor with
             label smoothing, "log_prob" or "accuracy". Less the teacher's entropy -Σ_k q_k log q_k, the loss is the
             Kullback-Leibler divergence KL(q‖p), with the same gradients.
+        target_rest: whether what target_weights leave of 1 is the weight of all other columns together, as of one
+            class: adds -(1 - Σ_k q_k) log(1 - Σ_k p_k), the second sum over the columns that are targets, each once,
+            and nothing where the weights sum to 1 or more. With reduction "mean" or "sum"; gradients are computed in
+            the forward, and outputs get none. Below 6e-8, 1 - Σ_k p_k counts as that.
         token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
             function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. One that has an
             argument log_sum_exp gets that by name, as for a z-loss of its own. It is called once, with stand-ins, and
@@ -162,6 +169,7 @@ def linear_cross_entropy(
         vocab_size=plain(vocab_size),
         outputs=outputs,
         detached=detached,
+        target_rest=target_rest,
         token_loss=token_loss or (),  # type: ignore[arg-type]  # A function has become one of these.
     )
     input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
@@ -189,7 +197,12 @@ def linear_cross_entropy(
         results = averaged.own(_results(averaged.arguments, averaged.loss, options, parallel=parallel))
     else:
         if parallel is not None:
-            arguments = whole_class_weight(local_weights(arguments, parallel))
+            try:
+                arguments = local_weights(arguments, parallel)
+            except (TypeError, ValueError) as error:
+                if isinstance(input, Tensor) and is_traced(input):
+                    raise
+                refuse(parallel, error)
         results = _results(arguments, loss, options, parallel=parallel)
     return results if outputs else results[0]
 
@@ -215,6 +228,7 @@ def _results(
             settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
     else:
         agreement = agree(parallel, arguments, loss=loss, options=options)
+        arguments = whole_class_weight(arguments)
         check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
         shard, needs_grad = agreement.shard, _needs_grad(arguments)
         operands = operands_of(with_all_tokens(arguments, shard), loss, needs_grad, shard=shard)

@@ -87,13 +87,15 @@ def linear_kl_divergence(
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(_NO_TRANSFORMS)
     options = as_options(options)
-    loss = Loss(reduction=reduction, ignore_index=NOTHING_IGNORED if target is None else plain(ignore_index))
+    loss = Loss(reduction=reduction, ignore_index=plain(ignore_index))
     kind = Divergence(kind=divergence, beta=plain(beta), temperature=plain(temperature))
     input, linear_weight = autocast((input, linear_weight))
     teacher_input, teacher_weight = autocast((teacher_input, teacher_weight))
     tensors = {"input": input, "linear_weight": linear_weight, "target": target}
     teacher = {"teacher_input": teacher_input, "teacher_weight": teacher_weight}
     check_linear_kl_divergence(tensors, teacher, kind, loss=loss)
+    if target is None:
+        loss = replace(loss, ignore_index=NOTHING_IGNORED)
     is_recorded = torch.is_grad_enabled()
     if is_recorded and requires_grad(teacher_input):
         raise ValueError(

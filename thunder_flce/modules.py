@@ -15,54 +15,60 @@ from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.operation.arguments import check_loss
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, as_options
+from thunder_flce.token_functions import check_function
 from thunder_flce.vocab_parallel import VocabParallel
+
+# Dynamo does not trace `fields`. A token loss is a function here, and something else there.
+_OF_LOSS = tuple(field.name for field in fields(Loss) if field.name != "token_loss")
 
 
 class LinearCrossEntropyLoss(nn.Module):
     """A language model's head and its loss as one module: `linear_cross_entropy` with the parameters of a linear.
 
-    Takes the arguments of `torch.nn.LinearCrossEntropyLoss`, but for `out_features`, and most of those of
-    `thunder_flce.linear_cross_entropy`, which describes them. The parameters have the names of `torch.nn.Linear`, so
-    the module loads the state dict of the head that it replaces, and shares an embedding's weight with
-    `loss.weight = embedding.weight`.
+    Takes the arguments of `torch.nn.LinearCrossEntropyLoss`, and has its parameters and its state dict. Most arguments
+    of `thunder_flce.linear_cross_entropy`, which describes them, come in addition. The module also loads the state dict
+    of the `torch.nn.Linear` that it replaces, and shares an embedding's weight with
+    `loss.linear.weight = embedding.weight`.
 
     The weight is used in `forward` only, so FSDP can shard the module as a unit.
 
     Args:
         in_features: H, the hidden size.
         num_classes: V, the size of the vocabulary.
+        out_features: (), since there is one loss for each row of hidden states.
         bias: whether the linear has a bias.
         device: of the parameters.
         dtype: of the parameters.
-        weight: (V,) class weights, kept as the buffer `class_weight`.
-        reduction, ignore_index, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, detached,
-            token_loss, options: as in `thunder_flce.linear_cross_entropy`.
-        vocab_parallel: the ranks that divide the vocabulary. Assign weight and bias as DTensors, `Shard(0)` over them;
-            they are cast to input's dtype, as the mixed precision of FSDP casts those of its units.
+        weight: (V,) class weights, kept as a buffer of that name.
+        ignore_index: as in `thunder_flce.linear_cross_entropy`; None for -100.
+        reduction, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, detached,
+            target_rest, token_loss, options: as in `thunder_flce.linear_cross_entropy`.
+        vocab_parallel: the ranks that divide the vocabulary. Assign weight and bias of `linear` as DTensors, `Shard(0)`
+            over them; they are cast to input's dtype, as the mixed precision of FSDP casts those of its units.
 
     Attributes:
-        weight: (V, H) the linear's weight.
-        bias: (V,), or None.
+        linear: a `torch.nn.Linear` that holds weight (V, H) and bias (V,). It is never called.
+        weight: (V,) the class weights, or None.
 
     Raises:
         TypeError, ValueError: for an argument that has no meaning; the message names it.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-    class_weight: Tensor | None
+    linear: nn.Linear
+    weight: Tensor | None
 
     def __init__(
         self,
         in_features: int,
         num_classes: int,
         *,
+        out_features: tuple[int, ...] = (),
         bias: bool = False,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         weight: Tensor | None = None,
         reduction: str = "mean",
-        ignore_index: int = -100,
+        ignore_index: int | None = None,
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
@@ -70,6 +76,7 @@ class LinearCrossEntropyLoss(nn.Module):
         vocab_size: int | None = None,
         outputs: tuple[str, ...] = (),
         detached: tuple[str, ...] = (),
+        target_rest: bool = False,
         token_loss: Callable[..., Tensor] | None = None,
         vocab_parallel: VocabParallel | ProcessGroup | DeviceMesh | None = None,
         options: Options | None = None,
@@ -78,17 +85,22 @@ class LinearCrossEntropyLoss(nn.Module):
         for name, size in (("in_features", in_features), ("num_classes", num_classes)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} must be a positive int, but got {size!r}")
+        if out_features != ():
+            raise ValueError(
+                f"out_features must be (), but got {out_features!r}; give input as (..., H) and target as (...), which "
+                "have one loss for each row of hidden states"
+            )
         if not isinstance(weight, Tensor | None):
             raise TypeError(f"weight must be a tensor, but got {type(weight).__name__}")
         if weight is not None and weight.shape != (num_classes,):
             raise ValueError(
                 f"weight must be (V,) = ({num_classes},), class weights, but got {tuple(weight.shape)}; to share an "
-                "embedding's weight, assign it to the module's attribute weight"
+                "embedding's weight, assign it to linear.weight of the module"
             )
         self.in_features = in_features
         self.num_classes = num_classes
         self.reduction = reduction
-        self.ignore_index = ignore_index
+        self.ignore_index = -100 if ignore_index is None else ignore_index
         self.label_smoothing = label_smoothing
         self.softcap = softcap
         self.logit_scale = logit_scale
@@ -96,22 +108,20 @@ class LinearCrossEntropyLoss(nn.Module):
         self.vocab_size = vocab_size
         self.outputs = outputs
         self.detached = detached
+        self.target_rest = target_rest
         self.token_loss = token_loss
         self.vocab_parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
         self.options = options
         check_loss(Loss(**self._settings()), num_classes)
-        if token_loss is not None and not callable(token_loss):
-            raise TypeError(f"token_loss must be a function, but got {type(token_loss).__name__}")
+        if token_loss is not None:
+            check_function(token_loss)
         as_options(options)
-        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_classes, device=device, dtype=dtype)) if bias else None
-        # A setting: the state dict is that of a linear.
-        self.register_buffer("class_weight", weight, persistent=False)
-        self.reset_parameters()
+        self.linear = nn.Linear(in_features, num_classes, bias, device, dtype)
+        self.register_buffer("weight", weight)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, **settings: Any) -> "LinearCrossEntropyLoss":
-        """The loss of an existing head, with which it shares weight and bias.
+        """The loss of an existing head, which becomes its `linear`.
 
         Args:
             linear: the head.
@@ -130,14 +140,8 @@ class LinearCrossEntropyLoss(nn.Module):
             raise TypeError("linear must have no forward hooks, which would be lost")
         has_bias = linear.bias is not None
         loss = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta", **settings)
-        loss.weight, loss.bias = linear.weight, linear.bias
+        loss.linear = linear
         return loss
-
-    def reset_parameters(self) -> None:
-        """Random parameters, as `torch.nn.Linear` has them."""
-        bound = self.in_features**-0.5
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
 
     def forward(
         self,
@@ -163,20 +167,25 @@ class LinearCrossEntropyLoss(nn.Module):
 
         Raises:
             IndexError, TypeError, ValueError: as in `thunder_flce.linear_cross_entropy`; and where a weight of another
-                shape was assigned.
+                shape, or another module, was assigned to `linear`.
         """
-        shape = (self.num_classes, self.in_features)
-        if self.weight.shape != shape:
+        if not isinstance(self.linear, nn.Linear):
+            raise TypeError(
+                f"linear must be a torch.nn.Linear, but {type(self.linear).__name__} was assigned to it; what else it "
+                "computes would be lost"
+            )
+        shape, given = (self.num_classes, self.in_features), tuple(self.linear.weight.shape)
+        if given != shape:
             raise ValueError(
-                f"weight must be (num_classes, in_features) = {shape}, but {tuple(self.weight.shape)} was assigned to "
-                "it; make the module with the sizes of the weight that it shares"
+                f"linear.weight must be (num_classes, in_features) = {shape}, but {given} was assigned to it; make the "
+                "module with the sizes of the weight that it shares"
             )
         return linear_cross_entropy(
             input,
             self._operand("weight", input),
             target,
-            linear_bias=None if self.bias is None else self._operand("bias", input),
-            weight=self.class_weight,
+            linear_bias=None if self.linear.bias is None else self._operand("bias", input),
+            weight=self.weight,
             token_weights=token_weights,
             target_weights=target_weights,
             token_loss=self.token_loss,
@@ -189,29 +198,38 @@ class LinearCrossEntropyLoss(nn.Module):
         )
 
     def _operand(self, name: str, input: Tensor) -> Tensor:
-        """The parameter for the linear."""
-        parameter: Tensor = getattr(self, name)
+        """A parameter of the linear."""
+        parameter: Tensor = getattr(self.linear, name)
         if self.vocab_parallel is None:
             return parameter
         if not isinstance(parameter, DTensor):
             raise TypeError(
-                f"{name} must be a DTensor with vocab_parallel, but is a plain tensor; assign "
+                f"linear.{name} must be a DTensor with vocab_parallel, but is a plain tensor; assign "
                 f"nn.Parameter(distribute_tensor({name}, mesh, [Shard(0)])) to it"
             )
         return parameter.to(input.dtype)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        # A `torch.nn.Linear`, in whose place the module is, names its parameters so. Class weights have one dimension;
+        # it has none, so these stay as they are.
+        for name, own in (("weight", self.weight), ("bias", None)):
+            found = state_dict.get(prefix + name)
+            if found is not None and (name == "bias" or found.ndim == 2):
+                state_dict[f"{prefix}linear.{name}"] = state_dict.pop(prefix + name)
+                if own is not None:
+                    state_dict[prefix + name] = own
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
     def extra_repr(self) -> str:
-        """The sizes, and what is not as it is by default."""
-        settings: dict[str, Any] = {"in_features": self.in_features, "num_classes": self.num_classes}
-        settings["bias"] = self.bias is not None
-        settings |= Loss(**self._settings()).non_defaults()
+        """What is not as it is by default, beside the linear."""
+        settings = Loss(**self._settings()).non_defaults()
         for name in ("token_loss", "vocab_parallel", "options"):
             if getattr(self, name) is not None:
                 settings[name] = getattr(self, name)
         return ", ".join(f"{name}={value!r}" for name, value in settings.items())
 
     def _settings(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(Loss) if field.name != "token_loss"}
+        return {name: getattr(self, name) for name in _OF_LOSS}
 
 
 def loss_only(model: nn.Module) -> nn.Module:

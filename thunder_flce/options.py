@@ -108,6 +108,8 @@ class Options:
                 raise ValueError(f"{name} must be one of {choices}, but got {getattr(self, name)!r}")
         expected = self.expected_gradient
         is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
+        if isinstance(expected, int) and not -(2**63) <= expected < 2**63:
+            raise ValueError(f"expected_gradient must be a float or fit 64 bits, but has {expected.bit_length()} bits")
         if expected is not None and not (is_number and math.isfinite(expected) and expected != 0):
             raise ValueError(f"expected_gradient must be None or a finite number other than 0, but got {expected!r}")
         for name in ("tune_products", "batch_invariant"):

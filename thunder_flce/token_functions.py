@@ -136,6 +136,12 @@ def _noted(argument: Any) -> Any:
     return argument.__float__() if isinstance(argument, float | Real) else argument
 
 
+def check_function(token_loss: Any) -> None:
+    """Raises a TypeError for what is neither a function nor the plain values that one has become."""
+    if not callable(token_loss) and not isinstance(token_loss, tuple):
+        raise TypeError(f"token_loss must be a function, but got {type(token_loss).__name__}")
+
+
 def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenLoss:
     """The loss that a function computes of (log_prob, entropy, *inputs), and of log_sum_exp where it has that argument.
 

@@ -9,13 +9,14 @@ import ast
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from thunder_flce.device import DeviceMemory
 from thunder_flce.operation.loss import Loss
@@ -67,17 +68,7 @@ class VocabParallel:
     """What it is summed in: None for float32 (float64 for float64), or input's dtype, which moves half as much."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.group, DeviceMesh):
-            if self.group.ndim != 1:
-                names = self.group.mesh_dim_names
-                raise ValueError(
-                    f"group must be a device mesh of one dimension, but has {self.group.ndim}, {names}: take the one "
-                    'over which the vocabulary is divided, such as mesh["tp"]'
-                )
-        elif not isinstance(self.group, ProcessGroup):
-            raise TypeError(
-                f"group must be a ProcessGroup or a DeviceMesh that this rank belongs to, but got {_name(self.group)}"
-            )
+        _check_group("group", self.group)
         if self.start is not None and (isinstance(self.start, bool) or not isinstance(self.start, int)):
             raise TypeError(f"start must be None or an int, but got {_name(self.start)}")
         flags = ("sequence_parallel", "data_parallel")
@@ -105,7 +96,10 @@ class VocabParallel:
         """What `linear_cross_entropy` takes, or has put into a graph (`as_literal`)."""
         if isinstance(vocab_parallel, str) and vocab_parallel.startswith("{"):
             return _from_literal(vocab_parallel)
-        return vocab_parallel if isinstance(vocab_parallel, VocabParallel) else cls(group=vocab_parallel)
+        if isinstance(vocab_parallel, VocabParallel):
+            return vocab_parallel
+        _check_group("vocab_parallel", vocab_parallel)
+        return cls(group=vocab_parallel)
 
 
 _FIELDS = tuple(field.name for field in fields(VocabParallel))
@@ -149,8 +143,10 @@ def agree(parallel: VocabParallel, arguments: Mapping[str, Any], *, loss: Loss, 
         return known[key]
     values = _values(arguments) if checks_every_call else {}
     memory = DeviceMemory.of(weight.device) if isinstance(weight, Tensor) else None
-    given: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(given, (call | values, rows, parallel.start, memory), group=group)
+    given = _told_by_all(group, (call | values, rows, parallel.start, memory))
+    for rank, told in enumerate(given):
+        if isinstance(told, str):
+            raise ValueError(f"rank {rank} of vocab_parallel has refused its arguments: {told}")
     calls, all_rows, starts, memories = zip(*given, strict=True)
     _check_equal(calls)
     of_input = getattr(arguments["input"], "dtype", None)
@@ -168,6 +164,18 @@ def agree(parallel: VocabParallel, arguments: Mapping[str, Any], *, loss: Loss, 
     return known[key]
 
 
+def refuse(parallel: VocabParallel, error: Exception) -> NoReturn:
+    """Raises an error of this rank's arguments, once the ranks that are about to agree know of it."""
+    _told_by_all(parallel.process_group, str(error))
+    raise error
+
+
+def _told_by_all(group: ProcessGroup, told: Any) -> list[Any]:
+    given: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(given, told, group=group)
+    return given
+
+
 def settings_of(vocab_parallel: Any) -> dict[str, Any]:
     """The fields of what `linear_cross_entropy` takes; Dynamo looks into this."""
     if not isinstance(vocab_parallel, VocabParallel):
@@ -182,7 +190,8 @@ def as_literal(**settings: Any) -> str:
         NotImplementedError: with `data_parallel`.
         TypeError, ValueError: see `VocabParallel`.
     """
-    parallel = VocabParallel(**settings)
+    # Of a group that is given without a VocabParallel, `settings_of` has nothing else.
+    parallel = VocabParallel.of(settings["group"]) if len(settings) == 1 else VocabParallel(**settings)
     if parallel.data_parallel:
         raise NotImplementedError(ONLY_EAGER)
     changed = {f.name: value for f in fields(parallel) if (value := getattr(parallel, f.name)) != f.default}
@@ -222,17 +231,34 @@ def _word(value: Any, *, is_part: bool) -> str:
     shape = ["V", *value.shape[1:]] if is_part else list(value.shape)
     dtype = str(value.dtype).removeprefix("torch.")
     gradient = ", which requires a gradient" if value.requires_grad else ""
-    return f"{dtype} ({', '.join(map(str, shape))}) on {value.device.type}{gradient}"
+    kind = "a DTensor, " if isinstance(value, DTensor) else ""
+    return f"{kind}{dtype} ({', '.join(map(str, shape))}) on {value.device.type}{gradient}"
 
 
 def _values(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Numbers that must be equal, too."""
     target, number = arguments["target"], arguments["num_items"]
-    weights = torch.arange(1, target.numel() + 1, device=target.device)
-    return {
-        "the values of target": int((target.reshape(-1).long() * weights).sum()),
-        "the value of num_items": None if number is None else float(number),
-    }
+    values: dict[str, Any] = {}
+    if isinstance(target, Tensor):
+        weights = torch.arange(1, target.numel() + 1, device=target.device)
+        values["the values of target"] = int((target.reshape(-1).long() * weights).sum())
+    if isinstance(number, Tensor | int | float):
+        values["the value of num_items"] = number.tolist() if isinstance(number, Tensor) else number
+    return values
+
+
+def _check_group(name: str, group: Any) -> None:
+    """Raises a TypeError or a ValueError for what is no group of ranks; the message has the argument's name."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"{name} must be a device mesh of one dimension, but has {group.ndim}, {group.mesh_dim_names}: take "
+                'the one over which the vocabulary is divided, such as mesh["tp"]'
+            )
+    elif not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{name} must be a ProcessGroup or a DeviceMesh that this rank belongs to, but got {_name(group)}"
+        )
 
 
 def _name(value: Any) -> str:

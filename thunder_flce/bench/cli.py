@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from thunder_flce.bench import (
     against,
@@ -26,6 +27,7 @@ from thunder_flce.bench import (
     regions,
     soak,
     sweep,
+    torchrun,
 )
 from thunder_flce.bench.columns import Column
 from thunder_flce.bench.measuring import DeviceLost, Progress, Schedule
@@ -78,7 +80,16 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.json and not parsed.json.parent.is_dir():
         parser.error(f"--json: there is no folder {parsed.json.parent}")
     _need("rich", parser)
-    return _measure(run, parsed, arguments)
+    if not torchrun.has_joined():
+        return _measure(run, parsed, arguments)
+    if dist.get_rank() == 0:
+        _measure(run, parsed, arguments)
+    else:
+        # The first rank prints and writes.
+        for case in run.cases:
+            list(case.measure(run.methods, lambda words: None))
+    torchrun.end()
+    return 0
 
 
 def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
@@ -202,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
 
     subset = _subset(subsets, "distributed", "a loss region whose vocabulary several GPUs of this machine divide")
     _shape_option(subset)
-    subset.add_argument("--ranks", type=_positive, default=2, help="processes, a GPU each (default: %(default)s)")
+    subset.add_argument("--ranks", type=_positive, help="processes, a GPU each (default: torchrun's, or 2)")
     names = list(distributed.METHODS)
     subset.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD", help="; ".join(names))
 
@@ -368,12 +379,19 @@ def _losses(parsed: argparse.Namespace) -> Run:
 
 
 def _distributed(parsed: argparse.Namespace) -> Run:
-    settings = {"ranks": parsed.ranks, **_timed(parsed)}
+    started = torchrun.ranks()
+    if started is not None and parsed.ranks not in (None, started):
+        raise ValueError(
+            f"--ranks must be those that torchrun has started, {started}, or left out, but got {parsed.ranks}"
+        )
+    ranks = started or parsed.ranks or 2
     shapes = {text: parse_shape(text) for text in _shape_texts(parsed)}
     cases = [
-        _case(text, shape, distributed.measure, title=f"{shape}, over {parsed.ranks} ranks", **settings)
+        _case(text, shape, distributed.measure, title=f"{shape}, over {ranks} ranks", ranks=ranks, **_timed(parsed))
         for text, shape in shapes.items()
     ]
+    if started is not None:
+        torchrun.join(parsed.device, distributed.TIMEOUT)
     return Run("shapes", cases, parsed.methods, columns.DISTRIBUTED)
 
 

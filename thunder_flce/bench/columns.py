@@ -74,6 +74,7 @@ DISTRIBUTED = [
     Column("ranks", "ranks", "{}"),
     Column("time_ms", "both, ms", _TIME),
     Column("ratio", "× products", "{:.3f}"),
+    Column("exposed_ms", "exposed, ms", "{:.3f}"),
     Column("memory_gb", "peak − gradients, GB", _GB),
     Column("dx_error", "dX error", _ERROR),
     Column("dw_error", "dW error", _ERROR),

@@ -11,13 +11,14 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thunder_flce.bench.measuring import Progress, attempt, release, synchronize
+from thunder_flce.bench.measuring import DeviceLost, Progress, attempt, release, synchronize
 from thunder_flce.bench.methods import Method, build, build_without_thunder, peer
 from thunder_flce.bench.shapes import Inputs
 
@@ -112,23 +113,27 @@ def measure(
         progress: called before each step.
 
     Raises:
-        DeviceLost: where a method makes further measurements in this process impossible.
+        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
     """
     torch.compiler.reset()
     progress("text and model")
-    with attempt(name, device) as tried:
-        training = _Training(SETUPS[name], device)
-    if tried.failed is not None:
-        yield Row(model=name, method=name, seed=0, steps=steps, failed=tried.failed)
-        return
-    for seed in seeds:
-        for method in methods:
-            progress(f"seed {seed}: {method}")
-            numbers: dict[str, Any] = {}
-            with attempt(method, device) as tried:
-                numbers = training.run(build_without_thunder(method), seed, steps)
-            sizes = training.sizes
-            yield Row(model=name, method=method, seed=seed, steps=steps, **sizes, **numbers, failed=tried.failed)
+    row, seed = partial(Row, model=name, steps=steps), 0
+    try:
+        with attempt(name, device) as tried:
+            training = _Training(SETUPS[name], device)
+        if tried.failed is not None:
+            yield row(method=name, seed=seed, failed=tried.failed)
+            return
+        for seed in seeds:
+            for method in methods:
+                progress(f"seed {seed}: {method}")
+                numbers: dict[str, Any] = {}
+                with attempt(method, device) as tried:
+                    numbers = training.run(build_without_thunder(method), seed, steps)
+                yield row(method=method, seed=seed, **training.sizes, **numbers, failed=tried.failed)
+    except DeviceLost as lost:
+        yield row(method=lost.method, seed=seed, failed=lost.reason)
+        raise
 
 
 class _Training:

@@ -1,13 +1,12 @@
 """A loss region whose vocabulary several GPUs divide: time, memory and error of each way, on the slowest rank.
 
-The last two are ways of data parallel training: each rank has an equal part of the tokens, and rows of the weight.
+The last four are ways of data parallel training: each rank has an equal part of the tokens, and rows of the weight or
+all of it.
 
-Each rank is a process of its own. All ranks run the same calls in the same order, without the clock having a say, since
-their collectives have to match.
+Each rank is a process of its own, which torchrun or this module has started. All ranks run the same calls in the same
+order, without the clock having a say, since their collectives have to match.
 """
 
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from thunder_flce.bench import torchrun
 from thunder_flce.bench.measuring import (
     TOTAL,
     Mark,
@@ -37,6 +37,7 @@ from thunder_flce.bench.measuring import (
     take_turns,
 )
 from thunder_flce.bench.methods import peer
+from thunder_flce.bench.profiling import exposed_collectives_ms
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
 from thunder_flce.functional import linear_cross_entropy
@@ -49,7 +50,7 @@ from thunder_flce.vocab_parallel import VocabParallel
 _CHUNKS = 8
 
 # A rank that fails ends the others after this time.
-_TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,8 @@ class Row(TimedRow, ShapeRow):
     ranks: int
     ratio: float | None = None
     """To the three products over this rank's rows, all tokens at once, without any collective."""
+    exposed_ms: float | None = None
+    """How long a collective runs and no other kernel does; None on a CPU"""
     memory_gb: float | None = None
     """The peak above the inputs and the gradients."""
     dx_error: float | None = None
@@ -79,6 +82,8 @@ class Part:
     mesh: DeviceMesh
     tokens: slice
     """Its tokens, where these are divided, too"""
+    rows: slice
+    """Its rows of the weight"""
     vocab: int
     """Rows of the whole weight"""
 
@@ -91,7 +96,10 @@ class Result:
     dx: Tensor
     """Of all tokens, or of this rank's; times `dx_factor`"""
     dw: Tensor
+    """Of this rank's rows"""
     dx_factor: int = 1
+    other_gradient_bytes: int = 0
+    """Of gradients that are not among these"""
 
 
 def _three_products(part: Part) -> Step:
@@ -268,20 +276,43 @@ def _fully_shard(part: Part) -> Step:
     head = LinearCrossEntropyLoss(x.shape[1], part.vocab, device="meta", dtype=x.dtype)
     fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
     head.to_empty(device=x.device)
-    weight, ranks = head.weight, part.mesh.size()
+    weight, ranks = head.linear.weight, part.mesh.size()
     assert isinstance(weight, DTensor)
     with torch.no_grad():
         weight.to_local().copy_(part.inputs.weight)
 
     def step(mark: Mark) -> Result:
-        x.grad = head.weight.grad = None
         loss = head(x, target)
         mark("forward")
         loss.backward()
         mark("backward")
-        dw = head.weight.grad
-        assert x.grad is not None and isinstance(dw, DTensor)
-        return Result(loss=loss.detach(), dx=x.grad, dw=dw.to_local(), dx_factor=ranks)
+        dx, dw = x.grad, head.linear.weight.grad
+        x.grad = head.linear.weight.grad = None
+        assert dx is not None and isinstance(dw, DTensor)
+        return Result(loss=loss.detach(), dx=dx, dw=dw.to_local(), dx_factor=ranks)
+
+    return step
+
+
+def _thunder_ddp(part: Part, *, reduces_early: bool) -> Step:
+    """The whole head on each rank, behind some layers; thunder averages all gradients."""
+    from thunder_flce.bench.thunder_ddp import LayersAndHead, ddp
+
+    x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
+    model = LayersAndHead(_weight(part).full_tensor().detach())
+    compiled, ranks = ddp(model, reduces_early=reduces_early), part.mesh.size()
+    others = sum(parameter.nbytes for parameter in model.parameters()) - part.inputs.weight.nbytes
+
+    def step(mark: Mark) -> Result:
+        loss = compiled(x, target)
+        mark("forward")
+        loss.backward()
+        mark("backward")
+        dx, dw = x.grad, compiled.get_parameter("head.weight").grad
+        x.grad = None
+        compiled.zero_grad()
+        assert dx is not None and dw is not None
+        return Result(loss=loss.detach(), dx=dx, dw=dw[part.rows], dx_factor=ranks, other_gradient_bytes=others)
 
     return step
 
@@ -303,13 +334,15 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "liger, of logits": partial(_liger, of_logits=True),
     "fully_shard": _fully_shard,
     "data_parallel": _data_parallel,
+    "thunder ddp": partial(_thunder_ddp, reduces_early=True),
+    "thunder ddp, dW reduced last": partial(_thunder_ddp, reduces_early=False),
 }
 
 
 def measure(
     shape: Shape, names: list[str], *, ranks: int, device: str, schedule: Schedule, progress: Progress
 ) -> Iterator[Row]:
-    """Measures some ways on so many ranks, each in a process of its own.
+    """Measures some ways on so many ranks, each in a process of its own; only the first of torchrun's has rows.
 
     Args:
         shape: of all ranks together.
@@ -319,6 +352,10 @@ def measure(
         schedule: how many calls.
         progress: called before each step.
     """
+    if torchrun.has_joined():
+        rows = _rows(shape, names, device, schedule)
+        yield from rows if dist.get_rank() == 0 else ()
+        return
     progress(f"{ranks} processes")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, shape, names, device, schedule, folder)
@@ -332,16 +369,11 @@ def _run_rank(
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=_TIMEOUT
-    )
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=TIMEOUT)
     rows = _rows(shape, names, device, schedule)
     if rank == 0:
         torch.save(rows, Path(folder, "rows"))
-    # Without what a process does when it ends: on a busy CPU it was now and then aborted there, for a thread that was
-    # still running ("terminate called without an active exception").
-    sys.stdout.flush()
-    os._exit(0)
+    torchrun.end()
 
 
 def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> list[Row]:
@@ -356,6 +388,7 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
         inputs=replace(whole, weight=weight),
         mesh=init_device_mesh(device, (ranks,), mesh_dim_names=("tp",)),
         tokens=slice(rank * tokens, (rank + 1) * tokens),
+        rows=mine,
         vocab=shape.vocab,
     )
     of_reference = {"dx": reference.gradients["dx"], "dw": reference.gradients["dw"][mine].clone()}
@@ -377,7 +410,7 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
             found[name] = _checked(result, of_reference, part)
             if name in HeadTraffic._fields:
                 found[name]["moved_gb"] = getattr(traffic, name) / 1e9
-            gradients = result.dx.nbytes + result.dw.nbytes
+            gradients = result.dx.nbytes + result.dw.nbytes + result.other_gradient_bytes
             del result
             found[name]["memory_gb"] = _largest((peak_bytes(step, device)[TOTAL] - gradients) / 1e9)
         else:
@@ -388,6 +421,9 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
     products = times.get("three products")
     for name, outcome in times.items():
         found[name] |= outcome.spread(TOTAL, "time_ms")
+        found[name]["exposed_ms"] = _of_slowest(
+            exposed_collectives_ms(steps[name], device=device), outcomes[name].median(TOTAL)
+        )
         if products is not None:
             found[name]["ratio"] = found[name]["time_ms"] / products.spread(TOTAL, "time_ms")["time_ms"]
     return [Row(method=name, ranks=ranks, **ShapeRow.fields_of(shape), **numbers) for name, numbers in found.items()]
@@ -423,6 +459,13 @@ def _slowest(outcome: Outcome) -> Outcome:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [lap[TOTAL] for lap in outcome.laps_ms])
     return Outcome([{TOTAL: max(laps)} for laps in zip(*gathered, strict=True)])
+
+
+def _of_slowest(number: float | None, time_ms: float | None) -> float | None:
+    """That of the rank with the longest time; the others have waited for it."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (time_ms, number))
+    return max(gathered, key=lambda each: each[0])[1]
 
 
 def _largest(number: float) -> float:

@@ -1,9 +1,11 @@
-"""A torch profiler trace and a memory snapshot of one step."""
+"""What torch's profiler says of a step: a trace and a memory snapshot, and how long it waits for collectives."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from thunder_flce.bench.measuring import Step
@@ -46,6 +48,45 @@ def write_profile(step: Step, directory: Path, name: str, *, device: str) -> lis
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     return [trace, snapshot]
+
+
+def exposed_collectives_ms(step: Step, *, device: str, calls: int = 3) -> float | None:
+    """How long of a step a collective of NCCL runs and no other kernel does; None on a CPU.
+
+    Args:
+        step: what to profile; it has run before.
+        device: "cuda" or "cpu".
+        calls: of the step, one right after the other; the result is their mean.
+    """
+    if device != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            step(profiler_mark)
+        torch.cuda.synchronize()
+    collectives: list[tuple[float, float]] = []
+    others: list[tuple[float, float]] = []
+    for event in profiler.events() or ():
+        # An annotation spans kernels of others. Device types are equal, but not the same object.
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            kind = collectives if event.name.startswith("nccl") else others
+            kind.append((event.time_range.start, event.time_range.end))
+    return exposed(collectives, others) / 1e3 / calls
+
+
+def exposed(intervals: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:
+    """How much of the union of intervals (start, end) is outside of the union of others."""
+    others = list(others)
+    return _covered([*intervals, *others]) - _covered(others)
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return total
 
 
 def profiler_mark(phase: str) -> None:

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from thunder_flce.bench.measuring import Progress, attempt, release, synchronize
+from thunder_flce.bench.measuring import DeviceLost, Progress, attempt, release, synchronize
 from thunder_flce.bench.methods import Method, build_without_thunder
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
@@ -66,17 +67,22 @@ def measure(shape: Shape, methods: list[str], *, steps: int, device: str, progre
         progress: called before each method.
 
     Raises:
-        DeviceLost: where a method makes further measurements in this process impossible.
+        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
     """
     torch.compiler.reset()
     passes = max(-(-steps // COUNTS), 4)
-    for name in methods:
-        progress(name)
-        release(device)
-        numbers: dict[str, Any] = {}
-        with attempt(name, device) as tried:
-            numbers = _run(build_without_thunder(name), Inputs.random(shape, device), passes)
-        yield Row(**ShapeRow.fields_of(shape), method=name, steps=passes * COUNTS, **numbers, failed=tried.failed)
+    row = partial(Row, **ShapeRow.fields_of(shape), steps=passes * COUNTS)
+    try:
+        for name in methods:
+            progress(name)
+            release(device)
+            numbers: dict[str, Any] = {}
+            with attempt(name, device) as tried:
+                numbers = _run(build_without_thunder(name), Inputs.random(shape, device), passes)
+            yield row(method=name, **numbers, failed=tried.failed)
+    except DeviceLost as lost:
+        yield row(method=lost.method, failed=lost.reason)
+        raise
 
 
 def _run(method: Method, inputs: Inputs, passes: int) -> dict[str, Any]:

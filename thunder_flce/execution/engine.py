@@ -95,7 +95,9 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
         else:
             result = chunk_result(region, scales, logits, chunk)
             results.append(result)
-            coefficients = row_gradients.coefficients(chunk, result.statistics, token_loss=result.token_loss)
+            coefficients = row_gradients.coefficients(
+                chunk, result.statistics, token_loss=result.token_loss, target_entry=result.target_entry
+            )
             assert result.targets is not None
             dlogits, bias_grad = steps.gradient_(
                 region, logits, result.statistics, coefficients, result.targets, scales.class_weight

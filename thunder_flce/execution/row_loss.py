@@ -17,7 +17,16 @@ from thunder_flce.execution.plan import GradientsInForward
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_kernels.interface import LogitsBuffer, RowStatistics
 from thunder_flce.execution.row_selection import Rows
-from thunder_flce.operation.loss import OUTPUTS, Row, RowCoefficients, RowWeights, row_coefficients
+from thunder_flce.operation.loss import (
+    OUTPUTS,
+    Rest,
+    Row,
+    RowCoefficients,
+    RowWeights,
+    SoftTargets,
+    rest_coefficients,
+    row_coefficients,
+)
 from thunder_flce.operation.token_loss import VARIABLES, differentiate, evaluate, input_name, uses
 
 
@@ -95,10 +104,12 @@ class RowGradients:
             grad = of_rows(upstream.loss, divisor)
             return grad if scales.token_weights is None else grad * scales.token_weights
 
-        self._region, self._scale = region, loss.logit_scale
+        self._region, self._scale, self._rows = region, loss.logit_scale, rows
         self._s = s = steps.let(region, "s", of_loss(scales.divisor))
+        # With `Loss.target_rest`, A and B are known when the chunk's logits are.
+        weights = None if loss.target_rest else rows.target_weights
         probability, one_hot, uniform, _ = row_coefficients(
-            loss, s, scales.row_weights, region.operands.whole_vocab, target_weights=rows.target_weights
+            loss, s, scales.row_weights, region.operands.whole_vocab, target_weights=weights
         )
         if upstream.log_prob is not None:
             g_p = steps.let(region, "g_p", of_rows(upstream.log_prob))
@@ -126,7 +137,9 @@ class RowGradients:
         chunk: slice,
         statistics: RowStatistics | None,
         entropy: Tensor | None = None,
+        *,
         token_loss: "TokenLosses | None" = None,
+        target_entry: Tensor | None = None,
     ) -> RowCoefficients:
         """The chunk's coefficients.
 
@@ -135,6 +148,7 @@ class RowGradients:
             statistics: (C,) of these rows; may be None where `Loss.is_plain`.
             entropy: (C,) of these rows; None where the entropy has no upstream gradient.
             token_loss: of these rows, where it takes the place of the cross-entropy.
+            target_entry: z at each of the targets of these rows; may be None without `Loss.target_rest`.
         """
         vectors: list[Any] = [None if vector is None else vector[chunk] for vector in self._vectors]
         if token_loss is not None:
@@ -143,6 +157,14 @@ class RowGradients:
             vectors[0] = vectors[1] = -g_p
             if g_l is not None:
                 vectors[0] = vectors[0] + g_l
+        if self._region.loss.target_rest:
+            assert statistics is not None and target_entry is not None
+            u_y = self._region.logit_map(target_entry.to(self._region.operands.row_dtype))
+            row = Row(*statistics, target_logit=u_y, moments={})
+            targets = _soft_targets(self._region, self._rows, row, chunk)
+            assert targets.rest is not None
+            found = rest_coefficients(self._s[chunk], targets.weights, targets.rest)
+            vectors[:2] = (steps.let(self._region, name, value) for name, value in zip("AB", found, strict=True))
         if statistics is not None:
             if self._z_term is not None:
                 vectors[0] = vectors[0] + self._z_term[chunk] * (statistics.row_max + statistics.row_log_sum)
@@ -216,6 +238,15 @@ def chunk_result(region: Region, scales: RowScales, logits: LogitsBuffer, chunk:
     return ChunkResult(statistics, row.target_entry, moments, row.argmax, targets, token_loss)
 
 
+def _soft_targets(region: Region, rows: Rows, row: Row, chunk: slice) -> SoftTargets:
+    """The targets of the rows of `chunk`, where a row has several; `row` is what is known of these rows."""
+    weights, first = rows.target_weights, rows.first_targets
+    assert weights is not None
+    if first is None:
+        return SoftTargets(weights[chunk])
+    return SoftTargets(weights[chunk], Rest.of(row, weights[chunk], first[chunk], let=partial(steps.let, region)))
+
+
 def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) -> ForwardResult:
     """The loss, its further outputs and the saved statistics, from the results of all chunks."""
     loss, rows, vocab = region.loss, scales.rows, region.operands.whole_vocab
@@ -230,7 +261,9 @@ def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) ->
         name, of_rows = "token_losses", _joined(of_chunks) if of_chunks else row.max
     else:
         name = "cross_entropy"
-        of_rows = loss.cross_entropy(row, scales.row_weights, vocab, target_weights=rows.target_weights)
+        every_row = slice(0, rows.count)
+        targets = None if rows.target_weights is None else _soft_targets(region, rows, row, every_row)
+        of_rows = loss.cross_entropy(row, scales.row_weights, vocab, targets=targets)
     terms = [(steps.let(region, name, weighted(of_rows)), scales.divisor)]
     if (z_term := loss.z_term(row)) is not None:
         terms.append((steps.let(region, "z_term", weighted(z_term)), scales.z_divisor))

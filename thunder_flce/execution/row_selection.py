@@ -48,6 +48,9 @@ class Rows:
     target_weights: Tensor | None = None
     """(N, K) the weight of each of a row's targets, 0 for ignored ones; None where a row has one target"""
 
+    first_targets: Tensor | None = None
+    """(N, K) 1 for the first of a row's targets in a column, 0 for further and ignored ones; with `Loss.target_rest`"""
+
     @property
     def index(self) -> Tensor:
         """(N,) the tokens that the rows stand for, where there is an order."""
@@ -176,7 +179,16 @@ def with_target_weights(region: Region, rows: Rows) -> Rows:
         return rows
     counts = rows.target != region.loss.ignore_index
     weights = torch.where(counts, rows.mask_ignored(rows.gather(weights)), 0)
-    return replace(rows, target=torch.where(counts, rows.target, 0), target_weights=weights)
+    first = _first_in_column(rows.target, counts).to(weights.dtype) if region.loss.target_rest else None
+    return replace(rows, target=torch.where(counts, rows.target, 0), target_weights=weights, first_targets=first)
+
+
+def _first_in_column(target: Tensor, counts: Tensor) -> Tensor:
+    """(N, K) bool, True for the first of a row's targets in a column, of those that count."""
+    columns, order = torch.where(counts, target, -1).sort(dim=1, stable=True)
+    is_first = torch.ones_like(counts)
+    is_first[:, 1:] = columns[:, 1:] != columns[:, :-1]
+    return torch.zeros_like(counts).scatter(1, order, is_first) & counts
 
 
 def _ignores_rows(region: Region) -> bool:
@@ -356,6 +368,10 @@ def _planned_rows(region: Region, *, are_skipped: bool, waits: str = "") -> Plan
         tape.write(", ".join(names), words, note=waits if region.is_cuda else "")
     elif _ignores_rows(region) and target_weights is None:
         tape.write("y", "where(valid, y, 0)")
+    first_targets = None
+    if target_weights is not None and region.loss.target_rest:
+        first_targets = Value(tape, "first", shape=target.shape, dtype=target_weights.dtype)
+        tape.write(first_targets, f"first_in_column(y, {is_label})")
     if target_weights is not None and region.loss.ignores_rows:
         tape.write("q, y", f"where({is_label}, q, 0), where({is_label}, y, 0)")
     return PlannedRows(
@@ -366,6 +382,7 @@ def _planned_rows(region: Region, *, are_skipped: bool, waits: str = "") -> Plan
         order=valid if are_skipped else None,
         valid=valid if _ignores_rows(region) and not are_skipped else None,
         target_weights=target_weights,
+        first_targets=first_targets,
     )
 
 

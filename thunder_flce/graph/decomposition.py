@@ -11,7 +11,7 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
 from thunder_flce.graph.thunder_private import get_compile_data
-from thunder_flce.operation.loss import OUTPUTS, Loss, Row, RowWeights
+from thunder_flce.operation.loss import OUTPUTS, Loss, Rest, Row, RowWeights, SoftTargets
 from thunder_flce.operation.moments import MOMENTS
 from thunder_flce.operation.token_loss import VARIABLES, evaluate, input_name, uses
 
@@ -84,7 +84,14 @@ def loss_and_outputs(
         known |= {input_name(number): _token_input(each, logits) for number, each in enumerate(token_inputs)}
         of_rows = evaluate(loss.token_loss, known, ltorch)
     else:
-        of_rows = loss.cross_entropy(row, weights, columns, target_weights=target_weights, exact=True)
+        targets = None
+        if target_weights is not None:
+            rest = None
+            if loss.target_rest:
+                first = ltorch.to(_first_in_column(target, is_label), logits.dtype)
+                rest = Rest.of(row, target_weights, first, library=ltorch, let=lambda name, value: value)
+            targets = SoftTargets(target_weights, rest)
+        of_rows = loss.cross_entropy(row, weights, columns, targets=targets, exact=True, log=ltorch.log)
     terms = [(of_rows, divisor)]
     if loss.z_loss:
         terms.append((loss.z_term(row), z_divisor))
@@ -101,6 +108,14 @@ def loss_and_outputs(
             return result if output.ignored is None else ltorch.where(valid, result, output.ignored)
 
     return value, *map(computed, loss.outputs)
+
+
+def _first_in_column(target: TensorProxy, is_label: TensorProxy) -> TensorProxy:
+    """(N, K) whether a target is the first of its row in a column, of those that are labels."""
+    numbers = ltorch.arange(target.shape[1], device=target.device)
+    is_before = ltorch.lt(ltorch.unsqueeze(numbers, 0), ltorch.unsqueeze(numbers, 1))
+    is_same = ltorch.eq(ltorch.unsqueeze(target, 2), ltorch.unsqueeze(target, 1)) & ltorch.unsqueeze(is_label, 1)
+    return is_label & ltorch.eq(ltorch.sum(ltorch.to(is_same & is_before, target.dtype), 2), 0)
 
 
 def _token_input(tensor: TensorProxy, logits: TensorProxy) -> TensorProxy:

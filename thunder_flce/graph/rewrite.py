@@ -60,11 +60,11 @@ class Rewrite(TraceSubstitutionProcessor):
         if id(bsym) in self._replaced:
             return
         match = self._matches.get(id(bsym))
-        # The first result may be computed from further ones, such as a log-sum-exp: these need not be there.
-        own = set() if match is None else match.own
-        if match is not None and match.token_sum is not None:
-            own |= match.token_sum.dependent
-        if any(arg.name in self._missing and arg.name not in own for arg in bsym.flat_proxy_args):
+        if match is None:
+            has_to_wait = any(arg.name in self._missing for arg in bsym.flat_proxy_args)
+        else:
+            has_to_wait = self._waits(match)
+        if has_to_wait:
             self._missing |= {out.name for out in bsym.flat_proxy_outs}
             self._waiting.append(bsym)
         elif match is not None:
@@ -75,8 +75,29 @@ class Rewrite(TraceSubstitutionProcessor):
             self.add_processed_bsyms([bsym.from_bsym()])
             self.set_result(bsym.output)
 
+    def _waits(self, match: Match) -> bool:
+        """Whether a region reads what another one gives that is not written yet.
+
+        Its first result may be computed from further ones, such as a log-sum-exp: these need not be there.
+        """
+        others = [other for other in self._matches.values() if other is not match]
+        given = {name for each in others for name in (each.place.output.name, *_further_names(each))}
+        tensors = (*match.path.operands, match.arguments.target, match.arguments.weight, *match.place.flat_proxy_args)
+        waiting = [tensor.name for tensor in tensors if tensor is not None]
+        seen = set(match.own)
+        while given and waiting:
+            name = waiting.pop()
+            if name in seen:
+                continue
+            if name in given:
+                return True
+            seen.add(name)
+            if name in self._index.producers:
+                waiting += [arg.name for arg in self._index.producers[name].flat_proxy_args]
+        return False
+
     def _further_results(self) -> set[str]:
-        return {result.tensor.name for match in self._matches.values() for result in match.results[1:]}
+        return {name for match in self._matches.values() for name in _further_names(match)}
 
     def _fuse(self, match: Match) -> None:
         """Puts the region in place of its first result, and after it the operations that wait for another one.
@@ -201,6 +222,10 @@ class Rewrite(TraceSubstitutionProcessor):
         self._decisions.append(decision)
         region |= {"needs_grad": needs_grad, **planned.settings}
         return symbols.linear_cross_entropy(**region)
+
+
+def _further_names(match: Match) -> list[str]:
+    return [result.tensor.name for result in match.results[1:]]
 
 
 def _operands(term: Term, path: LogitsPath) -> tuple[TensorProxy, TensorProxy]:

@@ -8,9 +8,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
+import torch
 import torch.nn.functional as F
 from thunder import clang
 from thunder.core import devices, dtypes, prims
@@ -32,6 +34,7 @@ from thunder_flce.graph.thunder_private import (
     get_compile_data,
     get_grad,
     get_jit_ctx,
+    interpret_call,
     interpreter_needs_wrap,
     maybe_downcast_to,
     put_grad,
@@ -60,7 +63,8 @@ from thunder_flce.operation.problem import Problem
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import agreed_plan, cached_plan
-from thunder_flce.vocab_parallel import ONLY_EAGER, as_literal, settings_of
+from thunder_flce.token_functions import check_function
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, settings_of
 
 ONLY_WITH_EXECUTOR = (
     "thunder compiles vocab_parallel with the executor of thunder_flce only: use thunder_flce.jit, or "
@@ -189,6 +193,12 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
     if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
         return do_raise(NotImplementedError(ONLY_EAGER))
+    token_loss = kwargs.get("token_loss")
+    if token_loss is not None and token_loss.value is not None:
+        try:
+            check_function(token_loss.value)
+        except TypeError as error:
+            return do_raise(error)
     constants, given = {}, kwargs.pop("vocab_parallel", None)
     if given is not None and given.value is None:
         _add_check(given)
@@ -207,7 +217,6 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     for item in _items(kwargs.get("terms")):
         recursively_proxy(item, *_items(item))
     recursively_proxy(*args, *_items(kwargs.get("token_inputs")), **kwargs)
-    token_loss = kwargs.get("token_loss")
     if token_loss is not None and callable(token_loss.value):
         by_name = dict(zip(POSITIONAL, args, strict=False)) | kwargs
         inputs = list(map(unwrap, _items(by_name.get("token_inputs"))))
@@ -223,9 +232,27 @@ def _guard(vocab_parallel: Any) -> bool:
     """Has thunder compile anew for another vocab_parallel; False where thunder cannot find a wrapped value again."""
     if _add_check(vocab_parallel):
         return True
-    # The function may have made it of a group. Numbers that it reads thunder checks itself, but no dtype.
+    # The function may have made it of a group. Numbers that it reads thunder checks itself, and `_init` a dtype.
     group = vocab_parallel.attribute_wrappers.get("group")
     return group is not None and _add_check(group)
+
+
+def _copied(function: Any) -> FunctionType:
+    copy = FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# What thunder interprets in place of the constructor: at that itself, it would call `_init` again.
+_constructor = _copied(VocabParallel.__init__)
+
+
+@register_general_jit_lookaside(VocabParallel.__init__)
+def _init(self: Any, **fields: Any) -> Any:
+    """What thunder's interpreter calls where a program makes a `VocabParallel`."""
+    if "input_grad_dtype" in fields:
+        _add_check(fields["input_grad_dtype"])
+    return interpret_call(_constructor, self, **fields)
 
 
 def _add_check(wrapped: Any) -> bool:
@@ -237,11 +264,14 @@ def _add_check(wrapped: Any) -> bool:
     return True
 
 
-def _text(vocab_parallel: Any) -> str | None:
-    return None if vocab_parallel is None else as_literal(**settings_of(vocab_parallel))
+def _text(vocab_parallel: Any) -> str:
+    """A plain value for what is checked: a `VocabParallel`, its group or its dtype."""
+    if vocab_parallel is None or isinstance(vocab_parallel, torch.dtype):
+        return str(vocab_parallel)
+    return as_literal(**settings_of(vocab_parallel))
 
 
-def _check_vocab_parallel_impl(vocab_parallel: Any, text: str | None) -> None:
+def _check_vocab_parallel_impl(vocab_parallel: Any, text: str) -> None:
     if _text(vocab_parallel) != text:
         raise RuntimeError(f"vocab_parallel is not {text} any more")
 

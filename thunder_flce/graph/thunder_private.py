@@ -4,6 +4,8 @@
 All other modules import them from here, so that a missing name is one clear error.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -60,16 +62,23 @@ except ImportError as error:
 ThunderCompiler.__call__ = _use_lazy_graph_module(False)(ThunderCompiler.__call__)
 
 
+@contextmanager
+def with_defaults() -> Iterator[dict[str, Any]]:
+    """Has thunder know PyTorch's default dtype and device, which it asks for where a program makes a tensor."""
+    known = {"default_dtype": torch.get_default_dtype(), "default_device": torch.get_default_device()}
+    token = thunder._cache_info_ctx.set(known)
+    try:
+        yield known
+    finally:
+        thunder._cache_info_ctx.reset(token)
+
+
 def build_cache_entry(data: Any, stats: Any, traces: Any) -> Any:
     """What thunder compiles from a prologue, a computation and an epilogue trace, with its `compile_data` and stats."""
     name = "apply_transforms_and_build_cache_entry"
     if not hasattr(data, name):
         raise _missing(f"{type(data).__name__}.{name}")
-    # Everything else that thunder asks of a compilation is read from the traces themselves.
-    known = {"no_grad_sync": False, "alias_tensor_indices": ""}
-    known |= {"default_dtype": torch.get_default_dtype(), "default_device": torch.get_default_device()}
-    token = thunder._cache_info_ctx.set(known)
-    try:
+    with with_defaults() as known:
+        # Everything else that thunder asks of a compilation is read from the traces themselves.
+        known |= {"no_grad_sync": False, "alias_tensor_indices": ""}
         return getattr(data, name)(data, stats, known, *traces)
-    finally:
-        thunder._cache_info_ctx.reset(token)

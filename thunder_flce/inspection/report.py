@@ -26,6 +26,7 @@ from thunder_flce.inspection.subgraphs import Part, parts, source_line
 from thunder_flce.planning import cost
 from thunder_flce.planning.choose import alternatives, temporary_bytes
 from thunder_flce.planning.program import program
+from thunder_flce.planning.traffic import region_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +94,9 @@ class CompilationReport:
     def compile_seconds(self) -> dict[str, float]:
         """Time by step, in seconds.
 
-        What nvFuser and Triton compiled ("nvFuser row kernels", "Triton row kernels", "Triton gradient scaling") and
-        "products tuned" are what ran for the first time in this process, whichever compilation it belongs to.
+        What nvFuser and Triton compiled ("nvFuser row kernels", "Triton row kernels", "Triton gradient scaling"), what
+        other executors fused ("nvfuser fusions") and "products tuned" are what ran for the first time in this process,
+        whichever compilation it belongs to.
         """
         seconds = compile_seconds()
         if tuned := tunings():
@@ -447,6 +449,8 @@ def _decision_blocks(decision: Decision) -> Iterator[Block]:
         yield Block(missing, "yellow")
     for direction, stages in program(decision.region.problem, decision.region.plan).directions.items():
         yield table((direction, "runs in"), stage_rows(stages))
+    if decision.region.problem.shard is not None:
+        yield Block(_traffic(decision.region))
     rows = [
         (
             "▸" if plan.chosen else "",
@@ -457,6 +461,18 @@ def _decision_blocks(decision: Decision) -> Iterator[Block]:
         for plan in CompilationReport.plans(decision)
     ]
     yield table(("", "plan", "memory, predicted", "time, predicted"), rows, right=(2, 3))
+
+
+def _traffic(region: PlannedRegion) -> str:
+    """What ranks that divide the vocabulary move, and what they would move without that."""
+    problem, plan, _ = region
+    assert problem.shard is not None
+    gathered, divided = map(format_bytes, region_traffic(problem, plan))
+    gradients = " and reducing its gradient" if any(term.weight_grad for term in problem.terms) else ""
+    return (
+        f"over {problem.shard.ranks} ranks: a rank gets {divided} from the others; gathering the weight{gradients}, as "
+        f"FSDP does, would be {gathered} (head_traffic)"
+    )
 
 
 # Of the default plan on an H200: with PyTorch's operations 39% (S1) to 96% (U2) longer than with Triton's kernels, with

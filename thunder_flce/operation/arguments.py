@@ -89,6 +89,8 @@ def check_linear_cross_entropy(
     check_loss(loss, linear_weight.shape[0] if vocab is None else vocab)
     if target_weights is not None:
         _check_goes_with_target_weights(weight, loss)
+    elif loss.target_rest:
+        raise ValueError("target_rest is the rest of target_weights; without these it has no meaning")
     _check_token_loss(loss, len(token_inputs), has_class_weight=weight is not None)
     for name, number in numbers.items():
         if number is not None and name not in tensors and not _is_number(number):
@@ -98,6 +100,8 @@ def check_linear_cross_entropy(
             f'num_items is what reduction "mean" divides by, in place of the number of valid targets; with reduction '
             f"{loss.reduction!r} it has no meaning"
         )
+    for name, number in numbers.items():
+        _check_size(name, number)
     if isinstance(num_items, _NUMBERS) and not 0 <= float(num_items) < math.inf:
         raise ValueError(f"num_items must be finite and not negative, but got {num_items}")
     if isinstance(expected_gradient, _NUMBERS) and (expected_gradient == 0 or not math.isfinite(expected_gradient)):
@@ -111,6 +115,8 @@ def _check_goes_with_target_weights(weight: Any, loss: Loss) -> None:
         )
     if loss.token_loss:
         raise ValueError("token_loss takes the place of the cross-entropy that target_weights belong to")
+    if loss.target_rest and loss.reduction == "none":
+        raise ValueError('target_rest needs reduction "mean" or "sum"')
     if loss.label_smoothing:
         raise ValueError("label_smoothing must be 0 with target_weights, which are soft targets already")
     for name in ("log_prob", "accuracy"):
@@ -165,6 +171,7 @@ def check_linear_kl_divergence(
         value = getattr(divergence, name)
         if not _is_number(value):
             raise TypeError(f"{name} must be a number, but got {type(value).__name__}")
+        _check_size(name, value)
         if not is_right(value):
             raise ValueError(f"{name} must {expected}, but got {value}")
     check_loss(loss, of_weight[0])
@@ -298,12 +305,16 @@ def check_loss(loss: Loss, vocab: int) -> None:
             continue
         if not _is_number(value, Integral if is_int else Real):
             raise TypeError(f"{name} must be {'an int' if is_int else 'a number'}, but got {type(value).__name__}")
+        if not is_int:
+            _check_size(name, value)
         # The value of a proxy is not known.
         if isinstance(value, _NUMBERS):
             if not is_int and not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, but got {value}")
             if not is_right(value):
                 raise ValueError(f"{name} must {expected}, but got {value}")
+    if not isinstance(loss.target_rest, bool):
+        raise TypeError(f"target_rest must be a bool, but got {type(loss.target_rest).__name__}")
     if not isinstance(loss.outputs, tuple) or any(name not in OUTPUTS for name in loss.outputs):
         raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
     could_have_grad = [name for name in DIFFERENTIABLE_OUTPUTS if name in loss.outputs]
@@ -318,6 +329,12 @@ def check_loss(loss: Loss, vocab: int) -> None:
 
 def _is_tensor(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "requires_grad")
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Raises for a number that is an int which no tensor takes, and perhaps no float."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be a float or fit 64 bits, but is an int of {value.bit_length()} bits")
 
 
 def _is_number(value: Any, kind: type = Real) -> bool:

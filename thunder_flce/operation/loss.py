@@ -33,6 +33,12 @@ weights nor smoothing:
     cross_entropy = Σ_k q_k (l − (u_{y_k} − m))
     A = g Σ_k q_k + 2 ζ g_z (m + l) + g_e E + g_l,   B [v = y] becomes Σ_k g q_k [v = y_k]
 
+With `target_rest`, what the weights leave of 1 is the weight of all other columns together, as of one class, whose
+probability is r. P sums over the columns that are targets, each once:
+
+    r = 1 − Σ_P p_v,  q_r = max(1 − Σ_k q_k, 0),   cross_entropy = Σ_k q_k (l − (u_{y_k} − m)) − q_r log r
+    A = g (Σ_k q_k + q_r − q_r / r) + …,   B [v = y] becomes Σ_k g q_k [v = y_k] − g p_v q_r / r for v in P
+
 Everything is relative to m, so that the loss keeps its digits when all logits share a large offset. Kernels compute l
 as log1p of the sum without m's own 1, and p_y A − B as (p_y − 1) A + (A − B) with expm1, so that loss and gradient keep
 them where one column dominates.
@@ -151,6 +157,8 @@ class Loss:
     """Outputs through which no gradient flows though it could, as of what is only logged."""
     token_loss: TokenLoss = ()
     """What each row adds to the loss in place of its cross-entropy; () for that."""
+    target_rest: bool = False
+    """Whether what target weights leave of 1 is the weight of all other columns together."""
 
     def non_defaults(self) -> dict[str, Any]:
         """What a trace carries: the reduction, ignore_index, and the other fields that differ from their defaults."""
@@ -168,12 +176,18 @@ class Loss:
 
         Then C is 0, and A and B are known before the statistics.
         """
-        return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax or self.token_loss)
+        others = self.token_loss or self.target_rest
+        return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax or others)
+
+    @property
+    def needs_gradients_in_forward(self) -> str | None:
+        """The field for which gradients can only be computed in the forward; None where they need not."""
+        return "token_loss" if self.token_loss else "target_rest" if self.target_rest else None
 
     @property
     def differentiable_outputs(self) -> tuple[str, ...]:
         """The outputs through which a gradient may flow."""
-        if self.token_loss:
+        if self.needs_gradients_in_forward:
             return ()
         return tuple(name for name in DIFFERENTIABLE_OUTPUTS if name in self.outputs and name not in self.detached)
 
@@ -212,12 +226,20 @@ class Loss:
         return any(OUTPUTS[name].ignored is None for name in self.outputs)
 
     def cross_entropy(
-        self, row: Row, weights: RowWeights | None, columns: int, *, target_weights: Any = None, exact: bool = False
+        self,
+        row: Row,
+        weights: RowWeights | None,
+        columns: int,
+        *,
+        targets: "SoftTargets | None" = None,
+        exact: bool = False,
+        log: Callable[[Any], Any] = torch.log,
     ) -> Any:
         """(N,) each row's cross-entropy over so many columns; `exact` where u_y and m are of the same logits."""
-        if target_weights is not None:
+        if targets is not None:
             of_targets = Row(row.max.unsqueeze(-1), row.log_sum.unsqueeze(-1), row.target_logit, {})
-            return (target_weights * self.cross_entropy(of_targets, None, columns, exact=exact)).sum(-1)
+            value = (targets.weights * self.cross_entropy(of_targets, None, columns, exact=exact)).sum(-1)
+            return value if targets.rest is None else value - targets.rest.weight * log(targets.rest.probability)
         # In this order the loss keeps its digits when all logits share a large offset. A kernel's softcap may differ
         # from PyTorch's in its last digit, which must not make a loss negative.
         shifted = row.target_logit - row.max
@@ -245,6 +267,42 @@ class Loss:
         if self.reduction == "mean":
             values = [value / divisor for value, (_, divisor) in zip(values, terms, strict=True)]
         return values[0] if len(values) == 1 else values[0] + values[1]
+
+
+# The largest float32 below 1: the probability of all columns but a row's targets is no less than what is left of it.
+_LARGEST_SUM = 1 - 2.0**-24
+
+
+class Rest(NamedTuple):
+    """All columns of a row but its targets."""
+
+    probability: Any
+    """(N,) r"""
+    weight: Any
+    """(N,) q_r"""
+    of_targets: Any
+    """(N, K) p at each target, 0 for ignored ones and for further ones in the same column"""
+
+    @classmethod
+    def of(cls, row: Row, weights: Any, first: Any, *, library: Any = torch, let: Callable[[str, Any], Any]) -> "Rest":
+        """From the row, with u at its targets, their weights, and 1 for the first target in each column, (N, K).
+
+        `library` is what has exp and where, `torch` or thunder's; `let` gives a value a name where it is written down.
+        """
+        log_probability = row.target_logit - row.max.unsqueeze(-1) - row.log_sum.unsqueeze(-1)
+        of_targets = let("p_y", first * library.exp(log_probability))
+        total, weight = let("p_k", of_targets.sum(-1)), let("q_k", weights.sum(-1))
+        probability = let("r", library.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM))
+        return cls(probability, let("q_r", library.where(weight < 1, 1 - weight, 0.0)), of_targets)
+
+
+class SoftTargets(NamedTuple):
+    """Several targets of each row."""
+
+    weights: Any
+    """(N, K) q; 0 for ignored ones"""
+    rest: Rest | None = None
+    """Only with `Loss.target_rest`"""
 
 
 class RowCoefficients(NamedTuple):
@@ -275,6 +333,13 @@ def row_coefficients(
     if weights is not None:
         probability = one_hot + upstream * (weights.total * (loss.label_smoothing / columns))
     return RowCoefficients(probability, one_hot, upstream * (loss.label_smoothing / columns))
+
+
+def rest_coefficients(upstream: Any, weights: Any, rest: Rest) -> tuple[Any, Any]:
+    """A and B with `Loss.target_rest`, as far as they follow from the upstream gradient of each row's cross-entropy."""
+    ratio = rest.weight / rest.probability
+    probability = upstream * (weights.sum(-1) + rest.weight - ratio)
+    return probability, upstream.unsqueeze(-1) * (weights - ratio.unsqueeze(-1) * rest.of_targets)
 
 
 class LogitsAtColumns(NamedTuple):

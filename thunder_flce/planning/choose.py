@@ -158,7 +158,7 @@ def alternatives(problem: Problem, plan: Plan) -> list[Plan]:
     """
     kept = Options(ignored_rows=plan.ignored_rows, row_kernels=plan.row_kernels, batch_invariant=plan.batch_invariant)
     # Without gradients there is one strategy, and so there is with a token loss.
-    strategies = STRATEGIES if problem.needs_grad and not problem.loss.token_loss else ()
+    strategies = STRATEGIES if problem.needs_grad and not problem.loss.needs_gradients_in_forward else ()
     impossible = "gradients_in_forward" if _needs_later_sums(problem) else None
     others = [replace(kept, strategy=strategy) for strategy in strategies if strategy != impossible]
     if isinstance(plan, GradientsInForward | RecomputeLogits | LossOnly) and not isinstance(plan, SaveSomeLogits):
@@ -256,9 +256,10 @@ def _strategy_plan(problem: Problem, options: Options, budget: _Budget) -> Plan:
         )
     # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
     has_loss_scale = problem.dtype is not torch.float16 or problem.has_expected_gradient
-    if problem.loss.token_loss and (strategy not in (None, "gradients_in_forward") or not has_loss_scale):
+    only_in_forward = problem.loss.needs_gradients_in_forward
+    if only_in_forward and (strategy not in (None, "gradients_in_forward") or not has_loss_scale):
         raise ValueError(
-            "token_loss needs its gradients computed in the forward: no other strategy and, for float16, "
+            f"{only_in_forward} needs its gradients computed in the forward: no other strategy and, for float16, "
             "expected_gradient, such as a GradScaler's scale"
         )
     waits = _needs_later_sums(problem) or not (has_loss_scale or problem.loss.has_row_gradients)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from thunder_flce.execution.plan import Plan
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.problem import Problem, TermShape
 from thunder_flce.operation.shard import Shard
@@ -53,8 +54,29 @@ def head_traffic(
         tokens=ranks * tokens, terms=(TermShape(hidden=hidden, input_grad=True, weight_grad=True),), vocab=largest,
         weight_rows=largest, dtype=dtype, device_type="cuda", loss=Loss(), shard=shard,
     )  # fmt: skip
-    steps = program(problem, agreed_plan(problem, Options(row_kernels="torch"), None)).steps
-    moved = sum(step.bytes for step in steps if step.runs_in == "NCCL")
-    weight_bytes = vocab * hidden * (dtype.itemsize + (reduce_dtype or dtype).itemsize)
-    of_others = (ranks - 1) / ranks
+    plan = agreed_plan(problem, Options(row_kernels="torch"), None)
+    return region_traffic(problem, plan, reduce_dtype=reduce_dtype)
+
+
+def region_traffic(problem: Problem, plan: Plan, *, reduce_dtype: torch.dtype | None = None) -> HeadTraffic:
+    """The same of a region whose vocabulary is divided, as its plan runs it, and of FSDP2 in its place.
+
+    Args:
+        problem: with a shard.
+        plan: how it runs.
+        reduce_dtype: see `head_traffic`.
+    """
+    shard = problem.shard
+    assert shard is not None
+    moved = 0
+    for step in program(problem, plan).steps:
+        if step.runs_in in ("NCCL", "gloo"):
+            # All ranks have the whole sum of dX where they have the same tokens: it is reduce-scattered and gathered.
+            is_all_reduce = step.result.startswith("dX") and not shard.sequence_parallel
+            moved += step.bytes * (2 if is_all_reduce else 1)
+    weight_bytes = 0
+    for term in problem.terms:
+        itemsize = problem.dtype.itemsize + term.weight_grad * (reduce_dtype or problem.dtype).itemsize
+        weight_bytes += shard.vocab * term.hidden * itemsize
+    of_others = (shard.ranks - 1) / shard.ranks
     return HeadTraffic(fully_shard=weight_bytes * of_others, data_parallel=moved * of_others)

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph.dynamo.sizes import Sizes
 from thunder_flce.graph.matching import losses as losses_in_trace
-from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions
+from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions, with_defaults
 from thunder_flce.loss_nodes import LINEARS, is_call, is_linear, is_loss, name_of, region_ends, value_of
 
 # A property is one of aten's operators from torch 2.15 on, and a getattr before.
@@ -91,7 +91,7 @@ def trace_region(graph: Graph) -> RegionTrace:
         if isinstance(value_of(node), Tensor):
             for size in value_of(node).shape:
                 region.sizes.number(size)
-    with tracectx(region.trace), langctx(Languages.TORCH), disable_autocast():
+    with tracectx(region.trace), langctx(Languages.TORCH), disable_autocast(), with_defaults():
         tracer = _Tracer(region)
         for node in graph.nodes:
             if node.op in ("call_function", "call_method", "call_module"):

@@ -363,7 +363,7 @@ class _Candidate:
             path=path,
             arguments=arguments,
             results=results,
-            weighted=weighted_sum(self.bsym, self.paths[0][0].tensor, index) if is_alone else None,
+            weighted=weighted_sum(self.bsym, index) if is_alone else None,
             wraps_labels=self.reading is not None and self.reading.wraps_labels,
             reduced=reduced,
             own=frozenset(out.name for bsym in self.own_and_paths() for out in bsym.flat_proxy_outs),

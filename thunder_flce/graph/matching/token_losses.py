@@ -69,7 +69,7 @@ class TokenInput(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenSum:
-    """A sum of token losses, each times a weight that does not depend on the logits."""
+    """A sum of token losses, each times a weight without a gradient."""
 
     place: BoundSymbol
     """What computes the sum."""
@@ -286,7 +286,7 @@ class _Search:
         return name
 
     def _step(self, bsym: BoundSymbol, operand: TensorProxy) -> Step | None:
-        return linear_step(bsym, operand, self._logits, self._index, self._sums)
+        return linear_step(bsym, operand, self._index, self._sums)
 
     def _is_closed(self, place: BoundSymbol) -> bool:
         """Whether no gradient reaches the sources but through one sum."""

@@ -80,21 +80,21 @@ class Step:
         return grad
 
 
-def weighted_sum(losses: BoundSymbol, logits: TensorProxy, index: TraceIndex) -> WeightedSum | None:
+def weighted_sum(losses: BoundSymbol, index: TraceIndex) -> WeightedSum | None:
     """What becomes of the losses of rows, or of log-probabilities, in programs such as `(losses * w).sum() / w.sum()`.
 
     Args:
         losses: what computes them.
-        logits: what the factors must not depend on.
         index: of the trace.
 
     Returns:
-        None where that is not a sum, or where a factor is not known before the losses.
+        None where that is not a sum, or where a factor needs a gradient. A factor may depend on the logits; whether it
+        depends on what the region itself gives, `match` finds out.
     """
     bsyms, steps, tensor = [losses], [], losses.output
     while tensor.ndim > 0:
         users = index.users(tensor)
-        step = linear_step(users[0], tensor, logits, index) if len(users) == 1 else None
+        step = linear_step(users[0], tensor, index) if len(users) == 1 else None
         if step is None:
             return None
         bsyms.append(users[0])
@@ -104,14 +104,13 @@ def weighted_sum(losses: BoundSymbol, logits: TensorProxy, index: TraceIndex) ->
 
 
 def linear_step(
-    user: BoundSymbol, tensor: TensorProxy, logits: TensorProxy, index: TraceIndex, addends: Collection[str] = ()
+    user: BoundSymbol, tensor: TensorProxy, index: TraceIndex, addends: Collection[str] = ()
 ) -> Step | None:
     """What an operation is to one of its operands; None where it is not linear in that.
 
     Args:
         user: the operation.
         tensor: the operand.
-        logits: what a factor must not depend on.
         index: of the trace.
         addends: the names of what may be added to the operand.
     """
@@ -147,7 +146,7 @@ def linear_step(
         return None
     factor = others[0]
     if isinstance(factor, TensorProxy):
-        if factor.name in index.need_grad or index.derives_from(factor, logits):
+        if factor.name in index.need_grad:
             return None
     elif not isinstance(factor, int | float) or isinstance(factor, Proxy) or (is_divided and factor == 0):
         return None
