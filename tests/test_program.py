@@ -211,7 +211,8 @@ def eager(problem: Problem, operands: dict[str, torch.Tensor], upstream: dict[st
     else:
         given = {"class_weight": operands.get("w"), "num_items": operands.get("num_items")}
         given |= {"token_inputs": [operands[f"i{number}"] for number in range(problem.token_inputs)]}
-        results = composed(logits, operands["y"], **given, **vars(problem.loss))
+        given |= {name: value for name, value in vars(problem.loss).items() if name != "target_rest"}
+        results = composed(logits, operands["y"], **given)
     named = dict(zip(("loss", *problem.loss.outputs), results if problem.loss.outputs else (results,), strict=True))
     # What needs a gradient, by the name of the gradient.
     needing = {f"d{name}": tensor for name, tensor in operands.items() if tensor.requires_grad}
