@@ -856,6 +856,27 @@ def test_what_differs_between_ranks_raises_on_all_of_them(checks_every_call, mon
             assert isinstance(found, ValueError) and re.search(message, str(found))
 
 
+@pytest.mark.parametrize("divided", [None, "sequence_parallel", "data_parallel"])
+def test_what_is_equal_where_each_call_is_compared(divided, monkeypatch):
+    """Not the tokens, where each rank has its own, and a NaN is one on all ranks."""
+    monkeypatch.setenv(CHECK_EVERY_CALL, "1")
+    case = make_case(tokens=38)
+
+    def run(rank):
+        mine = part_of(case, parts((50, 51))[rank])
+        tokens = slice(19 * rank, 19 * (rank + 1)) if divided else slice(None)
+        parallel = VocabParallel(group=dist.group.WORLD, **({divided: True} if divided else {}))
+        given = (mine.x[tokens], mine.weight, mine.target[tokens])
+        return [
+            linear_cross_entropy(*given, num_items=items, vocab_parallel=parallel).detach()
+            for items in (None, 38, torch.tensor(torch.nan))
+        ]
+
+    exact = F.cross_entropy(case.x.double() @ case.weight.double().t(), case.target)
+    for mean, _, nan in as_threads(2, run):
+        assert error(mean, exact) < 1e-6 and nan.isnan()
+
+
 @pytest.mark.parametrize("data_parallel", [False, True], ids=["", "data parallel"])
 @pytest.mark.parametrize(
     ("refused", "message"),

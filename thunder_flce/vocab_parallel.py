@@ -141,7 +141,7 @@ def agree(parallel: VocabParallel, arguments: Mapping[str, Any], *, loss: Loss, 
     checks_every_call = os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0")
     if key in known and not checks_every_call:
         return known[key]
-    values = _values(arguments) if checks_every_call else {}
+    values = _values(parallel, arguments) if checks_every_call else {}
     memory = DeviceMemory.of(weight.device) if isinstance(weight, Tensor) else None
     given = _told_by_all(group, (call | values, rows, parallel.start, memory))
     for rank, told in enumerate(given):
@@ -235,15 +235,15 @@ def _word(value: Any, *, is_part: bool) -> str:
     return f"{kind}{dtype} ({', '.join(map(str, shape))}) on {value.device.type}{gradient}"
 
 
-def _values(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that must be equal, too."""
+def _values(parallel: VocabParallel, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers that must be equal, too, in words: a NaN is not equal to itself."""
     target, number = arguments["target"], arguments["num_items"]
     values: dict[str, Any] = {}
-    if isinstance(target, Tensor):
+    if isinstance(target, Tensor) and not parallel.divides_tokens:
         weights = torch.arange(1, target.numel() + 1, device=target.device)
         values["the values of target"] = int((target.reshape(-1).long() * weights).sum())
     if isinstance(number, Tensor | int | float):
-        values["the value of num_items"] = number.tolist() if isinstance(number, Tensor) else number
+        values["the value of num_items"] = str(number.tolist() if isinstance(number, Tensor) else number)
     return values
 
 
