@@ -37,7 +37,15 @@ from reference import (
 )
 from test_plan import problem
 from test_properties import SPECIAL, one_pass_problems, problems, run_examples, special_case
-from thunder_flce import Options, VocabParallel, count_items, functional, linear_cross_entropy, operators
+from thunder_flce import (
+    LinearCrossEntropyLoss,
+    Options,
+    VocabParallel,
+    count_items,
+    functional,
+    linear_cross_entropy,
+    operators,
+)
 from thunder_flce.device import DeviceMemory
 from thunder_flce.execution.plan import SaveSomeLogits
 from thunder_flce.operation.loss import Loss
@@ -793,6 +801,10 @@ def test_traced_programs():
                 assert error(compiled(*tensors), exact) < 1e-12
             with pytest.raises(NotImplementedError, match="work in eager calls only"):
                 thunder_flce.jit(of_call)(*tensors)
+        module = LinearCrossEntropyLoss(*case.weight.shape[::-1], dtype=case.weight.dtype, vocab_parallel=mesh)
+        module.linear.weight = torch.nn.Parameter(distribute_tensor(case.weight.detach(), mesh, [DivideRows(0)]))
+        with pytest.raises(NotImplementedError, match="work in eager calls only"):
+            thunder_flce.jit(module)(case.x, case.target)
         saving = partial(loss, vocab_size=90, options=Options(strategy="save_logits"))
         with pytest.raises(
             torch._dynamo.exc.TorchRuntimeError, match="strategy must not be .save_logits. with vocab_s"

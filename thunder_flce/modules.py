@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.operation.arguments import check_loss
@@ -202,12 +201,13 @@ class LinearCrossEntropyLoss(nn.Module):
         parameter: Tensor = getattr(self.linear, name)
         if self.vocab_parallel is None:
             return parameter
-        if not isinstance(parameter, DTensor):
+        # thunder traces a stand-in, which has the mesh but not the class.
+        if not hasattr(parameter, "device_mesh"):
             raise TypeError(
                 f"linear.{name} must be a DTensor with vocab_parallel, but is a plain tensor; assign "
                 f"nn.Parameter(distribute_tensor({name}, mesh, [Shard(0)])) to it"
             )
-        return parameter.to(input.dtype)
+        return parameter if parameter.dtype == input.dtype else parameter.to(input.dtype)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         # A `torch.nn.Linear`, in whose place the module is, names its parameters so. Class weights have one dimension;
