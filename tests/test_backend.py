@@ -306,6 +306,28 @@ def test_rows_counted_on_the_default_device(dynamic):
 
 
 @quick
+@pytest.mark.parametrize("rows", [range(6), range(5, -1, -1)], ids=["", "backwards"])
+@pytest.mark.parametrize("compile", [compiled_with, thunder_flce.thunderfx])
+def test_rows_counted_by_python(compile, rows, monkeypatch):
+    """`range` becomes a tensor, which thunder can trace."""
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
+
+    def program(hidden, weight, labels):
+        return -F.linear(hidden, weight).log_softmax(-1)[rows, labels].mean()
+
+    arguments = torch.randn(6, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (6,))
+    compiled = compile(program, fullgraph=True)
+    torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
+    reports = thunder_flce.explain(compiled)
+    found = [
+        decision.fused
+        for report in (reports if isinstance(reports, list) else [reports])
+        for decision in report.decisions
+    ]
+    assert found == [rows[0] == 0]
+
+
+@quick
 def test_operands_computed_without_grad():
     """The region stays where the loss was: where its operands are computed, gradients are off."""
 

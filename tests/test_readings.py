@@ -302,6 +302,18 @@ def _less_maximum(logits):
     return logits - logits.amax(-1, keepdim=True)
 
 
+def _of_counts(logits, labels, divided=torch.clone, total=None, summed=torch.clone):
+    """A log-probability where nothing is given."""
+    counts = logits.exp()
+    total = summed(counts).sum(-1, keepdim=True) if total is None else total(counts)
+    return (divided(counts) / total).gather(-1, labels[:, None]).log()
+
+
+def _of_counts_that_are_used(logits, labels):
+    counts = logits.exp()
+    return (counts / counts.sum(-1, keepdim=True)).gather(-1, labels[:, None])[:, 0].log() + counts.sum(-1)
+
+
 def _of_broadcast_labels(logits, labels):
     labels, log_probs = torch.broadcast_tensors(labels[:, None], logits.log_softmax(-1))
     return log_probs.gather(-1, labels[..., :1]).squeeze(-1) + labels.sum()
@@ -330,6 +342,17 @@ LOOKALIKES = {
     "less the maximum in the sum": lambda z, y: _by_hand(z, y, _less_maximum),
     "exponentials of constants": lambda z, y: _by_hand(z, y, torch.detach),
     "maximum that is used": lambda z, y: _log_prob(_less_maximum(z), y) * z.amax(-1),
+    "counts over a constant sum": lambda z, y: _of_counts(z, y, summed=torch.detach),
+    "constant counts": lambda z, y: _of_counts(z, y, divided=torch.detach),
+    "counts over the sum of others": lambda z, y: _of_counts(z, y, summed=torch.sqrt),
+    "counts over the sum of all": lambda z, y: _of_counts(z, y, total=torch.sum),
+    "counts over the sums of columns": lambda z, y: _of_counts(z, y, total=lambda each: each.sum(0, keepdim=True)),
+    "counts that are used": _of_counts_that_are_used,
+    "expectation of counts": lambda z, y: -(z.exp() / z.exp().sum(-1, keepdim=True) * z.exp()).sum(-1),
+    "softmax of counts": lambda z, y: _log_prob(z.exp(), y),
+    "divided after the maximum": lambda z, y: _log_prob(_less_maximum(z) / 0.7, y),
+    "divided after the maximum, as a sum": lambda z, y: _by_hand(_less_maximum(z) / 0.7, y, lambda logits: logits),
+    "expectation less the maximum": lambda z, y: z.logsumexp(-1) - (z.softmax(-1) * _less_maximum(z)).sum(-1),
     "labels that stay broadcast": _of_broadcast_labels,
     "weighted by a constant entropy": _weighted_by_entropy,
     "weighted by a constant log-sum-exp": lambda z, y: z.detach().logsumexp(-1) * _log_prob(z, y),

@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 LINEARS = ("linear", "matmul", "mm", "addmm")
 _NORMALISERS = ("log_softmax", "softmax", "logsumexp")
+# The same spelled out: an operation, and what makes its operand.
+_LAST_OF_NORMALISERS = {("log", "sum"), ("truediv", "exp"), ("div", "exp")}
 _GATHERS = ("gather", "take_along_dim")
 _PRODUCTS = ("mul", "neg", "special_entr", "xlogy", "special_xlogy")
 _CHECKPOINT = "tag_activation_checkpoint"
@@ -52,14 +54,18 @@ def region_ends(graph: Graph) -> list[Node]:
     widths: dict[Node, set[Any]] = {}
     """For each source, how many columns what is normalised or gathered may have."""
     for node in graph.nodes:
-        if is_call(node) and name_of(node) in (*_NORMALISERS, *_GATHERS) and node.all_input_nodes:
-            operand = node.all_input_nodes[0]
+        operand = node.all_input_nodes[0] if is_call(node) and node.all_input_nodes else None
+        if operand is not None and _gathers_or_normalises(node, operand):
             for source in sources_above(operand):
                 sizes = [size for each in (source, operand) for size in _shape(value_of(each))[-1:]]
                 widths.setdefault(source, set()).update(sizes)
     for source, sizes_of_source in widths.items():
         ends |= dict.fromkeys(_readers_below(source, sizes_of_source))
     return list(ends)
+
+
+def _gathers_or_normalises(node: Node, operand: Node) -> bool:
+    return name_of(node) in (*_NORMALISERS, *_GATHERS) or (name_of(node), name_of(operand)) in _LAST_OF_NORMALISERS
 
 
 def sources_above(node: Node) -> set[Node]:
@@ -103,18 +109,28 @@ def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
     dimensions = [each for each in rest if type(each) is int and -len(shape) <= each < len(shape)]
     is_over_classes = any(shape[each] in sizes for each in dimensions)
     if name in ("sum", "nansum"):
-        return is_over_classes and name_of(operand) in _PRODUCTS
+        is_over_all = not _shape(value_of(node)) and _multiplies_rows(operand, sizes)
+        return (is_over_classes or is_over_all) and name_of(operand) in _PRODUCTS
+    if name == "kl_div":
+        return bool(shape) and shape[-1] in sizes
     indices = [each for each in rest if isinstance(each, Node) and isinstance(value_of(each), Tensor)]
-    is_gather = is_over_classes if name in _GATHERS else name == "getitem" and len(indices) == len(shape) > 1
+    keys = len(indices) + sum(isinstance(each, range) for each in rest)
+    is_gather = is_over_classes if name in _GATHERS else name == "getitem" and keys == len(shape) > 1
     # Columns that hang on the logits are choices, as of a gate's experts.
     return is_gather and source not in _reached(indices, _inputs_but_for_linears)
 
 
+def _multiplies_rows(product: Node, sizes: set[Any]) -> bool:
+    """Whether what is multiplied has rows and classes, all of it: not so in what balances the load of experts."""
+    shapes = {_shape(value_of(operand)) for operand in product.all_input_nodes}
+    return len(shapes) == 1 and all(len(shape) > 1 and shape[-1] in sizes for shape in shapes)
+
+
 def _is_sum_of_products(einsum: Node) -> bool:
-    """Whether it may be a sum over one dimension of the products of two tensors."""
+    """Whether it may be a sum, over one dimension or all of them, of the products of two tensors."""
     shapes = [_shape(value_of(operand)) for operand in einsum.all_input_nodes]
     operands = [arg for arg in einsum.args if isinstance(arg, Node)]
-    return len(operands) == 2 and len(set(shapes)) == 1 and _rank(einsum) == len(shapes[0]) - 1
+    return len(operands) == 2 and len(set(shapes)) == 1 and _rank(einsum) in (0, len(shapes[0]) - 1)
 
 
 def _inputs_but_for_linears(node: Node) -> Iterable[Node]:

@@ -392,6 +392,26 @@ def log_probability_by_maximum_and_exponentials(hidden, weight, tokens):
     return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) - logits.exp().sum(-1).log()
 
 
+def log_probability_of_counts(hidden, weight, tokens):
+    """A softmax that is spelled out, too."""
+    logits = F.linear(hidden, weight)
+    counts = (logits - logits.max(dim=-1, keepdim=True)[0]).exp()
+    probabilities = counts / counts.sum(dim=-1, keepdim=True)
+    return -probabilities.gather(-1, tokens.unsqueeze(-1)).log().mean()
+
+
+def entropy_of_counts(hidden, weight, tokens):
+    logits = F.linear(hidden, weight)
+    probabilities = torch.exp(logits) / torch.exp(logits).sum(dim=-1, keepdim=True)
+    return -(probabilities * torch.log(probabilities)).sum(dim=-1).mean()
+
+
+def entropy_less_the_maximum(hidden, weight, tokens):
+    logits = F.linear(hidden, weight)
+    shifted = logits - logits.amax(dim=-1, keepdim=True)
+    return (shifted.logsumexp(-1) - (logits.softmax(-1) * shifted).sum(-1)).mean()
+
+
 def log_probability_and_entropy_of_categorical(hidden, weight, tokens):
     """The labels are broadcast to the shape of the logits, and these clamped to be finite."""
     policy = Categorical(logits=F.linear(hidden, weight), validate_args=False)
@@ -589,6 +609,9 @@ FUSED: tuple[Callable, ...] = (
     log_softmax_by_logsumexp,
     log_softmax_by_maximum_and_exponentials,
     log_probability_by_maximum_and_exponentials,
+    log_probability_of_counts,
+    entropy_of_counts,
+    entropy_less_the_maximum,
     log_probability_and_entropy_of_categorical,
     probability_gathered,
     log_probability_indexed,
@@ -687,6 +710,17 @@ def entropy_by_nansum(hidden, weight, tokens):
     return -(log_probs.exp() * log_probs).nansum(-1).mean()
 
 
+def one_hot_targets(hidden, weight, tokens):
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    return -(F.one_hot(tokens, weight.shape[0]) * log_probs).sum(-1).mean()
+
+
+def divergence_from_a_teacher(hidden, weight, second_weight):
+    with torch.no_grad():
+        teacher = F.linear(hidden, second_weight).softmax(-1)
+    return F.kl_div(F.linear(hidden, weight).log_softmax(-1), teacher, reduction="batchmean")
+
+
 def log_probability_after_an_activation(hidden, weight, tokens):
     logits = torch.relu(F.linear(hidden, weight))
     return F.log_softmax(logits, -1).gather(-1, tokens.unsqueeze(-1)).sum()
@@ -759,6 +793,8 @@ NOT_FUSED: dict[Callable, Reason] = {
     log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,
     entropy_by_nansum: Reason.TRANSFORMED_LOGITS,
     entropy_beside_an_epsilon: Reason.TRANSFORMED_LOGITS,
+    one_hot_targets: Reason.CLASS_PROBABILITIES,
+    divergence_from_a_teacher: Reason.CLASS_PROBABILITIES,
     tanh_after_the_maximum_was_subtracted: Reason.TRANSFORMED_LOGITS,
     log_softmax_with_the_maximum_added_again: Reason.TRANSFORMED_LOGITS,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,

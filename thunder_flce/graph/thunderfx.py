@@ -10,6 +10,7 @@ from thunder.core.transform_common import Transform
 from thunder.extend import Executor
 
 from thunder_flce.graph.plugin import with_fusion
+from thunder_flce.graph.ranges import spell_out_ranges
 from thunder_flce.graph.thunder_private import (
     ThunderCompiler,
     ThunderFXCompiledObject,
@@ -56,6 +57,7 @@ def thunderfx(
 _KEPT = {
     *(torch.detach, torch.Tensor.detach, torch.narrow, torch.Tensor.narrow, torch.broadcast_tensors),
     *(torch.special.entr, torch.special.xlogy, torch.xlogy, torch.Tensor.xlogy, torch.nansum, torch.Tensor.nansum),
+    F.kl_div,
 }
 
 
@@ -69,6 +71,7 @@ class _Compiler(ThunderCompiler):
     def __call__(self, gm: torch.fx.GraphModule, sample_args: list[Any]) -> torch.fx.GraphModule:
         # thunder appends a transform of its own for each graph, and the list would grow.
         self.thunder_options["transforms"] = list(self._transforms)
+        spell_out_ranges(gm.graph)
         _spell_out_operations(gm)
         _spell_out_autocast(gm)
         _spell_out_ignore_index(gm)

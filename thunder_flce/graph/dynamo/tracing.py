@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph.dynamo.sizes import Sizes
 from thunder_flce.graph.matching import losses as losses_in_trace
+from thunder_flce.graph.ranges import spell_out_ranges
 from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions, with_defaults
 from thunder_flce.loss_nodes import LINEARS, is_call, is_linear, is_loss, name_of, region_ends, value_of
 
@@ -81,9 +82,10 @@ class RegionTrace:
 def trace_region(graph: Graph) -> RegionTrace:
     """Traces the region of the graph's losses, log-probabilities and entropies, of which there has to be one.
 
-    Puts the casts of autocast into the graph, where an operation of the region does them.
+    Puts the casts of autocast into the graph, where an operation of the region does them, and tensors for ranges.
     """
     _spell_out_autocast(graph)
+    spell_out_ranges(graph)
     region = RegionTrace(graph, Sizes(graph))
     wanted = _region_of(graph)
     for node in _below([node for node in graph.nodes if node in wanted and is_linear(node)]):

@@ -85,14 +85,14 @@ class LogitsPath:
     vocab_size: int | None = None
     """The number of columns, where only the first columns of the vocabulary are kept."""
     normalised: str = ""
-    """"log_softmax" or "softmax" where the tensor is this function of the logits."""
+    """"log_softmax" or "softmax" where the tensor is this function of the logits; "exp" on the way to the latter."""
     rows: tuple[RowStep, ...] = ()
     bias_carries_grad: bool = True
     """Whether gradients flow to the bias, which may be added after the terms were detached."""
     shift: str = ""
     """The name of the rows' maximum, where that was subtracted: what is then asked for must not depend on it."""
     inner: tuple[BoundSymbol, ...] = ()
-    """Of `bsyms`, what computes that maximum, and the log-sum-exp of a log_softmax that is spelled out."""
+    """Of `bsyms`, what computes that maximum, and the sum in a log_softmax or softmax that is spelled out."""
     group: ProcessGroup | None = None
     """The ranks among which the rows of the weights and of the bias are divided; the tensor has the columns of all."""
 
@@ -188,6 +188,8 @@ def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
         if not several:
             raise _changed(bsym)
         paths += several
+    if paths[-1].normalised == "exp":
+        raise NotFused(Reason.TRANSFORMED_LOGITS, "by exp")
     return paths
 
 
@@ -415,7 +417,34 @@ def _divide(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPat
     a, b = bsym.args
     if not isinstance(a, TensorProxy) or bsym.kwargs.get("rounding_mode") is not None:
         raise _changed(bsym)
+    if path.normalised == "exp":
+        return _softmax_of_exponentials(index, path, bsym)
     return _scale(path, bsym, 1 / _factor(bsym, b))
+
+
+def _softmax_of_exponentials(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
+    """The exponentials of the logits divided by their sums, which may be of the same computed once more."""
+    exponentials, total = bsym.args
+    producer = index.producers.get(total.name) if isinstance(total, TensorProxy) else None
+    if exponentials.name != path.tensor.name or producer is None or producer.sym.id != ltorch.sum.id:
+        raise _changed(bsym)
+    own, again = index.producers[exponentials.name], index.producers.get(producer.args[0].name)
+    inner: tuple[BoundSymbol, ...] = (producer,)
+    if again is not own:
+        if again is None or not again.sym.id == own.sym.id == ltorch.exp.id or again.args[0].name != own.args[0].name:
+            raise _changed(bsym)
+        inner = (again, producer)
+    is_in_one_dtype = path.tensor.dtype == total.dtype == bsym.output.dtype
+    if not is_in_one_dtype or tuple(total.shape) != _kept(path):
+        raise _changed(bsym)
+    if carries_grad(bsym.output) and not (path.carries_grad and all(carries_grad(each.output) for each in inner)):
+        raise _changed(bsym)
+    return path.then(bsym, normalised="softmax", shift="", bsyms=inner, inner=(*path.inner, *inner))
+
+
+def _kept(path: LogitsPath) -> tuple[int, ...]:
+    """The shape of what is one number for each row, with the dimension of the classes."""
+    return (*path.tensor.shape[: path.class_dimension], 1, *path.tensor.shape[path.class_dimension + 1 :])
 
 
 def _factor(bsym: BoundSymbol, value: Any) -> Fraction:
@@ -439,8 +468,7 @@ def _scale(path: LogitsPath, bsym: BoundSymbol, factor: Fraction) -> LogitsPath:
 def _subtract(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     """The logits less their log-sum-exp are their log_softmax; less their maximum, they still have the same one."""
     logits, subtracted = bsym.args
-    kept = (*path.tensor.shape[: path.class_dimension], 1, *path.tensor.shape[path.class_dimension + 1 :])
-    if not all(isinstance(arg, TensorProxy) for arg in bsym.args) or tuple(subtracted.shape) != kept:
+    if not all(isinstance(arg, TensorProxy) for arg in bsym.args) or tuple(subtracted.shape) != _kept(path):
         raise _changed(bsym)
     if logits.name != path.tensor.name or path.normalised or bsym.kwargs.get("alpha", 1) != 1:
         raise _changed(bsym)
@@ -499,15 +527,15 @@ def _normalise(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, *, functi
     if dimension % path.tensor.ndim != path.class_dimension:
         raise NotFused(Reason.CLASS_DIMENSION, f"{function} over dimension {dimension}")
     # A softmax of log-probabilities is that of the logits; one of probabilities is another.
-    if path.normalised == "softmax":
-        raise _changed(bsym, " after softmax")
+    if path.normalised in ("softmax", "exp"):
+        raise _changed(bsym, f" after {path.normalised}")
     return replace(_same_values(index, path, bsym), normalised=function, shift="")
 
 
 def _exp(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
-    if path.normalised != "log_softmax":
+    if path.normalised not in ("log_softmax", ""):
         raise _changed(bsym)
-    return path.then(bsym, normalised="softmax")
+    return path.then(bsym, normalised="softmax" if path.normalised else "exp")
 
 
 def _log(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
@@ -646,5 +674,6 @@ RULES: dict[Any, Callable[[TraceIndex, LogitsPath, BoundSymbol], LogitsPath]] = 
 _SHIFT_INVARIANT = {
     *(COPIES | _PERMUTATIONS | RESHAPES),
     *(ltorch.detach.id, ltorch.getitem.id, ltorch.sub.id, ltorch.log_softmax.id, "torch.softmax"),
+    *(ltorch.exp.id, ltorch.div.id, ltorch.true_divide.id),
 }
 """What may follow where the maximum of each row was subtracted."""

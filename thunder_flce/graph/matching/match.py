@@ -550,7 +550,8 @@ def _indices_of_maximum(path: LogitsPath, user: BoundSymbol, index: TraceIndex) 
         return None
     dimension = user.args[1]
     is_over_vocab = isinstance(dimension, int) and dimension % path.tensor.ndim == path.class_dimension
-    return indices if is_over_vocab else None
+    # Several exponentials may be infinite.
+    return indices if is_over_vocab and path.normalised != "exp" else None
 
 
 def _has_same_maximum(path: LogitsPath, other: LogitsPath) -> bool:

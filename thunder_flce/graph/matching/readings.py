@@ -285,19 +285,45 @@ def _expectation(
     try:
         ways = [paths_to(factor, index) for factor, _ in factors]
     except NotFused as reason:
-        is_entropy = all(_is_of_softmax(factor, index) for factor, _ in factors)
-        return _unknown(index, bsym, factors[0][0], (0, sign, -sign), reason) if is_entropy else None
+        if all(_is_of_softmax(factor, index) for factor, _ in factors):
+            return _unknown(index, bsym, factors[0][0], (0, sign, -sign), reason)
+        return _of_all_classes(index, bsym, [factor for factor, _ in factors])
+    are_logs = [is_log for _, is_log in factors]
     forms = [way[-1].normalised for way in ways]
-    if any(is_log and form != "softmax" for form, (_, is_log) in zip(forms, factors, strict=True)):
+    if any(is_log and form != "softmax" for form, is_log in zip(forms, are_logs, strict=True)):
         return None
-    others = [form for form, (_, is_log) in zip(forms, factors, strict=True) if is_log or form != "softmax"]
+    others = [form for form, is_log in zip(forms, are_logs, strict=True) if is_log or form != "softmax"]
+    if len(others) != 1 or not is_same_logits(ways[0][-1], ways[1][-1]):
+        return _of_all_classes(index, bsym, [factor for factor, _ in factors])
     flows = [*(way[-1].carries_grad for way in ways), *(carries_grad(each.output) for each in inner)]
-    if len(others) != 1 or not _has_same_numbers(ways[0][-1], ways[1][-1]) or not _flows_back(bsym, *flows):
+    if not _flows_back(bsym, *flows):
         return None
+    # The softmax last: it is the same whatever was subtracted from its logits.
+    ways.sort(key=lambda way: way[-1].normalised == "softmax")
     coefficients = (0, -sign if others[0] else 0, sign)
     if (found := problem(ways[0][-1])) is not None:
         return Reading(bsym, coefficients, problem=found)
     return Reading(bsym, coefficients, paths=tuple(map(tuple, ways)), inner=inner)
+
+
+def _of_all_classes(index: TraceIndex, bsym: BoundSymbol, factors: Sequence[TensorProxy]) -> Reading | None:
+    """A cross-entropy or a divergence with probabilities of all classes, one factor of which is a log_softmax."""
+    if len({tuple(factor.shape) for factor in factors}) > 1:
+        return None
+    for factor in factors:
+        try:
+            is_log_softmax = paths_to(factor, index)[-1].normalised == "log_softmax"
+        except NotFused:
+            continue
+        if is_log_softmax:
+            return Reading(bsym, (1, -1, 0), problem=NotFused(Reason.CLASS_PROBABILITIES, f"of {bsym.sym.name}"))
+    return None
+
+
+def _kl_div(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    reading = _of_all_classes(index, bsym, [argument(bsym, name, at=at) for at, name in enumerate(("input", "target"))])
+    hint = "of kl_div; `linear_kl_divergence` takes a teacher's hidden states and head"
+    return reading and replace(reading, problem=NotFused(Reason.CLASS_PROBABILITIES, hint))
 
 
 def _product(tensor: TensorProxy, index: TraceIndex) -> _Product:
@@ -538,6 +564,7 @@ _RULES: dict[Any, Callable[[TraceIndex, BoundSymbol, _Found], Reading | None]] =
     ltorch.sum.id: _sum,
     "torch.nansum": _nansum,
     ltorch.einsum.id: _einsum,
+    "torch.nn.functional.kl_div": _kl_div,
     ltorch.neg.id: partial(_combined, signs=(-1,)),
     ltorch.sub.id: partial(_combined, signs=(1, -1)),
     ltorch.add.id: partial(_combined, signs=(1, 1)),
