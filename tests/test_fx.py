@@ -399,6 +399,24 @@ def test_products_of_matrices(program, is_fused, without_inductor):
     assert [decision.fused for decision in decisions(compiled)] == [is_fused]
 
 
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: torch.narrow(input=x, dim=0, start=1, length=1),
+        lambda x: torch.special.entr(input=x.abs()),
+        lambda x: torch.nansum(input=x, dim=-1),
+        lambda x: torch.xlogy(x.abs(), other=x.abs()),
+        lambda x: F.kl_div(input=x, target=x.detach().softmax(-1), reduction="sum"),
+    ],
+    ids=["narrow", "entr", "nansum", "xlogy", "kl_div"],
+)
+def test_tensors_by_keyword(operation, without_inductor):
+    """thunder cannot differentiate them."""
+    x = torch.randn(3, 5, requires_grad=True)
+    compiled, program = thunder_flce.thunderfx(lambda x: operation(x).sum()), lambda x: operation(x).sum()
+    torch.testing.assert_close(_run(compiled, [x]), _run(program, [x]), **CLOSE)
+
+
 def test_strict():
     model = Model()
     model.after_head = torch.relu

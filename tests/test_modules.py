@@ -216,21 +216,36 @@ def test_a_tied_weight_of_another_shape():
         loss(torch.randn(3, 4), torch.tensor([0, 1, 2]))
 
 
-def test_another_module_in_place_of_the_linear():
-    loss = LinearCrossEntropyLoss(4, 9)
-    loss.linear = nn.Sequential(loss.linear)
-    with pytest.raises(TypeError, match=r"linear must be a torch.nn.Linear, but Sequential was assigned to it"):
-        loss(torch.randn(3, 4), torch.tensor([0, 1, 2]))
-
-
 class Scaled(nn.Linear):
     def forward(self, input):
         return 2 * super().forward(input)
 
 
+def _hooked(linear):
+    """Whose weight is computed before each forward."""
+    return torch.nn.utils.weight_norm(linear)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("replace", "message"),
+    [
+        (nn.Sequential, "linear must be a torch.nn.Linear .* but is Sequential"),
+        (lambda _: Scaled(4, 9), "linear must be a torch.nn.Linear .* but is Scaled"),
+        (_hooked, "linear must have no forward hooks"),
+    ],
+    ids=["no linear", "another forward", "hook"],
+)
+def test_another_module_in_place_of_the_linear(replace, message):
+    loss = LinearCrossEntropyLoss(4, 9)
+    loss.linear = replace(loss.linear)
+    with pytest.raises(TypeError, match=message):
+        loss(torch.randn(3, 4), torch.tensor([0, 1, 2]))
+
+
 @pytest.mark.parametrize("linear", [Scaled(4, 9), nn.Embedding(9, 4)], ids=["another forward", "no linear"])
 def test_from_what_is_not_a_linear(linear):
-    with pytest.raises(TypeError, match=f"linear must be .* but got {type(linear).__name__}"):
+    with pytest.raises(TypeError, match=f"linear must be .* but is {type(linear).__name__}"):
         LinearCrossEntropyLoss.from_linear(linear)
 
 
@@ -394,9 +409,10 @@ def test_a_linear_that_is_more_than_one():
     replaced.forward = lambda x: x
     with pytest.raises(TypeError, match="linear must have no forward hooks"):
         LinearCrossEntropyLoss.from_linear(hooked)
-    for linear in (parametrized, replaced):
-        with pytest.raises(TypeError, match="linear must be a torch.nn.Linear with the forward of torch.nn.Linear"):
-            LinearCrossEntropyLoss.from_linear(linear)
+    with pytest.raises(TypeError, match="linear must be a torch.nn.Linear with the forward of torch.nn.Linear"):
+        LinearCrossEntropyLoss.from_linear(replaced)
+    with pytest.raises(TypeError, match="linear must have a plain weight"):
+        LinearCrossEntropyLoss.from_linear(parametrized)
 
 
 def test_class_weights_are_not_those_of_the_head():

@@ -1,17 +1,21 @@
 """Log-probabilities and entropies that a program spells out: what becomes one region, and what is reported."""
 
 import warnings
+from functools import partial
 
 import pytest
 import thunder
 import torch
+import torch._inductor.compile_fx
 import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
 
 import test_patterns  # noqa: F401 (finds traces/patterns.py)
 import thunder_flce
 from front_ends import FRONT_ENDS, decisions
 from reference import error
 from thunder_flce import NotFusedError, NotFusedWarning, Options
+from thunder_flce.backend import compile_graph
 from thunder_flce.inspection import programs
 
 import patterns  # isort: skip
@@ -314,6 +318,36 @@ def _of_counts_that_are_used(logits, labels):
     return (counts / counts.sum(-1, keepdim=True)).gather(-1, labels[:, None])[:, 0].log() + counts.sum(-1)
 
 
+def _of_rows_changed(logits, labels):
+    rows = torch.arange(6)
+    rows[0] = 3
+    return logits.log_softmax(-1)[rows, labels]
+
+
+def _of_rows_changed_in_a_view(logits, labels):
+    rows = torch.arange(6)
+    rows.view(-1)[1:].clamp_(max=3)
+    return logits.log_softmax(-1)[rows, labels]
+
+
+def _of_rows_flipped(logits, labels):
+    rows = torch.arange(2)
+    rows.neg_().add_(1)
+    return logits.view(2, 3, -1).log_softmax(-1)[rows[:, None], torch.arange(3), labels.view(2, 3)]
+
+
+def _with_labels_returned(logits, labels):
+    """And broadcast labels that something else reads, as a whole, and by a maximum that is a pair of tensors."""
+    labels, log_probs = torch.broadcast_tensors(labels[:, None], logits.log_softmax(-1))
+    return log_probs.gather(-1, labels[..., :1]).squeeze(-1) * labels.max(-1)[0]
+
+
+def _clamped(logits, labels):
+    """No logarithm: neither integers nor a clamp at other tensors."""
+    counts = (labels.clamp(min=0) * labels).sum(-1, keepdim=True)
+    return _log_prob(logits, labels) * counts + (logits.clamp(min=logits.detach() - 1) * logits.softmax(-1)).sum(-1)
+
+
 def _of_broadcast_labels(logits, labels):
     labels, log_probs = torch.broadcast_tensors(labels[:, None], logits.log_softmax(-1))
     return log_probs.gather(-1, labels[..., :1]).squeeze(-1) + labels.sum()
@@ -353,20 +387,34 @@ LOOKALIKES = {
     "divided after the maximum": lambda z, y: _log_prob(_less_maximum(z) / 0.7, y),
     "divided after the maximum, as a sum": lambda z, y: _by_hand(_less_maximum(z) / 0.7, y, lambda logits: logits),
     "expectation less the maximum": lambda z, y: z.logsumexp(-1) - (z.softmax(-1) * _less_maximum(z)).sum(-1),
+    "row numbers that are changed": _of_rows_changed,
+    "row numbers that are changed in a view": _of_rows_changed_in_a_view,
+    "row numbers that are flipped": _of_rows_flipped,
+    "labels that are read twice": _with_labels_returned,
+    "labels under an empty index": lambda z, y: z.log_softmax(-1).gather(-1, y[:, None][()]),
+    "clamps": _clamped,
     "labels that stay broadcast": _of_broadcast_labels,
     "weighted by a constant entropy": _weighted_by_entropy,
     "weighted by a constant log-sum-exp": lambda z, y: z.detach().logsumexp(-1) * _log_prob(z, y),
 }
 
 
-@pytest.mark.parametrize("compiled", FRONT_ENDS.values(), ids=FRONT_ENDS)
-@pytest.mark.parametrize("function", LOOKALIKES.values(), ids=LOOKALIKES)
-@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
-def test_what_looks_like_a_reading(function, compiled, monkeypatch):
-    """Rows or labels in another order, and gradients that flow to a part of what is computed."""
-    # After a few programs with one code, Dynamo would run the others as they are; and Inductor takes long.
+ALL_FRONT_ENDS = {**FRONT_ENDS, "torch.compile": partial(torch.compile, backend=compile_graph)}
+
+
+@pytest.fixture
+def without_inductor(monkeypatch):
+    """Inductor takes long. And after a few programs with one code, Dynamo would run the others as they are."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+
+
+@pytest.mark.parametrize("compiled", ALL_FRONT_ENDS.values(), ids=ALL_FRONT_ENDS)
+@pytest.mark.parametrize("function", LOOKALIKES.values(), ids=LOOKALIKES)
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+def test_what_looks_like_a_reading(function, compiled, without_inductor):
+    """Rows or labels in another order, and gradients that flow to a part of what is computed."""
     hidden, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 8), (29, 8)))
     labels, factors, found = torch.tensor([3, 28, 0, 11, 7, 7]), torch.arange(1.0, 7), []
 
@@ -378,6 +426,78 @@ def test_what_looks_like_a_reading(function, compiled, monkeypatch):
         loss = run(hidden, weight, labels, factors)
         found.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
     torch.testing.assert_close(*found)
+
+
+def _labels_filled(logits, labels):
+    log_probs = logits.log_softmax(-1).gather(-1, labels[:, None])
+    labels.masked_fill_(labels == 7, 0)
+    return log_probs.squeeze(-1)
+
+
+def _labels_changed_before_the_difference(logits, labels):
+    of_labels = logits.gather(-1, labels[:, None])
+    log_sum = logits.logsumexp(-1, keepdim=True)
+    labels[0] = 9
+    return of_labels - log_sum
+
+
+def _labels_in_one_buffer(logits, labels):
+    buffer, found = torch.empty(2, 3, dtype=torch.int64), []
+    for number, part in enumerate(logits.view(2, 3, -1)):
+        buffer[number] = labels.view(2, 3)[number]
+        found.append(part.log_softmax(-1).gather(-1, buffer[number][:, None])[:, 0])
+        buffer[number] = 0
+    return torch.stack(found)
+
+
+def _labels_masked_before(logits, labels):
+    labels.masked_fill_(labels == 7, 0)
+    return logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+
+
+@pytest.mark.parametrize("name", ["thunder.jit", "torch.compile"])
+@pytest.mark.parametrize(
+    "function",
+    [_labels_filled, _labels_changed_before_the_difference, _labels_in_one_buffer, _labels_masked_before],
+    ids=lambda function: function.__name__,
+)
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+def test_labels_changed_in_place(function, name, without_inductor):
+    """A region takes the place of the last operation, and would read them there. Eager has gradients of no others."""
+    hidden, weight = torch.randn(6, 8), torch.randn(29, 8)
+
+    def program(hidden, weight, labels):
+        return function(F.linear(hidden, weight), labels.clone())
+
+    labels = torch.tensor([3, 28, 0, 11, 7, 7])
+    compiled = ALL_FRONT_ENDS[name](program)
+    torch.testing.assert_close(compiled(hidden, weight, labels), program(hidden, weight, labels))
+    found = thunder_flce.explain(compiled)
+    decisions = [each for report in (found if isinstance(found, list) else [found]) for each in report.decisions]
+    assert all(decision.fused == (function is _labels_masked_before) for decision in decisions)
+
+
+ONE_ROW = {
+    "entropy": lambda z, y: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "entr": lambda z, y: torch.special.entr(z.softmax(-1)).sum(-1),
+    "difference": lambda z, y: z.gather(-1, y)[0] - z.logsumexp(-1),
+    "Categorical": lambda z, y: torch.distributions.Categorical(logits=z, validate_args=False).log_prob(y[0]),
+}
+
+
+@pytest.mark.parametrize("compiled", ALL_FRONT_ENDS.values(), ids=ALL_FRONT_ENDS)
+@pytest.mark.parametrize("function", ONE_ROW.values(), ids=ONE_ROW)
+def test_one_row_of_logits(function, compiled, without_inductor):
+    """Hidden states (H,), and results without dimensions."""
+
+    def program(hidden, weight, labels):
+        return function(F.linear(hidden, weight), labels)
+
+    operands = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((8,), (29, 8))]
+    found, expected = (run(*operands, torch.tensor([11])) for run in (compiled(program), program))
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(result, operands) for result in (found, expected)]
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("compiled", FRONT_ENDS.values(), ids=FRONT_ENDS)

@@ -659,6 +659,22 @@ def test_executor_without_the_transform_leaves_the_linear_but_takes_cross_entrop
 
 
 @pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["decomposition", "executor"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_output_without_the_loss(jit, reduction):
+    """The gradient of the loss is zeros then, which thunder writes without a shape for a scalar."""
+    x, weight = torch.randn(7, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
+
+    def program(x, weight, target):
+        loss, entropy = thunder_flce.linear_cross_entropy(x, weight, target, reduction=reduction, outputs=("entropy",))
+        return entropy.square().sum()
+
+    target = torch.randint(0, V, (7,))
+    results = [run(x, weight, target) for run in (jit(program), program)]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(result, (x, weight)) for result in results))
+
+
+@pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["decomposition", "executor"])
 @pytest.mark.parametrize("settings", [{}, {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.1}], ids=str)
 def test_each_output_and_its_gradient(jit, settings):
     x, weight = torch.randn(7, H, requires_grad=True), torch.randn(V, H, requires_grad=True)

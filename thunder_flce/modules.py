@@ -129,14 +129,9 @@ class LinearCrossEntropyLoss(nn.Module):
         Raises:
             TypeError: where linear is not a `torch.nn.Linear`, or computes something else in its forward.
         """
-        is_plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
-        if not is_plain or "forward" in vars(linear) or "weight" not in linear._parameters:
-            raise TypeError(
-                f"linear must be a torch.nn.Linear with the forward of torch.nn.Linear and a plain weight, but got "
-                f"{type(linear).__name__}; what else it computes would be lost"
-            )
-        if linear._forward_hooks or linear._forward_pre_hooks:
-            raise TypeError("linear must have no forward hooks, which would be lost")
+        _check_linear(linear)
+        if "weight" not in linear._parameters:
+            raise TypeError("linear must have a plain weight, but has one that is computed from other parameters")
         has_bias = linear.bias is not None
         loss = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta", **settings)
         loss.linear = linear
@@ -166,13 +161,9 @@ class LinearCrossEntropyLoss(nn.Module):
 
         Raises:
             IndexError, TypeError, ValueError: as in `thunder_flce.linear_cross_entropy`; and where a weight of another
-                shape, or another module, was assigned to `linear`.
+                shape, or what is no plain `torch.nn.Linear`, was assigned to `linear`.
         """
-        if not isinstance(self.linear, nn.Linear):
-            raise TypeError(
-                f"linear must be a torch.nn.Linear, but {type(self.linear).__name__} was assigned to it; what else it "
-                "computes would be lost"
-            )
+        _check_linear(self.linear)
         shape, given = (self.num_classes, self.in_features), tuple(self.linear.weight.shape)
         if given != shape:
             raise ValueError(
@@ -230,6 +221,19 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def _settings(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _OF_LOSS}
+
+
+def _check_linear(linear: nn.Module) -> None:
+    """Raises a TypeError for a head that computes something else than `torch.nn.Linear` does."""
+    is_plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
+    if not is_plain or "forward" in vars(linear):
+        raise TypeError(
+            f"linear must be a torch.nn.Linear with the forward of torch.nn.Linear, but is {type(linear).__name__}; "
+            "what else it computes would be lost"
+        )
+    # `fully_shard` adds hooks, too. There the loss says what to shard instead.
+    if (linear._forward_hooks or linear._forward_pre_hooks) and not hasattr(linear.weight, "device_mesh"):
+        raise TypeError("linear must have no forward hooks, which would be lost")
 
 
 def loss_only(model: nn.Module) -> nn.Module:

@@ -261,7 +261,7 @@ def _labels(match: Match, input: TensorProxy) -> TensorProxy:
     rows, labels = input.shape[:-1], match.arguments.target
     if labels is None:
         # An entropy needs none.
-        return ltorch.zeros(rows, device=input.device, dtype=dtypes.int64)
+        return ltorch.full(rows, 0, device=input.device, dtype=dtypes.int64)
     if (ignore_index := match.label_without_target) is not None:
         labels = ltorch.where(ltorch.ne(labels, ignore_index), labels, 0)
     if match.wraps_labels:

@@ -186,6 +186,15 @@ executor.register_implementation(
 )
 
 
+def _zero(*, device: Any, dtype: Any) -> TensorProxy:
+    return ltorch.full((), 0, device=device, dtype=dtype)
+
+
+# The gradient of a result that nothing uses is zeros in thunder's trace. Of a scalar, such as a loss beside an entropy,
+# it would be torch.zeros() without a shape, which PyTorch does not take.
+executor.register_implementation(ltorch.zeros, checker=lambda *shape, **settings: not shape, execution_transform=_zero)
+
+
 # torchsymbol alone is not enough: thunder copies its table of functions when thunder is imported.
 @register_general_jit_lookaside(functional.linear_cross_entropy)
 @register_general_jit_lookaside(inspect.unwrap(functional.linear_cross_entropy))  # In Dynamo's graphs.

@@ -36,7 +36,7 @@ def computation(hidden, weight, second_weight):
   t0 = torch_slice_prim_impl(hidden, [0, 1, 0], [2, 4096, 4096], [1, 1, 1])  # t0: "cpu f32[2, 4095, 4096]"
 
   # return first.mean() - second.mean() - third.mean()
-  t1 = torch.zeros((2, 4095), device=torch.device("cpu"), dtype=torch.int64)  # t1: "cpu i64[2, 4095]"
+  t1 = torch.full((2, 4095), 0, device=torch.device("cpu"), dtype=torch.int64)  # t1: "cpu i64[2, 4095]"
   (t2, t3, t4, t5, t6, t7) = linear_cross_entropy_fwd(t0, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "mul", ("entropy", 0.0001221001221001221)),), strategy='gradients_in_forward', chunk_rows=65)
     # x = t0, W = weight, y = t1
     # loss = t2: f32[], row_max = t3: f32[8190], row_log_sum = t4: f32[8190], valid_count = t5: i64[], dX = t6: f32[2, 4095, 4096], dW = t7: f32[128256, 4096]
@@ -57,7 +57,7 @@ def computation(hidden, weight, second_weight):
     # token_losses f32[8190] = token_loss                                                                                                                                       PyTorch
     # loss f32[] = sum(token_losses)                                                                                                                                            PyTorch
   del t3, t4, t0, t1
-  t8 = torch.zeros((2, 4096), device=torch.device("cpu"), dtype=torch.int64)  # t8: "cpu i64[2, 4096]"
+  t8 = torch.full((2, 4096), 0, device=torch.device("cpu"), dtype=torch.int64)  # t8: "cpu i64[2, 4096]"
   (t9, t10, t11, t12, t13, t14) = linear_cross_entropy_fwd(hidden, second_weight, t8, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "neg", ("entropy",)), ("f1", "mul", ("f0", 0.0001220703125))), strategy='gradients_in_forward', chunk_rows=65, expected_gradient=-1.0)
     # x = hidden, W = second_weight, y = t8, expected_gradient = -1.0
     # loss = t9: f32[], row_max = t10: f32[8192], row_log_sum = t11: f32[8192], valid_count = t12: i64[], dX = t13: f32[2, 4096, 4096], dW = t14: f32[128256, 4096]
@@ -82,7 +82,7 @@ def computation(hidden, weight, second_weight):
   t15 = torch.sub(t2, t9, alpha=1)  # t15: "cpu f32[]"
   del t2, t9
   t16 = torch_slice_prim_impl(hidden, [0, 0, 0], [2, 1, 4096], [1, 1, 1])  # t16: "cpu f32[2, 1, 4096]"
-  t17 = torch.zeros((2, 1), device=torch.device("cpu"), dtype=torch.int64)  # t17: "cpu i64[2, 1]"
+  t17 = torch.full((2, 1), 0, device=torch.device("cpu"), dtype=torch.int64)  # t17: "cpu i64[2, 1]"
   (t18, t19, t20, t21, t22, t23) = linear_cross_entropy_fwd(t16, weight, t17, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "neg", ("entropy",)), ("f1", "mul", ("f0", 0.5))), strategy='gradients_in_forward', chunk_rows=2, expected_gradient=-1.0)
     # x = t16, W = weight, y = t17, expected_gradient = -1.0
     # loss = t18: f32[], row_max = t19: f32[2], row_log_sum = t20: f32[2], valid_count = t21: i64[], dX = t22: f32[2, 1, 4096], dW = t23: f32[128256, 4096]

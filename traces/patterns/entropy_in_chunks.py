@@ -28,7 +28,7 @@ def computation(hidden, weight):
   # weight: "cpu f32[128256, 4096]"
 
   # return torch.cat(entropies).view(tokens.shape)
-  t0 = torch.zeros((2, 4096), device=torch.device("cpu"), dtype=torch.int64)  # t0: "cpu i64[2, 4096]"
+  t0 = torch.full((2, 4096), 0, device=torch.device("cpu"), dtype=torch.int64)  # t0: "cpu i64[2, 4096]"
   (t1, t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t0, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-4611686018427387905, outputs=("entropy",), strategy='recompute_logits', chunk_rows=65, block_columns=1024)
     # x = hidden, W = weight, y = t0
     # loss = t1: f32[2, 4096], entropy = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[]

@@ -23,7 +23,7 @@ def computation(hidden, weight):
   # weight: "cpu f32[128256, 4096]"
 
   # return (shifted.logsumexp(-1) - (logits.softmax(-1) * shifted).sum(-1)).mean()
-  t0 = torch.zeros((2, 4096), device=torch.device("cpu"), dtype=torch.int64)  # t0: "cpu i64[2, 4096]"
+  t0 = torch.full((2, 4096), 0, device=torch.device("cpu"), dtype=torch.int64)  # t0: "cpu i64[2, 4096]"
   (t1, t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(hidden, weight, t0, None, needs_grad=("input", "linear_weight"), reduction='sum', ignore_index=-4611686018427387905, token_loss=(("f0", "mul", ("entropy", 0.0001220703125)),), strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = t0
     # loss = t1: f32[], row_max = t2: f32[8192], row_log_sum = t3: f32[8192], valid_count = t4: i64[], dX = t5: f32[2, 4096, 4096], dW = t6: f32[128256, 4096]

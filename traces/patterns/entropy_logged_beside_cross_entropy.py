@@ -29,7 +29,7 @@ def computation(hidden, weight, labels):
   t0 = torch_slice_prim_impl(hidden, [0, 0, 0], [2, 4095, 4096], [1, 1, 1])  # t0: "cpu f32[2, 4095, 4096]"
 
   # entropy = (-log_probs.exp() * log_probs).sum(-1)
-  t1 = torch.zeros((2, 4095), device=torch.device("cpu"), dtype=torch.int64)  # t1: "cpu i64[2, 4095]"
+  t1 = torch.full((2, 4095), 0, device=torch.device("cpu"), dtype=torch.int64)  # t1: "cpu i64[2, 4095]"
   (t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(t0, weight, t1, None, needs_grad=(), reduction='none', ignore_index=-4611686018427387905, outputs=("entropy",), detached=("entropy",), strategy='loss_only', chunk_rows=65)
     # x = t0, W = weight, y = t1
     # loss = t2: f32[2, 4095], entropy = t3: f32[2, 4095], row_max = t4: f32[8190], row_log_sum = t5: f32[8190], valid_count = t6: i64[]

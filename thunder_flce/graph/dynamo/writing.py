@@ -40,7 +40,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     ltorch.getitem.id: operator.getitem,
     ltorch.to.id: torch.Tensor.to,
 }
-_TAKES_SIZES = (ltorch.expand.id, ltorch.full.id, ltorch.reshape.id, ltorch.zeros.id)
+_TAKES_SIZES = (ltorch.expand.id, ltorch.full.id, ltorch.reshape.id)
 
 
 def not_writable(region: RegionTrace, trace: TraceCtx) -> str:
@@ -181,7 +181,8 @@ class _Writer:
         results = []
         for at, out in enumerate(_outs(bsym)):
             node = graph.call_function(operator.getitem, (call, at))
-            if out.ndim:
+            # The operator has a row for labels without dimensions.
+            if out.ndim or not region["target"].ndim:
                 sizes = tuple(self._region.sizes.node(size) for size in out.shape)
                 node = graph.call_function(torch.reshape, (node, sizes))
             if at == 0 and region.get("dtype") is not None:

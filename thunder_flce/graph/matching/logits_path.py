@@ -367,11 +367,12 @@ def _beside_labels(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> Lo
     """Logits beside labels that are given their shape, as in `Categorical.log_prob`: the logits stay as they are."""
     results = dict(zip((arg.name for arg in bsym.args), bsym.output, strict=True))
     result = results.pop(path.tensor.name)
-    columns = [user for other in results.values() for user in index.users(other)]
+    columns = [user.output for other in results.values() for user in index.users(other)]
     are_read = all(
-        before_broadcast(column.output, index) is not column.output and user.sym.id in _GATHERS
+        isinstance(column, TensorProxy)
+        and before_broadcast(column, index) is not column
+        and all(user.sym.id in _GATHERS for user in index.users(column))
         for column in columns
-        for user in index.users(column.output)
     )
     if result.shape != path.tensor.shape or not are_read:
         raise _changed(bsym)
@@ -383,8 +384,8 @@ def before_broadcast(labels: TensorProxy, index: TraceIndex) -> TensorProxy:
     column = index.producers.get(labels.name)
     if column is None or column.sym.id != ltorch.getitem.id or not isinstance(column.args[1], tuple):
         return labels
-    dots, *slices = column.args[1]
-    if dots is not Ellipsis or not all(map(_is_static_slice, slices)) or slices != [slice(None, 1, None)]:
+    is_first = [part is Ellipsis or _is_static_slice(part) for part in column.args[1]]
+    if not all(is_first) or column.args[1] != (Ellipsis, slice(None, 1, None)):
         return labels
     broadcast = index.producers.get(column.args[0].name)
     if broadcast is None or broadcast.sym.id != BROADCAST:

@@ -340,10 +340,12 @@ class _Candidate:
         reduced = self.arguments if self.members else None
         if reduced is not None:
             arguments = replace(arguments, ignore_index=NOTHING_IGNORED, reduction="none")
+        reads_labels = index.position(self._first_reader_of_labels())
         for writer in index.between(self.path_bsyms(), self.bsym):
-            # The region takes the result's place. What is written may share memory with an operand of the linear.
-            # Labels are integers and may be changed.
-            if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
+            # The region takes the result's place. What is written may share memory with an operand of the linear, or
+            # with the labels, which are integers and may be changed until they are read.
+            is_read = index.position(writer) >= reads_labels
+            if any(is_read or dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
                 raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
         # In ignored rows, valid_argmax is -1, which no other label may be.
         is_accuracy = not -1 <= arguments.ignore_index < path.vocab and all(
@@ -368,6 +370,16 @@ class _Candidate:
             reduced=reduced,
             own=frozenset(out.name for bsym in self.own_and_paths() for out in bsym.flat_proxy_outs),
         )
+
+    def _first_reader_of_labels(self) -> BoundSymbol:
+        """Of what computes the result, what reads the labels first; of parts that are joined, any reader of them."""
+        labels = self.labels
+        if labels is None:
+            return self.bsym
+        own = {id(bsym) for bsym in self.own_bsyms()}
+        readers = self.index.users(labels)
+        found = [bsym for bsym in readers if id(bsym) in own] or readers
+        return min((*found, self.bsym), key=self.index.position)
 
     def _is_compared_with_labels(self, indices: TensorProxy) -> bool:
         """Whether an argmax is only compared with the labels of its rows."""

@@ -33,7 +33,7 @@ from thunder_flce.graph.matching.logits_path import (
     paths_to,
 )
 from thunder_flce.graph.matching.reasons import NotFused, Reason
-from thunder_flce.graph.matching.trace_index import TraceIndex, argument, carries_grad, is_static
+from thunder_flce.graph.matching.trace_index import TraceIndex, argument, carries_grad, is_static, tensors_written
 
 
 @dataclass(frozen=True, eq=False)
@@ -358,8 +358,10 @@ def _is_finite_clamp(bsym: BoundSymbol) -> bool:
     if bsym.sym.id != ltorch.clamp.id:
         return False
     smallest, largest = (argument(bsym, name, at=at) for at, name in enumerate(("min", "max"), 1))
-    dtype = dtypes.to_torch_dtype(bsym.output.dtype)
-    return largest is None and smallest == torch.finfo(dtype).min
+    # To compare a proxy would add an operation to the trace.
+    if largest is not None or not isinstance(smallest, float) or not dtypes.is_float_dtype(bsym.output.dtype):
+        return False
+    return smallest == torch.finfo(dtypes.to_torch_dtype(bsym.output.dtype)).min
 
 
 def _is_of_softmax(tensor: TensorProxy, index: TraceIndex) -> bool:
@@ -464,24 +466,26 @@ def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | N
         return None
     *rows, labels = key
     reading = _at_labels(index, bsym, tensor, tensor.ndim - 1, labels)
-    if all(_is_every_index(part, dimension, tensor, index) for dimension, part in enumerate(rows)):
+    if all(_is_every_index(part, dimension, bsym, index) for dimension, part in enumerate(rows)):
         return reading and replace(reading, wraps_labels=True)
     if reading is None or reading.output != "log_prob" or (reading.paths and not reading.path.normalised):
         return None
     return replace(reading, problem=NotFused(Reason.NOT_A_LOG_PROBABILITY, "rows picked by a tensor"))
 
 
-def _is_every_index(part: TensorProxy, dimension: int, tensor: TensorProxy, index: TraceIndex) -> bool:
+def _is_every_index(part: TensorProxy, dimension: int, bsym: BoundSymbol, index: TraceIndex) -> bool:
     """Whether an index is 0, 1, … along its own dimension of the rows of a tensor, and the same along the others."""
-    rows = tensor.ndim - 1
-    count = tensor.shape[dimension]
+    tensor = bsym.args[0]
+    rows, count = tensor.ndim - 1, tensor.shape[dimension]
     shape = [1] * (rows - part.ndim) + list(part.shape)
     producer = index.producers.get(before_reshapes(part, index).name)
+    if producer is None or producer.sym.id != ltorch.arange.id:
+        return False
+    written = [tensor for writer in index.between([producer], bsym) for tensor in tensors_written(writer)]
     return (
-        producer is not None
-        and producer.sym.id == ltorch.arange.id
-        and producer.args in ((count, None, 1), (0, count, 1))
+        producer.args in ((count, None, 1), (0, count, 1))
         and shape == [count if at == dimension else 1 for at in range(rows)]
+        and not any(index.derives_from(each, producer.output) for each in written)
     )
 
 
