@@ -458,7 +458,12 @@ def _labels_masked_before(logits, labels):
 @pytest.mark.parametrize("name", ["thunder.jit", "torch.compile"])
 @pytest.mark.parametrize(
     "function",
-    [_labels_filled, _labels_changed_before_the_difference, _labels_in_one_buffer, _labels_masked_before],
+    [
+        _labels_filled,
+        _labels_changed_before_the_difference,
+        _labels_in_one_buffer,
+        _labels_masked_before,
+    ],
     ids=lambda function: function.__name__,
 )
 @pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
@@ -475,6 +480,24 @@ def test_labels_changed_in_place(function, name, without_inductor):
     found = thunder_flce.explain(compiled)
     decisions = [each for report in (found if isinstance(found, list) else [found]) for each in report.decisions]
     assert all(decision.fused == (function is _labels_masked_before) for decision in decisions)
+
+
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+def test_labels_copied_before_they_are_changed(without_inductor):
+    """The labels of the parts are not those of the whole any more."""
+
+    def program(hidden, weight, labels):
+        labels = labels.clone()
+        parts = [part.clone() for part in labels]
+        labels.mul_(0)
+        found = []
+        for row, of_row in zip(F.linear(hidden, weight), parts, strict=True):
+            found.append(row.log_softmax(-1).gather(-1, of_row[:, None])[:, 0])
+        return torch.stack(found)
+
+    tensors = torch.randn(2, 3, 8), torch.randn(29, 8), torch.tensor([[3, 28, 0], [11, 7, 7]])
+    for compile in ALL_FRONT_ENDS.values():
+        torch.testing.assert_close(compile(program)(*tensors), program(*tensors))
 
 
 ONE_ROW = {

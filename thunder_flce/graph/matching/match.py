@@ -340,12 +340,12 @@ class _Candidate:
         reduced = self.arguments if self.members else None
         if reduced is not None:
             arguments = replace(arguments, ignore_index=NOTHING_IGNORED, reduction="none")
-        reads_labels = index.position(self._first_reader_of_labels())
-        for writer in index.between(self.path_bsyms(), self.bsym):
+        reader = self._first_reader_of_labels()
+        for writer in index.between([*self.path_bsyms(), reader], self.bsym):
             # The region takes the result's place. What is written may share memory with an operand of the linear, or
             # with the labels, which are integers and may be changed until they are read.
-            is_read = index.position(writer) >= reads_labels
-            if any(is_read or dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
+            are_read = index.position(writer) >= index.position(reader)
+            if any(are_read or dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
                 raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
         # In ignored rows, valid_argmax is -1, which no other label may be.
         is_accuracy = not -1 <= arguments.ignore_index < path.vocab and all(
