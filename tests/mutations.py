@@ -1079,7 +1079,6 @@ MUTATIONS = [
         ("mask", "if carries_grad(bsym.output) and not (path.carries_grad and all", "if False and (all"),
         ("mask", 'if paths[-1].normalised == "exp":', "if False:"),
         ("mask", " or again.args[0].name != own.args[0].name:", ":"),
-        ("mask", "and before_broadcast(column, index) is not column", ""),
         tests=("tests/test_readings.py::test_what_looks_like_a_reading",),
     ),
     *_of(

@@ -306,11 +306,14 @@ def _less_maximum(logits):
     return logits - logits.amax(-1, keepdim=True)
 
 
-def _of_counts(logits, labels, divided=torch.clone, total=None, summed=torch.clone):
-    """A log-probability where nothing is given."""
+def _row_sums(counts):
+    return counts.sum(-1, keepdim=True)
+
+
+def _of_counts(logits, labels, total=_row_sums):
+    """A log-probability where the total is the sum of each row."""
     counts = logits.exp()
-    total = summed(counts).sum(-1, keepdim=True) if total is None else total(counts)
-    return (divided(counts) / total).gather(-1, labels[:, None]).log()
+    return (counts / total(counts)).gather(-1, labels[:, None]).log()
 
 
 def _of_counts_that_are_used(logits, labels):
@@ -369,18 +372,23 @@ LOOKALIKES = {
         z.logsumexp(-1) - _without_gradients(lambda logits: (logits.softmax(-1) * logits).sum(-1), z)
     ),
     "ratio to itself": lambda z, y: (_log_prob(z, y) - _log_prob(z.detach(), y)).exp(),
-    "log-probabilities of at least -3": lambda z, y: (z.softmax(-1) * z.log_softmax(-1).clamp(min=-3)).sum(-1),
+    "log-probabilities of at least -3": lambda z, y: (z.softmax(-1) * z.log_softmax(-1).clamp(min=-3.0)).sum(-1),
     "logarithm of other probabilities": lambda z, y: torch.xlogy(z.softmax(-1).square(), z.softmax(-1)).sum(-1),
     "logarithm of constants": lambda z, y: torch.xlogy(z.softmax(-1), z.softmax(-1).detach()).sum(-1),
     "products of all rows": lambda z, y: torch.einsum("rv,qv->r", z.softmax(-1), z.log_softmax(-1)),
     "less the maximum in the sum": lambda z, y: _by_hand(z, y, _less_maximum),
     "exponentials of constants": lambda z, y: _by_hand(z, y, torch.detach),
     "maximum that is used": lambda z, y: _log_prob(_less_maximum(z), y) * z.amax(-1),
-    "counts over a constant sum": lambda z, y: _of_counts(z, y, summed=torch.detach),
-    "constant counts": lambda z, y: _of_counts(z, y, divided=torch.detach),
-    "counts over the sum of others": lambda z, y: _of_counts(z, y, summed=torch.sqrt),
-    "counts over the sum of all": lambda z, y: _of_counts(z, y, total=torch.sum),
-    "counts over the sums of columns": lambda z, y: _of_counts(z, y, total=lambda each: each.sum(0, keepdim=True)),
+    "counts over a constant sum": lambda z, y: _of_counts(z, y, lambda counts: _row_sums(counts).detach()),
+    "constant counts": lambda z, y: (z.exp().detach() / _row_sums(z.exp())).gather(-1, y[:, None]).log(),
+    "counts over the sum of others": lambda z, y: _of_counts(z, y, lambda counts: _row_sums((z / 2).exp())),
+    "counts over the sum of their roots": lambda z, y: _of_counts(z, y, lambda counts: _row_sums(counts.sqrt())),
+    "counts over the sum of all": lambda z, y: _of_counts(z, y, torch.sum),
+    "counts over the sums of columns": lambda z, y: _of_counts(z, y, lambda counts: counts.sum(0, keepdim=True)),
+    "counts over sums without gradients": lambda z, y: _of_counts(
+        z, y, lambda counts: _without_gradients(_row_sums, counts)
+    ),
+    "probabilities at another temperature": lambda z, y: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1),
     "counts that are used": _of_counts_that_are_used,
     "expectation of counts": lambda z, y: -(z.exp() / z.exp().sum(-1, keepdim=True) * z.exp()).sum(-1),
     "softmax of counts": lambda z, y: _log_prob(z.exp(), y),
