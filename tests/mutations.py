@@ -961,7 +961,7 @@ MUTATIONS = [
         ("index", "(number, *rest)", "(0, *rest)"),
         ("mask", "return smallest == torch.finfo(dtypes.to_torch_dtype(bsym.output.dtype)).min", "return True"),
         ("mask", " or not isinstance(smallest, float)", ""),
-        ("mask", "and not any(index.derives_from(each, producer.output) for each in written)", ""),
+        ("mask", "and not any(index.may_share_memory(producer.output, each) for each in written)", ""),
         ("index", 'ways.sort(key=lambda way: way[-1].normalised == "softmax")', "pass"),
         ("mask", "len(others) != 1 or not is_same_logits(ways[0][-1], ways[1][-1])", "len(others) != 1"),
         ("index", "if names == others and (is_last", "if (is_last"),
@@ -976,12 +976,9 @@ MUTATIONS = [
         ("mask", "if id(user) not in passed and id(user) not in owners:", "if False:"),
         ("mask", "is_cheap = theirs.path.carries_grad or", "is_cheap = True or"),
         ("mask", "waiting += needed[id(leader)]", "pass"),
-        ("mask", "any(are_read or dtypes", "any(dtypes"),
-        (
-            "index",
-            "index.between([*self.path_bsyms(), reader], self.bsym)",
-            "index.between(self.path_bsyms(), self.bsym)",
-        ),
+        ("mask", "if any(index.may_share_memory(labels, tensor) for", "if any(False for"),
+        ("index", "return [*(found or parts), self.bsym]", "return [*found, self.bsym]"),
+        ("mask", "if weighted is not None and index.writers_between([self.bsym], weighted.place):", "if False:"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(
@@ -1079,6 +1076,7 @@ MUTATIONS = [
         ("mask", "if carries_grad(bsym.output) and not (path.carries_grad and all", "if False and (all"),
         ("mask", 'if paths[-1].normalised == "exp":', "if False:"),
         ("mask", " or again.args[0].name != own.args[0].name:", ":"),
+        ("mask", "if producer.args[0].name != exponentials.name:", "if False:"),
         tests=("tests/test_readings.py::test_what_looks_like_a_reading",),
     ),
     *_of(

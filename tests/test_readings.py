@@ -162,6 +162,22 @@ def greedy_choice(hidden, weight, tokens):
     return log_probs.gather(-1, log_probs.argmax(-1, keepdim=True)).sum()
 
 
+def most_likely_choice(hidden, weight, tokens):
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    return (F.one_hot(log_probs.argmax(-1), weight.shape[0]) * log_probs).sum(-1).mean()
+
+
+def similar_tokens(hidden, weight, tokens):
+    hidden = hidden[0]
+    log_probs = (hidden @ hidden.t()).log_softmax(-1)
+    return -(torch.eq(tokens[0][:, None], tokens[0]).float() * log_probs).sum(-1).mean()
+
+
+def divergence_from_the_uniform(hidden, weight, tokens):
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    return F.kl_div(torch.full_like(log_probs, -3.0), log_probs, reduction="batchmean", log_target=True)
+
+
 def classifier(hidden, weight, tokens):
     return F.linear(hidden, weight).softmax(-1).square().sum()
 
@@ -196,6 +212,9 @@ def norm(hidden, weight, tokens):
     [
         gate_of_experts,
         greedy_choice,
+        most_likely_choice,
+        similar_tokens,
+        divergence_from_the_uniform,
         classifier,
         attention,
         attention_entropy,
@@ -316,6 +335,13 @@ def _of_counts(logits, labels, total=_row_sums):
     return (counts / total(counts)).gather(-1, labels[:, None]).log()
 
 
+def _over_the_other_half(logits, labels):
+    first, second = logits.exp().chunk(2)
+    of_first, of_second = labels[:, None].chunk(2)
+    total = _row_sums(first)
+    return torch.cat([(first / total).gather(-1, of_first), (second / total).gather(-1, of_second)])
+
+
 def _of_counts_that_are_used(logits, labels):
     counts = logits.exp()
     return (counts / counts.sum(-1, keepdim=True)).gather(-1, labels[:, None])[:, 0].log() + counts.sum(-1)
@@ -389,6 +415,7 @@ LOOKALIKES = {
         z, y, lambda counts: _without_gradients(_row_sums, counts)
     ),
     "probabilities at another temperature": lambda z, y: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "counts over the sums of other rows": _over_the_other_half,
     "counts that are used": _of_counts_that_are_used,
     "expectation of counts": lambda z, y: -(z.exp() / z.exp().sum(-1, keepdim=True) * z.exp()).sum(-1),
     "softmax of counts": lambda z, y: _log_prob(z.exp(), y),
@@ -458,6 +485,26 @@ def _labels_in_one_buffer(logits, labels):
     return torch.stack(found)
 
 
+def _labels_changed_before_the_sum(logits, labels):
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    labels.mul_(0)
+    return losses.sum()
+
+
+def _labels_changed_before_the_weighted_sum(logits, labels):
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    labels.mul_(0)
+    return (losses * torch.arange(6.0)).sum()
+
+
+def _labels_changed_between_chunks(logits, labels):
+    found = []
+    for part, of_part in zip(logits.chunk(2), labels.chunk(2), strict=True):
+        found.append(F.cross_entropy(part, of_part, reduction="none"))
+        labels.mul_(0)
+    return torch.cat(found)
+
+
 def _labels_masked_before(logits, labels):
     labels.masked_fill_(labels == 7, 0)
     return logits.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
@@ -470,6 +517,9 @@ def _labels_masked_before(logits, labels):
         _labels_filled,
         _labels_changed_before_the_difference,
         _labels_in_one_buffer,
+        _labels_changed_before_the_sum,
+        _labels_changed_before_the_weighted_sum,
+        _labels_changed_between_chunks,
         _labels_masked_before,
     ],
     ids=lambda function: function.__name__,
@@ -487,7 +537,34 @@ def test_labels_changed_in_place(function, name, without_inductor):
     torch.testing.assert_close(compiled(hidden, weight, labels), program(hidden, weight, labels))
     found = thunder_flce.explain(compiled)
     decisions = [each for report in (found if isinstance(found, list) else [found]) for each in report.decisions]
-    assert all(decision.fused == (function is _labels_masked_before) for decision in decisions)
+    # A cross-entropy is where the labels are read, and its sum may follow.
+    is_fused = function in (
+        *(_labels_masked_before, _labels_changed_before_the_sum, _labels_changed_before_the_weighted_sum),
+    )
+    assert decisions and all(decision.fused == is_fused for decision in decisions)
+
+
+@pytest.mark.parametrize("compiled", ALL_FRONT_ENDS.values(), ids=ALL_FRONT_ENDS)
+def test_other_tensors_changed_in_place(compiled, without_inductor):
+    """Activations that come from the labels and the row numbers by an embedding: they share no memory with them."""
+
+    def program(table, weight, labels):
+        positions, rows = torch.arange(3), torch.arange(2)
+        hidden = (F.embedding(labels, table) + F.embedding(positions, table)).relu_()
+        log_probs = F.linear(hidden, weight).log_softmax(-1)
+        parts = [row.gather(-1, y[:, None]).squeeze(-1) for row, y in zip(log_probs, labels, strict=True)]
+        return (torch.stack(parts) + log_probs[rows[:, None], positions, labels]).sum()
+
+    operands = [torch.randn(29, 8, requires_grad=True) for _ in range(2)]
+    labels = torch.tensor([[3, 28, 0], [11, 7, 7]])
+    run, results = compiled(program), []
+    for function in (run, program):
+        loss = function(*operands, labels)
+        results.append([loss.detach(), *torch.autograd.grad(loss, operands)])
+    torch.testing.assert_close(*results)
+    found = thunder_flce.explain(run)
+    decisions = [each for report in (found if isinstance(found, list) else [found]) for each in report.decisions]
+    assert decisions and all(decision.fused for decision in decisions)
 
 
 @pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")

@@ -61,6 +61,8 @@ def _concatenated_losses(cat: BoundSymbol, index: TraceIndex) -> BoundSymbol | N
     )
     if logits is None or target is None or not alike or first.reduction != "none" or first.is_deprecated:
         return None
+    if index.writers_between(losses, cat):
+        return None
     return replace(first, logits=logits, target=target).in_place_of(losses[0], cat.output)
 
 
@@ -82,6 +84,8 @@ def _sum_loss(total: BoundSymbol, index: TraceIndex) -> BoundSymbol | None:
     arguments = CrossEntropy.of(loss)
     is_sum_of_all = total.output.ndim == 0 and total.output.dtype == losses.dtype
     if arguments.reduction != "none" or arguments.is_deprecated or not is_sum_of_all:
+        return None
+    if index.writers_between([loss], total):
         return None
     return replace(arguments, reduction="sum").in_place_of(loss, total.output)
 

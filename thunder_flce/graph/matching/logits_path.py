@@ -429,9 +429,9 @@ def _softmax_of_exponentials(index: TraceIndex, path: LogitsPath, bsym: BoundSym
     producer = index.producers.get(total.name) if isinstance(total, TensorProxy) else None
     if exponentials.name != path.tensor.name or producer is None or producer.sym.id != ltorch.sum.id:
         raise _changed(bsym)
-    own, again = index.producers[exponentials.name], index.producers.get(producer.args[0].name)
     inner: tuple[BoundSymbol, ...] = (producer,)
-    if again is not own:
+    if producer.args[0].name != exponentials.name:
+        own, again = index.producers[exponentials.name], index.producers.get(producer.args[0].name)
         if again is None or not again.sym.id == own.sym.id == ltorch.exp.id or again.args[0].name != own.args[0].name:
             raise _changed(bsym)
         inner = (again, producer)

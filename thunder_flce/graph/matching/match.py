@@ -340,13 +340,15 @@ class _Candidate:
         reduced = self.arguments if self.members else None
         if reduced is not None:
             arguments = replace(arguments, ignore_index=NOTHING_IGNORED, reduction="none")
-        reader = self._first_reader_of_labels()
-        for writer in index.between([*self.path_bsyms(), reader], self.bsym):
-            # The region takes the result's place. What is written may share memory with an operand of the linear, or
-            # with the labels, which are integers and may be changed until they are read.
-            are_read = index.position(writer) >= index.position(reader)
-            if any(are_read or dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
+        # The region takes the result's place. What is written may share memory with an operand of the linear, or with
+        # the labels once these are read.
+        for writer in index.writers_between(self.path_bsyms(), self.bsym):
+            if any(dtypes.is_float_dtype(tensor.dtype) for tensor in tensors_written(writer)):
                 raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
+        labels = self.labels
+        for writer in () if labels is None else index.writers_between(self._readers_of_labels(), self.bsym):
+            if any(index.may_share_memory(labels, tensor) for tensor in tensors_written(writer)):
+                raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}, after the labels were read")
         # In ignored rows, valid_argmax is -1, which no other label may be.
         is_accuracy = not -1 <= arguments.ignore_index < path.vocab and all(
             self._is_compared_with_labels(argmax.tensor) for argmax in self.own_argmaxes
@@ -360,26 +362,28 @@ class _Candidate:
         # Rows of weight 0 are not computed, so nothing else can be asked of them.
         has_losses = len(results) == 1 and arguments.reduction == "none" and not self.result.is_exponential
         is_alone = has_losses and self.result.output == "loss" and path.carries_grad
+        weighted = weighted_sum(self.bsym, index) if is_alone else None
+        if weighted is not None and index.writers_between([self.bsym], weighted.place):
+            weighted = None
         return Match(
             kind=self.kind,
             path=path,
             arguments=arguments,
             results=results,
-            weighted=weighted_sum(self.bsym, index) if is_alone else None,
+            weighted=weighted,
             wraps_labels=self.reading is not None and self.reading.wraps_labels,
             reduced=reduced,
             own=frozenset(out.name for bsym in self.own_and_paths() for out in bsym.flat_proxy_outs),
         )
 
-    def _first_reader_of_labels(self) -> BoundSymbol:
-        """Of what computes the result, what reads the labels first; of parts that are joined, any reader of them."""
-        labels = self.labels
-        if labels is None:
-            return self.bsym
+    def _readers_of_labels(self) -> list[BoundSymbol]:
+        """What computes the result from the labels. Where parts are joined, what takes the labels of parts, too."""
+        assert self.labels is not None
         own = {id(bsym) for bsym in self.own_bsyms()}
-        readers = self.index.users(labels)
-        found = [bsym for bsym in readers if id(bsym) in own] or readers
-        return min((*found, self.bsym), key=self.index.position)
+        readers = self.index.users(self.labels)
+        found = [bsym for bsym in readers if id(bsym) in own]
+        parts = [bsym for bsym in readers if any(out.dtype == self.labels.dtype for out in bsym.flat_proxy_outs)]
+        return [*(found or parts), self.bsym]
 
     def _is_compared_with_labels(self, indices: TensorProxy) -> bool:
         """Whether an argmax is only compared with the labels of its rows."""

@@ -11,7 +11,7 @@ So an operation on such sums is a rule for their coefficients, and spellings nee
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
@@ -307,23 +307,27 @@ def _expectation(
 
 
 def _of_all_classes(index: TraceIndex, bsym: BoundSymbol, factors: Sequence[TensorProxy]) -> Reading | None:
-    """A cross-entropy or a divergence with probabilities of all classes, one factor of which is a log_softmax."""
-    if len({tuple(factor.shape) for factor in factors}) > 1:
-        return None
-    for factor in factors:
+    """A cross-entropy or a divergence with probabilities of all classes: one factor is a log_softmax of logits."""
+    for log_probs, weights in permutations(factors, 2):
         try:
-            is_log_softmax = paths_to(factor, index)[-1].normalised == "log_softmax"
+            paths = paths_to(log_probs, index)
         except NotFused:
             continue
-        if is_log_softmax:
+        # Weights that hang on the logits are choices, and activations times activations are no logits of classes.
+        term, is_choice = paths[0].terms[0], index.derives_from(weights, paths[0].tensor)
+        is_of_classes = weights.shape == log_probs.shape and not index.derives_from(term.weight, term.input)
+        if paths[-1].normalised == "log_softmax" and is_of_classes and not is_choice:
             return Reading(bsym, (1, -1, 0), problem=NotFused(Reason.CLASS_PROBABILITIES, f"of {bsym.sym.name}"))
     return None
 
 
 def _kl_div(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    reading = _of_all_classes(index, bsym, [argument(bsym, name, at=at) for at, name in enumerate(("input", "target"))])
+    log_probs, probabilities = (argument(bsym, name, at=at) for at, name in enumerate(("input", "target")))
+    reading = _of_all_classes(index, bsym, [log_probs, probabilities])
+    if reading is None or not _is_of_softmax(log_probs, index):
+        return None
     hint = "of kl_div; `linear_kl_divergence` takes a teacher's hidden states and head"
-    return reading and replace(reading, problem=NotFused(Reason.CLASS_PROBABILITIES, hint))
+    return replace(reading, problem=NotFused(Reason.CLASS_PROBABILITIES, hint))
 
 
 def _product(tensor: TensorProxy, index: TraceIndex) -> _Product:
@@ -481,11 +485,11 @@ def _is_every_index(part: TensorProxy, dimension: int, bsym: BoundSymbol, index:
     producer = index.producers.get(before_reshapes(part, index).name)
     if producer is None or producer.sym.id != ltorch.arange.id:
         return False
-    written = [tensor for writer in index.between([producer], bsym) for tensor in tensors_written(writer)]
+    written = [tensor for writer in index.writers_between([producer], bsym) for tensor in tensors_written(writer)]
     return (
         producer.args in ((count, None, 1), (0, count, 1))
         and shape == [count if at == dimension else 1 for at in range(rows)]
-        and not any(index.derives_from(each, producer.output) for each in written)
+        and not any(index.may_share_memory(producer.output, each) for each in written)
     )
 
 

@@ -59,6 +59,25 @@ class TraceIndex:
             seen.add(name)
         return False
 
+    def may_share_memory(self, a: TensorProxy, b: TensorProxy) -> bool:
+        """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
+        return not self._origins(a).isdisjoint(self._origins(b))
+
+    def _origins(self, tensor: TensorProxy) -> set[str]:
+        """A tensor, and those of its dtype that it is computed from."""
+        waiting, found = [tensor], set()
+        while waiting:
+            current = waiting.pop()
+            producer = self.producers.get(current.name)
+            if current.name not in found and producer is not None:
+                waiting += [arg for arg in _tensors(producer.flat_proxy_args) if arg.dtype == tensor.dtype]
+            found.add(current.name)
+        return found
+
+    def writers_between(self, first: Sequence[BoundSymbol], last: BoundSymbol) -> list[BoundSymbol]:
+        """Of the bound symbols from the earliest of `first` up to `last`, those that change a tensor in place."""
+        return [bsym for bsym in self.between(first, last) if tensors_written(bsym)]
+
     def same_values(self, a: Any, b: Any) -> bool:
         """Whether two arguments are the same, or computed by the same operations; ignores changes in place."""
         if not isinstance(a, TensorProxy) or not isinstance(b, TensorProxy):
