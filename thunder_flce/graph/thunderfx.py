@@ -72,6 +72,7 @@ class _Compiler(ThunderCompiler):
         # thunder appends a transform of its own for each graph, and the list would grow.
         self.thunder_options["transforms"] = list(self._transforms)
         spell_out_ranges(gm.graph)
+        _put_in_position(gm)
         _spell_out_operations(gm)
         _spell_out_autocast(gm)
         _spell_out_ignore_index(gm)
@@ -111,14 +112,17 @@ def _spell_out_ignore_index(gm: torch.fx.GraphModule) -> None:
             node.update_kwarg("ignore_index", -100)
 
 
+def _put_in_position(gm: torch.fx.GraphModule) -> None:
+    """Gives operations that are kept from Inductor their tensors by position: thunder differentiates no others."""
+    for node in [node for node in gm.graph.nodes if node.target in _KEPT]:
+        by_name = [name for name in ("input", "other", "target") if name in node.kwargs]
+        node.args = (*node.args, *(node.kwargs[name] for name in by_name))
+        node.kwargs = {name: value for name, value in node.kwargs.items() if name not in by_name}
+
+
 def _spell_out_operations(gm: torch.fx.GraphModule) -> None:
     """Writes operations that thunder leaves to Inductor, which splits the graph, by others that mean the same."""
     for node in list(gm.graph.nodes):
-        if node.target in _KEPT:
-            # thunder takes no tensors by keyword here.
-            by_name = [name for name in ("input", "other", "target") if name in node.kwargs]
-            node.args = (*node.args, *(node.kwargs[name] for name in by_name))
-            node.kwargs = {name: value for name, value in node.kwargs.items() if name not in by_name}
         name = getattr(node.target, "__name__", node.target)
         is_method, others = node.op == "call_method", node.args[1:]
         if node.kwargs or not (is_method or node.target in (torch.min, torch.mm, torch.addmm)):

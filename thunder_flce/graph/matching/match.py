@@ -419,7 +419,7 @@ class _Candidate:
                 call = replace(call, ignore_index=NOTHING_IGNORED)
             assert found is not None
             bsyms = [bsym for paths in self.paths for bsym in paths[-1].bsyms]
-            if any(tensors_written(bsym) for bsym in self.index.between(bsyms, found.place)):
+            if self.index.writers_between(bsyms, found.place):
                 raise NotASum("a tensor is changed in place")
         except NotASum as problem:
             return replace(match, note=f"its gradients wait for the backward, because {problem}")

@@ -1,6 +1,6 @@
 """A trace as the matcher needs it: the producer and the users of each tensor, and through which gradients flow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from thunder.core import dtypes, prims
@@ -49,30 +49,25 @@ class TraceIndex:
 
     def derives_from(self, tensor: TensorProxy, source: TensorProxy) -> bool:
         """Whether a tensor is another one, or computed from it."""
-        waiting, seen = [tensor.name], set()
-        while waiting:
-            name = waiting.pop()
-            if name == source.name:
-                return True
-            if name not in seen and name in self.producers:
-                waiting += [arg.name for arg in self.producers[name].flat_proxy_args]
-            seen.add(name)
-        return False
+        return any(name == source.name for name in self._computed_from(tensor))
 
     def may_share_memory(self, a: TensorProxy, b: TensorProxy) -> bool:
         """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
-        return not self._origins(a).isdisjoint(self._origins(b))
+        of_first = set(self._computed_from(a, a.dtype))
+        return any(name in of_first for name in self._computed_from(b, b.dtype))
 
-    def _origins(self, tensor: TensorProxy) -> set[str]:
-        """A tensor, and those of its dtype that it is computed from."""
-        waiting, found = [tensor], set()
+    def _computed_from(self, tensor: TensorProxy, dtype: dtypes.dtype | None = None) -> Iterator[str]:
+        """The names of a tensor and of those, all or of one dtype, that it is computed from."""
+        waiting, seen = [tensor], set()
         while waiting:
             current = waiting.pop()
-            producer = self.producers.get(current.name)
-            if current.name not in found and producer is not None:
-                waiting += [arg for arg in _tensors(producer.flat_proxy_args) if arg.dtype == tensor.dtype]
-            found.add(current.name)
-        return found
+            if current.name in seen:
+                continue
+            seen.add(current.name)
+            yield current.name
+            if current.name in self.producers:
+                operands = _tensors(self.producers[current.name].flat_proxy_args)
+                waiting += [operand for operand in operands if dtype in (None, operand.dtype)]
 
     def writers_between(self, first: Sequence[BoundSymbol], last: BoundSymbol) -> list[BoundSymbol]:
         """Of the bound symbols from the earliest of `first` up to `last`, those that change a tensor in place."""
