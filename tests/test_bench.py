@@ -213,6 +213,16 @@ class StandIns:
             assert (temperature, ignore_index, return_entropy) == (1.0, -100, False)
             return -PerToken.apply(x, weight, target)
 
+    class LigerFusedLinearDPOLoss:
+        def __init__(self, *, beta, use_ref_model):
+            assert beta == 0.1 and not use_ref_model
+
+        def __call__(self, weight, x, target):
+            """From (B, T, H) and (B, T)."""
+            of_tokens = PerToken.apply(x.flatten(0, 1), weight, target.flatten())
+            chosen, rejected = of_tokens.view_as(target).sum(-1).chunk(2)
+            return -F.logsigmoid(0.1 * (chosen - rejected)).mean(), ()
+
     @staticmethod
     def linear_cross_entropy(e, c, targets, *, reduction="mean", filter_eps="auto"):
         assert reduction == "none" and filter_eps is None
@@ -223,7 +233,8 @@ def test_losses_of_peers(tmp_path, monkeypatch):
     """Every loss under the log-probabilities of each, for which others stand in here; absent ones say so."""
     peers = [name for name in losses.METHODS if name.endswith(losses.PER_TOKEN)]
     assert len(peers) == 3 * 6 + 2 * 2
-    for module in ("trl.kernels", "liger_kernel.ops", "cut_cross_entropy"):
+    peers += ["DPO, liger", "DPO, frozen head, liger"]
+    for module in ("trl.kernels", "liger_kernel.ops", "liger_kernel.chunked_loss", "cut_cross_entropy"):
         monkeypatch.setitem(sys.modules, module, StandIns)
     options = ["--shapes", "tokens=16,vocab=21,hidden=8,dtype=float32", "--methods"]
     rows = {row["method"]: row for row in bench(tmp_path / "rows", "losses", *options, *peers)}

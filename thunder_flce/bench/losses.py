@@ -166,8 +166,8 @@ def _log_probs(log_probs: Tensor, weights: Tensor) -> Tensor:
 LOSSES: dict[str, Loss | Distillation] = {
     "mean": Loss(reduce=_mean, ours="function"),
     "GRPO": Loss(reduce=_grpo, ours="jit", peers=("liger", *PER_TOKEN)),
-    "DPO": Loss(reduce=_preference, ours="jit"),
-    "DPO, frozen head": Loss(reduce=_preference, ours="jit", gradients=("dx",), peers=FROZEN_HEAD_PEERS),
+    "DPO": Loss(reduce=_preference, ours="jit", peers=("liger", *PER_TOKEN)),
+    "DPO, frozen head": Loss(reduce=_preference, ours="jit", gradients=("dx",), peers=("liger", *FROZEN_HEAD_PEERS)),
     "none, frozen head": Loss(reduce=_squares, ours="function", gradients=("dx",), peers=FROZEN_HEAD_PEERS),
     "weighted tokens": Loss(reduce=_weighted, ours="jit"),
     "weighted tokens, half of them 0": Loss(reduce=_weighted, ours="jit", weighted=0.5),
@@ -245,12 +245,24 @@ def _liger_grpo(reduce: Reduce) -> Program:
     return program
 
 
+def _liger_preference(reduce: Reduce) -> Program:
+    """Liger's DPO, a chunk for each pair of sequences."""
+    module = peer("liger_kernel.chunked_loss").LigerFusedLinearDPOLoss
+    fused = module(beta=0.1, use_ref_model=False)
+
+    def program(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        loss, *_ = fused(weight, x.view(SEQUENCES, -1, x.shape[1]), target.view(SEQUENCES, -1))
+        return loss
+
+    return program
+
+
 WAYS: dict[str, Callable[[Reduce], Program]] = {
     "function": _function,
     # Strict: what is not fused fails, and is not measured as if it were ours.
     "jit": lambda reduce: thunder_flce.jit(_written(reduce), strict=True),
     "torch.compile": lambda reduce: torch.compile(_written(reduce), fullgraph=True, dynamic=False),
-    "liger": _liger_grpo,
+    "liger": lambda reduce: _liger_grpo(reduce) if reduce is _grpo else _liger_preference(reduce),
     **{way: partial(_written, way=way) for way in ("eager", *PER_TOKEN)},
 }
 
