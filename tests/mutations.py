@@ -406,7 +406,7 @@ MUTATIONS = [
         "execution/gradient_accumulation.py",
         ("mask", "        gradient[operands.vocab :] = 0\n", "        pass\n"),
         ("mask", "[: matrix.shape[1]], not self._is_first", "[: matrix.shape[1]], True"),
-        ("mask", "self._term.weight[block], block.start > 0", "self._term.weight[block], False"),
+        ("mask", "weight, accumulate=not self._is_first)", "weight, accumulate=False)"),
         (
             "index",
             "out = of_term.input[self._rows.of_part(chunk)]\n",
@@ -530,7 +530,7 @@ MUTATIONS = [
     *_of(
         "execution/gradient_accumulation.py",
         ("mask", "                self._rows.scatter_(of_term.input)\n", "                pass\n"),
-        ("mask", "        rows.scatter_(out)\n", "        pass\n"),
+        ("mask", "            self._rows.scatter_(self._input)\n", "            pass\n"),
         tests=("tests/test_numerics.py::test_ignored_rows",),
     ),
     *_of(
@@ -658,7 +658,12 @@ MUTATIONS = [
     ),
     *_of(
         "planning/choose.py",
-        ("mask", "if budget is None or temporary_bytes(problem, plan) <= budget:", "if True:"),
+        (
+            "mask",
+            "        if temporary_bytes(problem, candidate) <= budget:\n            return",
+            "        if True:\n            return",
+        ),
+        ("mask", "for candidate in (plan, wide):", "for candidate in (plan,):"),
         ("sign", "budget - beside - rounded_up", "budget - rounded_up"),
         tests=(BUDGET,),
     ),
@@ -1293,8 +1298,20 @@ MUTATIONS = [
     *_of(
         "execution/engine.py",
         ("divisor", "RowScales.ones(rows) if has_units else scales", "scales"),
-        ("mask", "may_overwrite and (region.tape is not None or not graph_is_kept())", "True"),
         tests=("tests/test_frozen_head.py",),
+    ),
+    *_of(
+        "execution/gradient_accumulation.py",
+        ("mask", "input_dtype = operands.row_dtype if is_unit else operands.dtype", "input_dtype = operands.dtype"),
+        ("mask", "None if memory is None or memory.dtype != dtype else memory", "memory"),
+        tests=("tests/test_frozen_head.py", "tests/test_rows.py"),
+    ),
+    *_of(
+        "execution/gradient_accumulation.py",
+        ("mask", "if is_last and self.needs_first_block:", "if False:"),
+        ("mask", "or first.stop < enough:", "or first.stop < 1:"),
+        ("mask", "self.needs_first_block = True\n", "self.needs_first_block = False\n"),
+        tests=("tests/test_terms.py::test_every_plan",),
     ),
     *_of(
         "operation/problem.py",

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 import test_patterns  # noqa: F401 (finds traces/patterns.py)
 import thunder_flce
-from reference import error, make_case
+from reference import eager, error, make_case, truth
+from reference import ours as ours_of
 from test_readings import regions, tensors_for
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.execution.plan import GradientsInForward
@@ -53,6 +54,17 @@ def exact(hidden, head, *, reduction, outputs, class_weights=False, softcap=None
     total = (loss.view(TARGET.shape) * UPSTREAM).sum() if reduction == "none" else loss * 1.7
     log_prob = logits.log_softmax(-1).gather(-1, TARGET.clamp(min=0)[..., None]).squeeze(-1)
     return total + (log_prob * UPSTREAM.square())[TARGET >= 0].sum() if outputs else total
+
+
+def test_gradients_are_rounded_once():
+    """The gradient for an upstream gradient of 1 is not rounded to 16 bits before it is multiplied by 1.5."""
+    case = make_case(tokens=64, hidden=64, vocab=1000, dtype=torch.bfloat16, scale=0.1)
+    case.weight = case.weight.detach()
+    upstream = torch.full((64,), 1.5)
+    exact = truth(case, upstream, reduction="none").gradients[0]
+    found = ours_of(case, upstream, reduction="none").gradients[0]
+    theirs = eager(case, upstream, reduction="none").gradients[0]
+    assert error(found, exact) < 1.1 * error(theirs, exact)
 
 
 CASES = {

@@ -269,15 +269,18 @@ def test_what_each_strategy_takes_beside_the_gradients():
     # As much as any other chunk: the first blocks of 4096 tokens are where dW will be.
     assert taken(of_chunks, chunk_rows=512, staged=(4096, 8)) == logits(512)
     assert taken(SaveLogits) == logits(tokens)
-    # A block of all rows, and dX in float32 before there is one in 16 bits.
+    # A block of all rows; dX is summed where dW of the first block will be, or, without room, in memory of its own,
+    # before there is a dX in 16 bits.
     block = 2 * tokens * 16384
     sum_bytes = (4 - 2) * tokens * hidden
-    assert taken(RecomputeLogits, chunk_rows=2048, block_columns=16384) == block + sum_bytes
+    assert taken(RecomputeLogits, chunk_rows=1024, block_columns=16384) == block
+    assert taken(RecomputeLogits, chunk_rows=1024, block_columns=16320) == 2 * tokens * 16320 + sum_bytes
     # dW of a block is a sum of two, in float32.
     saved, half = logits(4096), tokens // 2
-    sums = 4 * half * hidden + 4 * 16384 * hidden
     some = taken(SaveSomeLogits, saved_rows=half, chunk_rows=2048, block_columns=16384)
-    assert some == saved + block // 2 + sums
+    assert some == saved + block // 2 + 4 * 16384 * hidden
+    some = taken(SaveSomeLogits, saved_rows=half, chunk_rows=2048, block_columns=8128)
+    assert some == saved + 2 * half * 8128 + 4 * half * hidden + 4 * 8128 * hidden
     # In a forward, chunks that are not saved share memory: without dW, that is the peak.
     without_dw = problem(weight_grad=False)
     plan = SaveSomeLogits(saved_rows=4096, chunk_rows=1024, block_columns=1024, ignored_rows="compute")

@@ -39,6 +39,8 @@ PLANS: dict[str, Plan] = {
     "save logits": SaveLogits(),
     "save logits, float32": SaveLogits(float32_logits=True),
     "save some logits": SaveSomeLogits(saved_rows=15, chunk_rows=12, block_columns=16),
+    # dX of the others is summed where dW of the first block will be.
+    "save most logits": SaveSomeLogits(saved_rows=40, chunk_rows=12, block_columns=24),
     "recompute logits": RecomputeLogits(chunk_rows=20, block_columns=16),
     "recompute logits, one block": RecomputeLogits(chunk_rows=T, block_columns=V),
     "loss only": LossOnly(chunk_rows=20),

@@ -38,6 +38,9 @@ PLANS: dict[str, Plan] = {
     "save logits": SaveLogits(),
     "save some logits": SaveSomeLogits(saved_rows=14, chunk_rows=10, block_columns=30),
     "recompute logits": RecomputeLogits(chunk_rows=10, block_columns=30),
+    # In 16 bits, dX is summed where dW of the first block will be.
+    "save some logits, wide blocks": SaveSomeLogits(saved_rows=14, chunk_rows=10, block_columns=80),
+    "recompute logits, wide blocks": RecomputeLogits(chunk_rows=10, block_columns=80),
 }
 
 

@@ -361,7 +361,7 @@ def _forward_fake(*tensors: Tensor, settings: str, **others: Any) -> list[Tensor
         return [*results, valid_count, *_gradients_fake(operands)]
     results += [new(tokens), new(tokens), valid_count]
     if known.strategy == GradientsInForward.strategy:
-        return [*results, *_gradients_fake(operands)]
+        return [*results, *(each.to(row_dtype) for each in _gradients_fake(operands))]
     if known.strategy == SaveLogits.strategy:
         dtype = torch.float32 if known.float32_logits(operands) else operands.dtype
         row = layout_for(operands.vocab, dtype=dtype, device_type=operands.device.type).row_stride

@@ -63,10 +63,11 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
     first = plan.chunk_rows if plan.staged is None else plan.staged[0]
     buffer = staged.rest if staged else steps.logits_buffer(region, min(first, region.operands.tokens))
     first_logits = staged.logits if staged else buffer
-    # Where ignored rows are skipped, the first rows of x are copied into the memory of dX. Where a term needs no dX,
-    # the copies take memory of their own, so they are no more than a chunk.
-    largest = first if all(memory is not None for memory in sums.inputs) else min(first, plan.chunk_rows)
-    computed = _start_first_logits(region, selection, first_logits, largest=largest, outs=sums.inputs)
+    # Where ignored rows are skipped, the first rows of x are copied into the memory of dX. Where that is not there, or
+    # is float32, the copies take memory of their own, so they are no more than a chunk.
+    room = sums.room_for_x
+    largest = first if all(memory is not None for memory in room) else min(first, plan.chunk_rows)
+    computed = _start_first_logits(region, selection, first_logits, largest=largest, outs=room)
     rows = selection.rows()
 
     scales = RowScales.of(region, rows)
@@ -152,14 +153,14 @@ def backward(
         operands: as in the forward.
         plan: as in the forward.
         saved: as returned by the forward.
-        kept: as returned by the forward; overwritten, unless the graph is kept (`retain_graph`).
+        kept: as returned by the forward; logits are overwritten, unless the graph is kept (`retain_graph`).
         upstream: the gradients of the loss and its outputs.
         may_overwrite: False leaves `kept` as it is in any case.
     """
     region, logits = Region(operands, plan), kept
     if isinstance(plan, GradientsInForward):
         assert kept is not None
-        return _scaled_units(region, kept, saved.valid_count, upstream, may_overwrite)
+        return _scaled_units(region, kept, saved.valid_count, upstream)
     rows = reselect_rows(region, saved.valid_count)
     known = _known_rows(region, rows, saved, upstream)
     if isinstance(plan, RecomputeLogits) and (logits is None or rows.count == 0):
@@ -210,33 +211,34 @@ def gradient_factor(grad: Tensor, valid_count: Tensor, expected_gradient: Tensor
     return torch.where(valid_count == 0, 0, grad)
 
 
-def _scaled_units(
-    region: Region, kept: Tensor, valid_count: Tensor, upstream: UpstreamGradients, may_overwrite: bool
-) -> Gradients:
+def _scaled_units(region: Region, kept: Tensor, valid_count: Tensor, upstream: UpstreamGradients) -> Gradients:
     """dX for the upstream gradients, from `kept`, which is dX for an upstream gradient of 1 at each row."""
     rows = every_row(region, valid_count)
     factors = rows.returned(RowGradients(region, RowScales.of(region, rows), upstream).factors)
-    is_free = may_overwrite and (region.tape is not None or not graph_is_kept())
-    return Gradients((steps.scaled_rows(kept, factors, may_overwrite=is_free),), (None,), None)
+    return Gradients((steps.scaled_rows(region, kept, factors),), (None,), None)
 
 
 def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | None, block_columns: int) -> Gradients:
     """The logits that were not saved are computed again, a vocabulary block at a time, for all their tokens.
 
-    The statistics make each block independent of the others.
+    The statistics make each block independent of the others. So the first one comes last where its dW has the memory
+    in which dX is summed until then.
     """
     rows, operands, class_weight = known.scales.rows, region.operands, known.scales.class_weight
     others = slice(0 if saved is None else saved.rows.stop, rows.count)
     xs = _gathered(region, rows, slice(0, rows.count))
-    sums = [BlockSums(region, at, x, saved) for at, x in enumerate(xs)]
+    vocab, width = operands.vocab, max(min(block_columns, operands.vocab), 1)
+    blocks = [slice(start, min(start + width, vocab)) for start in range(0, vocab, width)]
+    first = slice(0, min(width, vocab))
+    sums = [BlockSums(region, at, x, rows=rows, saved=saved, first=first) for at, x in enumerate(xs)]
+    if any(each.needs_first_block for each in sums):
+        blocks = [*blocks[1:], first]
     x_others, target_others = [each.x for each in sums], rows.target[others]
     statistics, coefficients = known.statistics_of(others), known.coefficients_of(others)
     bias_grad = None
     if operands.bias_grad:
         bias_grad = region.empty("db", (operands.weight_rows,), operands.row_dtype)
         zero_unused_rows(bias_grad, operands)
-    vocab, width = operands.vocab, max(min(block_columns, operands.vocab), 1)
-    blocks = (slice(start, min(start + width, vocab)) for start in range(0, vocab, width))
     for block in region.loop(blocks, "block"):
         logits = steps.logits_buffer(region, others.stop - others.start, block.stop - block.start)
         steps.logits_(region, logits, x_others, columns=block)
@@ -244,13 +246,13 @@ def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | 
         of_columns = None if class_weight is None else class_weight[block]
         dlogits, column_sums = steps.gradient_(region, logits, statistics, coefficients, targets, of_columns)
         for each in sums:
-            each.add(block, dlogits.logits)
+            each.add(block, dlogits.logits, is_last=block == blocks[-1])
         if bias_grad is not None and column_sums is not None:
             of_saved = None if saved is None else saved.bias_grad
             bias_grad[block] = column_sums if of_saved is None else column_sums + of_saved[block]
         # Otherwise this block would be alive while the next one is allocated.
         del logits, dlogits
-    inputs = tuple(each.finish_input(rows) for each in sums)
+    inputs = tuple(each.finish_input() for each in sums)
     return Gradients(inputs, tuple(each.weight for each in sums), rounded_bias(bias_grad, operands))
 
 

@@ -29,10 +29,9 @@ def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> 
     return result
 
 
-def scale_rows(gradient: Tensor, factors: Tensor, *, may_overwrite: bool) -> Tensor:
-    """Each row of gradient (T, H) times its factor, (T,), computed in float32 or float64; see `scale_gradient`."""
-    result = gradient if may_overwrite else torch.empty_like(gradient)
-    return torch.mul(gradient, factors[:, None], out=result)
+def scale_rows(gradient: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each row of gradient (T, H) times its factor, (T,), rounded once to a dtype; both are float32 or float64."""
+    return torch.mul(gradient, factors[:, None], out=torch.empty_like(gradient, dtype=dtype))
 
 
 def library(dtype: torch.dtype, device: torch.device) -> str:

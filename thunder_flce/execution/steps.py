@@ -559,11 +559,11 @@ def add_(region: Region, out: Tensor, addend: Tensor) -> None:
         region.written_to.write(out, addend, adds=True)
 
 
-def copy_(region: Region, out: Tensor, source: Tensor, *, factor: int = 1) -> None:
+def copy_(region: Region, out: Tensor, source: Tensor, *, factor: int = 1, note: str = "rounded once") -> None:
     """out = source, or its product with a number, in out's dtype."""
     if region.tape is not None:
         words = source if factor == 1 else source * factor
-        region.written_to.write(out, words, note="rounded once", bytes=out.nbytes + source.nbytes)
+        region.written_to.write(out, words, note=note, bytes=out.nbytes + source.nbytes)
     elif factor == 1:
         out.copy_(source)
     else:
@@ -589,12 +589,14 @@ def scaled(gradient: Tensor, factor: Tensor) -> Tensor:
     return gradient
 
 
-def scaled_rows(gradient: Tensor, factors: Tensor, *, may_overwrite: bool) -> Tensor:
-    """dX (T, H) for an upstream gradient of 1 at each row, times the rows' factors, (T,), in its place if possible."""
-    if not isinstance(gradient, Value):
-        return gradient_scaling.scale_rows(gradient, factors, may_overwrite=may_overwrite)
-    gradient.tape.write(gradient, f"{gradient} * {factors}", note="each row", bytes=2 * gradient.nbytes)
-    return gradient
+def scaled_rows(region: Region, gradient: Tensor, factors: Tensor) -> Tensor:
+    """dX (T, H) for an upstream gradient of 1 at each row, times the rows' factors, (T,), in new memory."""
+    dtype = region.operands.dtype
+    if region.tape is None:
+        return gradient_scaling.scale_rows(gradient, factors, dtype)
+    out = region.empty("dX", tuple(gradient.shape), dtype)
+    region.written_to.write(out, f"{gradient} * {factors}", note="each row", bytes=gradient.nbytes + out.nbytes)
+    return out
 
 
 def targets(region: Region, target: Tensor) -> Targets:

@@ -141,7 +141,8 @@ def _linear_cross_entropy_fwd_meta(
     statistics = [_new(input, (tokens,), row_dtype), _new(input, (tokens,), row_dtype), _new(input, (), dtypes.int64)]
     results = _results_meta(input, loss, region.get("dtype")) + statistics
     if isinstance(plan, GradientsInForward):
-        results += _gradients_meta(operands, needs_grad)
+        gradients = _gradients_meta(operands, needs_grad)
+        results += [_new(input, each.shape, row_dtype) for each in gradients] if loss.has_row_gradients else gradients
     if isinstance(plan, SaveLogits | SaveSomeLogits):
         dtype = torch.float32 if plan.float32_logits else dtypes.to_torch_dtype(input.dtype)
         columns = (loss.vocab_size or operands["linear_weight"].shape[0]) if shard is None else shard.columns

@@ -85,12 +85,17 @@ def backward_fn(saved_for_backward, cotangents):
     # s f32[8192] = grad[valid]                                                                         PyTorch
     # row_max f32[8192] = row_max[valid]                                                                PyTorch
     # row_log_sum f32[8192] = row_log_sum[valid]                                                        PyTorch
-    # for each block of 32064 columns of the vocabulary, 4 in all:
+    # for each block of 32064 columns of the vocabulary, 3 in all, from column 32064 on:
     #   logits bf16[8192, 32064] = x @ W[block].t()                                                     cuBLAS
     #   dlogits bf16[8192, 32064] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  Triton
     #   dX_sum f32[8192, 4096] += dlogits @ W[block]                                                    cuBLAS
     #   dW[block] bf16[32064, 4096] = dlogits.t() @ x                                                   cuBLAS
-    # dX bf16[8192, 4096] = dX_sum  (rounded once)                                                      PyTorch
+    # for the first block, of 32064 columns of the vocabulary:
+    #   logits bf16[8192, 32064] = x @ W[block].t()                                                     cuBLAS
+    #   dlogits bf16[8192, 32064] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  Triton
+    #   dX_sum f32[8192, 4096] += dlogits @ W[block]                                                    cuBLAS
+    #   dX bf16[8192, 4096] = dX_sum  (rounded once; dW takes its memory)                               PyTorch
+    #   dW[block] bf16[32064, 4096] = dlogits.t() @ x                                                   cuBLAS
     # dX bf16[8192, 4096] = scatter(dX)                                                                 PyTorch
   del t8, hidden, weight, t1, t3, t4, t5
   return (t9, t10, None)
