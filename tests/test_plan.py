@@ -287,6 +287,19 @@ def test_what_each_strategy_takes_beside_the_gradients():
     assert program(without_dw, plan).peak_bytes == saved + logits(1024)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "rows"), [(2048, 2048), (2304, 2048), (3584, 1024), (4096, 1024), (5120, 2048), (8192, 1024)]
+)
+def test_chunks_of_a_frozen_head(hidden, rows):
+    """Half as many rows where dX fills the device; not without gradients."""
+    terms = (TermShape(hidden=hidden, input_grad=True, weight_grad=False),)
+    frozen = replace(S1, terms=terms)
+    assert make_plan(frozen, Options()).chunk_rows == rows
+    assert make_plan(replace(frozen, loss=Loss(reduction="none")), Options()).chunk_rows == rows
+    without = replace(frozen, terms=(replace(terms[0], input_grad=False),))
+    assert make_plan(without, Options()).chunk_rows >= 2048
+
+
 def test_a_frozen_head_takes_nothing_of_its_size():
     """Neither memory nor a gradient: what is left are a chunk's logits, and dB of the adapter, summed in float32."""
     head = TermShape(hidden=4096, input_grad=True, weight_grad=False)

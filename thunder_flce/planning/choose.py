@@ -48,11 +48,13 @@ FREQUENT_OF_SEVERAL = 4
 # Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its matmuls (about 0.1 ms)
 # asks for more rows: enough for this many operations, as long as the logits stay within a gigabyte.
 CUDA_CHUNK_ROWS = 2048
-# Where the weight is frozen, there is no dW to read and write. From this hidden size on, half as many rows take 0% to
-# 1.5% more time, in 0.56 of the memory (8192 × 128256 × 4096, 8192 × 151936 × 4096 and 4096 × 152064 × 3584; at hidden
-# sizes of 2304 and 2048, 3% more).
+# Where the weight is frozen, there is no dW to read and write. Half as many rows are enough if dX of these, in tiles of
+# 128 × 256, keeps the last wave of an H200's multiprocessors busy: 0% to 1.5% more time at hidden sizes of 3584, 4096
+# and 8192, in 0.56 of the memory, but 3% to 6% at 2048, 2304 and 5120.
 CUDA_FROZEN_CHUNK_ROWS = 1024
-CUDA_FROZEN_HIDDEN = 3584
+CUDA_TILE = (128, 256)
+CUDA_MULTIPROCESSORS = 132
+CUDA_FULL_WAVE = 0.8
 CUDA_CHUNK_OPERATIONS = 2.5e12
 CUDA_CHUNK_BYTES = 2**30
 CUDA_SMALLEST_CHUNK = 512
@@ -331,10 +333,18 @@ def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -
     enough = int(CUDA_CHUNK_OPERATIONS / (6 * max(problem.hidden, 1) * problem.vocab))
     third = -(-problem.tokens // (CUDA_FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
     # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
-    is_frozen = problem.needs_grad and not problem.weight_grad_columns and problem.hidden >= CUDA_FROZEN_HIDDEN
-    fewest = CUDA_FROZEN_CHUNK_ROWS if is_frozen else CUDA_CHUNK_ROWS
+    is_frozen = problem.needs_grad and not problem.weight_grad_columns
+    halves = is_frozen and _fills_waves(CUDA_FROZEN_CHUNK_ROWS, problem.hidden)
+    fewest = CUDA_FROZEN_CHUNK_ROWS if halves else CUDA_CHUNK_ROWS
     fewest *= 1 if problem.shard is None else problem.shard.ranks
     return max(fewest, min(enough, CUDA_CHUNK_BYTES // row_bytes, third))
+
+
+def _fills_waves(rows: int, columns: int) -> bool:
+    """Whether a matmul of so many rows and columns keeps the multiprocessors busy to its end."""
+    tiles = -(-rows // CUDA_TILE[0]) * -(-columns // CUDA_TILE[1])
+    waves = -(-tiles // CUDA_MULTIPROCESSORS)
+    return tiles >= CUDA_FULL_WAVE * waves * CUDA_MULTIPROCESSORS
 
 
 def _balanced(problem: Problem, largest: int) -> int:
