@@ -974,6 +974,12 @@ MUTATIONS = [
         ("mask", "if self.paths and self.path.shift and sum(self.coefficients):", "if False:"),
         ("sign", "return _Product(-1, (producer,)", "return _Product(1, (producer,)"),
         ("index", "shape == [count if at == dimension else 1 for at in range(rows)]", "True"),
+        ("index", "return rows == 1 and part == list(range(count))", "return rows == 1"),
+        ("mask", "if not paths[-1].normalised or index.derives_from(picked", "if index.derives_from(picked"),
+        ("mask", "normalised or index.derives_from(picked, paths[0].tensor):", "normalised:"),
+        ("mask", "and has_classes and not is_choice:", "and has_classes:"),
+        ("mask", "and has_classes and not is_choice:", "and not is_choice:"),
+        ("mask", "if any(other.paths and other.paths[0][0].tensor is paths[0].tensor for", "if any(False for"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(

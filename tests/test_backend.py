@@ -487,6 +487,16 @@ def test_explain():
 
 
 @quick
+def test_explain_of_a_graph_without_a_loss():
+    """It was compiled, too."""
+    compiled = compiled_with(torch.sin)
+    assert "nothing is compiled yet" in str(thunder_flce.explain(compiled))
+    compiled(torch.ones(3))
+    text = str(thunder_flce.explain(compiled))
+    assert "nothing is compiled yet" not in text and "no cross-entropy, log-probability, entropy" in text
+
+
+@quick
 def test_explain_of_a_function_and_of_a_module_compiled_in_place():
     model = Model()
     model.compile(backend="thunder_flce")
@@ -519,6 +529,8 @@ def program(x, w, length):
     scores = torch.nn.functional.linear(x, w[0, :5])
     chosen = scores.topk(2, dim=-1).indices
     gates = scores.softmax(-1).gather(-1, chosen)
+    chosen = scores.view(-1, 5).argmax(-1) + 5 * torch.arange(scores.shape[0] * scores.shape[1])
+    gates = gates + scores.softmax(-1).view(-1)[chosen].view(gates.shape[:-1])[..., None]
     balance = (scores.softmax(-1).mean((0, 1)) * scores.mean((0, 1))).sum() + scores.logsumexp(-1).square().mean()
     last = (x @ w[1]).gather(1, length.expand(-1, -1, x.shape[-1]))
     return (x * gates.sum(-1, keepdim=True)).sum(1) + last.sum(1) + balance

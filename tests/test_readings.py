@@ -16,6 +16,7 @@ from front_ends import FRONT_ENDS, decisions
 from reference import error
 from thunder_flce import NotFusedError, NotFusedWarning, Options
 from thunder_flce.backend import compile_graph
+from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.inspection import programs
 
 import patterns  # isort: skip
@@ -131,6 +132,22 @@ def test_beside_a_cross_entropy_that_waits(program):
     assert "the options say recompute_logits" in decision.note
 
 
+@pytest.mark.parametrize("picked", [lambda rows, t, y: rows[t][y[t]], lambda rows, t, y: rows[t, y[t]]])
+def test_one_row_at_a_time(picked):
+    """The first of them speaks for all."""
+
+    def program(hidden, weight, tokens):
+        log_probs = F.linear(hidden[0], weight).log_softmax(-1)
+        return -torch.stack([picked(log_probs, at, tokens[0]) for at in range(4)]).mean()
+
+    tensors = tensors_for(program)
+    jitted = thunder_flce.jit(program)
+    with pytest.warns(NotFusedWarning, match="of one row at a time"):
+        torch.testing.assert_close(jitted(*tensors), program(*tensors))
+    (decision,) = decisions(jitted)
+    assert decision.reason is Reason.NOT_A_LOG_PROBABILITY
+
+
 def test_strict():
     program = patterns.log_probability_beside_another_use
     with pytest.raises(NotFusedError, match="the log-probability at .*patterns.py:.* is used by square|pow|mul"):
@@ -165,6 +182,26 @@ def greedy_choice(hidden, weight, tokens):
 def most_likely_choice(hidden, weight, tokens):
     log_probs = F.linear(hidden, weight).log_softmax(-1)
     return (F.one_hot(log_probs.argmax(-1), weight.shape[0]) * log_probs).sum(-1).mean()
+
+
+def choices_of_flattened_rows(hidden, weight, tokens):
+    probabilities = F.linear(hidden[0], weight).softmax(-1)
+    starts = torch.arange(probabilities.shape[0]) * weight.shape[0]
+    return probabilities.view(-1)[starts + probabilities.argmax(-1)].sum()
+
+
+def choices_by_where(hidden, weight, tokens):
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    return torch.where(log_probs > -3.0, log_probs, 0.0).sum(-1).mean()
+
+
+def rows_of_a_mask(hidden, weight, tokens):
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    return torch.where(tokens[..., None] > 3, log_probs, 0.0).sum(-1).mean()
+
+
+def numbers_of_flattened_hidden_states(hidden, weight, tokens):
+    return F.linear(hidden, weight).view(-1)[tokens.view(-1)].sum()
 
 
 def similar_tokens(hidden, weight, tokens):
@@ -213,6 +250,10 @@ def norm(hidden, weight, tokens):
         gate_of_experts,
         greedy_choice,
         most_likely_choice,
+        choices_of_flattened_rows,
+        choices_by_where,
+        rows_of_a_mask,
+        numbers_of_flattened_hidden_states,
         similar_tokens,
         divergence_from_the_uniform,
         classifier,
@@ -386,6 +427,7 @@ def _of_broadcast_labels(logits, labels):
 LOOKALIKES = {
     "rows in another order": lambda z, y: _log_prob(z, y)[[3, 1, 0, 2, 5, 4]],
     "rows picked in another order": lambda z, y: z.log_softmax(-1)[torch.arange(6).flip(0), y],
+    "rows listed in another order": lambda z, y: z.log_softmax(-1)[[3, 1, 0, 2, 5, 4], y],
     "rows of an index": lambda z, y: _log_prob(z, y)[y.argsort()],
     "labels in another order": lambda z, y: F.logsigmoid(_log_prob(z, y) - _log_prob(z, y[[1, 0, 2, 3, 5, 4]])),
     "two labels of three rows": lambda z, y: z.log_softmax(-1).gather(-1, y.view(3, 2)),

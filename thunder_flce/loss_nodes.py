@@ -16,8 +16,9 @@ LINEARS = ("linear", "matmul", "mm", "addmm")
 _NORMALISERS = ("log_softmax", "softmax", "logsumexp")
 # The same spelled out: an operation, and what makes its operand.
 _LAST_OF_NORMALISERS = {("log", "sum"), ("truediv", "exp"), ("div", "exp")}
-_GATHERS = ("gather", "take_along_dim")
-_PRODUCTS = ("mul", "neg", "special_entr", "xlogy", "special_xlogy")
+_GATHERS = ("gather", "take_along_dim", "index_select")
+_FLATTENING = ("view", "reshape", "flatten")
+_PRODUCTS = ("mul", "neg", "special_entr", "xlogy", "special_xlogy", "where", "masked_fill")
 _CHECKPOINT = "tag_activation_checkpoint"
 
 
@@ -94,7 +95,8 @@ def _readers_below(source: Node, sizes: set[Any]) -> list[Node]:
 
     def users(node: Node) -> Iterable[Node]:
         shape = _shape(value_of(node))
-        is_logits = node is source or not shape or not sizes.isdisjoint(shape)
+        is_flat = len(shape) == 1 and name_of(node) in _FLATTENING
+        is_logits = node is source or not shape or is_flat or not sizes.isdisjoint(shape)
         return node.users if is_logits and not (node is not source and is_linear(node)) else ()
 
     return [node for node in _reached([source], users) if _reads(node, source, sizes)]
@@ -114,10 +116,20 @@ def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
     if name == "kl_div":
         return bool(shape) and shape[-1] in sizes
     indices = [each for each in rest if isinstance(each, Node) and isinstance(value_of(each), Tensor)]
-    keys = len(indices) + sum(isinstance(each, range) for each in rest)
-    is_gather = is_over_classes if name in _GATHERS else name == "getitem" and keys == len(shape) > 1
+    if name in _GATHERS:
+        is_gather = is_over_classes or len(shape) == 1
+    elif name == "getitem":
+        key = node.args[1] if isinstance(node.args[1], tuple) else node.args[1:]
+        is_gather = bool(indices) and len(key) == len(shape) and all(map(_is_index, key))
+    else:
+        is_gather = name == "take"
     # Columns that hang on the logits are choices, as of a gate's experts.
     return is_gather and source not in _reached(indices, _inputs_but_for_linears)
+
+
+def _is_index(part: Any) -> bool:
+    """Whether a part of an index takes single elements, and not a slice."""
+    return isinstance(part, int | range | list) or isinstance(part, Node) and isinstance(value_of(part), Tensor)
 
 
 def _multiplies_rows(product: Node, sizes: set[Any]) -> bool:

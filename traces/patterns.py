@@ -429,6 +429,11 @@ def log_probability_indexed(hidden, weight, tokens):
     return -F.log_softmax(logits, -1)[rows, tokens.view(-1) - 1].mean()
 
 
+def log_probability_at_listed_rows(hidden, weight, tokens):
+    log_probs = F.linear(hidden[0], weight).log_softmax(-1)
+    return -log_probs[list(range(tokens.shape[1])), tokens[0]].mean()
+
+
 def log_probability_indexed_in_three_dimensions(hidden, weight, tokens):
     log_probs = F.log_softmax(F.linear(hidden, weight), -1)
     sequences, positions = (torch.arange(size, device=hidden.device) for size in log_probs.shape[:2])
@@ -615,6 +620,7 @@ FUSED: tuple[Callable, ...] = (
     log_probability_and_entropy_of_categorical,
     probability_gathered,
     log_probability_indexed,
+    log_probability_at_listed_rows,
     log_probability_indexed_in_three_dimensions,
     preference_loss,
     clipped_ratio_with_entropy,
@@ -688,6 +694,22 @@ def log_probabilities_of_other_rows(hidden, weight, tokens):
     rows = torch.arange(hidden.shape[0], device=hidden.device)
     log_probs = F.linear(hidden[:, : len(rows)], weight).log_softmax(-1)
     return log_probs[rows, rows[:, None], tokens[:, : len(rows)]].sum()
+
+
+def log_probabilities_of_flattened_rows(hidden, weight, tokens):
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    starts = torch.arange(tokens.numel(), device=tokens.device) * weight.shape[0]
+    return -log_probs.view(-1).index_select(0, starts + tokens.view(-1)).mean()
+
+
+def log_probabilities_of_all_rows_for_each_label(hidden, weight, tokens):
+    return -F.linear(hidden[0], weight).log_softmax(-1).index_select(-1, tokens[0]).diagonal().mean()
+
+
+def log_probability_by_where(hidden, weight, tokens):
+    log_probs = F.linear(hidden, weight).log_softmax(-1)
+    is_label = torch.arange(weight.shape[0], device=tokens.device) == tokens[..., None]
+    return -torch.where(is_label, log_probs, 0.0).sum(-1).mean()
 
 
 def logits_gathered(hidden, weight, tokens):
@@ -788,6 +810,9 @@ NOT_FUSED: dict[Callable, Reason] = {
     several_log_probabilities_a_token: Reason.NOT_A_LOG_PROBABILITY,
     labels_of_one_sequence_for_all: Reason.NOT_A_LOG_PROBABILITY,
     log_probabilities_of_other_rows: Reason.NOT_A_LOG_PROBABILITY,
+    log_probabilities_of_flattened_rows: Reason.NOT_A_LOG_PROBABILITY,
+    log_probabilities_of_all_rows_for_each_label: Reason.NOT_A_LOG_PROBABILITY,
+    log_probability_by_where: Reason.CLASS_PROBABILITIES,
     logits_gathered: Reason.NOT_A_LOG_PROBABILITY,
     log_probability_beside_another_use: Reason.LOGITS_USED,
     log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,

@@ -228,6 +228,11 @@ class GraphReport:
     """Why its graph was cut into parts, as thunder put it."""
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether anything was; thunder may not have been called yet."""
+        return self.compiled_by != "thunder" or bool(self.compilations)
+
+    @property
     def decisions(self) -> list[Decision]:
         """One for each cross-entropy, log-probability or entropy of each compilation."""
         return [*(d for compilation in self.compilations for d in compilation.decisions), *self.others]
@@ -310,7 +315,7 @@ class Report(Sequence):
 
     def blocks(self) -> Iterator[Block]:
         """The report as blocks of text."""
-        if not self.compilations and not self.decisions:
+        if not any(graph.is_compiled for graph in self.graphs):
             yield heading("nothing is compiled yet: call it first")
             return
         yield heading(f"thunder_flce: {self._fused()}")

@@ -130,6 +130,40 @@ def _take_along_dim(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Read
     return _at_labels(index, bsym, logits, dimension, labels)
 
 
+def _index_select(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    tensor, dimension, picked = (argument(bsym, name, at=at) for at, name in enumerate(("input", "dim", "index")))
+    if tensor.ndim == 1:
+        return _picked_apart(index, bsym, tensor, picked, found)
+    return _at_labels(index, bsym, tensor, dimension, picked)
+
+
+def _take(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    tensor, picked = (argument(bsym, name, at=at) for at, name in enumerate(("input", "index")))
+    return _picked_apart(index, bsym, tensor, picked, found)
+
+
+def _picked_apart(
+    index: TraceIndex, bsym: BoundSymbol, tensor: TensorProxy, picked: TensorProxy, found: _Found
+) -> Reading | None:
+    """Probabilities that are picked from flattened rows, or from one row at a time, which no region gives."""
+    rows = tensor
+    while (producer := index.producers.get(rows.name)) is not None and producer.sym.id in RESHAPES | COPIES:
+        rows = producer.args[0]
+    try:
+        paths = paths_to(rows, index)
+    except NotFused:
+        return None
+    if not paths[-1].normalised or index.derives_from(picked, paths[0].tensor):
+        return None
+    detail = "of one row at a time" if rows.ndim == 1 or picked.ndim == 0 else "picked from flattened rows"
+    others = (reading for reading in found.values() if reading.problem is not None and reading.problem.detail == detail)
+    if any(other.paths and other.paths[0][0].tensor is paths[0].tensor for other in others):
+        # The first one of a loop speaks for all.
+        return None
+    problem = NotFused(Reason.NOT_A_LOG_PROBABILITY, detail)
+    return Reading(bsym, (1, -1, 0), paths=(tuple(paths),), problem=problem)
+
+
 def _at_labels(
     index: TraceIndex, bsym: BoundSymbol, logits: TensorProxy, dimension: int, labels: TensorProxy
 ) -> Reading | None:
@@ -237,7 +271,29 @@ def _sum(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
             return None
         return NotFused(Reason.CLASS_DIMENSION, "a sum over other dimensions than the classes")
 
-    return _expectation(index, bsym, _product(bsym.args[0], index), problem)
+    product = _product(bsym.args[0], index)
+    return _expectation(index, bsym, product, problem) if product.factors else _of_choices(index, bsym)
+
+
+def _of_choices(index: TraceIndex, bsym: BoundSymbol) -> Reading | None:
+    """Σ where(v == y, log p, 0): what a mask over all classes leaves."""
+    choice = index.producers.get(bsym.args[0].name)
+    if choice is None or choice.sym.id not in (ltorch.where.id, ltorch.masked_fill.id):
+        return None
+    tensors = [arg for arg in choice.flat_proxy_args if isinstance(arg, TensorProxy) and arg.ndim]
+    masks = [each for each in tensors if each.dtype is dtypes.bool8]
+    for log_probs in (each for each in tensors if dtypes.is_float_dtype(each.dtype)):
+        try:
+            paths = paths_to(log_probs, index)
+        except NotFused:
+            continue
+        # Masks that hang on the logits are choices.
+        is_choice = any(index.derives_from(mask, paths[0].tensor) for mask in masks)
+        has_classes = any(mask.shape[-1:] == log_probs.shape[-1:] for mask in masks)
+        if paths[-1].normalised == "log_softmax" and has_classes and not is_choice:
+            problem = NotFused(Reason.CLASS_PROBABILITIES, f"chosen by {choice.sym.name}")
+            return Reading(bsym, (1, -1, 0), problem=problem)
+    return None
 
 
 def _nansum(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
@@ -464,11 +520,13 @@ def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | N
     tensor, key = bsym.args
     if tensor.name in found and bsym.output.numel == tensor.numel and _keeps_order(key):
         return _combined(index, bsym, found, signs=(1,))
-    if not isinstance(key, tuple) or len(key) != tensor.ndim or len(key) < 2:
+    *rows, labels = _plain_key(key) or (None,)
+    if len(rows) + 1 != tensor.ndim or not _is_index(labels):
         return None
-    if not all(isinstance(part, TensorProxy) and dtypes.is_nonboolean_integer_dtype(part.dtype) for part in key):
+    if all(isinstance(part, int) for part in rows):
+        return _picked_apart(index, bsym, tensor, labels, found)
+    if not all(_is_index(part) or _is_list(part) for part in rows):
         return None
-    *rows, labels = key
     reading = _at_labels(index, bsym, tensor, tensor.ndim - 1, labels)
     if all(_is_every_index(part, dimension, bsym, index) for dimension, part in enumerate(rows)):
         return reading and replace(reading, wraps_labels=True)
@@ -477,10 +535,20 @@ def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | N
     return replace(reading, problem=NotFused(Reason.NOT_A_LOG_PROBABILITY, "rows picked by a tensor"))
 
 
-def _is_every_index(part: TensorProxy, dimension: int, bsym: BoundSymbol, index: TraceIndex) -> bool:
+def _is_index(part: Any) -> bool:
+    return isinstance(part, TensorProxy) and dtypes.is_nonboolean_integer_dtype(part.dtype)
+
+
+def _is_list(part: Any) -> bool:
+    return isinstance(part, list) and all(isinstance(number, int) for number in part)
+
+
+def _is_every_index(part: TensorProxy | list[int], dimension: int, bsym: BoundSymbol, index: TraceIndex) -> bool:
     """Whether an index is 0, 1, … along its own dimension of the rows of a tensor, and the same along the others."""
     tensor = bsym.args[0]
     rows, count = tensor.ndim - 1, tensor.shape[dimension]
+    if isinstance(part, list):
+        return rows == 1 and part == list(range(count))
     shape = [1] * (rows - part.ndim) + list(part.shape)
     producer = index.producers.get(before_reshapes(part, index).name)
     if producer is None or producer.sym.id != ltorch.arange.id:
@@ -567,6 +635,8 @@ _RULES: dict[Any, Callable[[TraceIndex, BoundSymbol, _Found], Reading | None]] =
     ltorch.gather.id: _gather,
     ltorch.take_along_dim.id: _take_along_dim,
     ltorch.getitem.id: _getitem,
+    ltorch.index_select.id: _index_select,
+    ltorch.take.id: _take,
     ltorch.logsumexp.id: _logsumexp,
     ltorch.log.id: _log,
     ltorch.sum.id: _sum,
