@@ -658,14 +658,11 @@ MUTATIONS = [
     ),
     *_of(
         "planning/choose.py",
-        (
-            "mask",
-            "        if temporary_bytes(problem, candidate) <= budget:\n            return",
-            "        if True:\n            return",
-        ),
-        ("mask", "for candidate in (plan, wide):", "for candidate in (plan,):"),
+        ("mask", "if budget is None or temporary_bytes(problem, plan) <= budget:", "if True:"),
+        ("mask", "is_better = wide.block_columns > narrow.block_columns and", "is_better ="),
+        ("mask", "return wide if is_better else narrow", "return narrow"),
         ("sign", "budget - beside - rounded_up", "budget - rounded_up"),
-        tests=(BUDGET,),
+        tests=(BUDGET, "tests/test_plan.py::test_blocks_fill_the_budget"),
     ),
     *_of(
         "execution/matmul/invariant.py",
@@ -975,11 +972,17 @@ MUTATIONS = [
         ("sign", "return _Product(-1, (producer,)", "return _Product(1, (producer,)"),
         ("index", "shape == [count if at == dimension else 1 for at in range(rows)]", "True"),
         ("index", "return rows == 1 and part == list(range(count))", "return rows == 1"),
-        ("mask", "if not paths[-1].normalised or index.derives_from(picked", "if index.derives_from(picked"),
-        ("mask", "normalised or index.derives_from(picked, paths[0].tensor):", "normalised:"),
-        ("mask", "and has_classes and not is_choice:", "and has_classes:"),
-        ("mask", "and has_classes and not is_choice:", "and not is_choice:"),
-        ("mask", "if any(other.paths and other.paths[0][0].tensor is paths[0].tensor for", "if any(False for"),
+        ("mask", 'path.normalised != "log_softmax" or index.derives_from(picked', "index.derives_from(picked"),
+        ("mask", 'path.normalised != "log_softmax" or index.derives_from(picked, paths[0].tensor):', "False:"),
+        (
+            "mask",
+            "return None if is_unknown and not _is_normalised(tensor, dimension, index) else reading",
+            "return reading",
+        ),
+        ("mask", "if dimension % tensor.ndim < tensor.ndim - 1:", "if False:"),
+        ("mask", "and has_classes and not index.derives_from(mask, paths[0].tensor):", "and has_classes:"),
+        ("mask", "and has_classes and not index", "and not index"),
+        ("mask", "if any(other.paths and is_same_logits(", "if any(False and is_same_logits("),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(
@@ -1107,7 +1110,7 @@ MUTATIONS = [
     ),
     *_of(
         "loss_nodes.py",
-        ("index", "keys = len(indices) + sum(isinstance(each, range) for each in rest)", "keys = len(indices)"),
+        ("index", "isinstance(part, range | list) or", "isinstance(part, list) or"),
         tests=(f"{BACKEND}::test_rows_counted_by_python",),
     ),
     *_of(
@@ -1315,7 +1318,8 @@ MUTATIONS = [
     *_of(
         "execution/gradient_accumulation.py",
         ("mask", "if is_last and self.needs_first_block:", "if False:"),
-        ("mask", "or first.stop < enough:", "or first.stop < 1:"),
+        ("mask", "or not 0 < enough <= first.stop:", "or not enough:"),
+        ("mask", "or not 0 < enough <= first.stop:", "or first.stop < enough:"),
         ("mask", "self.needs_first_block = True\n", "self.needs_first_block = False\n"),
         tests=("tests/test_terms.py::test_every_plan",),
     ),

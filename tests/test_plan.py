@@ -189,6 +189,18 @@ def test_logits_that_are_computed_again_fill_the_budget(megabytes, loss):
         )
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "hidden", "vocab", "megabytes", "columns"),
+    [(torch.bfloat16, 1024, 2048, 151936, 105, 50688), (torch.float32, 2048, 2048, 128256, 262, 25664)],
+)
+def test_blocks_fill_the_budget(dtype, tokens, hidden, vocab, megabytes, columns):
+    """Also where much narrower ones would hold the sum of dX, or where there is no such sum."""
+    terms = (TermShape(hidden=hidden, input_grad=True, weight_grad=True),)
+    small = replace(S1, tokens=tokens, terms=terms, vocab=vocab, weight_rows=vocab, dtype=dtype)
+    options = Options(memory_budget=megabytes * 10**6, strategy="recompute_logits")
+    assert make_plan(small, options).block_columns == columns
+
+
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 @pytest.mark.parametrize("strategy", [None, "save_logits", "recompute_logits"])
 def test_no_tokens(strategy, device_type):
@@ -298,6 +310,12 @@ def test_chunks_of_a_frozen_head(hidden, rows):
     assert make_plan(replace(frozen, loss=Loss(reduction="none")), Options()).chunk_rows == rows
     without = replace(frozen, terms=(replace(terms[0], input_grad=False),))
     assert make_plan(without, Options()).chunk_rows >= 2048
+
+
+@pytest.mark.parametrize(("tokens", "vocab", "rows"), [(4096, 32000, 1024), (1100, 128256, 1100), (2048, 128256, 1024)])
+def test_smaller_chunks_of_a_frozen_head_fill_the_device_themselves(tokens, vocab, rows):
+    frozen = problem(tokens=tokens, vocab=vocab, weight_grad=False)
+    assert make_plan(frozen, Options()).chunk_rows == rows
 
 
 def test_a_frozen_head_takes_nothing_of_its_size():

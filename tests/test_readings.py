@@ -148,6 +148,21 @@ def test_one_row_at_a_time(picked):
     assert decision.reason is Reason.NOT_A_LOG_PROBABILITY
 
 
+def test_columns_of_logits_beside_a_loss():
+    """The scores of two answers, and rows of a hidden layer that is centred, are not its business."""
+
+    def program(hidden, weight, bias, labels):
+        answers = F.linear(hidden[0, -1:], weight).index_select(-1, labels.new_tensor([3, 7]))
+        centred = F.linear(hidden[0], weight, bias)
+        centred = (centred - centred.mean(0, keepdim=True)).index_select(0, labels[0, :2] * 0)
+        return F.cross_entropy(F.linear(hidden[0], weight), labels[0]) + F.softplus(answers).sum() + centred.sum()
+
+    tensors = tensors_for(program)
+    jitted = thunder_flce.jit(program, strict=True)
+    torch.testing.assert_close(jitted(*tensors), program(*tensors))
+    assert [decision.kind for decision in decisions(jitted)] == ["cross-entropy"]
+
+
 def test_strict():
     program = patterns.log_probability_beside_another_use
     with pytest.raises(NotFusedError, match="the log-probability at .*patterns.py:.* is used by square|pow|mul"):

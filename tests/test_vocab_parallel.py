@@ -525,6 +525,22 @@ def test_every_loss_of_data_parallel(dtype, settings, of_all):
     assert_close_to_truth(result, case, grad, tiny=True, **of_all)
 
 
+@pytest.mark.parametrize(("tokens", "label"), [(8, -100), (0, 3), (8, 3)])
+def test_a_rank_without_columns_and_rows_without_labels(tokens, label):
+    def run(rank):
+        x = torch.randn(tokens, 8, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(53 if rank == 0 else 0, 8, dtype=torch.bfloat16, requires_grad=True)
+        parallel = thunder_flce.VocabParallel(group=dist.group.WORLD, input_grad="partial")
+        options = thunder_flce.Options(strategy="recompute_logits")
+        losses = thunder_flce.linear_cross_entropy(
+            x, weight, torch.full((tokens,), label), reduction="none", vocab_parallel=parallel, options=options
+        )
+        losses.sum().backward()
+        return bool(x.grad.any()), weight.grad.shape
+
+    assert as_threads(2, run) == [(label == 3 and tokens > 0, (53, 8)), (False, (0, 8))]
+
+
 def test_weights_that_are_dtensors():
     """With `vocab_parallel`, and hidden states that are plain tensors."""
     case = make_case(tokens=36, bias=True, dtype=torch.float64, ranks=(4,))

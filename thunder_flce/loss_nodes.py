@@ -16,9 +16,10 @@ LINEARS = ("linear", "matmul", "mm", "addmm")
 _NORMALISERS = ("log_softmax", "softmax", "logsumexp")
 # The same spelled out: an operation, and what makes its operand.
 _LAST_OF_NORMALISERS = {("log", "sum"), ("truediv", "exp"), ("div", "exp")}
-_GATHERS = ("gather", "take_along_dim", "index_select")
+_GATHERS = ("gather", "take_along_dim")
 _FLATTENING = ("view", "reshape", "flatten")
-_PRODUCTS = ("mul", "neg", "special_entr", "xlogy", "special_xlogy", "where", "masked_fill")
+_PRODUCTS = ("mul", "neg", "special_entr", "xlogy", "special_xlogy")
+_CHOICES = ("where", "masked_fill")
 _CHECKPOINT = "tag_activation_checkpoint"
 
 
@@ -112,24 +113,35 @@ def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
     is_over_classes = any(shape[each] in sizes for each in dimensions)
     if name in ("sum", "nansum"):
         is_over_all = not _shape(value_of(node)) and _multiplies_rows(operand, sizes)
+        if name_of(operand) in _CHOICES and any(map(_is_log_softmax, operand.all_input_nodes)):
+            masks = [each for each in operand.all_input_nodes if not _is_log_softmax(each)]
+            return source not in _reached(masks, _inputs_but_for_linears)
         return (is_over_classes or is_over_all) and name_of(operand) in _PRODUCTS
     if name == "kl_div":
         return bool(shape) and shape[-1] in sizes
     indices = [each for each in rest if isinstance(each, Node) and isinstance(value_of(each), Tensor)]
-    if name in _GATHERS:
-        is_gather = is_over_classes or len(shape) == 1
-    elif name == "getitem":
+    if name == "getitem":
         key = node.args[1] if isinstance(node.args[1], tuple) else node.args[1:]
-        is_gather = bool(indices) and len(key) == len(shape) and all(map(_is_index, key))
+        is_gather = len(key) == len(shape) and all(map(_picks_elements, key))
+        is_gather = is_gather and (len(shape) > 1 or _is_log_softmax(operand))
+    elif name in ("index_select", "take"):
+        is_gather = _is_log_softmax(operand)
     else:
-        is_gather = name == "take"
+        is_gather = name in _GATHERS and is_over_classes
     # Columns that hang on the logits are choices, as of a gate's experts.
     return is_gather and source not in _reached(indices, _inputs_but_for_linears)
 
 
-def _is_index(part: Any) -> bool:
-    """Whether a part of an index takes single elements, and not a slice."""
-    return isinstance(part, int | range | list) or isinstance(part, Node) and isinstance(value_of(part), Tensor)
+def _picks_elements(part: Any) -> bool:
+    """Whether a part of an index takes single elements by their numbers."""
+    return isinstance(part, range | list) or isinstance(part, Node) and isinstance(value_of(part), Tensor)
+
+
+def _is_log_softmax(node: Node) -> bool:
+    """Whether a node is a log_softmax, flattened or not."""
+    while is_call(node) and name_of(node) in _FLATTENING and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return is_call(node) and name_of(node) == "log_softmax"
 
 
 def _multiplies_rows(product: Node, sizes: set[Any]) -> bool:

@@ -304,7 +304,7 @@ class BlockSums:
             return self._input[self._others]
         shape, name = (self._others.stop - self._others.start, self._x.shape[1]), f"dX{self._suffix}_sum"
         enough = columns_that_hold_input_sum(shape[0], operands.dtype)
-        if self.weight is None or region.sums_input_grad or first.stop < enough:
+        if self.weight is None or region.sums_input_grad or not 0 < enough <= first.stop:
             return region.empty(name, shape, operands.row_dtype)
         self.needs_first_block = True
         borrowed = self.weight.view(-1)[: enough * shape[1]].view(operands.row_dtype)

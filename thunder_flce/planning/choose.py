@@ -51,7 +51,6 @@ CUDA_CHUNK_ROWS = 2048
 # Where the weight is frozen, there is no dW to read and write. Half as many rows are enough if dX of these, in tiles of
 # 128 × 256, keeps the last wave of an H200's multiprocessors busy: 0% to 1.5% more time at hidden sizes of 3584, 4096
 # and 8192, in 0.56 of the memory, but 3% to 6% at 2048, 2304 and 5120.
-CUDA_FROZEN_CHUNK_ROWS = 1024
 CUDA_TILE = (128, 256)
 CUDA_MULTIPROCESSORS = 132
 CUDA_FULL_WAVE = 0.8
@@ -333,11 +332,12 @@ def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -
     enough = int(CUDA_CHUNK_OPERATIONS / (6 * max(problem.hidden, 1) * problem.vocab))
     third = -(-problem.tokens // (CUDA_FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
     # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
+    fewest = CUDA_CHUNK_ROWS * (1 if problem.shard is None else problem.shard.ranks)
+    largest = max(fewest, min(enough, CUDA_CHUNK_BYTES // row_bytes, third))
     is_frozen = problem.needs_grad and not problem.weight_grad_columns
-    halves = is_frozen and _fills_waves(CUDA_FROZEN_CHUNK_ROWS, problem.hidden)
-    fewest = CUDA_FROZEN_CHUNK_ROWS if halves else CUDA_CHUNK_ROWS
-    fewest *= 1 if problem.shard is None else problem.shard.ranks
-    return max(fewest, min(enough, CUDA_CHUNK_BYTES // row_bytes, third))
+    if is_frozen and largest == fewest and _fills_waves(_balanced(problem, fewest // 2), problem.terms[0].hidden):
+        return fewest // 2
+    return largest
 
 
 def _fills_waves(rows: int, columns: int) -> bool:
@@ -470,21 +470,20 @@ def _recomputing_plan(problem: Problem, options: Options, budget: int | None) ->
     """No logits are kept: the forward's chunk and the backward's blocks may each fill the budget.
 
     Beside a block there is the sum of dX in float32, which the record knows, unless the block is wide enough for its dW
-    to hold that.
+    to hold that; then a wider block may take less.
     """
     rows = options.chunk_rows or _balanced(problem, min(_largest_chunk(problem, budget), _largest_chunk(problem, None)))
     nbytes = rows * logits_bytes(problem, 1)
     plan = RecomputeLogits(chunk_rows=rows, block_columns=_block_columns(problem, nbytes), **_common(problem, options))
-    if budget is None:
+    if budget is None or temporary_bytes(problem, plan) <= budget:
         return plan
-    wide = replace(plan, block_columns=min(_holding_input_sum(problem), problem.vocab))
-    for candidate in (plan, wide):
-        if temporary_bytes(problem, candidate) <= budget:
-            return candidate
     column_bytes = logits_bytes(problem, problem.tokens) // _row_stride(problem, problem.vocab)
     beside = temporary_bytes(problem, plan) - column_bytes * plan.block_columns
     rounded_up = column_bytes * PADDED_ROW_MULTIPLE
-    return replace(plan, block_columns=_block_columns(problem, budget - beside - rounded_up))
+    narrow = replace(plan, block_columns=_block_columns(problem, budget - beside - rounded_up))
+    wide = replace(plan, block_columns=min(_holding_input_sum(problem), problem.vocab))
+    is_better = wide.block_columns > narrow.block_columns and temporary_bytes(problem, wide) <= budget
+    return wide if is_better else narrow
 
 
 def _holding_input_sum(problem: Problem) -> int:

@@ -7,7 +7,7 @@
 #         log_probs = F.linear(hidden[:, : len(rows)], weight).log_softmax(-1)
 #         return log_probs[rows, rows[:, None], tokens[:, : len(rows)]].sum()
 #
-# not fused, because its logits are gathered, but not into the log-probability of one label a row (rows picked by a tensor)
+# not fused, because its logits are gathered, but not into the log-probability of one label a row (rows picked by an index)
 # Saved for backward, beside the arguments and views of them:
 #     t23: i64[4], 32 bytes
 #     t3: f32[2, 2, 128256], 2,052,096 bytes

@@ -134,7 +134,12 @@ def _index_select(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Readin
     tensor, dimension, picked = (argument(bsym, name, at=at) for at, name in enumerate(("input", "dim", "index")))
     if tensor.ndim == 1:
         return _picked_apart(index, bsym, tensor, picked, found)
-    return _at_labels(index, bsym, tensor, dimension, picked)
+    if dimension % tensor.ndim < tensor.ndim - 1:
+        return None
+    reading = _at_labels(index, bsym, tensor, dimension, picked)
+    # Of logits, some columns may be wanted as they are.
+    is_unknown = reading is not None and reading.problem is not None
+    return None if is_unknown and not _is_normalised(tensor, dimension, index) else reading
 
 
 def _take(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
@@ -145,7 +150,7 @@ def _take(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None
 def _picked_apart(
     index: TraceIndex, bsym: BoundSymbol, tensor: TensorProxy, picked: TensorProxy, found: _Found
 ) -> Reading | None:
-    """Probabilities that are picked from flattened rows, or from one row at a time, which no region gives."""
+    """Log-probabilities that are picked from flattened rows, or from one row at a time, which no region gives."""
     rows = tensor
     while (producer := index.producers.get(rows.name)) is not None and producer.sym.id in RESHAPES | COPIES:
         rows = producer.args[0]
@@ -153,11 +158,13 @@ def _picked_apart(
         paths = paths_to(rows, index)
     except NotFused:
         return None
-    if not paths[-1].normalised or index.derives_from(picked, paths[0].tensor):
+    path = paths[-1]
+    if path.normalised != "log_softmax" or index.derives_from(picked, paths[0].tensor):
         return None
-    detail = "of one row at a time" if rows.ndim == 1 or picked.ndim == 0 else "picked from flattened rows"
+    is_flat = rows.ndim > tensor.ndim or bsym.sym.id == ltorch.take.id
+    detail = "picked from flattened rows" if is_flat else "of one row at a time"
     others = (reading for reading in found.values() if reading.problem is not None and reading.problem.detail == detail)
-    if any(other.paths and other.paths[0][0].tensor is paths[0].tensor for other in others):
+    if any(other.paths and is_same_logits(replace(other.path, rows=path.rows), path) for other in others):
         # The first one of a loop speaks for all.
         return None
     problem = NotFused(Reason.NOT_A_LOG_PROBABILITY, detail)
@@ -280,19 +287,19 @@ def _of_choices(index: TraceIndex, bsym: BoundSymbol) -> Reading | None:
     choice = index.producers.get(bsym.args[0].name)
     if choice is None or choice.sym.id not in (ltorch.where.id, ltorch.masked_fill.id):
         return None
-    tensors = [arg for arg in choice.flat_proxy_args if isinstance(arg, TensorProxy) and arg.ndim]
-    masks = [each for each in tensors if each.dtype is dtypes.bool8]
-    for log_probs in (each for each in tensors if dtypes.is_float_dtype(each.dtype)):
-        try:
-            paths = paths_to(log_probs, index)
-        except NotFused:
-            continue
-        # Masks that hang on the logits are choices.
-        is_choice = any(index.derives_from(mask, paths[0].tensor) for mask in masks)
-        has_classes = any(mask.shape[-1:] == log_probs.shape[-1:] for mask in masks)
-        if paths[-1].normalised == "log_softmax" and has_classes and not is_choice:
-            problem = NotFused(Reason.CLASS_PROBABILITIES, f"chosen by {choice.sym.name}")
-            return Reading(bsym, (1, -1, 0), problem=problem)
+    tensors = [arg for arg in choice.flat_proxy_args if isinstance(arg, TensorProxy)]
+    if sorted(dtypes.is_float_dtype(each.dtype) for each in tensors) != [False, True]:
+        return None
+    mask, log_probs = sorted(tensors, key=lambda each: dtypes.is_float_dtype(each.dtype))
+    try:
+        paths = paths_to(log_probs, index)
+    except NotFused:
+        return None
+    has_classes = before_broadcast(mask, index).shape[-1:] == log_probs.shape[-1:]
+    # A mask that hangs on the logits is a choice.
+    if paths[-1].normalised == "log_softmax" and has_classes and not index.derives_from(mask, paths[0].tensor):
+        problem = NotFused(Reason.CLASS_PROBABILITIES, f"chosen by {choice.sym.name}")
+        return Reading(bsym, (1, -1, 0), problem=problem)
     return None
 
 
@@ -523,7 +530,7 @@ def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | N
     *rows, labels = _plain_key(key) or (None,)
     if len(rows) + 1 != tensor.ndim or not _is_index(labels):
         return None
-    if all(isinstance(part, int) for part in rows):
+    if all(type(part) is int for part in rows):
         return _picked_apart(index, bsym, tensor, labels, found)
     if not all(_is_index(part) or _is_list(part) for part in rows):
         return None
@@ -532,7 +539,7 @@ def _getitem(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | N
         return reading and replace(reading, wraps_labels=True)
     if reading is None or reading.output != "log_prob" or (reading.paths and not reading.path.normalised):
         return None
-    return replace(reading, problem=NotFused(Reason.NOT_A_LOG_PROBABILITY, "rows picked by a tensor"))
+    return replace(reading, problem=NotFused(Reason.NOT_A_LOG_PROBABILITY, "rows picked by an index"))
 
 
 def _is_index(part: Any) -> bool:
@@ -540,7 +547,7 @@ def _is_index(part: Any) -> bool:
 
 
 def _is_list(part: Any) -> bool:
-    return isinstance(part, list) and all(isinstance(number, int) for number in part)
+    return isinstance(part, list) and all(type(number) is int for number in part)
 
 
 def _is_every_index(part: TensorProxy | list[int], dimension: int, bsym: BoundSymbol, index: TraceIndex) -> bool:
