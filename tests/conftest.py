@@ -12,6 +12,7 @@ import thunder
 import torch
 from hypothesis import Phase, settings
 from thunder.core import interpreter
+from torch._dynamo import trace_rules
 
 from thunder_flce.execution.row_kernels import dispatch
 
@@ -65,11 +66,6 @@ def device(request, monkeypatch):
     return device
 
 
-# At its first call of a function, Dynamo learns all of PyTorch's by name: not those that `poisoned_memory` puts there.
-torch.compile(torch.sin, backend="eager")(torch.ones(1))
-torch._dynamo.reset()
-
-
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
     """Fills uninitialised floating-point memory with NaN, so that what is never written shows in the result."""
@@ -84,6 +80,11 @@ def poisoned_memory(monkeypatch):
 
         return wrapper
 
+    # Dynamo looks up all of PyTorch's functions once, and again after `init_process_group`: not those of earlier tests.
+    known = trace_rules.get_torch_obj_rule_map
+    if known.cache_info().currsize and torch.empty not in known():
+        known.cache_clear()
+        known()
     for name in ("empty", "empty_like"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
 

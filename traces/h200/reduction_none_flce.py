@@ -6,7 +6,7 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
-# fused, save logits, products tuned
+# fused, save logits, products tuned; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t3: f32[8192], 32,768 bytes
 #     t4: f32[8192], 32,768 bytes
@@ -83,7 +83,7 @@ def backward_fn(saved_for_backward, cotangents):
     # x = hidden, W = weight, y = t1, grad = t9, row_max = t3, row_log_sum = t4, logits = t6
     # dX = t10: bf16[2, 4096, 4096], dW = t11: bf16[128256, 4096]
     # valid, valid_count = y != -100, sum(y != -100)                                                   PyTorch
-    # x, y = x[valid], y[valid]  (the host waits for their number)                                     PyTorch
+    # x, y = x[valid], y[valid]                                                                        PyTorch
     # s f32[8192] = grad[valid]                                                                        PyTorch
     # row_max f32[8192] = row_max[valid]                                                               PyTorch
     # row_log_sum f32[8192] = row_log_sum[valid]                                                       PyTorch
