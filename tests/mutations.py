@@ -86,6 +86,11 @@ def _of(file: str, *changes: tuple[str, str, str], tests: tuple[str, ...] = (PLA
 
 MUTATIONS = [
     *_of(
+        "execution/gradient_accumulation.py",
+        ("mask", "or not 0 < enough <= first.stop:", "or first.stop < enough:"),
+        tests=("tests/test_vocab_parallel.py::test_a_rank_without_columns_and_rows_without_labels",),
+    ),
+    *_of(
         "operation/loss.py",
         ("sign", "value = row.log_sum - (shifted if exact", "value = row.log_sum + (shifted if exact"),
         ("sign", "shifted = row.target_logit - row.max", "shifted = row.target_logit + row.max"),
@@ -979,7 +984,6 @@ MUTATIONS = [
             "return None if is_unknown and not _is_normalised(tensor, dimension, index) else reading",
             "return reading",
         ),
-        ("mask", "if dimension % tensor.ndim < tensor.ndim - 1:", "if False:"),
         ("mask", "and has_classes and not index.derives_from(mask, paths[0].tensor):", "and has_classes:"),
         ("mask", "and has_classes and not index", "and not index"),
         ("mask", "if any(other.paths and is_same_logits(", "if any(False and is_same_logits("),
@@ -1319,7 +1323,6 @@ MUTATIONS = [
         "execution/gradient_accumulation.py",
         ("mask", "if is_last and self.needs_first_block:", "if False:"),
         ("mask", "or not 0 < enough <= first.stop:", "or not enough:"),
-        ("mask", "or not 0 < enough <= first.stop:", "or first.stop < enough:"),
         ("mask", "self.needs_first_block = True\n", "self.needs_first_block = False\n"),
         tests=("tests/test_terms.py::test_every_plan",),
     ),

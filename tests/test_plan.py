@@ -191,10 +191,14 @@ def test_logits_that_are_computed_again_fill_the_budget(megabytes, loss):
 
 @pytest.mark.parametrize(
     ("dtype", "tokens", "hidden", "vocab", "megabytes", "columns"),
-    [(torch.bfloat16, 1024, 2048, 151936, 105, 50688), (torch.float32, 2048, 2048, 128256, 262, 25664)],
+    [
+        (torch.bfloat16, 8192, 4096, 128256, 270, 16384),
+        (torch.bfloat16, 1024, 2048, 151936, 105, 50688),
+        (torch.float32, 2048, 2048, 128256, 262, 25664),
+    ],
 )
 def test_blocks_fill_the_budget(dtype, tokens, hidden, vocab, megabytes, columns):
-    """Also where much narrower ones would hold the sum of dX, or where there is no such sum."""
+    """They hold the sum of dX where only that fits, and are wider where there is room, or no such sum."""
     terms = (TermShape(hidden=hidden, input_grad=True, weight_grad=True),)
     small = replace(S1, tokens=tokens, terms=terms, vocab=vocab, weight_rows=vocab, dtype=dtype)
     options = Options(memory_budget=megabytes * 10**6, strategy="recompute_logits")

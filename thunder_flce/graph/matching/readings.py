@@ -134,8 +134,6 @@ def _index_select(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Readin
     tensor, dimension, picked = (argument(bsym, name, at=at) for at, name in enumerate(("input", "dim", "index")))
     if tensor.ndim == 1:
         return _picked_apart(index, bsym, tensor, picked, found)
-    if dimension % tensor.ndim < tensor.ndim - 1:
-        return None
     reading = _at_labels(index, bsym, tensor, dimension, picked)
     # Of logits, some columns may be wanted as they are.
     is_unknown = reading is not None and reading.problem is not None
