@@ -314,6 +314,8 @@ def test_chunks_of_a_frozen_head(hidden, rows):
     assert make_plan(replace(frozen, loss=Loss(reduction="none")), Options()).chunk_rows == rows
     without = replace(frozen, terms=(replace(terms[0], input_grad=False),))
     assert make_plan(without, Options()).chunk_rows >= 2048
+    later = replace(frozen, loss=Loss(reduction="none", outputs=("entropy",)))
+    assert make_plan(later, Options()).strategy == "recompute_logits" and make_plan(later, Options()).chunk_rows >= 2048
 
 
 @pytest.mark.parametrize(("tokens", "vocab", "rows"), [(4096, 32000, 1024), (1100, 128256, 1100), (2048, 128256, 1024)])

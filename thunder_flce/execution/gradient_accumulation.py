@@ -158,8 +158,7 @@ class GradientSums:
         """
         tokens = self._rows.total
         has_room = 2 * chunk.stop <= tokens
-        room = self.room_for_x
-        outs = [memory[tokens - chunk.stop :] if has_room and memory is not None else None for memory in room]
+        outs = [memory[tokens - chunk.stop :] if has_room and memory is not None else None for memory in self.inputs]
         return self._gathered(chunk, outs)
 
     def _gathered(self, chunk: slice, outs: list[Tensor | None]) -> list[Tensor]:

@@ -331,12 +331,20 @@ def _largest_chunk(problem: Problem, budget: int | None, fixed_bytes: int = 0) -
         return max(CPU_CHUNK_BYTES // row_bytes, smallest)
     enough = int(CUDA_CHUNK_OPERATIONS / (6 * max(problem.hidden, 1) * problem.vocab))
     third = -(-problem.tokens // (CUDA_FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
+    return max(_cuda_chunk_rows(problem), min(enough, CUDA_CHUNK_BYTES // row_bytes, third))
+
+
+def _cuda_chunk_rows(problem: Problem) -> int:
     # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
-    fewest = CUDA_CHUNK_ROWS * (1 if problem.shard is None else problem.shard.ranks)
-    largest = max(fewest, min(enough, CUDA_CHUNK_BYTES // row_bytes, third))
-    is_frozen = problem.needs_grad and not problem.weight_grad_columns
-    if is_frozen and largest == fewest and _fills_waves(_balanced(problem, fewest // 2), problem.terms[0].hidden):
-        return fewest // 2
+    return CUDA_CHUNK_ROWS * (1 if problem.shard is None else problem.shard.ranks)
+
+
+def _largest_with_gradients(problem: Problem, budget: int | None) -> int:
+    """Rows of the largest chunk whose gradients are computed with its logits: fewer where the weight is frozen."""
+    largest, rows = _largest_chunk(problem, budget), _cuda_chunk_rows(problem)
+    is_chosen = budget is None and problem.device_type == "cuda" and largest == rows
+    if is_chosen and problem.input_grad_columns and not problem.weight_grad_columns:
+        return rows // 2 if _fills_waves(_balanced(problem, rows // 2), problem.terms[0].hidden) else rows
     return largest
 
 
@@ -380,7 +388,7 @@ def _accumulating_plan(problem: Problem, options: Options, budget: int | None) -
     in_float32 = GradientsInForward(chunk_rows=beside_accumulator, float32_accumulator=True, **common)
     if options.accumulate == "float32" and sums_16_bits:
         return in_float32
-    plan = in_16_bits(options.chunk_rows or _balanced(problem, _largest_chunk(problem, budget)))
+    plan = in_16_bits(options.chunk_rows or _balanced(problem, _largest_with_gradients(problem, budget)))
     if options.chunk_rows is None and budget is None and _fits_in_one_chunk(problem):
         one = in_16_bits(max(problem.tokens, 1))
         plan = min(plan, one, key=lambda candidate: seconds(program(problem, candidate)))
