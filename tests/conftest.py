@@ -3,6 +3,7 @@
 # First, as users with torch 2.13 or newer have to: without it, they cannot import thunder.
 import thunder_flce  # noqa: F401 # isort: skip
 
+import gc
 import inspect
 import sys
 from types import SimpleNamespace
@@ -34,6 +35,13 @@ def _callers():
 # exception in a program it waits, busily, for another thread. In pytest, together half of a small program's time.
 interpreter.inspect = SimpleNamespace(**{**vars(inspect), "stack": _callers})
 sys.setswitchinterval(1e-4)
+
+
+def pytest_collection_finish():
+    """Spares collections of garbage the search through modules: a fifth of the time to compile a model."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,7 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
             errors[rank] = error
         # Each rank may raise for itself before the others are ended.
         try:
-            barrier.wait(timeout=2 if errors else 60)
+            barrier.wait(timeout=2 if errors else 180)
         except threading.BrokenBarrierError:
             ProcessLocalGroup.exception_handle(RuntimeError("a rank has failed"))
         dist.destroy_process_group()
@@ -72,7 +72,7 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=180)
             assert not thread.is_alive(), "a rank hangs"
     finally:
         isolate(False)
