@@ -312,6 +312,10 @@ def test_chunks_of_a_frozen_head(hidden, rows):
     frozen = replace(S1, terms=terms)
     assert make_plan(frozen, Options()).chunk_rows == rows
     assert make_plan(replace(frozen, loss=Loss(reduction="none")), Options()).chunk_rows == rows
+    adapted = replace(frozen, terms=(*terms, TermShape(hidden=hidden // 16, input_grad=True, weight_grad=True)))
+    assert make_plan(adapted, Options()).chunk_rows == rows
+    large = replace(adapted.terms[1], hidden=hidden // 8)
+    assert make_plan(replace(frozen, terms=(*terms, large)), Options()).chunk_rows >= 2048
     without = replace(frozen, terms=(replace(terms[0], input_grad=False),))
     assert make_plan(without, Options()).chunk_rows >= 2048
     later = replace(frozen, loss=Loss(reduction="none", outputs=("entropy",)))
