@@ -1471,8 +1471,8 @@ MUTATIONS = [
     ),
     *_of(
         "bench/measuring.py",
-        ("divisor", "statistics.mean(self.watts) * total_ms / 1e3", "statistics.mean(self.watts) * total_ms"),
-        ("mask", "[] if watts is None else [watts]", "[watts or 0]"),
+        ("divisor", "self.median(TOTAL) / 1e3 if", "self.median(TOTAL) if"),
+        ("mask", "watts for _, watts in turns if watts is not None", "watts or 0 for _, watts in turns"),
         tests=("tests/test_bench.py::test_energy_of_a_call",),
     ),
     *_of(

@@ -40,13 +40,12 @@ from thunder_flce.bench import (
 from thunder_flce.bench.measuring import (
     TOTAL,
     Outcome,
-    PairedOutcome,
     Schedule,
+    Session,
+    TimedRow,
     Unavailable,
-    attempt,
+    paired_spread,
     peak_bytes,
-    take_paired_turns,
-    take_turns,
 )
 from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
 from thunder_flce.bench.profiling import exposed, exposed_collectives_ms, slug
@@ -62,6 +61,12 @@ image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'"
 SHAPE = "tokens=40,vocab=70,hidden=16,bias=1,ignored=0.5,dtype=float32"
 ROOT = Path(__file__).parents[1]
 H200 = ROOT / "traces" / "h200" / "regions.jsonl"
+
+
+def session_of(schedule=None, rows=None):
+    """A session on a CPU that collects its rows."""
+    write = (rows if rows is not None else []).append
+    return Session(device="cpu", schedule=schedule or Schedule(), progress=lambda words: None, write=write)
 
 
 def bench(path, subset, *options):
@@ -671,8 +676,9 @@ def test_a_soak_counts_compilations(monkeypatch):
         return F.cross_entropy(F.linear(inputs.x, inputs.weight), inputs.target)
 
     monkeypatch.setitem(METHODS, "compiling", lambda: method)
-    measured = soak.measure(SHAPES["tiny"], ["compiling"], steps=1, device="cpu", progress=lambda words: None)
-    (row,) = measured
+    rows = []
+    soak.measure(SHAPES["tiny"], ["compiling"], session_of(rows=rows), steps=1)
+    (row,) = rows
     assert (row.steps, row.compilations, row.last_compilation) == (256, 3, 70)
     assert row.compiled == ["1: kernel 0", "2: kernel 0", "70: kernel 1"]
     assert knobs.runtime.jit_post_compile_hook is None
@@ -779,14 +785,16 @@ def test_turns_leave_out_what_fails():
         mark("first")
 
     schedule = Schedule(rounds=3, calls=3, settle_ms=0)
-    outcomes = take_turns({"good": good, "bad": bad}, schedule, device="cpu", progress=lambda words: None)
-    assert outcomes["bad"] == Outcome(failed="MemoryError: ")
+    rows = []
+    outcomes = session_of(schedule, rows).take_turns({"good": good, "bad": bad})
+    assert list(outcomes) == ["good"] and rows == [TimedRow(method="bad", failed="MemoryError: ")]
     laps = outcomes["good"].laps_ms
     # One call to settle, one that is not timed and three that are, in each of three rounds.
     assert len(laps) == 9 and calls.count("good") == 15 and calls[:10] == ["good"] * 5 + ["bad"] * 5
     assert all(lap[TOTAL] >= lap["first"] >= 1 and lap["second"] < 1 for lap in laps)
-    spread = Outcome([{"a": float(value)} for value in (5, 1, 2, 3, 4, 6)]).spread("a", "x")
-    assert spread == {"x": 3.5, "x_p20": 2.0, "x_p80": 5.0}
+    spread = Outcome([{TOTAL: 7.0, "a": float(value)} for value in (5, 1, 2, 3, 4, 6)]).spread("a")
+    whole = {"time_ms": 7.0, "time_ms_p20": 7.0, "time_ms_p80": 7.0}
+    assert spread == {**whole, "a_ms": 3.5, "a_ms_p20": 2.0, "a_ms_p80": 5.0}
 
 
 def test_paired_turns():
@@ -805,12 +813,13 @@ def test_paired_turns():
 
     schedule = Schedule(rounds=2, calls=3, turn_ms=1e4, settle_ms=0)
     pairs = {"one": (step("a", 2e-3), step("b", 5e-2)), "bad": (step("c", 0), bad)}
-    outcomes = take_paired_turns(pairs, schedule, device="cpu", progress=lambda words: None)
-    assert outcomes["bad"] == PairedOutcome(failed="MemoryError: ")
+    rows = []
+    outcomes = session_of(schedule, rows).take_paired_turns(pairs)
+    assert list(outcomes) == ["one"] and rows == [TimedRow(method="bad", failed="MemoryError: ")]
     # A pair to settle, one that is not timed, and three in alternating order; in each of two rounds.
     assert "".join(name for name in calls if name in "ab") == 2 * ("ab" + "ab" + "abbaab")
-    assert all(2 <= first < 50 <= second for first, second in outcomes["one"].pairs_ms)
-    spread = PairedOutcome([(1.0, 2.0), (9.0, 3.0), (4.0, 4.0)]).spread()
+    assert all(2 <= first < 50 <= second for first, second in outcomes["one"])
+    spread = paired_spread([(1.0, 2.0), (9.0, 3.0), (4.0, 4.0)])
     assert spread == {
         "time_ms": 4.0, "base_time_ms": 3.0, "ratio": 1.0, "ratio_p20": 0.5, "ratio_p80": 3.0, "pairs": 3
     }  # fmt: skip
@@ -866,7 +875,7 @@ def test_energy_of_a_call(monkeypatch):
     monkeypatch.setattr(energy.PowerMeter, "__exit__", lambda self, *_: setattr(self, "watts", next(powers)))
     steps = {"slow": lambda mark: (time.sleep(4e-3), mark("phase"))}
     schedule = Schedule(rounds=3, calls=2, settle_ms=0)
-    outcome = take_turns(steps, schedule, device="cpu", progress=lambda words: None)["slow"]
+    outcome = session_of(schedule).take_turns(steps)["slow"]
     assert outcome.watts == [600, 800]
     assert outcome.joules() == pytest.approx(0.7 * outcome.median(TOTAL))
     assert Outcome([{TOTAL: 5.0}]).joules() is None
@@ -875,7 +884,7 @@ def test_energy_of_a_call(monkeypatch):
 def test_slow_methods_are_timed_less_often():
     schedule = Schedule(rounds=1, calls=50, turn_ms=10, settle_ms=0)
     steps = {"slow": lambda mark: (time.sleep(4e-3), mark("phase"))}
-    outcome = take_turns(steps, schedule, device="cpu", progress=lambda words: None)["slow"]
+    outcome = session_of(schedule).take_turns(steps)["slow"]
     assert len(outcome.laps_ms) == 2
 
 
@@ -893,15 +902,16 @@ def test_what_failed_has_let_go_of_its_memory_when_it_is_released(monkeypatch):
         except torch.OutOfMemoryError:
             raise RuntimeError("in the end") from None
 
-    released = []
+    released, rows = [], []
     monkeypatch.setattr(measuring, "release", lambda device: released.append([ref() for ref in held]))
-    with attempt("method", "cpu") as tried:
+    with session_of(rows=rows).attempt("method") as tried:
         method()
-    assert tried.failed == "RuntimeError: in the end" and released == [[None]]
+    assert tried.failed and rows == [TimedRow(method="method", failed="RuntimeError: in the end")]
+    assert released == [[None]]
 
 
 def test_interrupts_are_not_taken_for_failures():
-    with pytest.raises(KeyboardInterrupt), attempt("method", "cpu"):
+    with pytest.raises(KeyboardInterrupt), session_of().attempt("method"):
         raise KeyboardInterrupt
 
 

@@ -4,8 +4,7 @@ The base is the same method of another checkout, or one method for all. This pro
 (`methods.our_function`), so that both sides take the same way.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,18 @@ import torch
 
 from thunder_flce.bench.measuring import (
     TOTAL,
-    DeviceLost,
-    Progress,
     Schedule,
+    Session,
     Step,
-    attempt,
+    TimedRow,
+    paired_spread,
     peak_bytes,
     release,
     synchronize,
-    take_paired_turns,
 )
 from thunder_flce.bench.methods import Method, build_without_thunder, our_function
 from thunder_flce.bench.regions import run_step
-from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.bench.shapes import Inputs, Shape
 
 SCHEDULE = Schedule(rounds=4, calls=50, turn_ms=800, settle_ms=300)
 """At 8192 × 128256 × 4096, 40 pairs of a step of 40 ms in 5 seconds."""
@@ -44,13 +42,11 @@ class Base:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(ShapeRow):
+class Row(TimedRow):
     """What was measured of one method and its base on one shape."""
 
+    shape: Shape
     base: str
-    method: str
-    time_ms: float | None = None
-    """Median of forward + backward."""
     base_time_ms: float | None = None
     ratio: float | None = None
     """Median of the ratios of two calls that followed each other, with the 20th and 80th percentile."""
@@ -63,53 +59,37 @@ class Row(ShapeRow):
     base_above_outputs_gb: float | None = None
     memory_ratio: float | None = None
     """The first over the second; None where the second is not above 0."""
-    failed: str | None = None
 
 
-def measure(
-    shape: Shape, methods: list[str], base: Base, *, device: str, schedule: Schedule, progress: Progress
-) -> Iterator[Row]:
+def measure(shape: Shape, methods: list[str], session: Session, *, base: Base) -> None:
     """Measures methods and their bases on one shape.
 
     Args:
         shape: what to measure.
         methods: names that `methods.build` knows; with another checkout as the base, of this project only.
+        session: where, for how long (a call is one of both), and who is told.
         base: what they are compared with.
-        device: "cuda" or "cpu".
-        schedule: how long; a call is one of both.
-        progress: called before each step.
 
     Raises:
-        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
+        DeviceLost: where a method makes further measurements in this process impossible.
     """
-    row = partial(Row, **ShapeRow.fields_of(shape), base=base.name)
+    device, session = session.device, replace(session, row=partial(Row, shape=shape, base=base.name))
     torch.compiler.reset()
     pairs: dict[str, tuple[Step, Step]] = {}
     memory: dict[str, dict[str, Any]] = {}
-    try:
-        with attempt("inputs", device) as tried:
-            release(device)
-            inputs = Inputs.random(shape, device)
-        if tried.failed is not None:
-            yield row(method="inputs", failed=tried.failed)
-            return
-        for name in methods:
-            progress(f"{name}: first calls")
-            with attempt(name, device) as tried:
-                one, other = (partial(run_step, inputs, method) for method in _methods(name, base))
-                memory[name] = _memory(one, other, shape, device)
-                pairs[name] = one, other
-            if tried.failed is not None:
-                yield row(method=name, failed=tried.failed)
-        outcomes = take_paired_turns(pairs, schedule, device=device, progress=progress)
-    except DeviceLost as lost:
-        yield row(method=lost.method, failed=lost.reason)
-        raise
-    for name, outcome in outcomes.items():
-        if outcome.failed is not None:
-            yield row(method=name, failed=outcome.failed)
-        else:
-            yield row(method=name, **outcome.spread(), **memory[name])
+    with session.attempt("inputs") as tried:
+        release(device)
+        inputs = Inputs.random(shape, device)
+    if tried.failed:
+        return
+    for name in methods:
+        session.progress(f"{name}: first calls")
+        with session.attempt(name):
+            one, other = (partial(run_step, inputs, method) for method in _methods(name, base))
+            memory[name] = _memory(one, other, shape, device)
+            pairs[name] = one, other
+    for name, pairs_ms in session.take_paired_turns(pairs).items():
+        session.report(method=name, **paired_spread(pairs_ms), **memory[name])
 
 
 def _methods(name: str, base: Base) -> tuple[Method, Method]:

@@ -4,8 +4,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,14 @@ from thunder_flce.bench import (
     torchrun,
 )
 from thunder_flce.bench.columns import Column
-from thunder_flce.bench.measuring import DeviceLost, Progress, Schedule
+from thunder_flce.bench.measuring import DeviceLost, Schedule, Session
 from thunder_flce.bench.other_copy import PACKAGE
 from thunder_flce.bench.shapes import DTYPES, SHAPES, parse_shape
 
 PROGRAM = "python -m thunder_flce bench"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """One thing to measure, by all methods in turn."""
 
@@ -45,7 +46,7 @@ class Case:
     """What stands for it on the command line."""
 
     title: str
-    measure: Callable[[list[str], Progress], Iterator[Any]]
+    measure: Callable[[list[str], Session], None]
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ def main(arguments: Sequence[str]) -> int:
         _measure(run, parsed, arguments)
     else:
         # The first rank prints and writes.
+        silent = Session(device=parsed.device, schedule=_schedule(parsed), progress=_ignore, write=_ignore)
         for case in run.cases:
-            list(case.measure(run.methods, lambda words: None))
+            case.measure(run.methods, silent)
     torchrun.end()
     return 0
 
@@ -96,16 +98,21 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
     from thunder_flce.bench import terminal
 
     context = records.context(shlex.join([*PROGRAM.split(), *arguments]), device=parsed.device, commit=parsed.commit)
+    rows: list[Any] = []
+
+    def write(row: Any) -> None:
+        rows.append(row)
+        if parsed.json:
+            records.append(parsed.json, {**records.as_record(parsed.subset, row), **context})
+
     lost, finished = None, 0
     with terminal.progress_bar(len(run.cases)) as bar:
+        session = Session(device=parsed.device, schedule=_schedule(parsed), progress=bar.step, write=write)
         for case in run.cases:
             bar.case(case.title)
-            rows = []
+            rows.clear()
             try:
-                for row in case.measure(run.methods, bar.step):
-                    rows.append(row)
-                    if parsed.json:
-                        records.append(parsed.json, {**records.as_record(parsed.subset, row), **context})
+                case.measure(run.methods, session)
             except DeviceLost as error:
                 lost = error.method
             rows.sort(key=lambda row: run.methods.index(row.method) if row.method in run.methods else -1)
@@ -119,6 +126,18 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
     # Of an option given twice, the last one counts. The memory budgets are among the methods already.
     more = ["--memory-budgets"] if parsed.subset == "regions" else []
     return _go_on_without(lost, replace(run, cases=run.cases[finished:]), [*arguments, *more])
+
+
+def _schedule(parsed: argparse.Namespace) -> Schedule:
+    """How long the methods of a subset are measured that take turns."""
+    if "rounds" not in parsed:
+        return Schedule()
+    settle_ms = {"settle_ms": 0.0} if parsed.device == "cpu" else {}
+    return replace(parsed.default_schedule, rounds=parsed.rounds, calls=parsed.calls, **settle_ms)
+
+
+def _ignore(told: Any) -> None:
+    pass
 
 
 def _go_on_without(method: str, run: Run, arguments: list[str]) -> int:
@@ -180,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     subset.add_argument("--methods", nargs="+", default=["flce"], metavar="METHOD", help="; ".join(methods.METHODS))
 
     subset = _subset(subsets, "predictions", "predicted and measured time and memory of every way to run a region")
-    _shape_option(subset)
+    _shape_option(subset, predictions.SHAPES)
     subset.add_argument(
         "--methods", nargs="+", choices=predictions.WAYS, default=list(predictions.WAYS), metavar="METHOD"
     )
@@ -207,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     subset.add_argument("--methods", nargs="+", choices=kernels.KERNELS, default=kernels.KERNELS, metavar="KERNEL")
 
     subset = _subset(subsets, "losses", "GRPO, preference losses, weighted tokens, log-probabilities", losses.SCHEDULE)
-    _shape_option(subset)
+    _shape_option(subset, losses.SHAPES)
     names = list(losses.METHODS)
     subset.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD", help="; ".join(names))
 
@@ -241,7 +260,11 @@ def _subset(subsets: Any, name: str, help: str, default: Schedule | None = _SCHE
     return subset
 
 
-def _shape_option(subset: argparse.ArgumentParser) -> None:
+_SHAPES = {"cuda": ["S1"], "cpu": ["cpu"]}
+
+
+def _shape_option(subset: argparse.ArgumentParser, default: dict[str, list[str]] = _SHAPES) -> None:
+    subset.set_defaults(default_shapes=default)
     described = f"{', '.join(SHAPES)}, or {_CUSTOM}; or both, as in S1,data=peaked"
     subset.add_argument("--shapes", nargs="+", metavar="SHAPE", help=described)
 
@@ -264,7 +287,7 @@ def _fraction(text: str) -> float:
 
 
 def _shape_texts(parsed: argparse.Namespace) -> list[str]:
-    return parsed.shapes or (["S1"] if parsed.device == "cuda" else ["cpu"])
+    return parsed.shapes or parsed.default_shapes[parsed.device]
 
 
 def _known(names: list[str]) -> list[str]:
@@ -273,32 +296,21 @@ def _known(names: list[str]) -> list[str]:
     return names
 
 
-def _case(text: str, measured: Any, measure: Callable[..., Iterator[Any]], *, title: str = "", **settings: Any) -> Case:
-    """A case of a subset whose function `measure` takes `measured`, the names of the methods, and these settings."""
-
-    def run(names: list[str], progress: Progress) -> Iterator[Any]:
-        return measure(measured, names, **settings, progress=progress)
-
-    return Case(text=text, title=title or str(measured), measure=run)
-
-
-def _timed(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The settings of a function that times methods in turns."""
-    settle_ms = {"settle_ms": 0.0} if parsed.device == "cpu" else {}
-    schedule = replace(parsed.default_schedule, rounds=parsed.rounds, calls=parsed.calls, **settle_ms)
-    return {"device": parsed.device, "schedule": schedule}
+def _shape_cases(parsed: argparse.Namespace, measure: Callable[..., None], *, suffix: str = "") -> list[Case]:
+    """A case for each shape, which `measure` takes first, and what is added to its title."""
+    shapes = {text: parse_shape(text) for text in _shape_texts(parsed)}
+    return [Case(text, f"{shape}{suffix}", partial(measure, shape)) for text, shape in shapes.items()]
 
 
 def _regions(parsed: argparse.Namespace) -> Run:
     chosen = parsed.methods or [name for name in methods.METHODS if name not in methods.ONLY_WHEN_NAMED]
     budgets = [methods.budget_method(methods.parse_budget(text)) for text in parsed.memory_budgets]
-    settings = regions.Settings(**_timed(parsed), profile=parsed.profile)
     changes = {"bias": parsed.bias, "ignored": parsed.ignored, "dtype": parsed.dtype and DTYPES[parsed.dtype]}
     changes = {name: value for name, value in changes.items() if value is not None}
-    cases = [
-        _case(text, replace(parse_shape(text), **changes), regions.measure, settings=settings)
-        for text in _shape_texts(parsed)
-    ]
+    cases = []
+    for text in _shape_texts(parsed):
+        shape = replace(parse_shape(text), **changes)
+        cases.append(Case(text, str(shape), partial(regions.measure, shape, profile=parsed.profile)))
     return Run("shapes", cases, _known([*chosen, *budgets]), columns.REGIONS)
 
 
@@ -306,9 +318,10 @@ def _sweep(parsed: argparse.Namespace) -> Run:
     base = parse_shape(parsed.base or ("S1" if parsed.device == "cuda" else "tiny"))
     cases = []
     for axis, size in sweep.parse_points(parsed.points, parsed.device):
-        settings = regions.Settings(**_timed(parsed), profile=parsed.profile, errors=False, axis=axis)
         change: dict[str, Any] = {sweep.AXES[axis]: size}
-        cases.append(_case(f"{axis}={size}", replace(base, **change), regions.measure, settings=settings))
+        shape = replace(base, **change)
+        measure = partial(regions.measure, shape, axis=axis, profile=parsed.profile)
+        cases.append(Case(f"{axis}={size}", str(shape), measure))
     return Run("points", cases, _known(parsed.methods or sweep.METHODS), columns.REGIONS)
 
 
@@ -316,11 +329,7 @@ def _against(parsed: argparse.Namespace) -> Run:
     base, names = _base(parsed.base, parsed.base_commit), _known(parsed.methods)
     if base.folder is not None and (others := [name for name in names if not methods.is_ours(name)]):
         raise ValueError(f"only this project's methods are in another checkout, not {others}")
-    shapes = {text: parse_shape(text) for text in _shape_texts(parsed)}
-    cases = [
-        _case(text, shape, against.measure, title=f"{shape}, against {base.name}", base=base, **_timed(parsed))
-        for text, shape in shapes.items()
-    ]
+    cases = _shape_cases(parsed, partial(against.measure, base=base), suffix=f", against {base.name}")
     return Run("shapes", cases, names, columns.AGAINST)
 
 
@@ -335,47 +344,41 @@ def _base(text: str, commit: str | None) -> against.Base:
 
 
 def _predictions(parsed: argparse.Namespace) -> Run:
-    texts = parsed.shapes or predictions.SHAPES[parsed.device]
-    cases = [_case(text, parse_shape(text), predictions.measure, **_timed(parsed)) for text in texts]
-    return Run("shapes", cases, parsed.methods, columns.PREDICTIONS)
+    return Run("shapes", _shape_cases(parsed, predictions.measure), parsed.methods, columns.PREDICTIONS)
 
 
 def _models(parsed: argparse.Namespace) -> Run:
     sizes = ["litgpt-llama-3.2-1b", "transformers-llama-3.2-1b"]
     names = parsed.models or (sizes if parsed.device == "cuda" else ["litgpt-tiny", "transformers-tiny"])
-    cases = [_case(name, name, models.measure, layers=parsed.layers, **_timed(parsed)) for name in names]
+    cases = [Case(name, name, partial(models.measure, name, layers=parsed.layers)) for name in names]
     return Run("models", cases, parsed.methods, columns.MODELS)
 
 
 def _convergence(parsed: argparse.Namespace) -> Run:
     names = parsed.models or ["llama-100m" if parsed.device == "cuda" else "tiny"]
-    settings = {"seeds": parsed.seeds, "steps": parsed.steps, "device": parsed.device}
-    cases = [_case(name, name, convergence.measure, **settings) for name in names]
+    measure = partial(convergence.measure, seeds=parsed.seeds, steps=parsed.steps)
+    cases = [Case(name, name, partial(measure, name)) for name in names]
     return Run("models", cases, _known(parsed.methods), columns.CONVERGENCE)
 
 
 def _soak(parsed: argparse.Namespace) -> Run:
-    settings = {"steps": parsed.steps, "device": parsed.device}
-    cases = [_case(text, parse_shape(text), soak.measure, **settings) for text in _shape_texts(parsed)]
+    cases = _shape_cases(parsed, partial(soak.measure, steps=parsed.steps))
     return Run("shapes", cases, _known(parsed.methods), columns.SOAK)
 
 
 def _kernels(parsed: argparse.Namespace) -> Run:
-    settings = {
-        **_timed(parsed),
-        "dtype": DTYPES[parsed.dtype or ("bfloat16" if parsed.device == "cuda" else "float32")],
-    }
+    dtype = DTYPES[parsed.dtype or ("bfloat16" if parsed.device == "cuda" else "float32")]
+    vocabs = parsed.vocabs or kernels.VOCABS[parsed.device]
     cases = [
-        _case(str(vocab), vocab, kernels.measure, title=f"vocabulary of {vocab}", **settings)
-        for vocab in parsed.vocabs or kernels.VOCABS[parsed.device]
+        Case(str(vocab), f"vocabulary of {vocab}", partial(kernels.measure, vocab, dtype=dtype)) for vocab in vocabs
     ]
     return Run("vocabs", cases, parsed.methods, columns.KERNELS)
 
 
 def _losses(parsed: argparse.Namespace) -> Run:
-    texts = parsed.shapes or losses.SHAPES[parsed.device]
-    cases = [_case(text, losses.checked(parse_shape(text)), losses.measure, **_timed(parsed)) for text in texts]
-    return Run("shapes", cases, parsed.methods, columns.LOSSES)
+    for text in _shape_texts(parsed):
+        losses.check_shape(parse_shape(text))
+    return Run("shapes", _shape_cases(parsed, losses.measure), parsed.methods, columns.LOSSES)
 
 
 def _distributed(parsed: argparse.Namespace) -> Run:
@@ -385,11 +388,7 @@ def _distributed(parsed: argparse.Namespace) -> Run:
             f"--ranks must be those that torchrun has started, {started}, or left out, but got {parsed.ranks}"
         )
     ranks = started or parsed.ranks or 2
-    shapes = {text: parse_shape(text) for text in _shape_texts(parsed)}
-    cases = [
-        _case(text, shape, distributed.measure, title=f"{shape}, over {ranks} ranks", ranks=ranks, **_timed(parsed))
-        for text, shape in shapes.items()
-    ]
+    cases = _shape_cases(parsed, partial(distributed.measure, ranks=ranks), suffix=f", over {ranks} ranks")
     if started is not None:
         torchrun.join(parsed.device, distributed.TIMEOUT)
     return Run("shapes", cases, parsed.methods, columns.DISTRIBUTED)

@@ -9,8 +9,7 @@ import math
 import random
 import sysconfig
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_flce.bench.measuring import DeviceLost, Progress, attempt, release, synchronize
+from thunder_flce.bench.measuring import Session, TimedRow, release, synchronize
 from thunder_flce.bench.methods import Method, build, build_without_thunder, peer
 from thunder_flce.bench.shapes import Inputs
 
@@ -74,11 +73,10 @@ SETUPS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One training run."""
+class Row(TimedRow):
+    """One training run; its time is the mean of a step after the first ten, with the optimizer."""
 
     model: str
-    method: str
     seed: int
     """Of the parameters and of the order of the batches."""
     steps: int
@@ -88,52 +86,40 @@ class Row:
     parameters: int | None = None
     text_tokens: int | None = None
     """How many there are to train on."""
-    time_ms: float | None = None
-    """Mean of a step after the first ten, with the optimizer."""
     losses: list[float] = field(default_factory=list)
     """Means over `AVERAGED` steps each."""
     final_loss: float | None = None
     """Mean over the last `FINAL` steps."""
     held_out_loss: float | None = None
     """After the last step, on text that was not trained on, by eager PyTorch."""
-    failed: str | None = None
 
 
-def measure(
-    name: str, methods: list[str], *, seeds: list[int], steps: int, device: str, progress: Progress
-) -> Iterator[Row]:
-    """Trains one model by each method from each seed; a row comes when its run is over.
+def measure(name: str, methods: list[str], session: Session, *, seeds: list[int], steps: int) -> None:
+    """Trains one model by each method from each seed.
 
     Args:
         name: one of `SETUPS`.
         methods: names that `methods.build` knows.
+        session: where, and who is told.
         seeds: of the runs; those of one seed begin with the same parameters and see the same batches.
         steps: of each run.
-        device: "cuda" or "cpu".
-        progress: called before each step.
 
     Raises:
-        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
+        DeviceLost: where a method makes further measurements in this process impossible.
     """
     torch.compiler.reset()
-    progress("text and model")
-    row, seed = partial(Row, model=name, steps=steps), 0
-    try:
-        with attempt(name, device) as tried:
-            training = _Training(SETUPS[name], device)
-        if tried.failed is not None:
-            yield row(method=name, seed=seed, failed=tried.failed)
-            return
-        for seed in seeds:
-            for method in methods:
-                progress(f"seed {seed}: {method}")
-                numbers: dict[str, Any] = {}
-                with attempt(method, device) as tried:
-                    numbers = training.run(build_without_thunder(method), seed, steps)
-                yield row(method=method, seed=seed, **training.sizes, **numbers, failed=tried.failed)
-    except DeviceLost as lost:
-        yield row(method=lost.method, seed=seed, failed=lost.reason)
-        raise
+    session.progress("text and model")
+    session = replace(session, row=partial(Row, model=name, steps=steps, seed=0))
+    with session.attempt(name) as tried:
+        training = _Training(SETUPS[name], session.device)
+    if tried.failed:
+        return
+    for seed in seeds:
+        of_seed = session.with_fields(seed=seed, **training.sizes)
+        for method in methods:
+            session.progress(f"seed {seed}: {method}")
+            with of_seed.attempt(method):
+                of_seed.report(method=method, **training.run(build_without_thunder(method), seed, steps))
 
 
 class _Training:

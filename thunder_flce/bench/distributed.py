@@ -8,7 +8,7 @@ order, without the clock having a say, since their collectives have to match.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -28,18 +28,17 @@ from thunder_flce.bench.measuring import (
     TOTAL,
     Mark,
     Outcome,
-    Progress,
     Schedule,
+    Session,
     Step,
     TimedRow,
     Unavailable,
     peak_bytes,
-    take_turns,
 )
 from thunder_flce.bench.methods import peer
 from thunder_flce.bench.profiling import exposed_collectives_ms
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
-from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.modules import LinearCrossEntropyLoss
 from thunder_flce.options import Options
@@ -54,9 +53,10 @@ TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(TimedRow, ShapeRow):
+class Row(TimedRow):
     """What one way takes on the slowest rank; None for what was not measured."""
 
+    shape: Shape
     ranks: int
     ratio: float | None = None
     """To the three products over this rank's rows, all tokens at once, without any collective."""
@@ -339,28 +339,25 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
 }
 
 
-def measure(
-    shape: Shape, names: list[str], *, ranks: int, device: str, schedule: Schedule, progress: Progress
-) -> Iterator[Row]:
-    """Measures some ways on so many ranks, each in a process of its own; only the first of torchrun's has rows.
+def measure(shape: Shape, names: list[str], session: Session, *, ranks: int) -> None:
+    """Measures some ways on so many ranks, each in a process of its own.
 
     Args:
         shape: of all ranks together.
         names: from `METHODS`.
+        session: where ("cuda": a GPU for each rank), for how long, and who is told.
         ranks: how many.
-        device: "cuda", a GPU for each rank, or "cpu".
-        schedule: how many calls.
-        progress: called before each step.
     """
     if torchrun.has_joined():
-        rows = _rows(shape, names, device, schedule)
-        yield from rows if dist.get_rank() == 0 else ()
-        return
-    progress(f"{ranks} processes")
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, shape, names, device, schedule, folder)
-        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=ranks)
-        yield from torch.load(Path(folder, "rows"), weights_only=False)
+        rows = _rows(shape, names, session.device, session.schedule)
+    else:
+        session.progress(f"{ranks} processes")
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (ranks, shape, names, session.device, session.schedule, folder)
+            torch.multiprocessing.spawn(_run_rank, arguments, nprocs=ranks)
+            rows = torch.load(Path(folder, "rows"), weights_only=False)
+    for row in rows:
+        session.write(row)
 
 
 def _run_rank(
@@ -416,17 +413,19 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
         else:
             found[name] = {}
         steps[name] = step
-    outcomes = take_turns(steps, schedule, device=device, progress=_no_mark)
+    failures: list[Any] = []
+    outcomes = Session(device=device, schedule=schedule, progress=_no_mark, write=failures.append).take_turns(steps)
+    assert not failures, failures
     times = {name: _slowest(outcome) for name, outcome in outcomes.items()}
     products = times.get("three products")
     for name, outcome in times.items():
-        found[name] |= outcome.spread(TOTAL, "time_ms")
+        found[name] |= outcome.spread()
         found[name]["exposed_ms"] = _of_slowest(
             exposed_collectives_ms(steps[name], device=device), outcomes[name].median(TOTAL)
         )
         if products is not None:
-            found[name]["ratio"] = found[name]["time_ms"] / products.spread(TOTAL, "time_ms")["time_ms"]
-    return [Row(method=name, ranks=ranks, **ShapeRow.fields_of(shape), **numbers) for name, numbers in found.items()]
+            found[name]["ratio"] = found[name]["time_ms"] / products.median(TOTAL)
+    return [Row(method=name, ranks=ranks, shape=shape, **numbers) for name, numbers in found.items()]
 
 
 def _no_mark(phase: str) -> None:
@@ -455,21 +454,22 @@ def _checked(result: Result, reference: dict[str, Tensor], part: Part) -> dict[s
 
 def _slowest(outcome: Outcome) -> Outcome:
     """The time of each call on the rank that took longest."""
-    assert outcome.failed is None, outcome.failed
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [lap[TOTAL] for lap in outcome.laps_ms])
-    return Outcome([{TOTAL: max(laps)} for laps in zip(*gathered, strict=True)])
+    laps_ms = _of_all([lap[TOTAL] for lap in outcome.laps_ms])
+    return Outcome([{TOTAL: max(laps)} for laps in zip(*laps_ms, strict=True)])
 
 
-def _of_slowest(number: float | None, time_ms: float | None) -> float | None:
+def _of_slowest(number: float | None, time_ms: float) -> float | None:
     """That of the rank with the longest time; the others have waited for it."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (time_ms, number))
-    return max(gathered, key=lambda each: each[0])[1]
+    return max(_of_all((time_ms, number)), key=lambda each: each[0])[1]
 
 
 def _largest(number: float) -> float:
     """Over the ranks."""
+    return max(_of_all(number))
+
+
+def _of_all(value: Any) -> list[Any]:
+    """What each rank has."""
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, number)
-    return max(gathered)
+    dist.all_gather_object(gathered, value)
+    return gathered

@@ -5,23 +5,14 @@ dlogits" do both, which are held to the bytes that they have to move, one read a
 numbers a row. A copy reads half of its bytes and writes the other half.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
-from thunder_flce.bench.measuring import (
-    DeviceLost,
-    Mark,
-    Progress,
-    Schedule,
-    Step,
-    TimedRow,
-    attempt,
-    release,
-    take_turns,
-)
+from thunder_flce.bench.measuring import TOTAL, Mark, Session, Step, TimedRow, release
 from thunder_flce.bench.shapes import dtype_name
 from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.row_kernels.dispatch import BACKENDS, check_available, kernels_for
@@ -44,7 +35,6 @@ KERNELS = [
     "dlogits, column sums",
     "target entries",
 ]
-_PHASE = "kernel"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,81 +57,65 @@ class Row(TimedRow):
 
 
 def measure(
-    vocab: int,
-    methods: list[str],
-    *,
-    dtype: torch.dtype,
-    device: str,
-    schedule: Schedule,
-    progress: Progress,
-    logits_bytes: int | None = None,
-) -> Iterator[Row]:
+    vocab: int, methods: list[str], session: Session, *, dtype: torch.dtype, logits_bytes: int | None = None
+) -> None:
     """Measures kernels at one vocabulary, of each backend that can run there, in turns.
 
     Args:
         vocab: V, at least 2.
         methods: names from `KERNELS`.
+        session: where, for how long, and who is told.
         dtype: of the logits.
-        device: "cuda" or "cpu".
-        schedule: how long.
-        progress: called before each step.
         logits_bytes: how large the logits are; by default as in `LOGITS_BYTES`.
 
     Raises:
-        DeviceLost: where a kernel, whose row has come, makes further measurements in this process impossible.
+        DeviceLost: where a kernel makes further measurements in this process impossible.
     """
+    device = session.device
     release(device)
     layout = layout_for(vocab, dtype=dtype, device_type=device)
     rows = max((logits_bytes or LOGITS_BYTES[device]) // (layout.row_stride * dtype.itemsize), 2)
-    row = partial(Row, vocab=vocab, rows=rows, row_stride=layout.row_stride, dtype=dtype_name(dtype))
-    steps: dict[tuple[str, str], Step] = {}
-    copies: dict[str, Step] = {}
-    try:
-        with attempt("logits", device) as tried:
-            buffer = LogitsBuffer(torch.empty(rows, layout.row_stride, dtype=dtype, device=device), layout)
-            buffer.padded.normal_()
-            copies = {name: _copy_step(buffer, _bytes_moved(name, buffer)) for name in methods}
-        if tried.failed is not None:
-            yield row(backend="torch", method="logits", failed=tried.failed)
-            return
-        for backend in _available_backends(dtype, device):
-            with attempt(f"{backend}: statistics", device) as tried:
-                kernels = kernels_for(backend, dtype=dtype, device_type=device, logit_map=LogitMap())
-                available = _kernel_steps(kernels, buffer)
-            if tried.failed is not None:
-                yield row(backend=backend, method="statistics", failed=tried.failed)
-                continue
-            for name in methods:
-                progress(f"{backend}, {name}: first call")
-                with attempt(f"{backend}: {name}", device) as tried:
-                    available[name](lambda phase: None)
-                    steps[backend, name] = available[name]
-                if tried.failed is not None:
-                    yield row(backend=backend, method=name, failed=tried.failed)
-        named = {f"{backend}: {name}": step for (backend, name), step in steps.items()}
-        turns = {**{f"copy: {name}": step for name, step in copies.items()}, **named}
-        outcomes = take_turns(turns, schedule, device=device, progress=progress)
-    except DeviceLost as lost:
-        backend, _, name = lost.method.rpartition(": ")
-        yield row(backend=backend or "torch", method=name, failed=lost.reason)
-        raise
-    for backend, name in steps:
-        outcome, copied = outcomes[f"{backend}: {name}"], outcomes[f"copy: {name}"]
-        if outcome.failed is not None:
-            yield row(backend=backend, method=name, failed=outcome.failed)
+    row = partial(_row, vocab=vocab, rows=rows, row_stride=layout.row_stride, dtype=dtype_name(dtype))
+    session = replace(session, row=row)
+    with session.attempt("torch: logits") as tried:
+        buffer = LogitsBuffer(torch.empty(rows, layout.row_stride, dtype=dtype, device=device), layout)
+        buffer.padded.normal_()
+        copies = {f"copy: {name}": _copy_step(buffer, _bytes_moved(name, buffer)) for name in methods}
+    if tried.failed:
+        return
+    steps: dict[str, Step] = {}
+    for backend in _available_backends(dtype, device):
+        with session.attempt(f"{backend}: statistics") as tried:
+            kernels = kernels_for(backend, dtype=dtype, device_type=device, logit_map=LogitMap())
+            available = _kernel_steps(kernels, buffer)
+        if tried.failed:
             continue
-        moved = _bytes_moved(name, buffer)
-        spread, copy_ms = outcome.spread(_PHASE, "time_ms"), copied.median(_PHASE)
+        for name in methods:
+            session.progress(f"{backend}, {name}: first call")
+            with session.attempt(f"{backend}: {name}"):
+                available[name](lambda phase: None)
+                steps[f"{backend}: {name}"] = available[name]
+    outcomes = session.take_turns({**copies, **steps})
+    for method, outcome in outcomes.items():
+        kind, _, name = method.partition(": ")
+        if kind == "copy":
+            continue
+        moved, spread, copied = _bytes_moved(name, buffer), outcome.spread(), outcomes.get(f"copy: {name}")
         bandwidth = moved / spread["time_ms"] / 1e6
-        copy_bandwidth = moved / copy_ms / 1e6 if copy_ms else None
-        yield row(
-            backend=backend,
-            method=name,
+        copy_bandwidth = None if copied is None else moved / copied.median(TOTAL) / 1e6
+        session.report(
+            method=method,
             **spread,
             gb_per_s=bandwidth,
             copy_gb_per_s=copy_bandwidth,
             ratio=copy_bandwidth and bandwidth / copy_bandwidth,
         )
+
+
+def _row(*, method: str, **fields: Any) -> Row:
+    """A row of a kernel that is called "BACKEND: NAME" while it is measured."""
+    backend, _, name = method.partition(": ")
+    return Row(backend=backend, method=name, **fields)
 
 
 def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
@@ -201,6 +175,6 @@ def _copy_step(buffer: LogitsBuffer, moved: int) -> Step:
 def _timed(call: Callable[[], object]) -> Step:
     def step(mark: Mark) -> None:
         call()
-        mark(_PHASE)
+        mark("kernel")
 
     return step

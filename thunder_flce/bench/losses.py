@@ -4,8 +4,8 @@ Each is measured as we run it, as peers do that have log-probabilities of tokens
 forward and backward, beside the matmuls that its results need.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -16,22 +16,11 @@ from torch import Tensor
 
 import thunder_flce
 from thunder_flce.bench.distillation import DISTILLATIONS, Distillation, row_slices
-from thunder_flce.bench.measuring import (
-    TOTAL,
-    DeviceLost,
-    Mark,
-    Progress,
-    Schedule,
-    Step,
-    TimedRow,
-    attempt,
-    release,
-    take_turns,
-)
+from thunder_flce.bench.measuring import TOTAL, Mark, Schedule, Session, Step, TimedRow, release
 from thunder_flce.bench.methods import liger_per_token, peer, trl_log_probs
 from thunder_flce.bench.reference import Reference, matmuls, reference_dtype
 from thunder_flce.bench.regions import first_calls
-from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 
 SHAPES = {"cuda": ["qwen3-8b"], "cpu": ["tiny"]}
@@ -59,9 +48,10 @@ PER_TOKEN = (*FROZEN_HEAD_PEERS, "liger, per token")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(TimedRow, ShapeRow):
+class Row(TimedRow):
     """What one loss takes, run in one way; None for what was not measured."""
 
+    shape: Shape
     matmuls: int | None = None
     """How many its results need, over all tokens: the logits, dX and dW are one each."""
     ratio: float | None = None
@@ -271,41 +261,26 @@ METHODS = {f"{name}, {way}": (name, way) for name, loss in LOSSES.items() for wa
 _FLOORS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls", 4: "four matmuls"}
 
 
-def checked(shape: Shape) -> Shape:
-    """The shape.
-
-    Raises:
-        ValueError: where it has what the losses have not, or tokens that are no whole sequences.
-    """
+def check_shape(shape: Shape) -> None:
+    """Raises a ValueError for a shape with what the losses have not, or with tokens that are no whole sequences."""
     if shape.bias or shape.ignored or shape.frozen or shape.rank:
         raise ValueError(f"losses take shapes of tokens, vocab, hidden, dtype and data alone, but got {shape}")
     if shape.tokens % SEQUENCES:
         raise ValueError(f"tokens must be divisible by {SEQUENCES}, the number of sequences, but got {shape}")
-    return shape
 
 
-def measure(shape: Shape, names: list[str], *, device: str, schedule: Schedule, progress: Progress) -> Iterator[Row]:
-    """Measures some losses on one shape; the rows of those that fail at once come first.
+def measure(shape: Shape, names: list[str], session: Session) -> None:
+    """Measures some losses on one shape.
 
     Args:
         shape: its tokens are divided into `SEQUENCES`.
         names: from `METHODS`.
-        device: "cuda" or "cpu".
-        schedule: how many calls.
-        progress: called before each step.
+        session: where, for how long, and who is told.
 
     Raises:
-        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
+        DeviceLost: where a method makes further measurements in this process impossible.
     """
-    try:
-        yield from _rows(shape, names, device=device, schedule=schedule, progress=progress)
-    except DeviceLost as lost:
-        yield Row(**ShapeRow.fields_of(shape), method=lost.method, failed=lost.reason)
-        raise
-
-
-def _rows(shape: Shape, names: list[str], *, device: str, schedule: Schedule, progress: Progress) -> Iterator[Row]:
-    row = partial(Row, **ShapeRow.fields_of(shape))
+    device, session = session.device, replace(session, row=partial(Row, shape=shape))
     torch.compiler.reset()
     release(device)
     inputs = Inputs.random(shape, device)
@@ -313,42 +288,32 @@ def _rows(shape: Shape, names: list[str], *, device: str, schedule: Schedule, pr
     numbers: dict[str, dict[str, Any]] = {}
     counts = {LOSSES[METHODS[name][0]].matmuls for name in names} | {3}
     for count in sorted(counts):
-        with attempt(_FLOORS[count], device) as tried:
+        with session.attempt(_FLOORS[count]):
             steps[_FLOORS[count]] = matmuls(inputs, count)
             numbers[_FLOORS[count]] = {"matmuls": count}
-        if tried.failed is not None:
-            yield row(method=_FLOORS[count], failed=tried.failed)
     # A reference is as large as the gradients; one at a time.
     for loss_name, group in groupby(sorted(names, key=list(METHODS).index), lambda name: METHODS[name][0]):
         loss = LOSSES[loss_name]
         given = loss.given(inputs)
-        progress(f"{loss_name}: reference")
+        session.progress(f"{loss_name}: reference")
         reference = None
-        with attempt(loss_name, device) as tried:
+        with session.attempt(f"{loss_name}, reference"):
             # A teacher is what the loss has chosen itself.
             reference = loss.reference(inputs, given)  # type: ignore[arg-type]
-        if tried.failed is not None:
-            yield row(method=f"{loss_name}, reference", failed=tried.failed)
         for name in group:
-            progress(f"{name}: first call")
-            with attempt(name, device) as tried:
+            session.progress(f"{name}: first call")
+            with session.attempt(name):
                 step = partial(_run, loss.program(METHODS[name][1]), (loss, inputs, given))
                 first, peaks, gradient_bytes = first_calls(step, reference, device)
                 memory = (peaks[TOTAL] - gradient_bytes) / 1e9
                 numbers[name] = {"matmuls": loss.matmuls, **first, "memory_gb": memory}
                 steps[name] = step
-            if tried.failed is not None:
-                yield row(method=name, failed=tried.failed)
         del reference
-    outcomes = take_turns(steps, schedule, device=device, progress=progress)
+    outcomes = session.take_turns(steps)
     for name, outcome in outcomes.items():
-        if outcome.failed is not None:
-            yield row(method=name, failed=outcome.failed)
-            continue
-        floor = outcomes.get(_FLOORS[numbers[name]["matmuls"]])
-        floor_ms = None if floor is None else floor.median(TOTAL)
-        times = outcome.spread(TOTAL, "time_ms")
-        yield row(method=name, **times, ratio=floor_ms and times["time_ms"] / floor_ms, **numbers[name])
+        floor, times = outcomes.get(_FLOORS[numbers[name]["matmuls"]]), outcome.spread()
+        ratio = None if floor is None else times["time_ms"] / floor.median(TOTAL)
+        session.report(method=name, **times, ratio=ratio, **numbers[name])
 
 
 def _run(

@@ -10,7 +10,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,12 +59,11 @@ class Unavailable(Exception):
 
 
 class DeviceLost(Exception):
-    """A method has left the device unusable for this process."""
+    """A method, whose row has come, has left the device unusable for this process."""
 
-    def __init__(self, method: str, reason: str):
-        super().__init__(f"{method}: {reason}")
+    def __init__(self, method: str):
+        super().__init__(method)
         self.method = method
-        self.reason = reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,35 +81,6 @@ class Schedule:
 
     settle_ms: float = 250
     """For how long a method runs before it is timed, at least once."""
-
-
-@dataclass
-class Attempt:
-    """What became of something that may fail."""
-
-    failed: str | None = None
-    """Why it failed, in a line; None where it did not."""
-
-
-@contextmanager
-def attempt(method: str, device: str) -> Iterator[Attempt]:
-    """Turns any failure inside into a line of text, and frees what the failed method held.
-
-    Raises:
-        DeviceLost: where the device does not answer any more.
-    """
-    result = Attempt()
-    try:
-        yield result
-    # A peer may fail in any way; its row says so and the others go on.
-    except Exception as error:
-        result.failed = _reason(error)
-        _forget_frames(error)
-    if result.failed is not None:
-        try:
-            release(device)
-        except Exception:
-            raise DeviceLost(method, result.failed) from None
 
 
 def _reason(error: Exception) -> str:
@@ -206,14 +177,6 @@ def _turn(step: Step, schedule: Schedule, device: str) -> tuple[list[dict[str, f
     return laps_ms, power.watts
 
 
-def _rounds(names: Iterable[str], schedule: Schedule, progress: Progress) -> Iterator[str]:
-    """The names in turns, as often as the schedule says."""
-    for number in range(1, schedule.rounds + 1):
-        for name in names:
-            progress(f"round {number} of {schedule.rounds}: {name}")
-            yield name
-
-
 def _spread(values: Iterable[float], name: str) -> dict[str, float]:
     """Median and 20th and 80th percentile, under `name` with "", "_p20" and "_p80"."""
     ordered = sorted(values)
@@ -227,96 +190,142 @@ def _spread(values: Iterable[float], name: str) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the timing of one method gave: a time for each phase of each call, or a failure."""
+    """What the timing of one method gave."""
 
-    laps_ms: list[dict[str, float]] = field(default_factory=list)
+    laps_ms: list[dict[str, float]]
+    """The time of each phase of each call"""
     watts: list[float] = field(default_factory=list)
     """The mean power of each turn in which it was measured."""
 
-    failed: str | None = None
-
-    def median(self, phase: str) -> float | None:
-        """Milliseconds; None where there is no timing."""
-        return statistics.median(lap[phase] for lap in self.laps_ms) if self.laps_ms else None
+    def median(self, phase: str) -> float:
+        """Milliseconds."""
+        return statistics.median(lap[phase] for lap in self.laps_ms)
 
     def joules(self) -> float | None:
         """The energy of a call; None where power was not measured."""
-        total_ms = self.median(TOTAL)
-        return statistics.mean(self.watts) * total_ms / 1e3 if self.watts and total_ms is not None else None
+        return statistics.mean(self.watts) * self.median(TOTAL) / 1e3 if self.watts else None
 
-    def spread(self, phase: str, name: str) -> dict[str, Any]:
-        """Median and 20th and 80th percentile of a phase, as fields of a row."""
-        return _spread((lap[phase] for lap in self.laps_ms), name)
-
-
-def take_turns(steps: Mapping[str, Step], schedule: Schedule, *, device: str, progress: Progress) -> dict[str, Outcome]:
-    """Times methods that take turns; one that fails is left out from there on.
-
-    Raises:
-        DeviceLost: where a method makes further measurements impossible.
-    """
-    outcomes = {name: Outcome() for name in steps}
-    for name in _rounds(steps, schedule, progress):
-        if outcomes[name].failed is not None:
-            continue
-        with attempt(name, device) as tried:
-            laps_ms, watts = _turn(steps[name], schedule, device)
-            outcomes[name].laps_ms.extend(laps_ms)
-            outcomes[name].watts.extend([] if watts is None else [watts])
-        if tried.failed is not None:
-            outcomes[name] = Outcome(failed=tried.failed)
-    return outcomes
+    def spread(self, *phases: str) -> dict[str, float]:
+        """Median and 20th and 80th percentile of a whole step, and of phases, as fields of a row."""
+        names = {TOTAL: "time_ms", **{phase: f"{phase}_ms" for phase in phases}}
+        spreads = (_spread((lap[phase] for lap in self.laps_ms), name) for phase, name in names.items())
+        return {name: value for spread in spreads for name, value in spread.items()}
 
 
-@dataclass(frozen=True)
-class PairedOutcome:
-    """What the timing of two steps in turns gave: two times for each pair of calls, or a failure."""
-
-    pairs_ms: list[tuple[float, float]] = field(default_factory=list)
-    failed: str | None = None
-
-    def spread(self) -> dict[str, Any]:
-        """The median of both times, and of the ratio of the first to the second, with 20th and 80th percentile."""
-        return {
-            "time_ms": statistics.median(first for first, _ in self.pairs_ms),
-            "base_time_ms": statistics.median(second for _, second in self.pairs_ms),
-            **_spread((first / second for first, second in self.pairs_ms), "ratio"),
-            "pairs": len(self.pairs_ms),
-        }
-
-
-def take_paired_turns(
-    pairs: Mapping[str, tuple[Step, Step]], schedule: Schedule, *, device: str, progress: Progress
-) -> dict[str, PairedOutcome]:
-    """Times two steps in turns, call by call, for each of several pairs, which take longer turns; see `take_turns`.
-
-    Both calls of a pair find the chip as warm, so their ratio is known better than either of their times.
-
-    Raises:
-        DeviceLost: where a pair makes further measurements impossible.
-    """
-    outcomes = {name: PairedOutcome() for name in pairs}
-    for name in _rounds(pairs, schedule, progress):
-        if outcomes[name].failed is not None:
-            continue
-        with attempt(name, device) as tried:
-            outcomes[name].pairs_ms.extend(_paired_turn_ms(pairs[name], schedule, device))
-        if tried.failed is not None:
-            outcomes[name] = PairedOutcome(failed=tried.failed)
-    return outcomes
+def paired_spread(pairs_ms: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The median of both times, and of the ratio of the first to the second, with 20th and 80th percentile."""
+    return {
+        "time_ms": statistics.median(first for first, _ in pairs_ms),
+        "base_time_ms": statistics.median(second for _, second in pairs_ms),
+        **_spread((first / second for first, second in pairs_ms), "ratio"),
+        "pairs": len(pairs_ms),
+    }
 
 
 def _paired_turn_ms(pair: tuple[Step, Step], schedule: Schedule, device: str) -> list[tuple[float, float]]:
-    # First, second, second, first, and so on: neither always follows the other.
     count = _settle(pair, schedule, device)
-    order = [place for number in range(count) for place in ((0, 1) if number % 2 == 0 else (1, 0))]
     clock = _Clock(device)
-    for place in order:
-        clock.start()
-        pair[place](clock.mark)
+    for number in range(count):
+        # First, second, second, first, and so on: neither always follows the other.
+        for step in pair if number % 2 == 0 else reversed(pair):
+            clock.start()
+            step(clock.mark)
     times = [lap[TOTAL] for lap in clock.laps_ms()]
-    in_turn = zip(times[::2], times[1::2], order[::2], strict=True)
-    return [(one, other) if first == 0 else (other, one) for one, other, first in in_turn]
+    in_turn = enumerate(zip(times[::2], times[1::2], strict=True))
+    return [(one, other) if number % 2 == 0 else (other, one) for number, (one, other) in in_turn]
+
+
+@dataclass
+class Attempt:
+    """What became of something that may fail."""
+
+    failed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """Where and for how long methods are measured, and who is told of it."""
+
+    device: str
+    """"cuda" or "cpu"."""
+
+    progress: Progress
+
+    write: Callable[[Any], None]
+    """Called with each row as soon as it is known."""
+
+    schedule: Schedule = Schedule()
+
+    row: Callable[..., Any] = TimedRow
+    """Makes a row of the fields that are reported."""
+
+    def with_fields(self, **fields: Any) -> "Session":
+        """The same session, all of whose rows have these fields."""
+        return replace(self, row=partial(self.row, **fields))
+
+    def report(self, **fields: Any) -> None:
+        """Writes a row."""
+        self.write(self.row(**fields))
+
+    @contextmanager
+    def attempt(self, *methods: str) -> Iterator[Attempt]:
+        """Turns any failure inside into a row of each of these methods, and frees what the failed one held.
+
+        Raises:
+            DeviceLost: where the device does not answer any more.
+        """
+        tried = Attempt()
+        try:
+            yield tried
+        # A peer may fail in any way; its row says so and the others go on.
+        except Exception as error:
+            tried.failed = True
+            for method in methods:
+                self.report(method=method, failed=_reason(error))
+            _forget_frames(error)
+        if tried.failed:
+            try:
+                release(self.device)
+            except Exception:
+                raise DeviceLost(methods[0]) from None
+
+    def take_turns(self, steps: Mapping[str, Step]) -> dict[str, Outcome]:
+        """Times methods that take turns; one that fails is left out from there on.
+
+        Raises:
+            DeviceLost: where a method makes further measurements impossible.
+        """
+        found = self._rounds(steps, _turn)
+        return {
+            name: Outcome(
+                laps_ms=[lap for laps_ms, _ in turns for lap in laps_ms],
+                watts=[watts for _, watts in turns if watts is not None],
+            )
+            for name, turns in found.items()
+        }
+
+    def take_paired_turns(self, pairs: Mapping[str, tuple[Step, Step]]) -> dict[str, list[tuple[float, float]]]:
+        """Times two steps in turns, call by call, for each of several pairs, which take longer turns; see `take_turns`.
+
+        Both calls of a pair find the chip as warm, so their ratio is known better than either of their times.
+
+        Raises:
+            DeviceLost: where a pair makes further measurements impossible.
+        """
+        found = self._rounds(pairs, _paired_turn_ms)
+        return {name: [pair for pairs_ms in turns for pair in pairs_ms] for name, turns in found.items()}
+
+    def _rounds(self, steps: Mapping[str, Any], turn: Callable[[Any, Schedule, str], Any]) -> dict[str, list[Any]]:
+        """What the turns of each method gave; nothing of those that failed."""
+        found: dict[str, list[Any]] = {name: [] for name in steps}
+        for number in range(1, self.schedule.rounds + 1):
+            for name in list(found):
+                self.progress(f"round {number} of {self.schedule.rounds}: {name}")
+                with self.attempt(name) as tried:
+                    found[name].append(turn(steps[name], self.schedule, self.device))
+                if tried.failed:
+                    del found[name]
+        return found
 
 
 def peak_bytes(step: Step, device: str) -> dict[str, int]:

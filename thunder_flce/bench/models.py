@@ -6,7 +6,7 @@ So each computes the same loss, and their order does not matter.
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -20,18 +20,14 @@ import thunder_flce
 from thunder_flce.backend import compile_graph
 from thunder_flce.bench.measuring import (
     TOTAL,
-    DeviceLost,
     Mark,
     PhasedRow,
-    Progress,
-    Schedule,
+    Session,
     Step,
     Unavailable,
-    attempt,
     peak_bytes,
     release,
     synchronize,
-    take_turns,
 )
 from thunder_flce.bench.methods import peer
 from thunder_flce.bench.shapes import dtype_name
@@ -100,9 +96,9 @@ class Row(PhasedRow):
     layers: int
     batch: int
     length: int
-    vocab: int
-    parameters: int
     dtype: str
+    vocab: int = 0
+    parameters: int = 0
     optimizer_ms: float | None = None
     """The third phase of a training step."""
     optimizer_ms_p20: float | None = None
@@ -118,66 +114,42 @@ class Row(PhasedRow):
     """Whether this project fused the loss; "flce", "thunderfx" and "flce backend" only."""
 
 
-def measure(
-    name: str,
-    methods: list[str],
-    *,
-    layers: int | None,
-    device: str,
-    schedule: Schedule,
-    progress: Progress,
-) -> Iterator[Row]:
+def measure(name: str, methods: list[str], session: Session, *, layers: int | None) -> None:
     """Measures methods on one model.
 
     Args:
         name: one of `MODELS`.
         methods: names from `METHODS`.
+        session: where, for how long, and who is told.
         layers: instead of the model's own number.
-        device: "cuda" or "cpu".
-        schedule: how long.
-        progress: called before each step.
 
     Raises:
-        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
+        DeviceLost: where a method makes further measurements in this process impossible.
     """
     torch.compiler.reset()
-    release(device)
+    release(session.device)
     model = MODELS[name]
     layers = layers or model.layers
     row = partial(Row, model=name, layers=layers, batch=model.batch, length=model.length, dtype=dtype_name(model.dtype))
-    progress("model")
-    with attempt(name, device) as tried:
-        training = _Training(model, layers, device)
-    if tried.failed is not None:
-        for method in methods:
-            yield row(method=method, vocab=0, parameters=0, failed=tried.failed)
+    session = replace(session, row=row)
+    session.progress("model")
+    with session.attempt(*methods) as tried:
+        training = _Training(model, layers, session.device)
+    if tried.failed:
         return
-    row = partial(row, vocab=training.vocab, parameters=training.parameters)
+    session = session.with_fields(vocab=training.vocab, parameters=training.parameters)
     steps: dict[str, Step] = {}
-    numbers: dict[str, dict[str, object]] = {}
-    try:
-        for method in methods:
-            progress(f"{method}: first step")
-            with attempt(method, device) as tried:
-                program = METHODS[method](training.module)
-                numbers[method] = training.first_steps(program)
-                if method in ("flce", "thunderfx", "flce backend"):
-                    numbers[method]["fused"] = _is_fused(program)
-                steps[method] = partial(training.step, program)
-            if tried.failed is not None:
-                yield row(method=method, failed=tried.failed)
-        outcomes = take_turns(steps, schedule, device=device, progress=progress)
-    except DeviceLost as lost:
-        yield row(method=lost.method, failed=lost.reason)
-        raise
-    for method, outcome in outcomes.items():
-        if outcome.failed is not None:
-            yield row(method=method, failed=outcome.failed)
-            continue
-        spreads = outcome.spread(TOTAL, "time_ms")
-        for phase in ("forward", "backward", "optimizer"):
-            spreads |= outcome.spread(phase, f"{phase}_ms")
-        yield row(method=method, **spreads, **numbers[method])
+    numbers: dict[str, dict[str, Any]] = {}
+    for method in methods:
+        session.progress(f"{method}: first step")
+        with session.attempt(method):
+            program = METHODS[method](training.module)
+            numbers[method] = training.first_steps(program)
+            if method in ("flce", "thunderfx", "flce backend"):
+                numbers[method]["fused"] = _is_fused(program)
+            steps[method] = partial(training.step, program)
+    for method, outcome in session.take_turns(steps).items():
+        session.report(method=method, **outcome.spread("forward", "backward", "optimizer"), **numbers[method])
 
 
 def _is_fused(program: Callable[..., Tensor]) -> bool:
@@ -208,7 +180,7 @@ class _Training:
         with torch.no_grad():
             self._eager_loss = self.module(self._tokens, self._labels).item()
 
-    def first_steps(self, program: Callable[..., Tensor]) -> dict[str, object]:
+    def first_steps(self, program: Callable[..., Tensor]) -> dict[str, Any]:
         start = time.perf_counter()
         loss = self.step(program, lambda phase: None)
         synchronize(self._device)

@@ -1,27 +1,15 @@
 """Predicted against measured: peak memory and time of every way to run a region."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from thunder_flce.bench.measuring import (
-    TOTAL,
-    DeviceLost,
-    Progress,
-    Schedule,
-    Step,
-    TimedRow,
-    attempt,
-    peak_bytes,
-    release,
-    take_turns,
-)
+from thunder_flce.bench.measuring import TOTAL, Session, Step, TimedRow, peak_bytes, release
 from thunder_flce.bench.regions import run_step
-from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.execution.operands import Operands, Term
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.operation.loss import Loss
@@ -67,9 +55,10 @@ WAYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(TimedRow, ShapeRow):
+class Row(TimedRow):
     """What was predicted and measured of one way to run a region, which `method` names."""
 
+    shape: Shape
     predicted_ms: float | None = None
     """None where the device's rates are not known."""
     ratio: float | None = None
@@ -108,60 +97,47 @@ def predicted(inputs: Inputs, options: Options, *, reduction: str) -> Prediction
     return Prediction(program(problem, plan).peak_bytes, cost.predicted_seconds(problem, plan, name))
 
 
-def measure(shape: Shape, ways: list[str], *, device: str, schedule: Schedule, progress: Progress) -> Iterator[Row]:
+def measure(shape: Shape, ways: list[str], session: Session) -> None:
     """Predicts and measures ways to run one shape.
 
     Args:
         shape: what to measure.
         ways: names from `WAYS`.
-        device: "cuda" or "cpu".
-        schedule: how long.
-        progress: called before each step.
+        session: where, for how long, and who is told.
 
     Raises:
-        DeviceLost: where one of them, whose row has come, makes further measurements in this process impossible.
+        DeviceLost: where one of them makes further measurements in this process impossible.
     """
-    row = partial(Row, **ShapeRow.fields_of(shape))
+    device, session = session.device, replace(session, row=partial(Row, shape=shape))
     steps: dict[str, Step] = {}
     numbers: dict[str, dict[str, Any]] = {}
-    try:
-        with attempt("inputs", device) as tried:
-            release(device)
-            inputs = Inputs.random(shape, device)
-        if tried.failed is not None:
-            yield row(method="inputs", failed=tried.failed)
-            return
-        for name in ways:
-            progress(f"{name}: first call")
-            way = WAYS[name]
-            with attempt(name, device) as tried:
-                options = way.options_for(shape)
-                used = inputs if way.needs_grad else inputs.without_gradients()
-                step = partial(run_step, used, partial(_loss, way.reduction, options))
-                # Before anything runs: what is free then decides about the plan, which is kept.
-                prediction = predicted(used, options, reduction=way.reduction)
-                step(lambda phase: None)
-                peak = peak_bytes(step, device)[TOTAL]
-                numbers[name] = {
-                    "predicted_ms": None if prediction.seconds is None else prediction.seconds * 1e3,
-                    "predicted_gb": prediction.bytes / 1e9,
-                    "memory_gb": peak / 1e9,
-                    "memory_ratio": prediction.bytes / peak,
-                }
-                steps[name] = step
-            if tried.failed is not None:
-                yield row(method=name, failed=tried.failed)
-        outcomes = take_turns(steps, schedule, device=device, progress=progress)
-    except DeviceLost as lost:
-        yield row(method=lost.method, failed=lost.reason)
-        raise
-    for name, outcome in outcomes.items():
-        if outcome.failed is not None:
-            yield row(method=name, failed=outcome.failed)
-            continue
-        spread, predicted_ms = outcome.spread(TOTAL, "time_ms"), numbers[name]["predicted_ms"]
+    with session.attempt("inputs") as tried:
+        release(device)
+        inputs = Inputs.random(shape, device)
+    if tried.failed:
+        return
+    for name in ways:
+        session.progress(f"{name}: first call")
+        way = WAYS[name]
+        with session.attempt(name):
+            options = way.options_for(shape)
+            used = inputs if way.needs_grad else inputs.without_gradients()
+            step = partial(run_step, used, partial(_loss, way.reduction, options))
+            # Before anything runs: what is free then decides about the plan, which is kept.
+            prediction = predicted(used, options, reduction=way.reduction)
+            step(lambda phase: None)
+            peak = peak_bytes(step, device)[TOTAL]
+            numbers[name] = {
+                "predicted_ms": None if prediction.seconds is None else prediction.seconds * 1e3,
+                "predicted_gb": prediction.bytes / 1e9,
+                "memory_gb": peak / 1e9,
+                "memory_ratio": prediction.bytes / peak,
+            }
+            steps[name] = step
+    for name, outcome in session.take_turns(steps).items():
+        spread, predicted_ms = outcome.spread(), numbers[name]["predicted_ms"]
         ratio = None if predicted_ms is None else predicted_ms / spread["time_ms"]
-        yield row(method=name, **spread, ratio=ratio, **numbers[name])
+        session.report(method=name, **spread, ratio=ratio, **numbers[name])
 
 
 def _loss(reduction: str, options: Options, inputs: Inputs) -> Tensor:

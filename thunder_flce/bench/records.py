@@ -5,7 +5,6 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterable
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,10 @@ def commit_of(package: Path) -> str | None:
 
 
 def as_record(subset: str, row: Any) -> dict[str, Any]:
-    """A row for JSON: what was not measured is left out."""
-    return {"subset": subset, **{key: value for key, value in asdict(row).items() if value is not None}}
+    """A row for JSON: what was not measured is left out, and the fields of a shape stand beside the others."""
+    values = {name: value for name, value in vars(row).items() if value is not None}
+    shape = values.pop("shape").as_record() if "shape" in values else {}
+    return {"subset": subset, **shape, **values}
 
 
 def append(path: Path, record: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Whole loss regions: forward, backward and both; time, peak memory and error of all methods in one run."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,19 @@ from torch import Tensor
 
 from thunder_flce.bench.measuring import (
     TOTAL,
-    DeviceLost,
     Mark,
-    Outcome,
     PhasedRow,
-    Progress,
     Schedule,
+    Session,
     Step,
-    attempt,
     peak_bytes,
     release,
     synchronize,
-    take_turns,
 )
 from thunder_flce.bench.methods import Method, build
 from thunder_flce.bench.profiling import write_profile
 from thunder_flce.bench.reference import Reference, make_reference, matmuls, relative_error
-from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.execution.matmul.tuning import tunings
 
 FLOOR = "three matmuls"
@@ -41,9 +37,10 @@ RegionStep = Callable[[Mark], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(PhasedRow, ShapeRow):
+class Row(PhasedRow):
     """What was measured of one method on one shape."""
 
+    shape: Shape
     axis: str | None = None
     """What a sweep changes: "context" or "vocabulary"."""
     ratio: float | None = None
@@ -74,65 +71,39 @@ class Row(PhasedRow, ShapeRow):
     """The matmuls whose algorithm was chosen during the first call: `tuning.Tuning`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How regions are measured."""
-
-    device: str
-    """"cuda" or "cpu"."""
-
-    schedule: Schedule
-    errors: bool = True
-    """Whether the gradients are compared with the reference."""
-
-    axis: str | None = None
-    profile: Path | None = None
-    """Where to write a trace and a memory snapshot of each method; None for none."""
-
-
-def measure(shape: Shape, methods: list[str], settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Measures methods on one shape; a row comes as soon as it is known, those that failed early come first.
+def measure(
+    shape: Shape, methods: list[str], session: Session, *, axis: str | None = None, profile: Path | None = None
+) -> None:
+    """Measures methods on one shape.
 
     Args:
         shape: what to measure.
         methods: names that `methods.build` knows.
-        settings: how.
-        progress: called before each step.
+        session: where, for how long, and who is told.
+        axis: what a sweep changes, whose results are not compared with the reference.
+        profile: where to write a trace and a memory snapshot of each method; None for none.
 
     Raises:
-        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
+        DeviceLost: where a method makes further measurements in this process impossible.
     """
-    row = partial(Row, **ShapeRow.fields_of(shape), axis=settings.axis)
-    try:
-        # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
-        torch.compiler.reset()
-        with attempt("inputs", settings.device) as tried:
-            release(settings.device)
-            inputs = Inputs.random(shape, settings.device)
-        if tried.failed is not None:
-            yield row(method="inputs", failed=tried.failed)
-            return
-        yield from _rows(shape, methods, settings, row=row, inputs=inputs, progress=progress)
-    except DeviceLost as lost:
-        yield row(method=lost.method, failed=lost.reason)
-        raise
-
-
-def _rows(
-    shape: Shape, methods: list[str], settings: Settings, *, row: Callable[..., Row], inputs: Inputs, progress: Progress
-) -> Iterator[Row]:
-    device, reference = settings.device, None
-    if settings.errors:
-        progress("reference")
-        with attempt("reference", device) as tried:
+    device, session = session.device, replace(session, row=partial(Row, shape=shape, axis=axis))
+    # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
+    torch.compiler.reset()
+    with session.attempt("inputs") as tried:
+        release(device)
+        inputs = Inputs.random(shape, device)
+    if tried.failed:
+        return
+    reference = None
+    if axis is None:
+        session.progress("reference")
+        with session.attempt("reference"):
             reference = make_reference(inputs)
-        if tried.failed is not None:
-            yield row(method="reference", failed=tried.failed)
     steps: dict[str, Step] = {}
     numbers: dict[str, dict[str, Any]] = {FLOOR: {}}
     for name in methods:
-        progress(f"{name}: first call")
-        with attempt(name, device) as tried:
+        session.progress(f"{name}: first call")
+        with session.attempt(name):
             step = partial(run_step, inputs, build(name))
             known = tunings()
             numbers[name], peaks, _ = first_calls(step, reference, device)
@@ -145,37 +116,26 @@ def _rows(
             if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
                 numbers[name]["tuned_products"] = tuned
             steps[name] = step
-        if tried.failed is not None:
-            yield row(method=name, failed=tried.failed)
     del reference
-    with attempt(FLOOR, device) as tried:
+    with session.attempt(FLOOR):
         steps = {FLOOR: matmuls(inputs, 3), **steps}
-    if tried.failed is not None:
-        yield row(method=FLOOR, failed=tried.failed)
 
-    outcomes = take_turns(steps, settings.schedule, device=device, progress=progress)
+    outcomes = session.take_turns(steps)
     floor_ms = outcomes[FLOOR].median(TOTAL) if FLOOR in outcomes else None
     for name, outcome in outcomes.items():
-        if outcome.failed is None:
-            yield row(method=name, **_times(outcome, floor_ms, shape), **numbers[name])
-        else:
-            yield row(method=name, failed=outcome.failed)
-    if settings.profile is not None:
-        for name in (name for name, outcome in outcomes.items() if outcome.failed is None):
-            progress(f"{name}: profile")
-            write_profile(steps[name], settings.profile, f"{shape} {name}", device=device)
-
-
-def _times(outcome: Outcome, floor_ms: float | None, shape: Shape) -> dict[str, Any]:
-    times = outcome.spread(TOTAL, "time_ms")
-    return {
-        **times,
-        **outcome.spread("forward", "forward_ms"),
-        **outcome.spread("backward", "backward_ms"),
-        "ratio": floor_ms and times["time_ms"] / floor_ms,
-        "tflops": shape.operations / times["time_ms"] / 1e9,
-        "energy_j": outcome.joules(),
-    }
+        times = outcome.spread("forward", "backward")
+        session.report(
+            method=name,
+            **times,
+            ratio=floor_ms and times["time_ms"] / floor_ms,
+            tflops=shape.operations / times["time_ms"] / 1e9,
+            energy_j=outcome.joules(),
+            **numbers[name],
+        )
+    if profile is not None:
+        for name in outcomes:
+            session.progress(f"{name}: profile")
+            write_profile(steps[name], profile, f"{shape} {name}", device=device)
 
 
 def first_calls(

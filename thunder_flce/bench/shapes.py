@@ -1,7 +1,7 @@
 """The shapes that are measured, by name, and their inputs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class Shape:
             extras += f", {dtype_name(self.dtype)}"
         return f"{self.name} {self.tokens} × {self.vocab} × {self.hidden}{extras}"
 
+    def as_record(self) -> dict[str, Any]:
+        """The fields for JSON, and "shape", which is all of them for people."""
+        return {"shape": str(self), **vars(self), "dtype": dtype_name(self.dtype)}
+
     @property
     def output_bytes(self) -> int:
         """Bytes of the gradients alone: what every method has to write."""
@@ -61,30 +65,6 @@ class Shape:
         """
         columns = (2 if self.frozen else 3) * self.hidden + 3 * self.rank
         return 2 * (self.tokens - self.ignored_tokens) * self.vocab * columns
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShapeRow:
-    """The fields of a record that say which shape was measured."""
-
-    shape: str
-    """All of it, for people."""
-    name: str
-    tokens: int
-    vocab: int
-    hidden: int
-    bias: bool
-    ignored: float
-    dtype: str
-    frozen: bool = False
-    rank: int = 0
-    data: str = "random"
-
-    @staticmethod
-    def fields_of(shape: Shape) -> dict[str, Any]:
-        """The fields, by name."""
-        values = {field.name: getattr(shape, field.name) for field in fields(Shape)}
-        return {**values, "shape": str(shape), "dtype": dtype_name(shape.dtype)}
 
 
 SHAPES = {

@@ -10,16 +10,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from thunder_flce.bench.measuring import DeviceLost, Progress, attempt, release, synchronize
+from thunder_flce.bench.measuring import Session, TimedRow, release, synchronize
 from thunder_flce.bench.methods import Method, build_without_thunder
 from thunder_flce.bench.regions import run_step
-from thunder_flce.bench.shapes import Inputs, Shape, ShapeRow
+from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.execution.matmul.tuning import tunings
 
 COUNTS = 64
@@ -30,13 +30,12 @@ IGNORED = (0.0, 0.1, 0.5, 0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(ShapeRow):
-    """A long run of one method; tokens are the most of a step, and ignored is that of the shape."""
+class Row(TimedRow):
+    """A long run of one method; its time is that of a mean step, the median of the second half of the passes."""
 
-    method: str
+    shape: Shape
+    """Its tokens are the most of a step."""
     steps: int
-    time_ms: float | None = None
-    """A step of the second half of the passes, on average: the median of the passes."""
     drift: float | None = None
     """Time of the last quarter of the passes over that of the second quarter, medians."""
     growth_gb: float | None = None
@@ -53,36 +52,29 @@ class Row(ShapeRow):
     """Each of them, with the number of its step."""
     passes_ms: list[float] = field(default_factory=list)
     """The mean step of each pass."""
-    failed: str | None = None
 
 
-def measure(shape: Shape, methods: list[str], *, steps: int, device: str, progress: Progress) -> Iterator[Row]:
+def measure(shape: Shape, methods: list[str], session: Session, *, steps: int) -> None:
     """Runs each method for so many steps, rounded up to whole passes, of which there are four or more.
 
     Args:
         shape: its tokens are the most of a step.
         methods: names that `methods.build` knows.
+        session: where, and who is told.
         steps: of each method.
-        device: "cuda" or "cpu".
-        progress: called before each method.
 
     Raises:
-        DeviceLost: where a method, whose row has come, makes further measurements in this process impossible.
+        DeviceLost: where a method makes further measurements in this process impossible.
     """
     torch.compiler.reset()
     passes = max(-(-steps // COUNTS), 4)
-    row = partial(Row, **ShapeRow.fields_of(shape), steps=passes * COUNTS)
-    try:
-        for name in methods:
-            progress(name)
-            release(device)
-            numbers: dict[str, Any] = {}
-            with attempt(name, device) as tried:
-                numbers = _run(build_without_thunder(name), Inputs.random(shape, device), passes)
-            yield row(method=name, **numbers, failed=tried.failed)
-    except DeviceLost as lost:
-        yield row(method=lost.method, failed=lost.reason)
-        raise
+    session = replace(session, row=partial(Row, shape=shape, steps=passes * COUNTS))
+    for name in methods:
+        session.progress(name)
+        release(session.device)
+        with session.attempt(name):
+            inputs = Inputs.random(shape, session.device)
+            session.report(method=name, **_run(build_without_thunder(name), inputs, passes))
 
 
 def _run(method: Method, inputs: Inputs, passes: int) -> dict[str, Any]:
