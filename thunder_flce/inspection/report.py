@@ -16,7 +16,6 @@ from thunder_flce.execution.matmul.tuning import tunings
 from thunder_flce.execution.plan import Plan
 from thunder_flce.execution.row_kernels import dispatch
 from thunder_flce.graph.decisions import PLURALS, Decision
-from thunder_flce.graph.dynamo.fusion import Fusion
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.trace_printer import stage_rows
 from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
@@ -51,12 +50,25 @@ class _Passes(NamedTuple):
     backward: list[TraceCtx]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CompilationReport:
     """What can be said about one compiled trace."""
 
     decisions: list[Decision]
     """One for each cross-entropy, log-probability or entropy, fused or not."""
+
+    traces: list[TraceCtx] = field(repr=False)
+    """The traces of the forward, in the order of thunder's passes; print one to read it. Of what Inductor compiled, the
+    loss region before and after the transform, where a prime from 2¹⁹ on stands for a symbolic size."""
+
+    saved: list[SavedTensor] = field(default_factory=list)
+    """What the forward saves for the backward, as far as that is known; nothing where there is no backward."""
+
+    _has_backward: bool | None = field(default=None, repr=False)
+    """None where nobody knows."""
+    _plain: Callable[[], list[SavedTensor] | None] = field(default=lambda: None, repr=False)
+    """Compiles the same program without this package, for `saved_by_plain_thunder`."""
+    _own_seconds: dict[str, float] = field(repr=False)
 
     @staticmethod
     def plans(decision: Decision) -> list[PredictedPlan]:
@@ -75,30 +87,28 @@ class CompilationReport:
             for plan in (chosen, *alternatives(problem, chosen))
         ]
 
-    @property
-    def traces(self) -> list[TraceCtx]:
-        """The traces of the forward, in the order of the passes; print one to read it."""
-        raise NotImplementedError
-
-    @property
-    def saved(self) -> list[SavedTensor]:
-        """What the forward saves for the backward, as far as that is known; nothing where there is no backward."""
-        return []
-
-    @property
+    @cached_property
     def saved_by_plain_thunder(self) -> list[SavedTensor] | None:
-        """What the forward would save without this package; None if not asked for."""
-        return None
+        """What the forward would save without this package; see `saved.saved_by_plain_thunder`.
+
+        None if not asked for, for what Inductor compiled, and where parameters are divided among ranks: the trace that
+        thunder began with has them whole, but takes their parts. Raises what thunder raises for a program that it
+        cannot compile by itself.
+        """
+        return self._plain()
 
     @property
     def compile_seconds(self) -> dict[str, float]:
-        """Time by step, in seconds.
+        """Time by step, in seconds: ours, and what thunder recorded of its own, to the millisecond.
+
+        "tracing" is the interpreter's time; thunder keeps it for the last compilation only. "region" is the time to
+        trace a region of Inductor's graph and to write it back.
 
         What nvFuser and Triton compiled ("nvFuser row kernels", "Triton row kernels", "Triton gradient scaling"), what
         other executors fused ("nvfuser fusions") and "products tuned" are what ran for the first time in this process,
         whichever compilation it belongs to.
         """
-        seconds = compile_seconds()
+        seconds = {**self._own_seconds, **compile_seconds()}
         if tuned := tunings():
             seconds["products tuned"] = sum(tuning.seconds for tuning in tuned)
         return seconds
@@ -117,95 +127,18 @@ class CompilationReport:
         """The report as blocks of text."""
         for decision in self.decisions:
             yield from _decision_blocks(decision)
-        yield from self._saved_blocks()
-        times = sorted(self.compile_seconds.items(), key=lambda item: -item[1])
-        yield Block("compile times: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times))
-
-    def _saved_blocks(self) -> Iterator[Block]:
-        return iter(())
-
-
-@dataclass(frozen=True)
-class _InductorCompilation(CompilationReport):
-    """A graph that Inductor has compiled, with the regions in it."""
-
-    _fusion: Fusion = field(repr=False)
-    _seconds: float = field(repr=False)
-
-    @property
-    def traces(self) -> list[TraceCtx]:
-        """The loss region before and after the transform; a prime from 2¹⁹ on stands for a symbolic size."""
-        return [self._fusion.compilation.trace, self._fusion.after]
-
-    @property
-    def compile_seconds(self) -> dict[str, float]:
-        """See `CompilationReport`; "region" is the time to trace it and to write it back."""
-        ours = {"region": self._fusion.tracing_seconds, "thunder_flce": self._fusion.compilation.seconds}
-        return {**ours, "Inductor": self._seconds, **super().compile_seconds}
-
-
-@dataclass(frozen=True)
-class _ThunderCompilation(CompilationReport):
-    """A trace that thunder has compiled."""
-
-    _compilation: Compilation = field(repr=False)
-    _passes: _Passes = field(repr=False)
-    _jitted: Callable = field(repr=False)
-    _against_plain_thunder: bool = field(repr=False)
-
-    @property
-    def traces(self) -> list[TraceCtx]:
-        """The traces of the forward, in the order of thunder's passes."""
-        return self._passes.computation
-
-    @property
-    def saved(self) -> list[SavedTensor]:
-        """What the forward saves for the backward; nothing where there is no backward."""
-        return saved_tensors(self._passes.computation[-1]) if self._passes.backward else []
-
-    @cached_property
-    def saved_by_plain_thunder(self) -> list[SavedTensor] | None:
-        """What the forward would save without this package; see `saved.saved_by_plain_thunder`.
-
-        None if not asked for, and where parameters are divided among ranks: the trace that thunder began with has them
-        whole, but takes their parts. Raises what thunder raises for a program that it cannot compile by itself.
-        """
-        kinds = {getattr(arg, "distparallel_type", DistParallelType.NONE) for arg in self._compilation.trace.args}
-        is_divided = bool(kinds - {DistParallelType.NONE, DistParallelType.REPLICATED})
-        if not self._against_plain_thunder or is_divided:
-            return None
-        prologue, computation, epilogue, _ = self._passes
-        return saved_by_plain_thunder(self._jitted, (prologue[0], computation[0], epilogue[0]))
-
-    @property
-    def compile_seconds(self) -> dict[str, float]:
-        """See `CompilationReport`: ours, and what thunder recorded of its own, to the millisecond.
-
-        "tracing" is the interpreter's time; thunder keeps it for the last compilation only.
-        """
-        stats = thunder.compile_stats(self._jitted)
-        seconds = {}
-        if stats.last_traces is self._passes.computation and stats.last_trace_tracing_stop > 0:
-            seconds["tracing"] = (stats.last_trace_tracing_stop - stats.last_trace_tracing_start) / 1e9
-        seconds["thunder_flce"] = self._compilation.seconds
-        for trace in (*self._passes.computation, *self._passes.backward):
-            provenance = str(trace.get_provenance() or "")
-            if found := re.search(r"Constructed by (.*) \(took (\d+) milliseconds\)", provenance):
-                seconds[found[1]] = seconds.get(found[1], 0.0) + int(found[2]) / 1e3
-        return seconds | super().compile_seconds
-
-    def _saved_blocks(self) -> Iterator[Block]:
-        if self._passes.backward:
+        if self._has_backward:
             yield from _saved_blocks("saved for backward", self.saved)
             try:
                 plain = self.saved_by_plain_thunder
             except Exception as error:
                 yield Block(f"plain thunder does not compile this program: {type(error).__name__}: {error}")
-                return
-            if plain is not None:
-                yield from _saved_blocks("saved by plain thunder", plain)
-        else:
+            else:
+                yield from [] if plain is None else _saved_blocks("saved by plain thunder", plain)
+        elif self._has_backward is not None:
             yield Block("nothing is saved: there is no backward")
+        times = sorted(self.compile_seconds.items(), key=lambda item: -item[1])
+        yield Block("compile times: " + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times))
 
 
 @dataclass(frozen=True)
@@ -390,8 +323,17 @@ def explain(jitted: Callable, *, against_plain_thunder: bool = True) -> Report:
 
 
 def _inductor_report(number: int, graph: CompiledGraph) -> GraphReport:
-    compilations: list[CompilationReport] = [
-        _InductorCompilation(fusion.compilation.decisions, fusion, graph.seconds) for fusion in graph.fusions
+    compilations = [
+        CompilationReport(
+            decisions=fusion.compilation.decisions,
+            traces=[fusion.compilation.trace, fusion.after],
+            _own_seconds={
+                "region": fusion.tracing_seconds,
+                "thunder_flce": fusion.compilation.seconds,
+                "Inductor": graph.seconds,
+            },
+        )
+        for fusion in graph.fusions
     ]
     return GraphReport(f"graph {number}", "Inductor", compilations, [], ())
 
@@ -399,15 +341,44 @@ def _inductor_report(number: int, graph: CompiledGraph) -> GraphReport:
 def _graph_report(part: Part, transform: FuseLinearCrossEntropy, against_plain_thunder: bool) -> GraphReport:
     if part.compiled_by != "thunder":
         return GraphReport(part.name, part.compiled_by, [], part.cross_entropies(), part.split_reasons)
-    compilations: list[CompilationReport] = []
+    compilations = []
     passes = _compilation_passes(part.compiled)
     # The same transform may serve many functions.
     for compilation in transform.compilations:
         own = next((p for p in passes if any(trace is compilation.trace for trace in p.computation)), None)
         if own is not None:
-            decisions = list(map(part.with_user_source, compilation.decisions))
-            compilations.append(_ThunderCompilation(decisions, compilation, own, part.compiled, against_plain_thunder))
+            compilations.append(_thunder_report(part, compilation, own, against_plain_thunder=against_plain_thunder))
     return GraphReport(part.name, part.compiled_by, compilations, [], part.split_reasons)
+
+
+def _thunder_report(
+    part: Part, compilation: Compilation, passes: _Passes, *, against_plain_thunder: bool
+) -> CompilationReport:
+    kinds = {getattr(arg, "distparallel_type", DistParallelType.NONE) for arg in compilation.trace.args}
+    is_divided = bool(kinds - {DistParallelType.NONE, DistParallelType.REPLICATED})
+
+    def plain() -> list[SavedTensor] | None:
+        if not against_plain_thunder or is_divided:
+            return None
+        return saved_by_plain_thunder(part.compiled, [passes.prologue[0], passes.computation[0], passes.epilogue[0]])
+
+    stats = thunder.compile_stats(part.compiled)
+    seconds = {}
+    if stats.last_traces is passes.computation and stats.last_trace_tracing_stop > 0:
+        seconds["tracing"] = (stats.last_trace_tracing_stop - stats.last_trace_tracing_start) / 1e9
+    seconds["thunder_flce"] = compilation.seconds
+    for trace in (*passes.computation, *passes.backward):
+        provenance = str(trace.get_provenance() or "")
+        if found := re.search(r"Constructed by (.*) \(took (\d+) milliseconds\)", provenance):
+            seconds[found[1]] = seconds.get(found[1], 0.0) + int(found[2]) / 1e3
+    return CompilationReport(
+        decisions=list(map(part.with_user_source, compilation.decisions)),
+        traces=passes.computation,
+        saved=saved_tensors(passes.computation[-1]) if passes.backward else [],
+        _has_backward=bool(passes.backward),
+        _plain=plain,
+        _own_seconds=seconds,
+    )
 
 
 def _compilation_passes(jitted: Callable) -> list[_Passes]:
