@@ -1432,9 +1432,8 @@ MUTATIONS = [
     ),
     *_of(
         "bench/reference.py",
-        ("sign", "torch.full_like(targets, -1, dtype=dtype)", "torch.full_like(targets, 1, dtype=dtype)"),
-        ("divisor", "valid[chunk, None] / valid.sum().to(dtype)", "valid[chunk, None]"),
-        ("index", "chunk.dlogits[:, :vocab]", "chunk.dlogits[:, -vocab:]"),
+        ("divisor", 'reduction="sum") / (inputs.target != -100).sum()', 'reduction="sum")'),
+        ("index", "gradient[:, :vocab]", "gradient[:, -vocab:]"),
         tests=("tests/test_bench.py::test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss",),
     ),
     *_of(
@@ -1447,7 +1446,7 @@ MUTATIONS = [
         ("sign", "chosen - rejected", "chosen + rejected"),
         ("sign", "return F.linear(x, weight).float()", "return -F.linear(x, weight).float()"),
         ("divisor", "-(log_probs * weights).sum() / weights.sum()", "-(log_probs * weights).sum() / weights.max()"),
-        ("index", "backward(upstream[chunk])", "backward(upstream.flip(0)[chunk])"),
+        ("index", "@ upstream[rows]", "@ upstream.flip(0)[rows]"),
         ("index", '_FLOORS[numbers[name]["matmuls"]]', "_FLOORS[3]"),
         tests=("tests/test_bench.py::test_losses", "tests/test_bench.py::test_what_the_losses_are"),
     ),

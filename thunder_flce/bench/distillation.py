@@ -1,25 +1,21 @@
 """Losses of distillation, for `bench losses`: a teacher's largest probabilities, and divergences from all of them."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from thunder_flce.bench.methods import peer
-from thunder_flce.bench.reference import Reference, reference_dtype
+from thunder_flce.bench.reference import Reference, row_slices, summed
 from thunder_flce.bench.shapes import Inputs
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.kl_divergence import linear_kl_divergence
 
 Pair = tuple[Tensor, Tensor]
 """Of a teacher: hidden states (T, H) and head (V, H), or columns (T, K) and probabilities (T, K)."""
-
-ROWS = 512
-"""Tokens of which a reference, or a teacher's choice, takes the logits at a time."""
 
 LIGER_BETAS = {"forward": 0.0, "reverse": 1.0, "jensen_shannon": 0.5}
 
@@ -92,29 +88,22 @@ class Distillation:
 
     def reference(self, inputs: Inputs, teacher: Pair) -> Reference:
         """The loss and its gradients, a few rows at a time."""
-        dtype = reference_dtype(inputs)
-        x, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (inputs.x, inputs.weight))
-        per_row, whole = (teacher, ()) if self.divergence == "top" else (teacher[:1], teacher[1:])
-        total = torch.zeros((), dtype=dtype, device=x.device)
-        for rows in row_slices(x):
-            of_rows: Any = (*(tensor[rows] for tensor in per_row), *whole)
-            if self.divergence != "top":
-                of_rows = tuple(tensor.to(dtype) for tensor in of_rows)
-            value = self._of_rows(F.linear(x[rows], weight), of_rows).sum() / x.shape[0]
-            value.backward()
-            total += value.detach()
-        assert x.grad is not None and weight.grad is not None
-        return Reference(total, {"dx": x.grad, "dw": weight.grad})
+        wide = inputs.widened()
+
+        def loss_of(rows: slice) -> Tensor:
+            first, second = teacher[0][rows], teacher[1]
+            if self.divergence == "top":
+                of_rows = first, second[rows]
+            else:
+                of_rows = first.to(wide.x.dtype), second.to(wide.x.dtype)
+            return self._of_rows(wide.logits(rows), of_rows).sum() / wide.x.shape[0]
+
+        return summed(wide, loss_of)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """(N,) KL(p‖q) of the rows of log-probabilities."""
     return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-
-
-def row_slices(x: Tensor) -> Iterator[slice]:
-    """The rows of x, `ROWS` at a time."""
-    return (slice(start, start + ROWS) for start in range(0, x.shape[0], ROWS))
 
 
 DISTILLATIONS = {

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import thunder_flce
-from thunder_flce.bench.distillation import DISTILLATIONS, Distillation, row_slices
+from thunder_flce.bench.distillation import DISTILLATIONS, Distillation
 from thunder_flce.bench.measuring import TOTAL, Mark, Schedule, Session, Step, TimedRow, release
 from thunder_flce.bench.methods import liger_per_token, peer, trl_log_probs
-from thunder_flce.bench.reference import Reference, matmuls, reference_dtype
+from thunder_flce.bench.reference import Reference, matmuls, row_slices, summed
 from thunder_flce.bench.regions import first_calls
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
@@ -102,23 +102,19 @@ class Loss:
 
     def reference(self, inputs: Inputs, weights: Tensor) -> Reference:
         """The loss and its gradients, some rows at a time: first all log-probabilities, then what each contributes."""
-        dtype = reference_dtype(inputs)
-        names = {"dx": inputs.x, "dw": inputs.weight}
-        x, weight = (tensor.detach().to(dtype).requires_grad_(name in self.gradients) for name, tensor in names.items())
+        wide = inputs.widened()
 
-        def log_probs(chunk: slice) -> Tensor:
-            return -F.cross_entropy(F.linear(x[chunk], weight), inputs.target[chunk], reduction="none")
+        def log_probs(rows: slice) -> Tensor:
+            return -F.cross_entropy(wide.logits(rows), wide.target[rows], reduction="none")
 
         with torch.no_grad():
-            of_all = torch.cat([log_probs(chunk) for chunk in row_slices(x)])
+            of_all = torch.cat([log_probs(rows) for rows in row_slices(wide.x)])
         of_all.requires_grad_()
-        value = self.reduce(of_all, weights.to(dtype))
-        if self.gradients:
-            (upstream,) = torch.autograd.grad(value, of_all)
-            for chunk in row_slices(x):
-                log_probs(chunk).backward(upstream[chunk])
-        gradients = {"dx": x.grad, "dw": weight.grad}
-        return Reference(value.detach(), {name: grad for name, grad in gradients.items() if grad is not None})
+        value = self.reduce(of_all, weights.to(of_all.dtype))
+        if not self.gradients:
+            return Reference(value.detach(), {})
+        (upstream,) = torch.autograd.grad(value, of_all)
+        return replace(summed(wide, lambda rows: log_probs(rows) @ upstream[rows]), loss=value.detach())
 
 
 def _mean(log_probs: Tensor, weights: Tensor) -> Tensor:

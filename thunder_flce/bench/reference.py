@@ -1,8 +1,7 @@
 """What a loss region is compared with: the right gradients, and the time of its three matmuls."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,70 +22,31 @@ class Reference:
     """By the names of `Inputs.named_operands`, those of a frozen weight included."""
 
 
-class _Chunk(NamedTuple):
-    """What some rows of the inputs give."""
-
-    rows: slice
-    loss_sum: Tensor
-    dlogits: Tensor
+def row_slices(x: Tensor, rows: int = 512) -> Iterator[slice]:
+    """The rows of x, some at a time."""
+    return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
 
 
-def _chunks(
-    inputs: Inputs, linears: Iterable[tuple[Tensor, Tensor]], *, dtype: torch.dtype, rows: int
-) -> Iterator[_Chunk]:
-    """The loss of some rows at a time and its gradient by their logits, the sum of the bias and the linears.
-
-    Args:
-        inputs: whose bias and target they are.
-        linears: pairs of input and weight; their matmuls are in their own dtype.
-        dtype: of the loss and the gradient.
-        rows: how many at a time.
-    """
-    (x, weight), *terms = linears
-    bias = None if inputs.bias is None else inputs.bias.to(x.dtype)
-    valid = inputs.target != -100
-    for start in range(0, x.shape[0], rows):
-        chunk = slice(start, start + rows)
-        logits = F.linear(x[chunk], weight, bias)
-        for y, b in terms:
-            logits.addmm_(y[chunk], b.t())
-        logits = logits.to(dtype)
-        loss_sum = F.cross_entropy(logits, inputs.target[chunk], reduction="sum")
-        dlogits = logits.softmax(1)
-        targets = inputs.target[chunk].clamp(min=0)[:, None]
-        dlogits.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=dtype))
-        dlogits.mul_(valid[chunk, None] / valid.sum().to(dtype))
-        yield _Chunk(chunk, loss_sum, dlogits)
+def summed(inputs: Inputs, loss_of: Callable[[slice], Tensor], rows: int = 512) -> Reference:
+    """The sum of the losses of some rows at a time, and its gradients, which are collected in the inputs."""
+    loss = inputs.x.new_zeros(())
+    for chunk in row_slices(inputs.x, rows):
+        share = loss_of(chunk)
+        share.backward()
+        loss += share.detach()
+    operands = inputs.named_operands().items()
+    return Reference(loss, {name: tensor.grad for name, tensor in operands if tensor.grad is not None})
 
 
-def reference_dtype(inputs: Inputs) -> torch.dtype:
-    """What references are computed in: float32 for 16-bit inputs, and float64 otherwise."""
-    return torch.float32 if inputs.x.element_size() == 2 else torch.float64
+def _mean_loss(inputs: Inputs, logits: Tensor, rows: slice) -> Tensor:
+    """What some rows contribute to the mean over all valid tokens."""
+    return F.cross_entropy(logits, inputs.target[rows], reduction="sum") / (inputs.target != -100).sum()
 
 
-@torch.no_grad()
 def make_reference(inputs: Inputs, *, rows: int = 512) -> Reference:
     """Mean loss and gradients from the inputs as they are, by the definition, a few rows at a time."""
-    dtype = reference_dtype(inputs)
-    linears = {("dx", "dw"): (inputs.x.to(dtype), inputs.weight.to(dtype))}
-    for y, b in inputs.terms:
-        linears["dy", "db"] = (y.to(dtype), b.to(dtype))
-    gradients = {
-        name: torch.zeros_like(tensor)
-        for names, tensors in linears.items()
-        for name, tensor in zip(names, tensors, strict=True)
-    }
-    if inputs.bias is not None:
-        gradients["dbias"] = torch.zeros_like(inputs.bias, dtype=dtype)
-    loss = torch.zeros((), dtype=dtype, device=inputs.x.device)
-    for chunk, loss_sum, dlogits in _chunks(inputs, linears.values(), dtype=dtype, rows=rows):
-        loss += loss_sum
-        for (input_name, weight_name), (input, weight) in linears.items():
-            gradients[input_name][chunk] = dlogits @ weight
-            gradients[weight_name].addmm_(dlogits.t(), input[chunk])
-        if inputs.bias is not None:
-            gradients["dbias"].add_(dlogits.sum(0))
-    return Reference(loss / (inputs.target != -100).sum(), gradients)
+    wide = inputs.widened()
+    return summed(wide, lambda chunk: _mean_loss(wide, wide.logits(chunk), chunk), rows)
 
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
@@ -107,8 +67,11 @@ def matmuls(inputs: Inputs, count: int, *, rows: int = 512) -> Step:
     vocab = vocab - vocab % 8 or vocab
     x, weight = inputs.x.detach(), inputs.weight.detach()[:vocab]
     dlogits = torch.empty(x.shape[0], vocab, dtype=x.dtype, device=x.device)
-    for chunk in _chunks(inputs, [(inputs.x, inputs.weight), *inputs.terms], dtype=torch.float32, rows=rows):
-        dlogits[chunk.rows] = chunk.dlogits[:, :vocab]
+    for chunk in row_slices(x, rows):
+        logits = inputs.logits(chunk).float().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(_mean_loss(inputs, logits, chunk), logits)
+        dlogits[chunk] = gradient[:, :vocab]
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
 
     def step(mark: Mark) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -201,13 +202,26 @@ class Inputs:
 
     def without_gradients(self) -> "Inputs":
         """The same, and nothing requires a gradient."""
-        return replace(
-            self,
-            x=self.x.detach(),
-            weight=self.weight.detach(),
-            bias=None if self.bias is None else self.bias.detach(),
-            terms=tuple((input.detach(), weight.detach()) for input, weight in self.terms),
+        return self._with_operands(Tensor.detach)
+
+    def widened(self) -> "Inputs":
+        """The same for a reference: float32 for 16 bits, otherwise float64, and all of it requires a gradient."""
+        dtype = torch.float32 if self.x.element_size() == 2 else torch.float64
+        return self._with_operands(lambda tensor: tensor.detach().to(dtype).requires_grad_())
+
+    def _with_operands(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
+        return Inputs(
+            x=change(self.x),
+            weight=change(self.weight),
+            bias=None if self.bias is None else change(self.bias),
+            target=self.target,
+            terms=tuple((change(input), change(weight)) for input, weight in self.terms),
         )
+
+    def logits(self, rows: slice) -> Tensor:
+        """(n, V) those of some tokens."""
+        terms = (F.linear(y[rows], b) for y, b in self.terms)
+        return sum(terms, F.linear(self.x[rows], self.weight, self.bias))
 
     def named_operands(self) -> dict[str, Tensor]:
         """What gets a gradient, by the gradient's name: "dx", "dw", "dbias" and, of an adapter, "dy" and "db"."""
