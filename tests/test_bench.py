@@ -47,7 +47,7 @@ from thunder_flce.bench.measuring import (
     paired_spread,
     peak_bytes,
 )
-from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, WITHOUT_NVFUSER, build, our_function
+from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, build, our_function
 from thunder_flce.bench.profiling import exposed, exposed_collectives_ms, slug
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
@@ -488,41 +488,6 @@ def test_options_that_another_checkout_lacks_are_named(checkout):
         our_function("flce, 512 rows", checkout)
     with pytest.raises(FileNotFoundError, match="functional.py"):
         other_copy.load(checkout / "nowhere")
-
-
-def test_a_copy_without_nvfuser_finds_none(tmp_path):
-    """As if it were not installed: neither an import nor a search finds it, whoever asks."""
-    package = tmp_path / "thunder_flce"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise AssertionError('registers with thunder')")
-    (package / "options.py").write_text("Options = dict")
-    (package / "functional.py").write_text(
-        "import importlib.util, sys\nfrom thunder_flce.options import Options\n"
-        "def linear_cross_entropy(): return importlib.util.find_spec('nvfuser_direct'), __name__, Options\n"
-    )
-    found = SimpleNamespace(name="nvfuser_direct")
-    finder = SimpleNamespace(find_spec=lambda name, *others: found if name == "nvfuser_direct" else None)
-    sys.meta_path.insert(0, finder)
-    loaded = sys.modules.pop("nvfuser_direct", None)
-    try:
-        with_it, without = (other_copy.load(tmp_path, without_nvfuser=hidden) for hidden in (False, True))
-        assert with_it.linear_cross_entropy()[0] is found
-        assert without.linear_cross_entropy()[0] is None
-    finally:
-        sys.meta_path.remove(finder)
-        if loaded is not None:
-            sys.modules["nvfuser_direct"] = loaded
-    names = {copy.linear_cross_entropy()[1] for copy in (with_it, without)}
-    assert len(names) == 2 and "thunder_flce.functional" not in names
-
-
-def test_without_nvfuser_the_results_are_the_same(tmp_path):
-    (row,) = [
-        row
-        for row in bench(tmp_path / "results.jsonl", "regions", "--shapes", "tiny", "--methods", WITHOUT_NVFUSER)
-        if row["method"] == WITHOUT_NVFUSER
-    ]
-    assert max(row[f"{name}_error"] for name in ("loss", "dx", "dw")) < 1e-5
 
 
 def test_predictions(tmp_path):

@@ -19,7 +19,7 @@ from torch import Tensor
 import thunder_flce
 from thunder_flce.bench.chunked_loop import chunked_loop
 from thunder_flce.bench.measuring import Unavailable
-from thunder_flce.bench.other_copy import HERE, OtherCopy, load
+from thunder_flce.bench.other_copy import load
 from thunder_flce.bench.shapes import Inputs
 
 Method = Callable[[Inputs], Tensor]
@@ -68,12 +68,8 @@ def our_function(name: str, folder: Path | None = None) -> Method:
         Unavailable: where that version does not have an option.
         FileNotFoundError: where there is no package in the folder.
     """
-    without_nvfuser = name == WITHOUT_NVFUSER
-    if folder is None and not without_nvfuser:
-        copy = OtherCopy(thunder_flce.linear_cross_entropy, thunder_flce.Options)
-    else:
-        copy = load(folder or HERE, without_nvfuser=without_nvfuser)
-    return _function(copy.linear_cross_entropy, _options(copy.options, _our_options(name)))
+    function, options = (thunder_flce.linear_cross_entropy, thunder_flce.Options) if folder is None else load(folder)
+    return _function(function, _options(options, _our_options(name)))
 
 
 def _function(linear_cross_entropy: Callable[..., Tensor], options: Any) -> Method:
@@ -253,8 +249,6 @@ def _one_linear(method: Method, *, takes_bias: bool = True) -> Method:
     return checked
 
 
-WITHOUT_NVFUSER = "flce, without nvfuser"
-
 OURS: dict[str, dict[str, Any]] = {
     "flce": {},
     "flce, 512 rows": {"chunk_rows": 512},
@@ -266,9 +260,8 @@ OURS: dict[str, dict[str, Any]] = {
     "flce, nvfuser": {"row_kernels": "nvfuser"},
     "flce, triton": {"row_kernels": "triton"},
     "flce, torch": {"row_kernels": "torch"},
-    WITHOUT_NVFUSER: {},
 }
-"""This project's methods: the arguments of `Options`. `WITHOUT_NVFUSER` is what runs where nvFuser is not installed."""
+"""This project's methods: the arguments of `Options`."""
 
 METHODS: dict[str, Callable[[], Method]] = {
     "eager": lambda: _compiled(lambda program: program),
@@ -279,7 +272,6 @@ METHODS: dict[str, Callable[[], Method]] = {
     "flce, entropy in 0.27 GB": partial(_entropy, memory_budget=270_000_000),
     "function": partial(our_function, "flce"),
     "function, torch.compile": lambda: torch.compile(our_function("flce"), fullgraph=True, dynamic=False),
-    WITHOUT_NVFUSER: partial(our_function, WITHOUT_NVFUSER),
     "grad_and_value loop": _chunked_loop,
     "grad_and_value loop, compiled": partial(_chunked_loop, compiled=True),
     "torch linear_cross_entropy": _torch_linear_cross_entropy,
@@ -312,7 +304,6 @@ ONLY_WHEN_NAMED = {
     "flce, nvfuser",
     "flce, triton",
     "flce, torch",
-    WITHOUT_NVFUSER,
 }
 """Measured only when they are named: the first searches for minutes before its first result, and the others are of
 interest to this project alone."""

@@ -1,4 +1,4 @@
-"""This package a second time in the same process: as another checkout has it, or without nvFuser.
+"""This package a second time in the same process, as another checkout has it.
 
 Two versions compare only where they take turns on one warm chip, so both have to be there at once. The other one is
 copied under another name, which also takes its place in strings, and with an empty `__init__.py`: nothing of it is
@@ -10,7 +10,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -19,31 +18,19 @@ from typing import Any
 from torch import Tensor
 
 PACKAGE = "thunder_flce"
-HERE = Path(__file__).parents[2]
-"""The folder that holds the package that is running."""
 
-_NVFUSER = "nvfuser_direct"
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True)
-class OtherCopy:
-    """What a copy is used for."""
-
-    linear_cross_entropy: Callable[..., Tensor]
-    """`functional.linear_cross_entropy` of the copy."""
-
-    options: Callable[..., Any]
-    """Its `Options`."""
-
-
 @cache
-def load(folder: Path, *, without_nvfuser: bool = False) -> OtherCopy:
+def load(folder: Path) -> tuple[Callable[..., Tensor], Callable[..., Any]]:
     """Imports the package of a checkout beside the one that is running.
 
     Args:
         folder: the folder that holds the folder `thunder_flce`, of any commit that has `functional` and `options`.
-        without_nvfuser: whether the copy finds no nvFuser, as if it were not installed.
+
+    Returns:
+        Its `linear_cross_entropy` and its `Options`.
 
     Raises:
         FileNotFoundError: where the folder has no such package.
@@ -53,19 +40,17 @@ def load(folder: Path, *, without_nvfuser: bool = False) -> OtherCopy:
         raise FileNotFoundError(f"there is no {package / 'functional.py'}")
     # A copy loaded before keeps its name: nothing that it imports later may come from this one.
     name = f"{PACKAGE}_other{next(_numbers)}"
-    renamed = {PACKAGE: name, **({_NVFUSER: f"{_NVFUSER}_is_hidden"} if without_nvfuser else {})}
-    pattern = re.compile(rf"\b({'|'.join(renamed)})\b")
     copied = Path(_holder().name)
     for source in package.rglob("*.py"):
         target = copied / name / source.relative_to(package)
         target.parent.mkdir(parents=True, exist_ok=True)
-        text = source.read_text(encoding="utf-8")
         is_root = source == package / "__init__.py"
-        target.write_text("" if is_root else pattern.sub(lambda match: renamed[match[0]], text), encoding="utf-8")
+        text = "" if is_root else re.sub(rf"\b{PACKAGE}\b", name, source.read_text(encoding="utf-8"))
+        target.write_text(text, encoding="utf-8")
     if str(copied) not in sys.path:
         sys.path.append(str(copied))
     functional, options = (import_module(f"{name}.{module}") for module in ("functional", "options"))
-    return OtherCopy(functional.linear_cross_entropy, options.Options)
+    return functional.linear_cross_entropy, options.Options
 
 
 @cache
