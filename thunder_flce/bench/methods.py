@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,28 +26,16 @@ from thunder_flce.bench.shapes import Inputs
 Method = Callable[[Inputs], Tensor]
 
 
-def _program(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-    return F.cross_entropy(F.linear(x, weight, bias).float(), target)
-
-
-def _program_with_adapter(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, adapter_input: Tensor, adapter_weight: Tensor
-) -> Tensor:
-    logits = F.linear(x, weight, bias) + F.linear(adapter_input, adapter_weight)
+def _program(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *adapter: Tensor) -> Tensor:
+    logits = F.linear(x, weight, bias)
+    if adapter:
+        logits = logits + F.linear(*adapter)
     return F.cross_entropy(logits.float(), target)
 
 
 def _compiled(compile_program: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Method:
-    program, with_adapter = compile_program(_program), compile_program(_program_with_adapter)
-
-    def method(inputs: Inputs) -> Tensor:
-        arguments = (inputs.x, inputs.weight, inputs.bias, inputs.target)
-        if not inputs.terms:
-            return program(*arguments)
-        (adapter,) = inputs.terms
-        return with_adapter(*arguments, *adapter)
-
-    return method
+    program = compile_program(_program)
+    return lambda inputs: program(inputs.x, inputs.weight, inputs.bias, inputs.target, *chain(*inputs.terms))
 
 
 def _jitted(**options: Any) -> Method:
