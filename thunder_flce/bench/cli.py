@@ -106,10 +106,15 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
             records.append(parsed.json, {**records.as_record(parsed.subset, row), **context})
 
     lost, finished = None, 0
-    with terminal.progress_bar(len(run.cases)) as bar:
-        session = Session(device=parsed.device, schedule=_schedule(parsed), progress=bar.step, write=write)
+    with terminal.progress_bar(len(run.cases)) as show:
+        session = Session(
+            device=parsed.device,
+            schedule=_schedule(parsed),
+            progress=lambda words: show(description=words),
+            write=write,
+        )
         for case in run.cases:
-            bar.case(case.title)
+            show(case=case.title)
             rows.clear()
             try:
                 case.measure(run.methods, session)
@@ -120,7 +125,7 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
             if lost is not None:
                 break
             finished += 1
-            bar.done()
+            show(advance=1)
     if lost is None:
         return 0
     # Of an option given twice, the last one counts. The memory budgets are among the methods already.

@@ -1,13 +1,14 @@
 """What a terminal shows: a progress bar while it runs, then a table for each case."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -50,31 +51,14 @@ def _cell(row: Any, column: Column) -> Text:
 
 
 @contextmanager
-def progress_bar(cases: int) -> Iterator["ProgressBar"]:
-    """A bar of so many cases, on stderr; nothing where that is no terminal."""
+def progress_bar(cases: int) -> Iterator[Callable[..., None]]:
+    """A bar of so many cases, on stderr; nothing where that is no terminal.
+
+    Yields a function that changes what it shows: case=, description= for a step of the case, or advance= cases.
+    """
     columns = (TextColumn("{task.fields[case]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(
         *columns, TextColumn("{task.description}"), console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        yield ProgressBar(bar, bar.add_task("", total=cases, case=""))
-
-
-class ProgressBar:
-    """The bar, which moves by cases and tells of steps."""
-
-    def __init__(self, bar: Progress, task: TaskID):
-        self._bar = bar
-        self._task = task
-
-    def case(self, name: str) -> None:
-        """Begins a case."""
-        self._bar.update(self._task, case=name)
-
-    def step(self, words: str) -> None:
-        """Begins a step of the case."""
-        self._bar.update(self._task, description=words)
-
-    def done(self) -> None:
-        """Ends a case."""
-        self._bar.advance(self._task)
+        yield partial(bar.update, bar.add_task("", total=cases, case=""))
