@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -113,54 +114,44 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-class _Clock:
-    """Marks of several steps, one after the other, without waiting for the device in between, as in training."""
+def _laps_ms(steps: Iterable[Step], device: str) -> list[dict[str, float]]:
+    """The times of the phases of steps that follow each other without waiting for the device, as in training."""
+    laps: list[list[tuple[str, Any]]] = []
+    for step in steps:
+        marks = [("start", _now(device))]
+        laps.append(marks)
 
-    def __init__(self, device: str):
-        self._device = device
-        self._laps: list[list[tuple[str, torch.cuda.Event | float]]] = []
+        def mark(phase: str, marks: list[tuple[str, Any]] = marks) -> None:
+            marks.append((phase, _now(device)))
 
-    def start(self) -> None:
-        self._laps.append([])
-        self.mark("start")
-
-    def mark(self, phase: str) -> None:
-        if self._device == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._laps[-1].append((phase, event))
-        else:
-            self._laps[-1].append((phase, time.perf_counter()))
-
-    def laps_ms(self) -> list[dict[str, float]]:
-        synchronize(self._device)
-        laps = []
-        for marks in self._laps:
-            lap = {phase: _ms(before, end) for (_, before), (phase, end) in zip(marks, marks[1:], strict=False)}
-            laps.append({**lap, TOTAL: _ms(marks[0][1], marks[-1][1])})
-        return laps
+        step(mark)
+    synchronize(device)
+    return [
+        {
+            **{phase: _ms(before, end) for (_, before), (phase, end) in pairwise(marks)},
+            TOTAL: _ms(marks[0][1], marks[-1][1]),
+        }
+        for marks in laps
+    ]
 
 
-def _ms(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
-    if isinstance(start, torch.cuda.Event):
-        return start.elapsed_time(end)
-    assert not isinstance(end, torch.cuda.Event)
-    return (end - start) * 1e3
+def _now(device: str) -> torch.cuda.Event | float:
+    if device != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def _laps_ms(step: Step, calls: int, device: str) -> list[dict[str, float]]:
-    clock = _Clock(device)
-    for _ in range(calls):
-        clock.start()
-        step(clock.mark)
-    return clock.laps_ms()
+def _ms(start: Any, end: Any) -> float:
+    return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else (end - start) * 1e3
 
 
 def _settle(steps: Sequence[Step], schedule: Schedule, device: str) -> int:
     """Runs steps in turns before they are timed; returns how often all of them can be timed in a turn."""
     settled = time.perf_counter() + schedule.settle_ms / 1e3
     while True:
-        call_ms = sum(_laps_ms(step, 1, device)[0][TOTAL] for step in steps)
+        call_ms = sum(lap[TOTAL] for lap in _laps_ms(steps, device))
         if time.perf_counter() >= settled:
             break
     # The first call after waiting for the device finds it idle; the timed ones follow it without a gap.
@@ -173,7 +164,7 @@ def _turn(step: Step, schedule: Schedule, device: str) -> tuple[list[dict[str, f
     """The laps of a turn, and the mean power meanwhile in W."""
     calls = _settle([step], schedule, device)
     with PowerMeter(device) as power:
-        laps_ms = _laps_ms(step, calls, device)
+        laps_ms = _laps_ms([step] * calls, device)
     return laps_ms, power.watts
 
 
@@ -223,14 +214,9 @@ def paired_spread(pairs_ms: Sequence[tuple[float, float]]) -> dict[str, Any]:
 
 
 def _paired_turn_ms(pair: tuple[Step, Step], schedule: Schedule, device: str) -> list[tuple[float, float]]:
-    count = _settle(pair, schedule, device)
-    clock = _Clock(device)
-    for number in range(count):
-        # First, second, second, first, and so on: neither always follows the other.
-        for step in pair if number % 2 == 0 else reversed(pair):
-            clock.start()
-            step(clock.mark)
-    times = [lap[TOTAL] for lap in clock.laps_ms()]
+    # First, second, second, first, and so on: neither always follows the other.
+    orders = (pair if number % 2 == 0 else reversed(pair) for number in range(_settle(pair, schedule, device)))
+    times = [lap[TOTAL] for lap in _laps_ms(chain(*orders), device)]
     in_turn = enumerate(zip(times[::2], times[1::2], strict=True))
     return [(one, other) if number % 2 == 0 else (other, one) for number, (one, other) in in_turn]
 
