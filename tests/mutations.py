@@ -149,7 +149,7 @@ MUTATIONS = [
         ("index", "number.to(wide) * factor", "number * factor"),
         ("mask", "loss.ignore_index if is_index else 0", "loss.ignore_index"),
         ("divisor", "float(ranks)", "1.0"),
-        ("divisor", "grad * ctx.factor, None", "grad, None"),
+        ("divisor", "lambda grad: grad / self.ranks", "lambda grad: grad"),
         ("mask", "padded(target.long(), loss.ignore_index if is_index else 0)", "padded(target.long())"),
         ("mask", "int(refused is not None)", "0"),
         tests=(PARALLEL,),

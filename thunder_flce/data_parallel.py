@@ -80,21 +80,9 @@ class AveragedCall:
         return tuple(self._own(result) if result.ndim else result for result in results)
 
     def _own(self, result: Tensor) -> Tensor:
-        result = result[: self.shape.numel()].reshape(self.shape)
-        return _ScaledGradient.apply(result, 1 / self.ranks) if result.requires_grad else result
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """A tensor whose upstream gradient is multiplied by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
+        if result.requires_grad:
+            result.register_hook(lambda grad: grad / self.ranks)
+        return result[: self.shape.numel()].reshape(self.shape)
 
 
 def _times(number: Any, factor: int) -> Any:
