@@ -228,7 +228,7 @@ MUTATIONS = [
         ("divisor", "result = _Sum.apply(result, self.mesh.get_group(at))", "pass"),
         ("divisor", "Partial() if at in summed_over else p for", "p for"),
         ("mask", "sequence_parallel=divides_tokens[at]", "sequence_parallel=False"),
-        ("index", "placement.dim < input.ndim - 1", "placement.dim < input.ndim"),
+        ("index", "range(input.ndim - 1)", "range(input.ndim)"),
         ("divisor", "for k in range(at + 1) if", "for k in range(at, at + 1) if"),
         tests=("tests/test_dtensor.py",),
     ),

@@ -15,7 +15,7 @@ DTensor where each has that of its tokens.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,8 +88,7 @@ def local_weights(arguments: Mapping[str, Any], parallel: VocabParallel) -> dict
 
 def whole_class_weight(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with all class weights, where a DTensor has a part of them; waits for the ranks with the others."""
-    weight = arguments["weight"]
-    return {**arguments, "weight": weight.full_tensor() if isinstance(weight, DTensor) else weight}
+    return {**arguments, "weight": _whole(arguments["weight"])}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +121,10 @@ class DividedCall:
         check_pairs(arguments["terms"])
         input, weight = (_checked(name, arguments[name], arguments) for name in ("input", "linear_weight"))
         mesh, of_input, of_weight = input.device_mesh, input.placements, weight.placements
-        divides_tokens = [_divides_tokens(input, at) for at in range(mesh.ndim)]
-        divides_vocab = [_divides_vocab(weight, at) for at in range(mesh.ndim)]
+        divides_tokens = _divides("input", input, range(input.ndim - 1), expected="a Shard of a dimension of tokens")
+        divides_vocab = _divides(
+            "linear_weight", weight, range(1), expected="Shard(0), as ColwiseParallel has it", cure=f"; {_IN_FSDP}"
+        )
         if sum(divides_vocab) > 1:
             raise ValueError(
                 f"linear_weight must be Shard(0) along one dimension of the mesh at most, but is {of_weight}; "
@@ -239,29 +240,16 @@ def _checked(name: str, tensor: Any, arguments: Mapping[str, Any]) -> DTensor:
     return tensor
 
 
-def _divides_tokens(input: DTensor, at: int) -> bool:
-    placement = input.placements[at]
-    if type(placement) is Shard and placement.dim < input.ndim - 1:
-        return True
-    if not isinstance(placement, Replicate):
-        _raise_placement("input", input, at, "Replicate() or a Shard of a dimension of tokens")
-    return False
-
-
-def _divides_vocab(weight: DTensor, at: int) -> bool:
-    placement = weight.placements[at]
-    if type(placement) is Shard and placement.dim == 0:
-        return True
-    if not isinstance(placement, Replicate):
-        _raise_placement("linear_weight", weight, at, "Replicate() or Shard(0), as ColwiseParallel has it", _IN_FSDP)
-    return False
-
-
-def _raise_placement(name: str, tensor: DTensor, at: int, expected: str, *cures: str) -> NoReturn:
-    raise ValueError(
-        f"{name} must be {expected}, along each dimension of the mesh, but is {tensor.placements[at]!r} along "
-        f"{_dimension(tensor.device_mesh, at)}; {'; '.join(('redistribute it first', *cures))}"
-    )
+def _divides(name: str, tensor: DTensor, dimensions: range, *, expected: str, cure: str = "") -> list[bool]:
+    """Whether each dimension of the mesh divides one of these dimensions of a tensor; it may divide no others."""
+    divides = [type(placement) is Shard and placement.dim in dimensions for placement in tensor.placements]
+    for at, placement in enumerate(tensor.placements):
+        if not divides[at] and not isinstance(placement, Replicate):
+            raise ValueError(
+                f"{name} must be Replicate() or {expected}, along each dimension of the mesh, but is {placement!r} "
+                f"along {_dimension(tensor.device_mesh, at)}; redistribute it first{cure}"
+            )
+    return divides
 
 
 def _dimension(mesh: DeviceMesh, at: int) -> str:
