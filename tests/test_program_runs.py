@@ -374,7 +374,7 @@ def test_predicted_memory_is_what_tensors_take(plan, needs, ignored_rows, monkey
     target = torch.randint(0, vocab, (tokens,))
     seen: list[Problem] = []
 
-    def plan_for(operands, options):
+    def plan_for(operands, options, memory):
         seen.append(operators.problem_of(operands, options))
         return plan
 

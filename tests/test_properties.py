@@ -340,7 +340,7 @@ def test_every_plan(examples, device, monkeypatch):
 
     def run(planned: tuple[Problem, Plan]) -> None:
         problem, plan = planned
-        monkeypatch.setattr(functional, "plan_for", lambda operands, options: plan)
+        monkeypatch.setattr(functional, "plan_for", lambda operands, options, memory: plan)
         arguments = problem.settings(device)
         assert_as_exact_as_eager(problem.case(device), problem.incoming(device), factor=2.0, tiny=True, **arguments)
 

@@ -65,7 +65,7 @@ def test_blocks_lie_beside_each_other():
 @pytest.fixture
 def with_plan(monkeypatch) -> Callable[[Plan], None]:
     """Lets all regions run with a plan."""
-    return lambda plan: monkeypatch.setattr(functional, "plan_for", lambda operands, options: plan)
+    return lambda plan: monkeypatch.setattr(functional, "plan_for", lambda operands, options, memory: plan)
 
 
 @pytest.mark.parametrize("rows", IGNORED_ROWS)

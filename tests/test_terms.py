@@ -47,7 +47,7 @@ PLANS: dict[str, Plan] = {
 @pytest.fixture(params=PLANS)
 def plan(request, monkeypatch):
     """Each plan, for all calls of `linear_cross_entropy`."""
-    monkeypatch.setattr(functional, "plan_for", lambda operands, options: PLANS[request.param])
+    monkeypatch.setattr(functional, "plan_for", lambda operands, options, memory: PLANS[request.param])
     return PLANS[request.param]
 
 
@@ -120,7 +120,7 @@ def test_only_what_needs_a_gradient_gets_one(needs, strategy, device):
 
 
 def test_a_loss_without_gradients(device, monkeypatch):
-    monkeypatch.setattr(functional, "plan_for", lambda operands, options: LossOnly(chunk_rows=10))
+    monkeypatch.setattr(functional, "plan_for", lambda operands, options, memory: LossOnly(chunk_rows=10))
     case = make_case(device=device, bias=True, ranks=(4, 30))
     for tensor in case.operands():
         tensor.requires_grad_(False)

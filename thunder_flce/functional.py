@@ -187,12 +187,12 @@ def linear_cross_entropy(
         "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
     }
     parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
-    if parallel is not None and parallel.data_parallel and isinstance(input, Tensor) and is_traced(input):
-        raise NotImplementedError(ONLY_EAGER)
-    if parallel is None and has_dtensor((*arguments.values(),)):
+    if parallel is None and has_dtensor(tuple(arguments.values())):
         divided = DividedCall.of(arguments, loss)
         results = divided.whole(_results(divided.arguments, loss, options, parallel=divided.vocab_parallel))
     elif parallel is not None and parallel.data_parallel:
+        if is_traced(input):
+            raise NotImplementedError(ONLY_EAGER)
         averaged = AveragedCall.of(arguments, loss, parallel)
         results = averaged.own(_results(averaged.arguments, averaged.loss, options, parallel=parallel))
     else:
@@ -200,7 +200,7 @@ def linear_cross_entropy(
             try:
                 arguments = local_weights(arguments, parallel)
             except (TypeError, ValueError) as error:
-                if isinstance(input, Tensor) and is_traced(input):
+                if is_traced(input):
                     raise
                 refuse(parallel, error)
         results = _results(arguments, loss, options, parallel=parallel)
@@ -211,29 +211,22 @@ def _results(
     arguments: dict[str, Any], loss: Loss, options: Options, *, parallel: VocabParallel | None = None
 ) -> tuple[Tensor, ...]:
     """The loss and its outputs, of plain tensors by name."""
-    input, target = arguments["input"], arguments["target"]
-    if parallel is not None and isinstance(input, Tensor) and is_traced(input):
-        # Ranks agree, and the arguments are checked, when the operator runs.
-        needs_grad = _needs_grad(arguments)
-        operands = operands_of(arguments, loss, needs_grad)
-        literal = as_literal(**settings_of(parallel))
-        settings = Settings.unplanned(operands, needs_grad, options, vocab_parallel=literal)
-    elif parallel is None:
-        check_linear_cross_entropy(**arguments, loss=loss)
-        needs_grad = _needs_grad(arguments)
-        operands = operands_of(arguments, loss, needs_grad)
-        if is_traced(input):
-            settings = Settings.unplanned(operands, needs_grad, options)
-        else:
-            settings = Settings.planned(loss, needs_grad, plan_for(operands, options))
-    else:
+    traced = is_traced(arguments["input"])
+    vocab = shard = memory = None
+    if parallel is not None and not traced:
         agreement = agree(parallel, arguments, loss=loss, options=options)
         arguments = whole_class_weight(arguments)
-        check_linear_cross_entropy(**arguments, loss=loss, vocab=agreement.weight_rows)
-        shard, needs_grad = agreement.shard, _needs_grad(arguments)
-        operands = operands_of(with_all_tokens(arguments, shard), loss, needs_grad, shard=shard)
-        plan = plan_for(operands, options, agreement.memory)
-        settings = Settings.planned(loss, needs_grad, plan, shard=shard)
+        vocab, shard, memory = agreement.weight_rows, agreement.shard, agreement.memory
+    if parallel is None or not traced:
+        # Else ranks agree, and the arguments are checked, when the operator runs.
+        check_linear_cross_entropy(**arguments, loss=loss, vocab=vocab)
+    needs_grad, target = _needs_grad(arguments), arguments["target"]
+    operands = operands_of(with_all_tokens(arguments, shard), loss, needs_grad, shard=shard)
+    if traced:
+        literal = None if parallel is None else as_literal(**settings_of(parallel))
+        settings = Settings.unplanned(operands, needs_grad, options, vocab_parallel=literal)
+    else:
+        settings = Settings.planned(loss, needs_grad, plan_for(operands, options, memory), shard=shard)
     shape = target.shape if arguments["target_weights"] is None else target.shape[:-1]
     return in_shape(shape, differentiable_forward(settings, operands)[: 1 + len(loss.outputs)])
 

@@ -101,10 +101,6 @@ class Settings:
         """Whether the backward has nothing left to do but to multiply the gradients by one number."""
         return self.strategy == GradientsInForward.strategy and not self.loss.has_row_gradients
 
-    def plan_of(self, operands: Operands) -> Plan:
-        """The plan for operands that are there."""
-        return plan_for(operands, self.options) if self.plan is None else self.plan
-
     def float32_logits(self, operands: Operands) -> bool:
         """Whether the logits of 16-bit operands stay in float32."""
         return self.options.has_float32_logits(operands.dtype) if self.plan is None else self.plan.float32_logits
@@ -179,9 +175,9 @@ def operands_of(
     )
 
 
-def with_all_tokens(arguments: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+def with_all_tokens(arguments: Mapping[str, Any], shard: Shard | None) -> dict[str, Any]:
     """The arguments; where ranks divide the tokens, tensors with numbers of each token are gathered from all ranks."""
-    if not shard.sequence_parallel:
+    if shard is None or not shard.sequence_parallel:
         return {**arguments}
     tokens = arguments["input"].shape[:-1]
 
@@ -239,9 +235,9 @@ def plan_for(operands: Operands, options: Options, memory: DeviceMemory | None =
     return cached_plan(problem, options, operands.device)
 
 
-def is_traced(tensor: Tensor) -> bool:
-    """Whether a program is being compiled or exported, or runs on tensors without values."""
-    return torch.compiler.is_compiling() or tensor.is_meta or is_fake(tensor)
+def is_traced(tensor: Any) -> bool:
+    """Whether a tensor is of a program that is compiled or exported, or has no values; not so of what is no tensor."""
+    return isinstance(tensor, Tensor) and (torch.compiler.is_compiling() or tensor.is_meta or is_fake(tensor))
 
 
 def needs_operator(tensors: Iterable[Tensor | None]) -> bool:
@@ -302,7 +298,7 @@ def _planned(settings: Settings, arguments: Mapping[str, Any]) -> tuple[Operands
     """Operands that are there, and their plan; ranks that divide the vocabulary agree on it."""
     if settings.vocab_parallel is None:
         operands = _operands(settings, arguments)
-        return operands, settings.plan_of(operands)
+        return operands, settings.plan or plan_for(operands, settings.options)
     given = {name: arguments[name] for name in (*_POSITIONAL, *_OPTIONAL)}
     given |= {"terms": _pairs(arguments["terms"]), "token_inputs": arguments.get("token_inputs") or ()}
 
