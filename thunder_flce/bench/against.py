@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from thunder_flce.bench.measuring import (
+    GB,
+    TIME,
     TOTAL,
     Schedule,
     Session,
     Step,
     TimedRow,
+    column,
     paired_spread,
     peak_bytes,
     release,
@@ -47,17 +50,17 @@ class Row(TimedRow):
 
     shape: Shape
     base: str
-    base_time_ms: float | None = None
-    ratio: float | None = None
+    base_time_ms: float | None = column("base", TIME)
+    ratio: float | None = column("ratio", "{:.4f}")
     """Median of the ratios of two calls that followed each other, with the 20th and 80th percentile."""
     ratio_p20: float | None = None
     ratio_p80: float | None = None
-    pairs: int | None = None
+    pairs: int | None = column("pairs")
     """How many ratios those are of."""
-    above_outputs_gb: float | None = None
+    above_outputs_gb: float | None = column("peak − gradients, GB", GB)
     """Peak above the inputs and the gradients, in 10⁹ bytes."""
-    base_above_outputs_gb: float | None = None
-    memory_ratio: float | None = None
+    base_above_outputs_gb: float | None = column("base", GB)
+    memory_ratio: float | None = column("ratio", "{:.3f}")
     """The first over the second; None where the second is not above 0."""
 
 

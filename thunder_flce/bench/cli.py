@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from thunder_flce.bench import (
     against,
-    columns,
     convergence,
     distributed,
     kernels,
@@ -30,7 +29,6 @@ from thunder_flce.bench import (
     sweep,
     torchrun,
 )
-from thunder_flce.bench.columns import Column
 from thunder_flce.bench.measuring import DeviceLost, Schedule, Session
 from thunder_flce.bench.other_copy import PACKAGE
 from thunder_flce.bench.shapes import DTYPES, SHAPES, parse_shape
@@ -58,7 +56,8 @@ class Run:
 
     cases: list[Case]
     methods: list[str]
-    columns: Sequence[Column]
+    row: type
+    """Of its table"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -121,7 +120,7 @@ def _measure(run: Run, parsed: argparse.Namespace, arguments: list[str]) -> int:
             except DeviceLost as error:
                 lost = error.method
             rows.sort(key=lambda row: run.methods.index(row.method) if row.method in run.methods else -1)
-            terminal.print_table(case.title, run.columns, rows)
+            terminal.print_table(case.title, run.row, rows)
             if lost is not None:
                 break
             finished += 1
@@ -316,7 +315,7 @@ def _regions(parsed: argparse.Namespace) -> Run:
     for text in _shape_texts(parsed):
         shape = replace(parse_shape(text), **changes)
         cases.append(Case(text, str(shape), partial(regions.measure, shape, profile=parsed.profile)))
-    return Run("shapes", cases, _known([*chosen, *budgets]), columns.REGIONS)
+    return Run("shapes", cases, _known([*chosen, *budgets]), regions.Row)
 
 
 def _sweep(parsed: argparse.Namespace) -> Run:
@@ -327,7 +326,7 @@ def _sweep(parsed: argparse.Namespace) -> Run:
         shape = replace(base, **change)
         measure = partial(regions.measure, shape, axis=axis, profile=parsed.profile)
         cases.append(Case(f"{axis}={size}", str(shape), measure))
-    return Run("points", cases, _known(parsed.methods or sweep.METHODS), columns.REGIONS)
+    return Run("points", cases, _known(parsed.methods or sweep.METHODS), regions.Row)
 
 
 def _against(parsed: argparse.Namespace) -> Run:
@@ -335,7 +334,7 @@ def _against(parsed: argparse.Namespace) -> Run:
     if base.folder is not None and (others := [name for name in names if not methods.is_ours(name)]):
         raise ValueError(f"only this project's methods are in another checkout, not {others}")
     cases = _shape_cases(parsed, partial(against.measure, base=base), suffix=f", against {base.name}")
-    return Run("shapes", cases, names, columns.AGAINST)
+    return Run("shapes", cases, names, against.Row)
 
 
 def _base(text: str, commit: str | None) -> against.Base:
@@ -349,26 +348,26 @@ def _base(text: str, commit: str | None) -> against.Base:
 
 
 def _predictions(parsed: argparse.Namespace) -> Run:
-    return Run("shapes", _shape_cases(parsed, predictions.measure), parsed.methods, columns.PREDICTIONS)
+    return Run("shapes", _shape_cases(parsed, predictions.measure), parsed.methods, predictions.Row)
 
 
 def _models(parsed: argparse.Namespace) -> Run:
     sizes = ["litgpt-llama-3.2-1b", "transformers-llama-3.2-1b"]
     names = parsed.models or (sizes if parsed.device == "cuda" else ["litgpt-tiny", "transformers-tiny"])
     cases = [Case(name, name, partial(models.measure, name, layers=parsed.layers)) for name in names]
-    return Run("models", cases, parsed.methods, columns.MODELS)
+    return Run("models", cases, parsed.methods, models.Row)
 
 
 def _convergence(parsed: argparse.Namespace) -> Run:
     names = parsed.models or ["llama-100m" if parsed.device == "cuda" else "tiny"]
     measure = partial(convergence.measure, seeds=parsed.seeds, steps=parsed.steps)
     cases = [Case(name, name, partial(measure, name)) for name in names]
-    return Run("models", cases, _known(parsed.methods), columns.CONVERGENCE)
+    return Run("models", cases, _known(parsed.methods), convergence.Row)
 
 
 def _soak(parsed: argparse.Namespace) -> Run:
     cases = _shape_cases(parsed, partial(soak.measure, steps=parsed.steps))
-    return Run("shapes", cases, _known(parsed.methods), columns.SOAK)
+    return Run("shapes", cases, _known(parsed.methods), soak.Row)
 
 
 def _kernels(parsed: argparse.Namespace) -> Run:
@@ -377,13 +376,13 @@ def _kernels(parsed: argparse.Namespace) -> Run:
     cases = [
         Case(str(vocab), f"vocabulary of {vocab}", partial(kernels.measure, vocab, dtype=dtype)) for vocab in vocabs
     ]
-    return Run("vocabs", cases, parsed.methods, columns.KERNELS)
+    return Run("vocabs", cases, parsed.methods, kernels.Row)
 
 
 def _losses(parsed: argparse.Namespace) -> Run:
     for text in _shape_texts(parsed):
         losses.check_shape(parse_shape(text))
-    return Run("shapes", _shape_cases(parsed, losses.measure), parsed.methods, columns.LOSSES)
+    return Run("shapes", _shape_cases(parsed, losses.measure), parsed.methods, losses.Row)
 
 
 def _distributed(parsed: argparse.Namespace) -> Run:
@@ -396,7 +395,7 @@ def _distributed(parsed: argparse.Namespace) -> Run:
     cases = _shape_cases(parsed, partial(distributed.measure, ranks=ranks), suffix=f", over {ranks} ranks")
     if started is not None:
         torchrun.join(parsed.device, distributed.TIMEOUT)
-    return Run("shapes", cases, parsed.methods, columns.DISTRIBUTED)
+    return Run("shapes", cases, parsed.methods, distributed.Row)
 
 
 _RUNS = {

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thunder_flce.bench.measuring import Session, TimedRow, release, synchronize
+from thunder_flce.bench.measuring import TIME, Session, TimedRow, column, release, synchronize
 from thunder_flce.bench.methods import Method, build, build_without_thunder, peer
 from thunder_flce.bench.shapes import Inputs
 
@@ -77,7 +77,7 @@ class Row(TimedRow):
     """One training run; its time is the mean of a step after the first ten, with the optimizer."""
 
     model: str
-    seed: int
+    seed: int | None = column("seed")
     """Of the parameters and of the order of the batches."""
     steps: int
     tokens: int | None = None
@@ -88,9 +88,10 @@ class Row(TimedRow):
     """How many there are to train on."""
     losses: list[float] = field(default_factory=list)
     """Means over `AVERAGED` steps each."""
-    final_loss: float | None = None
+    time_ms: float | None = column("step, ms", TIME)
+    final_loss: float | None = column("final loss", "{:.4f}")
     """Mean over the last `FINAL` steps."""
-    held_out_loss: float | None = None
+    held_out_loss: float | None = column("held out", "{:.4f}")
     """After the last step, on text that was not trained on, by eager PyTorch."""
 
 

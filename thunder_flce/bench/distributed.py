@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from thunder_flce.bench import torchrun
 from thunder_flce.bench.measuring import (
+    ERROR,
+    GB,
     TOTAL,
     Mark,
     Outcome,
@@ -33,6 +35,7 @@ from thunder_flce.bench.measuring import (
     Step,
     TimedRow,
     Unavailable,
+    column,
     peak_bytes,
 )
 from thunder_flce.bench.methods import peer
@@ -57,19 +60,19 @@ class Row(TimedRow):
     """What one way takes on the slowest rank; None for what was not measured."""
 
     shape: Shape
-    ranks: int
-    ratio: float | None = None
+    ranks: int | None = column("ranks")
+    ratio: float | None = column("× products", "{:.3f}")
     """To the three products over this rank's rows, all tokens at once, without any collective."""
-    exposed_ms: float | None = None
+    exposed_ms: float | None = column("exposed, ms", "{:.3f}")
     """How long a collective runs and no other kernel does; None on a CPU"""
-    memory_gb: float | None = None
+    memory_gb: float | None = column("peak − gradients, GB", GB)
     """The peak above the inputs and the gradients."""
-    dx_error: float | None = None
-    dw_error: float | None = None
+    dx_error: float | None = column("dX error", ERROR)
+    dw_error: float | None = column("dW error", ERROR)
     """Of all ranks' rows together."""
-    moved_gb: float | None = None
+    moved_gb: float | None = column("moved, GB", GB)
     """What a rank gets from the others, of the ways of data parallel training"""
-    same_bits: bool | None = None
+    same_bits: bool | None = column("same bits")
     """Whether all ranks have the same loss and dX; None where they need not."""
 
 

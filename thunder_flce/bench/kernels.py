@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench.measuring import TOTAL, Mark, Session, Step, TimedRow, release
+from thunder_flce.bench.measuring import TOTAL, Mark, Session, Step, TimedRow, column, release
 from thunder_flce.bench.shapes import dtype_name
 from thunder_flce.execution.layout import layout_for
 from thunder_flce.execution.row_kernels.dispatch import BACKENDS, check_available, kernels_for
@@ -46,13 +46,14 @@ class Row(TimedRow):
     row_stride: int
     """Elements from one row to the next, the padding included."""
     dtype: str
-    backend: str
+    backend: str | None = column("backend")
     """One of `dispatch.BACKENDS`."""
-    gb_per_s: float | None = None
+    time_ms: float | None = column("time, ms", "{:.3f}")
+    gb_per_s: float | None = column("GB/s", "{:.0f}")
     """10⁹ bytes a second of those that have to be moved, padding not counted."""
-    copy_gb_per_s: float | None = None
+    copy_gb_per_s: float | None = column("copy, GB/s", "{:.0f}")
     """The bytes a second of a copy that moves as many."""
-    ratio: float | None = None
+    ratio: float | None = column("of the copy", "{:.1%}")
     """gb_per_s over copy_gb_per_s."""
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import thunder_flce
 from thunder_flce.bench.distillation import DISTILLATIONS, Distillation
-from thunder_flce.bench.measuring import TOTAL, Mark, Schedule, Session, Step, TimedRow, release
+from thunder_flce.bench.measuring import ERROR, GB, TOTAL, Mark, Schedule, Session, Step, TimedRow, column, release
 from thunder_flce.bench.methods import liger_per_token, peer, trl_log_probs
 from thunder_flce.bench.reference import Reference, matmuls, row_slices, summed
 from thunder_flce.bench.regions import first_calls
@@ -52,17 +52,17 @@ class Row(TimedRow):
     """What one loss takes, run in one way; None for what was not measured."""
 
     shape: Shape
-    matmuls: int | None = None
+    matmuls: int | None = column("matmuls")
     """How many its results need, over all tokens: the logits, dX and dW are one each."""
-    ratio: float | None = None
+    ratio: float | None = column("× matmuls", "{:.3f}")
     """Time over that of so many matmuls alone."""
-    memory_gb: float | None = None
+    memory_gb: float | None = column("peak − gradients, GB", GB)
     """Peak above the inputs and the gradients, in 10⁹ bytes."""
-    loss_error: float | None = None
+    loss_error: float | None = column("loss error", ERROR)
     """‖loss − reference‖ / ‖reference‖, the reference being float32 (float64 for float32 and float64 inputs)."""
-    dx_error: float | None = None
-    dw_error: float | None = None
-    first_call_s: float | None = None
+    dx_error: float | None = column("dX error", ERROR)
+    dw_error: float | None = column("dW error", ERROR)
+    first_call_s: float | None = column("first call, s", "{:.1f}")
     """The first forward + backward, with all that is compiled for it."""
 
 

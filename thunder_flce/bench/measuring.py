@@ -30,12 +30,23 @@ TOTAL = "total"
 """The phase from the start of a step to its last mark."""
 
 
+TIME = "{:.2f}"
+GB = "{:.4g}"
+ERROR = "{:.1e}"
+"""Formats of columns"""
+
+
+def column(title: str, form: str = "{}") -> Any:
+    """A field of a row, by default None, which tables show under a title and in a format as in str.format."""
+    return field(default=None, metadata={"title": title, "form": form})
+
+
 @dataclass(frozen=True, kw_only=True)
 class TimedRow:
     """The fields of a record that say which method was timed, and how long it took."""
 
     method: str
-    time_ms: float | None = None
+    time_ms: float | None = column("both, ms", TIME)
     """Median of a whole step; with the 20th and 80th percentile, as for phases."""
     time_ms_p20: float | None = None
     time_ms_p80: float | None = None
@@ -47,10 +58,10 @@ class TimedRow:
 class PhasedRow(TimedRow):
     """The same with the time of the forward and of the backward."""
 
-    forward_ms: float | None = None
+    forward_ms: float | None = column("forward", TIME)
     forward_ms_p20: float | None = None
     forward_ms_p80: float | None = None
-    backward_ms: float | None = None
+    backward_ms: float | None = column("backward", TIME)
     backward_ms_p20: float | None = None
     backward_ms_p80: float | None = None
 

@@ -19,12 +19,16 @@ from torch import Tensor, nn
 import thunder_flce
 from thunder_flce.backend import compile_graph
 from thunder_flce.bench.measuring import (
+    ERROR,
+    GB,
+    TIME,
     TOTAL,
     Mark,
     PhasedRow,
     Session,
     Step,
     Unavailable,
+    column,
     peak_bytes,
     release,
     synchronize,
@@ -99,16 +103,17 @@ class Row(PhasedRow):
     dtype: str
     vocab: int = 0
     parameters: int = 0
-    optimizer_ms: float | None = None
+    time_ms: float | None = column("step, ms", TIME)
+    optimizer_ms: float | None = column("optimizer", TIME)
     """The third phase of a training step."""
     optimizer_ms_p20: float | None = None
     optimizer_ms_p80: float | None = None
-    memory_gb: float | None = None
+    memory_gb: float | None = column("peak, GB", GB)
     """Peak above the parameters and the optimizer's state, in 10⁹ bytes."""
-    first_call_s: float | None = None
+    first_call_s: float | None = column("first step, s", "{:.1f}")
     """The first step, with all that is compiled for it."""
     loss: float | None = None
-    loss_error: float | None = None
+    loss_error: float | None = column("loss error", ERROR)
     """|loss − loss of eager| / loss of eager."""
     fused: bool | None = None
     """Whether this project fused the loss; "flce", "thunderfx" and "flce backend" only."""

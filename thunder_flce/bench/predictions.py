@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thunder_flce.bench.measuring import TOTAL, Session, Step, TimedRow, peak_bytes, release
+from thunder_flce.bench.measuring import GB, TIME, TOTAL, Session, Step, TimedRow, column, peak_bytes, release
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.execution.operands import Operands, Term
@@ -59,14 +59,15 @@ class Row(TimedRow):
     """What was predicted and measured of one way to run a region, which `method` names."""
 
     shape: Shape
-    predicted_ms: float | None = None
+    time_ms: float | None = column("measured, ms", TIME)
+    predicted_ms: float | None = column("predicted", TIME)
     """None where the device's rates are not known."""
-    ratio: float | None = None
+    ratio: float | None = column("ratio", "{:.3f}")
     """Predicted over measured."""
-    predicted_gb: float | None = None
+    predicted_gb: float | None = column("predicted peak, GB", GB)
     """Peak above the inputs, in 10⁹ bytes."""
-    memory_gb: float | None = None
-    memory_ratio: float | None = None
+    memory_gb: float | None = column("measured", GB)
+    memory_ratio: float | None = column("ratio", "{:.3f}")
 
 
 class Prediction(NamedTuple):

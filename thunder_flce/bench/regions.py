@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from thunder_flce.bench.measuring import (
+    ERROR,
+    GB,
     TOTAL,
     Mark,
     PhasedRow,
     Schedule,
     Session,
     Step,
+    column,
     peak_bytes,
     release,
     synchronize,
@@ -43,29 +46,29 @@ class Row(PhasedRow):
     shape: Shape
     axis: str | None = None
     """What a sweep changes: "context" or "vocabulary"."""
-    ratio: float | None = None
+    ratio: float | None = column("× matmuls", "{:.3f}")
     """Time over that of the three matmuls alone."""
-    tflops: float | None = None
+    tflops: float | None = column("TFLOP/s", "{:.4g}")
     """10¹² operations a second, counting `Shape.operations` and nothing else."""
-    energy_j: float | None = None
+    energy_j: float | None = column("energy, J", "{:.1f}")
     """What forward + backward take of the device's energy: the mean power while they are timed, by their time."""
-    memory_gb: float | None = None
+    memory_gb: float | None = column("peak, GB", GB)
     """Peak above the inputs, in 10⁹ bytes."""
-    above_outputs_gb: float | None = None
+    above_outputs_gb: float | None = column("− gradients", GB)
     """The peak less the gradients themselves."""
     forward_memory_gb: float | None = None
     """As memory_gb, of the forward alone."""
     backward_memory_gb: float | None = None
-    loss_error: float | None = None
+    loss_error: float | None = column("loss error", ERROR)
     """|loss − reference| / |reference|"""
-    dx_error: float | None = None
+    dx_error: float | None = column("dX error", ERROR)
     """‖dX − reference‖ / ‖reference‖, the reference being float32 (float64 for float32 and float64 inputs)."""
-    dw_error: float | None = None
-    dbias_error: float | None = None
-    dy_error: float | None = None
+    dw_error: float | None = column("dW error", ERROR)
+    dbias_error: float | None = column("dbias error", ERROR)
+    dy_error: float | None = column("dy error", ERROR)
     """Of the gradients of an adapter: y (tokens, rank) and B (vocab, rank)."""
-    db_error: float | None = None
-    first_call_s: float | None = None
+    db_error: float | None = column("dB error", ERROR)
+    first_call_s: float | None = column("first call, s", "{:.1f}")
     """The first forward + backward, with all that is compiled for it."""
     tuned_products: list[dict[str, Any]] | None = None
     """The matmuls whose algorithm was chosen during the first call: `tuning.Tuning`."""

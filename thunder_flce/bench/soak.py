@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench.measuring import Session, TimedRow, release, synchronize
+from thunder_flce.bench.measuring import GB, TIME, Session, TimedRow, column, release, synchronize
 from thunder_flce.bench.methods import Method, build_without_thunder
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape
@@ -35,18 +35,19 @@ class Row(TimedRow):
 
     shape: Shape
     """Its tokens are the most of a step."""
-    steps: int
-    drift: float | None = None
+    steps: int | None = column("steps")
+    time_ms: float | None = column("step, ms", TIME)
+    drift: float | None = column("drift", "{:.3f}")
     """Time of the last quarter of the passes over that of the second quarter, medians."""
-    growth_gb: float | None = None
+    growth_gb: float | None = column("growth, GB", GB)
     """What the device holds after the last pass, above what it held after the second; in 10⁹ bytes, CUDA only."""
-    peak_growth_gb: float | None = None
+    peak_growth_gb: float | None = column("of the peak", GB)
     """The growth, from then to then, of the most memory that PyTorch's allocator ever had reserved."""
-    host_growth_gb: float | None = None
+    host_growth_gb: float | None = column("of the host", GB)
     """The growth, from then to then, of the most memory that the process ever had on the host."""
-    compilations: int | None = None
+    compilations: int | None = column("compilations")
     """Triton kernels that were compiled or loaded, and matmuls whose algorithm was chosen by measuring."""
-    last_compilation: int | None = None
+    last_compilation: int | None = column("last at step")
     """The number of the step, from 1, in which the last of them was; None where there was none."""
     compiled: list[str] = field(default_factory=list)
     """Each of them, with the number of its step."""

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import Field, fields
 from functools import partial
 from typing import Any
 
@@ -12,20 +13,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from thunder_flce.bench.columns import Column
 
-
-def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
+def print_table(title: str, row_type: type, rows: Sequence[Any]) -> None:
     """A line for each method, with medians and half of what lies between the 20th and the 80th percentile.
 
-    Columns in which no row has a number are left out; what failed is told below, in words.
+    Its columns are the fields that are a `measuring.column`, but for those in which no row has a number; what failed is
+    told below, in words.
     """
     measured = [row for row in rows if row.failed is None]
-    columns = [column for column in columns if any(getattr(row, column.field) is not None for row in measured)]
+    columns = [field for field in fields(row_type) if "title" in field.metadata]
+    columns = [column for column in columns if any(getattr(row, column.name) is not None for row in measured)]
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("method", no_wrap=True)
     for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
+        table.add_column(column.metadata["title"], justify="right", no_wrap=True)
     for row in measured:
         table.add_row(row.method, *(_cell(row, column) for column in columns))
     # A file, or a log, gets whole lines: what is cut off there cannot be widened.
@@ -39,12 +40,12 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> N
             console.print(Text(f"  {row.method}: {row.failed}", style="dim"))
 
 
-def _cell(row: Any, column: Column) -> Text:
-    value = getattr(row, column.field)
+def _cell(row: Any, column: Field) -> Text:
+    value = getattr(row, column.name)
     if value is None:
         return Text("")
-    text = Text(column.form.format(value))
-    low, high = getattr(row, f"{column.field}_p20", None), getattr(row, f"{column.field}_p80", None)
+    text = Text(column.metadata["form"].format(value))
+    low, high = getattr(row, f"{column.name}_p20", None), getattr(row, f"{column.name}_p80", None)
     if low is not None:
         text.append(f" ±{(high - low) / 2:.2g}", style="dim")
     return text
