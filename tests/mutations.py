@@ -368,7 +368,7 @@ MUTATIONS = [
         "autograd.py",
         ("mask", "*(tensors if ctx.is_transformed else ())", ""),
         ("mask", "while not tensor.requires_grad and", "while False and"),
-        ("mask", "operand.requires_grad and name not in known.needs_grad", "False"),
+        ("mask", "operand.requires_grad and name not in settings.needs_grad", "False"),
         tests=(OPERATOR,),
     ),
     *_of(
@@ -1267,7 +1267,7 @@ MUTATIONS = [
     *_of(
         "kl_divergence.py",
         ("divisor", "known.options.expected_gradient or 1.0", "1.0"),
-        ("mask", 'self.loss.reduction != "none" and has_loss_scale', "has_loss_scale"),
+        ("mask", "options.expected_gradient is None)", "False)"),
         ("divisor", "replace(problem, teacher_dtype=teacher_x.dtype, ", "replace(problem, "),
         tests=("tests/test_kl_divergence.py",),
     ),
@@ -1513,7 +1513,7 @@ MUTATIONS = [
     ),
     *_of(
         "kl_divergence.py",
-        ("mask", "if tensor.requires_grad and not is_needed:", "if False:"),
+        ("mask", "    check_needed(dict(zip(_OPERANDS, tensors, strict=True)), Settings.parse(settings))\n", ""),
         ("index", 'operators.library.impl("linear_kl_divergence", _autograd_kernel, "Autograd")', "pass"),
         tests=("tests/test_kl_divergence.py",),
     ),

@@ -1,6 +1,6 @@
 """Derivatives of the operators: with autograd and torch.func, eagerly, traced, and in exported programs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -175,6 +175,16 @@ class _Backward(torch.autograd.Function):
         raise RuntimeError(_NO_VMAP)
 
 
+def check_needed(operands: Mapping[str, Tensor], settings: Settings) -> None:
+    """Raises a RuntimeError for an operand that requires a gradient which an operator of these settings has not."""
+    for name, operand in operands.items():
+        if operand.requires_grad and name not in settings.needs_grad:
+            raise RuntimeError(
+                f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
+                "it with one that does"
+            )
+
+
 def _autograd_kernel(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, terms: Sequence[Tensor], settings: str, **optional: Any
 ) -> list[Tensor]:
@@ -185,12 +195,7 @@ def _autograd_kernel(
         with torch._C._AutoDispatchBelowAutograd():
             call = torch.ops.thunder_flce.linear_cross_entropy
             return call(input, linear_weight, target, terms=terms, settings=settings, **optional)
-    for name, operand in operands.items():
-        if operand.requires_grad and name not in known.needs_grad:
-            raise RuntimeError(
-                f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
-                "it with one that does"
-            )
+    check_needed(operands, known)
     given = {"input": input, "linear_weight": linear_weight, "target": target, **optional}
     return list(_apply(known, (*map(given.get, _NAMES), *terms), optional.get("token_inputs") or ()))
 

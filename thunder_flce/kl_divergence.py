@@ -1,23 +1,23 @@
 """`linear_kl_divergence` for PyTorch: distillation from a teacher's hidden states and head, without whole logits."""
 
-import ast
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thunder_flce import inductor, operators
-from thunder_flce.autograd import requires_grad
+from thunder_flce.autograd import check_needed, requires_grad
 from thunder_flce.execution import distillation, engine
 from thunder_flce.execution.distillation import DivergenceResult, Teacher
 from thunder_flce.execution.operands import Operands, Term
-from thunder_flce.execution.plan import GradientsInForward, LossOnly
+from thunder_flce.execution.plan import GradientsInForward, LossOnly, RecomputeLogits
 from thunder_flce.functional import autocast, one_call, plain
 from thunder_flce.operation.arguments import check_linear_kl_divergence
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, Loss
+from thunder_flce.operators import Settings
 from thunder_flce.options import Options, as_options
 from thunder_flce.planning.choose import cached_plan
 
@@ -104,8 +104,15 @@ def linear_kl_divergence(
         )
     if options.strategy is not None:
         raise ValueError(f"linear_kl_divergence has no choice of a strategy, but options has {options.strategy!r}")
-    needs_grad = tuple(is_recorded and requires_grad(tensor) for tensor in (input, linear_weight))
-    settings = _Settings(divergence=kind, loss=loss, options=options, needs_grad=needs_grad)
+    student = {"input": input, "linear_weight": linear_weight}
+    needs_grad = tuple(name for name, tensor in student.items() if is_recorded and requires_grad(tensor))
+    strategy = LossOnly.strategy
+    if needs_grad:
+        # Rows have upstream gradients of their own, or a loss scale comes that is not known yet.
+        waits = reduction == "none" or (input.dtype is torch.float16 and options.expected_gradient is None)
+        strategy = RecomputeLogits.strategy if waits else GradientsInForward.strategy
+    options = replace(options, **{name: plain(value) for name, value in options.non_defaults().items()})
+    settings = Settings(loss=loss, needs_grad=needs_grad, strategy=strategy, options=options, divergence=kind)
     shape = input.shape[:-1]
     flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in (input, teacher_input)]
     flat_target = None if target is None else target.reshape(-1)
@@ -115,46 +122,15 @@ def linear_kl_divergence(
     return loss_value.reshape(shape) if reduction == "none" else loss_value
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """The plain values that the operators take as one string, a Python literal."""
-
-    divergence: Divergence
-    loss: Loss
-    options: Options
-    needs_grad: tuple[bool, ...]
-    """Whether input and linear_weight need a gradient"""
-
-    def __str__(self) -> str:
-        options = {name: plain(value) for name, value in self.options.non_defaults().items()}
-        parts = {"divergence": asdict(self.divergence), "loss": self.loss.non_defaults(), "options": options}
-        return repr({**parts, "needs_grad": self.needs_grad})
-
-    @staticmethod
-    def parse(text: str) -> "_Settings":
-        """The settings that were written as `text`."""
-        values = ast.literal_eval(text)
-        return _Settings(
-            divergence=Divergence(**values["divergence"]),
-            loss=Loss(**values["loss"]),
-            options=Options(**values["options"]),
-            needs_grad=values["needs_grad"],
-        )
-
-    def finishes_in_forward(self, dtype: torch.dtype) -> bool:
-        """Whether the backward only multiplies: not where rows have upstream gradients, nor before a loss scale."""
-        has_loss_scale = dtype is not torch.float16 or self.options.expected_gradient is not None
-        return any(self.needs_grad) and self.loss.reduction != "none" and has_loss_scale
-
-
-def _run(settings: _Settings, tensors: Sequence[Tensor | None], upstream: Tensor | None) -> DivergenceResult:
+def _run(settings: Settings, tensors: Sequence[Tensor | None], upstream: Tensor | None) -> DivergenceResult:
     """A run of the engine on (input, linear_weight, teacher_input, teacher_weight, target)."""
     x, weight, teacher_x, teacher_weight, target = tensors
     assert x is not None and weight is not None and teacher_x is not None and teacher_weight is not None
-    needs = settings.needs_grad if upstream is not None else (False, False)
+    assert settings.divergence is not None
+    needs = settings.needs_grad if upstream is not None else ()
     if target is None:
         target = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-    term = Term(x=x, weight=weight, input_grad=needs[0], weight_grad=needs[1])
+    term = Term(x=x, weight=weight, input_grad="input" in needs, weight_grad="linear_weight" in needs)
     operands = Operands(terms=(term,), bias=None, target=target, loss=settings.loss)
     options = replace(settings.options, strategy=None if upstream is None else GradientsInForward.strategy)
     # The plan of any loss that is reduced: the upstream gradient of each row is known when this runs.
@@ -171,8 +147,8 @@ def _run(settings: _Settings, tensors: Sequence[Tensor | None], upstream: Tensor
 
 
 def _forward(*tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
-    known, upstream, (x, *_) = _Settings.parse(settings), None, tensors
-    if known.finishes_in_forward(x.dtype):
+    known, upstream, (x, *_) = Settings.parse(settings), None, tensors
+    if known.finishes_in_forward:
         dtype = operators.statistics_dtype(x.dtype)
         upstream = torch.full((), known.options.expected_gradient or 1.0, dtype=dtype, device=x.device)
     result = _run(known, (*tensors, target), upstream)
@@ -181,28 +157,29 @@ def _forward(*tensors: Tensor, settings: str, target: Tensor | None = None) -> l
 
 
 def _forward_fake(*tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
-    known, (x, weight, *_) = _Settings.parse(settings), tensors
+    known, (x, weight, *_) = Settings.parse(settings), tensors
     shape = x.shape[:1] if known.loss.reduction == "none" else ()
     results = [x.new_empty(shape, dtype=operators.statistics_dtype(x.dtype)), x.new_empty((), dtype=torch.int64)]
-    return [*results, *_gradients_fake(known, x, weight)] if known.finishes_in_forward(x.dtype) else results
+    return [*results, *_gradients_fake(known, x, weight)] if known.finishes_in_forward else results
 
 
-def _gradients_fake(settings: _Settings, *tensors: Tensor) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t, is_needed in zip(tensors, settings.needs_grad, strict=True) if is_needed]
+def _gradients_fake(settings: Settings, *tensors: Tensor) -> list[Tensor]:
+    operands = zip(_OPERANDS, tensors, strict=False)
+    return [tensor.new_empty(tensor.shape) for name, tensor in operands if name in settings.needs_grad]
 
 
 def _backward(grad: Tensor, *tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
-    gradients = _run(_Settings.parse(settings), (*tensors, target), grad).gradients
+    gradients = _run(Settings.parse(settings), (*tensors, target), grad).gradients
     assert gradients is not None
     return gradients.needed()
 
 
 def _backward_fake(grad: Tensor, *tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
-    return _gradients_fake(_Settings.parse(settings), *tensors[:2])
+    return _gradients_fake(Settings.parse(settings), *tensors[:2])
 
 
-_TENSORS = "Tensor input, Tensor linear_weight, Tensor teacher_input, Tensor teacher_weight"
-_SCHEMA = f"{_TENSORS}, *, str settings, Tensor? target=None"
+_OPERANDS = ("input", "linear_weight", "teacher_input", "teacher_weight")
+_SCHEMA = f"{', '.join(f'Tensor {name}' for name in _OPERANDS)}, *, str settings, Tensor? target=None"
 operators.define("linear_kl_divergence", _SCHEMA, _forward, _forward_fake)
 operators.define("linear_kl_divergence_backward", f"Tensor grad, {_SCHEMA}", _backward, _backward_fake)
 
@@ -223,11 +200,10 @@ class _LinearKLDivergence(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         settings, *tensors = inputs
-        ctx.settings = _Settings.parse(settings)
+        ctx.settings = Settings.parse(settings)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*results[1:])
-        ctx.is_finished = ctx.settings.finishes_in_forward(tensors[0].dtype)
-        ctx.save_for_backward(*(results[1:] if ctx.is_finished else tensors))
+        ctx.save_for_backward(*(results[1:] if ctx.settings.finishes_in_forward else tensors))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
@@ -235,7 +211,7 @@ class _LinearKLDivergence(torch.autograd.Function):
             raise RuntimeError(_NO_SECOND_DERIVATIVE)
         if grad is None:
             return (None,) * 6
-        if ctx.is_finished:
+        if ctx.settings.finishes_in_forward:
             valid_count, *finished = ctx.saved_tensors
             expected = ctx.settings.options.expected_gradient
             scale = inductor.scaled if operators.is_traced(valid_count) else engine.scale_gradients
@@ -244,22 +220,15 @@ class _LinearKLDivergence(torch.autograd.Function):
             *tensors, target = ctx.saved_tensors
             call, settings = torch.ops.thunder_flce.linear_kl_divergence_backward, str(ctx.settings)
             found = iter(call(grad, *tensors, settings=settings, target=target))
-        of_operands = (next(found) if is_needed else None for is_needed in ctx.settings.needs_grad)
-        return None, *of_operands, None, None, None
+        of_operands = (next(found) if name in ctx.settings.needs_grad else None for name in _OPERANDS)
+        return None, *of_operands, None
 
 
 def _autograd_kernel(*tensors: Tensor, settings: str, target: Tensor | None = None) -> list[Tensor]:
     """Runs a direct call of the operator, such as those in exported programs."""
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         return _below_autograd(settings, *tensors, target)
-    names = ("input", "linear_weight", "teacher_input", "teacher_weight")
-    needs_grad = (*_Settings.parse(settings).needs_grad, False, False)
-    for name, tensor, is_needed in zip(names, tensors, needs_grad, strict=True):
-        if tensor.requires_grad and not is_needed:
-            raise RuntimeError(
-                f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
-                "it with one that does"
-            )
+    check_needed(dict(zip(_OPERANDS, tensors, strict=True)), Settings.parse(settings))
     return list(_LinearKLDivergence.apply(settings, *tensors, target))
 
 

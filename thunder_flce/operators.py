@@ -27,6 +27,7 @@ from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, Save
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.execution.shards import Pending, start_gathering
 from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
+from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS, Loss
 from thunder_flce.operation.problem import Problem, TermShape
 from thunder_flce.operation.shard import Shard
@@ -49,6 +50,8 @@ class Settings:
     shard: Shard | None = None
     vocab_parallel: str | None = None
     """Without a plan: the ranks that divide the vocabulary, by `as_literal`, which agree when the operator runs."""
+    divergence: Divergence | None = None
+    """Of `linear_kl_divergence`, whose operators have no plan."""
 
     @classmethod
     def planned(cls, loss: Loss, needs_grad: tuple[str, ...], plan: Plan, *, shard: Shard | None = None) -> "Settings":
@@ -94,6 +97,7 @@ class Settings:
             options=Options(**values.get("options", {})),
             shard=Shard(**values["shard"]) if "shard" in values else None,
             vocab_parallel=values.get("vocab_parallel"),
+            divergence=Divergence(**values["divergence"]) if "divergence" in values else None,
         )
 
     @property
@@ -121,6 +125,8 @@ def _written(settings: Settings) -> str:
         values["shard"] = asdict(settings.shard)
     if settings.vocab_parallel is not None:
         values["vocab_parallel"] = settings.vocab_parallel
+    if settings.divergence is not None:
+        values["divergence"] = asdict(settings.divergence)
     if options := settings.options.non_defaults():
         values["options"] = options
     return repr(values)
