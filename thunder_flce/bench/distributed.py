@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -131,30 +131,25 @@ def _three_products_and_sum(part: Part) -> Step:
     return step
 
 
-def _run(loss: Callable[[Tensor, Tensor], Tensor], part: Part, tokens: slice, mark: Mark) -> Result:
+def _run(loss: Callable[[Tensor, Tensor], Tensor], part: Part, mark: Mark, *, tokens: slice, dx_factor: int) -> Result:
     x = part.inputs.x.detach()[tokens].requires_grad_()
     value = loss(x, part.inputs.weight)
     mark("forward")
     dx, dw = torch.autograd.grad(value, (x, part.inputs.weight))
     mark("backward")
-    return Result(loss=value.detach(), dx=dx, dw=dw)
+    return Result(loss=value.detach(), dx=dx, dw=dw, dx_factor=dx_factor)
 
 
-def _vocab_parallel(
-    part: Part,
-    *,
-    input_grad_dtype: torch.dtype | None = None,
-    divides_tokens: bool = False,
-    options: Options | None = None,
-) -> Step:
-    parallel = VocabParallel(group=part.mesh, sequence_parallel=divides_tokens, input_grad_dtype=input_grad_dtype)
-    tokens = part.tokens if divides_tokens else slice(None)
+def _vocab_parallel(part: Part, *, options: Options | None = None, **settings: Any) -> Step:
+    """Ours. No rank ever has the whole weight."""
+    parallel = VocabParallel(group=part.mesh, **settings)
+    tokens = part.tokens if parallel.divides_tokens else slice(None)
     target = part.inputs.target[tokens]
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(x, weight, target, vocab_parallel=parallel, options=options)
 
-    return partial(_run, loss, part, tokens)
+    return partial(_run, loss, part, tokens=tokens, dx_factor=part.mesh.size() if parallel.data_parallel else 1)
 
 
 def _whole(part: Part, tensor: Tensor) -> DTensor:
@@ -170,9 +165,10 @@ def _weight(part: Part) -> DTensor:
     )
 
 
-def _value(loss: Tensor) -> Tensor:
-    loss = loss.detach()
-    return loss.to_local() if isinstance(loss, DTensor) else loss
+def _value(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
@@ -259,65 +255,49 @@ def _liger(part: Part, *, of_logits: bool = False) -> Step:
             rows = fused(x, weight, target, tp_group=group)
         return rows.sum() / (target != -100).sum()
 
-    return partial(_run, loss, part, slice(None))
+    return partial(_run, loss, part, tokens=slice(None), dx_factor=1)
 
 
-def _data_parallel(part: Part) -> Step:
-    """No rank ever has the whole weight."""
-    parallel, ranks = VocabParallel(group=part.mesh, data_parallel=True), part.mesh.size()
-    target = part.inputs.target[part.tokens]
+def _module(part: Part, module: nn.Module, weight: str) -> Step:
+    """A module that returns the loss of this rank's tokens, and whose parameter of that name is the head's weight."""
+    x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
+    gradient_bytes = sum(_value(parameter).nbytes for parameter in module.parameters())
 
-    def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
+    def step(mark: Mark) -> Result:
+        loss = module(x, target)
+        mark("forward")
+        loss.backward()
+        mark("backward")
+        dx, dw = x.grad, module.get_parameter(weight).grad
+        x.grad = None
+        module.zero_grad()
+        assert dx is not None and dw is not None
+        dw = dw.to_local() if isinstance(dw, DTensor) else dw[part.rows]
+        others = gradient_bytes - dw.nbytes
+        return Result(loss=loss.detach(), dx=dx, dw=dw, dx_factor=part.mesh.size(), other_gradient_bytes=others)
 
-    return lambda mark: replace(_run(loss, part, part.tokens, mark), dx_factor=ranks)
+    return step
 
 
 def _fully_shard(part: Part) -> Step:
     """FSDP2, the head as a unit that is gathered once a step, and the loss of each rank's tokens in its forward."""
-    x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
+    x = part.inputs.x
     head = LinearCrossEntropyLoss(x.shape[1], part.vocab, device="meta", dtype=x.dtype)
     fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
     head.to_empty(device=x.device)
-    weight, ranks = head.linear.weight, part.mesh.size()
+    weight = head.linear.weight
     assert isinstance(weight, DTensor)
     with torch.no_grad():
         weight.to_local().copy_(part.inputs.weight)
-
-    def step(mark: Mark) -> Result:
-        loss = head(x, target)
-        mark("forward")
-        loss.backward()
-        mark("backward")
-        dx, dw = x.grad, head.linear.weight.grad
-        x.grad = head.linear.weight.grad = None
-        assert dx is not None and isinstance(dw, DTensor)
-        return Result(loss=loss.detach(), dx=dx, dw=dw.to_local(), dx_factor=ranks)
-
-    return step
+    return _module(part, head, "linear.weight")
 
 
 def _thunder_ddp(part: Part, *, reduces_early: bool) -> Step:
     """The whole head on each rank, behind some layers; thunder averages all gradients."""
     from thunder_flce.bench.thunder_ddp import LayersAndHead, ddp
 
-    x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
     model = LayersAndHead(_weight(part).full_tensor().detach())
-    compiled, ranks = ddp(model, reduces_early=reduces_early), part.mesh.size()
-    others = sum(parameter.nbytes for parameter in model.parameters()) - part.inputs.weight.nbytes
-
-    def step(mark: Mark) -> Result:
-        loss = compiled(x, target)
-        mark("forward")
-        loss.backward()
-        mark("backward")
-        dx, dw = x.grad, compiled.get_parameter("head.weight").grad
-        x.grad = None
-        compiled.zero_grad()
-        assert dx is not None and dw is not None
-        return Result(loss=loss.detach(), dx=dx, dw=dw[part.rows], dx_factor=ranks, other_gradient_bytes=others)
-
-    return step
+    return _module(part, ddp(model, reduces_early=reduces_early), "head.weight")
 
 
 METHODS: Mapping[str, Callable[[Part], Step]] = {
@@ -328,7 +308,7 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
         part, input_grad_dtype=part.inputs.x.dtype
     ),
     "vocab_parallel, one chunk": lambda part: _vocab_parallel(part, options=Options(chunk_rows=part.inputs.x.shape[0])),
-    "sequence_parallel": partial(_vocab_parallel, divides_tokens=True),
+    "sequence_parallel": partial(_vocab_parallel, sequence_parallel=True),
     "loss_parallel": _loss_parallel,
     "loss_parallel, torch.compile": partial(_loss_parallel, is_compiled=True),
     "loss_parallel, 8 chunks": _chunked_loss_parallel,
@@ -336,7 +316,7 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "liger": _liger,
     "liger, of logits": partial(_liger, of_logits=True),
     "fully_shard": _fully_shard,
-    "data_parallel": _data_parallel,
+    "data_parallel": partial(_vocab_parallel, data_parallel=True),
     "thunder ddp": partial(_thunder_ddp, reduces_early=True),
     "thunder ddp, dW reduced last": partial(_thunder_ddp, reduces_early=False),
 }
