@@ -331,51 +331,47 @@ def peak_bytes(step: Step, device: str) -> dict[str, int]:
     Counts what PyTorch allocates on the device, whether Python, autograd or a compiled function asks for it. What the
     step leaves behind until its last mark, such as gradients, counts as well.
     """
-    with _CudaMeter() if device == "cuda" else _CpuMeter() as meter:
-        step(meter.mark)
-    return {**meter.peaks, TOTAL: max(meter.peaks.values())}
+    peaks = _cuda_peaks(step) if device == "cuda" else _cpu_peaks(step)
+    return {**peaks, TOTAL: max(peaks.values())}
 
 
-class _CudaMeter:
-    def __enter__(self) -> "_CudaMeter":
-        self.peaks: dict[str, int] = {}
+def _cuda_peaks(step: Step) -> dict[str, int]:
+    peaks: dict[str, int] = {}
+
+    def mark(phase: str) -> None:
         torch.cuda.synchronize()
-        self._before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return self
-
-    def mark(self, phase: str) -> None:
-        torch.cuda.synchronize()
-        self.peaks[phase] = torch.cuda.max_memory_allocated() - self._before
+        peaks[phase] = torch.cuda.max_memory_allocated() - before
         torch.cuda.reset_peak_memory_stats()
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step(mark)
+    return peaks
 
 
-class _CpuMeter:
+def _cpu_peaks(step: Step) -> dict[str, int]:
     """The CPU's allocator keeps no peak, but tells the profiler of every block that it gives out or takes back."""
 
-    def __enter__(self) -> "_CpuMeter":
-        self.peaks: dict[str, int] = {}
-        self._held = 0
-        self._start()
-        return self
+    def started() -> Any:
+        return torch.autograd.profiler.profile(profile_memory=True).__enter__()
 
-    def mark(self, phase: str) -> None:
-        self._profiler.__exit__(None, None, None)
-        peak = self._held
-        results = self._profiler.kineto_results
-        for event in results.events() if results is not None else ():
+    peaks: dict[str, int] = {}
+    held, profiler = 0, started()
+
+    def mark(phase: str) -> None:
+        nonlocal held, profiler
+        profiler.__exit__(None, None, None)
+        peak = held
+        for event in profiler.kineto_results.events():
             if event.name() == "[memory]":
-                self._held += event.nbytes()  # type: ignore[attr-defined]
-                peak = max(peak, self._held)
-        self.peaks[phase] = peak
-        self._start()
+                held += event.nbytes()
+                peak = max(peak, held)
+        peaks[phase] = peak
+        profiler = started()
 
-    def __exit__(self, *_: object) -> None:
-        self._profiler.__exit__(None, None, None)
-
-    def _start(self) -> None:
-        self._profiler = torch.autograd.profiler.profile(profile_memory=True)
-        self._profiler.__enter__()
+    try:
+        step(mark)
+    finally:
+        profiler.__exit__(None, None, None)
+    return peaks
