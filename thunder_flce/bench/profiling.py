@@ -8,46 +8,39 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from thunder_flce.bench.measuring import Step
+from thunder_flce.bench.measuring import Step, synchronize
 
 HISTORY = 100_000
 """Allocations that a memory snapshot remembers."""
 
 
-def write_profile(step: Step, directory: Path, name: str, *, device: str) -> list[Path]:
+def write_profile(step: Step, directory: Path, name: str, *, device: str) -> None:
     """Runs a step again, and writes what it did.
+
+    Writes `NAME.trace.json`, for Perfetto or chrome://tracing, and on CUDA `NAME.memory.pickle`, for
+    https://pytorch.org/memory_viz.
 
     Args:
         step: what to profile; it has run before, so that nothing is compiled any more.
         directory: where to write, made if it is not there.
         name: the stem of the file names, made fit for them.
         device: "cuda" or "cpu".
-
-    Returns:
-        `NAME.trace.json`, for Perfetto or chrome://tracing, and on CUDA `NAME.memory.pickle`, for
-        https://pytorch.org/memory_viz.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    stem = slug(name)
-    trace = directory / f"{stem}.trace.json"
-    on_cuda = device == "cuda"
+    stem, on_cuda = directory / slug(name), device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities, profile_memory=True, record_shapes=True) as profiler:
         step(profiler_mark)
-        if on_cuda:
+        synchronize(device)
+    profiler.export_chrome_trace(f"{stem}.trace.json")
+    if on_cuda:
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+        try:
+            step(profiler_mark)
             torch.cuda.synchronize()
-    profiler.export_chrome_trace(str(trace))
-    if not on_cuda:
-        return [trace]
-    snapshot = directory / f"{stem}.memory.pickle"
-    torch.cuda.memory._record_memory_history(max_entries=HISTORY)
-    try:
-        step(profiler_mark)
-        torch.cuda.synchronize()
-        torch.cuda.memory._dump_snapshot(str(snapshot))
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    return [trace, snapshot]
+            torch.cuda.memory._dump_snapshot(f"{stem}.memory.pickle")
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def exposed_collectives_ms(step: Step, *, device: str, calls: int = 3) -> float | None:
