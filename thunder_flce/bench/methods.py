@@ -39,7 +39,7 @@ def _compiled(compile_program: Callable[[Callable[..., Tensor]], Callable[..., T
 
 
 def _jitted(**options: Any) -> Method:
-    ours = _options(thunder_flce.Options, options)
+    ours = thunder_flce.Options(**options)
     program = _compiled(partial(thunder_flce.jit, options=ours))
     function = _function(thunder_flce.linear_cross_entropy, ours)
     # A sum of linears is given to the function as such: there is nothing to find in a trace.
@@ -58,24 +58,20 @@ def our_function(name: str, folder: Path | None = None) -> Method:
         FileNotFoundError: where there is no package in the folder.
     """
     function, options = (thunder_flce.linear_cross_entropy, thunder_flce.Options) if folder is None else load(folder)
-    return _function(function, _options(options, _our_options(name)))
-
-
-def _function(linear_cross_entropy: Callable[..., Tensor], options: Any) -> Method:
-    def method(inputs: Inputs) -> Tensor:
-        terms = {"terms": inputs.terms} if inputs.terms else {}
-        return linear_cross_entropy(
-            inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options, **terms
-        )
-
-    return method
-
-
-def _options(make: Callable[..., Any], options: dict[str, Any]) -> Any:
     try:
-        return make(**options)
+        return _function(function, options(**_our_options(name)))
     except TypeError as error:
         raise Unavailable(f"no such option in this version: {error}") from None
+
+
+def _function(linear_cross_entropy: Callable[..., Any], options: Any, **settings: Any) -> Callable[[Inputs], Any]:
+    given = {"options": options, **settings}
+
+    def method(inputs: Inputs) -> Any:
+        terms = {"terms": inputs.terms} if inputs.terms else {}
+        return linear_cross_entropy(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, **terms, **given)
+
+    return method
 
 
 def _our_options(name: str) -> dict[str, Any]:
@@ -111,13 +107,9 @@ def _auto_chunker() -> Method:
 
 
 def _entropy(**options: Any) -> Method:
-    function = thunder_flce.linear_cross_entropy
-    settings = {"reduction": "none", "outputs": ("entropy",), "options": _options(thunder_flce.Options, options)}
-    return _one_linear(
-        lambda inputs: _mean(
-            inputs, *function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, **settings)
-        )
-    )
+    settings = {"reduction": "none", "outputs": ("entropy",)}
+    function = _function(thunder_flce.linear_cross_entropy, thunder_flce.Options(**options), **settings)
+    return _one_linear(lambda inputs: _mean(inputs, *function(inputs)))
 
 
 def liger_per_token(*, entropy: bool) -> Callable[[Tensor, Tensor, Tensor], Any]:
