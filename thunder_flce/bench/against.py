@@ -72,9 +72,6 @@ def measure(shape: Shape, methods: list[str], session: Session, *, base: Base) -
         methods: names that `methods.build` knows; with another checkout as the base, of this project only.
         session: where, for how long (a call is one of both), and who is told.
         base: what they are compared with.
-
-    Raises:
-        DeviceLost: where a method makes further measurements in this process impossible.
     """
     device, session = session.device, replace(session, row=partial(Row, shape=shape, base=base.name))
     torch.compiler.reset()

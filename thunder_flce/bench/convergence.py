@@ -104,9 +104,6 @@ def measure(name: str, methods: list[str], session: Session, *, seeds: list[int]
         session: where, and who is told.
         seeds: of the runs; those of one seed begin with the same parameters and see the same batches.
         steps: of each run.
-
-    Raises:
-        DeviceLost: where a method makes further measurements in this process impossible.
     """
     torch.compiler.reset()
     session.progress("text and model")

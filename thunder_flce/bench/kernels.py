@@ -68,9 +68,6 @@ def measure(
         session: where, for how long, and who is told.
         dtype: of the logits.
         logits_bytes: how large the logits are; by default as in `LOGITS_BYTES`.
-
-    Raises:
-        DeviceLost: where a kernel makes further measurements in this process impossible.
     """
     device = session.device
     release(device)

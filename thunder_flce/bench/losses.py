@@ -272,9 +272,6 @@ def measure(shape: Shape, names: list[str], session: Session) -> None:
         shape: its tokens are divided into `SEQUENCES`.
         names: from `METHODS`.
         session: where, for how long, and who is told.
-
-    Raises:
-        DeviceLost: where a method makes further measurements in this process impossible.
     """
     device, session = session.device, replace(session, row=partial(Row, shape=shape))
     torch.compiler.reset()

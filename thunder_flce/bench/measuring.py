@@ -241,7 +241,10 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Where and for how long methods are measured, and who is told of it."""
+    """Where and for how long methods are measured, and who is told of it.
+
+    What measures methods raises `DeviceLost`, as `attempt` does, where one makes further measurements impossible.
+    """
 
     device: str
     """"cuda" or "cpu"."""
@@ -287,11 +290,7 @@ class Session:
                 raise DeviceLost(methods[0]) from None
 
     def take_turns(self, steps: Mapping[str, Step]) -> dict[str, Outcome]:
-        """Times methods that take turns; one that fails is left out from there on.
-
-        Raises:
-            DeviceLost: where a method makes further measurements impossible.
-        """
+        """Times methods that take turns; one that fails is left out from there on."""
         found = self._rounds(steps, _turn)
         return {
             name: Outcome(
@@ -305,9 +304,6 @@ class Session:
         """Times two steps in turns, call by call, for each of several pairs, which take longer turns; see `take_turns`.
 
         Both calls of a pair find the chip as warm, so their ratio is known better than either of their times.
-
-        Raises:
-            DeviceLost: where a pair makes further measurements impossible.
         """
         found = self._rounds(pairs, _paired_turn_ms)
         return {name: [pair for pairs_ms in turns for pair in pairs_ms] for name, turns in found.items()}

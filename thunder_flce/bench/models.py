@@ -127,9 +127,6 @@ def measure(name: str, methods: list[str], session: Session, *, layers: int | No
         methods: names from `METHODS`.
         session: where, for how long, and who is told.
         layers: instead of the model's own number.
-
-    Raises:
-        DeviceLost: where a method makes further measurements in this process impossible.
     """
     torch.compiler.reset()
     release(session.device)

@@ -105,9 +105,6 @@ def measure(shape: Shape, ways: list[str], session: Session) -> None:
         shape: what to measure.
         ways: names from `WAYS`.
         session: where, for how long, and who is told.
-
-    Raises:
-        DeviceLost: where one of them makes further measurements in this process impossible.
     """
     device, session = session.device, replace(session, row=partial(Row, shape=shape))
     steps: dict[str, Step] = {}

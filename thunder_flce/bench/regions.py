@@ -85,9 +85,6 @@ def measure(
         session: where, for how long, and who is told.
         axis: what a sweep changes, whose results are not compared with the reference.
         profile: where to write a trace and a memory snapshot of each method; None for none.
-
-    Raises:
-        DeviceLost: where a method makes further measurements in this process impossible.
     """
     device, session = session.device, replace(session, row=partial(Row, shape=shape, axis=axis))
     # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.

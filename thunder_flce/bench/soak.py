@@ -63,9 +63,6 @@ def measure(shape: Shape, methods: list[str], session: Session, *, steps: int) -
         methods: names that `methods.build` knows.
         session: where, and who is told.
         steps: of each method.
-
-    Raises:
-        DeviceLost: where a method makes further measurements in this process impossible.
     """
     torch.compiler.reset()
     passes = max(-(-steps // COUNTS), 4)
