@@ -223,24 +223,20 @@ def _have_dynamo_invert() -> None:
 @torch.compiler.assume_constant_result
 def _written(steps: tuple[_Step, ...], result: _Name, dtypes: tuple[torch.dtype, ...]) -> TokenLoss | str:
     """The loss, or an error's text: Dynamo would take an error raised in here for one of its own."""
-    try:
-        return _write_steps(steps, result, dtypes)
-    except (NotOfTokens, NotImplementedError) as problem:
-        return str(problem)
-
-
-def _write_steps(steps: tuple[_Step, ...], result: _Name, dtypes: tuple[torch.dtype, ...]) -> TokenLoss:
-    writer = TokenLossWriter(dtypes)
     values: dict[str, Any] = {}
 
     def value(argument: Any) -> Any:
         return values.get(argument.text, argument.text) if isinstance(argument, _Name) else argument
 
-    for number, step in enumerate(steps):
-        args, kwargs = [*map(value, step.args)], {name: value(each) for name, each in step.kwargs}
-        found = write(writer, step.called, args, kwargs)
-        values[str(number)] = writer.detached(found) if step.is_detached and isinstance(found, str) else found
-    return writer.finish(value(result))
+    try:
+        writer = TokenLossWriter(dtypes)
+        for number, step in enumerate(steps):
+            args, kwargs = [*map(value, step.args)], {name: value(each) for name, each in step.kwargs}
+            found = write(writer, step.called, args, kwargs)
+            values[str(number)] = writer.detached(found) if step.is_detached and isinstance(found, str) else found
+        return writer.finish(value(result))
+    except (NotOfTokens, NotImplementedError) as problem:
+        return str(problem)
 
 
 def write(writer: TokenLossWriter, called: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
