@@ -4,13 +4,16 @@ A cross-entropy is one. A log-probability or an entropy that a program spells ou
 it (a gather, a sum) come from one linear. So a graph with gates or attention, and no loss, is left alone.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.nn.functional as F
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_flatten
+
+_T = TypeVar("_T")
 
 LINEARS = ("linear", "matmul", "mm", "addmm")
 _NORMALISERS = ("log_softmax", "softmax", "logsumexp")
@@ -66,6 +69,11 @@ def region_ends(graph: Graph) -> list[Node]:
     return list(ends)
 
 
+def above_ends(graph: Graph) -> dict[Node, None]:
+    """From the end of each region up to the linears, these included."""
+    return reached(region_ends(graph), lambda node: [] if is_linear(node) else node.all_input_nodes)
+
+
 def _gathers_or_normalises(node: Node, operand: Node) -> bool:
     return name_of(node) in (*_NORMALISERS, *_GATHERS) or (name_of(node), name_of(operand)) in _LAST_OF_NORMALISERS
 
@@ -76,7 +84,7 @@ def sources_above(node: Node) -> set[Node]:
     def is_source(node: Node) -> bool:
         return is_linear(node) or name_of(node) == _CHECKPOINT
 
-    above = _reached([node], lambda node: [] if is_source(node) else node.all_input_nodes)
+    above = reached([node], lambda node: [] if is_source(node) else node.all_input_nodes)
     # What attention multiplies has more dimensions.
     return {node for node in above if is_source(node) and not (is_linear(node) and _rank(_matrix(node)) > 2)}
 
@@ -100,7 +108,7 @@ def _readers_below(source: Node, sizes: set[Any]) -> list[Node]:
         is_logits = node is source or not shape or is_flat or not sizes.isdisjoint(shape)
         return node.users if is_logits and not (node is not source and is_linear(node)) else ()
 
-    return [node for node in _reached([source], users) if _reads(node, source, sizes)]
+    return [node for node in reached([source], users) if _reads(node, source, sizes)]
 
 
 def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
@@ -115,7 +123,7 @@ def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
         is_over_all = not _shape(value_of(node)) and _multiplies_rows(operand, sizes)
         if name_of(operand) in _CHOICES and any(map(_is_log_softmax, operand.all_input_nodes)):
             masks = [each for each in operand.all_input_nodes if not _is_log_softmax(each)]
-            return source not in _reached(masks, _inputs_but_for_linears)
+            return source not in reached(masks, _inputs_but_for_linears)
         return (is_over_classes or is_over_all) and name_of(operand) in _PRODUCTS
     if name == "kl_div":
         return bool(shape) and shape[-1] in sizes
@@ -129,7 +137,7 @@ def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
     else:
         is_gather = name in _GATHERS and is_over_classes
     # Columns that hang on the logits are choices, as of a gate's experts.
-    return is_gather and source not in _reached(indices, _inputs_but_for_linears)
+    return is_gather and source not in reached(indices, _inputs_but_for_linears)
 
 
 def _picks_elements(part: Any) -> bool:
@@ -165,14 +173,15 @@ def _inputs_but_for_linears(node: Node) -> Iterable[Node]:
     return [] if is_linear(node) else node.all_input_nodes
 
 
-def _reached(start: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> set[Node]:
-    found: set[Node] = set()
-    waiting = list(start)
+def reached(start: Iterable[_T], following: Callable[[_T], Iterable[_T]]) -> dict[_T, None]:
+    """All that is reached from `start`, that included, the nearest first."""
+    found: dict[_T, None] = {}
+    waiting = deque(start)
     while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += following(node)
+        each = waiting.popleft()
+        if each not in found:
+            found[each] = None
+            waiting += following(each)
     return found
 
 

@@ -80,24 +80,13 @@ class Rewrite(TraceSubstitutionProcessor):
 
         Its first result may be computed from further ones, such as a log-sum-exp: these need not be there.
         """
-        others = [other for other in self._matches.values() if other is not match]
-        given = {name for each in others for name in (each.place.output.name, *_further_names(each))}
+        given = {name for other in self._matches.values() if other is not match for name in other.given}
         tensors = (*match.path.operands, match.arguments.target, match.arguments.weight, *match.place.flat_proxy_args)
-        waiting = [tensor.name for tensor in tensors if tensor is not None]
-        seen = set(match.own)
-        while given and waiting:
-            name = waiting.pop()
-            if name in seen:
-                continue
-            if name in given:
-                return True
-            seen.add(name)
-            if name in self._index.producers:
-                waiting += [arg.name for arg in self._index.producers[name].flat_proxy_args]
-        return False
+        names = [tensor.name for tensor in tensors if tensor is not None]
+        return not given.isdisjoint(self._index.computed_from(names, without=match.own))
 
     def _further_results(self) -> set[str]:
-        return {name for match in self._matches.values() for name in _further_names(match)}
+        return {name for match in self._matches.values() for name in match.further}
 
     def _fuse(self, match: Match) -> None:
         """Puts the region in place of its first result, and after it the operations that wait for another one.
@@ -222,10 +211,6 @@ class Rewrite(TraceSubstitutionProcessor):
         self._decisions.append(decision)
         region |= {"needs_grad": needs_grad, **planned.settings}
         return symbols.linear_cross_entropy(**region)
-
-
-def _further_names(match: Match) -> list[str]:
-    return [result.tensor.name for result in match.results[1:]]
 
 
 def _operands(term: Term, path: LogitsPath) -> tuple[TensorProxy, TensorProxy]:

@@ -4,10 +4,10 @@ from operator import attrgetter
 from typing import Any
 
 from torch._higher_order_ops import wrap
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from thunder_flce.loss_nodes import is_linear, region_ends
+from thunder_flce.loss_nodes import above_ends, region_ends
 
 
 def open_checkpoints(gm: GraphModule) -> None:
@@ -26,24 +26,12 @@ def _checkpoint_of_a_region(gm: GraphModule) -> Node | None:
         for node in gm.graph.find_nodes(op="call_function", target=wrap.tag_activation_checkpoint)
         if "_checkpoint_context_fn" not in _body(gm, node).meta
     }
-    reached = _above_ends(gm.graph) if checkpoints else set()
-    return next((node for node, body in checkpoints.items() if node in reached or region_ends(body.graph)), None)
+    above = above_ends(gm.graph) if checkpoints else ()
+    return next((node for node, body in checkpoints.items() if node in above or region_ends(body.graph)), None)
 
 
 def _body(gm: GraphModule, checkpoint: Any) -> GraphModule:
     return attrgetter(checkpoint.args[0].target)(gm)
-
-
-def _above_ends(graph: Graph) -> set[Node]:
-    """From the end of each region up to, but without, the linears."""
-    above: set[Node] = set()
-    waiting = region_ends(graph)
-    while waiting:
-        node = waiting.pop()
-        if node not in above and not is_linear(node):
-            above.add(node)
-            waiting += node.all_input_nodes
-    return above
 
 
 def _open(gm: GraphModule, checkpoint: Any) -> None:

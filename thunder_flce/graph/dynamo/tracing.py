@@ -9,7 +9,6 @@ so the matcher sees all users of the logits.
 import inspect
 import operator
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +32,7 @@ from thunder_flce.graph.dynamo.sizes import Sizes
 from thunder_flce.graph.matching import losses as losses_in_trace
 from thunder_flce.graph.ranges import spell_out_ranges
 from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions, with_defaults
-from thunder_flce.loss_nodes import LINEARS, is_call, is_linear, is_loss, name_of, region_ends, value_of
+from thunder_flce.loss_nodes import LINEARS, above_ends, is_call, is_linear, is_loss, name_of, reached, value_of
 
 # A property is one of aten's operators from torch 2.15 on, and a getattr before.
 _PERMUTATIONS = ("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "getattr", "mT")
@@ -124,43 +123,25 @@ def _spell_out_autocast(graph: Graph) -> None:
                     node.replace_input_with(operand, cast)
 
 
-def _region_of(graph: Graph) -> set[Node]:
+def _region_of(graph: Graph) -> dict[Node, None]:
     """From each end up to the linears, with the permutations of their operands, and from the linears down."""
-    region: set[Node] = set()
-    linears: list[Node] = []
-    waiting = region_ends(graph)
-    while waiting:
-        node = waiting.pop()
-        if node in region or not is_call(node):
-            continue
-        region.add(node)
-        if is_linear(node):
-            linears.append(node)
-            region |= {operand for operand in node.all_input_nodes if name_of(operand) in _PERMUTATIONS}
-        else:
-            waiting += node.all_input_nodes
-    region |= _below(linears).keys()
-    # Whatever labels are compared with, too: it may be the labels, computed once more.
-    waiting = [operand for node in region for operand in node.all_input_nodes]
-    while waiting:
-        node = waiting.pop()
+    region = above_ends(graph)
+    linears = list(filter(is_linear, region))
+    operands = (operand for linear in linears for operand in linear.all_input_nodes)
+    region |= dict.fromkeys(operand for operand in operands if name_of(operand) in _PERMUTATIONS)
+    region |= _below(linears)
+
+    def may_be_labels(node: Node) -> bool:
         value = value_of(node)
-        if node not in region and isinstance(value, Tensor) and not value.is_floating_point() and not is_linear(node):
-            region.add(node)
-            waiting += node.all_input_nodes
-    return region
+        return isinstance(value, Tensor) and not value.is_floating_point() and not is_linear(node)
+
+    # Whatever labels are compared with, too: it may be the labels, computed once more.
+    return reached(region, lambda node: filter(may_be_labels, node.all_input_nodes))
 
 
 def _below(linears: list[Node]) -> dict[Node, None]:
     """The linears and all that uses their results, the nearest first."""
-    found: dict[Node, None] = {}
-    waiting = deque(linears)
-    while waiting:
-        node = waiting.popleft()
-        if node not in found:
-            found[node] = None
-            waiting += node.users
-    return found
+    return reached(linears, lambda node: node.users)
 
 
 class _Tracer:

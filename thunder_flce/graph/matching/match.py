@@ -28,6 +28,7 @@ from thunder_flce.graph.matching.reasons import NotFused, Reason
 from thunder_flce.graph.matching.token_losses import NotASum, Source, TokenSum, find_token_sum
 from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, tensors_written
 from thunder_flce.graph.matching.upstream import WeightedSum, weighted_sum
+from thunder_flce.loss_nodes import reached
 from thunder_flce.operation.loss import NOTHING_IGNORED
 from thunder_flce.options import Options
 
@@ -75,6 +76,16 @@ class Match:
     def place(self) -> BoundSymbol:
         """Where the region will be."""
         return self.results[0].bsym if self.weighted is None else self.weighted.place
+
+    @property
+    def further(self) -> set[str]:
+        """The names of the tensors of the program that the region gives beside the first."""
+        return {result.tensor.name for result in self.results[1:]}
+
+    @property
+    def given(self) -> set[str]:
+        """The names of all tensors of the program that the region gives."""
+        return {self.place.output.name, *self.further}
 
     @property
     def replaced(self) -> list[BoundSymbol]:
@@ -431,11 +442,6 @@ class _Candidate:
         results = [Result(found.place, found.place.output, "loss"), *outputs, *match.results[len(results) :]]
         return replace(match, arguments=call, results=tuple(results), token_sum=found, reduced=reduced)
 
-    def given_names(self) -> list[str]:
-        """The names of the tensors that its region gives."""
-        assert self.found is not None
-        return [self.found.place.output.name, *(result.tensor.name for result in self.found.results[1:])]
-
     def needed(self, givers: "dict[str, _Candidate]") -> "list[_Candidate]":
         """The candidates whose regions give what its region needs; it may be among them."""
         assert self.found is not None
@@ -444,18 +450,8 @@ class _Candidate:
         waiting = [tensor.name for tensor in tensors if tensor is not None]
         if self.without_sum is not None:
             waiting += [arg.name for arg in self.found.place.flat_proxy_args]
-        seen: set[str] = set()
-        found: list[_Candidate] = []
-        while waiting:
-            name = waiting.pop()
-            if name in seen or name in own:
-                continue
-            seen.add(name)
-            if name in givers:
-                found.append(givers[name])
-            elif name in self.index.producers:
-                waiting += [arg.name for arg in self.index.producers[name].flat_proxy_args]
-        return found
+        names = self.index.computed_from(waiting, without=own, up_to=givers)
+        return [givers[name] for name in names if name in givers]
 
     def path_bsyms(self) -> list[BoundSymbol]:
         """What computes the logits: the linear, and all operations on its output."""
@@ -583,10 +579,10 @@ def _check_order(leaders: Sequence[_Candidate]) -> None:
     run: such as where the labels of two losses are each other's predictions. Where only the sum that it computes needs
     it, the program computes that sum.
     """
-    while matched := [leader for leader in leaders if leader.found is not None and leader.problem is None]:
-        givers = {name: leader for leader in matched for name in leader.given_names()}
-        needed = {id(leader): leader.needed(givers) for leader in matched}
-        stuck = [leader for leader in matched if leader in _reached(needed[id(leader)], needed)]
+    while matched := {leader: leader.found for leader in leaders if leader.found and leader.problem is None}:
+        givers = {name: leader for leader, found in matched.items() for name in found.given}
+        needed = {leader: leader.needed(givers) for leader in matched}
+        stuck = [leader for leader in matched if leader in reached(needed[leader], needed.__getitem__)]
         sums = [leader for leader in stuck if leader.without_sum is not None]
         for leader in sums:
             leader.found, leader.without_sum = leader.without_sum, None
@@ -595,14 +591,3 @@ def _check_order(leaders: Sequence[_Candidate]) -> None:
         for leader in stuck:
             leader.problem = NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
         return
-
-
-def _reached(start: list[_Candidate], needed: dict[int, list[_Candidate]]) -> list[_Candidate]:
-    found: list[_Candidate] = []
-    waiting = list(start)
-    while waiting:
-        leader = waiting.pop()
-        if leader not in found:
-            found.append(leader)
-            waiting += needed[id(leader)]
-    return found

@@ -1,12 +1,14 @@
 """A trace as the matcher needs it: the producer and the users of each tensor, and through which gradients flow."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from thunder.core import dtypes, prims
-from thunder.core.proxies import NumberProxy, ProxyTag, TensorProxy
+from thunder.core.proxies import NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
+
+from thunder_flce.loss_nodes import reached
 
 
 class TraceIndex:
@@ -49,25 +51,35 @@ class TraceIndex:
 
     def derives_from(self, tensor: TensorProxy, source: TensorProxy) -> bool:
         """Whether a tensor is another one, or computed from it."""
-        return any(name == source.name for name in self._computed_from(tensor))
+        return source.name in self.computed_from([tensor.name])
 
     def may_share_memory(self, a: TensorProxy, b: TensorProxy) -> bool:
         """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
-        of_first = set(self._computed_from(a, a.dtype))
-        return any(name in of_first for name in self._computed_from(b, b.dtype))
 
-    def _computed_from(self, tensor: TensorProxy, dtype: dtypes.dtype | None = None) -> Iterator[str]:
-        """The names of a tensor and of those, all or of one dtype, that it is computed from."""
-        waiting, seen = [tensor], set()
-        while waiting:
-            current = waiting.pop()
-            if current.name in seen:
-                continue
-            seen.add(current.name)
-            yield current.name
-            if current.name in self.producers:
-                operands = _tensors(self.producers[current.name].flat_proxy_args)
-                waiting += [operand for operand in operands if dtype in (None, operand.dtype)]
+        def viewed(name: str) -> list[str]:
+            return [operand.name for operand in _tensors(self._operands(name)) if operand.dtype == a.dtype]
+
+        return a.dtype == b.dtype and not reached([a.name], viewed).keys().isdisjoint(reached([b.name], viewed))
+
+    def computed_from(
+        self, names: Iterable[str], *, without: Collection[str] = (), up_to: Collection[str] = ()
+    ) -> dict[str, None]:
+        """The names of some tensors and of all that they are computed from.
+
+        Args:
+            names: of the tensors.
+            without: names that are left out, with what only they are computed from.
+            up_to: names beyond which nothing is of interest.
+        """
+
+        def above(name: str) -> list[str]:
+            operands = () if name in up_to else self._operands(name)
+            return [operand.name for operand in operands if operand.name not in without]
+
+        return reached((name for name in names if name not in without), above)
+
+    def _operands(self, name: str) -> Sequence[Proxy]:
+        return self.producers[name].flat_proxy_args if name in self.producers else ()
 
     def writers_between(self, first: Sequence[BoundSymbol], last: BoundSymbol) -> list[BoundSymbol]:
         """Of the bound symbols from the earliest of `first` up to `last`, those that change a tensor in place."""
