@@ -1,11 +1,15 @@
 """The losses of a trace: cross_entropy and nll_loss, with their arguments by name."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
+
+_CROSS_ENTROPY = "logits target weight size_average ignore_index reduce reduction label_smoothing".split()
+_NLL_LOSS = "logits target weight ignore_index reduction".split()
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,39 +29,19 @@ class CrossEntropy:
     """Whether it has the argument size_average or reduce."""
 
     @classmethod
-    def call(
-        cls,
-        logits: TensorProxy,
-        target: TensorProxy,
-        weight: TensorProxy | None = None,
-        size_average: bool | None = None,
-        ignore_index: int = -100,
-        reduce: bool | None = None,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-    ) -> "CrossEntropy":
-        """From the arguments of `torch.nn.functional.cross_entropy`, as thunder passes them on."""
-        is_deprecated = size_average is not None or reduce is not None
-        return cls(logits, target, weight, ignore_index, reduction, label_smoothing, is_deprecated)
-
-    @classmethod
-    def call_nll_loss(
-        cls,
-        logits: TensorProxy,
-        target: TensorProxy,
-        weight: TensorProxy | None = None,
-        ignore_index: int | None = None,
-        reduction: str = "mean",
-    ) -> "CrossEntropy":
-        """From the arguments of `torch.nn.functional.nll_loss`, as thunder passes them on."""
-        # Where ignore_index is left out, thunder keeps None, and takes that for another value than torch.
-        return cls(logits, target, weight, -100 if ignore_index is None else ignore_index, reduction)
+    def call(cls, *args: Any, names: Sequence[str] = _CROSS_ENTROPY, **kwargs: Any) -> "CrossEntropy":
+        """From the arguments of a loss, as thunder passes them on, and the names of those by position."""
+        given = dict(zip(names, args, strict=False)) | kwargs
+        # Where nll_loss has no ignore_index, thunder keeps None, and takes that for another value than torch.
+        given = {name: value for name, value in given.items() if value is not None}
+        deprecated = [given.pop(name) for name in ("size_average", "reduce") if name in given]
+        return cls(**given, is_deprecated=bool(deprecated))
 
     @classmethod
     def of(cls, loss: BoundSymbol) -> "CrossEntropy":
         """From a bound symbol that `is_loss`."""
-        call = cls.call_nll_loss if loss.sym.id == ltorch.nll_loss.id else cls.call
-        return call(*loss.args, **loss.kwargs)
+        names = _NLL_LOSS if loss.sym.id == ltorch.nll_loss.id else _CROSS_ENTROPY
+        return cls.call(*loss.args, names=names, **loss.kwargs)
 
     def in_place_of(self, loss: BoundSymbol, output: TensorProxy) -> BoundSymbol:
         """A bound symbol like `loss`, with these arguments and another output, and without a decomposition."""

@@ -19,8 +19,9 @@ from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_
 from thunder_flce.graph.unfused_cross_entropy import symbols
 
 
-def _is_supported(call: CrossEntropy) -> bool:
+def _is_supported(*args: Any, **kwargs: Any) -> bool:
     """Whether the symbols compute it."""
+    call = CrossEntropy.call(*args, **kwargs)
     logits, target = call.logits, call.target
     if call.is_deprecated or not is_static(logits, target, call.ignore_index, call.label_smoothing):
         return False
@@ -122,10 +123,6 @@ def _along_classes(call: CrossEntropy) -> TensorProxy:
     return ltorch.reshape(call.weight, (-1, *[1] * (call.logits.ndim - 2)))
 
 
-def _checker(*args: Any, **kwargs: Any) -> bool:
-    return _is_supported(CrossEntropy.call(*args, **kwargs))
-
-
 def _transform(*args: Any, **kwargs: Any) -> TensorProxy:
     call = CrossEntropy.call(*args, **kwargs)
     forward = _probabilities_forward if call.has_probabilities else _forward
@@ -143,7 +140,7 @@ def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
 
 
 executor.register_implementation(
-    ltorch.cross_entropy, checker=_checker, execution_transform=_transform, grad_transform=_grad
+    ltorch.cross_entropy, checker=_is_supported, execution_transform=_transform, grad_transform=_grad
 )
 if nvfuser_available():
     from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
