@@ -33,7 +33,7 @@ def forward_fusion(
     reduction: str,
     ignore_index: int,
 ) -> tuple[Any, Any, Any, Any]:
-    """Adds the forward to a definition; mirrors `torch_impl.forward_impl`."""
+    """Adds the forward to a definition; mirrors `symbols._forward_impl`."""
     ops = fd.ops
     target = ops.cast(target, DataType.Int)
     valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
@@ -74,7 +74,7 @@ def backward_fusion(
     reduction: str,
     ignore_index: int,
 ) -> Any:
-    """Adds the backward to a definition; mirrors `torch_impl.backward_impl`."""
+    """Adds the backward to a definition; mirrors `symbols._backward_impl`."""
     ops = fd.ops
     target = ops.cast(target, DataType.Int)
     valid, wrong = _classify(fd, target, vocab=vocab, ignore_index=ignore_index)
