@@ -10,7 +10,7 @@ from thunder.core.transform_common import Transform
 from thunder.extend import Executor
 
 from thunder_flce.graph.plugin import with_fusion
-from thunder_flce.graph.ranges import spell_out_ranges
+from thunder_flce.graph.spelling import spell_out_casts, spell_out_ranges
 from thunder_flce.graph.thunder_private import (
     ThunderCompiler,
     ThunderFXCompiledObject,
@@ -18,6 +18,7 @@ from thunder_flce.graph.thunder_private import (
     get_torch_compile_kwargs,
 )
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
+from thunder_flce.loss_nodes import value_of
 from thunder_flce.options import Options
 
 
@@ -92,17 +93,8 @@ def _spell_out_autocast(gm: torch.fx.GraphModule) -> None:
     """
     products = (F.linear, torch.matmul, operator.matmul)
     for node in [node for product in products for node in gm.graph.find_nodes(op="call_function", target=product)]:
-        operands = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, torch.fx.Node)]
-        dtype = node.meta["example_value"].dtype
-        if len({operand.meta["example_value"].dtype for operand in operands}) == 1:
-            continue
-        with gm.graph.inserting_before(node):
-            for operand in operands:
-                value = operand.meta["example_value"]
-                if value.dtype != dtype:
-                    cast = gm.graph.call_method("to", (operand, dtype))
-                    cast.meta["example_value"] = value.to(dtype)
-                    node.replace_input_with(operand, cast)
+        if len({value_of(operand).dtype for operand in node.all_input_nodes}) > 1:
+            spell_out_casts(node)
 
 
 def _spell_out_ignore_index(gm: torch.fx.GraphModule) -> None:

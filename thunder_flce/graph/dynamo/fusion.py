@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from thunder.common import CompileData
 from thunder.core import devices, dtypes
 from thunder.core.trace import TraceCtx
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from thunder_flce.execution.plan import LossOnly
 from thunder_flce.graph.decisions import Decision
@@ -24,7 +24,6 @@ from thunder_flce.graph.thunder_private import compile_data_and_stats
 from thunder_flce.graph.trace_arguments import region_problem
 from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
 from thunder_flce.loss_nodes import region_ends, sources_above, value_of
-from thunder_flce.operation.problem import Problem
 from thunder_flce.options import Options
 from thunder_flce.planning.choose import cached_plan, lasting_strategy
 
@@ -71,8 +70,11 @@ def _fuse(gm: GraphModule, options: Options, strict: bool) -> Fusion:
         _, trace, _ = transform.transform_traces_pre_prologue(None, region.trace, None)
     (compilation,) = transform.compilations
     # AOTAutograd makes Dynamo start again where a float is symbolic that has to be a number.
-    given = [node for node in region.losses_not_traced() if not any(map(_is_symbolic_float, node.all_input_nodes))]
-    decisions = list(map(_decision_not_traced, given))
+    decisions = [
+        Decision(source_of(loss) or loss.name, reason=Reason.DYNAMIC if sources_above(loss) else Reason.NO_LINEAR)
+        for loss in region.losses_not_traced()
+        if not any(isinstance(value_of(operand), torch.SymFloat) for operand in loss.all_input_nodes)
+    ]
     if name := not_writable(region, trace):
         fused = [decision for decision in compilation.decisions if decision.fused]
         decisions += [replace(each, region=None, reason=Reason.NOT_WRITTEN, detail=name) for each in fused]
@@ -83,15 +85,6 @@ def _fuse(gm: GraphModule, options: Options, strict: bool) -> Fusion:
     compilation.decisions += decisions
     transform.report(decisions)
     return Fusion(compilation, trace, time.perf_counter() - start - compilation.seconds)
-
-
-def _is_symbolic_float(node: Node) -> bool:
-    return isinstance(value_of(node), torch.SymFloat)
-
-
-def _decision_not_traced(loss: Node) -> Decision:
-    reason = Reason.DYNAMIC if sources_above(loss) else Reason.NO_LINEAR
-    return Decision(source_of(loss) or loss.name, reason=reason)
 
 
 class _FuseForInductor(FuseLinearCrossEntropy):
@@ -106,18 +99,15 @@ class _FuseForInductor(FuseLinearCrossEntropy):
         weight = region["linear_weight"]
         dtype = dtypes.to_torch_dtype(weight.dtype)
         problem = region_problem(region, needs_grad, float32_logits=self.options.has_float32_logits(dtype))
-        problem = self._with_hints(problem, region["target"].shape)
-        options, strategy = self.options, lasting_strategy(problem, self.options)
-        if strategy != LossOnly.strategy:
-            options = replace(options, strategy=strategy)
-        return PlannedRegion(problem, cached_plan(problem, options, devices.to_torch_device(weight.device)))
-
-    def _with_hints(self, problem: Problem, rows: Sequence[int]) -> Problem:
         hint = self._sizes.hint
-        return replace(
+        problem = replace(
             problem,
-            tokens=math.prod(map(hint, rows)),
+            tokens=math.prod(map(hint, region["target"].shape)),
             vocab=hint(problem.vocab),
             weight_rows=hint(problem.weight_rows or problem.vocab),
             terms=tuple(replace(term, hidden=hint(term.hidden)) for term in problem.terms),
         )
+        options, strategy = self.options, lasting_strategy(problem, self.options)
+        if strategy != LossOnly.strategy:
+            options = replace(options, strategy=strategy)
+        return PlannedRegion(problem, cached_plan(problem, options, devices.to_torch_device(weight.device)))

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph.dynamo.sizes import Sizes
 from thunder_flce.graph.matching import losses as losses_in_trace
-from thunder_flce.graph.ranges import spell_out_ranges
+from thunder_flce.graph.spelling import spell_out_casts, spell_out_ranges
 from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions, with_defaults
 from thunder_flce.loss_nodes import LINEARS, above_ends, is_call, is_linear, is_loss, name_of, reached, value_of
 
@@ -110,17 +110,8 @@ def source_of(node: Node) -> str | None:
 def _spell_out_autocast(graph: Graph) -> None:
     """Puts casts before what autocast casts the operands of: nothing else has results of another dtype than these."""
     for node in list(graph.nodes):
-        value = value_of(node)
-        if not is_call(node) or name_of(node) not in _CAST_BY_AUTOCAST or not isinstance(value, Tensor):
-            continue
-        with graph.inserting_before(node):
-            for operand in node.all_input_nodes:
-                example = value_of(operand)
-                is_cast = isinstance(example, Tensor) and example.is_floating_point() and example.dtype != value.dtype
-                if is_cast:
-                    cast = graph.call_method("to", (operand, value.dtype))
-                    cast.meta = {**node.meta, "example_value": example.to(value.dtype)}
-                    node.replace_input_with(operand, cast)
+        if is_call(node) and name_of(node) in _CAST_BY_AUTOCAST and isinstance(value_of(node), Tensor):
+            spell_out_casts(node)
 
 
 def _region_of(graph: Graph) -> dict[Node, None]:
@@ -161,8 +152,8 @@ class _Tracer:
         if not any(map(_is_known, tree_flatten(value)[0])) and not written:
             # A size, or a switch such as that of autocast: no tensor depends on it but those that Dynamo knows of.
             return
-        with_positions = _source(node)
-        self._trace.set_current_source_location(*with_positions)
+        file, _, line = (source_of(node) or "").rpartition(":")
+        self._trace.set_current_source_location(file or None, Position(int(line) if line else None, node))
         scope: list[BoundSymbol] = []
         depth = len(self._trace.scopes)
         self._trace.push_scope(scope)
@@ -286,11 +277,6 @@ def _is_known(value: Any) -> bool:
 
 
 _DTYPES = {dtypes.to_torch_dtype(dtype) for dtype in dtypes.strong_dtypes}
-
-
-def _source(node: Node) -> tuple[str | None, Position]:
-    file, _, line = (source_of(node) or "").rpartition(":")
-    return file or None, Position(int(line) if line else None, node)
 
 
 _WRITING_OPERATORS = {

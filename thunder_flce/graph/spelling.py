@@ -1,4 +1,4 @@
-"""Indices of a graph of Dynamo's that are Python ranges, as in `log_probs[range(n), labels]`."""
+"""What a graph of Dynamo's leaves to PyTorch, spelled out for thunder: indices that are ranges, casts of autocast."""
 
 import operator
 
@@ -16,6 +16,18 @@ def spell_out_ranges(graph: Graph) -> None:
             continue
         with graph.inserting_before(node):
             node.args = (tensor, tuple(_arange(graph, part, value_of(tensor)) for part in key))
+
+
+def spell_out_casts(node: Node) -> None:
+    """Casts the floating-point operands of a node to the dtype of its result, as autocast does."""
+    dtype = value_of(node).dtype
+    with node.graph.inserting_before(node):
+        for operand in node.all_input_nodes:
+            value = value_of(operand)
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype:
+                cast = node.graph.call_method("to", (operand, dtype))
+                cast.meta = {**node.meta, "example_value": value.to(dtype)}
+                node.replace_input_with(operand, cast)
 
 
 def _arange(graph: Graph, part: object, indexed: torch.Tensor) -> object:
