@@ -1162,7 +1162,7 @@ MUTATIONS = [
         ),
         ("mask", "all(id(user) in self._passed | self._own or not self._passes_grad(user) for user in users)", "True"),
         ("mask", "if is_alone and all(isinstance(weight, TensorProxy)", "if all(isinstance(weight, TensorProxy)"),
-        ("mask", "if are_steps and len(dependent) == 1", "if False and len(dependent) == 1"),
+        ("mask", "are_steps and len(dependent) == 1", "False"),
         ("sign", 'self._writer.write("neg", (name,), {}) if source.factor == -1 else name', "name"),
         tests=(
             "tests/test_token_loss.py::test_programs",

@@ -11,6 +11,7 @@ of whole sequences, has gradients that are known only when all tokens are.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
@@ -98,13 +99,18 @@ class TokenSum:
                 read or uses(loss, "entropy") or evaluate(loss, nothing, torch).any() for loss, read in losses
             )
 
-    def written(self, rows: Sequence[int], dtype: dtypes.dtype, *, is_alone: bool) -> "WrittenSum":
-        """What a region takes. Adds operations to the trace.
+    def written(
+        self, rows: Sequence[int], dtype: dtypes.dtype, *, is_alone: bool
+    ) -> tuple[TokenLoss, tuple[TensorProxy, ...], TensorProxy | None]:
+        """The sum as a region with reduction "sum" takes it. Adds operations to the trace.
 
         Args:
             rows: the shape of the region's rows.
             dtype: of weights.
             is_alone: whether nothing else is asked of the rows, so that those of weight 0 may be left out.
+
+        Returns:
+            The token loss, the token inputs that it reads, and the token weights.
         """
         grads: dict[str, Any] = {self.place.output.name: 1.0}
         for step, operand, result in reversed(self._steps):
@@ -119,11 +125,10 @@ class TokenSum:
         token_weights = None
         if is_alone and all(isinstance(weight, TensorProxy) for weight in weights):
             if len(weights) == 1:
-                return _sum_of(self._writer.finish(self._summands[0]), inputs, rows, weights[0])
-            counts = ltorch.ne(weights[0], 0.0)
-            for weight in weights[1:]:
-                counts = ltorch.logical_or(counts, ltorch.ne(weight, 0.0))
-            token_weights = ltorch.to(counts, dtype)
+                token_weights, weights = weights[0], [1.0]
+            else:
+                counts = reduce(ltorch.logical_or, (ltorch.ne(weight, 0.0) for weight in weights))
+                token_weights = ltorch.to(counts, dtype)
         writer, total = self._writer.copy(), None
         for factor, summand in zip(weights, self._summands, strict=True):
             if isinstance(factor, TensorProxy):
@@ -132,28 +137,10 @@ class TokenSum:
             weighted = summand if factor == 1.0 else writer.write("mul", (summand, factor), {})
             total = weighted if total is None else writer.write("add", (total, weighted), {})
         assert total is not None
-        return _sum_of(writer.finish(total), inputs, rows, token_weights)
-
-
-class WrittenSum(NamedTuple):
-    """A sum of token losses as arguments of a region with reduction "sum"."""
-
-    token_loss: TokenLoss
-    token_inputs: tuple[TensorProxy, ...]
-    token_weights: TensorProxy | None
-
-
-def _sum_of(
-    token_loss: TokenLoss,
-    inputs: Sequence[TokenInput | TensorProxy],
-    rows: Sequence[int],
-    token_weights: TensorProxy | None,
-) -> WrittenSum:
-    """The sum with those inputs that its token loss reads."""
-    token_loss, read = numbered(token_loss)
-    given = [inputs[number] for number in read]
-    tensors = tuple(each.expanded(rows) if isinstance(each, TokenInput) else each for each in given)
-    return WrittenSum(token_loss, tensors, token_weights)
+        token_loss, read = numbered(writer.finish(total))
+        given = [inputs[number] for number in read]
+        tensors = tuple(each.expanded(rows) if isinstance(each, TokenInput) else each for each in given)
+        return token_loss, tensors, token_weights
 
 
 class NotASum(Exception):
@@ -248,7 +235,7 @@ class _Search:
         if not has_grad:
             raise NotASum(f"{name} is of no token")
         for operand in {operand.name: operand for operand in operands}.values():
-            step = self._step(bsym, operand)
+            step = linear_step(bsym, operand, self._index, self._sums)
             if step is None:
                 raise NotASum(f"{name} is not linear in the losses of tokens")
             self._steps.append((bsym, operand, step))
@@ -284,9 +271,6 @@ class _Search:
         name = self._writer.add_input(dtypes.to_torch_dtype(tensor.dtype))
         self._inputs[name] = TokenInput(tensor, shape)
         return name
-
-    def _step(self, bsym: BoundSymbol, operand: TensorProxy) -> Step | None:
-        return linear_step(bsym, operand, self._index, self._sums)
 
     def _is_closed(self, place: BoundSymbol) -> bool:
         """Whether no gradient reaches the sources but through one sum."""
@@ -333,7 +317,8 @@ class _Search:
                 users = [user for user in self._index.users(tensor) if self._passes_grad(user)]
                 are_steps = set(map(id, users)) <= {id(linear) for linear, _, _ in self._steps}
                 dependent = [arg for arg in bsym.flat_proxy_args if arg.name in self._dependent]
-                step = self._step(bsym, operands[0]) if are_steps and len(dependent) == 1 else None
+                is_linear = are_steps and len(dependent) == 1
+                step = linear_step(bsym, operands[0], self._index, self._sums) if is_linear else None
                 if step is not None:
                     self._steps.insert(0, (bsym, operands[0], step))
                     self._sums.add(name)
