@@ -1090,7 +1090,7 @@ MUTATIONS = [
     ),
     *_of(
         "graph/matching/logits_path.py",
-        ("index", "if not is_in_one_dtype or tuple(total.shape) != _kept(path):", "if not is_in_one_dtype:"),
+        ("index", "if not is_in_one_dtype or tuple(total.shape) != path.kept_shape:", "if not is_in_one_dtype:"),
         ("mask", "if carries_grad(bsym.output) and not (path.carries_grad and all", "if False and (all"),
         ("mask", 'if paths[-1].normalised == "exp":', "if False:"),
         ("mask", " or again.args[0].name != own.args[0].name:", ":"),

@@ -108,6 +108,11 @@ class LogitsPath:
         return self.tensor.shape[self.class_dimension]
 
     @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """The shape of what is one number for each row, with the dimension of the classes."""
+        return (*self.tensor.shape[: self.class_dimension], 1, *self.tensor.shape[self.class_dimension + 1 :])
+
+    @property
     def selection(self) -> tuple[RowStep, ...]:
         """The row operations up to the last that is not a reshape: after it, rows keep their number and their order."""
         last = max((i for i, step in enumerate(self.rows, start=1) if step.kind != "reshape"), default=0)
@@ -194,20 +199,15 @@ def paths_to(logits: TensorProxy, index: TraceIndex) -> list[LogitsPath]:
 
 
 def steps(path: LogitsPath, bsym: BoundSymbol, index: TraceIndex) -> list[LogitsPath]:
-    """The descriptions of all results of one more operation that are logits; see `step`."""
-    if bsym.sym.id in SPLITS:
-        return [_part(path, bsym, result) for result in bsym.output]
-    if bsym.sym.id == BROADCAST:
-        return [_beside_labels(index, path, bsym)]
-    return [step(path, bsym, index)]
-
-
-def step(path: LogitsPath, bsym: BoundSymbol, index: TraceIndex) -> LogitsPath:
-    """The description of the result of one more operation.
+    """The descriptions of all results of one more operation that are logits.
 
     Raises:
         NotFused: where no rule describes the operation.
     """
+    if bsym.sym.id in SPLITS:
+        return [_part(path, bsym, result) for result in bsym.output]
+    if bsym.sym.id == BROADCAST:
+        return [_beside_labels(index, path, bsym)]
     if bsym.sym.id is PrimIDs.UPDATE_ALIASES or tensors_written(bsym):
         raise NotFused(Reason.OPERAND_MODIFIED, "the logits, or what shares their memory")
     rule = RULES.get(bsym.sym.id)
@@ -215,7 +215,7 @@ def step(path: LogitsPath, bsym: BoundSymbol, index: TraceIndex) -> LogitsPath:
         raise _changed(bsym, " after their maximum was subtracted")
     if rule is None or not isinstance(bsym.output, TensorProxy) or bsym.output.device != path.tensor.device:
         raise _changed(bsym)
-    return rule(index, path, bsym)
+    return [rule(index, path, bsym)]
 
 
 def _changed(bsym: BoundSymbol, how: str = "") -> NotFused:
@@ -436,16 +436,11 @@ def _softmax_of_exponentials(index: TraceIndex, path: LogitsPath, bsym: BoundSym
             raise _changed(bsym)
         inner = (again, producer)
     is_in_one_dtype = path.tensor.dtype == total.dtype == bsym.output.dtype
-    if not is_in_one_dtype or tuple(total.shape) != _kept(path):
+    if not is_in_one_dtype or tuple(total.shape) != path.kept_shape:
         raise _changed(bsym)
     if carries_grad(bsym.output) and not (path.carries_grad and all(carries_grad(each.output) for each in inner)):
         raise _changed(bsym)
     return path.then(bsym, normalised="softmax", shift="", bsyms=inner, inner=(*path.inner, *inner))
-
-
-def _kept(path: LogitsPath) -> tuple[int, ...]:
-    """The shape of what is one number for each row, with the dimension of the classes."""
-    return (*path.tensor.shape[: path.class_dimension], 1, *path.tensor.shape[path.class_dimension + 1 :])
 
 
 def _factor(bsym: BoundSymbol, value: Any) -> Fraction:
@@ -469,21 +464,19 @@ def _scale(path: LogitsPath, bsym: BoundSymbol, factor: Fraction) -> LogitsPath:
 def _subtract(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol) -> LogitsPath:
     """The logits less their log-sum-exp are their log_softmax; less their maximum, they still have the same one."""
     logits, subtracted = bsym.args
-    if not all(isinstance(arg, TensorProxy) for arg in bsym.args) or tuple(subtracted.shape) != _kept(path):
+    if not all(isinstance(arg, TensorProxy) for arg in bsym.args) or tuple(subtracted.shape) != path.kept_shape:
         raise _changed(bsym)
     if logits.name != path.tensor.name or path.normalised or bsym.kwargs.get("alpha", 1) != 1:
         raise _changed(bsym)
-    for function in (_before_maximum, before_log_sum_exp):
-        operand, inner = function(subtracted, index)
-        if not inner or operand.name != path.tensor.name:
-            continue
-        changes = {"bsyms": inner, "inner": (*path.inner, *inner)}
-        if function is _before_maximum:
-            return path.then(bsym, shift=subtracted.name, **changes)
-        if path.carries_grad and carries_grad(bsym.output) and not all(carries_grad(each.output) for each in inner):
-            break
-        return path.then(bsym, normalised="log_softmax", shift="", **changes)
-    raise _changed(bsym)
+    operand, inner = _before_maximum(subtracted, index)
+    if inner and operand.name == path.tensor.name:
+        return path.then(bsym, shift=subtracted.name, bsyms=inner, inner=(*path.inner, *inner))
+    operand, inner = before_log_sum_exp(subtracted, index)
+    has_grad = path.carries_grad and carries_grad(bsym.output)
+    is_cut = has_grad and not all(carries_grad(each.output) for each in inner)
+    if not inner or operand.name != path.tensor.name or is_cut:
+        raise _changed(bsym)
+    return path.then(bsym, normalised="log_softmax", shift="", bsyms=inner, inner=(*path.inner, *inner))
 
 
 def before_log_sum_exp(tensor: TensorProxy, index: TraceIndex) -> tuple[TensorProxy, tuple[BoundSymbol, ...]]:
@@ -504,15 +497,14 @@ def before_log_sum_exp(tensor: TensorProxy, index: TraceIndex) -> tuple[TensorPr
 def _before_maximum(tensor: TensorProxy, index: TraceIndex) -> tuple[TensorProxy, tuple[BoundSymbol, ...]]:
     """The tensor whose maximum this one is, detached or not, and the operations; none where it is none."""
     found: list[BoundSymbol] = []
+    has_maximum = False
     while (producer := index.producers.get(tensor.name)) is not None:
         is_maximum = producer.sym.id in (ltorch.amax.id, ltorch.torch_max.id)
-        if not is_maximum and producer.sym.id != ltorch.detach.id:
+        if producer.sym.id != ltorch.detach.id and (has_maximum or not is_maximum):
             break
-        if is_maximum and any(each.sym.id != ltorch.detach.id for each in found):
-            break
+        has_maximum = has_maximum or is_maximum
         tensor = producer.args[0]
         found.insert(0, producer)
-    has_maximum = any(each.sym.id != ltorch.detach.id for each in found)
     return tensor, tuple(found) if has_maximum else ()
 
 

@@ -191,12 +191,7 @@ def _at_labels(
         labels=labels,
         is_exponential=path.normalised == "softmax",
     )
-    rows = [size for at, size in enumerate(logits.shape) if at != path.class_dimension]
-    is_of_rows = labels.ndim < logits.ndim or [*labels.shape] == [
-        *rows[: path.class_dimension],
-        1,
-        *rows[path.class_dimension :],
-    ]
+    is_of_rows = labels.ndim < logits.ndim or tuple(labels.shape) == path.kept_shape
     if labels.numel * path.vocab != logits.numel or bsym.output.numel != labels.numel or not is_of_rows:
         detail = f"labels of shape {tuple(labels.shape)} for logits of shape {tuple(logits.shape)}"
         return replace(reading, coefficients=(1, -1, 0), problem=NotFused(Reason.NOT_A_LOG_PROBABILITY, detail))
