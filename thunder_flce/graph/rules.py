@@ -142,16 +142,12 @@ def _run(
     """Calls the forward symbol and, where a gradient is needed, the backward symbol that the plan asks for."""
     loss = loss_of(region)
     tensors = [region[name] for name in POSITIONAL]
-    shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan}
-    if "shard" in region:
-        shared["shard"] = region["shard"]
-    if region["terms"]:
-        shared["terms"] = tuple(map(tuple, region["terms"]))
     is_in_forward = plan["strategy"] == GradientsInForward.strategy and not loss.has_row_gradients
-    if region["token_inputs"]:
-        shared["token_inputs"] = tuple(region["token_inputs"])
-    by_name = [name for name in BY_NAME if region[name] is not None and (is_in_forward or name != "expected_gradient")]
-    shared |= {name: region[name] for name in by_name}
+    terms, token_inputs = tuple(map(tuple, region["terms"])), tuple(region["token_inputs"])
+    given = {"shard": region.get("shard"), "terms": terms or None, "token_inputs": token_inputs or None}
+    given |= {name: region[name] for name in BY_NAME if is_in_forward or name != "expected_gradient"}
+    given = {name: value for name, value in given.items() if value is not None}
+    shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan, **given}
     dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
     results = symbols.linear_cross_entropy_fwd(*tensors, **dtype, **shared)
     count = 1 + len(loss.outputs)
@@ -160,7 +156,7 @@ def _run(
         outputs = dict(zip(loss.outputs, values[1:], strict=True))
         grad = get_grad(values[0])
         if is_in_forward:
-            expected = {name: region[name] for name in by_name if name == "expected_gradient"}
+            expected = {name: value for name, value in given.items() if name == "expected_gradient"}
             gradients = symbols.scale_gradients(grad, statistics[2], *saved, **expected)
         else:
             of_outputs = {f"{name}_grad": get_grad(outputs[name]) for name in loss.differentiable_outputs}
@@ -174,13 +170,9 @@ def _run(
     return values if loss.outputs else values[0]
 
 
-def _linear_cross_entropy_checker(*tensors: Any, **settings: Any) -> bool:
-    return is_static(*tree_flatten((tensors, settings))[0])
-
-
 executor.register_implementation(
     symbols.linear_cross_entropy,
-    checker=_linear_cross_entropy_checker,
+    checker=lambda *tensors, **settings: is_static(*tree_flatten((tensors, settings))[0]),
     execution_transform=_linear_cross_entropy_transform,
     grad_transform=_linear_cross_entropy_grad,
 )
