@@ -84,13 +84,11 @@ def loss_and_outputs(
         known |= {input_name(number): _token_input(each, logits) for number, each in enumerate(token_inputs)}
         of_rows = evaluate(loss.token_loss, known, ltorch)
     else:
-        targets = None
-        if target_weights is not None:
-            rest = None
-            if loss.target_rest:
-                first = ltorch.to(_first_in_column(target, is_label), logits.dtype)
-                rest = Rest.of(row, target_weights, first, library=ltorch, let=lambda name, value: value)
-            targets = SoftTargets(target_weights, rest)
+        rest = None
+        if loss.target_rest:
+            first = ltorch.to(_first_in_column(target, is_label), logits.dtype)
+            rest = Rest.of(row, target_weights, first, library=ltorch, let=lambda name, value: value)
+        targets = None if target_weights is None else SoftTargets(target_weights, rest)
         of_rows = loss.cross_entropy(row, weights, columns, targets=targets, exact=True, log=ltorch.log)
     terms = [(of_rows, divisor)]
     if loss.z_loss:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
-from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -68,20 +67,14 @@ def divided_weights() -> set[str]:
 
 def _restore_sources(trace: TraceCtx, original: TraceCtx) -> None:
     """The places of the user's calls, which tensor parallelism leaves out as it writes a trace anew."""
-    before, after = (_by_operation(each) for each in (original, trace))
-    for operation, bsyms in after.items():
-        sources = before.get(operation, [])
+    for operation in {bsym.sym.id for bsym in trace.bound_symbols}:
+        sources, bsyms = (
+            [bsym for bsym in each.bound_symbols if bsym.sym.id == operation] for each in (original, trace)
+        )
         # Where calls of an operation were added, the user's cannot be told apart from them.
         if len(sources) == len(bsyms):
             for bsym, source in zip(bsyms, sources, strict=True):
                 bsym.source_filename, bsym.source_positions = source.source_filename, source.source_positions
-
-
-def _by_operation(trace: TraceCtx) -> dict[Any, list[BoundSymbol]]:
-    found: dict[Any, list[BoundSymbol]] = {}
-    for bsym in trace.bound_symbols:
-        found.setdefault(bsym.sym.id, []).append(bsym)
-    return found
 
 
 class _StandIn(torch.Tensor):
