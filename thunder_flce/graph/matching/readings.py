@@ -220,17 +220,21 @@ def _is_normalised(tensor: TensorProxy, dimension: int, index: TraceIndex) -> bo
     return is_function and dimension % tensor.ndim == tensor.ndim - 1
 
 
-def _logsumexp(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    logits = bsym.args[0]
+def _log_sum_exp(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
+    """log Σ exp u, in one operation or in three."""
+    logits, bsyms = before_log_sum_exp(bsym.output, index)
+    if not bsyms:
+        return None
+    *inner, _ = bsyms
     try:
         paths = paths_to(logits, index)
     except NotFused as problem:
-        return _unknown(index, bsym, logits, (0, 1, 0), problem)
-    is_over_classes = not paths[-1].normalised and _reduces_classes(bsym, paths[-1])
-    if not is_over_classes:
+        return None if inner else _unknown(index, bsym, logits, (0, 1, 0), problem)
+    if paths[-1].normalised or not _reduces_classes(inner[-1] if inner else bsym, paths[-1]):
         return None
-    _flows_back(bsym, paths[-1].carries_grad)
-    return Reading(bsym, (0, 1, 0), paths=(tuple(paths),))
+    if not _flows_back(bsym, paths[-1].carries_grad, *(carries_grad(each.output) for each in inner)):
+        return None
+    return Reading(bsym, (0, 1, 0), paths=(tuple(paths),), inner=tuple(inner))
 
 
 def _is_difference_to_rows(tensor: TensorProxy, dimension: int, index: TraceIndex) -> bool:
@@ -240,20 +244,6 @@ def _is_difference_to_rows(tensor: TensorProxy, dimension: int, index: TraceInde
         return False
     subtracted = producer.args[1]
     return isinstance(subtracted, TensorProxy) and subtracted.numel * tensor.shape[dimension] == tensor.numel
-
-
-def _log(index: TraceIndex, bsym: BoundSymbol, found: _Found) -> Reading | None:
-    """log Σ exp u in three operations."""
-    logits, bsyms = before_log_sum_exp(bsym.output, index)
-    try:
-        paths = paths_to(logits, index) if bsyms else []
-    except NotFused:
-        return None
-    if not paths or paths[-1].normalised or not _reduces_classes(bsyms[1], paths[-1]):
-        return None
-    if not _flows_back(bsym, paths[-1].carries_grad, *(carries_grad(each.output) for each in bsyms[:-1])):
-        return None
-    return Reading(bsym, (0, 1, 0), paths=(tuple(paths),), inner=bsyms[:-1])
 
 
 def _reduces_classes(bsym: BoundSymbol, path: LogitsPath) -> bool:
@@ -637,8 +627,7 @@ _RULES: dict[Any, Callable[[TraceIndex, BoundSymbol, _Found], Reading | None]] =
     ltorch.getitem.id: _getitem,
     ltorch.index_select.id: _index_select,
     ltorch.take.id: _take,
-    ltorch.logsumexp.id: _logsumexp,
-    ltorch.log.id: _log,
+    **dict.fromkeys((ltorch.logsumexp.id, ltorch.log.id), _log_sum_exp),
     ltorch.sum.id: _sum,
     "torch.nansum": _nansum,
     ltorch.einsum.id: _einsum,
