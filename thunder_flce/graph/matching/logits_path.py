@@ -59,11 +59,6 @@ class Term:
     carries_grad: bool = True
     """Whether gradients flow to the operands: not where the linear was detached, or computed under `torch.no_grad`."""
 
-    @property
-    def hidden(self) -> int:
-        """The hidden size, H."""
-        return self.weight.shape[0 if self.transposed else 1]
-
 
 @dataclass(frozen=True, eq=False)
 class LogitsPath:
@@ -142,11 +137,6 @@ class LogitsPath:
     def carries_grad(self) -> bool:
         """Whether gradients flow to any operand."""
         return any(term.carries_grad for term in self.terms) or (self.bias is not None and self.bias_carries_grad)
-
-    @property
-    def is_part(self) -> bool:
-        """Whether the tensor is one of several that the rows were split into."""
-        return any(step.kind == "part" for step in self.rows)
 
     def detached(self) -> "LogitsPath":
         """The same without gradients."""
@@ -575,7 +565,7 @@ def _sum_of_linears(index: TraceIndex, path: LogitsPath, bsym: BoundSymbol, othe
             raise _changed(bsym)
         scale = Fraction(1)
     terms = [replace(term, factor=term.factor * part.scale / scale) for part in (path, summand) for term in part.terms]
-    head = max(terms, key=lambda term: term.hidden)
+    head = max(terms, key=lambda term: term.input.shape[-1])
     with_bias = path if summand.bias is None else summand
     return path.then(
         bsym,

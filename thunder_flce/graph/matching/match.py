@@ -105,7 +105,7 @@ class Match:
         if self.reduced is not None:
             return self.reduced.ignore_index
         inputs = () if self.token_sum is None else self.token_sum.inputs
-        return next((each.ignore_index for each in inputs if each.is_label), None)
+        return next((each.ignore_index for each in inputs if each.ignore_index is not None), None)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -528,7 +528,7 @@ def _paths_of_loss(loss: BoundSymbol, arguments: CrossEntropy, index: TraceIndex
 
 
 def _check_path(path: LogitsPath, labels: TensorProxy | None) -> None:
-    if path.is_part:
+    if any(step.kind == "part" for step in path.rows):
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a split whose parts do not come together again")
     if not path.has_float_factors:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")

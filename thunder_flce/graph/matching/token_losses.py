@@ -54,13 +54,13 @@ class TokenInput(NamedTuple):
     tensor: TensorProxy
     shape: tuple[int, ...]
     """What it is expanded to, of one element a token."""
-    is_label: bool = False
-    """Whether the loss reads `tensor != ignore_index` in place of the tensor."""
-    ignore_index: int = 0
+    ignore_index: int | None = None
+    """Where there is one, the loss reads `tensor != ignore_index` in place of the tensor."""
 
     def expanded(self, rows: Sequence[int]) -> TensorProxy:
         """In the shape of the rows. Adds operations to the trace."""
-        tensor = ltorch.ne(self.tensor, self.ignore_index) if self.is_label else ltorch.detach(self.tensor)
+        is_label = self.ignore_index is not None
+        tensor = ltorch.ne(self.tensor, self.ignore_index) if is_label else ltorch.detach(self.tensor)
         for shape in (self.shape, tuple(rows)):
             if tuple(tensor.shape) != shape:
                 same_size = tensor.numel == math.prod(shape)
@@ -192,7 +192,7 @@ class _Search:
             if source.labels is not None:
                 is_valid = self._writer.add_input(torch.bool)
                 shape = tuple(source.tensor.shape)
-                self._inputs[is_valid] = TokenInput(source.labels, shape, True, source.ignore_index)
+                self._inputs[is_valid] = TokenInput(source.labels, shape, source.ignore_index)
                 name = self._writer.write("where", (is_valid, name, 0.0), {})
             if source.tensor.name not in self._with_grad:
                 name = self._writer.detached(name)
@@ -266,7 +266,7 @@ class _Search:
             raise NotASum(f"{tensor.name} in {bsym.sym.name} depends on the logits")
         shape = tuple(bsym.output.shape)
         for name, known in self._inputs.items():
-            if not known.is_label and known.shape == shape and self._index.same_values(known.tensor, tensor):
+            if known.ignore_index is None and known.shape == shape and self._index.same_values(known.tensor, tensor):
                 return name
         name = self._writer.add_input(dtypes.to_torch_dtype(tensor.dtype))
         self._inputs[name] = TokenInput(tensor, shape)
