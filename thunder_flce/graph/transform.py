@@ -154,22 +154,22 @@ def _search(trace: TraceCtx, options: Options) -> tuple[TraceIndex, list[Found]]
     The index is of a rewritten trace where fusion needs that, such as one with chunked losses merged, if all of these
     can be fused then.
     """
+
+    def searched(trace: TraceCtx) -> tuple[TraceIndex, list[Found]]:
+        index = TraceIndex(trace)
+        return index, find_matches(index, options)
+
     merged, new_losses = merge_chunked_losses(trace)
-    index = TraceIndex(merged)
-    found = find_matches(index, options)
+    index, found = searched(merged)
     fused = {bsym.output.name for bsym, _, outcome in found if isinstance(outcome, Match)}
     if not all(loss.name in fused for loss in new_losses):
-        index = TraceIndex(trace)
-        found = find_matches(index, options)
+        index, found = searched(trace)
     if reduced := _waiting_for_reduction(found):
-        spelled_out = TraceIndex(spell_out_reductions(index.trace, reduced))
-        of_spelled_out = find_matches(spelled_out, options)
-        if not _waiting_for_reduction(of_spelled_out):
-            index, found = spelled_out, of_spelled_out
-    if (delayed := _delay_sums(index, found)) is not None:
-        index = TraceIndex(delayed)
-        found = find_matches(index, options)
-    return index, found
+        spelled_out = searched(spell_out_reductions(index.trace, reduced))
+        if not _waiting_for_reduction(spelled_out[1]):
+            index, found = spelled_out
+    delayed = _delay_sums(index, found)
+    return (index, found) if delayed is None else searched(delayed)
 
 
 def _waiting_for_reduction(found: list[Found]) -> list[BoundSymbol]:
