@@ -279,11 +279,10 @@ def _is_known(value: Any) -> bool:
 _DTYPES = {dtypes.to_torch_dtype(dtype) for dtype in dtypes.strong_dtypes}
 
 
-_WRITING_OPERATORS = {
-    getattr(operator, f"i{name}")
-    for name in "add and concat floordiv lshift mod mul matmul or pow \
-rshift sub truediv xor".split()
-} | {operator.setitem}
+# Such as operator.iadd, whose name without the i is that of an operator, too.
+_WRITING_OPERATORS = {operator.setitem} | {
+    each for name, each in vars(operator).items() if name[0] == "i" and f"__{name[1:]}__" in vars(operator)
+}
 
 
 def _written_by(node: Node) -> list[Node]:
