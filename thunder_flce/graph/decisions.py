@@ -40,11 +40,10 @@ class Decision:
         return None if self.region is None else self.region.plan
 
     def __str__(self) -> str:
-        if self.plan is not None:
+        if self.region is not None:
             note = f"; {self.note}" if self.note else ""
-            shard = None if self.region is None else self.region.shard
-            ranks = f"the vocabulary over {shard.ranks} ranks, " if shard is not None else ""
-            return f"{self.source}: fused, {ranks}{self.plan.describe()}{note}"
+            ranks = f"the vocabulary over {self.region.shard.ranks} ranks, " if self.region.shard else ""
+            return f"{self.source}: fused, {ranks}{self.region.plan.describe()}{note}"
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.source}: not fused, because {self.reason.value if self.reason else ''}{detail}"
 

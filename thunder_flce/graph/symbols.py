@@ -206,13 +206,6 @@ def _linear_cross_entropy_bwd_impl(grad: Tensor, *tensors: Any, **settings: Any)
     return _needed(engine.backward(_operands(region), plan, statistics, kept, upstream), region)
 
 
-def _scale_gradients_meta(
-    grad: TensorProxy, valid_count: TensorProxy, *gradients: TensorProxy, **expected: Any
-) -> tuple[TensorProxy, ...]:
-    """Mirrors `engine.scale_gradients`."""
-    return tuple(TensorProxy(like=gradient) for gradient in gradients)
-
-
 linear_cross_entropy_fwd = executor.register_operator(
     "linear_cross_entropy_fwd",
     meta=_linear_cross_entropy_fwd_meta,
@@ -228,7 +221,7 @@ linear_cross_entropy_bwd = executor.register_operator(
 )
 scale_gradients = executor.register_operator(
     "scale_gradients",
-    meta=_scale_gradients_meta,
+    meta=lambda grad, valid_count, *gradients, **expected: tuple(TensorProxy(like=each) for each in gradients),
     fn=engine.scale_gradients,
     python_printer=trace_printer.print_scaling,
 )

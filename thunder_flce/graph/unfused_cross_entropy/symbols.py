@@ -90,14 +90,11 @@ def _cross_entropy_fwd_meta(
     return loss, row_max, row_log_sum, valid_count
 
 
-def _cross_entropy_bwd_meta(
-    grad: TensorProxy, logits: TensorProxy, *others: TensorProxy, **settings: Any
-) -> TensorProxy:
-    """Mirrors `_backward_impl`."""
-    return TensorProxy(like=logits, requires_grad=False)
-
-
 cross_entropy_fwd = executor.register_operator(
     "cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=_forward_impl, tags=FORWARD_TAGS
 )
-cross_entropy_bwd = executor.register_operator("cross_entropy_bwd", meta=_cross_entropy_bwd_meta, fn=_backward_impl)
+cross_entropy_bwd = executor.register_operator(
+    "cross_entropy_bwd",
+    meta=lambda grad, logits, *others, **settings: TensorProxy(like=logits, requires_grad=False),
+    fn=_backward_impl,
+)
