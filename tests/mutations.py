@@ -1195,7 +1195,7 @@ MUTATIONS = [
     *_of(
         "graph/matching/match.py",
         ("mask", "(found is None or not found.is_zero_without_loss)", "found is None"),
-        ("mask", "waiting += [arg.name for arg in self.found.place.flat_proxy_args]", "pass"),
+        ("mask", ", *self.place.flat_proxy_args)", ")"),
         tests=("tests/test_token_loss.py::test_programs", "tests/test_token_loss.py::test_two_heads"),
     ),
     *_of(
@@ -1294,7 +1294,11 @@ MUTATIONS = [
     *_of(
         "graph/rewrite.py",
         ("index", "has_to_wait = self._waits(match)", "has_to_wait = False"),
-        ("index", "(*match.path.operands, match.arguments.target, ", "("),
+        tests=("tests/test_token_loss.py::test_heads_that_wait_for_each_other", "tests/test_readings.py"),
+    ),
+    *_of(
+        "graph/matching/match.py",
+        ("index", "(*self.path.operands, self.arguments.target, ", "("),
         tests=("tests/test_token_loss.py::test_heads_that_wait_for_each_other", "tests/test_readings.py"),
     ),
     *_of(

@@ -81,9 +81,7 @@ class Rewrite(TraceSubstitutionProcessor):
         Its first result may be computed from further ones, such as a log-sum-exp: these need not be there.
         """
         given = {name for other in self._matches.values() if other is not match for name in other.given}
-        tensors = (*match.path.operands, match.arguments.target, match.arguments.weight, *match.place.flat_proxy_args)
-        names = [tensor.name for tensor in tensors if tensor is not None]
-        return not given.isdisjoint(self._index.computed_from(names, without=match.own))
+        return not given.isdisjoint(self._index.computed_from(match.read, without=match.own))
 
     def _further_results(self) -> set[str]:
         return {name for match in self._matches.values() for name in match.further}
@@ -162,10 +160,8 @@ class Rewrite(TraceSubstitutionProcessor):
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
         region = region_arguments(*bsym.args, **bsym.kwargs)
-        needs_grad: tuple[str, ...] = ()
-        if carries_grad(bsym.flat_proxy_outs[0]):
-            operands = region_operands(region)
-            needs_grad = tuple(name for name, operand in operands.items() if operand.name in self._need_grad)
+        needed = self._need_grad if carries_grad(bsym.flat_proxy_outs[0]) else ()
+        needs_grad = tuple(name for name, operand in region_operands(region).items() if operand.name in needed)
         return self._region(region, bsym, needs_grad)
 
     def _expected_gradient(self, region: Mapping[str, Any], loss: BoundSymbol) -> TensorProxy | float | None:

@@ -78,6 +78,12 @@ class Match:
         return self.results[0].bsym if self.weighted is None else self.weighted.place
 
     @property
+    def read(self) -> list[str]:
+        """The names of the tensors that the region, or what it takes the place of, is computed from."""
+        tensors = (*self.path.operands, self.arguments.target, self.arguments.weight, *self.place.flat_proxy_args)
+        return [tensor.name for tensor in tensors if tensor is not None]
+
+    @property
     def further(self) -> set[str]:
         """The names of the tensors of the program that the region gives beside the first."""
         return {result.tensor.name for result in self.results[1:]}
@@ -445,12 +451,7 @@ class _Candidate:
     def needed(self, givers: "dict[str, _Candidate]") -> "list[_Candidate]":
         """The candidates whose regions give what its region needs; it may be among them."""
         assert self.found is not None
-        own = {part.result.tensor.name for part in self.parts}
-        tensors = (*self.path.operands, self.labels, self.found.arguments.weight)
-        waiting = [tensor.name for tensor in tensors if tensor is not None]
-        if self.without_sum is not None:
-            waiting += [arg.name for arg in self.found.place.flat_proxy_args]
-        names = self.index.computed_from(waiting, without=own, up_to=givers)
+        names = self.index.computed_from(self.found.read, without=self.found.own, up_to=givers)
         return [givers[name] for name in names if name in givers]
 
     def path_bsyms(self) -> list[BoundSymbol]:

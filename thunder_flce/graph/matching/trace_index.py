@@ -39,15 +39,10 @@ class TraceIndex:
         """Where a bound symbol is in the trace."""
         return self._positions[id(bsym)]
 
-    def between(self, first: Sequence[BoundSymbol], last: BoundSymbol) -> list[BoundSymbol]:
-        """The bound symbols from the earliest of `first` up to, but without, `last`."""
-        start = min(self._positions[id(bsym)] for bsym in first)
-        return self.bsyms[start : self._positions[id(last)]]
-
     def exists_before(self, tensor: TensorProxy, bsym: BoundSymbol) -> bool:
         """Whether a tensor is an argument of the trace, or computed before a bound symbol."""
         producer = self.producers.get(tensor.name)
-        return producer is None or self._positions[id(producer)] < self._positions[id(bsym)]
+        return producer is None or self.position(producer) < self.position(bsym)
 
     def derives_from(self, tensor: TensorProxy, source: TensorProxy) -> bool:
         """Whether a tensor is another one, or computed from it."""
@@ -83,7 +78,8 @@ class TraceIndex:
 
     def writers_between(self, first: Sequence[BoundSymbol], last: BoundSymbol) -> list[BoundSymbol]:
         """Of the bound symbols from the earliest of `first` up to `last`, those that change a tensor in place."""
-        return [bsym for bsym in self.between(first, last) if tensors_written(bsym)]
+        between = self.bsyms[min(map(self.position, first)) : self.position(last)]
+        return [bsym for bsym in between if tensors_written(bsym)]
 
     def same_values(self, a: Any, b: Any) -> bool:
         """Whether two arguments are the same, or computed by the same operations; ignores changes in place."""
