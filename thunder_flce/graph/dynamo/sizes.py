@@ -6,7 +6,6 @@ holds for every call. Sizes that are the same by a guard of the graph have one n
 that there are as many labels as rows of logits, though both may have symbols of their own.
 """
 
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -30,7 +29,7 @@ class Sizes:
             value = node.meta.get("example_value")
             if isinstance(value, torch.SymInt):
                 self._inputs.setdefault(value.node.expr, node)
-        self._primes = _primes()
+        self._primes = (sympy.nextprime(_FIRST + 10_000 * step) for step in count())
         self._numbers: dict[sympy.Expr, int] = {}
         self._sizes: dict[int, torch.SymInt] = {}
 
@@ -74,7 +73,3 @@ class Sizes:
         inputs = {expression: Proxy(node) for expression, node in self._inputs.items()}
         value: Any = sympy_interp(PythonReferenceAnalysis, inputs, size.node.expr)
         return value.node
-
-
-def _primes() -> Iterator[int]:
-    return (sympy.nextprime(_FIRST + 10_000 * step) for step in count())

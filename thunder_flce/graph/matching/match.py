@@ -535,8 +535,6 @@ def _check_path(path: LogitsPath, labels: TensorProxy | None) -> None:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
     if any(type(tensor) is not TensorProxy for tensor in (*path.operands, *([] if labels is None else [labels]))):
         raise NotFused(Reason.DISTRIBUTED)
-    if not is_static(*path.operands):
-        raise NotFused(Reason.DYNAMIC)
     tensor_dtypes = {dtypes.to_strong_dtype(tensor.dtype) for tensor in path.operands}
     if len(tensor_dtypes) > 1 or not all(dtypes.is_float_dtype(dtype) for dtype in tensor_dtypes):
         raise NotFused(Reason.DTYPE, ", ".join(sorted(dtype.shortname() for dtype in tensor_dtypes)))
