@@ -75,23 +75,20 @@ class TokenSum:
     place: BoundSymbol
     """What computes the sum."""
     inputs: tuple[TokenInput, ...]
-    dependent: frozenset[str]
-    """The names of the sources, and of all that is computed from them."""
     replaced: tuple[BoundSymbol, ...]
     """What is not needed any more."""
     kept: frozenset[str]
     """The names of the sources that something else needs, without a gradient."""
     _writer: TokenLossWriter
-    _summands: tuple[str, ...]
-    _operands: tuple[TensorProxy, ...]
-    """The tensors that are summed up, in the order of their names in `_summands`."""
+    _summands: dict[str, str]
+    """For each tensor that is summed up: its name in the writer."""
     _steps: tuple[tuple[Step, str, str], ...]
     """The linear operations, with the names of operand and result."""
 
     @property
     def is_zero_without_loss(self) -> bool:
         """Whether a token whose log-probability is 0 adds nothing, whatever else there is."""
-        losses = [numbered(self._writer.copy().finish(summand)) for summand in self._summands]
+        losses = [numbered(self._writer.copy().finish(summand)) for summand in self._summands.values()]
         # While a trace is printed, tensors may be fake.
         with unset_fake_temporarily():
             nothing = {"log_prob": torch.zeros(1, device="cpu")}
@@ -117,7 +114,7 @@ class TokenSum:
             grad = step.pull_back(grads[result])
             grads[operand] = grad if operand not in grads else ltorch.add(grads[operand], grad)
         inputs: list[TokenInput | TensorProxy] = [*self.inputs]
-        weights = [grads[operand.name] for operand in self._operands]
+        weights = [grads[name] for name in self._summands]
         weights = [
             ltorch.reshape(ltorch.to(weight, dtype), tuple(rows)) if isinstance(weight, TensorProxy) else weight
             for weight in weights
@@ -130,7 +127,7 @@ class TokenSum:
                 counts = reduce(ltorch.logical_or, (ltorch.ne(weight, 0.0) for weight in weights))
                 token_weights = ltorch.to(counts, dtype)
         writer, total = self._writer.copy(), None
-        for factor, summand in zip(weights, self._summands, strict=True):
+        for factor, summand in zip(weights, self._summands.values(), strict=True):
             if isinstance(factor, TensorProxy):
                 inputs.append(factor)
                 factor = writer.add_input(torch.float32)
@@ -287,16 +284,13 @@ class _Search:
         """The sum."""
         self._peel()
         dead, kept = self._unused(place)
-        operands = self._summed()
         return TokenSum(
             place=place,
             inputs=tuple(self._inputs.values()),
-            dependent=frozenset(self._dependent),
             replaced=tuple(dead),
             kept=kept,
             _writer=self._writer,
-            _summands=tuple(self._tokens[name] for name in operands),
-            _operands=tuple(operands.values()),
+            _summands={name: self._tokens[name] for name in self._summed()},
             _steps=tuple((step, operand.name, bsym.output.name) for bsym, operand, step in self._steps),
         )
 
