@@ -996,7 +996,7 @@ MUTATIONS = [
         ("mask", "needed.__getitem__", "lambda each: ()"),
         ("mask", "if any(index.may_share_memory(labels, tensor) for", "if any(False for"),
         ("index", "return [*(found or parts), self.bsym]", "return [*found, self.bsym]"),
-        ("mask", "if weighted is not None and index.writers_between([self.bsym], weighted.place):", "if False:"),
+        ("mask", " or self.index.writers_between([result.bsym], weighted.place):", ":"),
         tests=("tests/test_readings.py", "tests/test_patterns.py"),
     ),
     *_of(
@@ -1289,6 +1289,7 @@ MUTATIONS = [
         ("mask", "        if factor.name in index.need_grad:\n", "        if False:\n"),
         ("mask", "if len(users) == 1 else None", "if users else None"),
         ("index", " or tuple(user.output.shape) != shape", ""),
+        ("sign", "return grad if self.factor == 1 else -grad", "return grad"),
         tests=("tests/test_token_weights.py", "tests/test_token_loss.py::test_programs"),
     ),
     *_of(
@@ -1300,11 +1301,6 @@ MUTATIONS = [
         "graph/matching/match.py",
         ("index", "(*self.path.operands, self.arguments.target, ", "("),
         tests=("tests/test_token_loss.py::test_heads_that_wait_for_each_other", "tests/test_readings.py"),
-    ),
-    *_of(
-        "graph/rewrite.py",
-        ("sign", "weights = weights if sign == 1 else -weights", "pass"),
-        tests=("tests/test_token_weights.py",),
     ),
     *_of(
         "graph/transform.py",

@@ -106,7 +106,7 @@ class Rewrite(TraceSubstitutionProcessor):
         row_dtype = loss_dtype(path.terms[0].input)
         (input, weight), *terms = (_operands(term, path) for term in path.terms)
         is_detached = path.bias is not None and path.carries_grad and not path.bias_carries_grad
-        results, reduction, token_weights = match.results, call.reduction, None
+        reduction, token_weights = call.reduction, None
         token_loss: TokenLoss = ()
         token_inputs: tuple[TensorProxy, ...] = ()
         if match.token_sum is not None:
@@ -115,10 +115,7 @@ class Rewrite(TraceSubstitutionProcessor):
             token_loss, token_inputs, token_weights = written
             reduction = "sum"
         if match.weighted is not None:
-            # The region gives losses, and the sum may be one of log-probabilities: their negatives.
-            (first,) = results
-            token_weights = _token_weights(match.weighted, first.factor, row_dtype, input)
-            results, reduction = (Result(match.place, match.place.output, "loss"),), "sum"
+            token_weights, reduction = _token_weights(match.weighted, row_dtype, input), "sum"
         loss = Loss(
             reduction=reduction,
             ignore_index=call.ignore_index,
@@ -128,7 +125,7 @@ class Rewrite(TraceSubstitutionProcessor):
             token_loss=token_loss,
             **path.logit_map,
         )
-        dtype = next((result.tensor.dtype for result in results if result.output == "loss"), row_dtype)
+        dtype = next((result.tensor.dtype for result in match.results if result.output == "loss"), row_dtype)
         region = region_arguments(
             input,
             weight,
@@ -149,7 +146,7 @@ class Rewrite(TraceSubstitutionProcessor):
         of_tokens = "loss" if match.token_sum is None else "log_prob"
         if match.reduced is not None and of_tokens in values:
             values[of_tokens] = _reduced(match.reduced, values[of_tokens])
-        return tuple(_result(result, values[result.output]) for result in results)
+        return tuple(_result(result, values[result.output]) for result in match.results)
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
         head, *others = path.terms
@@ -227,10 +224,9 @@ def _detached(match: Match) -> tuple[str, ...]:
     return tuple(name for name in match.outputs if name in DIFFERENTIABLE_OUTPUTS and name not in used)
 
 
-def _token_weights(weighted: WeightedSum, sign: int, dtype: dtypes.dtype, input: TensorProxy) -> TensorProxy:
+def _token_weights(weighted: WeightedSum, dtype: dtypes.dtype, input: TensorProxy) -> TensorProxy:
     """What multiplies each row's loss, in the shape of the input's rows."""
     weights, rows = weighted.weights(), input.shape[:-1]
-    weights = weights if sign == 1 else -weights
     if not isinstance(weights, TensorProxy):
         return ltorch.full(rows, weights, device=input.device, dtype=dtype)
     weights = symbols.converted(weights, dtype)

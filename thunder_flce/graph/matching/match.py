@@ -75,7 +75,7 @@ class Match:
     @property
     def place(self) -> BoundSymbol:
         """Where the region will be."""
-        return self.results[0].bsym if self.weighted is None else self.weighted.place
+        return self.results[0].bsym
 
     @property
     def read(self) -> list[str]:
@@ -96,9 +96,8 @@ class Match:
     @property
     def replaced(self) -> list[BoundSymbol]:
         """What the program need not compute any more, beside what the region takes the place of."""
-        inner = () if self.weighted is None else self.weighted.inner
-        inner = inner if self.token_sum is None else self.token_sum.replaced
-        return [*inner, *(result.bsym for result in self.results[1:])]
+        total = self.weighted or self.token_sum
+        return [*(total.replaced if total else ()), *(result.bsym for result in self.results[1:])]
 
     @property
     def waits_for_reduction(self) -> bool:
@@ -338,12 +337,12 @@ class _Candidate:
         if self.problem is not None:
             return
         try:
-            self.found = self._checked_match()
-            if self.found.weighted is None and self.found.arguments.reduction == "none" and self.path.carries_grad:
-                self.found = self._with_token_sum(self.found, options)
+            self.found = plain = self._checked_match()
+            if plain.arguments.reduction == "none" and self.path.carries_grad:
+                self.found = self._with_weighted_sum(plain) or self._with_token_sum(plain, options)
             if self.found.weighted is not None or self.found.token_sum is not None:
                 note = "its gradients wait for the backward, because its weights depend on what needs its results"
-                self.without_sum = replace(self._checked_match(), weighted=None, note=note)
+                self.without_sum = replace(plain, note=note)
         except NotFused as problem:
             self.problem = problem
 
@@ -376,18 +375,11 @@ class _Candidate:
         if len(results) > 1 and (writer := next((bsym for bsym in index.bsyms if tensors_written(bsym)), None)):
             # Operations that depend on a result after the first move behind the region, past what is written.
             raise NotFused(Reason.OPERAND_MODIFIED, f"by {writer.sym.name}")
-        # Rows of weight 0 are not computed, so nothing else can be asked of them.
-        has_losses = len(results) == 1 and arguments.reduction == "none" and not self.result.is_exponential
-        is_alone = has_losses and self.result.output == "loss" and path.carries_grad
-        weighted = weighted_sum(self.bsym, index) if is_alone else None
-        if weighted is not None and index.writers_between([self.bsym], weighted.place):
-            weighted = None
         return Match(
             kind=self.kind,
             path=path,
             arguments=arguments,
             results=results,
-            weighted=weighted,
             wraps_labels=self.reading is not None and self.reading.wraps_labels,
             reduced=reduced,
             own=frozenset(out.name for bsym in self.own_and_paths() for out in bsym.flat_proxy_outs),
@@ -417,6 +409,17 @@ class _Candidate:
             return others[0].shape == indices.shape and self.has_same_labels(others[0], labels)
 
         return all(map(compares, self.index.users(indices)))
+
+    def _with_weighted_sum(self, match: Match) -> Match | None:
+        """The match with the weighted sum that the program makes of the losses alone, if it makes one."""
+        result, *others = match.results
+        # Rows of weight 0 are not computed, so nothing else can be asked of them.
+        is_alone = result.output == "loss" and not result.is_exponential and not others
+        weighted = weighted_sum(result.bsym, self.index) if is_alone else None
+        if weighted is None or self.index.writers_between([result.bsym], weighted.place):
+            return None
+        total = Result(weighted.place, weighted.place.output, "loss")
+        return replace(match, results=(total,), weighted=replace(weighted, factor=result.factor))
 
     def _with_token_sum(self, match: Match, options: Options) -> Match:
         """The match with the sum that the program makes of the results, if it makes one and gradients need not wait."""

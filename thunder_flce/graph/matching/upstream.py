@@ -51,16 +51,18 @@ class WeightedSum:
 
     place: BoundSymbol
     """What computes the sum."""
-    inner: tuple[BoundSymbol, ...]
-    """The operations between the losses and `place`."""
+    replaced: tuple[BoundSymbol, ...]
+    """What is not needed any more: the operations from the losses up to `place`."""
     steps: "tuple[Step, ...]"
+    factor: int = 1
+    """-1 for a sum of log-probabilities, which are the negative of the losses."""
 
     def weights(self) -> TensorProxy | float:
         """What multiplies each row's loss: its gradient, from that of the sum. Adds operations to the trace."""
         grad: TensorProxy | float = 1.0
         for step in reversed(self.steps):
             grad = step.pull_back(grad)
-        return grad
+        return grad if self.factor == 1 else -grad
 
 
 @dataclass(frozen=True, eq=False)
