@@ -77,6 +77,126 @@ class RegionTrace:
         losses = [node for node in self.graph.nodes if is_loss(node)]
         return [node for node in losses if not any(map(losses_in_trace.is_loss, self.bsyms.get(node, ())))]
 
+    def add(self, node: Node, *, is_wanted: bool) -> None:
+        """Adds the next operation of the graph, unless it has nothing to do with the region."""
+        written = [operand for operand in _written_by(node) if _is_known(value_of(operand))]
+        uses_region = any(operand in self.bsyms for operand in node.all_input_nodes)
+        if not (is_wanted or uses_region or written):
+            return
+        value = value_of(node)
+        if not any(map(_is_known, tree_flatten(value)[0])) and not written:
+            # A size, or a switch such as that of autocast: no tensor depends on it but those that Dynamo knows of.
+            return
+        file, _, line = (source_of(node) or "").rpartition(":")
+        self.trace.set_current_source_location(file or None, Position(int(line) if line else None, node))
+        scope: list[BoundSymbol] = []
+        depth = len(self.trace.scopes)
+        self.trace.push_scope(scope)
+        try:
+            result = self._traced(node) if is_wanted and not written else None
+        except Exception:
+            # Whatever thunder cannot do is an operation like one that it does not know.
+            result = None
+        finally:
+            del self.trace.scopes[depth:]
+        if result is None:
+            scope = self._unknown(node, written)
+        else:
+            self.values[node] = result
+        self.trace.peek_scope().extend(scope)
+        self.bsyms[node] = scope
+        self._mark_detached(node)
+
+    def finish(self) -> None:
+        """Adds the results of the graph that are of the region, and the trace's arguments."""
+        results: list[Any] = []
+        for node in self.graph.find_nodes(op="output"):
+            results = [self.values[each] for each in node.all_input_nodes if each in self.bsyms]
+        prims.python_return(tuple(tree_flatten(results)[0]))
+        inputs = [proxy for node, proxy in self.proxies() if node not in self.bsyms]
+        self.trace.args = tuple(inputs)
+        signature = SigInfo("region")
+        signature.args = [(proxy.name, None) for proxy in inputs]
+        self.trace._siginfo = signature
+
+    def _traced(self, node: Node) -> Any:
+        """What thunder makes of a node; None where that may differ from what PyTorch does."""
+        operands = [value_of(operand) for operand in node.all_input_nodes]
+        if any(map(_is_symbolic, operands)) and name_of(node) not in _SIZED:
+            return None
+        if name_of(node) in _COUNTING and any(map(_is_symbolic, operands[0].shape)):
+            return None
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._operand)
+        if node.op == "call_method":
+            function: Callable = partial(_call_method, str(node.target))
+        elif node.target in torch_to_thunder_functions:
+            function = torch_to_thunder_functions[node.target]
+        elif node.target is torch.ops.aten.mT:
+            function = operator.attrgetter("mT")
+        elif getattr(node.target, "__module__", "") in ("_operator", "builtins"):
+            function = node.target  # type: ignore[assignment]
+        else:
+            return None
+        result = function(*args, **kwargs)
+        results, expected = tree_flatten(result)[0], tree_flatten(value_of(node))[0]
+        is_same = len(results) == len(expected) and all(map(self._is_same, results, expected))
+        return result if is_same else None
+
+    def _operand(self, node: Node) -> Any:
+        value = value_of(node)
+        if isinstance(value, torch.SymInt):
+            return self.sizes.number(value)
+        if node not in self.values:
+            self.values[node] = tree_map(partial(self._proxy, is_input=True, name=node.name), value)
+        return self.values[node]
+
+    def _is_same(self, proxy: Any, value: Any) -> bool:
+        if not isinstance(proxy, TensorProxy) or not isinstance(value, Tensor):
+            return False
+        shape = tuple(map(self.sizes.number, value.shape))
+        dtype, device = dtypes.to_torch_dtype(proxy.dtype), str(devices.to_device(value.device))
+        return tuple(proxy.shape) == shape and dtype == value.dtype and str(proxy.device) == device
+
+    def _proxy(self, value: Any, *, is_input: bool = False, name: str | None = None) -> Any:
+        if not _is_known(value):
+            return value
+        make = WrappedTensorProxy if is_traceable_wrapper_subclass(value) else TensorProxy
+        return make(
+            None if name is None or self.trace.has_name(name) else name,
+            shape=tuple(map(self.sizes.number, value.shape)),
+            device=devices.to_device(value.device),
+            dtype=dtypes.to_dtype(value.dtype),
+            requires_grad=is_input and value.requires_grad,
+        )
+
+    def _unknown(self, node: Node, written: list[Node]) -> list[BoundSymbol]:
+        """An operation as its name, its operands and its results; for each tensor that it writes to, one more."""
+        value, name = value_of(node), name_of(node)
+        # An operation that returns the tensor that it has written to gets a new proxy for it.
+        result = tree_map(self._proxy, value)
+        self.values[node] = result
+        operands = [self._operand(each) for each in node.all_input_nodes]
+        proxies = [each for each in tree_flatten(operands)[0] if isinstance(each, TensorProxy)]
+        if not written:
+            return [self._bound(name, proxies, result)]
+        # The matcher takes the first operand of an operation with such a name for what it writes to.
+        name = f"{name.rstrip('_')}_"
+        first, *others = (self._operand(each) for each in written)
+        proxies = [first, *(proxy for proxy in proxies if proxy is not first)]
+        return [*(self._bound(name, [other], None) for other in others), self._bound(name, proxies, result)]
+
+    def _bound(self, name: str, operands: list[TensorProxy], result: Any) -> BoundSymbol:
+        tags = (prims.OpTags.DONT_DCE,) if name.endswith("_") else ()
+        # With a call context, thunder prints the name without a module.
+        return Symbol(name, is_prim=True, tags=tags).bind(*operands, output=result, _call_ctx={})
+
+    def _mark_detached(self, node: Node) -> None:
+        """Tags the results that require no gradient, which Dynamo has found out."""
+        results, values = tree_flatten(self.values[node])[0], tree_flatten(value_of(node))[0]
+        for proxy, value in zip(results, values, strict=True):
+            if isinstance(proxy, TensorProxy) and not value.requires_grad:
+                proxy.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+
 
 def trace_region(graph: Graph) -> RegionTrace:
     """Traces the region of the graph's losses, log-probabilities and entropies, of which there has to be one.
@@ -93,11 +213,10 @@ def trace_region(graph: Graph) -> RegionTrace:
             for size in value_of(node).shape:
                 region.sizes.number(size)
     with tracectx(region.trace), langctx(Languages.TORCH), disable_autocast(), with_defaults():
-        tracer = _Tracer(region)
         for node in graph.nodes:
             if node.op in ("call_function", "call_method", "call_module"):
-                tracer.add(node, is_wanted=node in wanted)
-        tracer.finish()
+                region.add(node, is_wanted=node in wanted)
+        region.finish()
     return region
 
 
@@ -133,134 +252,6 @@ def _region_of(graph: Graph) -> dict[Node, None]:
 def _below(linears: list[Node]) -> dict[Node, None]:
     """The linears and all that uses their results, the nearest first."""
     return reached(linears, lambda node: node.users)
-
-
-class _Tracer:
-    """Adds nodes to a trace, in the order of the graph."""
-
-    def __init__(self, region: RegionTrace):
-        self._region, self._trace, self._sizes = region, region.trace, region.sizes
-        self._values = region.values
-
-    def add(self, node: Node, *, is_wanted: bool) -> None:
-        """Adds an operation, unless it has nothing to do with the region."""
-        written = [operand for operand in _written_by(node) if _is_known(value_of(operand))]
-        uses_region = any(operand in self._region.bsyms for operand in node.all_input_nodes)
-        if not (is_wanted or uses_region or written):
-            return
-        value = value_of(node)
-        if not any(map(_is_known, tree_flatten(value)[0])) and not written:
-            # A size, or a switch such as that of autocast: no tensor depends on it but those that Dynamo knows of.
-            return
-        file, _, line = (source_of(node) or "").rpartition(":")
-        self._trace.set_current_source_location(file or None, Position(int(line) if line else None, node))
-        scope: list[BoundSymbol] = []
-        depth = len(self._trace.scopes)
-        self._trace.push_scope(scope)
-        try:
-            result = self._traced(node) if is_wanted and not written else None
-        except Exception:
-            # Whatever thunder cannot do is an operation like one that it does not know.
-            result = None
-        finally:
-            del self._trace.scopes[depth:]
-        if result is None:
-            scope = self._unknown(node, written)
-        else:
-            self._values[node] = result
-        self._trace.peek_scope().extend(scope)
-        self._region.bsyms[node] = scope
-        self._mark_detached(node)
-
-    def finish(self) -> None:
-        """Adds the results of the graph that are of the region, and the trace's arguments."""
-        results: list[Any] = []
-        for node in self._region.graph.find_nodes(op="output"):
-            results = [self._values[each] for each in node.all_input_nodes if each in self._region.bsyms]
-        prims.python_return(tuple(tree_flatten(results)[0]))
-        inputs = [proxy for node, proxy in self._region.proxies() if node not in self._region.bsyms]
-        self._trace.args = tuple(inputs)
-        signature = SigInfo("region")
-        signature.args = [(proxy.name, None) for proxy in inputs]
-        self._trace._siginfo = signature
-
-    def _traced(self, node: Node) -> Any:
-        """What thunder makes of a node; None where that may differ from what PyTorch does."""
-        operands = [value_of(operand) for operand in node.all_input_nodes]
-        if any(map(_is_symbolic, operands)) and name_of(node) not in _SIZED:
-            return None
-        if name_of(node) in _COUNTING and any(map(_is_symbolic, operands[0].shape)):
-            return None
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._operand)
-        if node.op == "call_method":
-            function: Callable = partial(_call_method, str(node.target))
-        elif node.target in torch_to_thunder_functions:
-            function = torch_to_thunder_functions[node.target]
-        elif node.target is torch.ops.aten.mT:
-            function = operator.attrgetter("mT")
-        elif getattr(node.target, "__module__", "") in ("_operator", "builtins"):
-            function = node.target  # type: ignore[assignment]
-        else:
-            return None
-        result = function(*args, **kwargs)
-        results, expected = tree_flatten(result)[0], tree_flatten(value_of(node))[0]
-        is_same = len(results) == len(expected) and all(map(self._is_same, results, expected))
-        return result if is_same else None
-
-    def _operand(self, node: Node) -> Any:
-        value = value_of(node)
-        if isinstance(value, torch.SymInt):
-            return self._sizes.number(value)
-        if node not in self._values:
-            self._values[node] = tree_map(partial(self._proxy, is_input=True, name=node.name), value)
-        return self._values[node]
-
-    def _is_same(self, proxy: Any, value: Any) -> bool:
-        if not isinstance(proxy, TensorProxy) or not isinstance(value, Tensor):
-            return False
-        shape = tuple(map(self._sizes.number, value.shape))
-        dtype, device = dtypes.to_torch_dtype(proxy.dtype), str(devices.to_device(value.device))
-        return tuple(proxy.shape) == shape and dtype == value.dtype and str(proxy.device) == device
-
-    def _proxy(self, value: Any, *, is_input: bool = False, name: str | None = None) -> Any:
-        if not _is_known(value):
-            return value
-        make = WrappedTensorProxy if is_traceable_wrapper_subclass(value) else TensorProxy
-        return make(
-            None if name is None or self._trace.has_name(name) else name,
-            shape=tuple(map(self._sizes.number, value.shape)),
-            device=devices.to_device(value.device),
-            dtype=dtypes.to_dtype(value.dtype),
-            requires_grad=is_input and value.requires_grad,
-        )
-
-    def _unknown(self, node: Node, written: list[Node]) -> list[BoundSymbol]:
-        """An operation as its name, its operands and its results; for each tensor that it writes to, one more."""
-        value, name = value_of(node), name_of(node)
-        # An operation that returns the tensor that it has written to gets a new proxy for it.
-        result = tree_map(self._proxy, value)
-        self._values[node] = result
-        operands = [self._operand(each) for each in node.all_input_nodes]
-        proxies = [each for each in tree_flatten(operands)[0] if isinstance(each, TensorProxy)]
-        if not written:
-            return [self._bound(name, proxies, result)]
-        # The matcher takes the first operand of an operation with such a name for what it writes to.
-        name = f"{name.rstrip('_')}_"
-        first, *others = (self._operand(each) for each in written)
-        proxies = [first, *(proxy for proxy in proxies if proxy is not first)]
-        return [*(self._bound(name, [other], None) for other in others), self._bound(name, proxies, result)]
-
-    def _bound(self, name: str, operands: list[TensorProxy], result: Any) -> BoundSymbol:
-        tags = (prims.OpTags.DONT_DCE,) if name.endswith("_") else ()
-        # With a call context, thunder prints the name without a module.
-        return Symbol(name, is_prim=True, tags=tags).bind(*operands, output=result, _call_ctx={})
-
-    def _mark_detached(self, node: Node) -> None:
-        """Tags the results that require no gradient, which Dynamo has found out."""
-        results, values = tree_flatten(self._values[node])[0], tree_flatten(value_of(node))[0]
-        for proxy, value in zip(results, values, strict=True):
-            if isinstance(proxy, TensorProxy) and not value.requires_grad:
-                proxy.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
 
 
 def _call_method(name: str, self: Any, *args: Any, **kwargs: Any) -> Any:
