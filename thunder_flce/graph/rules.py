@@ -238,14 +238,10 @@ def _guard(vocab_parallel: Any) -> bool:
     return group is not None and _add_check(group)
 
 
-def _copied(function: Any) -> FunctionType:
-    copy = FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-# What thunder interprets in place of the constructor: at that itself, it would call `_init` again.
-_constructor = _copied(VocabParallel.__init__)
+# What thunder interprets in place of the constructor, a copy: at that itself, it would call `_init` again.
+_original: Any = VocabParallel.__init__
+_constructor = FunctionType(_original.__code__, _original.__globals__, closure=_original.__closure__)
+_constructor.__kwdefaults__ = _original.__kwdefaults__
 
 
 @register_general_jit_lookaside(VocabParallel.__init__)
