@@ -3,6 +3,7 @@
 import copy
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +208,14 @@ def test_numbers_of_numpy():
     settings = {"softcap": np.float32(5), "z_loss": np.float64(0.1), "vocab_size": np.int64(90)}
     case.target[case.target >= 90] = 89
     assert_right(call(case, **settings), case, **{name: value.item() for name, value in settings.items()})
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_options_with_a_number_of_numpy(backend):
+    options, case = Options(expected_gradient=np.float64(0.5)), make_case(vocab=97)
+    compiled = torch.compile(partial(linear_cross_entropy, options=options), backend=backend, fullgraph=True)
+    loss = compiled(case.x, case.weight, case.target)
+    torch.testing.assert_close(loss, F.cross_entropy(case.x @ case.weight.t(), case.target))
 
 
 # Compilers and exporters.

@@ -112,6 +112,9 @@ class Options:
             raise ValueError(f"expected_gradient must be a float or fit 64 bits, but has {expected.bit_length()} bits")
         if expected is not None and not (is_number and math.isfinite(expected) and expected != 0):
             raise ValueError(f"expected_gradient must be None or a finite number other than 0, but got {expected!r}")
+        if isinstance(expected, float):
+            # NumPy's is a float, too, but Dynamo takes it for a tensor.
+            object.__setattr__(self, "expected_gradient", float(expected))
         for name in ("tune_products", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, but got {getattr(self, name)!r}")

@@ -250,6 +250,8 @@ def _reduces_classes(bsym: BoundSymbol, path: LogitsPath) -> bool:
     dimension = argument(bsym, "dim", at=1)
     if isinstance(dimension, list | tuple) and len(dimension) == 1:
         (dimension,) = dimension
+    if dimension is None:
+        return path.tensor.ndim == 1
     return isinstance(dimension, int) and dimension % path.tensor.ndim == path.class_dimension
 
 
