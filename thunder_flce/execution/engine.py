@@ -30,8 +30,8 @@ from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan, Reco
 from thunder_flce.execution.region import Region
 from thunder_flce.execution.row_kernels.interface import LogitsBuffer, LogitsInBlocks, RowStatistics
 from thunder_flce.execution.row_loss import ChunkResult, RowGradients, RowScales, chunk_result, finish_loss
-from thunder_flce.execution.row_selection import Rows, Selection
-from thunder_flce.execution.token_parts import PartSelection, every_row, reselect_rows, select_rows
+from thunder_flce.execution.row_selection import Rows, Selection, reselect_rows, select_rows
+from thunder_flce.execution.token_parts import every_row, of_all_parts
 from thunder_flce.operation.loss import RowCoefficients
 
 
@@ -68,7 +68,7 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
     room = sums.room_for_x
     largest = first if all(memory is not None for memory in room) else min(first, plan.chunk_rows)
     computed = _start_first_logits(region, selection, first_logits, largest=largest, outs=room)
-    rows = selection.rows()
+    rows = of_all_parts(region, selection.rows(), plan.chunk_rows)
 
     scales = RowScales.of(region, rows)
     has_units = region.loss.has_row_gradients
@@ -122,7 +122,7 @@ def _forward_for_backward(region: Region, chunk_rows: int, saved_rows: int | Non
     largest = min(first, chunk_rows)
     outs: list[Tensor | None] = [None] * len(region.terms)
     computed = _start_first_logits(region, selection, buffer, largest=largest, outs=outs)
-    rows = selection.rows()
+    rows = of_all_parts(region, selection.rows(), chunk_rows)
 
     scales = RowScales.of(region, rows)
     results = []
@@ -161,7 +161,7 @@ def backward(
     if isinstance(plan, GradientsInForward):
         assert kept is not None
         return _scaled_units(region, kept, saved.valid_count, upstream)
-    rows = reselect_rows(region, saved.valid_count)
+    rows = of_all_parts(region, reselect_rows(region, saved.valid_count))
     known = _known_rows(region, rows, saved, upstream)
     if isinstance(plan, RecomputeLogits) and (logits is None or rows.count == 0):
         return _backward_in_blocks(region, known, None, plan.block_columns)
@@ -306,19 +306,14 @@ def _gradient_in_one_pass(region: Region, rows: Rows, row_gradients: RowGradient
 
 
 def _start_first_logits(
-    region: Region,
-    selection: Selection | PartSelection,
-    logits: LogitsBuffer | LogitsInBlocks,
-    *,
-    largest: int,
+    region: Region, selection: Selection, logits: LogitsBuffer | LogitsInBlocks, *, largest: int,
     outs: list[Tensor | None],
-) -> int:
-    """The logits of the first rows, which keep the device busy while the host waits for the number of rows.
+) -> int:  # fmt: skip
+    """How many rows' logits are computed, to keep the device busy while the host waits for the number of rows.
 
-    Returns:
-        How many rows of logits were computed.
+    0 where ranks divide the tokens: which rows all of them compute is not known yet.
     """
-    xs = selection.first_rows(largest, outs)
+    xs = None if region.has_token_parts else selection.first_rows(largest, outs)
     if xs is None:
         return 0
     count = xs[0].shape[0]

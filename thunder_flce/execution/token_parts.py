@@ -8,7 +8,7 @@ Legend: T tokens of all ranks, R ranks, P = T / R tokens of a rank, M rows from 
 chunk, H hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from thunder_flce.execution import row_selection, shards
 from thunder_flce.execution.record import Value
 from thunder_flce.execution.region import Region
-from thunder_flce.execution.row_selection import PlannedRows, Rows, Selection
+from thunder_flce.execution.row_selection import PlannedRows, Rows
 from thunder_flce.operation.shard import Shard
 
 
@@ -85,32 +85,6 @@ class PlannedRowsOfParts(PlannedRows):
         return gathered
 
 
-class PartSelection:
-    """In place of `RowSelection`, or of `PlannedSelection` while a run is written down."""
-
-    def __init__(self, region: Region, selection: Selection):
-        self._region, self._selection = region, selection
-
-    def first_rows(self, largest: int, outs: Sequence[Tensor | None]) -> None:
-        """Nothing: which rows all ranks compute is not known yet."""
-
-    def rows(self) -> Rows:
-        """The rows to compute; raises as `RowSelection.rows`."""
-        return _of_parts(self._region, self._selection.rows(), getattr(self._region.plan, "chunk_rows", None))
-
-
-def select_rows(region: Region) -> Selection | PartSelection:
-    """As `row_selection.select_rows`."""
-    selection = row_selection.select_rows(region)
-    return PartSelection(region, selection) if region.has_token_parts else selection
-
-
-def reselect_rows(region: Region, valid_count: Tensor) -> Rows:
-    """As `row_selection.reselect_rows`; all rows are one chunk."""
-    rows = row_selection.reselect_rows(region, valid_count)
-    return _of_parts(region, rows, None) if region.has_token_parts else rows
-
-
 def every_row(region: Region, valid_count: Tensor) -> Rows:
     """As `row_selection.every_row`; in the order of tokens."""
     rows = row_selection.every_row(region, valid_count)
@@ -122,16 +96,14 @@ def every_row(region: Region, valid_count: Tensor) -> Rows:
     return RowsOfParts(**vars(rows), shard=shard, own=own, part_chunk=tokens)
 
 
-def _of_parts(region: Region, rows: Rows, chunk_rows: int | None) -> Rows:
-    """The rows of all parts, from the valid ones, or from all of them.
+def of_all_parts(region: Region, rows: Rows, chunk_rows: int | None = None) -> Rows:
+    """The rows of all parts, from those chosen as if the tokens were not divided; these where they are not.
 
-    Args:
-        region: the region.
-        rows: as without parts.
-        chunk_rows: of all parts, at most; None for one chunk.
+    Chunks have at most `chunk_rows` rows of all parts together; without it, there is one chunk.
     """
     shard = region.shard
-    assert shard is not None
+    if shard is None or not shard.sequence_parallel:
+        return rows
     if isinstance(rows, PlannedRows):
         return PlannedRowsOfParts(**vars(rows))
     target = region.operands.target.long()
