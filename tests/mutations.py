@@ -412,11 +412,7 @@ MUTATIONS = [
         ("mask", "        gradient[operands.vocab :] = 0\n", "        pass\n"),
         ("mask", "[: matrix.shape[1]], not self._is_first", "[: matrix.shape[1]], True"),
         ("mask", "weight, accumulate=not self._is_first)", "weight, accumulate=False)"),
-        (
-            "index",
-            "out = of_term.input[self._rows.of_part(chunk)]\n",
-            "out = of_term.input[: matrix.shape[0]]\n",
-        ),
+        ("index", "of_input[self._rows.of_part(chunk)]", "of_input[: matrix.shape[0]]"),
         ("index", "self._bias[: region.operands.vocab], bias_grad", "self._bias[-region.operands.vocab :], bias_grad"),
         tests=(CHUNKS,),
     ),
@@ -446,7 +442,7 @@ MUTATIONS = [
         ("index", "frequent.add(at, frequent_columns, x)", "frequent.add(0, frequent_columns, x)"),
         (
             "mask",
-            "elif self._frequent is not None and not of_term.is_in_float32:\n",
+            "elif self._frequent is not None and _is_in_16_bits(weight):\n",
             "elif self._frequent is not None and at == 0:\n",
         ),
         tests=(TERMS,),
@@ -534,7 +530,7 @@ MUTATIONS = [
     ),
     *_of(
         "execution/gradient_accumulation.py",
-        ("mask", "                self._rows.scatter_(of_term.input)\n", "                pass\n"),
+        ("mask", "                self._rows.scatter_(of_input)\n", "                pass\n"),
         ("mask", "            self._rows.scatter_(self._input)\n", "            pass\n"),
         tests=("tests/test_numerics.py::test_ignored_rows",),
     ),

@@ -30,29 +30,20 @@ class StagedLogits(NamedTuple):
     """Of a later chunk"""
 
 
-class TermGradients:
-    """Memory for dX and dW of one term; None for what needs no gradient.
+def input_memory(region: Region, at: int, dtype: torch.dtype) -> Tensor | None:
+    """(T, H) for dX of a term; None where that is not needed."""
+    term = region.terms[at]
+    return region.empty(f"dX{at or ''}", tuple(term.x.shape), dtype) if term.input_grad else None
 
-    Args:
-        region: the region.
-        at: which of its terms.
-        input_dtype: of dX.
-        weight_dtype: what dW is summed in.
-    """
 
-    def __init__(self, region: Region, at: int, *, input_dtype: torch.dtype, weight_dtype: torch.dtype):
-        operands, self.term = region.operands, region.terms[at]
-        self.suffix, self.hidden = str(at or ""), self.term.x.shape[1]
-        self.input: Tensor | None = None
-        """(T, H)"""
-        self.weight: Tensor | None = None
-        """(V, H)"""
-        if self.term.input_grad:
-            self.input = region.empty(f"dX{self.suffix}", tuple(self.term.x.shape), input_dtype)
-        if self.term.weight_grad:
-            self.weight = region.empty(f"dW{self.suffix}", (operands.weight_rows, self.hidden), weight_dtype)
-            zero_unused_rows(self.weight, operands)
-        self.is_in_float32 = weight_dtype == torch.float32
+def weight_memory(region: Region, at: int, dtype: torch.dtype) -> Tensor | None:
+    """(V, H) for dW of a term, 0 in rows that are no columns of the logits; None where that is not needed."""
+    term, rows = region.terms[at], region.operands.weight_rows
+    if not term.weight_grad:
+        return None
+    memory = region.empty(f"dW{at or ''}", (rows, term.x.shape[1]), dtype)
+    zero_unused_rows(memory, region.operands)
+    return memory
 
 
 class GradientSums:
@@ -73,10 +64,12 @@ class GradientSums:
         # before, too, its error was up to 1.4 times that of PyTorch (DPO, 8192 × 128256 × 4096).
         is_unit = isinstance(plan, GradientsInForward) and region.loss.has_row_gradients
         input_dtype = operands.row_dtype if is_unit else operands.dtype
-        self._terms = [
-            TermGradients(region, at, input_dtype=input_dtype, weight_dtype=self._sum_dtype(at))
-            for at in range(len(region.terms))
-        ]
+        self.inputs: list[Tensor | None] = []
+        """Of each term, memory for dX"""
+        self._weights: list[Tensor | None] = []
+        for at in range(len(region.terms)):
+            self.inputs.append(input_memory(region, at, input_dtype))
+            self._weights.append(weight_memory(region, at, self._sum_dtype(at)))
         self._bias = None
         if operands.bias_grad:
             self._bias = region.zeros("db", (operands.weight_rows,), operands.row_dtype)
@@ -97,11 +90,6 @@ class GradientSums:
         return torch.float32 if self._plan.float32_accumulator or (is_sum and is_small) else operands.dtype
 
     @property
-    def inputs(self) -> list[Tensor | None]:
-        """Of each term, (T, H) memory for dX."""
-        return [of_term.input for of_term in self._terms]
-
-    @property
     def room_for_x(self) -> list[Tensor | None]:
         """Of each term, (T, H) the memory of dX, for copies of rows of x until it takes their place.
 
@@ -113,7 +101,7 @@ class GradientSums:
     def begin(self, rows: Rows) -> None:
         """Takes the rows that are computed, when their number is known."""
         self._rows = rows
-        has_sums_in_16_bits = any(term.weight is not None and not term.is_in_float32 for term in self._terms)
+        has_sums_in_16_bits = any(map(_is_in_16_bits, self._weights))
         if self._plan.float32_rows and has_sums_in_16_bits and self._region.operands.vocab:
             targets = steps.targets(self._region, rows.target)
             self._frequent = FrequentRows(self._region, targets, self._plan.float32_rows, weights=rows.target_weights)
@@ -132,7 +120,7 @@ class GradientSums:
         elements = max(blocks.own_elements(last_layout.row_stride), rows * layout.row_stride)
         own = region.empty(name, (elements,), region.logits_dtype)
         rest = own[: rows * layout.row_stride].view(rows, layout.row_stride)
-        weight = self._terms[0].weight
+        weight = self._weights[0]
         assert weight is not None, "logits are staged in the memory of dW"
         borrowed = weight[: operands.vocab].view(-1).view(region.logits_dtype)
         staged = LogitsInBlocks.lay_out(blocks, borrowed, own, last_layout)
@@ -176,22 +164,18 @@ class GradientSums:
         """
         region, matrix, frequent = self._region, dlogits.logits, self._frequent
         frequent_columns = None if frequent is None else frequent.columns_of(matrix)
-        for at, (of_term, x) in enumerate(zip(self._terms, xs, strict=True)):
-            pending = None
-            if of_term.input is not None:
+        for at, (term, x) in enumerate(zip(region.terms, xs, strict=True)):
+            of_input, of_weight, finish_input = self.inputs[at], self._weights[at], None
+            if of_input is not None:
                 # The matmul of dW hides the sum of dX over the ranks.
-                pending = steps.start_input_gradient(region, matrix, of_term.term.weight)
-            if of_term.weight is not None:
-                out, again = of_term.weight[: matrix.shape[1]], not self._is_first
+                finish_input = steps.start_input_gradient(region, matrix, term.weight)
+            if of_weight is not None:
+                out, again = of_weight[: matrix.shape[1]], not self._is_first
                 steps.matmul_(region, "dW", out, matrix, x, accumulate=again)
-                if frequent is not None and frequent_columns is not None and not of_term.is_in_float32:
+                if frequent is not None and frequent_columns is not None and _is_in_16_bits(of_weight):
                     frequent.add(at, frequent_columns, x)
-            if of_term.input is not None:
-                out = of_term.input[self._rows.of_part(chunk)]
-                if pending is None:
-                    steps.matmul_(region, "dX", out, matrix, of_term.term.weight)
-                else:
-                    pending.finish(out)
+            if of_input is not None and finish_input is not None:
+                finish_input(of_input[self._rows.of_part(chunk)])
         if self._bias is not None and bias_grad is not None:
             steps.add_(region, self._bias[: region.operands.vocab], bias_grad)
         self._is_first = False
@@ -202,11 +186,10 @@ class GradientSums:
         dX comes first, summed where dW begins in memory, because dW is written over the logits.
         """
         region, operands = self._region, self._region.operands
-        (of_term,), (x,) = self._terms, xs
-        term, weight = of_term.term, of_term.weight
+        (term,), (of_input,), (weight,), (x,) = region.terms, self.inputs, self._weights, xs
         assert weight is not None, "logits are staged in the memory of dW"
-        if of_term.input is not None:
-            out = total = of_term.input[chunk]
+        if of_input is not None:
+            out = total = of_input[chunk]
             if out.dtype != operands.row_dtype:
                 free = weight[: operands.vocab].view(-1).view(operands.row_dtype)
                 total = steps.named(free[: out.numel()].view(out.shape), "dX_sum")
@@ -226,18 +209,22 @@ class GradientSums:
         """The gradients in the dtypes of what they belong to; zeros where no chunk was added."""
         region, operands = self._region, self._region.operands
         weights: list[Tensor | None] = []
-        for at, of_term in enumerate(self._terms):
-            weight, of_term.weight = of_term.weight, None
+        for at, of_input in enumerate(self.inputs):
+            weight, self._weights[at] = self._weights[at], None
             if weight is not None:
                 if self._is_first:
                     weight[:] = 0
-                elif self._frequent is not None and not of_term.is_in_float32:
+                elif self._frequent is not None and _is_in_16_bits(weight):
                     self._frequent.write(at, weight)
                 weight = steps.rounded(region, weight, operands.dtype)
             weights.append(weight)
-            if of_term.input is not None:
-                self._rows.scatter_(of_term.input)
+            if of_input is not None:
+                self._rows.scatter_(of_input)
         return Gradients(tuple(self.inputs), tuple(weights), rounded_bias(self._bias, operands))
+
+
+def _is_in_16_bits(weight_grad: Tensor | None) -> bool:
+    return weight_grad is not None and weight_grad.dtype.itemsize == 2
 
 
 class SavedPart(NamedTuple):
@@ -268,40 +255,31 @@ class BlockSums:
 
     def __init__(self, region: Region, at: int, x: Tensor, *, rows: Rows, saved: SavedPart | None, first: slice):
         operands, self._region, self._saved, self._rows = region.operands, region, saved, rows
-        self._term, self._x, self._suffix = region.terms[at], x, str(at or "")
+        self._at, self._term, self._x = at, region.terms[at], x
         self._others = slice(0 if saved is None else saved.rows.stop, x.shape[0])
-        self._shape = tuple(self._term.x.shape)
         self._input: Tensor | None = None
         self._total: Tensor | None = None
         self._is_first = True
-        self.weight: Tensor | None = None
-        """(V, H)"""
+        self.weight = weight_memory(region, at, operands.dtype)
         self.needs_first_block = False
         """Whether dX is summed in the memory of the first block of dW, so that this block has to come last."""
-        if self._term.weight_grad:
-            self.weight = region.empty(f"dW{self._suffix}", (operands.weight_rows, x.shape[1]), operands.dtype)
-            zero_unused_rows(self.weight, operands)
         if self._term.input_grad:
             self._total = self._memory_for_sum(first)
             if region.tape is None and not operands.vocab:
                 self._total.zero_()
             if saved is not None and self._input is not None:
-                out = self._input[saved.rows]
-                pending = steps.start_input_gradient(region, saved.dlogits, self._term.weight)
-                if pending is None:
-                    steps.matmul_(region, "dX", out, saved.dlogits, self._term.weight)
-                else:
-                    pending.finish(out)
+                finish_input = steps.start_input_gradient(region, saved.dlogits, self._term.weight)
+                finish_input(self._input[saved.rows])
 
     def _memory_for_sum(self, first: slice) -> Tensor:
         """(N - S, H) what dX is summed in."""
         region, operands = self._region, self._region.operands
         is_wide = operands.dtype == operands.row_dtype and not region.sums_input_grad
         if is_wide or self._saved is not None:
-            self._input = region.empty(f"dX{self._suffix}", self._shape, operands.dtype)
+            self._input = input_memory(region, self._at, operands.dtype)
         if is_wide and self._input is not None:
             return self._input[self._others]
-        shape, name = (self._others.stop - self._others.start, self._x.shape[1]), f"dX{self._suffix}_sum"
+        shape, name = (self._others.stop - self._others.start, self._x.shape[1]), f"dX{self._at or ''}_sum"
         enough = columns_that_hold_input_sum(shape[0], operands.dtype)
         if self.weight is None or region.sums_input_grad or not 0 < enough <= first.stop:
             return region.empty(name, shape, operands.row_dtype)
@@ -334,10 +312,11 @@ class BlockSums:
         if total is None:
             return
         if self._input is None:
-            self._input = region.empty(f"dX{self._suffix}", self._shape, region.operands.dtype)
+            self._input = input_memory(region, self._at, region.operands.dtype)
+        assert self._input is not None
         others = self._input[self._rows.of_part(self._others)]
         if region.sums_input_grad:
-            steps.InputGradient(region, total).finish(others)
+            steps.start_sum_over_ranks(region, total)(others)
         elif total.dtype != self._input.dtype:
             note = "rounded once; dW takes its memory" if self.needs_first_block else "rounded once"
             steps.copy_(region, others, total, note=note)

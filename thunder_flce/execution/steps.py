@@ -4,7 +4,7 @@ A step's words stand beside its call, so that what is printed, counted and predi
 words. Legend: T tokens, N rows computed, C rows in a chunk, H hidden size, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -502,40 +502,34 @@ def _write(region: Region, result: str, like: Tensor, words: str, work: RowWork,
 # What ranks tell each other.
 
 
-def start_input_gradient(region: Region, dlogits: Tensor, weight: Tensor) -> "InputGradient | None":
+def start_input_gradient(region: Region, dlogits: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
     """Starts dX (C, H) = dlogits (C, V) @ weight (V, H), summed over the ranks that divide the vocabulary.
 
-    None where there is nothing to sum.
+    Returns what puts it into memory (C, H), and only then computes it where there is nothing to sum.
     """
     if not region.sums_input_grad:
-        return None
+        return lambda out: matmul_(region, "dX", out, dlogits, weight)
     part = region.empty("dX_part", (dlogits.shape[0], weight.shape[1]), region.input_grad_dtype)
     matmul_(region, "dX", part, dlogits, weight)
-    return InputGradient(region, part)
+    return start_sum_over_ranks(region, part)
 
 
-class InputGradient:
-    """dX of some rows (C, H) while the ranks sum it; the device works on something else meanwhile.
+def start_sum_over_ranks(region: Region, part: Tensor) -> Callable[[Tensor], None]:
+    """Starts to sum dX of some rows, of which `part` (C, H) is what the columns of this rank contribute.
 
-    Args:
-        region: the region, with a shard.
-        part: (C, H) what the columns of this rank contribute.
+    Returns what waits for the sum and puts it, times `Shard.input_grad_factor`, into memory (C, H), rounded once.
     """
+    shard = region.shard
+    assert shard is not None
+    part = rounded(region, part, region.input_grad_dtype)
+    pending = None if region.tape is not None else shards.start_sum(shard, part)
 
-    def __init__(self, region: Region, part: Tensor):
-        assert region.shard is not None
-        part = rounded(region, part, region.input_grad_dtype)
-        self._region, self._part, self._factor = region, part, region.shard.input_grad_factor
-        self._sum = None if region.tape is not None else shards.start_sum(region.shard, part)
+    def finish(out: Tensor) -> None:
+        if pending is None:
+            _write_exchange(region, str(part), f"summed({part})", [part])
+        copy_(region, out, part if pending is None else pending.wait(), factor=shard.input_grad_factor)
 
-    def finish(self, out: Tensor) -> None:
-        """Puts the sum, times `Shard.input_grad_factor`, into `out` (C, H), rounded once."""
-        if self._sum is None:
-            _write_exchange(self._region, str(self._part), f"summed({self._part})", [self._part])
-            total = self._part
-        else:
-            total = self._sum.wait()
-        copy_(self._region, out, total, factor=self._factor)
+    return finish
 
 
 def _write_exchange(region: Region, result: str, words: str, vectors: Sequence[Tensor]) -> None:
