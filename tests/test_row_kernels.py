@@ -355,22 +355,6 @@ def test_a_column_that_dominates_its_row(backend, vocab, dtype, logit_map):
     torch.testing.assert_close(written, gradient, rtol=max(torch.finfo(dtype).eps, 5e-6), atol=smallest)
 
 
-def test_no_rows(backend):
-    kernels = backend.kernels(LogitMap())
-    layout, device = VocabLayout.aligned(40), torch.device(backend.device)
-    buffer = LogitsBuffer(torch.empty(0, layout.row_stride, dtype=torch.bfloat16, device=device), layout)
-    none = torch.zeros(0, device=device)
-    coefficients, statistics = RowCoefficients(none, none), kernels.statistics(buffer)
-    again, product = kernels.statistics_and_gradient(buffer, none.long(), coefficients)
-    moments = kernels.moments(buffer, statistics, None, ("expected", "weighted_sum"))
-    entry = kernels.target_gradient(product, statistics, coefficients, None, dtype=torch.float16)
-    empty = [*statistics, *again, product, *moments.values(), entry]
-    assert [vector.shape for vector in empty] == [(0,)] * 8 and entry.dtype == torch.float16
-    out, sums = kernels.gradient(buffer, statistics, coefficients, None, dtype=torch.float16, column_sums=True)
-    assert out.logits.shape == (0, 40) and out.logits.dtype == torch.float16
-    assert torch.equal(sums, torch.zeros(40, device=device))
-
-
 @needs_compiler
 def test_in_the_interpreter():
     """The tests above for Triton, without a GPU."""

@@ -64,14 +64,6 @@ def test_rows(kind, vocab, dtypes, in_place):
     assert error(out.logits, doubled[0].logits) < max(rounding, 1e-5)
 
 
-@on_device
-def test_no_rows():
-    from thunder_flce.execution.row_kernels.triton_divergence import divergence_
-
-    buffer = _buffer(0, 33, FP32)
-    assert divergence_(buffer, buffer, Divergence(), factors=None, out=buffer).shape == (0,)
-
-
 @needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("has_factors", [True, False])

@@ -162,11 +162,12 @@ def backward(
         assert kept is not None
         return _scaled_units(region, kept, saved.valid_count, upstream)
     rows = of_all_parts(region, reselect_rows(region, saved.valid_count))
-    known = _known_rows(region, rows, saved, upstream)
-    if isinstance(plan, RecomputeLogits) and (logits is None or rows.count == 0):
-        return _backward_in_blocks(region, known, None, plan.block_columns)
-    if rows.count == 0 or logits is None:
+    if rows.count == 0:
         return GradientSums(region, plan, rows).finish()
+    known = _known_rows(region, rows, saved, upstream)
+    if isinstance(plan, RecomputeLogits) and logits is None:
+        return _backward_in_blocks(region, known, None, plan.block_columns)
+    assert logits is not None
     saved_rows = slice(0, min(_saved_rows(plan, operands.tokens) or 0, rows.count))
     # Where the logits are overwritten but the graph is kept, autograd will read them again. A plan counts on neither.
     is_overwritten = region.logits_dtype == operands.dtype

@@ -157,7 +157,7 @@ class RowWork:
 
 
 class RowKernels(Protocol):
-    """Row-wise computations. Row vectors are (C,), contiguous, in float32 (float64 for float64 logits).
+    """Row-wise computations, of one row at least. Row vectors are (C,), contiguous, in float32 (float64 for float64).
 
     Statistics are of the same rows as the logits; class weights are (V,) in the row vectors' dtype, None for ones.
     """

@@ -38,7 +38,6 @@ from thunder_flce.execution.row_kernels.interface import (
     padded_weight,
     reads_class_weight,
 )
-from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
 from thunder_flce.operation.moments import MOMENTS
 
 _NVFUSER_DTYPES = {torch.float32: DataType.Float, torch.float16: DataType.Half, torch.bfloat16: DataType.BFloat16}
@@ -274,7 +273,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True)
 class NvFuserRowKernels:
-    """See `RowKernels`; logits in 16 or 32 bits. Without a row there is nothing to fuse."""
+    """See `RowKernels`; logits in 16 or 32 bits."""
 
     logit_map: LogitMap = LogitMap()
     _fusions: dict[Hashable, FusionDefinition] = field(default_factory=dict, repr=False, compare=False)
@@ -305,8 +304,6 @@ class NvFuserRowKernels:
         return outputs
 
     def statistics(self, buffer: LogitsBuffer) -> RowStatistics:
-        if not buffer.padded.shape[0]:
-            return TorchRowKernels(self.logit_map).statistics(buffer)
         return RowStatistics(*self._statistics((buffer,)))
 
     def _statistics(self, blocks: tuple[LogitsBuffer, ...], *at_target: Tensor) -> list[Tensor]:
@@ -325,8 +322,6 @@ class NvFuserRowKernels:
     def moments(
         self, buffer: LogitsBuffer, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        if not buffer.padded.shape[0]:
-            return TorchRowKernels(self.logit_map).moments(buffer, statistics, class_weight, names)
         work = RowWork.of("moments", buffer, class_weight=class_weight, names=names)
         weight = padded_weight(class_weight, buffer.layout, is_read=reads_class_weight(names))
         sums = self._run_all(work, buffer.padded, statistics._asdict() | {"class_weight": weight})
@@ -336,11 +331,9 @@ class NvFuserRowKernels:
         self, buffer: LogitsBuffer, statistics: RowStatistics, coefficients: RowCoefficients,
         class_weight: Tensor | None, *, dtype: torch.dtype, column_sums: bool = False,
     ) -> tuple[LogitsBuffer, Tensor | None]:  # fmt: skip
-        settings: dict[str, Any] = {"dtype": dtype, "column_sums": column_sums}
-        if not buffer.padded.shape[0]:
-            kernels = TorchRowKernels(self.logit_map)
-            return kernels.gradient(buffer, statistics, coefficients, class_weight, **settings)
-        work = RowWork.of("gradient", buffer, coefficients, class_weight=class_weight, **settings)
+        work = RowWork.of(
+            "gradient", buffer, coefficients, class_weight=class_weight, dtype=dtype, column_sums=column_sums
+        )
         weight = padded_weight(class_weight, buffer.layout, is_read=coefficients.uniform is not None)
         vectors = statistics._asdict() | coefficients._asdict() | {"class_weight": weight}
         outputs = self._run_all(work, buffer.padded, vectors)
@@ -351,8 +344,6 @@ class NvFuserRowKernels:
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
         class_weight: Tensor | None, *, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        if not z.shape[0]:
-            return z.new_empty(0, dtype=dtype)
         work = RowWork.of("target_gradient", z, coefficients, class_weight=class_weight, dtype=dtype)
         vectors = statistics._asdict() | coefficients._asdict() | {"class_weight": class_weight}
         return self._run_all(work, z, vectors)[0]
@@ -361,8 +352,6 @@ class NvFuserRowKernels:
         self, logits: LogitsBuffer | LogitsInBlocks, target: Tensor, coefficients: RowCoefficients
     ) -> tuple[RowStatistics, Tensor]:
         """The target's entry is computed first and written last."""
-        if not target.shape[0]:
-            return TorchRowKernels(self.logit_map).statistics_and_gradient(logits, target, coefficients)
         blocks, at = logits.buffers, target.unsqueeze(1)
         places = [TargetColumns.of(at, columns) for columns in logits.columns] if len(blocks) > 1 else []
         z = blocks[0].padded.gather(1, places[0].column if places else at)

@@ -116,8 +116,6 @@ def divergence_(
     """The divergence of each row, (C,) float32; see `dispatch`."""
     rows = student.padded.shape[0]
     result = student.padded.new_empty(rows, dtype=torch.float32)
-    if not rows:
-        return result
     log_student, log_teacher = divergence.log_shares or (0.0, 0.0)
     block, start = _block_for(student.layout.vocab, _STATISTICS_BLOCKS), time.perf_counter()
     with torch.cuda.device_of(student.padded):

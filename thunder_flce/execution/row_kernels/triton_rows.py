@@ -479,9 +479,7 @@ class TritonRowKernels:
         return found, z_target
 
     def _launch(self, kernel: Any, programs: int, arguments: list[Any], block: _Block, **constants: Any) -> None:
-        """Runs a kernel on so many programs, if any."""
-        if not programs:
-            return
+        """Runs a kernel on so many programs."""
         start = time.perf_counter()
         with on_device(arguments[0].device):
             compiled = kernel[(programs,)](
