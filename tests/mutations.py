@@ -676,7 +676,11 @@ MUTATIONS = [
         "execution/steps.py",
         ("mask", 'region.plan.batch_invariant and kind == "logits"', "False"),
         ("mask", "region.plan.batch_invariant and not region.is_cuda", "False"),
-        ("mask", "buffer.layout.vocab and _takes_each_row_alone(region, buffer)", "False"),
+        (
+            "mask",
+            "                for rows in _rows_at_a_time(region, buffer)",
+            "                for rows in [EVERYTHING]",
+        ),
         tests=(BATCH_INVARIANT,),
     ),
     *_of(

@@ -258,7 +258,7 @@ def finish_loss(region: Region, scales: RowScales, chunks: list[ChunkResult]) ->
 
     if loss.token_loss:
         of_chunks = [chunk.token_loss.value for chunk in chunks if chunk.token_loss is not None]
-        name, of_rows = "token_losses", _joined(of_chunks) if of_chunks else row.max
+        name, of_rows = "token_losses", steps.joined(of_chunks) if of_chunks else row.max
     else:
         name = "cross_entropy"
         every_row = slice(0, rows.count)
@@ -295,10 +295,6 @@ def _output(region: Region, scales: RowScales, name: str, row: Row) -> Tensor:
     return steps.let(region, name, value)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _concatenated(region: Region, rows: Rows, chunks: list[ChunkResult]) -> tuple[Row, Tensor]:
     """What is known of all rows, and z at their targets."""
     loss = region.loss
@@ -308,11 +304,12 @@ def _concatenated(region: Region, rows: Rows, chunks: list[ChunkResult]) -> tupl
         at_targets = nothing if rows.target_weights is None else rows.target_weights
         chunks = [ChunkResult(RowStatistics(nothing, nothing), at_targets, moments, nothing.to(torch.int64))]
 
+    columns = [chunk.argmax for chunk in chunks if chunk.argmax is not None]
     row = Row(
-        max=_joined([chunk.statistics.row_max for chunk in chunks]),
-        log_sum=_joined([chunk.statistics.row_log_sum for chunk in chunks]),
+        max=steps.joined([chunk.statistics.row_max for chunk in chunks]),
+        log_sum=steps.joined([chunk.statistics.row_log_sum for chunk in chunks]),
         target_logit=None,
-        moments={name: _joined([chunk.moments[name] for chunk in chunks]) for name in loss.moments},
-        argmax=_joined([chunk.argmax for chunk in chunks if chunk.argmax is not None]) if loss.needs_argmax else None,
+        moments={name: steps.joined([chunk.moments[name] for chunk in chunks]) for name in loss.moments},
+        argmax=steps.joined(columns) if loss.needs_argmax else None,
     )
-    return row, _joined([chunk.target_entry for chunk in chunks])
+    return row, steps.joined([chunk.target_entry for chunk in chunks])

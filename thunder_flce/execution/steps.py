@@ -219,11 +219,9 @@ def whole_rows(region: Region, buffer: LogitsBuffer, targets: Targets) -> tuple[
 
 def statistics(region: Region, buffer: LogitsBuffer) -> RowStatistics:
     """The maximum and the log of the sum of exponentials of each row."""
-    if _takes_each_row_alone(region, buffer):
-        of_each = [region.kernels.statistics(buffer.rows(row)) for row in _each_row(buffer)]
-        return RowStatistics(*(torch.cat(vectors) for vectors in zip(*of_each, strict=True)))
     if region.tape is None:
-        return region.kernels.statistics(buffer)
+        of_parts = [region.kernels.statistics(buffer.rows(rows)) for rows in _rows_at_a_time(region, buffer)]
+        return RowStatistics(*(joined(vectors) for vectors in zip(*of_parts, strict=True)))
     found = _statistics_values(region, buffer)
     _write(
         region, "row_max, row_log_sum", found[0], _statistics_words(region, buffer), RowWork.of("statistics", buffer)
@@ -231,17 +229,18 @@ def statistics(region: Region, buffer: LogitsBuffer) -> RowStatistics:
     return found
 
 
-def _takes_each_row_alone(region: Region, buffer: LogitsBuffer) -> bool:
-    """Whether rows are computed one at a time, so that they have the same bits in any batch.
+def _rows_at_a_time(region: Region, buffer: LogitsBuffer) -> list[slice]:
+    """All rows at once or, where they must have the same bits in any batch, each alone on a CPU.
 
-    On a CPU, PyTorch divides the sum over a row among threads only where there is a single row.
+    There, PyTorch divides the sum over a row among threads only where there is a single row.
     """
-    is_invariant = region.plan.batch_invariant and not region.is_cuda
-    return region.tape is None and is_invariant and buffer.padded.shape[0] > 0
+    count, is_alone = buffer.padded.shape[0], region.plan.batch_invariant and not region.is_cuda
+    return [slice(row, row + 1) for row in range(count)] if is_alone else [slice(0, count)]
 
 
-def _each_row(buffer: LogitsBuffer) -> list[slice]:
-    return [slice(row, row + 1) for row in range(buffer.padded.shape[0])]
+def joined(parts: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    """The vectors, one after another."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def moments(
@@ -252,18 +251,13 @@ def moments(
     if not names:
         return {}
     if region.tape is None:
-        if buffer.layout.vocab and _takes_each_row_alone(region, buffer):
-            of_each = [
-                region.kernels.moments(
-                    buffer.rows(row), RowStatistics(*(vector[row] for vector in found)), class_weight, names
-                )
-                for row in _each_row(buffer)
+        sums = dict.fromkeys(names, torch.zeros_like(found.row_max))
+        if buffer.layout.vocab:
+            of_parts = [
+                region.kernels.moments(buffer.rows(rows), found.of(rows), class_weight, names)
+                for rows in _rows_at_a_time(region, buffer)
             ]
-            sums = {name: torch.cat([of_row[name] for of_row in of_each]) for name in names}
-        elif buffer.layout.vocab:
-            sums = region.kernels.moments(buffer, found, class_weight, names)
-        else:
-            sums = dict.fromkeys(names, torch.zeros_like(found.row_max))
+            sums = {name: joined([of_part[name] for of_part in of_parts]) for name in names}
         if shard is None:
             return sums
         return dict(zip(names, shards.summed(shard, [sums[name] for name in names]), strict=True))

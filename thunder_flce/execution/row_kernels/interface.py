@@ -7,7 +7,7 @@ wherever it is read, in float32 (float64 for float64).
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ class RowStatistics(NamedTuple):
     row_log_sum: Tensor
     """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum. With all its digits near 0,
     where the maximum's own 1 would hide the rest of the sum"""
+
+    def of(self, rows: Any) -> "RowStatistics":
+        """Those of some of the rows, by an index of vectors."""
+        return RowStatistics(self.row_max[rows], self.row_log_sum[rows])
 
 
 @dataclass(frozen=True)
