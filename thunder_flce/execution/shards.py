@@ -47,15 +47,15 @@ def part_without_columns(target: Tensor, dtype: torch.dtype, *, has_argmax: bool
 
 
 def combined(shard: Shard, part: PartOfRows) -> PartOfRows:
-    """The results for all columns, from those of each rank's. One all-gather, of numbers in the dtype of rows.
+    """The results for all columns, from those of each rank's. One all-gather, and one more of columns for the argmax.
 
     Entries at several targets are summed by a collective of their own. Its order makes no difference: one rank alone
     has another number than 0.
     """
     has_several = part.target_entry.ndim > 1
     numbers = [part.row_max, part.row_log_sum, *([] if has_several else [part.target_entry])]
-    if part.argmax is not None and part.argmax_entry is not None:
-        numbers += [part.argmax_entry, _as_float(part.argmax, part.row_max.dtype)]
+    if part.argmax_entry is not None:
+        numbers.append(part.argmax_entry)
     maxima, log_sums, *others = all_gathered(shard, numbers)
     if has_several:
         entry = part.target_entry.contiguous()
@@ -69,9 +69,9 @@ def combined(shard: Shard, part: PartOfRows) -> PartOfRows:
     largest = maxima.argmax(0, keepdim=True)
     rest = sums.scatter_(0, largest, log_sums.gather(0, largest).expm1_()).sum(0)
     whole = PartOfRows(row_max, rest.log1p_(), entry)
-    if not others:
+    if part.argmax is None:
         return whole
-    values, columns = others[0], _as_column(others[1])
+    (values,), (columns,) = others, all_gathered(shard, [part.argmax])
     # NaN is the largest number, as in torch.argmax; of equals, the first column is taken.
     is_largest = (values == values.amax(0)) | values.isnan()
     return whole._replace(argmax=torch.where(is_largest, columns, NO_COLUMN).amin(0))
@@ -126,12 +126,3 @@ def start_gathering(shard: Shard, part: Tensor) -> Pending:
     group = process_group(shard)
     work = dist.all_gather_into_tensor(result, part, group=group, async_op=True) if part.numel() else None
     return Pending(result, work)
-
-
-def _as_float(column: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of a column as a floating-point number, to go with such numbers."""
-    return column.view(dtype) if dtype.itemsize == 8 else column.to(torch.int32).view(dtype)
-
-
-def _as_column(number: Tensor) -> Tensor:
-    return number.contiguous().view(torch.int64 if number.dtype.itemsize == 8 else torch.int32).to(torch.int64)
