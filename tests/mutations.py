@@ -432,7 +432,6 @@ MUTATIONS = [
     *_of(
         "execution/gradient_accumulation.py",
         ("mask", "self._frequent.begin(weight)", "pass"),
-        ("divisor", "occurrences.clamp_(max=255)", "occurrences"),
         ("index", "dlogits.gather(1, self._columns.expand(", "dlogits.gather(1, 0 * self._columns.expand("),
         ("mask", "columns, x, accumulate=not is_first)", "columns, x, accumulate=False)"),
         tests=(FREQUENT_ROWS, STAGED),

@@ -369,15 +369,11 @@ class FrequentRows:
             columns = Value(target.tape, f"most_frequent({of_targets}, {self._count})", shape=(self._count,))
             self._columns = steps.let(region, "frequent", columns.to(torch.int64))
             return
-        occurrences = torch.zeros(vocab, dtype=torch.float32, device=target.device)
         counted = torch.ones_like(target, dtype=torch.float32) if targets.is_here is None else targets.is_here.float()
         if weights is not None:
-            occurrences.scatter_add_(0, target.reshape(-1), (weights.abs().float() * counted).reshape(-1))
-            self._columns = occurrences.topk(self._count, sorted=False).indices
-            return
-        occurrences.scatter_add_(0, target, counted)
-        # topk goes over 8 bits at a time: 0.04 instead of 0.07 ms. With over 255 tokens, any column is frequent enough.
-        occurrences = occurrences.clamp_(max=255).to(torch.uint8)
+            counted = counted * weights.abs().float()
+        occurrences = torch.zeros(vocab, dtype=torch.float32, device=target.device)
+        occurrences.scatter_add_(0, target.reshape(-1), counted.reshape(-1))
         self._columns = occurrences.topk(self._count, sorted=False).indices
 
     def begin(self, weight_grad: Tensor) -> None:
