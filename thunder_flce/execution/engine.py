@@ -149,13 +149,8 @@ def backward(
 ) -> Gradients:
     """The gradients, for the plans that finish them in the backward.
 
-    Args:
-        operands: as in the forward.
-        plan: as in the forward.
-        saved: as returned by the forward.
-        kept: as returned by the forward; logits are overwritten, unless the graph is kept (`retain_graph`).
-        upstream: the gradients of the loss and its outputs.
-        may_overwrite: False leaves `kept` as it is in any case.
+    `saved` and `kept` are what the forward returned. Logits that were kept are overwritten, unless the graph is kept
+    (`retain_graph`) or `may_overwrite` is False.
     """
     region, logits = Region(operands, plan), kept
     if isinstance(plan, GradientsInForward):

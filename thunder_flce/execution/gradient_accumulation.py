@@ -49,10 +49,7 @@ def weight_memory(region: Region, at: int, dtype: torch.dtype) -> Tensor | None:
 class GradientSums:
     """dX, dW and db while chunks of tokens add to them; no memory for those that are not needed.
 
-    Args:
-        region: the region.
-        plan: how dW is summed.
-        rows: the rows that are computed; None where `begin` takes them later.
+    Where the rows that are computed are not known yet, `begin` takes them later.
     """
 
     def __init__(self, region: Region, plan: Plan, rows: Rows | None = None):
@@ -154,13 +151,9 @@ class GradientSums:
         return [self._rows.gather_chunk(term.x, chunk, out) for term, out in terms]
 
     def add(self, dlogits: LogitsBuffer, xs: list[Tensor], chunk: slice, bias_grad: Tensor | None) -> None:
-        """Adds what the rows of `chunk` contribute.
+        """Adds what the rows of `chunk` contribute, with dlogits (C, V) and their sum over the rows, (V,), for db.
 
-        Args:
-            dlogits: (C, V)
-            xs: of each term, (C, H), as gathered; used up.
-            chunk: of the rows.
-            bias_grad: (V,) the sum of dlogits over the rows, if db is needed.
+        `xs` are (C, H), of each term, as gathered; used up.
         """
         region, matrix, frequent = self._region, dlogits.logits, self._frequent
         frequent_columns = None if frequent is None else frequent.columns_of(matrix)
@@ -244,13 +237,7 @@ class BlockSums:
     Each row of dW belongs to one block, so it is written once and needs no accumulator. dX is summed over blocks in
     float32: in its own memory if that is wide enough, or where dW of the first block will be, if there is room.
 
-    Args:
-        region: the region.
-        at: which of its terms.
-        x: (N, H) the term's rows that are computed.
-        rows: the same rows.
-        saved: the rows whose logits were saved, which come first; None without such rows.
-        first: the first block.
+    `x` (N, H) are the term's `rows` that are computed; those whose logits were `saved` come first.
     """
 
     def __init__(self, region: Region, at: int, x: Tensor, *, rows: Rows, saved: SavedPart | None, first: slice):
@@ -352,11 +339,8 @@ class FrequentRows:
     Zipf-distributed targets, 8192 × 128256 × 4096 and four chunks, the error of dW is 2.4e-3 without them, against
     1.5e-3 of a single matmul.
 
-    Args:
-        region: whose terms' dW are summed.
-        targets: (N,) of the rows that are computed.
-        count: how many rows of dW, at most.
-        weights: what each target counts; None for 1.
+    At most `count` rows of dW, by the targets of the rows that are computed, (N,), each of which counts as much as its
+    weight, or 1.
     """
 
     def __init__(self, region: Region, targets: steps.Targets, count: int, *, weights: Tensor | None = None):

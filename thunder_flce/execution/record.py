@@ -177,14 +177,9 @@ class Tape:
     def write(
         self, result: Tensor | str, words: object, *, runs_in: str = "PyTorch", scratch: int = 0, **more: Any
     ) -> None:
-        """Writes a step down.
+        """Writes a `Step` down: what it makes, a name alone where dtype and shape say nothing, and how in words.
 
-        Args:
-            result: what it makes; a name alone where dtype and shape say nothing.
-            words: how.
-            runs_in: the library.
-            scratch: bytes that are allocated while it runs.
-            more: further fields of the `Step`.
+        `scratch` are bytes that are allocated while it runs, `more` further fields of the step.
         """
         if isinstance(result, Value):
             more = {"dtype": result.dtype, "shape": result.shape, **more}
@@ -192,12 +187,7 @@ class Tape:
         self.peak_bytes = max(self.peak_bytes, self._allocated + scratch)
 
     def loop(self, slices: Iterable[slice], over: str) -> Iterator[slice]:
-        """The slices, one after another; what is written during each makes one stage.
-
-        Args:
-            slices: of tokens, or of columns of the vocabulary.
-            over: "chunk" or "block".
-        """
+        """The slices of a "chunk" or "block" loop, one after another; what is written during each makes one stage."""
         self._end_stage()
         parts, found = [], []
         for part in slices:

@@ -82,13 +82,7 @@ class RowScales(NamedTuple):
 
 
 class RowGradients:
-    """Gives each chunk of rows the coefficients of its gradient.
-
-    Args:
-        region: the region.
-        scales: of its rows.
-        upstream: the gradients of its results.
-    """
+    """Gives each chunk of rows the coefficients of its gradient."""
 
     def __init__(self, region: Region, scales: RowScales, upstream: UpstreamGradients):
         loss, rows = region.loss, scales.rows
@@ -141,14 +135,10 @@ class RowGradients:
         token_loss: "TokenLosses | None" = None,
         target_entry: Tensor | None = None,
     ) -> RowCoefficients:
-        """The chunk's coefficients.
+        """The chunk's coefficients, from what is known of its rows, (C,) each.
 
-        Args:
-            chunk: which rows.
-            statistics: (C,) of these rows; may be None where `Loss.is_plain`.
-            entropy: (C,) of these rows; None where the entropy has no upstream gradient.
-            token_loss: of these rows, where it takes the place of the cross-entropy.
-            target_entry: z at each of the targets of these rows; may be None without `Loss.target_rest`.
+        Statistics may be None where `Loss.is_plain`, `entropy` where it has no upstream gradient, and `target_entry`,
+        z at the targets, without `Loss.target_rest`.
         """
         vectors: list[Any] = [None if vector is None else vector[chunk] for vector in self._vectors]
         if token_loss is not None:

@@ -224,12 +224,8 @@ class RowSelection:
     def first_rows(self, largest: int, outs: Sequence[Tensor | None]) -> list[Tensor] | None:
         """Up to `largest` rows of each term's x that a matmul can start with before `rows` is called.
 
-        Args:
-            largest: how many rows at most.
-            outs: memory for each term's rows, (T, H), or None where there is none.
-
-        Returns:
-            None where there is nothing to wait for. Otherwise views, or copies in the first rows of `outs`.
+        Views, or copies in the first rows of `outs`, (T, H) for each term, or in new memory where one is None. None
+        where there is nothing to wait for.
         """
         if self._arrived is None:
             return None
@@ -319,10 +315,7 @@ def select_rows(region: Region) -> Selection:
 def reselect_rows(region: Region, valid_count: Tensor) -> Rows:
     """The rows that `select_rows` chose in the forward, for the backward; the targets were checked there.
 
-    Args:
-        region: as in the forward.
-        valid_count: () saved by the forward. The host waits for it only where it is not the tensor that the forward
-            returned, but a copy.
+    The host waits for `valid_count` only where it is not the tensor that the forward returned, but a copy.
     """
     if region.tape is not None:
         return _planned_rows(region, are_skipped=_are_skipped(region))
@@ -347,13 +340,7 @@ def every_row(region: Region, valid_count: Tensor) -> Rows:
 
 
 def _planned_rows(region: Region, *, are_skipped: bool, waits: str = "") -> PlannedRows:
-    """All rows.
-
-    Args:
-        region: the region.
-        are_skipped: whether ignored rows are left out.
-        waits: a note that the host waits for the number of valid rows, where it does.
-    """
+    """All rows; `waits` is a note that the host waits for the number of valid ones, where it does."""
     tape, target, target_weights = region.written_to, region.operands.target, region.operands.target_weights
     is_label = f"y != {region.loss.ignore_index}"
     if _ignores_rows(region):

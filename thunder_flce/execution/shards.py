@@ -102,14 +102,9 @@ class Pending:
 
 
 def start_sum(shard: Shard, part: Tensor) -> Pending:
-    """Starts to sum dX of some rows over the ranks.
+    """Starts to sum dX of some rows over the ranks, from what this rank's columns contribute, contiguous (C, H).
 
-    Args:
-        shard: of a vocabulary.
-        part: (C, H) what this rank's columns contribute, contiguous; overwritten.
-
-    Returns:
-        (C, H) the sum; where ranks divide the tokens, this rank's rows of it, (C / R, H).
+    That may be overwritten by the sum, (C, H). Where ranks divide the tokens, it is this rank's rows of it, (C / R, H).
     """
     group = process_group(shard)
     if not shard.sequence_parallel:

@@ -269,10 +269,7 @@ class TokenLossWriter:
     """Writes a `TokenLoss` down, operation by operation, as a program calls them.
 
     Dtypes are promoted as PyTorch's: they say which casts lose nothing. All that have fractions are one, that of the
-    variables, for which float32 stands here.
-
-    Args:
-        dtypes: of the further tensors.
+    variables, for which float32 stands here. `dtypes` are those of the further tensors.
     """
 
     def __init__(self, dtypes: Sequence[torch.dtype] = ()):

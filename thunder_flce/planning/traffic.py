@@ -59,13 +59,7 @@ def head_traffic(
 
 
 def region_traffic(problem: Problem, plan: Plan, *, reduce_dtype: torch.dtype | None = None) -> HeadTraffic:
-    """The same of a region whose vocabulary is divided, as its plan runs it, and of FSDP2 in its place.
-
-    Args:
-        problem: with a shard.
-        plan: how it runs.
-        reduce_dtype: see `head_traffic`.
-    """
+    """The same of a region whose vocabulary is divided, as its plan runs it, and of FSDP2 in its place."""
     shard = problem.shard
     assert shard is not None
     moved = 0
