@@ -685,7 +685,7 @@ MUTATIONS = [
     *_of(
         "execution/distillation.py",
         ("mask", "batch_invariant=plan.batch_invariant", "batch_invariant=False"),
-        ("mask", "compute(*arguments, factors=factors, out=out)", "pass"),
+        ("mask", "            compute(*compared, factors=of_chunk, out=dlogits)", "            pass"),
         tests=(f"{BATCH_INVARIANT}::test_divergences",),
     ),
     *_of(

@@ -4,8 +4,7 @@ The student's part is a region of `engine` in all but its row work: the rows tha
 of dX and dW are the same. The teacher adds a second buffer of logits, and gets no gradient.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,8 +68,6 @@ def run(
     teacher_dtype = torch.promote_types(teacher.x.dtype, torch.float32) if plan.float32_logits else teacher.x.dtype
     dtypes = (region.logits_dtype, teacher_dtype)
     compute = divergence_for(plan.row_kernels, dtypes=dtypes, device_type=region.device_type)
-    if plan.batch_invariant:
-        compute = _value_apart(compute)
     rows = select_rows(region).rows()
     scales = RowScales.of(region, rows)
     sums = factors = None
@@ -96,7 +93,13 @@ def run(
         steps.logits_(region, student_logits, xs)
         dlogits = student_logits if sums is None else student_logits.in_dtype(operands.dtype)
         of_chunk = None if factors is None else factors[chunk]
-        values.append(compute(student_logits, teacher_logits, divergence, factors=of_chunk, out=dlogits))
+        compared = student_logits, teacher_logits, divergence
+        values.append(compute(*compared, factors=None if plan.batch_invariant else of_chunk, out=dlogits))
+        if plan.batch_invariant and of_chunk is not None:
+            # A kernel that makes values and gradients may add in another order. Each adds a row up by itself: PyTorch
+            # would divide a sum of more than 2¹⁵ numbers among threads only if it is alone, but `torch_divergence`
+            # takes such rows one at a time anyway.
+            compute(*compared, factors=of_chunk, out=dlogits)
         if sums is not None:
             sums.add(dlogits, xs, chunk, None)
         del x, xs, dlogits
@@ -105,19 +108,3 @@ def run(
     value = operands.loss.reduce([(rows.mask_ignored(of_rows.to(operands.row_dtype)), scales.divisor)])
     value = rows.returned(value) if operands.loss.reduction == "none" else value
     return DivergenceResult(value, rows.valid_count, None if sums is None else sums.finish())
-
-
-def _value_apart(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The same, with divergences that have the same bits whether there are gradients or not.
-
-    A kernel that makes both may add in another order. Each adds a row up by itself: PyTorch would divide a sum of more
-    than 2¹⁵ numbers among threads only if it is alone, but `torch_divergence` takes such rows one at a time anyway.
-    """
-
-    def compute_apart(*arguments: Any, factors: Tensor | None, out: LogitsBuffer) -> Tensor:
-        value = compute(*arguments, factors=None, out=out)
-        if factors is not None:
-            compute(*arguments, factors=factors, out=out)
-        return value
-
-    return compute_apart
