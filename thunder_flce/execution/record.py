@@ -19,7 +19,7 @@ them, with the rows that came before the loop if it starts later.
 import math
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -273,34 +273,20 @@ else:
     _Base = object
 
 
+@dataclass(eq=False, repr=False)
 class Value(_Base):
-    """Stands for a tensor while a run is written down. Methods that have no docstring are a tensor's own.
+    """Stands for a tensor while a run is written down. Methods that have no docstring are a tensor's own."""
 
-    Args:
-        tape: where it is written.
-        text: a name, or the words of an expression.
-        shape: as a tensor's.
-        dtype: as a tensor's.
-        rank: how tightly the outermost operator of the text binds; names and calls bind the most.
-        storage: its memory, where that counts.
-    """
-
-    def __init__(
-        self,
-        tape: Tape,
-        text: str,
-        *,
-        shape: tuple[int, ...] = (),
-        dtype: torch.dtype = torch.float32,
-        rank: int = _ATOM,
-        storage: Storage | None = None,
-    ):
-        self.tape = tape
-        self.text = text
-        self.shape = tuple(shape)
-        self.dtype = dtype
-        self._rank = rank
-        self._storage = storage
+    tape: Tape
+    text: str
+    """A name, or the words of an expression"""
+    _: KW_ONLY
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    rank: int = _ATOM
+    """How tightly the outermost operator of the text binds; names and calls bind the most."""
+    storage: Storage | None = None
+    """Its memory, where that counts"""
 
     def __str__(self) -> str:
         return self.text
@@ -324,7 +310,7 @@ class Value(_Base):
 
     def named(self, text: str) -> "Value":
         """The same under another name."""
-        return Value(self.tape, text, shape=self.shape, dtype=self.dtype, storage=self._storage)
+        return Value(self.tape, text, shape=self.shape, dtype=self.dtype, storage=self.storage)
 
     def entry(self, column: "Value") -> "Value":
         """Of a matrix of logits, its entry in each row."""
@@ -336,13 +322,13 @@ class Value(_Base):
         else:
             sizes, dtype = shape if isinstance(shape[0], int) else shape[0], self.dtype
             sizes = (self.numel(),) if sizes == (-1,) else sizes
-        return Value(self.tape, self.text, shape=sizes, dtype=dtype, rank=self._rank, storage=self._storage)
+        return Value(self.tape, self.text, shape=sizes, dtype=dtype, rank=self.rank, storage=self.storage)
 
     # What keeps a tensor's numbers keeps a value's words.
 
     def to(self, dtype: torch.dtype) -> "Value":
         """Another dtype. Words do not mention it, as they do not mention rounding."""
-        return Value(self.tape, self.text, shape=self.shape, dtype=dtype, rank=self._rank)
+        return Value(self.tape, self.text, shape=self.shape, dtype=dtype, rank=self.rank)
 
     def detach(self) -> "Value":
         return self
@@ -350,15 +336,15 @@ class Value(_Base):
     contiguous = detach
 
     def expand(self, *shape: int) -> "Value":
-        return Value(self.tape, self.text, shape=shape, dtype=self.dtype, rank=self._rank)
+        return Value(self.tape, self.text, shape=shape, dtype=self.dtype, rank=self.rank)
 
     def reshape(self, *shape: int) -> "Value":
         """In one dimension: rows are tokens in their order."""
-        return Value(self.tape, self.text, shape=(self.numel(),), dtype=self.dtype, rank=self._rank)
+        return Value(self.tape, self.text, shape=(self.numel(),), dtype=self.dtype, rank=self.rank)
 
     def unsqueeze(self, dim: int) -> "Value":
         """Words do not mention it, as they do not mention how sizes broadcast."""
-        return Value(self.tape, self.text, shape=(*self.shape, 1), dtype=self.dtype, rank=self._rank)
+        return Value(self.tape, self.text, shape=(*self.shape, 1), dtype=self.dtype, rank=self.rank)
 
     def sum(self, dim: int | None = None) -> "Value":
         """Of all, or over the last dimension, that of the targets of a row."""
@@ -366,7 +352,7 @@ class Value(_Base):
         return Value(self.tape, f"{function}({self.text})", shape=shape, dtype=self.dtype)
 
     def __neg__(self) -> "Value":
-        text = f"-{self.text}" if self._rank >= _OPERATOR_RANKS["*"] else f"-({self.text})"
+        text = f"-{self.text}" if self.rank >= _OPERATOR_RANKS["*"] else f"-({self.text})"
         return Value(self.tape, text, shape=self.shape, dtype=self.dtype, rank=_OPERATOR_RANKS["*"])
 
     def square(self) -> "Value":
@@ -387,15 +373,15 @@ class Value(_Base):
         while labels and labels[-1] == ":":
             labels.pop()
         text = f"{self._atom}[{', '.join(labels)}]" if labels else self.text
-        rank = _ATOM if labels else self._rank
-        return Value(self.tape, text, shape=tuple(shape), dtype=self.dtype, rank=rank, storage=self._storage)
+        rank = _ATOM if labels else self.rank
+        return Value(self.tape, text, shape=tuple(shape), dtype=self.dtype, rank=rank, storage=self.storage)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.tape.write(self[index], value)
 
     @property
     def _atom(self) -> str:
-        return self.text if self._rank == _ATOM else f"({self.text})"
+        return self.text if self.rank == _ATOM else f"({self.text})"
 
     def _called(self, function: str, *arguments: Any) -> "Value":
         values = [argument for argument in arguments if isinstance(argument, Value)]
@@ -410,7 +396,7 @@ class Value(_Base):
         words = []
         for side, needed in ((left, rank), (right, rank + (operator in ("-", "/")))):
             text = _words(side)
-            words.append(f"({text})" if isinstance(side, Value) and side._rank < needed else text)
+            words.append(f"({text})" if isinstance(side, Value) and side.rank < needed else text)
         dtype = torch.bool if operator in _COMPARISONS else _promoted(values)
         return Value(self.tape, f" {operator} ".join(words), shape=_broadcast(values), dtype=dtype, rank=rank)
 
