@@ -45,18 +45,14 @@ class Plan:
 
     def describe(self) -> str:
         """The plan in words."""
-        words = self._own_words()
-        if self.float32_logits:
-            words.append("float32 logits")
-        if self.ignored_rows != "skip":
-            words.append("ignored rows computed")
-        if self.row_kernels != "auto":
-            words.append(f"row kernels by {self.row_kernels}")
-        if self.tune_products:
-            words.append("products tuned")
-        if self.batch_invariant:
-            words.append("batch invariant")
-        return ", ".join(words)
+        common = {
+            "float32 logits": self.float32_logits,
+            "ignored rows computed": self.ignored_rows != "skip",
+            f"row kernels by {self.row_kernels}": self.row_kernels != "auto",
+            "products tuned": self.tune_products,
+            "batch invariant": self.batch_invariant,
+        }
+        return ", ".join([*self._own_words(), *(words for words, holds in common.items() if holds)])
 
     def _own_words(self) -> list[str]:
         raise NotImplementedError
