@@ -1309,7 +1309,7 @@ MUTATIONS = [
     ),
     *_of(
         "execution/engine.py",
-        ("divisor", "RowScales.ones(rows) if has_units else scales", "scales"),
+        ("divisor", "RowScales(rows) if has_units else scales", "scales"),
         tests=("tests/test_frozen_head.py",),
     ),
     *_of(

@@ -74,7 +74,7 @@ def _forward_with_gradients(region: Region, plan: GradientsInForward) -> Forward
     has_units = region.loss.has_row_gradients
     expected = None if has_units else region.operands.expected_gradient
     upstream = UpstreamGradients(region.scalar(1.0) if expected is None else expected)
-    row_gradients = RowGradients(region, RowScales.ones(rows) if has_units else scales, upstream)
+    row_gradients = RowGradients(region, RowScales(rows) if has_units else scales, upstream)
     sums.begin(rows)
     results = []
     if staged and rows.count:

@@ -29,11 +29,6 @@ def scale_gradient(gradient: Tensor, factor: Tensor, *, may_overwrite: bool) -> 
     return result
 
 
-def scale_rows(gradient: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each row of gradient (T, H) times its factor, (T,), rounded once to a dtype; both are float32 or float64."""
-    return torch.mul(gradient, factors[:, None], out=torch.empty_like(gradient, dtype=dtype))
-
-
 def library(dtype: torch.dtype, device: torch.device) -> str:
     """Who multiplies a contiguous gradient that may be overwritten: "Triton" or "PyTorch"."""
     is_small_float = dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -31,16 +31,16 @@ from thunder_flce.operation.token_loss import VARIABLES, differentiate, evaluate
 
 
 class RowScales(NamedTuple):
-    """What depends on all rows at once."""
+    """What depends on all rows at once; by default, every row counts once."""
 
     rows: Rows
-    class_weight: Tensor | None
+    class_weight: Tensor | None = None
     """(V,) of the columns that are computed here, in the dtype of the rows; None for ones"""
-    row_weights: RowWeights | None
+    row_weights: RowWeights | None = None
     """The class weights' share in each row, (N,) and ()"""
-    divisor: Tensor | None
+    divisor: Tensor | None = None
     """() what the sum of the cross-entropies is divided by; None where nothing is averaged"""
-    z_divisor: Tensor | None
+    z_divisor: Tensor | None = None
     """() what the sum of the z terms is divided by; None where nothing is averaged"""
     token_weights: Tensor | None = None
     """(N,) what multiplies a row's loss; None for ones"""
@@ -74,11 +74,6 @@ class RowScales(NamedTuple):
             for number, vector in enumerate(operands.token_inputs)
         ]
         return cls(rows, class_weight, row_weights, divisor, z_divisor, token_weights, tuple(inputs))
-
-    @classmethod
-    def ones(cls, rows: Rows) -> "RowScales":
-        """As if every row counted once."""
-        return cls(rows, None, None, None, None)
 
 
 class RowGradients:

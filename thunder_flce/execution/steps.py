@@ -567,7 +567,8 @@ def scaled_rows(region: Region, gradient: Tensor, factors: Tensor) -> Tensor:
     """dX (T, H) for an upstream gradient of 1 at each row, times the rows' factors, (T,), in new memory."""
     dtype = region.operands.dtype
     if region.tape is None:
-        return gradient_scaling.scale_rows(gradient, factors, dtype)
+        # Both are float32 or float64, so that it is rounded once.
+        return torch.mul(gradient, factors[:, None], out=torch.empty_like(gradient, dtype=dtype))
     out = region.empty("dX", tuple(gradient.shape), dtype)
     region.written_to.write(out, f"{gradient} * {factors}", note="each row", bytes=gradient.nbytes + out.nbytes)
     return out
