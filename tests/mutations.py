@@ -782,13 +782,13 @@ MUTATIONS = [
     ),
     *_of(
         "execution/row_kernels/torch_rows.py",
-        ("sign", "torch.sub(part, row_max[rows, None], out=part)", "torch.add(part, row_max[rows, None])"),
+        ("sign", "torch.sub(whole, row_max[rows, None], out=whole)", "torch.add(whole, row_max[rows, None])"),
         ("divisor", "(coefficients.probability[rows] / (1 + others[rows]))", "coefficients.probability[rows]"),
-        ("divisor", "                    gradient.mul_(slope)\n", "                    pass\n"),
+        ("divisor", "                gradient.mul_(slope)\n", "                pass\n"),
         ("index", "torch.where(is_here, entry,", "torch.where(~is_here, entry,"),
-        ("index", "gradient.scatter_(1, at, own)", "pass"),
+        ("index", "gradient.scatter_(1, at, own).mul_(", "gradient.mul_("),
         ("index", "z.gather(1, column[:, None])", "z.gather(1, 0 * column[:, None])"),
-        ("mask", "gradient.data_ptr() != z[rows].data_ptr()", "gradient.dtype != z.dtype"),
+        ("mask", "of_block.data_ptr() != z[rows].data_ptr()", "of_block.dtype != z.dtype"),
         tests=(ONE_PASS,),
     ),
     *_of(
@@ -861,7 +861,7 @@ MUTATIONS = [
         ("mask", 'part_max.apply("eq", -math.inf).apply("where", 0.0, part_max)', "part_max"),
         ("mask", "term = build.masked(term, layout.vocab, (layout.row_stride,), 0.0)", "pass"),
         ("mask", "torch.where(is_here, entry, block.padded.gather(1, column))", "entry"),
-        ("mask", "z = torch.where(place.is_here, block.padded.gather(1, place.column), z)", "pass"),
+        ("mask", "z = torch.where(is_here, block.padded.gather(1, column), z)", "pass"),
         ("mask", "(logit_map.softcap is not None or logit_map.scale == 0)", "False"),
         (
             "index",
@@ -871,7 +871,6 @@ MUTATIONS = [
         ("index", "length = math.prod(shape[dim + 1 :])", "length = 1"),
         ("index", "outputs[0][: buffer.layout.vocab]", "outputs[0][-buffer.layout.vocab :]"),
         ("index", "1 if inputs[0].shape[0] == 1 else -1", "-1"),
-        ("index", "blocks[0].padded.scatter_(1, at, entry)", "blocks[0].padded.scatter_(1, 0 * at, entry)"),
         tests=(ROW_KERNELS, NVFUSER),
     ),
     *_of(

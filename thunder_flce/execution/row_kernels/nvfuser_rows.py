@@ -353,18 +353,15 @@ class NvFuserRowKernels:
     ) -> tuple[RowStatistics, Tensor]:
         """The target's entry is computed first and written last."""
         blocks, at = logits.buffers, target.unsqueeze(1)
-        places = [TargetColumns.of(at, columns) for columns in logits.columns] if len(blocks) > 1 else []
-        z = blocks[0].padded.gather(1, places[0].column if places else at)
-        for block, place in zip(blocks[1:], places[1:], strict=True):
-            z = torch.where(place.is_here, block.padded.gather(1, place.column), z)
+        places = [TargetColumns.of(at, columns) for columns in logits.columns]
+        z = blocks[0].padded.new_empty(at.shape)
+        for block, (column, is_here) in zip(blocks, places, strict=True):
+            z = torch.where(is_here, block.padded.gather(1, column), z)
         z = z.squeeze(1)
         *found, entry = self._statistics(blocks, z, coefficients.probability, coefficients.one_hot)
         statistics, entry = RowStatistics(*found), entry.unsqueeze(1)
-        for block in blocks:
+        for block, (column, is_here) in zip(blocks, places, strict=True):
             self.gradient(block, statistics, coefficients, None, dtype=z.dtype)
-        if not places:
-            blocks[0].padded.scatter_(1, at, entry)
-        for block, (column, is_here) in zip(blocks, places, strict=False):
             # A row whose target is elsewhere keeps what it has at any column.
             block.padded.scatter_(1, column, torch.where(is_here, entry, block.padded.gather(1, column)))
         return statistics, z

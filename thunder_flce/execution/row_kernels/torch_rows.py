@@ -100,26 +100,20 @@ class TorchRowKernels:
             torch.where(is_here, z.gather(1, column[:, None])[:, 0], z_target, out=z_target)
         for rows in _row_blocks(blocks[0], sum(z.shape[1] for z in blocks)):
             parts = [self._logits(z[rows]) for z in blocks]
-            maxima, columns_of_max = (torch.stack(of) for of in zip(*(part.max(1) for part in parts), strict=True))
-            row_max[rows], block_of_max = maxima.max(0)
-            slopes = [self.logit_map.slope(part) for part in parts]
-            gradients = [torch.sub(part, row_max[rows, None], out=part).exp_() for part in parts]
-            sums = []
-            for number, (gradient, column) in enumerate(zip(gradients, columns_of_max, strict=True)):
-                # As in `statistics`; the 1 comes back for the gradient.
-                at = column[:, None]
-                own = gradient.gather(1, at)
-                left_out = (block_of_max == number)[:, None]
-                sums.append(gradient.scatter_(1, at, own - left_out.to(own.dtype)).sum(1))
-                gradient.scatter_(1, at, own)
-            torch.sum(torch.stack(sums), 0, out=others[rows])
-            share = (coefficients.probability[rows] / (1 + others[rows]))[:, None]
-            for z, gradient, slope in zip(blocks, gradients, slopes, strict=True):
-                gradient.mul_(share)
-                if slope is not None:
-                    gradient.mul_(slope)
-                if gradient.data_ptr() != z[rows].data_ptr():
-                    z[rows] = gradient
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            row_max[rows], column = whole.max(1)
+            slope = self.logit_map.slope(whole)
+            gradient = torch.sub(whole, row_max[rows, None], out=whole).exp_()
+            # As in `statistics`; the 1 comes back for the gradient.
+            at = column[:, None]
+            own = gradient.gather(1, at)
+            torch.sum(gradient.scatter_(1, at, own - 1), 1, out=others[rows])
+            gradient.scatter_(1, at, own).mul_((coefficients.probability[rows] / (1 + others[rows]))[:, None])
+            if slope is not None:
+                gradient.mul_(slope)
+            for z, of_block in zip(blocks, gradient.split([z.shape[1] for z in blocks], 1), strict=True):
+                if of_block.data_ptr() != z[rows].data_ptr():
+                    z[rows] = of_block
         statistics = RowStatistics(row_max, others.log1p_())
         entry = self._target_gradient(z_target, statistics, coefficients, None).to(z_target.dtype)
         for z, (column, is_here) in zip(blocks, columns, strict=True):
