@@ -17,10 +17,8 @@ from thunder_flce.execution.row_kernels.triton_rows import (
     _STATISTICS_BLOCKS,
     _block_for,
     _exp,
-    _log_sum,
     _logits,
-    _rest,
-    _statistics,
+    _row_statistics,
 )
 from thunder_flce.operation.divergence import Divergence
 
@@ -48,16 +46,6 @@ def _weighted(probability, log, log_other):
     return tl.where(probability == 0.0, 0.0, probability * (log - log_other))
 
 
-@triton.jit
-def _row(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr):
-    """The maximum of a row, and the logarithm of its sum of exponentials."""
-    columns, rest = None, None
-    if VOCAB % BLOCK:
-        columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
-    largest, others = _statistics(row, VOCAB, columns, rest, SCALE, None, BLOCK)
-    return largest, _log_sum(others)
-
-
 @triton.jit(do_not_specialize_on_alignment=["factors"])
 def _divergence_kernel(
     student, teacher, out, factors, divergence,
@@ -71,8 +59,8 @@ def _divergence_kernel(
     index = tl.program_id(0)
     student += index.to(tl.int64) * STUDENT_STRIDE
     teacher += index.to(tl.int64) * TEACHER_STRIDE
-    p_max, p_log_sum = _row(student, VOCAB, STUDENT_STRIDE, SCALE, BLOCK)
-    q_max, q_log_sum = _row(teacher, VOCAB, TEACHER_STRIDE, SCALE, BLOCK)
+    p_max, p_log_sum = _row_statistics(student, VOCAB, STUDENT_STRIDE, SCALE, None, BLOCK)
+    q_max, q_log_sum = _row_statistics(teacher, VOCAB, TEACHER_STRIDE, SCALE, None, BLOCK)
     factor = 0.0
     if factors is not None:
         factor = tl.load(factors + index) * SCALE

@@ -213,18 +213,26 @@ def _of_rows(vector, index, mask):
 
 
 @triton.jit
+def _row_statistics(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """The maximum of a whole row, and the logarithm of its sum of exponentials relative to it."""
+    columns, rest = None, None
+    if VOCAB % BLOCK:
+        columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
+    largest, others = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
+    return largest, _log_sum(others)
+
+
+@triton.jit
 def _statistics_kernel(
     z, row_max, row_log_sum,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = z + index.to(tl.int64) * STRIDE
-    columns, rest = None, None
-    if VOCAB % BLOCK:
-        columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
-    largest, others = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
+    largest, log_sum = _row_statistics(row, VOCAB, STRIDE, SCALE, SOFTCAP, BLOCK)
     tl.store(row_max + index, largest)
-    tl.store(row_log_sum + index, _log_sum(others))
+    tl.store(row_log_sum + index, log_sum)
 
 
 @triton.jit
