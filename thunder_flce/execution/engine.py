@@ -238,7 +238,7 @@ def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | 
     for block in region.loop(blocks, "block"):
         logits = steps.logits_buffer(region, others.stop - others.start, block.stop - block.start)
         steps.logits_(region, logits, x_others, columns=block)
-        targets = steps.target_columns(region, target_others, block)
+        targets = steps.targets(region, target_others, block)
         of_columns = None if class_weight is None else class_weight[block]
         dlogits, column_sums = steps.gradient_(region, logits, statistics, coefficients, targets, of_columns)
         for each in sums:

@@ -574,16 +574,10 @@ def scaled_rows(region: Region, gradient: Tensor, factors: Tensor) -> Tensor:
     return out
 
 
-def targets(region: Region, target: Tensor) -> Targets:
-    """Where targets are in all columns that are computed here."""
-    if region.shard is None:
+def targets(region: Region, target: Tensor, block: slice | None = None) -> Targets:
+    """Where targets are in the columns that are computed here, or in a block of them."""
+    shard = region.shard
+    if region.tape is not None or (shard is None and block is None):
         return Targets(target)
-    return target_columns(region, target, slice(0, region.operands.vocab))
-
-
-def target_columns(region: Region, target: Tensor, block: slice) -> Targets:
-    """Where targets are in a block of the columns that are computed here."""
-    if region.tape is not None:
-        return Targets(target)
-    first = 0 if region.shard is None else region.shard.start
+    first, block = 0 if shard is None else shard.start, block or slice(0, region.operands.vocab)
     return Targets(*TargetColumns.of(target, slice(first + block.start, first + block.stop)))
