@@ -390,15 +390,15 @@ def test_compiled_moments(compiler, absent):
     """16 bytes at a time; what no term reads costs nothing."""
     from thunder_flce.execution.row_kernels import triton_rows
 
-    for block in triton_rows._MOMENTS_BLOCKS:
-        vocab, loads = 2 * block.elements + 1, []
-        for names in (("expected",), ("weighted_sum",), ("expected", "weighted_sum")):
-            constants, kernel = triton_rows._terms(names), triton_rows._moments_kernel
-            ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, VOCAB=vocab, **constants)
-            loads.append(len(re.findall(LOADS, ptx)))
-            if "expected" not in names and compiler._map["SOFTCAP"] is None:
-                assert "ex2" not in ptx
-        assert all(loads)
+    block = triton_rows._MOMENTS_BLOCK
+    vocab, loads = 2 * block.elements + 1, []
+    for names in (("expected",), ("weighted_sum",), ("expected", "weighted_sum")):
+        constants, kernel = triton_rows._terms(names), triton_rows._moments_kernel
+        ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, VOCAB=vocab, **constants)
+        loads.append(len(re.findall(LOADS, ptx)))
+        if "expected" not in names and compiler._map["SOFTCAP"] is None:
+            assert "ex2" not in ptx
+    assert all(loads)
 
 
 @needs_compiler
@@ -408,16 +408,15 @@ def test_compiled_gradient(compiler, absent, column_sums):
     """16 bytes at a time, and nothing to exchange between threads."""
     from thunder_flce.execution.row_kernels import triton_rows
 
-    blocks = [triton_rows._SUMS_BLOCK] if column_sums else triton_rows._GRADIENT_BLOCKS
+    block = triton_rows._SUMS_BLOCK if column_sums else triton_rows._GRADIENT_BLOCK
     rows = triton_rows._SUMS_ROWS if column_sums else 1
     absent = ("one_hot", *absent) if column_sums else ("one_hot", *absent, "column_sums")
-    for block in blocks:
-        vocab = 2 * block.elements + 1
-        kernel = triton_rows._gradient_kernel
-        ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, VOCAB=vocab, ROWS=rows)
-        assert len(re.findall(LOADS, ptx)) >= rows
-        assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= rows
-        assert "shfl" not in ptx and ("bar.sync" not in ptx or column_sums)
+    vocab = 2 * block.elements + 1
+    kernel = triton_rows._gradient_kernel
+    ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, VOCAB=vocab, ROWS=rows)
+    assert len(re.findall(LOADS, ptx)) >= rows
+    assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= rows
+    assert "shfl" not in ptx and ("bar.sync" not in ptx or column_sums)
 
 
 @needs_compiler

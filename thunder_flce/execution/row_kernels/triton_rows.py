@@ -385,20 +385,19 @@ class _Block(NamedTuple):
 # they all are at, and read a second time, must stay in L2.
 _STATISTICS_BLOCKS = (_Block(16383, 1024, 2), _Block(math.inf, 4096, 8))
 _ONE_PASS_BLOCKS = (
-    _Block(2047, 1024, 2),
     _Block(16383, 2048, 4),
     _Block(40959, 4096, 16, registers=32),
     _Block(math.inf, 8192, 32, registers=32),
 )
-_MOMENTS_BLOCKS = (_Block(2047, 1024, 4), _Block(math.inf, 2048, 8))
+_MOMENTS_BLOCK = _Block(math.inf, 2048, 8)
 # Longer rows are divided, 128256 columns into three parts: 0.290 ms instead of 0.334 (256000 into seven: 0.291 instead
 # of 0.369). Odd numbers of parts were up to 5% faster than even ones, for a reason not found.
 _PART_WARPS, _PART_REGISTERS = 16, 40
 _PART_BLOCK = _Block(math.inf, 4096, _PART_WARPS, _PART_REGISTERS)
 _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
-# The gradient alone takes the largest of these that makes rows at most a tenth longer.
-_GRADIENT_BLOCKS = (_Block(math.inf, 4096, 8), _Block(math.inf, 2048, 4), _Block(math.inf, 1024, 4))
+# Of the gradient alone. It is large for rows of much less than 4096 columns, which no vocabulary has that people train.
+_GRADIENT_BLOCK = _Block(math.inf, 4096, 8)
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
 # the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
 # many rows, where there are so many, that these are a thirtieth of the gradient at most.
@@ -426,8 +425,8 @@ class TritonRowKernels:
         padded, layout = buffer.padded, buffer.layout
         sums = padded.new_empty(len(names), padded.shape[0], dtype=torch.float32)
         weight = padded_weight(class_weight, layout, is_read=reads_class_weight(names))
-        arguments, block = [padded, *_vectors(*statistics), weight, sums], _block_for(layout.vocab, _MOMENTS_BLOCKS)
-        self._launch(_moments_kernel, padded.shape[0], arguments, block, **_columns(layout), **_terms(names))
+        arguments, constants = [padded, *_vectors(*statistics), weight, sums], _columns(layout) | _terms(names)
+        self._launch(_moments_kernel, padded.shape[0], arguments, _MOMENTS_BLOCK, **constants)
         return dict(zip(names, sums, strict=True))
 
     def gradient(
@@ -437,7 +436,7 @@ class TritonRowKernels:
         """Each sum is of the same terms in the same order from one run to the next."""
         padded, layout = buffer.padded, buffer.layout
         rows, out = padded.shape[0], buffer.in_dtype(dtype)
-        block, rows_at_once, rows_each, sums = _gradient_block(layout.row_stride), 1, 1, None
+        block, rows_at_once, rows_each, sums = _GRADIENT_BLOCK, 1, 1, None
         if column_sums:
             block, rows_at_once = _SUMS_BLOCK, _SUMS_ROWS
             programs = _ceil(layout.row_stride, block.elements)
@@ -554,13 +553,6 @@ def _terms(names: tuple[str, ...]) -> dict[str, Any]:
 
 def _block_for(vocab: int, blocks: tuple[_Block, ...]) -> _Block:
     return next(block for block in blocks if vocab <= block.largest_vocab)
-
-
-@cache
-def _gradient_block(row_stride: int) -> _Block:
-    lengths = {block: _ceil(row_stride, block.elements) * block.elements for block in _GRADIENT_BLOCKS}
-    fits = [block for block, length in lengths.items() if length <= 1.1 * row_stride]
-    return fits[0] if fits else min(lengths, key=lengths.__getitem__)
 
 
 def _columns(layout: VocabLayout) -> dict[str, int]:
