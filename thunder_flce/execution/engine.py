@@ -171,7 +171,7 @@ def backward(
     buffer = steps.first_rows(LogitsBuffer(padded, region.layout(operands.vocab)), saved_rows.stop)
     steps.name_logits(region, buffer)
     targets = steps.targets(region, rows.target[saved_rows])
-    statistics, coefficients = known.statistics.of(saved_rows), known.coefficients_of(saved_rows)
+    statistics, coefficients = known.statistics.rows(saved_rows), known.coefficients_of(saved_rows)
     is_all = saved_rows.stop == rows.count
     dlogits, bias_grad = steps.gradient_(
         region, buffer, statistics, coefficients, targets, known.scales.class_weight,
@@ -230,7 +230,7 @@ def _backward_in_blocks(region: Region, known: "_KnownRows", saved: SavedPart | 
     if any(each.needs_first_block for each in sums):
         blocks = [*blocks[1:], first]
     x_others, target_others = [each.x for each in sums], rows.target[others]
-    statistics, coefficients = known.statistics.of(others), known.coefficients_of(others)
+    statistics, coefficients = known.statistics.rows(others), known.coefficients_of(others)
     bias_grad = None
     if operands.bias_grad:
         bias_grad = region.empty("db", (operands.weight_rows,), operands.row_dtype)
@@ -265,7 +265,7 @@ class _KnownRows(NamedTuple):
     def coefficients_of(self, chunk: slice) -> RowCoefficients:
         """(C,) those of the rows of `chunk`."""
         entropy = None if self.entropy is None else self.entropy[chunk]
-        return self.row_gradients.coefficients(chunk, self.statistics.of(chunk), entropy)
+        return self.row_gradients.coefficients(chunk, self.statistics.rows(chunk), entropy)
 
 
 def _known_rows(region: Region, rows: Rows, saved: SavedStatistics, upstream: UpstreamGradients) -> _KnownRows:

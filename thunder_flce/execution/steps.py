@@ -240,7 +240,7 @@ def moments(
         sums = dict.fromkeys(names, torch.zeros_like(found.row_max))
         if buffer.layout.vocab:
             of_parts = [
-                region.kernels.moments(buffer.rows(rows), found.of(rows), class_weight, names)
+                region.kernels.moments(buffer.rows(rows), found.rows(rows), class_weight, names)
                 for rows in _rows_at_a_time(region, buffer)
             ]
             sums = {name: joined([of_part[name] for of_part in of_parts]) for name in names}

@@ -27,8 +27,8 @@ class RowStatistics(NamedTuple):
     """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum. With all its digits near 0,
     where the maximum's own 1 would hide the rest of the sum"""
 
-    def of(self, rows: Any) -> "RowStatistics":
-        """Those of some of the rows, by an index of vectors."""
+    def rows(self, rows: Any) -> "RowStatistics":
+        """Those of some rows, by an index of vectors."""
         return RowStatistics(self.row_max[rows], self.row_log_sum[rows])
 
 

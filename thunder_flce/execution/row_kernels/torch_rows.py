@@ -79,7 +79,7 @@ class TorchRowKernels:
         for rows in _row_blocks(z):
             logits, written = self._logits(z[rows]), out.logits[rows]
             memory = written if written.dtype == row_dtype else self._may_overwrite(logits, z[rows])
-            found = statistics.of((rows, None))
+            found = statistics.rows((rows, None))
             of_rows = RowCoefficients(*(None if vector is None else vector[rows, None] for vector in coefficients))
             gradient = self._gradient(logits, found, of_rows, class_weight, memory)
             if sums is not None:
