@@ -379,11 +379,7 @@ class FrequentRows:
         if total is None:
             name, shape = f"dW{at or ''}_frequent", (self._count, x.shape[1])
             total = self._sums[at] = region.empty(name, shape, torch.float32)
-        if not isinstance(x, Value):
-            steps.matmul.weight_gradient_(total, columns, x, accumulate=not is_first)
-            return
-        runs_in = "cuBLAS" if region.is_cuda else "PyTorch"
-        region.written_to.write(total, f"{columns}.t() @ {x}", runs_in=runs_in, adds=not is_first)
+        steps.matmul_(region, "dW", total, columns, x, accumulate=not is_first)
 
     def write(self, at: int, weight_grad: Tensor) -> None:
         """Puts the sums of a term into its dW (V, H), rounded once."""
