@@ -233,13 +233,14 @@ def test_nearest_number_of_tokens(stand_in, monkeypatch):
 
 
 def test_late_numbers_of_tokens_are_not_measured(stand_in, monkeypatch):
-    """Unless they are far from all others."""
+    """Unless they are far from all others, or come often."""
     monkeypatch.setattr(tuning, "_MEASURED_RUNS", 3)
+    monkeypatch.setattr(tuning, "_OFTEN", 2)
     counts = []
-    for tokens in (64, 40, 40, 90, 32, 200):
+    for tokens in (64, 40, 40, 90, 32, 200, 90, 50, 89, 90):
         assert run("dX", torch.zeros(tokens, 64), torch.zeros(tokens, 32), torch.randn(32, 64))
         counts.append(len(measured()))
-    assert counts == [1, 2, 2, 2, 2, 3]
+    assert counts == [1, 2, 2, 2, 2, 3, 3, 3, 4, 4]
 
 
 def test_matmuls_that_differ_are_measured_apart(stand_in):
