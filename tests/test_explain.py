@@ -420,7 +420,7 @@ def test_thunderfx_without_our_transform():
 
 @pytest.mark.parametrize(
     ("installed", "instead", "slower"),
-    [(("torch",), "PyTorch", "1.4 to 2 times as long"), (("nvfuser", "torch"), "nvFuser", "2 to 8% longer")],
+    [(("torch",), "PyTorch", "1.4 to 2 times as long"), (("nvfuser", "torch"), "nvFuser", "2 to 10% longer")],
 )
 def test_missing_row_kernels(installed, instead, slower, monkeypatch):
     """What "auto" would run with, were it installed, and what that costs; nothing where it was not asked for."""
