@@ -1131,7 +1131,7 @@ MUTATIONS = [
     *_of(
         "modules.py",
         ("mask", "if (linear._forward_hooks or linear._forward_pre_hooks) and", "if False and"),
-        ("mask", 'or "forward" in vars(linear)', ""),
+        ("mask", 'or "forward" in linear.__dict__', ""),
         tests=("tests/test_modules.py",),
     ),
     *_of(

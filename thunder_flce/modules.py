@@ -226,7 +226,8 @@ class LinearCrossEntropyLoss(nn.Module):
 def _check_linear(linear: nn.Module) -> None:
     """Raises a TypeError for a head that computes something else than `torch.nn.Linear` does."""
     is_plain = isinstance(linear, nn.Linear) and type(linear).forward is nn.Linear.forward
-    if not is_plain or "forward" in vars(linear):
+    # Dynamo of torch 2.8 does not know `vars`.
+    if not is_plain or "forward" in linear.__dict__:
         raise TypeError(
             f"linear must be a torch.nn.Linear with the forward of torch.nn.Linear, but is {type(linear).__name__}; "
             "what else it computes would be lost"
