@@ -149,7 +149,7 @@ MUTATIONS = [
         ("index", "number.to(wide) * factor", "number * factor"),
         ("mask", "loss.ignore_index if is_index else 0", "loss.ignore_index"),
         ("divisor", "float(ranks)", "1.0"),
-        ("divisor", "lambda grad: grad / self.ranks", "lambda grad: grad"),
+        ("divisor", "lambda grad: grad / ranks", "lambda grad: grad"),
         ("mask", "padded(target.long(), loss.ignore_index if is_index else 0)", "padded(target.long())"),
         ("mask", "int(refused is not None)", "0"),
         tests=(PARALLEL,),
@@ -1114,12 +1114,17 @@ MUTATIONS = [
     ),
     *_of(
         "loss_nodes.py",
+        ("mask", "is_row or ", ""),
+        tests=("tests/test_readings.py::test_entropy_of_a_single_row",),
+    ),
+    *_of(
+        "loss_nodes.py",
         ("index", "isinstance(part, range | list) or", "isinstance(part, list) or"),
         tests=(f"{BACKEND}::test_rows_counted_by_python",),
     ),
     *_of(
         "loss_nodes.py",
-        ("mask", "and _multiplies_rows(operand, sizes)", ""),
+        ("mask", "(is_row or _multiplies_rows(operand, sizes))", "True"),
         ("mask", '("truediv", "exp")', '("truediv", "")'),
         ("mask", 'if name == "kl_div":', "if False:"),
         tests=(

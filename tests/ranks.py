@@ -42,7 +42,8 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     results: list[Any] = [None] * count
     errors: dict[int, BaseException] = {}
     # Without a GPU, the first fake tensors of a process make this, and it would end with the thread of a rank.
-    torch._C._ensureCUDADeviceGuardSet()
+    if hasattr(torch._C, "_ensureCUDADeviceGuardSet"):  # Not in torch 2.8
+        torch._C._ensureCUDADeviceGuardSet()
     _install_threaded_pg()
     isolate(True)
     ProcessLocalGroup.reset()

@@ -213,6 +213,7 @@ def test_numbers_of_numpy():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_options_with_a_number_of_numpy(backend):
     options, case = Options(expected_gradient=np.float64(0.5)), make_case(vocab=97)
+    assert type(Options(memory_budget=np.float64(0.5)).memory_budget) is float
     compiled = torch.compile(partial(linear_cross_entropy, options=options), backend=backend, fullgraph=True)
     loss = compiled(case.x, case.weight, case.target)
     torch.testing.assert_close(loss, F.cross_entropy(case.x @ case.weight.t(), case.target))

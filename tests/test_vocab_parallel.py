@@ -2,10 +2,12 @@
 
 import itertools
 import re
+import weakref
 from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +48,7 @@ from thunder_flce import (
     linear_cross_entropy,
     operators,
 )
+from thunder_flce.data_parallel import AveragedCall
 from thunder_flce.device import DeviceMemory
 from thunder_flce.execution.plan import SaveSomeLogits
 from thunder_flce.operation.loss import Loss
@@ -477,6 +480,27 @@ def test_data_parallel(counts, strategy):
         case.target[:first_ignored] = -100
         result = divided_tokens(case, sizes, counts=counts, options=Options(strategy=strategy, chunk_rows=10))
         assert_close_to_truth(result, case, tiny=True)
+
+
+def test_losses_of_data_parallel_do_not_keep_their_arguments(monkeypatch):
+    """Someone may collect them, to log them later."""
+    calls = []
+
+    def noted(*arguments):
+        call = AveragedCall.of(*arguments)
+        calls.append(weakref.ref(call))
+        return call
+
+    def run(rank):
+        case = make_case(tokens=8, bias=True)
+        given = {"reduction": "none", "vocab_parallel": VocabParallel(group=dist.group.WORLD, data_parallel=True)}
+        losses = linear_cross_entropy(case.x, case.weight[:50], case.target.clamp(max=49), **given)
+        losses.sum().backward()
+        return losses
+
+    monkeypatch.setattr(functional, "AveragedCall", SimpleNamespace(of=noted))
+    losses = as_threads(2, run)
+    assert len(losses) == len(calls) == 2 and not any(call() for call in calls)
 
 
 def test_any_problem_of_data_parallel():

@@ -81,7 +81,8 @@ class AveragedCall:
 
     def _own(self, result: Tensor) -> Tensor:
         if result.requires_grad:
-            result.register_hook(lambda grad: grad / self.ranks)
+            ranks = self.ranks  # Not self, whose arguments would live as long as the result.
+            result.register_hook(lambda grad: grad / ranks)
         return result[: self.shape.numel()].reshape(self.shape)
 
 

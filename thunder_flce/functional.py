@@ -217,8 +217,8 @@ def _results(
         agreement = agree(parallel, arguments, loss=loss, options=options)
         arguments = whole_class_weight(arguments)
         vocab, shard, memory = agreement.weight_rows, agreement.shard, agreement.memory
+    # A traced call of ranks: they agree, and the arguments are checked, when the operator runs.
     if parallel is None or not traced:
-        # Else ranks agree, and the arguments are checked, when the operator runs.
         check_linear_cross_entropy(**arguments, loss=loss, vocab=vocab)
     needs_grad, target = _needs_grad(arguments), arguments["target"]
     operands = operands_of(with_all_tokens(arguments, shard), loss, needs_grad, shard=shard)

@@ -120,7 +120,8 @@ def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
     dimensions = [each for each in rest if type(each) is int and -len(shape) <= each < len(shape)]
     is_over_classes = any(shape[each] in sizes for each in dimensions)
     if name in ("sum", "nansum"):
-        is_over_all = not _shape(value_of(node)) and _multiplies_rows(operand, sizes)
+        is_row = len(_shape(value_of(source))) == 1
+        is_over_all = not _shape(value_of(node)) and (is_row or _multiplies_rows(operand, sizes))
         if name_of(operand) in _CHOICES and any(map(_is_log_softmax, operand.all_input_nodes)):
             masks = [each for each in operand.all_input_nodes if not _is_log_softmax(each)]
             return source not in reached(masks, _inputs_but_for_linears)

@@ -73,9 +73,10 @@ class Options:
 
     tune_products: bool = True
     """Whether, on a Hopper GPU, the large matmuls of 16-bit operands try the algorithms that cuBLAS proposes when they
-    first run, and then run with the fastest. That waits for the device, and takes a third of a second or so for each
-    kind of matmul, once a process: for logits, dX and dW of some size, for each power of two of tokens (for dX, four
-    sizes between two of them). Without it, and while `torch.use_deterministic_algorithms` is on, PyTorch's run."""
+    first run (after a while, when their number of tokens has come often), and then run with the fastest. That waits for
+    the device, and takes a third of a second or so for each kind of matmul, once a process: for logits, dX and dW of
+    some size, for each power of two of tokens (for dX, four sizes between two of them). Without it, and while
+    `torch.use_deterministic_algorithms` is on, PyTorch's run."""
 
     batch_invariant: bool = False
     """Whether a token's log-probability and loss have the same bits in any batch, alone, in any chunk, with gradients
@@ -112,9 +113,10 @@ class Options:
             raise ValueError(f"expected_gradient must be a float or fit 64 bits, but has {expected.bit_length()} bits")
         if expected is not None and not (is_number and math.isfinite(expected) and expected != 0):
             raise ValueError(f"expected_gradient must be None or a finite number other than 0, but got {expected!r}")
-        if isinstance(expected, float):
-            # NumPy's is a float, too, but Dynamo takes it for a tensor.
-            object.__setattr__(self, "expected_gradient", float(expected))
+        for name in ("memory_budget", "expected_gradient"):
+            if isinstance(number := getattr(self, name), float):
+                # NumPy's is a float, too, but Dynamo takes it for a tensor.
+                object.__setattr__(self, name, float(number))
         for name in ("tune_products", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, but got {getattr(self, name)!r}")

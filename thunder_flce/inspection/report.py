@@ -61,7 +61,7 @@ class CompilationReport:
     """The traces of the forward, in the order of thunder's passes; print one to read it. Of what Inductor compiled, the
     loss region before and after the transform, where a prime from 2¹⁹ on stands for a symbolic size."""
 
-    saved: list[SavedTensor] = field(default_factory=list)
+    saved: list[SavedTensor] = field(default_factory=list, repr=False)
     """What the forward saves for the backward, as far as that is known; nothing where there is no backward."""
 
     _has_backward: bool | None = field(default=None, repr=False)

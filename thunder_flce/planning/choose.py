@@ -342,7 +342,7 @@ def _cuda_chunk_rows(problem: Problem) -> int:
 
 
 def _largest_with_gradients(problem: Problem, budget: int | None) -> int:
-    """Rows of the largest chunk whose gradients are computed with its logits: fewer where the head is frozen."""
+    """Rows of the largest chunk whose gradients are computed with its logits: fewer for dX of a frozen head."""
     head, largest, rows = problem.terms[0], _largest_chunk(problem, budget), _cuda_chunk_rows(problem)
     is_chosen = budget is None and problem.device_type == "cuda" and largest == rows
     if is_chosen and head.input_grad and problem.weight_grad_columns <= ADAPTER_PART * head.hidden:

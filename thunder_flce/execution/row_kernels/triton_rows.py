@@ -396,7 +396,7 @@ _PART_WARPS, _PART_REGISTERS = 16, 40
 _PART_BLOCK = _Block(math.inf, 4096, _PART_WARPS, _PART_REGISTERS)
 _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
-# Of the gradient alone. It is large for rows of much less than 4096 columns, which no vocabulary has that people train.
+# Of the gradient alone. A row takes whole blocks of it, however few columns it has.
 _GRADIENT_BLOCK = _Block(math.inf, 4096, 8)
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
 # the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
