@@ -33,6 +33,7 @@ SHORT_SUITE = [
     "tests/test_thunder.py::test_every_way_to_turn_it_on",
     "tests/test_fx.py::test_new_shapes",
     "tests/test_modules.py::test_compiled",
+    "tests/test_token_loss.py::test_compiled_programs",
     "tests/test_backend.py::test_graph_breaks",
     "tests/test_backend.py::test_explain",
     "tests/test_models.py::test_loss_and_gradients_equal_eager",

@@ -1113,6 +1113,16 @@ MUTATIONS = [
         tests=(f"{PARALLEL}::test_what_is_equal_where_each_call_is_compared",),
     ),
     *_of(
+        "graph/trace_printer.py",
+        ("mask", "    with on_values():\n", "    if True:\n"),
+        tests=("tests/test_steps.py::test_where_dynamo_has_switched_subclasses_off",),
+    ),
+    *_of(
+        "planning/program.py",
+        ("mask", "@on_values()\n", ""),
+        tests=("tests/test_steps.py::test_where_dynamo_has_switched_subclasses_off",),
+    ),
+    *_of(
         "loss_nodes.py",
         ("mask", "is_row or ", ""),
         tests=("tests/test_readings.py::test_entropy_of_a_single_row",),

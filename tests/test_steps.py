@@ -24,11 +24,29 @@ from thunder_flce.operation import loss as loss_module
 from thunder_flce.operation.loss import OUTPUTS, Loss, Output
 from thunder_flce.operation.moments import MOMENTS, Moment
 from thunder_flce.operation.problem import Problem, TermShape
+from thunder_flce.options import STRATEGIES
 from thunder_flce.planning.choose import make_plan
 from thunder_flce.planning.program import program
 
 T, H, V = 40, 8, 50
 needs_triton = pytest.mark.skipif(not triton_available(), reason="needs Triton")
+
+
+def test_where_dynamo_has_switched_subclasses_off():
+    """As torch 2.15 does while a graph runs that was traced through the stand-ins of a token loss."""
+
+    def step(hidden, weight, labels):
+        return F.cross_entropy(F.linear(hidden, weight), labels)
+
+    tensors = torch.randn(7, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.arange(7)
+    with torch._C.DisableTorchFunctionSubclass():
+        for strategy in STRATEGIES:
+            jitted = thunder_flce.jit(step, options=Options(strategy=strategy, chunk_rows=5))
+            jitted(*tensors).backward()
+            symbol = "scale_gradients" if strategy == "gradients_in_forward" else "linear_cross_entropy_bwd"
+            assert symbol in str(thunder.last_backward_traces(jitted)[-1])
+        program.cache_clear()
+        assert steps_of(S1, Options()) and steps_of(S1, Options(strategy="recompute_logits"))
 
 
 def steps_of(problem: Problem, options: Options) -> list[Step]:

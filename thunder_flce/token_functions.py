@@ -163,7 +163,7 @@ def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenL
         if not isinstance(result, _Numbers):
             raise NotOfTokens(f"{type(result).__name__} as its result")
         dtypes = tuple(getattr(each, "dtype", torch.float32) for each in inputs)
-        written = _written(tuple(steps), _Name(result._name), dtypes)
+        written = _written(tuple(steps), result._name, dtypes)
         if isinstance(written, str):
             raise NotOfTokens(written)
         return written
@@ -221,8 +221,11 @@ def _have_dynamo_invert() -> None:
 
 
 @torch.compiler.assume_constant_result
-def _written(steps: tuple[_Step, ...], result: _Name, dtypes: tuple[torch.dtype, ...]) -> TokenLoss | str:
-    """The loss, or an error's text: Dynamo would take an error raised in here for one of its own."""
+def _written(steps: tuple[_Step, ...], result: str, dtypes: tuple[torch.dtype, ...]) -> TokenLoss | str:
+    """The loss, or an error's text: Dynamo would take an error raised in here for one of its own.
+
+    `result` is the name of one; as a `_Name`, it would arrive without its text from Dynamo of torch 2.15.
+    """
     values: dict[str, Any] = {}
 
     def value(argument: Any) -> Any:
@@ -234,7 +237,7 @@ def _written(steps: tuple[_Step, ...], result: _Name, dtypes: tuple[torch.dtype,
             args, kwargs = [*map(value, step.args)], {name: value(each) for name, each in step.kwargs}
             found = write(writer, step.called, args, kwargs)
             values[str(number)] = writer.detached(found) if step.is_detached and isinstance(found, str) else found
-        return writer.finish(value(result))
+        return writer.finish(values.get(result, result))
     except (NotOfTokens, NotImplementedError) as problem:
         return str(problem)
 

@@ -19,6 +19,7 @@ them, with the rows that came before the loop if it starts later.
 import math
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,16 @@ class Stage:
         """All steps in the order in which they run."""
         for steps in self.part_steps or (self.steps,):
             yield from steps
+
+
+@contextmanager
+def on_values() -> Iterator[None]:
+    """Has PyTorch's functions ask a `Value` what they do, also where Dynamo has that switched off.
+
+    As torch 2.15 does while a graph runs that was traced through the stand-ins for the arguments of a token loss.
+    """
+    with torch._C._EnableTorchFunction():
+        yield
 
 
 class Tape:

@@ -21,7 +21,7 @@ from thunder.core.symbol import BoundSymbol
 
 from thunder_flce.execution import engine
 from thunder_flce.execution.plan import GradientsInForward, Plan, SaveLogits
-from thunder_flce.execution.record import Stage, Step, Tape, Value
+from thunder_flce.execution.record import Stage, Step, Tape, Value, on_values
 from thunder_flce.graph.thunder_private import default_python_printer
 from thunder_flce.graph.trace_arguments import POSITIONAL, loss_of, region_arguments, region_problem
 from thunder_flce.operation.loss import LogitMap
@@ -97,7 +97,8 @@ def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
             return proxy
         return Value(tape, proxy.name, shape=proxy.shape, dtype=dtypes.to_torch_dtype(proxy.dtype))
 
-    engine.scale_gradients(*map(value, bsym.args), **{name: value(given) for name, given in bsym.kwargs.items()})
+    with on_values():
+        engine.scale_gradients(*map(value, bsym.args), **{name: value(given) for name, given in bsym.kwargs.items()})
     yield from _commented(stage_lines(tape.take_stages()))
 
 

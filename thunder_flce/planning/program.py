@@ -12,7 +12,7 @@ from torch import Tensor
 from thunder_flce.execution import engine
 from thunder_flce.execution.operands import Gradients, Operands, Term, UpstreamGradients
 from thunder_flce.execution.plan import LossOnly, Plan
-from thunder_flce.execution.record import Stage, Step, Tape, Value
+from thunder_flce.execution.record import Stage, Step, Tape, Value, on_values
 from thunder_flce.execution.row_kernels.torch_rows import statistics_dtype
 from thunder_flce.operation.problem import Problem
 from thunder_flce.operation.token_loss import input_name
@@ -53,6 +53,7 @@ class Program:
 
 
 @lru_cache(maxsize=4096)
+@on_values()
 def program(problem: Problem, plan: Plan) -> Program:
     """Writes down a run of the engine."""
     tape = Tape(torch.device(problem.device_type))
