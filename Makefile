@@ -4,12 +4,13 @@
 # make lint     the same without the tests
 # make matrix   a short suite on every supported version of Python, PyTorch, thunder and transformers: an hour or so
 # make traces   prints the traces in traces/ anew
-# make mutants  breaks the implementation hundreds of times, one line each, and shows that the tests notice
+# make mutants  breaks the engine at random places, one at a time, and shows which the tests do not notice
 #
 # Each of them first makes the environment in .venv, and installs again when pyproject.toml has changed.
 #
 #   make demo ARGS="--steps 50 --text FILE"
 #   make test ARGS="-k ignore_index"
+#   make mutants ARGS="--count 50 --seed 1 --tests tests/test_numerics.py"
 #   make test VENV=.venv311 PYTHON=python3.11
 #   make matrix ARGS="-s 'matrix(python 3.11, torch 2.8)'"
 
@@ -55,7 +56,7 @@ matrix: $(STAMP)
 	$(BIN)/nox $(ARGS)
 
 mutants: $(STAMP)
-	$(BIN)/python tests/mutations.py $(ARGS)
+	$(BIN)/python tests/mutate.py $(ARGS)
 
 traces: $(STAMP)
 	$(BIN)/python traces/regenerate.py $(ARGS)

@@ -17,8 +17,8 @@ from torch._dynamo import trace_rules
 
 from thunder_flce.execution.row_kernels import dispatch
 
-# For `mutations`, which only asks whether there is a failure.
-settings.register_profile("mutations", phases=[Phase.explicit, Phase.generate])
+# For `mutate`, which only asks whether there is a failure.
+settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
 
 
 def _callers():
@@ -103,3 +103,14 @@ def unchanged_registry():
     before = thunder.get_default_executors()
     yield
     assert thunder.get_default_executors() == before
+
+
+@pytest.fixture
+def without_inductor(monkeypatch):
+    """Inductor takes long. And after a few programs with one code, Dynamo would run the others as they are."""
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._inductor import compile_fx
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))

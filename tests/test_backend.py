@@ -40,14 +40,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def without_inductor(monkeypatch):
-    def compile_fx(gm, inputs, config_patches, **others):
-        return aot_eager(gm, inputs)
-
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
-
-
 quick = pytest.mark.usefixtures("without_inductor")
 
 

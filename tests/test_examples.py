@@ -8,10 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
-from torch._inductor import compile_fx
 
 from thunder_flce.backend import compile_graph
 
@@ -82,10 +79,7 @@ def test_two_ranks(name):
 
 
 @pytest.fixture
-def without_inductor(monkeypatch):
-    """To compile takes long, and is not what is tested here."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+def without_inductor(without_inductor, monkeypatch):
     for registry in (_BACKENDS, _COMPILER_FNS):  # Whatever entry point is installed.
         monkeypatch.setitem(registry, "thunder_flce", compile_graph)
 

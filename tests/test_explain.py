@@ -375,9 +375,7 @@ def test_thunderfx_in_one_graph_names_the_users_line():
     assert max(tensor.bytes for tensor in report[0].saved_by_plain_thunder) == T * V * 4
 
 
-def test_thunderfx_in_several_parts(monkeypatch):
-    # Inductor itself takes long, and is not what is tested here.
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
+def test_thunderfx_in_several_parts(without_inductor):
     report = _explained_fx(unsupported="before")
     assert [graph.compiled_by for graph in report.graphs] == ["thunder", "Inductor", "thunder"]
     assert [decision.fused for decision in report.decisions] == [True]
@@ -392,7 +390,7 @@ def test_thunderfx_in_several_graphs():
 
 
 @pytest.mark.parametrize("compiled_by", ["Inductor", "eager PyTorch"])
-def test_thunderfx_where_thunder_leaves_the_loss_to_others(compiled_by, monkeypatch):
+def test_thunderfx_where_thunder_leaves_the_loss_to_others(compiled_by, monkeypatch, without_inductor):
     is_supported = splitter.is_node_supported_by_thunder
 
     def all_but_the_loss(node, options):

@@ -28,12 +28,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def without_inductor(monkeypatch):
-    """To compile takes long, and is not what is tested here."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
-
-
 class Model(nn.Module):
     """An embedding, a hidden layer, dropout and a head with its loss; the points where a subclass may put something."""
 
@@ -329,7 +323,7 @@ def test_graph_breaks_between_linear_and_loss(model, without_inductor):
 
 
 @pytest.mark.parametrize("interpreter", ["thunder.jit", "thunder.fx"])
-def test_recipe_with_plugin(interpreter):
+def test_recipe_with_plugin(interpreter, without_inductor):
     # thunder's default recipe insists on nvFuser, which needs a GPU.
     fuser = "nvfuser" if torch.cuda.is_available() else "torch.compile"
     recipe = BaseRecipe(fuser=fuser, interpreter=interpreter)

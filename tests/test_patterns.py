@@ -18,8 +18,10 @@ from thunder_flce.inspection import programs
 sys.path.insert(0, str(Path(__file__).parent.parent / "traces"))
 
 import patterns  # noqa: E402
+import regenerate  # noqa: E402
+from patterns import SIZES  # noqa: E402
 
-SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
+TABLE = (regenerate.FOLDER / "patterns.md").read_text(encoding="utf-8").splitlines()
 
 
 def _arguments(program, dtype=torch.float32):
@@ -61,6 +63,18 @@ def _largest_with_vocabulary(jitted):
     return largest
 
 
+def _assert_in_table(program, decisions):
+    """That what is printed of a program is what was decided, unless it was printed with other versions."""
+    if f"{regenerate.versions()}." in TABLE:
+        printed = [row for row in TABLE if row.startswith(f"| `{program.__name__}` ")]
+        assert printed == patterns.table_rows(program, decisions), "run `python traces/regenerate.py --device cpu`"
+
+
+def test_table_has_every_program():
+    printed = re.findall(r"^\| `(\w+)`", "\n".join(TABLE), re.MULTILINE)
+    assert list(dict.fromkeys(printed)) == [program.__name__ for program in (*patterns.FUSED, *patterns.NOT_FUSED)]
+
+
 @pytest.mark.parametrize("program", patterns.FUSED, ids=lambda program: program.__name__)
 def test_fused(program):
     tensors = _arguments(program)
@@ -68,6 +82,7 @@ def test_fused(program):
     torch.testing.assert_close(_run(jitted, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
     decisions = thunder_flce.explain(jitted)[-1].decisions
     assert decisions and all(decision.fused for decision in decisions), decisions
+    _assert_in_table(program, decisions)
     # Weights and their gradients are smaller than half of the logits.
     assert _largest_with_vocabulary(jitted) < SIZES.tokens // 2 * SIZES.vocab
 
@@ -98,8 +113,9 @@ def test_not_fused(program):
         results = _run(jitted, [tensor.clone() if tensor.is_floating_point() else tensor for tensor in tensors])
     outputs, _ = results
     torch.testing.assert_close(outputs, _run(program, tensors)[0], rtol=1e-4, atol=1e-5)
-    decision = thunder_flce.explain(jitted)[-1].decisions[0]
-    assert decision.reason is patterns.NOT_FUSED[program], decision
+    decisions = thunder_flce.explain(jitted)[-1].decisions
+    assert decisions[0].reason is patterns.NOT_FUSED[program], decisions
+    _assert_in_table(program, decisions)
 
 
 @pytest.mark.parametrize(

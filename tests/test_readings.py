@@ -6,9 +6,7 @@ from functools import partial
 import pytest
 import thunder
 import torch
-import torch._inductor.compile_fx
 import torch.nn.functional as F
-from torch._dynamo.backends.debugging import aot_eager
 
 import test_patterns  # noqa: F401 (finds traces/patterns.py)
 import thunder_flce
@@ -508,14 +506,6 @@ def test_entropy_of_a_single_row(compiled, without_inductor):
     assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
     with pytest.warns(NotFusedWarning, match="a sum over other dimensions"):
         torch.testing.assert_close(step(hidden[0], weight), program(hidden[0], weight))
-
-
-@pytest.fixture
-def without_inductor(monkeypatch):
-    """Inductor takes long. And after a few programs with one code, Dynamo would run the others as they are."""
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
 
 
 @pytest.mark.parametrize("compiled", ALL_FRONT_ENDS.values(), ids=ALL_FRONT_ENDS)

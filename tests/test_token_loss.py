@@ -19,7 +19,6 @@ import thunder_flce
 from front_ends import FRONT_ENDS, decisions
 from ranks import as_threads
 from reference import error
-from test_backend import without_inductor  # noqa: F401 (a fixture)
 from test_readings import regions
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.operation import token_loss as plain
@@ -419,7 +418,7 @@ COMPILERS = {
 
 @needs_dynamo
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_compiled_programs(compiler, without_inductor):  # noqa: F811
+def test_compiled_programs(compiler, without_inductor):
     """With a function as an argument, and one made in the program; what they read is guarded."""
     hidden, weight, _, labels, old, *_ = operands()
     mask = torch.arange(B * T) % 3 > 0

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import test_patterns  # noqa: F401 (finds traces/patterns.py)
 import thunder_flce
 from front_ends import FRONT_ENDS, decisions
-from test_backend import compiled_with, without_inductor  # noqa: F401 (a fixture)
+from test_backend import compiled_with
 from test_readings import regions
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 
@@ -196,7 +196,7 @@ def weighted_by_other_rows(hidden, weight, labels, w):
 
 @pytest.mark.parametrize("program", [weighted_by_entropies, weighted_by_other_rows], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("compiled", [*FRONT_ENDS.values(), compiled_with], ids=[*FRONT_ENDS, "backend"])
-def test_weights_of_the_same_logits(compiled, program, without_inductor):  # noqa: F811
+def test_weights_of_the_same_logits(compiled, program, without_inductor):
     """Another region gives them, so that this one still makes its gradients in the forward."""
     tensors = (*operands(), WEIGHTS)
     jitted = compiled(program)

@@ -3,7 +3,7 @@
 The name of an argument says which tensor it is; see `programs.arguments`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,10 @@ from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
 from thunder_flce.graph.matching.reasons import Reason
+from thunder_flce.inspection.programs import Sizes
 
+SIZES = Sizes(batch=2, sequence=24, hidden=16, vocab=100)
+"""Of the table, and of the tests."""
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 NLL_LOSS = nn.NLLLoss()
 LOG_SOFTMAX = nn.LogSoftmax(dim=-1)
@@ -831,3 +834,30 @@ NOT_FUSED: dict[Callable, Reason] = {
     batch_as_classes: Reason.CLASS_DIMENSION,
     rows_picked_by_a_tensor: Reason.TRANSFORMED_LOGITS,
 }
+
+
+def table_header(versions: str) -> list[str]:
+    """The first lines of patterns.md."""
+    sizes = f"{SIZES.batch} sequences of {SIZES.sequence} tokens, hidden size {SIZES.hidden}, {SIZES.vocab} columns"
+    return [
+        "# Ways to write a loss",
+        "",
+        "The programs of `traces/patterns.py`, one line for each loss: fused, with the plan, or not, with the reason.",
+        f"With {sizes}, on a CPU.",
+        "",
+        "Printed by `python traces/regenerate.py --device cpu`, which `tests/test_patterns.py` compares:",
+        f"{versions}.",
+        "",
+        "| program | fused | plan or reason |",
+        "| --- | --- | --- |",
+    ]
+
+
+def table_rows(program: Callable, decisions: Iterable) -> list[str]:
+    """Its lines in patterns.md, one for each decision of `explain`."""
+    rows = []
+    for decision in decisions:
+        sentence = str(decision).removeprefix(f"{decision.source}: ").removeprefix("not fused, because ")
+        fused = "yes" if decision.fused else "no"
+        rows.append(f"| `{program.__name__}` | {fused} | {sentence.removeprefix('fused, ')} |")
+    return rows

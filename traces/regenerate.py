@@ -1,12 +1,11 @@
-"""Prints the traces of `thunder_flce.inspection.programs`, with and without the executor, into this folder.
+"""Prints traces of `thunder_flce.inspection.programs`, and the table of patterns, into this folder.
 
     python traces/regenerate.py                   all of it
-    python traces/regenerate.py --device cpu      cpu/, patterns/ and distributed/ (float32), and fusions/
-    python traces/regenerate.py --device cuda     cuda/ (bfloat16) or, on a machine with a GPU, a folder of its name
+    python traces/regenerate.py --device cpu      cpu/ and distributed/ (float32), fusions/ and patterns.md
+    python traces/regenerate.py --device cuda     cuda/ (bfloat16)
 
 thunder compiles the programs, but nothing runs, since it is given fake tensors, which have a shape and a device but no
-memory. So traces for CUDA can be printed without a GPU. Only where there is one, the CUDA programs run as well, forward
-and backward.
+memory. So traces for CUDA are printed without a GPU.
 
 What changes from one run to the next is left out or renumbered: timings, file names, and the numbers in names.
 """
@@ -19,7 +18,6 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +31,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 FOLDER = Path(__file__).parent
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 VARIANTS = {"plain": "thunder.jit with its default executors", "flce": "thunder_flce.jit"}
+PROGRAMS = {
+    "cpu": [(name, "flce") for name in ("litgpt", "reduction_none", "functional", "logits_returned")],
+    "cuda": [(name, "flce") for name in ("litgpt", "reduction_none", "functional", "logits_returned")]
+    + [("litgpt", "plain")],
+}
+"""What is printed for each device, with which of `VARIANTS`."""
 
 
 def versions() -> str:
@@ -54,33 +58,34 @@ def build(device: str = "cpu") -> dict[str, str]:
     """
     files = build_traces(device)
     if device == "cpu":
-        files |= build_patterns() | build_distributed()
+        files |= {"patterns.md": build_patterns()} | build_distributed()
     if device == "cpu" and find_spec("nvfuser_direct"):
         files |= build_fusions()
     return files
 
 
 def build_traces(device: str) -> dict[str, str]:
-    """The printed traces of all programs, plain and flce."""
-    from thunder_flce.inspection.programs import PROGRAMS
+    """The printed traces of `PROGRAMS`."""
+    from thunder_flce.inspection import programs
 
-    has_gpu = device == "cuda" and torch.cuda.is_available()
-    folder = torch.cuda.get_device_name().removeprefix("NVIDIA ").replace(" ", "-").lower() if has_gpu else device
     return {
-        f"{folder}/{program.__name__}_{variant}.py": _print_program(program, variant, device, run=has_gpu)
-        for program in PROGRAMS
-        for variant in VARIANTS
+        f"{device}/{name}_{variant}.py": _print_program(getattr(programs, name), variant, device)
+        for name, variant in PROGRAMS[device]
     }
 
 
-def build_patterns() -> dict[str, str]:
-    """The printed traces of every way to write a loss, fused or not, on a CPU."""
-    from patterns import FUSED, NOT_FUSED
+def build_patterns() -> str:
+    """The table of the ways to write a loss: fused with which plan, or not and why."""
+    import patterns
 
-    return {
-        f"patterns/{program.__name__}.py": _print_program(program, "flce", "cpu", run=False)
-        for program in (*FUSED, *NOT_FUSED)
-    }
+    import thunder_flce
+
+    rows = []
+    for program in (*patterns.FUSED, *patterns.NOT_FUSED):
+        jitted = thunder_flce.jit(program)
+        _compile(jitted, program, patterns.SIZES, device="cpu")
+        rows += patterns.table_rows(program, thunder_flce.explain(jitted)[-1].decisions)
+    return "\n".join([*patterns.table_header(versions()), *rows, ""])
 
 
 def build_distributed() -> dict[str, str]:
@@ -91,21 +96,18 @@ def build_distributed() -> dict[str, str]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        return {
-            f"distributed/{program.__name__}_{variant}.py": _print_distributed(program, variant)
-            for program in PROGRAMS
-            for variant in VARIANTS
-        }
+        return {f"distributed/{program.__name__}_flce.py": _print_distributed(program) for program in PROGRAMS}
     finally:
         dist.destroy_process_group()
 
 
-def _print_distributed(program: Callable, variant: str) -> str:
+def _print_distributed(program: Callable) -> str:
     from unittest.mock import patch
 
     from distributed_programs import CPU, Model, source
     from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
 
+    import thunder_flce
     from thunder_flce.inspection.programs import Sizes
     from thunder_flce.inspection.trace_text import compile_only
 
@@ -113,38 +115,31 @@ def _print_distributed(program: Callable, variant: str) -> str:
     # thunder's tensor parallelism is for CUDA only.
     on_cpu = patch.object(TransformForTensorParallel, "__post_init__", lambda self: setattr(self, "device", CPU))
     with FakeTensorMode(), on_cpu:
-        step = program(_jit(variant)(Model(sizes.hidden, sizes.vocab)))
+        step = program(thunder_flce.jit(Model(sizes.hidden, sizes.vocab)))
         hidden = torch.randn(sizes.batch, sizes.sequence, sizes.hidden)
         compile_only(step, [hidden, torch.randint(sizes.vocab, (sizes.batch, sizes.sequence))])
-    return _printed(step, variant, "cpu", where="Compiled for cpu, for the first of two ranks", source=source(program))
+    return _printed(step, "flce", "cpu", where="Compiled for cpu, for the first of two ranks", source=source(program))
 
 
-def _jit(variant: str) -> Callable:
+def _print_program(program: Callable, variant: str, device: str) -> str:
     import thunder
 
     import thunder_flce
+    from thunder_flce.inspection.programs import Sizes
 
-    return {"plain": thunder.jit, "flce": thunder_flce.jit}[variant]
+    jitted = {"plain": thunder.jit, "flce": thunder_flce.jit}[variant](program)
+    _compile(jitted, program, Sizes(), device=device)
+    return _printed(jitted, variant, device, where=f"Compiled for {device}", source=inspect.getsource(program))
 
 
-def _print_program(program: Callable, variant: str, device: str, *, run: bool) -> str:
+def _compile(jitted: Callable, program: Callable, sizes: Any, *, device: str) -> None:
     import thunder_flce
-    from thunder_flce.inspection.programs import Sizes, arguments
+    from thunder_flce.inspection.programs import arguments
     from thunder_flce.inspection.trace_text import compile_only
 
-    jitted = _jit(variant)(program)
-    with nullcontext() if run else FakeTensorMode(), warnings.catch_warnings():
+    with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore", thunder_flce.NotFusedWarning)
-        tensors = arguments(program, Sizes(), device=device, dtype=DTYPES[device])
-        if run:
-            outputs = jitted(*tensors)
-            loss = outputs[0] if isinstance(outputs, tuple) else outputs
-            loss.backward(torch.ones_like(loss))
-            where = f"Compiled and run on {torch.cuda.get_device_name()}"
-        else:
-            compile_only(jitted, tensors)
-            where = f"Compiled for {device}"
-    return _printed(jitted, variant, device, where=where, source=inspect.getsource(program))
+        compile_only(jitted, arguments(program, sizes, device=device, dtype=DTYPES[device]))
 
 
 def _printed(jitted: Callable, variant: str, device: str, *, where: str, source: str) -> str:
@@ -246,7 +241,7 @@ def _offer_nvfuser() -> None:
 
 def write(files: dict[str, str], folder: Path) -> None:
     """Writes the files, and removes what else lies in the folders that they belong to."""
-    for name in {Path(path).parent for path in files}:
+    for name in {Path(path).parent for path in files} - {Path(".")}:
         (folder / name).mkdir(parents=True, exist_ok=True)
         for old in (folder / name).glob("*.py"):
             old.unlink()
@@ -265,11 +260,10 @@ if __name__ == "__main__":
         for device in DTYPES:
             subprocess.run([sys.executable, __file__, "--device", device, "--output", settings.output], check=True)
         sys.exit()
-    if settings.device == "cpu":
-        # Where there is a GPU, thunder's default executors are others, also for tensors on the CPU.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    elif not find_spec("nvfuser_direct"):
-        sys.exit("the traces for CUDA need nvFuser's Python package: pip install thunder-flce[nvfuser]")
-    elif not torch.cuda.is_available():
+    # Where there is a GPU, thunder's default executors are others, also for tensors on the CPU.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if settings.device == "cuda":
+        if not find_spec("nvfuser_direct"):
+            sys.exit("the traces for CUDA need nvFuser's Python package: pip install thunder-flce[nvfuser]")
         _offer_nvfuser()
     write(build(settings.device), settings.output)

@@ -5,7 +5,7 @@
 The matmuls are taken at the rate that the three of a loss region reach together, and everything else at the speed of
 memory; nothing overlaps. It is the device's time: where the device waits for the host, more passes. On the H200 that
 the constants are from, predictions are within 8% of the measurements, and for the default within 4%
-(tests/test_cost.py).
+(docs/performance.md).
 """
 
 from dataclasses import dataclass

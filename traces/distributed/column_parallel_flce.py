@@ -35,7 +35,7 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   t1 = Tensor.view(labels, -1)  # t1: "cpu i64[8192]"
   t2 = torch.reshape(t1, (2, 4096))  # t2: "cpu i64[2, 4096]"
   del t1
-  (t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(t0, t_lm_head_weight, t2, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=128, shard={'group': "2", 'ranks': 2, 'rank': 0, 'start': 0, 'columns': 64128, 'largest': 64128, 'vocab': 128256})
+  (t3, t4, t5, t6, t7, t8) = linear_cross_entropy_fwd(t0, t_lm_head_weight, t2, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=128, shard={'group': "1", 'ranks': 2, 'rank': 0, 'start': 0, 'columns': 64128, 'largest': 64128, 'vocab': 128256})
     # x = t0, W = t_lm_head_weight, y = t2
     # loss = t3: f32[], row_max = t4: f32[8192], row_log_sum = t5: f32[8192], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[64128, 4096]
     # valid, valid_count = y != -100, sum(y != -100)                                                                       PyTorch

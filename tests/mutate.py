@@ -1,0 +1,151 @@
+"""Breaks the package at random places, and shows which changes the tests do not notice.
+
+    python tests/mutate.py --count 50 --seed 1                      # of operation/ and engine/
+    python tests/mutate.py thunder_flce/labels.py --tests tests/test_labels.py
+
+A mutant swaps + and -, * and /, & and |, `and` and `or`, < and <= (and so on), 0 and 1, or minimum and maximum, drops a
+`not`, or deletes a statement that is there for its effect. Each runs the tests on a copy of the package, in a process
+of its own. A survivor is a missing test, or a change that changes nothing.
+"""
+
+import argparse
+import ast
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+FILES = ("thunder_flce/operation/*.py", "thunder_flce/engine/**/*.py")
+TESTS = ("tests/test_properties.py", "tests/test_numerics.py")
+_PAIRS: list[tuple[Any, Any]] = [
+    *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or)),
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+    *(("min", "max"), ("amin", "amax"), ("minimum", "maximum"), ("argmin", "argmax")),
+]
+_OTHER = {one: other for pair in _PAIRS for one, other in (pair, pair[::-1])}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of the source."""
+
+    path: Path
+    line: int
+    start: int
+    """In bytes from the beginning of the file"""
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        before, after = (" ".join(text.split()) for text in (self.before, self.after))
+        return f"{self.path}:{self.line}: {before}  →  {after}"
+
+    def applied(self, text: str) -> str:
+        """The file's text with the change."""
+        encoded, stop = text.encode(), self.start + len(self.before.encode())
+        return (encoded[: self.start] + self.after.encode() + encoded[stop:]).decode()
+
+
+def mutants_of(text: str, path: Path) -> Iterator[Mutant]:
+    """All mutants of a file."""
+    lines = text.encode().splitlines(keepends=True)
+    starts = [sum(map(len, lines[:at])) for at in range(len(lines))]
+    for node in _code(ast.parse(text)):
+        before = ast.get_source_segment(text, node)
+        start = starts[node.lineno - 1] + node.col_offset
+        yield from (Mutant(path, node.lineno, start, before, after) for after in _changed(node))
+
+
+def _code(node: ast.AST) -> Iterator[Any]:
+    """The statements and expressions that compute: no annotations, decorators, docstrings and errors."""
+    if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom)):
+        return
+    if isinstance(node, (ast.stmt, ast.expr)):
+        yield node
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns", "decorator_list"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from _code(child)
+
+
+def _changed(node: Any) -> Iterator[str]:
+    """What may stand in place of a node."""
+    if isinstance(node, (ast.BinOp, ast.BoolOp, ast.AugAssign)) and type(node.op) in _OTHER:
+        yield _with(node, op=_OTHER[type(node.op)]())
+    elif isinstance(node, ast.Compare):
+        for at, op in enumerate(node.ops):
+            yield _with(node, ops=[*node.ops[:at], _OTHER[type(op)](), *node.ops[at + 1 :]])
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.Invert)):
+        yield f"({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float)) and node.value in (0, 1):
+        yield repr(type(node.value)(1 - node.value))
+    elif isinstance(node, ast.Name) and node.id in _OTHER:
+        yield _OTHER[node.id]
+    elif isinstance(node, ast.Attribute) and node.attr in _OTHER:
+        yield _with(node, attr=_OTHER[node.attr])
+    if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        yield "pass"
+
+
+def _with(node: Any, **fields: Any) -> str:
+    changed = type(node)(**{**vars(node), **fields})
+    return ast.unparse(changed) if isinstance(node, ast.stmt) else f"({ast.unparse(changed)})"
+
+
+def outcome(mutant: Mutant | None, tests: list[str], *, seconds: float | None = None) -> str:
+    """What the tests make of a copy with that change: "survived", "caught", or why they have proved nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "figures", "*.jsonl")
+        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=left_out)
+        if mutant:
+            path = Path(folder, mutant.path)
+            path.write_text(mutant.applied(path.read_text(encoding="utf-8")), encoding="utf-8")
+        search_path = [folder, str(Path(folder, "tests")), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search_path)}
+        command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+        settings = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": seconds}
+        try:
+            process = subprocess.run([*command, *tests], check=False, **settings)
+        except subprocess.TimeoutExpired:
+            return "caught"  # A loop without an end.
+    return {0: "survived", 1: "caught"}.get(process.returncode, f"NO PROOF: {process.stdout[-500:]}{process.stderr}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a sample of the mutants and prints what became of them; fails unless all were caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", default=FILES, help="patterns, from the root of the repository")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), help="what pytest is given")
+    parser.add_argument("--count", type=int, default=20, help="how many mutants are drawn (default: 20)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="how many run at a time")
+    chosen = parser.parse_args(arguments)
+    paths = sorted({path.relative_to(ROOT) for pattern in chosen.files for path in ROOT.glob(pattern)})
+    mutants = [m for path in paths for m in mutants_of((ROOT / path).read_text(encoding="utf-8"), path)]
+    began = time.perf_counter()
+    if (unchanged := outcome(None, chosen.tests)) != "survived":
+        raise SystemExit(f"the tests do not pass without a change: {unchanged}")
+    seconds = 60 + 5 * chosen.jobs * (time.perf_counter() - began)
+    sample = random.Random(chosen.seed).sample(mutants, min(chosen.count, len(mutants)))
+    caught = 0
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        outcomes = pool.map(lambda mutant: outcome(mutant, chosen.tests, seconds=seconds), sample)
+        for mutant, found in zip(sample, outcomes, strict=True):
+            print(f"{found:8}  {mutant}", flush=True)
+            caught += found == "caught"
+    print(f"{caught} of {len(sample)} caught, drawn from {len(mutants)}")
+    return 0 if caught == len(sample) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
