@@ -34,7 +34,7 @@ from tqdm import tqdm
 from local_text import standard_library, tokenize
 from show_traces import loss_region, print_side_by_side
 from thunder_flce.bench.measuring import TOTAL, Mark, peak_bytes
-from thunder_flce.execution.row_kernels.dispatch import is_installed
+from thunder_flce.engine.kernels.dispatch import is_installed
 from thunder_flce.inspection.formatting import format_bytes
 
 SEED = 1

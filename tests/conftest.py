@@ -15,7 +15,7 @@ from hypothesis import Phase, settings
 from thunder.core import interpreter
 from torch._dynamo import trace_rules
 
-from thunder_flce.execution.row_kernels import dispatch
+from thunder_flce.engine.kernels import dispatch
 
 # For `mutate`, which only asks whether there is a failure.
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])

@@ -35,7 +35,7 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     import triton.language as tl
 
-    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows
 
     def log1p(x):
         # The rounding of 1 + x is in both logarithm and difference.

@@ -1,7 +1,7 @@
 """The truth that tests compare with: eager PyTorch in float64, and its own error in the dtype under test."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thunder_flce import Options, linear_cross_entropy, operators
-from thunder_flce.execution.operands import Operands, Term
+from thunder_flce import Options, calls, linear_cross_entropy, operators
+from thunder_flce.engine.plan import Plan
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operation.token_loss import TokenLoss, evaluate
 
 
 @dataclass
@@ -59,12 +58,6 @@ def linear(case: Case) -> Tensor:
     for x, weight in case.terms:
         products = products + F.linear(x, weight)
     return products
-
-
-def plain_region(case: Case) -> Operands:
-    """The region of the mean loss without a bias, which gives dX and dW of all terms."""
-    terms = tuple(Term(x=x, weight=weight, input_grad=True, weight_grad=True) for x, weight in case.linears())
-    return Operands(terms=terms, bias=None, target=case.target, loss=Loss())
 
 
 def make_case(
@@ -157,8 +150,6 @@ def composed(
     num_items: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
     detached: tuple[str, ...] = (),
-    token_loss: TokenLoss = (),
-    token_inputs: Sequence[Tensor] = (),
 ) -> Tensor | tuple[Tensor, ...]:
     """What `linear_cross_entropy` returns, of the products (..., V), by its definition and PyTorch's operations."""
     shape = target.shape
@@ -176,13 +167,6 @@ def composed(
     def of_all(vector: Tensor, fill: float = 0) -> Tensor:
         return vector.new_full(valid.shape, fill).masked_scatter(valid, vector)
 
-    if token_loss:
-        probabilities = log_probs.exp()
-        known = {name: vector[valid] for name, vector in zip(("i0", "i1", "i2", "i3"), token_inputs, strict=False)}
-        known["log_prob"] = log_probs.gather(1, valid_target[:, None]).squeeze(1)
-        known["entropy"] = -(probabilities * log_probs).sum(1)
-        known["log_sum_exp"] = valid_logits.logsumexp(1)
-        row_loss = of_all(evaluate(token_loss, known, torch))
     z_term = of_all(z_loss * torch.logsumexp(valid_logits, 1).square()) if z_loss else torch.zeros_like(row_loss)
     if reduction == "none":
         loss = (row_loss + z_term).reshape(shape)
@@ -276,6 +260,14 @@ def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype)
     return [
         torch.randn(shape, generator=generator).to(case.x.device, dtype) for name in outputs if name in DIFFERENTIABLE
     ]
+
+
+def run_by(monkeypatch, plan: Plan) -> None:
+    """Has all calls run by one plan."""
+    for module in (calls, operators):
+        monkeypatch.setattr(module, "plan_for", lambda *_, **__: plan)
+    # Where plans of earlier calls are kept.
+    monkeypatch.setattr(calls, "_known", {})
 
 
 def run_inside(mode: TorchDispatchMode, function, arguments, settings):

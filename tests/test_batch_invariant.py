@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from reference import error
-from test_plan import S1
+from test_plan import H200
+from test_plan import call as a_call
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy, linear_kl_divergence
-from thunder_flce.execution.matmul import cublaslt
-from thunder_flce.execution.plan import GradientsInForward
+from thunder_flce.engine import printing
+from thunder_flce.engine.choose import choose
+from thunder_flce.engine.matmul import cublaslt
+from thunder_flce.operation.call import Spec
 from thunder_flce.operation.divergence import KINDS
 from thunder_flce.options import STRATEGIES
-from thunder_flce.planning.choose import make_plan
-from thunder_flce.planning.program import program
 
 INVARIANT = Options(batch_invariant=True)
+CUDA = torch.device("cuda")
 SIZES = {"cpu": [(77, 33), (1003, 72), (33000, 24)], "cuda": [(1003, 72), (32000, 1024), (128257, 4096)]}
 
 
@@ -131,17 +133,17 @@ def test_other_calls(batch):
     ("changes", "options", "reason"),
     [
         ({"dtype": torch.float32}, {}, "on CUDA it needs bfloat16 or float16, but input is torch.float32"),
-        ({"terms": (replace(S1.terms[0], hidden=20),)}, {}, r"of 8, but the hidden sizes of input are \[20\]"),
-        ({"teacher_dtype": torch.float32}, {}, "bfloat16 or float16, but teacher_input is torch.float32"),
-        ({"teacher_dtype": torch.bfloat16, "teacher_hidden": 20}, {}, r"sizes of teacher_input are \[20\]"),
+        ({"rank": 20}, {}, r"of 8, but the hidden sizes of input are \[4096, 20\]"),
+        ({"teacher": 64, "teacher_input": Spec((8192, 64), torch.float32, CUDA)}, {}, "teacher_input is torch.float32"),
+        ({"teacher": 20}, {}, r"sizes of teacher_input are \[20\]"),
         ({}, {"row_kernels": "torch"}, "on CUDA it needs Triton"),
-        ({"device_type": "xpu"}, {}, "runs on CUDA and on a CPU, but the input is on 'xpu'"),
+        ({"device": "xpu"}, {}, "runs on CUDA and on a CPU, but the input is on 'xpu'"),
     ],
     ids=str,
 )
 def test_what_cannot_be(changes, options, reason):
     with pytest.raises(ValueError, match=f"batch_invariant=True: .*{reason}"):
-        make_plan(replace(S1, **changes), replace(INVARIANT, **options))
+        choose(a_call(**changes), replace(INVARIANT, **options), replace(H200, kind=changes.get("device", "cuda")))
 
 
 @pytest.mark.parametrize(("batch", "kind"), list(enumerate(KINDS)), indirect=["batch"])
@@ -170,10 +172,10 @@ def test_divergences(batch, kind):
 
 
 def test_the_plan_says_so():
-    """One kernel for statistics and gradient would add in another order, and blocks of the vocabulary, too."""
-    plan = make_plan(S1, replace(INVARIANT, chunk_rows=512))
-    assert isinstance(plan, GradientsInForward) and plan.staged is None and "batch invariant" in plan.describe()
-    results = {step.result for step in program(S1, plan).steps}
-    assert "row_max, row_log_sum" in results and "row_max, row_log_sum, logits_y" not in results
-    logits = [step.note for step in program(S1, plan).steps if step.result == "logits"]
-    assert logits and all("in an order that no number of rows changes" in note for note in logits)
+    """One kernel for statistics and gradient would add in another order."""
+    plan = choose(a_call(), replace(INVARIANT, chunk_rows=512), H200)
+    assert plan.strategy == "gradients_in_forward" and "batch invariant" in plan.describe()
+    program = printing.program(a_call(), plan)
+    assert "both_" not in program.primitives and {"results", "gradient_"} <= {*program.primitives}
+    logits = [line for line in program.forward if "@ W.t()" in line]
+    assert logits and all("in an order that no number of rows changes" in line for line in logits)

@@ -9,14 +9,14 @@ import test_patterns  # noqa: F401 (finds traces/patterns.py)
 import thunder_flce
 from reference import eager, error, make_case, truth
 from reference import ours as ours_of
+from test_plan import H200
+from test_plan import call as a_call
 from test_readings import regions, tensors_for
 from thunder_flce import Options, linear_cross_entropy
-from thunder_flce.execution.plan import GradientsInForward
+from thunder_flce.engine import printing
+from thunder_flce.engine.choose import choose, seconds, strategy_of, temporary_bytes
+from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operation.problem import Problem, TermShape
-from thunder_flce.planning.choose import make_plan, temporary_bytes
-from thunder_flce.planning.cost import predicted_seconds
-from thunder_flce.planning.program import program
 
 import patterns  # isort: skip
 
@@ -144,42 +144,41 @@ def test_outputs_that_are_only_logged(compiled, frozen):
         linear_cross_entropy(hidden, head, TARGET, outputs=("argmax",), detached=("argmax",))
 
 
-def problem(**changes) -> Problem:
-    of = {"tokens": 8192, "vocab": 151936, "dtype": torch.bfloat16, "device_type": "cuda"}
-    of["loss"] = Loss(reduction="none")
-    term = TermShape(hidden=4096, input_grad=True, weight_grad=changes.pop("weight_grad", False))
-    return Problem(terms=(term,), **{**of, **changes})
+def call(**changes) -> Call:
+    """The shape of a preference loss."""
+    return a_call(8192, 151936, 4096, **{"needs_grad": ("input",), "loss": Loss(reduction="none"), **changes})
 
 
-def test_two_products_and_one_chunk():
-    """Of three, at the shape of a preference loss."""
-    frozen = problem()
-    plan = make_plan(frozen, Options())
-    assert isinstance(plan, GradientsInForward)
+def test_two_matmuls_in_the_memory_of_a_chunk():
+    """Of three."""
+    plan = choose(call(), Options(), H200)
+    assert plan.strategy == "gradients_in_forward"
+    lines = "\n".join((program := printing.program(call(), plan)).forward)
+    assert "@ W.t()" in lines and "dlogits @ W" in lines and ".t() @ x" not in lines
+    assert not any("@" in line for line in program.backward)
+    assert temporary_bytes(call(), plan) < 0.65e9
     product = 2 * 8192 * 151936 * 4096
-    assert sum(step.operations for step in program(frozen, plan).steps) == 2 * product
-    assert temporary_bytes(frozen, plan) < 0.65e9
-    assert predicted_seconds(frozen, plan, "NVIDIA H200") < 0.72 * 3 * product / 680e12
+    assert seconds(call(), plan, H200) < 0.72 * 3 * product / H200.matmul_rate
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"weight_grad": True},
-        {"has_bias": True, "bias_grad": True},
+        {"needs_grad": ("input", "linear_weight")},
+        {"bias": True},
         {"loss": Loss(reduction="none", label_smoothing=0.1)},
         {"loss": Loss(reduction="none", z_loss=0.1)},
         {"loss": Loss(reduction="none", outputs=("entropy",))},
-        {"terms": (TermShape(hidden=8, input_grad=True, weight_grad=False),) * 2},
+        {"rank": 8},
     ],
     ids=str,
 )
 def test_what_has_no_unit_gradient(changes):
-    of = problem(**{name: change for name, change in changes.items() if name != "terms"})
-    of = Problem(**{**vars(of), **changes}) if "terms" in changes else of
-    assert make_plan(of, Options()).strategy == "recompute_logits"
+    of = call(**changes)
+    assert choose(of, Options(memory_budget=10**9), H200).strategy != "gradients_in_forward"
+    assert strategy_of(of, Options()) == "recompute_logits"
     with pytest.raises(ValueError, match="needs a frozen weight and bias, no further terms, no label smoothing"):
-        make_plan(of, Options(strategy="gradients_in_forward"))
+        choose(of, Options(strategy="gradients_in_forward"), H200)
 
 
 @pytest.mark.parametrize(
@@ -203,4 +202,4 @@ def test_in_a_trace(program, waits):
     (region,) = regions(jitted)
     assert region["strategy"] == "gradients_in_forward"
     backward = thunder.last_backward_traces(jitted)[-1].python()
-    assert ("(each row)" in backward) == waits
+    assert ("    each row" in backward) == waits

@@ -11,13 +11,13 @@ import torch
 import thunder_flce
 from reference import assert_as_exact_as_eager, error, make_case, ours, truth
 from test_thunder import Head, V, shifted_loss
-from thunder_flce import Options, functional, linear_cross_entropy
+from thunder_flce import Options, calls, linear_cross_entropy
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.execution.row_kernels.dispatch import BACKENDS, is_installed
-from thunder_flce.operators import problem_of
-from thunder_flce.options import IGNORED_ROWS, STRATEGIES
-from thunder_flce.planning.choose import temporary_bytes
+from thunder_flce.engine.choose import temporary_bytes
+from thunder_flce.engine.kernels.dispatch import BACKENDS, is_installed
+from thunder_flce.options import STRATEGIES
 
+IGNORED_ROWS = ("skip", "compute")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -80,12 +80,13 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
         options = replace(options, memory_budget=int(budget * shape.tokens * shape.vocab * shape.dtype.itemsize))
     seen = []
 
-    def plan_for(operands, options, memory):
-        seen.append((problem_of(operands, options), planned(operands, options)))
+    def plan_for(call, options):
+        seen.append((call.specs(), planned(call, options)))
         return seen[-1][1]
 
-    planned = functional.plan_for
-    monkeypatch.setattr(functional, "plan_for", plan_for)
+    planned = calls.plan_for
+    monkeypatch.setattr(calls, "plan_for", plan_for)
+    monkeypatch.setattr(calls, "_known", {})
     upstream = torch.ones((shape.tokens,) if reduction == "none" else (), device="cuda")
 
     def run():
@@ -104,8 +105,8 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
             tensor.grad = None
 
     peak = _peak_bytes(run)
-    problem, plan = seen[-1]
-    assert peak == pytest.approx(problem.gradient_bytes + temporary_bytes(problem, plan), rel=0.05), plan.describe()
+    call, plan = seen[-1]
+    assert peak == pytest.approx(call.gradient_bytes + temporary_bytes(call, plan), rel=0.05), plan.describe()
 
 
 def test_peak_memory_through_thunder():
@@ -129,7 +130,7 @@ def test_peak_memory_through_thunder():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits", "recompute_logits"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
     ("rows", "dtype"), [*((rows, torch.float32) for rows in IGNORED_ROWS), ("compute", torch.bfloat16)]
 )

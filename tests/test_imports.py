@@ -30,7 +30,7 @@ thunder_flce.linear_cross_entropy(x, w, torch.tensor([0, 1, 2])).backward()
 thunder_flce.LinearCrossEntropyLoss(4, 5)(x, torch.tensor([0, 1, 2])).backward()
 assert x.grad.isfinite().all()
 ours = {name.removeprefix("thunder_flce.") for name in sys.modules if name.startswith("thunder_flce.")}
-heavy = {"graph", "inspection", "bench", "execution.row_kernels.nvfuser_rows", "execution.row_kernels.triton_rows"}
+heavy = {"graph", "inspection", "bench", "engine.kernels.nvfuser_rows", "engine.kernels.triton_rows"}
 assert not ours & heavy, ours & heavy
 assert set(thunder_flce.__all__) <= set(dir(thunder_flce))
 classes = ["LinearCrossEntropyLoss", "Options", "Plan", "VocabParallel"]
@@ -42,8 +42,7 @@ for attempt in range(2):
             cause = "failed with ModuleNotFoundError: no thunder here"
             assert f"thunder_flce.{name} needs lightning-thunder" in str(error) and cause in str(error), error
             without = str(error).rpartition("works without it: ")[2].split(", ")
-            functions = ["count_items", "head_traffic", "linear_cross_entropy", "linear_kl_divergence", "loss_only"]
-            functions += ["shift_labels"]
+            functions = ["count_items", "linear_cross_entropy", "linear_kl_divergence", "loss_only", "shift_labels"]
             assert without == [*classes, *functions], error
         else:
             raise AssertionError(name)
@@ -64,6 +63,51 @@ assert "not work with this lightning-thunder: ModuleNotFoundError: No module nam
 def _run(program, *arguments):
     process = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
+
+
+HEAVY = ["torch._dynamo", "torch._inductor", "torch.fx.experimental.proxy_tensor", "torch.distributed.tensor"]
+HEAVY += ["torch.distributed.device_mesh", "triton", "thunder", "nvfuser_direct"]
+
+
+def test_nothing_heavy_is_imported():
+    """Nor by a step on a CPU; what PyTorch imports by itself aside."""
+    _run(f"""
+import sys, torch
+before = {{*sys.modules}}
+import thunder_flce
+x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+found = [name for name in {HEAVY} if name in sys.modules and name not in before]
+assert not found, found
+before |= {{*sys.modules}}
+thunder_flce.linear_cross_entropy(x, w, torch.tensor([0, 1, 2])).backward()
+thunder_flce.linear_kl_divergence(x, w, x.detach(), w).backward()
+found = [name for name in {HEAVY} if name in sys.modules and name not in before]
+assert not found, found
+""")
+
+
+def test_without_torch_distributed():
+    """As in a PyTorch that was built without it."""
+    _run("""
+import sys, torch
+
+class Absent:
+    def find_spec(self, name, *_):
+        if name.startswith(("torch.distributed.", "torch.testing._internal.distributed")):
+            raise ModuleNotFoundError(f"no {name} here")
+
+torch.distributed.is_available = lambda: False
+for name in [*sys.modules]:
+    if name.startswith("torch.distributed."):
+        del sys.modules[name]
+sys.meta_path.insert(0, Absent())
+import thunder_flce
+x, w, y = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True), torch.tensor([0, 1, 2])
+thunder_flce.linear_cross_entropy(x, w, y).backward()
+thunder_flce.linear_cross_entropy(x, w, y, terms=[(x, w)], reduction="none").sum().backward()
+thunder_flce.LinearCrossEntropyLoss(4, 5)(x, y).backward()
+assert x.grad.isfinite().all()
+""")
 
 
 def test_without_thunder(tmp_path):

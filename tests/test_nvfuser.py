@@ -1,6 +1,6 @@
-"""What only nvFuser's definitions have, and those of the unfused cross-entropy against float64.
+"""nvFuser's definitions of the unfused cross-entropy against float64; those of the row kernels: test_row_kernels.
 
-`fusion_interpreter` runs them with PyTorch's operations. Results of the row kernels: test_row_kernels.
+`fusion_interpreter` runs them with PyTorch's operations.
 """
 
 import pytest
@@ -8,63 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from reference import error
-from thunder_flce.execution.layout import VocabLayout
-from thunder_flce.execution.row_kernels.interface import LogitMap, RowWork
 
 pytest.importorskip("nvfuser_direct", reason="needs nvFuser's Python package")
 
 import fusion_interpreter
 from fusion_interpreter import DataType, FusionDefinition
-from thunder_flce.execution.row_kernels import nvfuser_rows
 from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
 
 DTYPES = {torch.float32: DataType.Float, torch.bfloat16: DataType.BFloat16, torch.float16: DataType.Half}
 C = 6
-
-
-@pytest.mark.parametrize(
-    ("row_stride", "parts"),
-    [(64, 1), (16384, 1), (32000, 2), (50304, 4), (128256, 8), (151936, 16), (256000, 16), (300032, 32), (128264, 1)],
-)
-def test_parts_of_a_row(row_stride, parts):
-    """As few as fit in registers, each of a multiple of 16 bytes; the whole row where there are no such ones."""
-    assert nvfuser_rows.parts_of(row_stride) == parts
-    assert parts == 1 or (row_stride % (8 * parts) == 0 and row_stride // parts <= 16384)
-
-
-@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(scale=-0.5), LogitMap(scale=0.0), LogitMap(softcap=3.0)])
-def test_padding_is_masked_only_where_a_fill_does_not_do(logit_map):
-    (text, without_padding) = (
-        str(nvfuser_rows.fusion(nvfuser_rows.part_statistics, logit_map, torch.bfloat16, -1, VocabLayout.aligned(v)))
-        for v in (1003, 1000)
-    )
-    assert ("iota" in text) == (logit_map.softcap is not None or logit_map.scale == 0)
-    assert "iota" not in without_padding
-
-
-def test_the_gradient_has_no_broadcast():
-    """With one, nvFuser would copy the whole chunk before it writes in place."""
-    work = RowWork(
-        method="gradient",
-        layouts=(VocabLayout.aligned(1003),),
-        dtype=torch.bfloat16,
-        out_dtype=torch.bfloat16,
-        optional=("uniform", "entropy", "class_weight"),
-    )
-    (fusion,) = nvfuser_rows.definitions(work, LogitMap(softcap=3.0)).values()
-    assert "broadcast" not in str(fusion)
-
-
-@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
-def test_no_fusion_sums_float32_rows_and_writes_over_them(dtype, fused):
-    """On a GPU, gradients of few such rows came out wrong."""
-    layouts = (VocabLayout.aligned(1003),)
-    work = RowWork(method="gradient", layouts=layouts, dtype=dtype, out_dtype=dtype, column_sums=True)
-    definitions = nvfuser_rows.definitions(work, LogitMap())
-    assert list(definitions) == (["gradient_with_column_sums"] if fused else ["column_sums", "gradient"])
-    texts = [str(definition) for definition in definitions.values()]
-    assert [text.count("add_output") for text in texts] == ([2] if fused else [1, 1])
-    assert [text.count("ops.sum") for text in texts] == ([1] if fused else [1, 0])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thunder_flce
-from reference import Case, assert_as_exact_as_eager, assert_close_to_truth, differentiate
+from reference import Case, assert_as_exact_as_eager, assert_close_to_truth, differentiate, run_by
 from thunder_flce import Options, linear_cross_entropy
-from thunder_flce.execution.row_kernels import dispatch, torch_rows
+from thunder_flce.engine.kernels import dispatch, torch_rows
+from thunder_flce.engine.plan import Plan
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
 from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATEGIES
 
@@ -23,6 +24,7 @@ ON_EVERY_BACKEND = True
 # A new vocabulary, dtype or map of the logits is a new nvFuser definition, which takes a third of a second to compile.
 VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 1009, 16385)}
 EXAMPLES = {"cpu": 600, "cuda": 40}
+SAVED_EXAMPLES = {"cpu": 100, "cuda": 20}
 ONE_PASS_EXAMPLES = {"cpu": 200, "cuda": 40}
 SPECIAL_EXAMPLES = {"cpu": 40, "cuda": 10}
 TRACED_EXAMPLES = {"cpu": 15, "cuda": 15}
@@ -272,10 +274,28 @@ def test_every_plan(device, few_rows_at_a_time):
     run_examples(lambda problem: check(problem, device), problems(device), EXAMPLES[device])
 
 
+def test_some_logits_saved(device, few_rows_at_a_time, monkeypatch):
+    """Of fewer tokens, of more than are computed, and the others in chunks."""
+
+    def run(example: tuple[Problem, int, int]) -> None:
+        problem, saved_rows, chunk_rows = example
+        is_16_bit, options = problem.dtype.itemsize == 2, problem.options
+        plan = Plan(
+            strategy="save_logits" if problem.any_grad else "loss_only", saved_rows=saved_rows, chunk_rows=chunk_rows,
+            float32_accumulator=is_16_bit, float32_logits=options.has_float32_logits(problem.dtype),
+            ignored_rows="compute" if options.ignored_rows == "compute" else "skip", row_kernels=options.row_kernels,
+        )  # fmt: skip
+        run_by(monkeypatch, plan)
+        check(replace(problem, options=Options()), device)
+
+    examples = st.tuples(problems(device), st.sampled_from((3, 1, 10, 100)), st.sampled_from((2, 1, 5, 100)))
+    run_examples(run, examples, SAVED_EXAMPLES[device])
+
+
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """How often each of the row kernels that every loss needs one of was called."""
-    calls = dict.fromkeys(("statistics", "statistics_and_gradient"), 0)
+    calls = dict.fromkeys(("statistics", "both_"), 0)
     names = [name for name in dispatch.BACKENDS if name == "torch" or torch.cuda.is_available()]
     kernels = [dispatch.BACKENDS[name].kernels.split(":") for name in names if dispatch.is_installed(name)]
     lowerings = [getattr(import_module(module), name) for module, name in kernels]
@@ -296,7 +316,7 @@ def kernel_calls(monkeypatch):
 def test_one_pass(device, few_rows_at_a_time, kernel_calls):
     run_examples(lambda problem: check(problem, device), one_pass_problems(device), ONE_PASS_EXAMPLES[device])
     assert kernel_calls["statistics"] == 0
-    assert kernel_calls["statistics_and_gradient"] > ONE_PASS_EXAMPLES[device] / 2
+    assert kernel_calls["both_"] > ONE_PASS_EXAMPLES[device] / 2
 
 
 SPECIAL = {
@@ -346,7 +366,7 @@ def test_logits_that_are_not_ordinary(special, drawn_from, device, kernel_calls)
         check(problem, device, case)
 
     run_examples(run, drawn_from(device), SPECIAL_EXAMPLES[device])
-    needed = "statistics_and_gradient" if drawn_from is one_pass_problems else "statistics"
+    needed = "both_" if drawn_from is one_pass_problems else "statistics"
     assert kernel_calls[needed] > SPECIAL_EXAMPLES[device] / 4
 
 

@@ -1,31 +1,31 @@
 """Which rows are computed, and how what was computed of them finds its tokens."""
 
+from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import thunder_flce
-from reference import assert_as_exact_as_eager, error, make_case, truth
-from thunder_flce import Options, linear_cross_entropy, operators
-from thunder_flce.execution import host_counts, row_selection
-from thunder_flce.execution.matmul import matmul
-from thunder_flce.execution.operands import Operands, Term
-from thunder_flce.execution.plan import LossOnly, SaveSomeLogits
-from thunder_flce.execution.region import Region
-from thunder_flce.execution.row_selection import Rows, select_rows
+from reference import assert_as_exact_as_eager, error, make_case, run_by, truth
+from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.engine import rows as row_selection
+from thunder_flce.engine.matmul import matmul
+from thunder_flce.engine.plan import Plan
+from thunder_flce.engine.primitives import Primitives
+from thunder_flce.engine.rows import Rows
+from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
-from thunder_flce.options import IGNORED_ROWS, STRATEGIES
-from thunder_flce.planning.choose import make_plan
+from thunder_flce.options import STRATEGIES
+
+IGNORED_ROWS = ("skip", "compute")
 
 
 def selected(target: torch.Tensor, *, vocab: int = 7, ignored_rows: str = "skip") -> Rows:
     """The rows of a region with these targets."""
-    x, weight = torch.zeros(target.shape[0], 1), torch.zeros(vocab, 1)
-    operands = Operands(terms=(Term(x=x, weight=weight),), bias=None, target=target, loss=Loss())
-    return select_rows(Region(operands, LossOnly(chunk_rows=1, ignored_rows=ignored_rows))).rows()
+    tensors = {"input": torch.zeros(target.shape[0], 1), "linear_weight": torch.zeros(vocab, 1), "target": target}
+    plan = Plan(strategy="loss_only", chunk_rows=1, ignored_rows=ignored_rows)
+    return Primitives(Call(tensors=tensors, loss=Loss()), plan).prepare(None)
 
 
 @pytest.mark.parametrize("block", [1, 3, 100])
@@ -58,35 +58,44 @@ def test_scattered_rows_are_filled(policy):
     rows = selected(target, ignored_rows=policy)
     values = torch.where(target == -100, float("nan"), torch.arange(4.0))
     expected = torch.tensor([0.0, -7.0, 2.0, -7.0])
-    assert torch.equal(rows.scatter(rows.mask_ignored(rows.gather(values), -7.0), -7.0), expected)
+    assert torch.equal(rows.scatter(rows.masked(rows.gather(values), -7.0), -7.0), expected)
 
 
-@pytest.fixture
-def planned(monkeypatch, request):
-    """The name of a plan, one of which only larger problems get, and options for it."""
-    name = request.param
+@pytest.mark.parametrize(
+    ("tokens", "largest", "first", "sizes"),
+    [
+        (10, 4, 0, [4, 4, 2]),
+        (9, 8, 0, [5, 4]),
+        (10, 100, 0, [10]),
+        (10, 4, 3, [3, 4, 3]),
+        (10, 4, 30, [10]),
+        (0, 4, 3, []),
+        (3 * 256 + 1, 512, 0, [512, 257]),
+        (1100, 512, 0, [384, 384, 332]),
+    ],
+)
+def test_chunks(tokens, largest, first, sizes):
+    """About equal ones, of whole tiles where there are many rows; the first may be given."""
+    chunks = [*selected(torch.zeros(tokens, dtype=torch.long)).chunks(largest, first)]
+    assert [chunk.stop - chunk.start for chunk in chunks] == sizes
+    assert [chunk.start for chunk in chunks] == [sum(sizes[:at]) for at in range(len(sizes))]
 
-    def plan_of(problem, options, device):
-        if name == "some rows saved":
-            return SaveSomeLogits(saved_rows=14, chunk_rows=26, block_columns=5, ignored_rows=options.ignored_rows)
-        return make_plan(problem, options)
 
-    monkeypatch.setattr(operators, "cached_plan", plan_of)
-    strategy = {"some rows saved": "save_logits"}.get(name, name)
-    chunk_rows = None if strategy == "save_logits" else 10
-    return SimpleNamespace(name=name, options=Options(strategy=strategy, chunk_rows=chunk_rows, ignored_rows="compute"))
+PLANS = {
+    **{strategy: Plan(strategy=strategy, chunk_rows=0 if strategy == "save_logits" else 10) for strategy in STRATEGIES},
+    "some logits saved": Plan(strategy="save_logits", saved_rows=14, chunk_rows=26),
+}
 
 
-PLANS = [*STRATEGIES, "some rows saved"]
-
-
-@pytest.mark.parametrize("planned", PLANS, indirect=True)
-def test_ignored_rows_with_large_logits(planned):
+@pytest.mark.parametrize("ignored_rows", IGNORED_ROWS)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_ignored_rows_with_large_logits(plan, ignored_rows, monkeypatch):
     """Where they are computed, too; the bias is large enough for its exponential to overflow."""
+    run_by(monkeypatch, replace(plan, ignored_rows=ignored_rows))
     case = make_case(tokens=40, bias=True, ignored=0.5)
     with torch.no_grad():
         case.bias += 100
-    assert_as_exact_as_eager(case, options=planned.options)
+    assert_as_exact_as_eager(case)
 
 
 @pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits"])
@@ -114,16 +123,38 @@ def test_rows_of_x_take_no_memory_beside_dx(strategy, monkeypatch):
     assert len(set(addresses)) == (1 if strategy == "save_logits" else 3)
 
 
-def test_a_backward_that_may_not_wait(monkeypatch):
-    """Rows that the forward has left out are computed again, where only the backward is captured, and add nothing."""
+SAVING_PLANS = {name: plan for name, plan in PLANS.items() if plan.strategy != "gradients_in_forward"}
+
+
+@pytest.mark.parametrize("captured", ["forward", "backward", "both"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("plan", SAVING_PLANS.values(), ids=SAVING_PLANS)
+def test_a_step_of_which_a_part_may_not_wait(plan, reduction, captured, monkeypatch):
+    """As if it were captured. The backward goes on with the rows that the forward has computed, whichever these are."""
+    run_by(monkeypatch, plan)
     case = make_case(tokens=40, bias=True, ignored=0.5)
     with torch.no_grad():
         case.bias += 100
-    options = Options(strategy="recompute_logits", chunk_rows=10)
-    loss = linear_cross_entropy(case.x, case.weight, case.target, linear_bias=case.bias, options=options)
-    monkeypatch.setattr(row_selection, "_host_waits", lambda region: False)
-    for got, right in zip(torch.autograd.grad(loss, case.operands()), truth(case).gradients, strict=True):
+    prepare = Primitives.prepare
+    is_captured = {"forward": captured != "backward", "backward": captured != "forward"}
+
+    def prepared(ops, upstream, computed_rows=None):
+        # Only on CUDA need a forward not wait for the device.
+        may_skip = ops._may_skip and not (is_captured["forward"] and computed_rows is None)
+        ops.__dict__["_may_skip"] = may_skip
+        counts.append((rows := prepare(ops, upstream, computed_rows)).count)
+        return rows
+
+    counts = []
+    monkeypatch.setattr(Primitives, "prepare", prepared)
+    monkeypatch.setattr(Primitives, "_is_capturing", lambda ops: is_captured["backward"])
+    loss = linear_cross_entropy(case.x, case.weight, case.target, linear_bias=case.bias, reduction=reduction)
+    grad = torch.randn_like(loss)
+    for got, right in zip(
+        torch.autograd.grad(loss, case.operands(), grad), truth(case, grad, reduction=reduction).gradients, strict=True
+    ):
         assert error(got, right) < 1e-6
+    assert counts[0] == counts[1] == (int((case.target != -100).sum()) if captured == "backward" else 40)
 
 
 def _compiled(program, options):
@@ -145,13 +176,13 @@ def test_the_backward_does_not_ask_for_the_number_of_rows(strategy, ignored, doo
     case = make_case(tokens=33, hidden=16, vocab=64, device=device, ignored=ignored)
     losses = DOORS[door](partial(linear_cross_entropy, reduction="none"), Options(strategy=strategy))
     operands, grad = (case.x, case.weight), torch.randn(33, device=device)
-    are_known, value_of = [], host_counts.value_of
+    are_known, recalled = [], row_selection.recalled
 
     def asked(count):
-        are_known.append(StorageWeakRef(count.untyped_storage()) in host_counts._known)
-        return value_of(count)
+        are_known.append(recalled(count) is not None)
+        return recalled(count)
 
-    monkeypatch.setattr(host_counts, "value_of", asked)
+    monkeypatch.setattr(row_selection, "recalled", asked)
     torch.autograd.grad(losses(*operands, case.target), operands, grad)
     found = losses(*operands, case.target)
     if device == "cuda":
@@ -166,13 +197,13 @@ def test_the_backward_does_not_ask_for_the_number_of_rows(strategy, ignored, doo
 
 def test_known_counts():
     """Known while its memory lives, in views and detached tensors, and asked for in a copy."""
-    before, count = len(host_counts._known), torch.tensor([7, 0])[0]
-    assert host_counts.value_of(count) == 7
-    host_counts.remember(count, 5)
-    assert host_counts.value_of(count) == host_counts.value_of(count.detach()) == 5
-    assert host_counts.value_of(count.clone()) == 7
+    before, count = len(row_selection._known_counts), torch.tensor([7, 0])[0]
+    assert row_selection.recalled(count) is None
+    row_selection.remember(count, 5)
+    assert row_selection.recalled(count) == row_selection.recalled(count.detach()) == 5
+    assert row_selection.recalled(count.clone()) is None
     del count
     other = torch.tensor(3)
-    host_counts.remember(other, 3)
-    assert host_counts.value_of(other) == 3
-    assert len(host_counts._known) <= before + 1
+    row_selection.remember(other, 3)
+    assert row_selection.recalled(other) == 3
+    assert len(row_selection._known_counts) <= before + 1

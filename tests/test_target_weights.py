@@ -13,9 +13,6 @@ import thunder_flce
 from ranks import as_threads
 from reference import composed_of_several, error
 from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, linear_cross_entropy
-from thunder_flce.execution import engine
-from thunder_flce.execution.operands import Operands, Term
-from thunder_flce.execution.plan import GradientsInForward
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import STRATEGIES
 
@@ -70,7 +67,7 @@ CASES = {
 WAYS = {
     "eager": lambda function: function,
     "computed": lambda function: lambda *a: function(*a, options=Options(ignored_rows="compute", chunk_rows=7)),
-    "blocks": lambda function: lambda *a: function(*a, options=Options(strategy="recompute_logits", chunk_rows=7)),
+    "recomputed": lambda function: lambda *a: function(*a, options=Options(strategy="recompute_logits", chunk_rows=7)),
     "saved": lambda function: lambda *a: function(*a, options=Options(strategy="save_logits")),
     "thunder": thunder_flce.jit,
     "decomposition": thunder.jit,
@@ -84,7 +81,7 @@ def of_strategies(names, others):
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
-@pytest.mark.parametrize(("way", "case"), of_strategies(WAYS, ("blocks", "saved")))
+@pytest.mark.parametrize(("way", "case"), of_strategies(WAYS, ("recomputed", "saved")))
 def test_function(way, case, bias):
     torch._dynamo.reset()
     settings, (hidden, weight, of_bias, *targets) = CASES[case], operands()
@@ -185,22 +182,15 @@ def test_without_a_target_left():
     assert ours(hidden[:0], weight, None, target[:0], target_weights[:0], reduction="none").shape == (0, T)
 
 
-@pytest.mark.parametrize("blocks", [1, 4], ids=["rows", "vocabulary blocks"])
-def test_one_pass(blocks, device):
-    """Also where the first tokens' logits are staged in dW's memory, in blocks of the vocabulary."""
+def test_one_pass(device):
+    """Statistics and gradients by one kernel."""
     dtype = torch.float64 if device == "cpu" else torch.float32
-    hidden, weight, _, target, target_weights = operands(dtype, device)
-    staged = (20, blocks) if blocks > 1 else None
-    plan = GradientsInForward(chunk_rows=7, staged=staged)
-    term = Term(x=hidden.detach().flatten(0, 1), weight=weight.detach(), input_grad=True, weight_grad=True)
-    region = Operands(
-        terms=(term,), bias=None, target=target.flatten(0, 1), target_weights=target_weights.flatten(0, 1), loss=Loss()
-    )
-    result = engine.forward(region, plan)
-    right = exact(hidden.double(), weight.double(), None, target, target_weights.double())
-    torch.testing.assert_close(result.loss.double(), right, rtol=1e-5, atol=1e-5)
-    for got, gradient in zip(result.gradients.in_order(), torch.autograd.grad(right, (hidden, weight)), strict=False):
-        torch.testing.assert_close(got.view_as(gradient), gradient, rtol=1e-5, atol=1e-5)
+    hidden, weight, _, *targets = operands(dtype, device)
+    loss = ours(hidden, weight, None, *targets, options=Options(strategy="gradients_in_forward", chunk_rows=7))
+    right = exact(hidden.double(), weight.double(), None, targets[0], targets[1].double())
+    torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=1e-5)
+    for got, gradient in zip(*(torch.autograd.grad(of, (hidden, weight)) for of in (loss, right)), strict=True):
+        torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -1,6 +1,6 @@
-"""What only Triton's row kernels have: blocks of many sizes, rows divided among programs, and what they compile to.
+"""What only Triton's kernels have: blocks of many sizes, rows divided among programs, divergences, compiled code.
 
-On a GPU and, in a process of its own, in Triton's interpreter. Their results in general: test_row_kernels.
+On a GPU and, in a process of its own, in Triton's interpreter. The rows' results in general: test_row_kernels.
 """
 
 import math
@@ -19,19 +19,14 @@ from interpreted import (
     prepare_row_kernels,
     run_in_the_interpreter,
 )
-from reference import error
-from thunder_flce.execution import gradient_scaling
-from thunder_flce.execution.layout import VocabLayout
-from thunder_flce.execution.row_kernels.interface import (
-    LogitMap,
-    LogitsBuffer,
-    LogitsInBlocks,
-    RowCoefficients,
-)
-from thunder_flce.execution.row_kernels.torch_rows import TorchRowKernels
-from thunder_flce.execution.staged_logits import BlockLayout
+from test_row_kernels import error, logits
+from thunder_flce.engine.kernels import torch_divergence
+from thunder_flce.engine.kernels.torch_rows import TorchRowKernels
+from thunder_flce.operation.divergence import KINDS, Divergence
+from thunder_flce.operation.loss import LogitMap, RowCoefficients
 
 MAPS = [LogitMap(), LogitMap(scale=0.5), LogitMap(scale=-2.0, softcap=5.0), LogitMap(softcap=30.0)]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(autouse=INTERPRETED)
@@ -39,22 +34,21 @@ def interpreter(monkeypatch):
     prepare_row_kernels(monkeypatch)
 
 
-def _buffer(rows, vocab, dtype, fill=None):
+def _random(rows, vocab, dtype, fill=None):
     """Random products between padding that must not matter."""
-    layout = VocabLayout.aligned(vocab)
-    padded = torch.full((rows, layout.row_stride), float("nan"), dtype=dtype, device=DEVICE)
-    padded[:, :vocab] = torch.randn(rows, vocab, device=DEVICE).mul_(4) if fill is None else fill
-    return LogitsBuffer(padded, layout)
+    z = logits(rows, vocab, dtype, DEVICE)
+    z[:] = torch.randn(rows, vocab, device=DEVICE).mul_(4) if fill is None else fill
+    return z
 
 
 def _triton(logit_map=LogitMap()):  # noqa: B008
-    from thunder_flce.execution.row_kernels.triton_rows import TritonRowKernels
+    from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
 
     return TritonRowKernels(logit_map)
 
 
-def _double(buffer):
-    return LogitsBuffer(buffer.logits.double(), VocabLayout.contiguous(buffer.layout.vocab))
+def _double(coefficients):
+    return RowCoefficients(*(None if c is None else c.double() for c in coefficients))
 
 
 def _coefficients(rows, vocab):
@@ -62,7 +56,6 @@ def _coefficients(rows, vocab):
     return RowCoefficients(vocab * torch.randn(rows, device=DEVICE), torch.randn(rows, device=DEVICE))
 
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Every choice of a block, with and without a rest; smaller sizes are in test_row_kernels.
 SIZES = [(2047, MAPS[0], BF16), (2048, MAPS[2], FP32), (4099, MAPS[2], FP16), (16384, MAPS[0], FP32)]
 SIZES += [(17001, MAPS[2], BF16), (57343, MAPS[1], FP16), (57344, MAPS[0], BF16)]
@@ -72,47 +65,34 @@ SIZES += [(v, MAPS[0], BF16) for v in ((81_921,) if INTERPRETED else (81_920, 81
 
 @on_device
 @pytest.mark.parametrize(("vocab", "logit_map", "dtype"), SIZES, ids=str)
-def test_statistics_and_gradient(vocab, logit_map, dtype):
-    _check_statistics_and_gradient(_buffer(3, vocab, dtype), logit_map)
+def test_both(vocab, logit_map, dtype):
+    _check_both(_random(3, vocab, dtype), logit_map)
 
 
-def _check_statistics_and_gradient(buffer, logit_map, blocks=None):
-    """blocks: `LogitsInBlocks` that get the same logits and are computed on; None for the buffer itself."""
-    (rows, vocab), dtype = buffer.logits.shape, buffer.logits.dtype
-    coefficients = _coefficients(rows, vocab)
-    exact = _double(buffer)
-    products = exact.logits.clone()
-    target = torch.randint(vocab, (rows,), device=DEVICE)
-    kernels = TorchRowKernels(logit_map)
-    as_double = RowCoefficients(*(None if c is None else c.double() for c in coefficients))
-    reference, target_product = kernels.statistics_and_gradient(exact, target, as_double)
-    eager = LogitsBuffer(buffer.logits.clone(), VocabLayout.contiguous(vocab))
-    kernels.statistics_and_gradient(eager, target, coefficients)
+def _check_both(z, logit_map):
+    (rows, vocab), dtype = z.shape, z.dtype
+    coefficients, kernels = _coefficients(rows, vocab), TorchRowKernels(logit_map)
+    target, exact, eager = torch.randint(vocab, (rows,), device=DEVICE), z.double(), z.clone()
+    products = exact.clone()
+    reference, exact_z_y = kernels.both_(exact, target, _double(coefficients))
+    kernels.both_(eager, target, coefficients)
 
     triton = _triton(logit_map)
-    alone = triton.statistics(buffer)
-    at_target = buffer.logits.gather(1, target[:, None]).squeeze(1)
-    if blocks is None:
-        together, product = triton.statistics_and_gradient(buffer, target, coefficients)
-    else:
-        for columns, of_block in zip(blocks.columns, blocks.buffers, strict=True):
-            of_block.logits.copy_(buffer.logits[:, columns])
-        together, product = triton.statistics_and_gradient(blocks, target, coefficients)
-        buffer.logits.copy_(torch.cat([of_block.logits for of_block in blocks.buffers], 1))
+    alone, at_target = triton.statistics(z), z.gather(1, target[:, None])[:, 0]
+    together, z_y = triton.both_(z, target, coefficients)
     for statistics in (alone, together):
         for computed, expected in zip(statistics, reference, strict=True):
             torch.testing.assert_close(computed.double(), expected, rtol=2e-6, atol=5e-6 if INTERPRETED else 2e-6)
-    assert torch.equal(product, at_target) and torch.equal(product.double(), target_product)
+    assert torch.equal(z_y, at_target) and torch.equal(z_y.double(), exact_z_y)
     # The interpreter truncates to bfloat16, and its exp and tanh err by more. An error of the norm alone would not show
     # a single wrong entry.
     eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
-    own_error = error(eager.logits, exact.logits)
     # On a few numbers, PyTorch's own error may be small by chance.
-    floor = eps if INTERPRETED else eps / (2 if dtype is torch.float32 else 4)
-    assert error(buffer.logits, exact.logits) < max(1.5 * own_error, floor)
+    floor = eps if INTERPRETED else eps / (2 if dtype is FP32 else 4)
+    assert error(z, exact) < max(1.5 * error(eager, exact), floor)
     # The slope of a softcap is a small difference of two large numbers.
-    before_slope = 1 + (logit_map(products).softmax(1) * as_double.probability[:, None]).abs()
-    assert bool(((buffer.logits - exact.logits).abs() < 4 * eps * exact.logits.abs() + 1e-6 * before_slope).all())
+    before_slope = 1 + (logit_map(products).softmax(1) * coefficients.probability.double()[:, None]).abs()
+    assert bool(((z - exact).abs() < 4 * eps * exact.abs() + 1e-6 * before_slope).all())
 
 
 @on_device
@@ -127,36 +107,38 @@ def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
     In one row all logits are below those of absent parts, which are 0, in one all of a part are -inf, and in one
     a part's maximum and the sum of its others are both 0.
     """
-    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows
 
-    buffer = _buffer(5, vocab, dtype)
-    buffer.logits[0] -= 60
-    buffer.logits[1, :1000] = float("-inf")
-    buffer.logits[2, 1:1000] = -1000 / logit_map.scale
-    buffer.logits[2, 0] = 0
+    z = _random(5, vocab, dtype)
+    z[0] -= 60
+    z[1, :1000] = float("-inf")
+    z[2, 1:1000] = -1000 / logit_map.scale
+    z[2, 0] = 0
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 0)
     monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", vocab * dtype.itemsize // 2)
     monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 2, registers=40))
-    exchange = _Exchange(lambda parts: logit_map(buffer.logits.float()).split(parts.columns, 1), parts=3, slots=4)
+    parts = triton_rows._parts(z.stride(0), dtype.itemsize, z.device)
+    assert (parts.total, parts.slots) == (3, 4)
+    exchange = _Exchange(logit_map(z.float()).split(parts.columns, 1), slots=4)
     monkeypatch.setattr(triton_rows, "_exchange", exchange)
-    _check_statistics_and_gradient(buffer, logit_map)
+    _check_both(z, logit_map)
     exchange.check()
 
 
 class _Exchange:
     """Stands in for `triton_rows._exchange`. In the interpreter, what programs leave for each other is there before."""
 
-    def __init__(self, logits_of, *, parts, slots):
-        self._logits_of, self._parts, self._slots = logits_of, parts, slots
+    def __init__(self, parts_of, *, slots):
+        self._parts_of, self._parts, self._slots = parts_of, len(parts_of), slots
 
-    def __call__(self, rows, parts, device):
-        assert (parts.total, parts.slots) == (self._parts, self._slots)
-        self._right = torch.zeros(rows, parts.slots, 2, dtype=torch.float32, device=device)
-        for number, part in enumerate(self._logits_of(parts)):
+    def __call__(self, rows, slots, device):
+        assert slots == self._slots
+        self._right = torch.zeros(rows, slots, 2, dtype=torch.float32, device=device)
+        for number, part in enumerate(self._parts_of):
             self._right[:, number, 1] = part.amax(1)
             others = (part - part.amax(1, keepdim=True)).double().exp().sum(1).sub(1).nan_to_num(0)
             self._right[:, number, 0] = -others
-        self._memory = torch.zeros(1 + rows * parts.slots, dtype=torch.int64, device=device)
+        self._memory = torch.zeros(1 + rows * slots, dtype=torch.int64, device=device)
         if INTERPRETED:
             self._memory[1:] = self._right.view(torch.int64).flatten()
         return self._memory
@@ -170,69 +152,25 @@ class _Exchange:
 
 
 @on_device
-@pytest.mark.parametrize(
-    ("parts_each", "count", "room", "borrowed", "vocab", "dtype", "logit_map"),
-    [
-        (1, 3, 8, 2, 1280, BF16, MAPS[0]),
-        (1, 4, 4, 2, 1283, FP32, MAPS[2]),
-        (2, 2, 8, 1, 1283, BF16, MAPS[0]),
-        (2, 4, 4, 2, 1280, FP16, MAPS[2]),
-    ],
-    ids=str,
-)
-def test_rows_in_blocks(parts_each, count, room, borrowed, vocab, logit_map, dtype, monkeypatch):
-    """In memory that holds other things, too, of which nothing changes; fewer rows than there is room for."""
-    from thunder_flce.execution.row_kernels import triton_rows
-
-    layout = BlockLayout(rows=6, vocab=vocab, count=count, row_room=room)
-    assert layout.borrowed == borrowed
-    last = VocabLayout.aligned(vocab - layout.columns[-1].start)
-    largest = last.row_stride * dtype.itemsize
-    monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", -(-largest // parts_each))
-    monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 2, registers=40))
-    memory = [
-        torch.full((size,), 7, dtype=dtype, device=DEVICE)
-        for size in (vocab * room, layout.own_elements(last.row_stride))
-    ]
-    blocks = LogitsInBlocks.lay_out(layout, *memory, last).rows(slice(0, 5))
-    buffer = _buffer(5, vocab, dtype)
-    buffer.logits[0] -= 60
-    buffer.logits[1, :1000] = float("-inf")
-
-    def logits_of(parts):
-        logits = logit_map(buffer.logits.float())
-        return [part for columns in blocks.columns for part in logits[:, columns].split(parts.columns, 1)]
-
-    parts = count * parts_each
-    exchange = _Exchange(logits_of, parts=parts, slots=2 ** (parts - 1).bit_length())
-    monkeypatch.setattr(triton_rows, "_exchange", exchange)
-    _check_statistics_and_gradient(buffer, logit_map, blocks)
-    exchange.check()
-    for of_block in blocks.buffers:
-        of_block.padded[:] = 7
-    assert all(bool((numbers == 7).all()) for numbers in memory)
-
-
-@on_device
 @pytest.mark.parametrize("vocab", [5000, 90_000])
 def test_long_rows_that_are_not_finite(vocab):
     """As torch.log_softmax: NaN for a row of -inf, with +inf, or with NaN; -inf alone is a logit like another."""
-    logits = torch.randn(5, vocab, device=DEVICE)
-    logits[0] = float("-inf")
-    logits[1, 3] = float("inf")
-    logits[2, 7] = float("nan")
-    logits[3, :35] = float("-inf")
-    logits[3, 8 : vocab - 5] = float("-inf")
-    buffer = _buffer(5, vocab, torch.bfloat16, fill=logits)
-    expected = buffer.logits.double().log_softmax(1)
+    fill = torch.randn(5, vocab, device=DEVICE)
+    fill[0] = float("-inf")
+    fill[1, 3] = float("inf")
+    fill[2, 7] = float("nan")
+    fill[3, :35] = float("-inf")
+    fill[3, 8 : vocab - 5] = float("-inf")
+    z = _random(5, vocab, torch.bfloat16, fill=fill)
+    expected = z.double().log_softmax(1)
     target = torch.full((5,), vocab - 1, device=DEVICE)
     ones = torch.ones(5, device=DEVICE)
-    statistics, product = _triton().statistics_and_gradient(buffer, target, RowCoefficients(ones, ones))
-    log_prob = product - statistics.row_max - statistics.row_log_sum
+    statistics, z_y = _triton().both_(z, target, RowCoefficients(ones, ones))
+    log_prob = z_y - statistics.row_max - statistics.row_log_sum
     torch.testing.assert_close(log_prob.double(), expected[:, -1], equal_nan=True, rtol=1e-5, atol=1e-5)
     gradient = expected.exp()
     gradient[:, -1] -= 1
-    torch.testing.assert_close(buffer.logits.double(), gradient, equal_nan=True, rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(z.double(), gradient, equal_nan=True, rtol=1e-2, atol=1e-6)
 
 
 @on_device
@@ -240,14 +178,12 @@ def test_long_rows_that_are_not_finite(vocab):
 def test_targets_everywhere(vocab):
     """In many rows at a time, the target's entry is the one that is written last."""
     rows = 4 if INTERPRETED else 2000
-    buffer, coefficients = _buffer(rows, vocab, torch.bfloat16), _coefficients(rows, vocab)
-    target = torch.arange(rows, device=DEVICE) * (vocab - 1) // (rows - 1)
-    exact = _double(buffer)
-    as_double = RowCoefficients(*(None if c is None else c.double() for c in coefficients))
-    TorchRowKernels().statistics_and_gradient(exact, target, as_double)
-    _triton().statistics_and_gradient(buffer, target, coefficients)
-    at_target = buffer.logits.gather(1, target[:, None]).double()
-    torch.testing.assert_close(at_target, exact.logits.gather(1, target[:, None]), rtol=2**-7, atol=1e-5)
+    z, coefficients = _random(rows, vocab, BF16), _coefficients(rows, vocab)
+    target, exact = torch.arange(rows, device=DEVICE) * (vocab - 1) // (rows - 1), z.double()
+    TorchRowKernels().both_(exact, target, _double(coefficients))
+    _triton().both_(z, target, coefficients)
+    at = target[:, None]
+    torch.testing.assert_close(z.gather(1, at).double(), exact.gather(1, at), rtol=2**-7, atol=1e-5)
 
 
 @on_device
@@ -263,69 +199,64 @@ def test_targets_everywhere(vocab):
 )
 def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monkeypatch):
     """Whatever divides rows and columns among programs; what lies behind the last row is left alone."""
-    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows
 
     monkeypatch.setattr(triton_rows, "_SUMS_PROGRAMS", programs)
-    memory, probability = _buffer(rows + 3, vocab, dtype), vocab * torch.randn(rows, device=DEVICE)
-    buffer = memory.rows(slice(0, rows))
-    behind = memory.logits[rows:].clone()
-    exact, kernels = _double(buffer), TorchRowKernels(logit_map)
-    statistics = _triton(logit_map).statistics(buffer)
+    memory, probability = _random(rows + 3, vocab, dtype), vocab * torch.randn(rows, device=DEVICE)
+    z, behind = memory[:rows], memory[rows:].clone()
+    exact, eager, kernels = z.double(), z.clone(), TorchRowKernels(logit_map)
+    statistics = _triton(logit_map).statistics(z)
     coefficients = RowCoefficients(probability, torch.zeros_like(probability), probability / vocab)
-    as_double = RowCoefficients(*(None if c is None else c.double() for c in coefficients))
-    of_double = kernels.statistics(exact)
-    expected, sums = kernels.gradient(exact, of_double, as_double, None, dtype=torch.float64, column_sums=True)
-    eager = LogitsBuffer(buffer.logits.clone(), VocabLayout.contiguous(vocab))
-    _, eager_sums = kernels.gradient(eager, statistics, coefficients, None, dtype=dtype, column_sums=True)
-    _, computed = _triton(logit_map).gradient(buffer, statistics, coefficients, None, dtype=dtype, column_sums=True)
-    assert computed.shape == (vocab,) and computed.dtype == torch.float32
+    targets = {"target": torch.randint(-1, vocab, (rows,), device=DEVICE), "entry": torch.randn(rows, device=DEVICE)}
+    in_double = targets | {"entry": targets["entry"].double()}
+    found = kernels.statistics(exact)
+    sums = kernels.gradient_(exact, found, _double(coefficients), out=exact, column_sums=True, **in_double)
+    eager_sums = kernels.gradient_(eager, statistics, coefficients, out=eager, column_sums=True, **targets)
+    computed = _triton(logit_map).gradient_(z, statistics, coefficients, out=z, column_sums=True, **targets)
+    assert computed.shape == (vocab,) and computed.dtype == FP32
     eps = max(torch.finfo(dtype).eps, 4e-6 if INTERPRETED else 1e-6)
-    assert error(buffer.logits, expected.logits) < max(1.5 * error(eager.logits, expected.logits), eps)
+    assert error(z, exact) < max(1.5 * error(eager, exact), eps)
     # They are sums of what has not been rounded.
     assert error(computed, sums) < 1.5 * error(eager_sums, sums) + 4e-6
-    assert torch.equal(memory.logits[rows:], behind)
+    assert torch.equal(memory[rows:], behind)
 
 
 @on_device
-@pytest.mark.parametrize("factor", [1.0, -0.75])
-@pytest.mark.parametrize(("size", "dtype"), [(1, BF16), (64, FP16), (300, FP32), (300, BF16)], ids=str)
-def test_finished_gradients_are_multiplied(size, factor, dtype):
-    """By two programs, 64 elements at a time; what lies behind them is left alone."""
-    memory = torch.randn(size + 100, device=DEVICE).to(dtype)
-    before = memory.clone()
-    kernel = gradient_scaling._kernel()
-    kernel[(2,)](memory, torch.tensor(factor, device=DEVICE), size, BLOCK=64, num_warps=1)
-    expected = torch.cat([before[:size].double() * factor, before[size:].double()])
-    torch.testing.assert_close(memory.double(), expected, rtol=torch.finfo(dtype).eps, atol=0)
-    assert torch.equal(memory[size:], before[size:])
+@pytest.mark.parametrize("strides", [(64, 1088), (1088, 64)], ids=str)
+def test_rows_of_the_gradient_may_be_shorter_or_longer(strides):
+    """What lies behind the last row is left alone."""
+    z, memory = (torch.randn(4, stride, device=DEVICE) for stride in strides)
+    z, out, behind, vector = z[:3, :41], memory[:3, :41], memory[3:].clone(), torch.ones(3, device=DEVICE)
+    kernels = _triton()
+    for sums in (False, True):
+        out.fill_(7)
+        kernels.gradient_(z, kernels.statistics(z), RowCoefficients(vector, vector), out=out, column_sums=sums)
+        assert error(out, z.softmax(1)) < 1e-5 and torch.equal(memory[3:], behind)
 
 
 @on_device
 def test_rows_that_are_not_aligned_are_refused():
-    buffer = LogitsBuffer(torch.zeros(2, 33, device=DEVICE), VocabLayout.contiguous(33))
-    with pytest.raises(ValueError, match="row_stride must be a multiple of 8, but is 33"):
-        _triton().statistics(buffer)
+    z = torch.zeros(2, 33, device=DEVICE)
+    with pytest.raises(ValueError, match="the stride of rows must be a multiple of 8, but is 33"):
+        _triton().statistics(z)
 
 
 @needs_triton
 def test_rows_are_divided_only_where_their_parts_run_at_a_time(monkeypatch):
     """Programs wait for the others of their row."""
-    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows
 
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**10)
     monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", 2**10)
-    buffer = LogitsBuffer(torch.zeros(2, 2048, dtype=torch.float16), VocabLayout.aligned(2048))
     for most, parts in [(math.inf, 5), (5, 5), (4, 1)]:
         monkeypatch.setattr(triton_rows, "_parts_at_a_time", lambda device, most=most: most)
-        assert triton_rows._parts(buffer).total == parts
-    with pytest.raises(RuntimeError, match="too small for rows of logits in 3 vocabulary blocks"):
-        triton_rows._parts(buffer, 3)
+        assert triton_rows._parts(2048, 2, torch.device("cpu")).total == parts
 
 
 @needs_triton
 def test_how_many_programs_run_at_a_time(monkeypatch):
     """By the numbers of an H200: 2048 threads and 65536 registers on each of 132 multiprocessors."""
-    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows
 
     h200 = SimpleNamespace(
         multi_processor_count=132, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536
@@ -338,13 +269,43 @@ def test_how_many_programs_run_at_a_time(monkeypatch):
     assert count(torch.device("cpu")) == math.inf
 
 
+@on_device
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("vocab", "dtypes", "in_place"),
+    [(33, (FP32, BF16), False), (2049, (BF16, BF16), True), (16385, (FP16, FP32), True), (4096, (FP32, FP32), True)],
+    ids=str,
+)
+def test_divergences(kind, vocab, dtypes, in_place):
+    """With and without gradients; one of the student's logits is -inf, and one of the teacher's where it may be."""
+    from thunder_flce.engine.kernels.triton_divergence import divergence_
+
+    student, teacher = (_random(3, vocab, dtype) for dtype in dtypes)
+    divergence = Divergence(kind=kind, beta=0.3, temperature=1.7)
+    if kind != "forward":
+        student[1, 2] = float("-inf")
+    if kind != "reverse":
+        teacher[1, 3] = float("-inf")
+    factors = torch.tensor([1.0, -0.3, 0.0], device=DEVICE) * vocab
+    doubled = [z.double() for z in (student, teacher)]
+    right = torch_divergence.divergence_(*doubled, divergence, factors=factors.double(), out=doubled[0])
+    loss_only = divergence_(student, teacher, divergence, factors=None, out=student)
+    out = student if in_place else _random(3, vocab, BF16)
+    got = divergence_(student, teacher, divergence, factors=factors, out=out)
+    assert error(got, right) < 1e-5 and error(loss_only, right) < 1e-5
+    rounding = torch.finfo(out.dtype).eps
+    assert error(out, doubled[0]) < max(rounding, 1e-5)
+
+
 class Compiler:
     """Compiles kernels for a GPU that is not there; the interpreter takes more than the compiler does."""
 
-    TYPES = {"target": "*i64", "rows": "i32", "rows_each": "i32", "block_elements": "i32", "exchange": "*i64"}
+    TYPES = dict.fromkeys(("rows", "rows_each", "tokens", "vocab", "ignore_index", "size_1", "size_2", "size_3"), "i32")
+    TYPES |= dict.fromkeys(("target", "exchange", "column", "counts", "order", "num_items", "valid_count"), "*i64")
+    TYPES |= {"is_right": "*i1"}
 
     def __init__(self, dtype, logit_map):
-        of_logits = ("z", "own_z", "z_target", "out")
+        of_logits = ("z", "z_target", "z_y", "out", "gradient", "student", "teacher")
         self._types = {**self.TYPES, **dict.fromkeys(of_logits, f"*{dtype}")}
         self._map = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap}
 
@@ -362,7 +323,7 @@ class Compiler:
             (at,): [["tt.divisibility", 16]] for at, type in enumerate(signature.values()) if type.startswith("*")
         }
         source = ASTSource(kernel, signature, constants, aligned)
-        options = {"num_warps": block.warps, "maxnreg": block.registers}
+        options = {"num_warps": block.warps, "maxnreg": getattr(block, "registers", None)}
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
@@ -377,7 +338,7 @@ LOADS = r"ld\.global\S*\.v4\.b32"
 @needs_compiler
 def test_compiled_statistics(compiler):
     """Rows are loaded 16 bytes at a time."""
-    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows
 
     for block in triton_rows._STATISTICS_BLOCKS:
         vocab = 2 * block.elements + 1
@@ -388,7 +349,7 @@ def test_compiled_statistics(compiler):
 @pytest.mark.parametrize("absent", [(), ("class_weight",)], ids=str)
 def test_compiled_moments(compiler, absent):
     """16 bytes at a time; what no term reads costs nothing."""
-    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows
 
     block = triton_rows._MOMENTS_BLOCK
     vocab, loads = 2 * block.elements + 1, []
@@ -403,55 +364,41 @@ def test_compiled_moments(compiler, absent):
 
 @needs_compiler
 @pytest.mark.parametrize("column_sums", [False, True])
-@pytest.mark.parametrize("absent", [(), ("uniform", "entropy", "class_weight")], ids=str)
+@pytest.mark.parametrize(
+    "absent", [(), ("target", "entry"), ("uniform", "entropy", "class_weight"), ("entropy",)], ids=str
+)
 def test_compiled_gradient(compiler, absent, column_sums):
     """16 bytes at a time, and nothing to exchange between threads."""
-    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows
 
     block = triton_rows._SUMS_BLOCK if column_sums else triton_rows._GRADIENT_BLOCK
     rows = triton_rows._SUMS_ROWS if column_sums else 1
-    absent = ("one_hot", *absent) if column_sums else ("one_hot", *absent, "column_sums")
+    absent = absent if column_sums else (*absent, "column_sums")
     vocab = 2 * block.elements + 1
     kernel = triton_rows._gradient_kernel
-    ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, VOCAB=vocab, ROWS=rows)
+    ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, OUT_STRIDE=vocab + 127, VOCAB=vocab, ROWS=rows)
     assert len(re.findall(LOADS, ptx)) >= rows
     assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= rows
     assert "shfl" not in ptx and ("bar.sync" not in ptx or column_sums)
 
 
 @needs_compiler
-def test_compiled_target_gradient(compiler):
-    """Threads next to each other have targets next to each other."""
-    from thunder_flce.execution.row_kernels import triton_rows
-
-    constants = {"STRIDE": 1, "VOCAB": 1, "ROWS": triton_rows._TARGETS_ROWS}
-    absent = ("class_weight", "column_sums")
-    assert "st.global" in compiler.ptx(
-        triton_rows._gradient_kernel, triton_rows._TARGETS_BLOCK, absent=absent, **constants
-    )
-
-
-@needs_compiler
-@pytest.mark.parametrize(("parts", "blocks"), [(1, 1), (3, 1), (15, 1), (6, 3)])
-def test_compiled_statistics_and_gradient(compiler, parts, blocks):
-    """Of rows that a program has to itself, that are divided, and that lie in vocabulary blocks."""
+@pytest.mark.parametrize("parts", [1, 3, 15])
+def test_compiled_both(compiler, parts):
+    """Of rows that a program has to itself, and that are divided."""
     import triton
 
-    from thunder_flce.execution.row_kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows
 
     for block in triton_rows._ONE_PASS_BLOCKS if parts == 1 else [triton_rows._PART_BLOCK]:
         part = 2 * block.elements + 64
-        width = (parts // blocks) * part
         vocab = parts * part - 63
         ptx = compiler.ptx(
-            triton_rows._statistics_and_gradient_kernel,
+            triton_rows._both_kernel,
             block,
             absent=("exchange",) if parts == 1 else (),
-            STRIDE=vocab + 63 - (blocks - 1) * width,
+            STRIDE=vocab + 63,
             VOCAB=vocab,
-            VOCAB_BLOCKS=blocks,
-            BORROWED=blocks - 1,
-            WIDTH=width,
             PARTS=parts,
             PART=part,
             SLOTS=triton.next_power_of_2(parts),
@@ -471,6 +418,48 @@ def test_compiled_statistics_and_gradient(compiler, parts, blocks):
         # The target's entry is written when all threads have written theirs.
         stores = [match.start() for match in re.finditer(r"st\.global", ptx)]
         assert stores[-2] < ptx.rindex("bar.sync") < stores[-1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("has_factors", [True, False])
+def test_compiled_divergence(kind, has_factors):
+    """Rows are loaded and stored 16 bytes at a time."""
+    from thunder_flce.engine.kernels import triton_divergence, triton_rows
+
+    block, divergence = triton_rows._STATISTICS_BLOCKS[1], Divergence(kind=kind, beta=0.3)
+    compiler, vocab = Compiler("bf16", LogitMap()), 128256
+    log_student, log_teacher = divergence.log_shares or (0.0, 0.0)
+    strides = dict.fromkeys(("STUDENT_STRIDE", "TEACHER_STRIDE", "OUT_STRIDE", "VOCAB"), vocab)
+    shares = {"OF_STUDENT": divergence.of_student, "OF_TEACHER": divergence.of_teacher}
+    ptx = compiler.ptx(
+        triton_divergence._divergence_kernel, block, absent=() if has_factors else ("factors",),
+        **strides, **shares, LOG_STUDENT=log_student, LOG_TEACHER=log_teacher,
+    )  # fmt: skip
+    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 4
+    assert (len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) > 0) == has_factors
+
+
+@needs_compiler
+@pytest.mark.parametrize("absent", [(), ("token_weight", "class_weight", "num_items", "upstream", "order")], ids=str)
+def test_compiled_vectors(compiler, absent):
+    """Without anything spilled to memory; what is asked for changes nothing else."""
+    from thunder_flce.engine.kernels import triton_vectors
+
+    block = SimpleNamespace(elements=triton_vectors._BLOCK, warps=triton_vectors._WARPS)
+    for is_mean in (True, False):
+        of_classes = ("at_target",) if "class_weight" in absent else ()
+        constants = {"IGNORES": is_mean, "IS_MEAN": is_mean}
+        assert ".local" not in compiler.ptx(
+            triton_vectors._prepare_kernel, block, absent=(*absent, *of_classes), **constants
+        )
+        constants = {"REDUCES": is_mean, "Z_LOSS": 1e-4 if is_mean else 0.0}
+        assert ".local" not in compiler.ptx(triton_vectors._finish_kernel, block, absent=of_classes, **constants)
+    absent = ("valid_count", "expected") if absent else ()
+    ptx = compiler.ptx(
+        triton_vectors._scale_kernel, SimpleNamespace(elements=4096, warps=8), absent=absent, size_1=2**20
+    )
+    assert re.search(LOADS, ptx) and re.search(r"st\.global\S*\.v4\.b32", ptx)
 
 
 @needs_compiler

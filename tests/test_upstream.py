@@ -11,9 +11,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import thunder_flce
 from reference import Case, error, make_case, truth
-from thunder_flce import LinearCrossEntropyLoss, Options, inductor, linear_cross_entropy
+from thunder_flce import LinearCrossEntropyLoss, Options, inductor, linear_cross_entropy, operators
 from thunder_flce.backend import compile_graph
-from thunder_flce.execution import gradient_scaling
+from thunder_flce.engine.kernels import scaling
 
 UPSTREAM = [1 / 3, 1 / 6, 0.1, 1000 / 7]
 
@@ -86,13 +86,14 @@ def _with_scale(jitted, g):
 def test_one_rounding(upstream, way, device, monkeypatch):
     """No more than PyTorch's error, and the backward has nothing left to multiply with."""
     factors = []
-    scale = gradient_scaling.scale_gradient
-    for module in (gradient_scaling, inductor):
-        monkeypatch.setattr(
-            module,
-            "scale_gradient",
-            lambda gradient, factor, **settings: factors.append(factor) or scale(gradient, factor, **settings),
-        )
+    scale = scaling.scaled_gradients
+
+    def spy(gradients, grad, *, expected=None, **settings):
+        factors.extend([grad if expected is None else grad / expected] * len(gradients))
+        return scale(gradients, grad, expected=expected, **settings)
+
+    for module in (operators, inductor):
+        monkeypatch.setattr(module, "scaled_gradients", spy)
     case = a_case(device)
     loss = WAYS[way](upstream)(case.x, case.weight, case.target)
     gradients = torch.autograd.grad(loss, (case.x, case.weight), retain_graph=True)

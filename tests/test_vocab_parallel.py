@@ -23,7 +23,6 @@ from torch.distributed.tensor import Shard as DivideRows
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
-import test_token_loss as token_losses
 import thunder_flce
 from ranks import RankErrors, as_threads
 from reference import (
@@ -37,24 +36,23 @@ from reference import (
     ours,
     truth,
 )
-from test_plan import problem
 from test_properties import SPECIAL, one_pass_problems, problems, run_examples, special_case
 from thunder_flce import (
     LinearCrossEntropyLoss,
     Options,
     VocabParallel,
     count_items,
-    functional,
+    data_parallel,
     linear_cross_entropy,
-    operators,
 )
-from thunder_flce.data_parallel import AveragedCall
-from thunder_flce.device import DeviceMemory
-from thunder_flce.execution.plan import SaveSomeLogits
+from thunder_flce.calls import unplanned
+from thunder_flce.device import ABSENT_DEVICE
+from thunder_flce.engine.choose import choose, temporary_bytes
+from thunder_flce.engine.plan import Plan
+from thunder_flce.engine.printing import program
+from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
-from thunder_flce.planning.choose import agreed_plan, make_plan
-from thunder_flce.planning.program import program
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL, as_literal
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
@@ -486,8 +484,10 @@ def test_losses_of_data_parallel_do_not_keep_their_arguments(monkeypatch):
     """Someone may collect them, to log them later."""
     calls = []
 
+    averaged_call = data_parallel.AveragedCall
+
     def noted(*arguments):
-        call = AveragedCall.of(*arguments)
+        call = averaged_call.of(*arguments)
         calls.append(weakref.ref(call))
         return call
 
@@ -498,7 +498,7 @@ def test_losses_of_data_parallel_do_not_keep_their_arguments(monkeypatch):
         losses.sum().backward()
         return losses
 
-    monkeypatch.setattr(functional, "AveragedCall", SimpleNamespace(of=noted))
+    monkeypatch.setattr(data_parallel, "AveragedCall", SimpleNamespace(of=noted))
     losses = as_threads(2, run)
     assert len(losses) == len(calls) == 2 and not any(call() for call in calls)
 
@@ -607,6 +607,8 @@ def test_weights_that_are_dtensors():
 
 @pytest.mark.parametrize("how", ["sequence_parallel", "data_parallel", "DTensors", "DTensors of the whole weight"])
 def test_token_losses_of_divided_tokens(how):
+    import test_token_loss as token_losses  # With thunder, which no process of another module needs.
+
     tensors = token_losses.operands()
     exact = token_losses.with_gradients(token_losses.eager, token_losses.clipped, tensors)
     num_items = (tensors[3] != -100).sum()
@@ -647,39 +649,51 @@ def test_token_losses_of_divided_tokens(how):
 # What runs, and what is said of it.
 
 
+def call_of_a_part(*, tokens: int = 8192, ranks: int = 4, loss: Loss | None = None, **shard) -> Call:
+    """A GPU's part of a vocabulary of 128256 columns, in bfloat16."""
+    vocab, hidden = 128256, 4096
+    columns = vocab // ranks
+    shapes = {"input": (tokens, hidden), "linear_weight": (columns, hidden), "target": (tokens,)}
+    specs = {
+        name: Spec(shape, torch.int64 if name == "target" else torch.bfloat16, torch.device("cuda"), name != "target")
+        for name, shape in shapes.items()
+    }
+    of_rank = Shard(group="0", ranks=ranks, rank=0, start=0, columns=columns, largest=columns, vocab=vocab, **shard)
+    return Call(
+        tensors=specs, loss=loss or Loss(), needs_grad=("input", "linear_weight"), shard=of_rank if ranks > 1 else None
+    )
+
+
 def test_memory_of_a_part():
     """dW is summed in 16 bits where one device would: targets are spread over the whole vocabulary."""
-    shard = Shard(group="0", ranks=2, rank=0, start=0, columns=64128, largest=64128, vocab=128256)
-    part = problem(vocab=64128, weight_rows=64128, shard=shard)
-    plan = agreed_plan(part, Options(), None)
+    part = call_of_a_part(ranks=2)
+    plan = choose(part, Options(), ABSENT_DEVICE)
     assert plan.chunk_rows == 4096 and not plan.float32_accumulator
     logits, dx_part, frequent = 2 * 4096 * 64128, 4 * 4096 * 4096, 4 * plan.float32_rows * 4096
-    assert program(part, plan).temporary_bytes == logits + dx_part + frequent
+    assert temporary_bytes(part, plan) == pytest.approx(logits + dx_part + frequent, rel=0.01)
 
 
 def test_the_printed_program_says_what_ranks_exchange():
-    shard = Shard(group="0", ranks=4, rank=0, start=0, columns=32064, largest=32064, vocab=128256)
-    whole = problem(tokens=8192, vocab=128256, hidden=4096)
-    part = replace(whole, vocab=32064, weight_rows=32064, shard=shard)
-    plan = agreed_plan(part, Options(), None)
+    part = call_of_a_part()
+    plan = choose(part, Options(), ABSENT_DEVICE)
     # As much memory as the chunks of one device.
-    assert plan.chunk_rows == 4 * make_plan(whole, Options()).chunk_rows
-    (chunks,) = (stage for stage in program(part, plan).forward if stage.over)
-    exchanged = [step for step in chunks.steps if step.runs_in == "NCCL"]
-    assert [step.result for step in exchanged] == ["row_max, row_log_sum, logits_y", "dX_part"]
-    assert exchanged[0].bytes == 4 * 8192 * 3 * 4 and exchanged[1].bytes == 8192 * 4096 * 4
-    names = [step.result for step in chunks.steps]
-    # The sum over ranks is hidden by dW.
-    assert names.index("dX_part") < names.index("dW") < names.index("dX_part", names.index("dW"))
+    assert plan.chunk_rows == 4 * choose(call_of_a_part(ranks=1), Options(), ABSENT_DEVICE).chunk_rows
 
-    divided_tokens = replace(part, shard=replace(shard, sequence_parallel=True), loss=Loss(label_smoothing=0.1))
-    results = [step.result for step in program(divided_tokens, plan).steps if step.runs_in == "NCCL"]
-    assert results == ["x", "row_max, row_log_sum, logits_y", "weighted_sum", "dX_part"]
-    assert program(divided_tokens, plan).peak_bytes < program(part, plan).peak_bytes + 8192 * 4096 * 2
+    def exchanged(call: Call, plan: Plan) -> list[str]:
+        printed = program(call, plan)
+        return [line.split("    ")[0].strip() for line in printed.forward if line.endswith("NCCL")]
+
+    assert exchanged(part, plan) == [
+        "row_max, row_log_sum = combined over the ranks", "dX bf16[8192, 4096] = summed over the ranks",
+    ]  # fmt: skip
+    loss = Loss(label_smoothing=0.1)
+    divided = call_of_a_part(tokens=2048, loss=loss, sequence_parallel=True)
+    found = exchanged(divided, choose(divided, Options(), ABSENT_DEVICE))
+    assert found[:2] == ["y i64[8192] = all_gather(y)", "x bf16[8192, 4096] = all_gather(x)"] and len(found) == 4
 
 
 def test_what_travels(monkeypatch):
-    """What is said of a step is what the collectives are given."""
+    """The matmuls need x, dX and three numbers of each token; then there are targets, and what ranks agree on."""
     case, ranks = make_case(tokens=40, vocab=91, hidden=16), 4
     given = []
 
@@ -696,14 +710,8 @@ def test_what_travels(monkeypatch):
     count("reduce_scatter_tensor", 1)
     case.target[:] = case.target.clamp(min=0)
     divided_tokens(case, (23, 23, 23, 22), counts=(10,) * 4, reduction="sum")
-    targets = 40 * 8 * ranks  # Which the loss does not count among what travels for its matmuls.
-    sizes = {"tokens": 10, "vocab": 91, "hidden": 16, "ranks": ranks, "dtype": torch.float32}
-    found = thunder_flce.head_traffic(**sizes)
-    assert found.data_parallel == (sum(given) / ranks - targets / ranks) * 3 / 4
-    assert found.fully_shard == 2 * 91 * 16 * 4 * 3 / 4
-    sizes = {"tokens": 32064, "vocab": 128256, "hidden": 4096, "ranks": 4, "input_grad_dtype": torch.bfloat16}
-    found = thunder_flce.head_traffic(**sizes)
-    assert found.data_parallel == pytest.approx(found.fully_shard, rel=0.01)
+    targets, agreed, statistics = 8 * 40, 8 * 6 * ranks, 3 * 4 * 40 * ranks
+    assert sum(given) == ranks * (2 * 4 * 40 * 16 + targets + agreed + statistics)
 
 
 # All ranks mean the same call.
@@ -730,7 +738,7 @@ def exchanges(monkeypatch):
 
 @pytest.mark.parametrize("how", [{}, {"sequence_parallel": True}, {"data_parallel": True}], ids=str)
 def test_what_ranks_exchange_and_when(how, exchanges):
-    """Objects in the first call of a kind; collectives in the backward only where gradients wait for it."""
+    """No objects; collectives in the backward only where gradients wait for it."""
     case = make_case(tokens=36)
 
     def run(rank):
@@ -738,36 +746,15 @@ def test_what_ranks_exchange_and_when(how, exchanges):
         tokens = parts((18, 18))[rank] if how else slice(None)
         x, parallel = part.x.detach()[tokens].requires_grad_(), VocabParallel(group=dist.group.WORLD, **how)
         for strategy in STRATEGIES:
-            for is_first in (True, False):
-                exchanges[rank].clear()
-                options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
-                loss = linear_cross_entropy(
-                    x, part.weight, part.target[tokens], vocab_parallel=parallel, options=options
-                )
-                assert exchanges[rank]["objects"] == is_first and exchanges[rank]["collectives"] > 0
-                exchanges[rank].clear()
-                torch.autograd.grad(loss, (x, part.weight))
-                assert bool(exchanges[rank]) == (strategy != "gradients_in_forward")
+            exchanges[rank].clear()
+            options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
+            loss = linear_cross_entropy(x, part.weight, part.target[tokens], vocab_parallel=parallel, options=options)
+            assert exchanges[rank]["objects"] == 0 and exchanges[rank]["collectives"] > 0
+            exchanges[rank].clear()
+            torch.autograd.grad(loss, (x, part.weight))
+            assert bool(exchanges[rank]) == (strategy != "gradients_in_forward")
 
     as_threads(2, run)
-
-
-def test_plans_agree_where_free_memory_differs(monkeypatch):
-    case = make_case(tokens=300, ignored=0.0)
-    of_threads = {}
-
-    def memory(device):
-        return DeviceMemory(total=10**9, free=(dist.get_rank() + 1) * 100_000)
-
-    def planned(*arguments):
-        of_threads[dist.get_rank()] = plan = operators.plan_for(*arguments)
-        return plan
-
-    monkeypatch.setattr(DeviceMemory, "of", memory)
-    monkeypatch.setattr(functional, "plan_for", planned)
-    check(case, UNEVEN, torch.rand(300), reduction="none")
-    assert isinstance(of_threads[0], SaveSomeLogits) and len(of_threads) == 3
-    assert of_threads[0] == of_threads[1] == of_threads[2]
 
 
 @pytest.mark.parametrize(("target", "division"), [(101, divided), (-1, divided), (106, divided_tokens)])
@@ -883,9 +870,9 @@ def test_what_differs_between_ranks_raises_on_all_of_them(checks_every_call, mon
         ({"token_weights": lambda rank: torch.ones(37 - rank)}, r"token_weights is float32 \(37\) on cpu on rank 0"),
         ({"num_items": lambda rank: {} if rank else 5}, "num_items is int on rank 0 and dict on rank 1"),
         ({"num_items": lambda rank: 5 if rank else "x"}, "num_items is str on rank 0 and int on rank 1"),
-        ({"target": lambda rank: case.target[rank:]}, r"target is int64 \(37\) on cpu on rank 0 and int64 \(36\)"),
+        ({"target": lambda rank: case.target[rank:]}, r"target is int64 \(T\) on cpu on rank 0 and int64 \(36\)"),
         ({"token_weights": lambda rank: [1.0] * rank or None}, "token_weights is NoneType on rank 0 and list"),
-        ({"target": lambda rank: [1] if rank else case.target}, r"target is int64 \(37\) .* on rank 0 and list"),
+        ({"target": lambda rank: [1] if rank else case.target}, r"target is int64 \(T\) .* on rank 0 and list"),
         # Parts of the tokens have to be equal.
         (
             {"input": lambda rank: case.x.detach()[rank:]},
@@ -1022,15 +1009,16 @@ def test_sizes_that_a_compiler_is_told():
     def run(rank):
         part = part_of(case, parts((7, 3))[rank])
         tensors = part.x.detach()[:3], part.weight.detach(), part.target[:3]
-        missing = dict.fromkeys(("linear_bias", "weight", "num_items", "expected_gradient"))
-        arguments = {**dict(zip(("input", "linear_weight", "target"), tensors, strict=True)), **missing, "terms": ()}
         literal = as_literal(group=dist.group.WORLD, sequence_parallel=True)
-        operands = operators.operands_of(arguments, loss, ("input",))
-        settings = operators.Settings.unplanned(operands, ("input",), Options(), vocab_parallel=literal)
+        call = Call(
+            tensors=dict(zip(("input", "linear_weight", "target"), tensors, strict=True)), loss=loss,
+            needs_grad=("input",),
+        )  # fmt: skip
+        settings = str(unplanned(call, Options(), vocab_parallel=literal))
 
         def sizes(*tensors):
-            call = torch.ops.thunder_flce.linear_cross_entropy
-            return [result.shape for result in call(*tensors, terms=[], settings=str(settings))]
+            found = torch.ops.thunder_flce.linear_cross_entropy(list(tensors), settings)
+            return [result.shape for result in found]
 
         with FakeTensorMode() as mode:
             told = sizes(*map(mode.from_tensor, tensors))

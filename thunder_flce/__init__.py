@@ -3,13 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from thunder_flce.execution.plan import Plan
+from thunder_flce.engine.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.kl_divergence import linear_kl_divergence
 from thunder_flce.labels import count_items, shift_labels
 from thunder_flce.modules import LinearCrossEntropyLoss, loss_only
 from thunder_flce.options import Options
-from thunder_flce.planning.traffic import head_traffic
 from thunder_flce.registration import register_with_thunder
 from thunder_flce.vocab_parallel import VocabParallel
 
@@ -26,7 +25,6 @@ __all__ = [
     "count_items",
     "executor",
     "explain",
-    "head_traffic",
     "jit",
     "linear_cross_entropy",
     "linear_kl_divergence",

@@ -1,18 +1,16 @@
 """Derivatives of the operators: with autograd and torch.func, eagerly, traced, and in exported programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 
-from thunder_flce import inductor, operators
-from thunder_flce.execution import engine
-from thunder_flce.execution.operands import Operands
-from thunder_flce.execution.plan import LossOnly
-from thunder_flce.operation.arguments import named_operands
+from thunder_flce import operators
+from thunder_flce.engine.kernels.scaling import graph_is_kept
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
-from thunder_flce.operators import OUTPUT_GRADS, Settings, is_traced, needs_operator
+from thunder_flce.operators import Settings
 
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
 _NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input may be (..., H), and target (...)"
@@ -25,142 +23,140 @@ def requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-def _is_batched(upstream: Tensor | None) -> bool:
-    """Whether an upstream gradient stands for several, as with is_grads_batched=True."""
-    return upstream is not None and torch._C._functorch.is_legacy_batchedtensor(upstream)
-
-
-def differentiable_forward(settings: Settings, operands: Operands) -> tuple[Tensor, ...]:
-    """What `torch.ops.thunder_flce.linear_cross_entropy` returns; the loss and its outputs can be differentiated."""
-    head, *others = operands.terms
-    tensors = (
-        *(operands.target, operands.class_weight, operands.token_weights, operands.target_weights),
-        *(operands.num_items, operands.expected_gradient),
-        *(head.x, head.weight, operands.bias),
-        *(tensor for term in others for tensor in (term.x, term.weight)),
-    )
-    is_direct = settings.plan is not None and not needs_operator((*tensors, *operands.token_inputs))
-    return _apply(settings, tensors, operands.token_inputs, operands if is_direct else None)
-
-
-_NAMES = (
-    *("target", "weight", "token_weights", "target_weights", "num_items", "expected_gradient"),
-    *("input", "linear_weight", "linear_bias"),
-)
-
-
-def _apply(
-    settings: Settings,
-    tensors: Sequence[Tensor | None],
-    token_inputs: Sequence[Tensor],
-    operands: Operands | None = None,
-) -> tuple[Tensor, ...]:
-    """The results of the autograd function.
+def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_direct: bool) -> Sequence[Tensor]:
+    """What `torch.ops.thunder_flce.linear_cross_entropy` returns; the loss and its outputs can be differentiated.
 
     Args:
-        settings: the settings of the operator.
-        tensors: those that `_NAMES` names, then input and weight of each further term.
-        token_inputs: what the token loss reads.
-        operands: the same tensors for the engine, where it may run without the operator; None where it may not.
+        settings: of the call.
+        tensors: of the call.
+        is_direct: whether the engine may run without the dispatcher, which compilers, modes and subclasses listen to.
     """
-    is_transformed = torch._C._are_functorch_transforms_active()
-    # `Function.apply` also prepares for torch.func, which takes the host as long as a few kernel launches. The
-    # `apply` of its base class does not.
-    function: Any = _LinearCrossEntropy if operands is None else super(torch.autograd.Function, _LinearCrossEntropy)
-    return function.apply(settings, is_transformed, operands, len(token_inputs), *token_inputs, *tensors)
+    if torch._C._are_functorch_transforms_active():
+        return _TransformedRegion.apply(settings, *tensors)
+    if settings.needs_grad:
+        return _Region.apply(settings, is_direct, *tensors)
+    # Tensors that have left their transform have no memory of their own. An autograd function unwraps them, too.
+    # A teacher's weight, which gets no gradient, may require one.
+    with torch.no_grad():
+        return _run(settings, is_direct, unwrap_dead_wrappers(tuple(tensors)))
 
 
-def _by_name(tensors: Sequence[Tensor | None]) -> dict[str, Any]:
-    # Dynamo of torch 2.8, in compiled autograd, takes strict=False for True.
-    return {**dict(zip(_NAMES, tensors[: len(_NAMES)], strict=True)), "terms": tensors[len(_NAMES) :]}
+def _run(settings: Settings, is_direct: bool, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if is_direct:
+        return operators.forward(settings, tensors)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.thunder_flce.linear_cross_entropy(list(tensors), str(settings))
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Returns the tensors that are saved for the backward as further results, as torch.func requires."""
+def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Notes what the backward reads. Results beyond the outputs are there to be saved, as torch.func requires."""
+    loss, count = settings.loss, 1 + len(settings.loss.outputs)
+    ctx.settings = settings
+    ctx.set_materialize_grads(False)
+    differentiable = loss.differentiable_outputs
+    outputs = list(zip(loss.outputs, results[1:], strict=False))
+    ctx.mark_non_differentiable(*[each for name, each in outputs if name not in differentiable], *results[count:])
+    if settings.plan.strategy == "loss_only":
+        return
+    saved = dict(zip(settings.result_names, results, strict=True))
+    ctx.save_for_backward(*[saved[name] for name in settings.saved_names], *tensors)
 
-    @staticmethod
-    def forward(
-        settings: Settings, is_transformed: bool, operands: Operands | None, count: int, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            if operands is not None and settings.plan is not None:
-                return tuple(operators.results(settings, engine.forward(operands, settings.plan)))
-            given = {**_by_name(tensors[count:]), "token_inputs": tensors[:count] or None}
-            return tuple(torch.ops.thunder_flce.linear_cross_entropy(**given, settings=str(settings)))
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
-        ctx.settings, ctx.is_transformed, _, token_inputs, *tensors = inputs
-        tensors = tensors[token_inputs:]
-        ctx.count, ctx.first = len(inputs), 4 + token_inputs
-        names = ctx.settings.loss.outputs
-        outputs, saved = dict(zip(names, results[1:], strict=False)), results[1 + len(names) :]
-        ctx.set_materialize_grads(False)
-        differentiable = ctx.settings.loss.differentiable_outputs
-        ctx.mark_non_differentiable(*(o for n, o in outputs.items() if n not in differentiable), *saved)
-        if ctx.settings.finishes_in_forward:
-            # torch.func records each backward. It has to find the operands there, or a second derivative would miss a
-            # part instead of raising an error.
-            expected_gradient = tensors[_NAMES.index("expected_gradient")]
-            ctx.save_for_backward(expected_gradient, *saved, *(tensors if ctx.is_transformed else ()))
-        elif ctx.settings.strategy != LossOnly.strategy:
-            kept = saved[3] if len(saved) > 3 else None
-            tensors[_NAMES.index("expected_gradient")] = None
-            entropy = outputs["entropy"] if "entropy" in differentiable else None
-            ctx.save_for_backward(*saved[:3], kept, entropy, *tensors)
+class _Derivatives(torch.autograd.Function):
+    """What the functions below have in common."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Any, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+        settings, first = ctx.settings, ctx.first
         is_recorded = torch.is_grad_enabled()
         if is_recorded and not ctx.is_transformed:
             raise RuntimeError(f"{_NO_SECOND_DERIVATIVE}; call backward without create_graph=True")
-        if not torch.compiler.is_compiling() and any(map(_is_batched, (grad, *others))):
-            raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
-        names = ctx.settings.loss.outputs
-        of_outputs = dict(zip(names, others[: len(names)], strict=True))
-        upstream = (grad, *(of_outputs.get(name) for name in DIFFERENTIABLE_OUTPUTS))
-        if all(each is None for each in upstream):
-            return (None,) * ctx.count
-        run = _Backward.apply if is_recorded else _Backward.forward
-        found = run(ctx.settings, *upstream, *ctx.saved_tensors)
-        # The positions of the operands among the inputs.
-        first = ctx.first + _NAMES.index("input")
-        pairs = [(at, at + 1) for at in range(first + 3, ctx.count, 2)]
-        positions = named_operands(first, first + 1, first + 2, pairs)
-        gradients: list[Tensor | None] = [None] * ctx.count
-        for name, gradient in zip(ctx.settings.needs_grad, found, strict=True):
-            gradients[positions[name]] = gradient
+        outputs = settings.loss.outputs
+        upstream: list[Tensor | None] = [grad, None, None, None]
+        if outputs:
+            of_outputs = dict(zip(outputs, others, strict=False))
+            upstream[1:] = [of_outputs.get(name) for name in DIFFERENTIABLE_OUTPUTS]
+        if not torch.compiler.is_compiling():
+            for each in upstream:
+                # One that stands for several, as with is_grads_batched=True.
+                if each is not None and torch._C._functorch.is_legacy_batchedtensor(each):
+                    raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
+        count = first + len(settings.names)
+        gradients: list[Tensor | None] = [None] * count
+        if any([each is not None for each in upstream]):
+            run = _Backward.apply if is_recorded else _Backward.forward
+            found = run(settings, *upstream, *ctx.saved_tensors)
+            for name, gradient in zip(settings.needs_grad, found, strict=True):
+                gradients[first + settings.names.index(name)] = gradient
         return tuple(gradients)
+
+
+class _Region(_Derivatives):
+    """A call of the operator."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, is_direct: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = tuple(_run(settings, is_direct, tensors))
+        ctx.first, ctx.is_transformed = 2, False
+        kept = tensors
+        if settings.finishes_in_forward:
+            # The operands are in the gradients.
+            kept = _expected(settings, tensors)
+        _save(ctx, settings, kept, results)
+        return results
+
+
+class _TransformedRegion(_Derivatives):
+    """The same inside transforms of torch.func."""
+
+    @staticmethod
+    def forward(settings: Settings, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_run(settings, False, tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
+        settings, *tensors = inputs
+        ctx.first, ctx.is_transformed = 1, True
+        # torch.func records each backward. It has to find the operands there, or a second derivative would miss a part
+        # instead of raising an error.
+        kept = (*_expected(settings, tensors), *tensors) if settings.finishes_in_forward else tensors
+        _save(ctx, settings, kept, results)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
         raise RuntimeError(_NO_VMAP)
 
 
+def _expected(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The expected gradient, as a tuple, which is empty where there is none."""
+    names = settings.names
+    return (tensors[names.index("expected_gradient")],) if "expected_gradient" in names else ()
+
+
 class _Backward(torch.autograd.Function):
     """The backward as an autograd function: where autograd records it, a second derivative is an error."""
 
     @staticmethod
-    def forward(settings: Settings, grad: Any, *others: Any) -> Any:
-        of_outputs, saved = others[: len(DIFFERENTIABLE_OUTPUTS)], others[len(DIFFERENTIABLE_OUTPUTS) :]
+    def forward(settings: Settings, *tensors: Any) -> Any:
+        count = 1 + len(DIFFERENTIABLE_OUTPUTS)
+        upstream, known = tensors[:count], tensors[count:]
+        saved, operands = known[: len(settings.saved_names)], known[len(settings.saved_names) :]
+        is_traced = torch.compiler.is_compiling() or type(saved[0]) is not Tensor
         if settings.finishes_in_forward:
-            expected_gradient, valid_count, *gradients = saved[: 2 + len(settings.needs_grad)]
-            scale = inductor.scaled if is_traced(valid_count) else engine.scale_gradients
-            return tuple(scale(grad, valid_count, *gradients, expected_gradient=expected_gradient))
-        row_max, row_log_sum, valid_count, kept, entropy, *tensors = saved
-        arguments = {
-            "grad": grad,
-            **dict(zip(OUTPUT_GRADS, of_outputs, strict=True)),
-            "row_max": row_max,
-            "row_log_sum": row_log_sum,
-            "valid_count": valid_count,
-            "kept": kept,
-            "entropy": entropy,
-            **_by_name(tensors),
-        }
-        if is_traced(valid_count):
-            return tuple(torch.ops.thunder_flce.linear_cross_entropy_backward(**arguments, settings=str(settings)))
-        return tuple(operators.differentiate(settings, arguments))
+            valid_count, *gradients = saved[: 1 + len(settings.needs_grad)]
+            expected = operands[0] if "expected_gradient" in settings.names else None
+            if is_traced:
+                from thunder_flce import inductor
+
+                return tuple(inductor.scaled(upstream[0], valid_count, gradients, expected=expected))
+            overwrite = not graph_is_kept()
+            scaled = operators.scaled
+            return tuple(scaled(upstream[0], valid_count, gradients, expected=expected, may_overwrite=overwrite))
+        if is_traced:
+            call = torch.ops.thunder_flce.linear_cross_entropy_backward
+            return tuple(call(list(upstream), list(saved), list(operands), str(settings)))
+        overwrite = not graph_is_kept()
+        return tuple(operators.backward(settings, upstream, saved, operands, may_overwrite=overwrite))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
@@ -175,29 +171,21 @@ class _Backward(torch.autograd.Function):
         raise RuntimeError(_NO_VMAP)
 
 
-def check_needed(operands: Mapping[str, Tensor], settings: Settings) -> None:
-    """Raises a RuntimeError for an operand that requires a gradient which an operator of these settings has not."""
-    for name, operand in operands.items():
-        if operand.requires_grad and name not in settings.needs_grad:
+def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
+    """Runs a direct call of the operator, such as those in exported programs."""
+    known = Settings.parse(settings)
+    operands = dict(zip(known.names, tensors, strict=True))
+    needed = [name for name, each in operands.items() if each.requires_grad and name != "teacher_weight"]
+    if not torch.is_grad_enabled() or not needed:
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.thunder_flce.linear_cross_entropy(tensors, settings)
+    for name in needed:
+        if name not in known.needs_grad:
             raise RuntimeError(
                 f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
                 "it with one that does"
             )
-
-
-def _autograd_kernel(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, terms: Sequence[Tensor], settings: str, **optional: Any
-) -> list[Tensor]:
-    """Runs a direct call of the operator, such as those in exported programs."""
-    bias, known = optional.get("linear_bias"), Settings.parse(settings)
-    operands = named_operands(input, linear_weight, bias, list(zip(terms[::2], terms[1::2], strict=True)))
-    if not torch.is_grad_enabled() or not any(operand.requires_grad for operand in operands.values()):
-        with torch._C._AutoDispatchBelowAutograd():
-            call = torch.ops.thunder_flce.linear_cross_entropy
-            return call(input, linear_weight, target, terms=terms, settings=settings, **optional)
-    check_needed(operands, known)
-    given = {"input": input, "linear_weight": linear_weight, "target": target, **optional}
-    return list(_apply(known, (*map(given.get, _NAMES), *terms), optional.get("token_inputs") or ()))
+    return list(_Region.apply(known, False, *tensors))
 
 
 operators.library.impl("linear_cross_entropy", _autograd_kernel, "Autograd")

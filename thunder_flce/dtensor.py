@@ -9,7 +9,7 @@ Along each dimension of the mesh, what is computed follows from two placements:
     Replicate        Replicate        every rank does the same
 
 A gradient has the placements of what it belongs to. A result is a plain tensor where all ranks have the same, and a
-DTensor where each has that of its tokens.
+DTensor where each has that of its tokens. Imported where there is a DTensor, since PyTorch may have none.
 """
 
 import math
@@ -25,7 +25,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from thunder_flce.operation.arguments import check_pairs, check_token_inputs
+from thunder_flce.operation.call import COLUMN, HIDDEN, SCALAR, TOKEN, argument
 from thunder_flce.operation.loss import OUTPUTS, Loss
 from thunder_flce.vocab_parallel import VocabParallel
 
@@ -38,148 +38,127 @@ _IN_FSDP = (
 )
 
 
-def has_dtensor(value: Any) -> bool:
-    """Whether it is a DTensor, or a list or tuple, such as terms, that has one."""
-    if isinstance(value, (list, tuple)):
-        return any(map(has_dtensor, value))
-    return isinstance(value, DTensor)
-
-
-def local_weights(arguments: Mapping[str, Any], parallel: VocabParallel) -> dict[str, Any]:
-    """The arguments with this rank's rows in place of weights that are DTensors, beside plain hidden states.
-
-    Args:
-        arguments: of `linear_cross_entropy`, by name; not checked yet.
-        parallel: the ranks that divide the vocabulary.
-
-    The class weights stay a DTensor, which `whole_class_weight` gathers once all ranks have come so far.
+def local_weight(name: str, value: DTensor, parallel: VocabParallel) -> Tensor:
+    """This rank's rows of a weight, beside plain hidden states and with `vocab_parallel`; class weights as they are.
 
     Raises:
-        TypeError: for terms or token_inputs that are no sequences.
-        ValueError: where a DTensor is none of the weights, or is not divided by its rows over these ranks.
+        ValueError: where it is none of the weights, or is not divided by its rows over these ranks.
     """
-    check_pairs(arguments["terms"])
-    check_token_inputs(arguments["token_inputs"])
-
-    def local(name: str, value: Any) -> Any:
-        if not isinstance(value, DTensor) or name == "weight":
-            return value
-        if not name.endswith(("weight", "linear_bias")):
-            raise ValueError(
-                f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; without vocab_parallel, the "
-                "placements of DTensors say who has which part"
-            )
-        mesh, is_divided = value.device_mesh, value.placements == (Shard(0),)
-        ranks = dist.get_process_group_ranks(parallel.process_group)
-        if not is_divided or dist.get_process_group_ranks(mesh.get_group()) != ranks:
-            raise ValueError(
-                f"{name} must be Shard(0) over the ranks of vocab_parallel and no others, but is {value.placements} "
-                f"on {mesh}"
-            )
-        return _arrived(value.to_local())
-
-    changed: dict[str, Any] = {name: local(name, value) for name, value in arguments.items()}
-    changed["terms"] = tuple(
-        (local(f"terms[{number}].input", x), local(f"terms[{number}].weight", weight))
-        for number, (x, weight) in enumerate(arguments["terms"])
-    )
-    return changed
+    role, mesh = argument(name).role, value.device_mesh
+    if role in (HIDDEN, TOKEN, SCALAR):
+        raise ValueError(
+            f"{name} must be a plain tensor with vocab_parallel, but got a DTensor; without vocab_parallel, the "
+            "placements of DTensors say who has which part"
+        )
+    if role != COLUMN:
+        return value
+    ranks = dist.get_process_group_ranks(parallel.process_group)
+    if value.placements != (Shard(0),) or dist.get_process_group_ranks(mesh.get_group()) != ranks:
+        raise ValueError(
+            f"{name} must be Shard(0) over the ranks of vocab_parallel and no others, but is {value.placements} on "
+            f"{mesh}"
+        )
+    return _arrived(value.to_local())
 
 
-def whole_class_weight(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with all class weights, where a DTensor has a part of them; waits for the ranks with the others."""
-    return {**arguments, "weight": _whole(arguments["weight"])}
+def whole(value: Any) -> Any:
+    """All of a DTensor, for which this rank waits for those with the other parts; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class DividedCall:
     """A call of `linear_cross_entropy` with DTensors, as the call that this rank makes of its parts."""
 
-    arguments: dict[str, Any]
-    """Plain tensors: this rank's parts"""
+    tensors: Mapping[str, Any]
+    """By name, as they were given"""
     vocab_parallel: VocabParallel | None
+    """The ranks that have to agree before they exchange anything, as `parts` does"""
     mesh: DeviceMesh
     of_tokens: Placements
     """Where tokens are"""
-    shape: torch.Size
-    """(...) of all tokens"""
     summed_over: tuple[int, ...]
     """The dimensions of the mesh whose ranks have losses of their own"""
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any], loss: Loss) -> "DividedCall":
-        """The parts of this rank.
+    def of(cls, tensors: Mapping[str, Any], loss: Loss) -> "DividedCall":
+        """What placements say; nothing is exchanged.
 
         Args:
-            arguments: of `linear_cross_entropy`, by name; not checked yet.
+            tensors: by name, not checked yet.
             loss: the loss.
 
         Raises:
             TypeError: for a plain tensor where a DTensor is needed; the message names it and the cure.
             ValueError: for placements that have no meaning here, likewise.
         """
-        check_pairs(arguments["terms"])
-        input, weight = (_checked(name, arguments[name], arguments) for name in ("input", "linear_weight"))
-        mesh, of_input, of_weight = input.device_mesh, input.placements, weight.placements
+        for name in ("input", "linear_weight", *tensors):
+            if argument(name).role in (HIDDEN, COLUMN):
+                _check_operand(name, tensors)
+        input, weight = tensors["input"], tensors["linear_weight"]
+        mesh = input.device_mesh
         divides_tokens = _divides("input", input, range(input.ndim - 1), expected="a Shard of a dimension of tokens")
         divides_vocab = _divides(
             "linear_weight", weight, range(1), expected="Shard(0), as ColwiseParallel has it", cure=f"; {_IN_FSDP}"
         )
         if sum(divides_vocab) > 1:
             raise ValueError(
-                f"linear_weight must be Shard(0) along one dimension of the mesh at most, but is {of_weight}; "
+                f"linear_weight must be Shard(0) along one dimension of the mesh at most, but is {weight.placements}; "
                 f"{_IN_FSDP}"
             )
-        summed_over = tuple(
-            at for at in range(mesh.ndim) if divides_tokens[at] and not divides_vocab[at] and mesh.size(at) > 1
-        )
-        _check_sums(input, summed_over, arguments, loss)
+        along = list(enumerate(zip(divides_tokens, divides_vocab, strict=True)))
+        summed_over = tuple(at for at, (tokens, vocab) in along if tokens and not vocab and mesh.size(at) > 1)
+        _check_sums(input, summed_over, tensors, loss)
         parallel = None
         if any(divides_vocab):
             at = divides_vocab.index(True)
             parallel = VocabParallel(group=mesh.get_group(at), sequence_parallel=divides_tokens[at])
             _check_even(input, at)
-        of_tokens = tuple(p if is_part else Replicate() for p, is_part in zip(of_input, divides_tokens, strict=True))
-        grads = tuple(Partial() if at in summed_over else p for at, p in enumerate(of_weight))
-        tokens = input.shape[:-1]
-
-        def part(name: str, tensor: Any) -> Any:
-            """Of an operand of a linear."""
-            if name.endswith("input"):
-                return _local(_checked(name, tensor, arguments), of_input, of_input)
-            return None if tensor is None else _local(_checked(name, tensor, arguments), of_weight, grads)
-
-        # Class weights are gathered once the ranks that divide the vocabulary have agreed.
-        local: dict[str, Any] = {
-            name: tensor if name == "weight" and parallel else _whole(tensor) for name, tensor in arguments.items()
-        }
-        for name in ("input", "linear_weight", "linear_bias"):
-            local[name] = part(name, arguments[name])
-        local["terms"] = tuple(
-            (part(f"terms[{number}].input", x), part(f"terms[{number}].weight", w))
-            for number, (x, w) in enumerate(arguments["terms"])
-        )
-        shape, several = local["input"].shape[:-1], arguments["target_weights"] is not None
-
-        def of_each_token(name: str, tensor: Any) -> Any:
-            """Of a tensor with a number a token or, with target weights, several."""
-            has_several = several and name in ("target", "target_weights") and isinstance(tensor, Tensor)
-            last = tensor.shape[-1:] if has_several else ()
-            return _local_tokens(name, tensor, (mesh, of_tokens), (tokens + last, shape + last))
-
-        for name in ("target", "token_weights", "target_weights"):
-            local[name] = of_each_token(name, arguments[name])
-        local["token_inputs"] = tuple(
-            of_each_token(f"token_inputs[{number}]", tensor) for number, tensor in enumerate(arguments["token_inputs"])
-        )
+        placed = zip(input.placements, divides_tokens, strict=True)
         return cls(
-            arguments=local,
+            tensors=tensors,
             vocab_parallel=parallel,
             mesh=mesh,
-            of_tokens=of_tokens,
-            shape=tokens,
+            of_tokens=tuple(placement if is_part else Replicate() for placement, is_part in placed),
             summed_over=summed_over,
         )
+
+    def parts(self) -> dict[str, Any]:
+        """This rank's tensors, plain ones, by name."""
+        of_input, of_weight = (self.tensors[name].placements for name in ("input", "linear_weight"))
+        weight_grads = tuple(Partial() if at in self.summed_over else p for at, p in enumerate(of_weight))
+        input = _local(self.tensors["input"], of_input, of_input)
+
+        def part(name: str, value: Any) -> Any:
+            role = argument(name).role
+            if role == HIDDEN:
+                return input if name == "input" else _local(value, of_input, of_input)
+            if role == COLUMN:
+                return _local(value, of_weight, weight_grads)
+            return self._tokens_part(name, value, input.shape[:-1]) if role == TOKEN else whole(value)
+
+        return {name: part(name, value) for name, value in self.tensors.items()}
+
+    def _tokens_part(self, name: str, tensor: Any, own: torch.Size) -> Any:
+        """Of a tensor with a number a token, or several: a DTensor, or a plain one of all tokens or of this rank's."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        has_several = "target_weights" in self.tensors and name in ("target", "target_weights")
+        last, tokens = tensor.shape[-1:] if has_several else (), self.tensors["input"].shape[:-1]
+        all_of_them, part = tokens + last, own + last
+        if not isinstance(tensor, DTensor) and tensor.shape == part:
+            return tensor
+        if tensor.shape != all_of_them:
+            of_part = "" if part == all_of_them else f", or a plain tensor of this rank's tokens, {tuple(part)}"
+            raise ValueError(
+                f"{name} must have input's shape without its last dimension, {tuple(all_of_them)}{of_part}, but got "
+                f"{tuple(tensor.shape)}"
+            )
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        elif tensor.device_mesh != self.mesh:
+            raise ValueError(f"{name} must be on input's mesh, {self.mesh}, but is on {tensor.device_mesh}")
+        return _local(tensor, self.of_tokens)
 
     def whole(self, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """This rank's results as those of all: sums of numbers, and DTensors where each rank has its own tokens."""
@@ -193,10 +172,9 @@ class DividedCall:
     def _of_tokens(self, result: Tensor) -> Tensor:
         if all(isinstance(placement, Replicate) for placement in self.of_tokens):
             return result
-        strides = [math.prod(self.shape[at + 1 :]) for at in range(len(self.shape))]
-        return DTensor.from_local(
-            result, self.mesh, self.of_tokens, run_check=False, shape=self.shape, stride=tuple(strides)
-        )
+        shape = self.tensors["input"].shape[:-1]
+        strides = tuple(math.prod(shape[at + 1 :]) for at in range(len(shape)))
+        return DTensor.from_local(result, self.mesh, self.of_tokens, run_check=False, shape=shape, stride=strides)
 
 
 class _Sum(torch.autograd.Function):
@@ -225,19 +203,19 @@ class _Arrival(torch.autograd.Function):
         return grad
 
 
-def _checked(name: str, tensor: Any, arguments: Mapping[str, Any]) -> DTensor:
-    """An operand of a linear: a DTensor on the mesh of all."""
+def _check_operand(name: str, tensors: Mapping[str, Any]) -> None:
+    """Raises where an operand of a linear is no DTensor on the mesh of all."""
+    tensor, input = tensors[name], tensors["input"]
     if not isinstance(tensor, DTensor):
-        others = ", ".join(other for other, value in arguments.items() if isinstance(value, DTensor))
+        others = {other.partition("[")[0] for other, value in tensors.items() if isinstance(value, DTensor)}
         raise TypeError(
-            f"{name} must be a DTensor where others are ({others or 'terms'}), but got {type(tensor).__name__}; pass "
-            f"DTensor.from_local({name}, mesh, placements), which says what the other ranks have; {_IN_FSDP}"
+            f"{name} must be a DTensor where others are ({', '.join(sorted(others))}), but got "
+            f"{type(tensor).__name__}; pass DTensor.from_local({name}, mesh, placements), which says what the other "
+            f"ranks have; {_IN_FSDP}"
         )
-    first = arguments["input"]
-    if isinstance(first, DTensor) and tensor.device_mesh != first.device_mesh:
+    if tensor.device_mesh != input.device_mesh:
         cure = "" if name.endswith("input") else f"; {_IN_FSDP}"
-        raise ValueError(f"{name} must be on input's mesh, {first.device_mesh}, but is on {tensor.device_mesh}{cure}")
-    return tensor
+        raise ValueError(f"{name} must be on input's mesh, {input.device_mesh}, but is on {tensor.device_mesh}{cure}")
 
 
 def _divides(name: str, tensor: DTensor, dimensions: range, *, expected: str, cure: str = "") -> list[bool]:
@@ -256,12 +234,12 @@ def _dimension(mesh: DeviceMesh, at: int) -> str:
     return f"dimension {at}" if mesh.mesh_dim_names is None else repr(mesh.mesh_dim_names[at])
 
 
-def _check_sums(input: DTensor, summed_over: tuple[int, ...], arguments: Mapping[str, Any], loss: Loss) -> None:
+def _check_sums(input: DTensor, summed_over: tuple[int, ...], tensors: Mapping[str, Any], loss: Loss) -> None:
     """Raises where the parts of tokens have means of their own."""
     if not summed_over:
         return
     where = f"input is {input.placements[summed_over[0]]!r} along {_dimension(input.device_mesh, summed_over[0])}"
-    if loss.reduction == "mean" and arguments["num_items"] is None:
+    if loss.reduction == "mean" and "num_items" not in tensors:
         raise ValueError(
             f'reduction "mean" needs num_items, the number of valid targets on all ranks, because {where}: means of '
             "the ranks' own tokens have no mean in common"
@@ -284,40 +262,9 @@ def _check_even(input: DTensor, at: int) -> None:
         )
 
 
-def _local(tensor: DTensor, placements: Placements, grads: Placements) -> Tensor:
+def _local(tensor: DTensor, placements: Placements, grads: Placements | None = None) -> Tensor:
     """This rank's part; its gradient, of placements `grads`, arrives in those of the tensor."""
     return _arrived(tensor.redistribute(placements=placements).to_local(grad_placements=grads))
-
-
-def _local_tokens(
-    name: str, tensor: Any, placed: tuple[DeviceMesh, Placements], shapes: tuple[torch.Size, torch.Size]
-) -> Any:
-    """This rank's part of a tensor with a number a token, (...), or several, (..., K).
-
-    Args:
-        name: of the argument.
-        tensor: a DTensor, or a plain tensor of all tokens, the same on all ranks, or of this rank's.
-        placed: the mesh, and where tokens are.
-        shapes: for all tokens, and for this rank's.
-    """
-    (mesh, of_tokens), (whole, part) = placed, shapes
-    if not isinstance(tensor, Tensor) or (not isinstance(tensor, DTensor) and tensor.shape == part):
-        return tensor
-    if tensor.shape != whole:
-        of_part = "" if part == whole else f", or a plain tensor of this rank's tokens, {tuple(part)}"
-        raise ValueError(
-            f"{name} must have input's shape without its last dimension, {tuple(whole)}{of_part}, but got "
-            f"{tuple(tensor.shape)}"
-        )
-    if not isinstance(tensor, DTensor):
-        tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    elif tensor.device_mesh != mesh:
-        raise ValueError(f"{name} must be on input's mesh, {mesh}, but is on {tensor.device_mesh}")
-    return _arrived(tensor.redistribute(placements=of_tokens).to_local())
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _arrived(tensor: Tensor) -> Tensor:

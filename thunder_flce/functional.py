@@ -1,23 +1,18 @@
-"""`linear_cross_entropy` for PyTorch: arguments, autocast and shapes, then the operator."""
+"""`linear_cross_entropy` for PyTorch: from arguments to a call, which the operators run."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from thunder_flce.autograd import differentiable_forward, requires_grad
-from thunder_flce.data_parallel import AveragedCall
-from thunder_flce.dtensor import DividedCall, has_dtensor, local_weights, whole_class_weight
-from thunder_flce.operation.arguments import check_linear_cross_entropy, named_operands
-from thunder_flce.operation.loss import Loss
-from thunder_flce.operation.token_loss import TokenLoss
-from thunder_flce.operators import Settings, is_traced, operands_of, plan_for, with_all_tokens
+from thunder_flce.calls import autocast, loss_of, run
+from thunder_flce.importing import when_imported
 from thunder_flce.options import Options, as_options
-from thunder_flce.token_functions import check_function, token_loss_of
-from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, agree, as_literal, refuse, settings_of
+from thunder_flce.ranks import run_on_ranks
+from thunder_flce.token_losses import check_function, token_loss_of
+from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, settings_of
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh, ProcessGroup
@@ -28,22 +23,30 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
     The graph breaks around DTensors, and where ranks tell each other how many tokens they have.
     """
-    in_graph = torch.compiler.allow_in_graph(function)
-    eager = torch.compiler.disable(function, reason=ONLY_EAGER)
-    constant = torch.compiler.assume_constant_result(as_literal)
+    eager = function
+
+    def register() -> None:
+        nonlocal eager
+        torch.compiler.allow_in_graph(function)
+        eager = torch.compiler.disable(function, reason=ONLY_EAGER)
+
+    when_imported("torch._dynamo", register)
 
     # Dynamo looks into this wrapper, and sees one call of `function` in it.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if (token_loss := kwargs.get("token_loss")) is not None:
-            check_function(token_loss)
-            if callable(token_loss):
-                kwargs["token_loss"] = token_loss_of(token_loss, kwargs.get("token_inputs", ()))
-        vocab_parallel = kwargs.get("vocab_parallel")
-        is_eager = has_dtensor((*args, *kwargs.values())) or getattr(vocab_parallel, "data_parallel", False)
-        if torch.compiler.is_dynamo_compiling() and not is_eager and vocab_parallel is not None:
-            kwargs = {**kwargs, "vocab_parallel": constant(**settings_of(vocab_parallel))}
-        return (eager if is_eager else in_graph)(*args, **kwargs)
+        if kwargs.get("token_loss") is not None:
+            check_function(kwargs["token_loss"])
+            if callable(kwargs["token_loss"]):
+                kwargs["token_loss"] = token_loss_of(kwargs["token_loss"], kwargs.get("token_inputs", ()))
+        if not torch.compiler.is_dynamo_compiling():
+            return eager(*args, **kwargs)  # Dynamo would look into what runs after a graph break.
+        parallel = kwargs.get("vocab_parallel")
+        if has_dtensor((*args, *kwargs.values())) or getattr(parallel, "data_parallel", False):
+            return eager(*args, **kwargs)
+        if parallel is not None:
+            kwargs = {**kwargs, "vocab_parallel": as_literal(**settings_of(parallel))}
+        return function(*args, **kwargs)
 
     return call
 
@@ -66,7 +69,7 @@ def linear_cross_entropy(
     token_weights: Tensor | None = None,
     target_weights: Tensor | None = None,
     target_rest: bool = False,
-    token_loss: Callable[..., Tensor] | TokenLoss | None = None,
+    token_loss: Callable[..., Tensor] | str | None = None,
     token_inputs: Sequence[Tensor] = (),
     num_items: Tensor | float | None = None,
     expected_gradient: Tensor | float | None = None,
@@ -155,116 +158,36 @@ def linear_cross_entropy(
 
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
-        TypeError, ValueError: see `arguments.check_linear_cross_entropy`.
+        TypeError, ValueError: see `checks.check_call`.
         RuntimeError: for second derivatives and for `torch.vmap`.
     """
     options = as_options(options)
-    loss = Loss(
-        reduction=reduction,
-        ignore_index=plain(ignore_index),
-        label_smoothing=plain(label_smoothing),
-        logit_scale=plain(logit_scale),
-        softcap=plain(softcap),
-        z_loss=plain(z_loss),
-        vocab_size=plain(vocab_size),
-        outputs=outputs,
-        detached=detached,
-        target_rest=target_rest,
-        token_loss=token_loss or (),  # type: ignore[arg-type]  # A function has become one of these.
-    )
-    input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
-    arguments: dict[str, Any] = {
-        "input": input,
-        "linear_weight": linear_weight,
-        "target": target,
-        "linear_bias": linear_bias,
-        "terms": terms,
-        "weight": weight,
-        "token_weights": token_weights,
-        "target_weights": target_weights,
-        "token_inputs": token_inputs,
-        "num_items": num_items,
-        "expected_gradient": options.expected_gradient if expected_gradient is None else expected_gradient,
-    }
-    parallel = None if vocab_parallel is None else VocabParallel.of(vocab_parallel)
-    if parallel is None and has_dtensor(tuple(arguments.values())):
-        divided = DividedCall.of(arguments, loss)
-        results = divided.whole(_results(divided.arguments, loss, options, parallel=divided.vocab_parallel))
-    elif parallel is not None and parallel.data_parallel:
-        if is_traced(input):
-            raise NotImplementedError(ONLY_EAGER)
-        averaged = AveragedCall.of(arguments, loss, parallel)
-        results = averaged.own(_results(averaged.arguments, averaged.loss, options, parallel=parallel))
+    if expected_gradient is None:
+        expected_gradient = options.expected_gradient
+    device_type = input.device.type if isinstance(input, Tensor) else "cpu"
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
+    arguments = {
+        "input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight,
+        "token_weights": token_weights, "target_weights": target_weights, "num_items": num_items,
+        "expected_gradient": expected_gradient, "token_inputs": token_inputs, "terms": terms,
+    }  # fmt: skip
+    loss = (
+        reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss, vocab_size, outputs, detached,
+        token_loss or "", target_rest,
+    )  # fmt: skip
+    if vocab_parallel is not None or _has_dtensor(arguments):
+        results = run_on_ranks(arguments, loss_of(loss), options, vocab_parallel=vocab_parallel)
     else:
-        if parallel is not None:
-            try:
-                arguments = local_weights(arguments, parallel)
-            except (TypeError, ValueError) as error:
-                if is_traced(input):
-                    raise
-                refuse(parallel, error)
-        results = _results(arguments, loss, options, parallel=parallel)
-    return results if outputs else results[0]
+        results = run(arguments, loss, options)
+    return tuple(results) if outputs else results[0]
 
 
-def _results(
-    arguments: dict[str, Any], loss: Loss, options: Options, *, parallel: VocabParallel | None = None
-) -> tuple[Tensor, ...]:
-    """The loss and its outputs, of plain tensors by name."""
-    traced = is_traced(arguments["input"])
-    vocab = shard = memory = None
-    if parallel is not None and not traced:
-        agreement = agree(parallel, arguments, loss=loss, options=options)
-        arguments = whole_class_weight(arguments)
-        vocab, shard, memory = agreement.weight_rows, agreement.shard, agreement.memory
-    # A traced call of ranks: they agree, and the arguments are checked, when the operator runs.
-    if parallel is None or not traced:
-        check_linear_cross_entropy(**arguments, loss=loss, vocab=vocab)
-    needs_grad, target = _needs_grad(arguments), arguments["target"]
-    operands = operands_of(with_all_tokens(arguments, shard), loss, needs_grad, shard=shard)
-    if traced:
-        literal = None if parallel is None else as_literal(**settings_of(parallel))
-        settings = Settings.unplanned(operands, needs_grad, options, vocab_parallel=literal)
-    else:
-        settings = Settings.planned(loss, needs_grad, plan_for(operands, options, memory), shard=shard)
-    shape = target.shape if arguments["target_weights"] is None else target.shape[:-1]
-    return in_shape(shape, differentiable_forward(settings, operands)[: 1 + len(loss.outputs)])
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
-def _needs_grad(arguments: Mapping[str, Any]) -> tuple[str, ...]:
-    """The operands whose gradient is needed, by the names of `named_operands`."""
-    if not torch.is_grad_enabled():
-        return ()
-    names = ("input", "linear_weight", "linear_bias", "terms")
-    operands = named_operands(*(arguments[name] for name in names))
-    return tuple(name for name, tensor in operands.items() if requires_grad(tensor))
-
-
-def in_shape(shape: torch.Size, results: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Results of the engine, those with one number a token in the shape of the tokens."""
-    return tuple(result.reshape(shape) if result.ndim else result for result in results)
-
-
-def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Under `torch.autocast`, the linears' operands in its dtype, but for float64, as `torch.nn.functional.linear`."""
-    device_type = operands[0].device.type if isinstance(operands[0], Tensor) else "cpu"
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
-        return operands
-    dtype = torch.get_autocast_dtype(device_type)
-
-    def cast(operand: Any) -> Any:
-        if isinstance(operand, list | tuple):
-            return tuple(map(cast, operand))
-        is_cast = isinstance(operand, Tensor) and operand.is_floating_point() and operand.dtype is not torch.float64
-        return operand.to(dtype) if is_cast else operand
-
-    return cast(operands)
-
-
-def plain(number: Any) -> Any:
-    """A number as Python's own, which the operator's settings need: it may be NumPy's, or a compiler's symbol."""
-    if number is None or type(number) in (int, float, bool):
-        return number
-    if isinstance(number, Integral | torch.SymInt):
-        return int(number)
-    return float(number) if isinstance(number, Real | torch.SymFloat) else number
+def _has_dtensor(arguments: Mapping[str, Any]) -> bool:
+    for value in arguments.values():
+        if type(value) not in _PLAIN and isinstance(value, Tensor | tuple | list) and has_dtensor(value):
+            return True
+    return False

@@ -7,14 +7,15 @@ and for a factor of 1 that ends before it touches memory. That saves a read and 
 """
 
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_flce.execution import engine
-from thunder_flce.execution.gradient_scaling import scale_gradient
+from thunder_flce.engine import engine
+from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.operators import define
 
 _LARGE = 2**23
@@ -22,7 +23,7 @@ _LARGE = 2**23
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    return scale_gradient(gradient, factor, may_overwrite=False)
+    return scaled_gradients([gradient], factor, may_overwrite=False)[0]
 
 
 def _scaled_fake(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -33,25 +34,28 @@ def _scaled_fake(gradient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _scale(gradient: Tensor, factor: Tensor) -> None:
-    scale_gradient(gradient, factor, may_overwrite=True)
+    scaled_gradients([gradient], factor, may_overwrite=True)
 
 
-define("scale_gradient", "Tensor gradient, Tensor factor", _scaled, _scaled_fake, returns="Tensor")
-define("scale_gradient_", "Tensor(a!) gradient, Tensor factor", _scale, lambda gradient, factor: None, returns="()")
+define("scale_gradient", "(Tensor gradient, Tensor factor) -> Tensor", _scaled, _scaled_fake)
+define("scale_gradient_", "(Tensor(a!) gradient, Tensor factor) -> ()", _scale, lambda gradient, factor: None)
 
 
 def scaled(
-    grad: Tensor, valid_count: Tensor, *gradients: Tensor, expected_gradient: Tensor | None = None
+    grad: Tensor, valid_count: Tensor, gradients: Sequence[Tensor], *, expected: Tensor | None = None
 ) -> list[Tensor]:
-    """`engine.scale_gradients` for a program that is compiled.
+    """`operators.scaled` for a program that is compiled.
 
     Args:
         grad: () the upstream gradient.
-        valid_count: () how many rows were computed.
+        valid_count: () how many rows are valid.
         gradients: those that the forward has finished.
-        expected_gradient: () the upstream gradient that they are finished for; None for 1.
+        expected: () the upstream gradient that they are finished for; None for 1.
     """
-    factor = engine.gradient_factor(grad, valid_count, expected_gradient)
+    factor = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    expected = engine.usable(None if expected is None else expected.to(factor.dtype))
+    factor = factor if expected is None else factor / expected
+    factor = torch.where(valid_count == 0, 0, factor)
     return [torch.ops.thunder_flce.scale_gradient(gradient, factor) for gradient in gradients]
 
 

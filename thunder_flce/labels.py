@@ -1,12 +1,16 @@
 """Labels of training on several ranks: how many count, and which token is predicted where."""
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 
-def count_items(target: Tensor, ignore_index: int = -100, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
+def count_items(target: Tensor, ignore_index: int = -100, group: "ProcessGroup | DeviceMesh | None" = None) -> Tensor:
     """The `num_items` of `linear_cross_entropy` with which data parallel training takes the mean over all tokens.
 
     Data parallel training averages gradients over its ranks, as DDP and FSDP do. With the mean over each rank's own
@@ -32,9 +36,9 @@ def count_items(target: Tensor, ignore_index: int = -100, group: ProcessGroup | 
     count = (target != ignore_index).sum()
     if group is None:
         return count.float()
-    if isinstance(group, DeviceMesh):
+    if dist.is_available() and isinstance(group, dist.DeviceMesh):
         group = group.get_group()
-    if not isinstance(group, ProcessGroup):
+    if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group must be a ProcessGroup or a DeviceMesh of one dimension, but got {type(group).__name__}"
         )

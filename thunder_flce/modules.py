@@ -4,18 +4,20 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import wraps
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, ProcessGroup
 
 from thunder_flce.functional import linear_cross_entropy
-from thunder_flce.operation.arguments import check_loss
+from thunder_flce.operation.checks import check_loss
 from thunder_flce.operation.loss import Loss
 from thunder_flce.options import Options, as_options
-from thunder_flce.token_functions import check_function
+from thunder_flce.token_losses import check_function
 from thunder_flce.vocab_parallel import VocabParallel
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
 
 # Dynamo does not trace `fields`. A token loss is a function here, and something else there.
 _OF_LOSS = tuple(field.name for field in fields(Loss) if field.name != "token_loss")
@@ -77,7 +79,7 @@ class LinearCrossEntropyLoss(nn.Module):
         detached: tuple[str, ...] = (),
         target_rest: bool = False,
         token_loss: Callable[..., Tensor] | None = None,
-        vocab_parallel: VocabParallel | ProcessGroup | DeviceMesh | None = None,
+        vocab_parallel: "VocabParallel | ProcessGroup | DeviceMesh | None" = None,
         options: Options | None = None,
     ):
         super().__init__()

@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 ACCUMULATE = ("auto", "parameter", "float32")
-IGNORED_ROWS = ("skip", "compute")
+IGNORED_ROWS = ("auto", "skip", "compute")
 LOGITS_DTYPES = ("input", "float32")
 ROW_KERNELS = ("auto", "triton", "nvfuser", "torch")
 
@@ -36,25 +36,25 @@ class Options:
 
     memory_budget: int | float | None = None
     """Temporary memory of the region on top of its gradients: bytes (int), or a fraction of the device's memory (float
-    in (0, 1)). None: chunks as small as they can be without costing time; and logits are saved for a backward that
-    would compute them again while they take at most 4 GiB, an eighth of the device's memory and half of what is free
-    when the plan is made (never on a CPU, whose memory belongs to everybody)."""
+    in (0, 1)). None: chunks as small as they can be without costing more than 3% of the time; and logits are saved for
+    a backward that would compute them again while they take at most 4 GiB and a sixteenth of the device's memory,
+    whatever of it is free (never on a CPU, whose memory belongs to everybody)."""
 
     strategy: str | None = None
     """One of `STRATEGIES`, or None to let the plan choose."""
 
     chunk_rows: int | None = None
-    """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size. The
-    first chunk may be larger where that takes no more memory, as its logits lie where dW will be (`staged_logits`)."""
+    """Tokens in a chunk, or None to let the plan choose. Tokens whose logits are saved are one chunk, of any size."""
 
     accumulate: str = "auto"
     """Where the weight's gradient is summed over chunks: "parameter" (the weight's own dtype), "float32", or "auto":
-    the parameter's dtype while that is as good (`planning.choose.EXACT_CHUNKS`), else float32."""
+    the parameter's dtype while that is as good (`engine.choose.EXACT_CHUNKS`), else float32."""
 
-    ignored_rows: str = "skip"
+    ignored_rows: str = "auto"
     """"skip": rows whose target is ignore_index are dropped before the first matmul, at the price of one device
     synchronisation on CUDA. "compute": no synchronisation (but once, to tune matmuls) and static shapes, as CUDA graphs
-    need; this is also what happens by itself while a CUDA graph is captured."""
+    need; this is also what happens by itself while a CUDA graph is captured. "auto": "skip" on a CPU and where the
+    matmuls take long enough (2 ms or more) for the wait to be worth it, "compute" elsewhere."""
 
     logits_dtype: str = "input"
     """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,
@@ -85,41 +85,32 @@ class Options:
     H a multiple of 8, with Triton's row kernels. Devices, numbers of threads and versions of libraries may differ."""
 
     def __post_init__(self):
-        budget = self.memory_budget
-        if budget is not None:
-            whole_bytes = isinstance(budget, int) and not isinstance(budget, bool) and budget > 0
-            fraction = isinstance(budget, float) and 0.0 < budget < 1.0
-            if not (whole_bytes or fraction):
-                raise ValueError(
-                    f"memory_budget must be a positive int (bytes) or a float in (0, 1) (a fraction of the device's "
-                    f"memory), but got {budget!r}"
-                )
-        if self.chunk_rows is not None and (
-            isinstance(self.chunk_rows, bool) or not isinstance(self.chunk_rows, int) or self.chunk_rows < 1
-        ):
-            raise ValueError(f"chunk_rows must be None or a positive int, but got {self.chunk_rows!r}")
-        for name, choices in (
-            ("strategy", (None, *STRATEGIES)),
-            ("accumulate", ACCUMULATE),
-            ("ignored_rows", IGNORED_ROWS),
-            ("logits_dtype", LOGITS_DTYPES),
-            ("row_kernels", ROW_KERNELS),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, but got {getattr(self, name)!r}")
-        expected = self.expected_gradient
-        is_number = isinstance(expected, int | float) and not isinstance(expected, bool)
-        if isinstance(expected, int) and not -(2**63) <= expected < 2**63:
-            raise ValueError(f"expected_gradient must be a float or fit 64 bits, but has {expected.bit_length()} bits")
-        if expected is not None and not (is_number and math.isfinite(expected) and expected != 0):
-            raise ValueError(f"expected_gradient must be None or a finite number other than 0, but got {expected!r}")
-        for name in ("memory_budget", "expected_gradient"):
+        budget, rows, factor = self.memory_budget, self.chunk_rows, self.expected_gradient
+        if isinstance(factor, int) and not -(2**63) <= factor < 2**63:
+            raise ValueError(f"expected_gradient must be a float or fit 64 bits, but has {factor.bit_length()} bits")
+        is_fraction = isinstance(budget, float) and 0 < budget < 1
+        is_factor = (_is_int(factor) or isinstance(factor, float)) and factor != 0 and math.isfinite(factor)
+        rules = {
+            "memory_budget": (
+                budget is None or is_fraction or (_is_int(budget) and budget > 0),
+                "a positive int (bytes) or a float in (0, 1) (a fraction of the device's memory)",
+            ),
+            "chunk_rows": (rows is None or (_is_int(rows) and rows > 0), "None or a positive int"),
+            "expected_gradient": (factor is None or is_factor, "None or a finite number other than 0"),
+            "strategy": (self.strategy in (None, *STRATEGIES), f"one of {(None, *STRATEGIES)}"),
+            "accumulate": (self.accumulate in ACCUMULATE, f"one of {ACCUMULATE}"),
+            "ignored_rows": (self.ignored_rows in IGNORED_ROWS, f"one of {IGNORED_ROWS}"),
+            "logits_dtype": (self.logits_dtype in LOGITS_DTYPES, f"one of {LOGITS_DTYPES}"),
+            "row_kernels": (self.row_kernels in ROW_KERNELS, f"one of {ROW_KERNELS}"),
+            "tune_products": (isinstance(self.tune_products, bool), "True or False"),
+            "batch_invariant": (isinstance(self.batch_invariant, bool), "True or False"),
+        }
+        for name, (is_right, expected) in rules.items():
+            if not is_right:
+                raise ValueError(f"{name} must be {expected}, but got {getattr(self, name)!r}")
             if isinstance(number := getattr(self, name), float):
                 # NumPy's is a float, too, but Dynamo takes it for a tensor.
                 object.__setattr__(self, name, float(number))
-        for name in ("tune_products", "batch_invariant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, but got {getattr(self, name)!r}")
 
     def non_defaults(self) -> dict[str, Any]:
         """The fields that differ from their defaults, by name."""
@@ -128,6 +119,10 @@ class Options:
     def has_float32_logits(self, dtype: torch.dtype) -> bool:
         """Whether the logits of operands of `dtype` are wanted in a wider dtype than theirs."""
         return self.logits_dtype == "float32" and dtype.itemsize < 4
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 _DEFAULTS = Options()

@@ -1,27 +1,44 @@
 """The vocabulary divided among ranks: who has which part, and that all ranks mean the same call.
 
-Ranks that disagree about a call would run another number of collectives, or with other sizes, and hang. So before the
-first call with some shapes and settings they tell each other what they were given, and any difference is an error on
-all of them. What they agree on then holds for every such call: nothing more is exchanged.
+Ranks that disagree about a call would run another number of collectives, or with other sizes, and hang. So each call
+begins with a collective of fixed size, before any whose size depends on the call: every rank gives a hash of what it
+was given, and the few numbers in which ranks may differ, such as its rows of the weight. All ranks then have the same
+numbers of all ranks, and only these decide what comes next:
+
+- where all hashes are equal, what the ranks agree on is computed from the numbers alone,
+- where they are not, or a rank has refused its arguments, all ranks tell each other the words, and all raise.
+
+No rank remembers earlier calls, so none can be wrong about what another one knows. The host waits for the numbers: for
+the other ranks where the group communicates on the CPU (gloo, also beside NCCL), and for the device where it is NCCL
+alone. While a CUDA graph is captured it cannot wait for a device. Such a call has to be one that the ranks agreed on
+before; that hashes are equal is then an assertion on the device, at each replay.
 """
 
 import ast
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NoReturn
+import sys
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor
 
-from thunder_flce.device import DeviceMemory
+from thunder_flce.importing import when_imported
+from thunder_flce.operation.call import COLUMN, HIDDEN, TOKEN, Call, argument, named_tensors
+from thunder_flce.operation.checks import check_call, check_pairs, check_token_inputs
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
+
+if TYPE_CHECKING:
+    from torch.distributed import DeviceMesh, ProcessGroup
+    from torch.distributed.tensor import DTensor
 
 ONLY_EAGER = (
     "DTensors and VocabParallel.data_parallel work in eager calls only: torch.compile breaks the graph there, unless "
@@ -29,7 +46,7 @@ ONLY_EAGER = (
     "program, or with to_local() and another vocab_parallel"
 )
 
-# Any value but "" and "0" makes ranks compare every call, not only the first of its kind.
+# Any value but "" and "0" makes ranks compare the values of targets and of a tensor num_items, too.
 CHECK_EVERY_CALL = "THUNDER_FLCE_CHECK_RANKS"
 
 
@@ -41,7 +58,7 @@ class VocabParallel:
         TypeError, ValueError: for a field that has no meaning; the message names it.
     """
 
-    group: ProcessGroup | DeviceMesh
+    group: "ProcessGroup | DeviceMesh"
     """The ranks: a process group, or a device mesh of one dimension."""
 
     start: int | None = None
@@ -57,8 +74,7 @@ class VocabParallel:
     """Whether each rank has tokens of its own, as many as it likes, and the gradients of what comes before are averaged
     over the ranks, as FSDP and DDP do. The loss is the mean over ranks of their losses, so that averaged gradients are
     its own: input's gradient is that of this rank's loss, and linear_weight's is already averaged. "mean" is the mean
-    over the tokens of all ranks; with num_items, the same on all ranks, as `count_items` has it. The host waits for
-    the number of tokens on other ranks."""
+    over the tokens of all ranks; with num_items, the same on all ranks, as `count_items` has it."""
 
     input_grad: str = "reduced"
     """"reduced": the gradient of input, and of the inputs of terms, is summed over the ranks. "partial": each rank gets
@@ -70,7 +86,9 @@ class VocabParallel:
     def __post_init__(self) -> None:
         _check_group("group", self.group)
         if self.start is not None and (isinstance(self.start, bool) or not isinstance(self.start, int)):
-            raise TypeError(f"start must be None or an int, but got {_name(self.start)}")
+            raise TypeError(f"start must be None or an int, but got {type(self.start).__name__}")
+        if self.start is not None and not 0 <= self.start < 2**63:
+            raise ValueError(f"start must be a row of the whole weight, but got {self.start}")
         flags = ("sequence_parallel", "data_parallel")
         for name, choices in (*((flag, (False, True)) for flag in flags), ("input_grad", ("reduced", "partial"))):
             if getattr(self, name) not in choices:
@@ -82,9 +100,9 @@ class VocabParallel:
             raise ValueError(f'input_grad must be "reduced" with {name}: each rank has tokens of its own')
 
     @property
-    def process_group(self) -> ProcessGroup:
+    def process_group(self) -> "ProcessGroup":
         """The ranks."""
-        return self.group.get_group() if isinstance(self.group, DeviceMesh) else self.group
+        return self.group.get_group() if _is_mesh(self.group) else cast("ProcessGroup", self.group)
 
     @property
     def divides_tokens(self) -> bool:
@@ -111,69 +129,305 @@ class Agreement:
 
     shard: Shard
     weight_rows: int
-    """Rows of the whole weight."""
-    memory: DeviceMemory | None
-    """The least total and the least free memory among all ranks; None for a CPU."""
+    """Rows of the whole weight"""
+    memory: int | None
+    """The least total memory of all ranks' devices, in bytes; None for a CPU"""
+    most_tokens: int
+    """Those of the rank with the most; with `data_parallel`, ranks have different numbers"""
 
 
-# The agreements of each group, by what this rank was given.
-_agreements: WeakKeyDictionary[ProcessGroup, dict[Any, Agreement]] = WeakKeyDictionary()
+class _Told(NamedTuple):
+    """What a rank tells the others in the first collective of a call, numbers of 64 bits."""
+
+    digest: int = 0
+    """A hash of what has to be equal"""
+    rows: int = 0
+    """Of its part of the weight"""
+    start: int = 0
+    memory: int = 0
+    tokens: int = 0
+    refuses: int = 0
 
 
-def agree(parallel: VocabParallel, arguments: Mapping[str, Any], *, loss: Loss, options: Options) -> Agreement:
-    """Which rank has which part of the vocabulary. The ranks exchange this when they first meet such a call.
+# Among numbers, what stands for None.
+_NONE = -1
+
+# What all ranks told each other, by what this rank told, for captured CUDA graphs; None where that has differed.
+_agreed: "WeakKeyDictionary[ProcessGroup, OrderedDict[_Told, list[_Told] | None]]" = WeakKeyDictionary()
+_REMEMBERED = 256
+
+
+def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
+    """Whether it is a DTensor; where there is one, its module has been imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def has_dtensor(value: Any) -> bool:
+    """Whether it is a DTensor, or a list or tuple, such as terms, that has one."""
+    if isinstance(value, (list, tuple)):
+        return any(map(has_dtensor, value))
+    return is_dtensor(value)
+
+
+def flat_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """`named_tensors` of arguments that are not checked yet.
+
+    Raises:
+        TypeError: for terms or token_inputs that are no sequences.
+    """
+    check_pairs(arguments.get("terms", ()))
+    check_token_inputs(arguments.get("token_inputs", ()))
+    return named_tensors(arguments)
+
+
+def agreed_call(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, int | None]:
+    """A call in a graph with this rank's columns, once all ranks agree, and the least memory: see `Agreement`."""
+    parallel = VocabParallel.of(vocab_parallel)
+    agreement = agree(parallel, call.tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
+    check_call(call.tensors, loss=call.loss, vocab=agreement.weight_rows)
+    return replace(call, shard=agreement.shard), agreement.memory
+
+
+def agree(
+    parallel: VocabParallel,
+    tensors: Mapping[str, Any],
+    *,
+    loss: Loss,
+    options: Options,
+    needs_grad: Collection[str] | None = None,
+) -> Agreement:
+    """Which rank has which part of the vocabulary, once it is clear that all mean the same call.
 
     Args:
-        parallel: the ranks, each of which has as many tokens.
-        arguments: of `linear_cross_entropy`, by name; not checked yet.
+        parallel: the ranks.
+        tensors: by name, as `named_tensors` has them; not checked yet. Of weights that are DTensors, ranks have parts.
         loss: the loss.
         options: the options.
+        needs_grad: the names of the operands whose gradient is needed; None for those that require one here and now.
 
     Raises:
         ValueError: for what differs between ranks, on all of them.
     """
-    group = parallel.process_group
-    call = _described(parallel, arguments, loss, options)
-    weight = arguments["linear_weight"]
-    rows = weight.shape[0] if isinstance(weight, Tensor) and weight.ndim else 0
-    key = (*call.items(), rows, parallel.start)
-    known = _agreements.setdefault(group, {})
-    checks_every_call = os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0")
-    if key in known and not checks_every_call:
-        return known[key]
-    values = _values(parallel, arguments) if checks_every_call else {}
-    memory = DeviceMemory.of(weight.device) if isinstance(weight, Tensor) else None
-    given = _told_by_all(group, (call | values, rows, parallel.start, memory))
-    for rank, told in enumerate(given):
-        if isinstance(told, str):
-            raise ValueError(f"rank {rank} of vocab_parallel has refused its arguments: {told}")
-    calls, all_rows, starts, memories = zip(*given, strict=True)
-    _check_equal(calls)
-    of_input = getattr(arguments["input"], "dtype", None)
+    group, weight, input = parallel.process_group, tensors.get("linear_weight"), tensors.get("input")
+    device = weight.device if isinstance(weight, Tensor) else None
+    call = _described(parallel, tensors, loss, options, needs_grad)
+    if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
+        call |= _values(parallel, tensors)
+    told = _Told(
+        digest=int.from_bytes(blake2b(repr(sorted(call.items())).encode(), digest_size=8).digest(), "big", signed=True),
+        rows=_rows(weight),
+        start=_NONE if parallel.start is None else parallel.start,
+        memory=_NONE if device is None else _total_memory(device),
+        tokens=input.shape[:-1].numel() if isinstance(input, Tensor) else 0,
+    )
+    if _is_capturing(group):
+        given = _told_while_capturing(group, told)
+    else:
+        given = _told_by_all(group, told, device)
+        if any(each.refuses or each.digest != told.digest for each in given):
+            _raise_difference(_words_of_all(group, call))
+        _remember(group, told, given)
+    of_input = getattr(input, "dtype", None)
     if parallel.input_grad_dtype not in (None, torch.float32, of_input):
         raise ValueError(
             f"input_grad_dtype must be None, torch.float32 or input's dtype, {of_input}, but got "
             f"{parallel.input_grad_dtype}"
         )
-    if key not in known:
-        known[key] = Agreement(
-            shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
-            weight_rows=sum(all_rows),
-            memory=None if None in memories else DeviceMemory(*map(min, zip(*memories, strict=True))),
-        )
-    return known[key]
+    _, all_rows, starts, memories, counts, _ = zip(*given, strict=True)
+    return Agreement(
+        shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
+        weight_rows=sum(all_rows),
+        memory=None if _NONE in memories else min(memories),
+        most_tokens=max(counts),
+    )
 
 
 def refuse(parallel: VocabParallel, error: Exception) -> NoReturn:
     """Raises an error of this rank's arguments, once the ranks that are about to agree know of it."""
-    _told_by_all(parallel.process_group, str(error))
+    group = parallel.process_group
+    if not _is_capturing(group):
+        _told_by_all(group, _Told(refuses=1))
+        _words_of_all(group, str(error))
     raise error
 
 
-def _told_by_all(group: ProcessGroup, told: Any) -> list[Any]:
-    given: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(given, told, group=group)
+# What ranks exchange.
+
+
+def _exchange_device(group: "ProcessGroup") -> torch.device:
+    """Where they do: the same on all ranks, whatever these were given."""
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
+
+
+def _is_capturing(group: "ProcessGroup") -> bool:
+    """Whether the host cannot wait for what ranks exchange, because a CUDA graph is being captured."""
+    return _exchange_device(group).type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _gathered(group: "ProcessGroup", mine: Tensor) -> Tensor:
+    """(R, numbers) of all ranks."""
+    found = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    dist.all_gather_into_tensor(found, mine, group=group)
+    return found.view(-1, mine.numel())
+
+
+def _told_by_all(group: "ProcessGroup", told: _Told, device: torch.device | None = None) -> list[_Told]:
+    where = _exchange_device(group)
+    # From pinned memory, so that the host waits only once.
+    mine = torch.tensor(told, pin_memory=where.type == "cuda")
+    mine = mine.to(device if device is not None and device.type == where.type else where, non_blocking=True)
+    return [_Told(*numbers) for numbers in _gathered(group, mine).tolist()]
+
+
+def _told_while_capturing(group: "ProcessGroup", told: _Told) -> list[_Told]:
+    """What all ranks told each other before. Each replay takes part in what other ranks may run eagerly."""
+    given = _agreed[group].get(told) if group in _agreed else None
+    if given is None:
+        raise RuntimeError(
+            "ranks cannot agree on a new call of vocab_parallel while a CUDA graph is captured: make it once before, "
+            "without a graph. Where there are calls with two weights of which this rank has as many rows, and others "
+            'have not, give the process group a backend for CPUs, too, such as "cpu:gloo,cuda:nccl"'
+        )
+    mine = torch.stack([torch.full((), number, dtype=torch.int64, device="cuda") for number in told])
+    is_same = (_gathered(group, mine)[:, 0] == told.digest).all()
+    torch._assert_async(is_same, "all ranks of vocab_parallel must be given the same")
     return given
+
+
+def _remember(group: "ProcessGroup", told: _Told, given: list[_Told]) -> None:
+    if _exchange_device(group).type == "cuda":
+        known = _agreed.setdefault(group, OrderedDict())
+        known[told] = given if known.pop(told, given) == given else None
+        if len(known) > _REMEMBERED:
+            known.popitem(last=False)
+
+
+def _words_of_all(group: "ProcessGroup", words: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, words, group=group)
+    return found
+
+
+def _raise_difference(words: list[Any]) -> NoReturn:
+    for rank, told in enumerate(words):
+        if isinstance(told, str):
+            raise ValueError(f"rank {rank} of vocab_parallel has refused its arguments: {told}")
+    for rank, call in enumerate(words):
+        for name in {**words[0], **call}:
+            first, other = (each.get(name, "NoneType") for each in (words[0], call))
+            if first != other:
+                raise ValueError(
+                    f"all ranks of vocab_parallel must be given the same, but {name} is {first} on rank 0 and {other} "
+                    f"on rank {rank}"
+                )
+    raise AssertionError("ranks have described equal calls with different hashes")
+
+
+# A call in words.
+
+
+def _described(
+    parallel: VocabParallel,
+    tensors: Mapping[str, Any],
+    loss: Loss,
+    options: Options,
+    needs_grad: Collection[str] | None,
+) -> dict[str, str]:
+    """What must be equal on all ranks, in words, by the name of the argument."""
+    input = tensors.get("input")
+    tokens = input.shape[:-1] if parallel.data_parallel and isinstance(input, Tensor) else None
+    rows, device = _rows(tensors.get("linear_weight")), getattr(input, "device", None)
+    call: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            call[name] = type(value).__name__
+            if isinstance(value, int | float):
+                others[f"the value of {name}"] = str(value)
+            continue
+        known, shape = argument(name), tuple[Any, ...](value.shape)
+        if known.role == COLUMN and (is_dtensor(value) or _rows(value) == rows):
+            shape = ("V", *shape[1:])
+        elif known.role in (HIDDEN, TOKEN) and tokens is not None and shape[: len(tokens)] == tokens:
+            shape = ("T", *shape[len(tokens) :])
+        needs = value.requires_grad and (torch.is_grad_enabled() or not known.differentiable)
+        if known.differentiable and needs_grad is not None:
+            needs = name in needs_grad
+        kind, dtype = "a DTensor, " if is_dtensor(value) else "", str(value.dtype).removeprefix("torch.")
+        where = value.device.type if device == value.device else value.device
+        gradient = ", which requires a gradient" if needs else ""
+        call[name] = f"{kind}{dtype} ({', '.join(map(str, shape))}) on {where}{gradient}"
+        if is_dtensor(value):
+            others[f"the placement of {name}"] = f"{value.placements} on {value.device_mesh}"
+    settings = {name: getattr(parallel, name) for name in _FIELDS if name not in ("group", "start")}
+    plain = {**{field.name: getattr(loss, field.name) for field in fields(loss)}, "options": options, **settings}
+    return {**call, **others, **{name: repr(value) for name, value in plain.items()}}
+
+
+def _values(parallel: VocabParallel, tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Numbers in tensors that must be equal, too, in words: a NaN is not equal to itself."""
+    target, number = tensors.get("target"), tensors.get("num_items")
+    values = {}
+    # Neither of a DTensor nor of what stands for a tensor in a trace.
+    if type(target) is Tensor and not parallel.divides_tokens:
+        weights = torch.arange(1, target.numel() + 1, device=target.device)
+        values["the values of target"] = str(int((target.reshape(-1).long() * weights).sum()))
+    if type(number) is Tensor:
+        values["the value of num_items"] = str(number.tolist())
+    return values
+
+
+def _rows(weight: Any) -> int:
+    """Rows of this rank's part of a weight, whatever it is."""
+    local = weight.to_local() if is_dtensor(weight) else weight
+    return local.shape[0] if isinstance(local, Tensor) and local.ndim else 0
+
+
+@cache
+def _total_memory(device: torch.device) -> int:
+    is_there = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).total_memory if is_there else _NONE
+
+
+# The parts of the vocabulary.
+
+
+def _starts(all_rows: tuple[int, ...], starts: tuple[int, ...]) -> list[int]:
+    """The first row of each rank's part."""
+    if set(starts) == {_NONE}:
+        return [sum(all_rows[:rank]) for rank in range(len(all_rows))]
+    parts = sorted((start, start + rows) for start, rows in zip(starts, all_rows, strict=True) if rows)
+    if _NONE not in starts and [start for start, _ in parts] == [0, *(stop for _, stop in parts)][: len(parts)]:
+        return list(starts)
+    given = ["None" if start == _NONE else str(start) for start in starts]
+    of_ranks = ", ".join(f"{start} with {rows} rows" for start, rows in zip(given, all_rows, strict=True))
+    raise ValueError(
+        f"start must be None on all ranks, or the parts must follow each other from row 0 without gap or overlap, but "
+        f"the ranks have {of_ranks}"
+    )
+
+
+def _shard(parallel: VocabParallel, loss: Loss, all_rows: tuple[int, ...], starts: list[int]) -> Shard:
+    rank, size = dist.get_rank(parallel.process_group), loss.vocab_size
+    vocab = size if isinstance(size, int) else sum(all_rows)
+    columns = [max(min(start + rows, vocab) - start, 0) for start, rows in zip(starts, all_rows, strict=True)]
+    return Shard(
+        group=parallel.process_group.group_name,
+        ranks=len(all_rows),
+        rank=rank,
+        start=starts[rank],
+        columns=columns[rank],
+        largest=max(columns),
+        vocab=vocab,
+        reduces_input_grad=parallel.input_grad == "reduced",
+        float32_input_grad=parallel.input_grad_dtype in (None, torch.float32),
+        sequence_parallel=parallel.divides_tokens,
+        input_grad_factor=len(all_rows) if parallel.data_parallel else 1,
+    )
+
+
+# A VocabParallel in a graph.
 
 
 def settings_of(vocab_parallel: Any) -> dict[str, Any]:
@@ -200,6 +454,10 @@ def as_literal(**settings: Any) -> str:
     return repr({**changed, "group": parallel.process_group.group_name})
 
 
+# Dynamo does not look into it.
+when_imported("torch._dynamo", lambda: torch.compiler.assume_constant_result(as_literal))
+
+
 def _from_literal(literal: str) -> VocabParallel:
     values = ast.literal_eval(literal)
     dtype = values.pop("input_grad_dtype", None)
@@ -207,106 +465,19 @@ def _from_literal(literal: str) -> VocabParallel:
     return VocabParallel(group=group, input_grad_dtype=None if dtype is None else getattr(torch, dtype), **values)
 
 
-def _described(parallel: VocabParallel, arguments: Mapping[str, Any], loss: Loss, options: Options) -> dict[str, Any]:
-    """What must be equal on all ranks, by the name of the argument."""
-    weights = ("linear_weight", "linear_bias")
-    call: dict[str, Any] = {
-        name: _word(value, is_part=name in weights)
-        for name, value in arguments.items()
-        if name not in ("terms", "token_inputs")
-    }
-    for number, value in enumerate(arguments["token_inputs"]):
-        call[f"token_inputs[{number}]"] = _word(value, is_part=False)
-    for number, term in enumerate(arguments["terms"]):
-        call[f"terms[{number}]"] = tuple(_word(value, is_part=at > 0) for at, value in enumerate(term))
-    names = ("sequence_parallel", "data_parallel", "input_grad", "input_grad_dtype")
-    settings = {name: getattr(parallel, name) for name in names}
-    return {**call, **asdict(loss), "options": repr(options), "grad mode": torch.is_grad_enabled(), **settings}
-
-
-def _word(value: Any, *, is_part: bool) -> str:
-    """An argument but for its numbers and, where it is a part of the vocabulary, its rows."""
-    if not isinstance(value, Tensor):
-        return _name(value)
-    shape = ["V", *value.shape[1:]] if is_part else list(value.shape)
-    dtype = str(value.dtype).removeprefix("torch.")
-    gradient = ", which requires a gradient" if value.requires_grad else ""
-    kind = "a DTensor, " if isinstance(value, DTensor) else ""
-    return f"{kind}{dtype} ({', '.join(map(str, shape))}) on {value.device.type}{gradient}"
-
-
-def _values(parallel: VocabParallel, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers that must be equal, too, in words: a NaN is not equal to itself."""
-    target, number = arguments["target"], arguments["num_items"]
-    values: dict[str, Any] = {}
-    if isinstance(target, Tensor) and not parallel.divides_tokens:
-        weights = torch.arange(1, target.numel() + 1, device=target.device)
-        values["the values of target"] = int((target.reshape(-1).long() * weights).sum())
-    if isinstance(number, Tensor | int | float):
-        values["the value of num_items"] = str(number.tolist() if isinstance(number, Tensor) else number)
-    return values
+def _is_mesh(group: Any) -> TypeGuard["DeviceMesh"]:
+    return dist.is_available() and isinstance(group, dist.DeviceMesh)
 
 
 def _check_group(name: str, group: Any) -> None:
     """Raises a TypeError or a ValueError for what is no group of ranks; the message has the argument's name."""
-    if isinstance(group, DeviceMesh):
+    if _is_mesh(group):
         if group.ndim != 1:
             raise ValueError(
                 f"{name} must be a device mesh of one dimension, but has {group.ndim}, {group.mesh_dim_names}: take "
                 'the one over which the vocabulary is divided, such as mesh["tp"]'
             )
-    elif not isinstance(group, ProcessGroup):
+    elif not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         raise TypeError(
-            f"{name} must be a ProcessGroup or a DeviceMesh that this rank belongs to, but got {_name(group)}"
+            f"{name} must be a ProcessGroup or a DeviceMesh that this rank belongs to, but got {type(group).__name__}"
         )
-
-
-def _name(value: Any) -> str:
-    return type(value).__name__
-
-
-def _check_equal(calls: tuple[dict[str, Any], ...]) -> None:
-    for rank, call in enumerate(calls):
-        for name in {**calls[0], **call}:
-            first, other = (each.get(name) for each in (calls[0], call))
-            if first != other:
-                raise ValueError(
-                    f"all ranks of vocab_parallel must be given the same, but {name} is {first} on rank 0 and {other} "
-                    f"on rank {rank}"
-                )
-
-
-def _starts(all_rows: tuple[int, ...], starts: tuple[int | None, ...]) -> list[int]:
-    """The first row of each rank's part."""
-    in_order = [sum(all_rows[:rank]) for rank in range(len(all_rows))]
-    given = [start for start in starts if start is not None]
-    if not given:
-        return in_order
-    if len(given) == len(starts):
-        parts = sorted((start, start + rows) for start, rows in zip(given, all_rows, strict=True) if rows)
-        if [start for start, _ in parts] == [0, *(stop for _, stop in parts)][: len(parts)]:
-            return given
-    of_ranks = ", ".join(f"{start} with {rows} rows" for start, rows in zip(starts, all_rows, strict=True))
-    raise ValueError(
-        f"start must be None on all ranks, or the parts must follow each other from row 0 without gap or overlap, but "
-        f"the ranks have {of_ranks}"
-    )
-
-
-def _shard(parallel: VocabParallel, loss: Loss, all_rows: tuple[int, ...], starts: list[int]) -> Shard:
-    rank, size = dist.get_rank(parallel.process_group), loss.vocab_size
-    vocab = size if isinstance(size, int) else sum(all_rows)
-    columns = [max(min(start + rows, vocab) - start, 0) for start, rows in zip(starts, all_rows, strict=True)]
-    return Shard(
-        group=parallel.process_group.group_name,
-        ranks=len(all_rows),
-        rank=rank,
-        start=starts[rank],
-        columns=columns[rank],
-        largest=max(columns),
-        vocab=vocab,
-        reduces_input_grad=parallel.input_grad == "reduced",
-        float32_input_grad=parallel.input_grad_dtype in (None, torch.float32),
-        sequence_parallel=parallel.divides_tokens,
-        input_grad_factor=len(all_rows) if parallel.data_parallel else 1,
-    )

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -179,12 +180,12 @@ def build_fusions() -> dict[str, str]:
     """The printed nvFuser definitions for bfloat16 logits over a vocabulary of 128256."""
     from nvfuser_direct import DataType, FusionDefinition
 
-    from thunder_flce.execution.layout import VocabLayout
-    from thunder_flce.execution.row_kernels import dispatch
-    from thunder_flce.execution.row_kernels.interface import LogitMap, RowWork
+    from thunder_flce.engine.kernels.layout import row_stride
+    from thunder_flce.engine.kernels.nvfuser_rows import definitions
     from thunder_flce.graph.unfused_cross_entropy import nvfuser_impl
     from thunder_flce.inspection.programs import Sizes
     from thunder_flce.inspection.trace_text import commented
+    from thunder_flce.operation.loss import LogitMap, RowCoefficients
     from thunder_flce.operation.moments import MOMENTS
 
     rows, vocab = Sizes().tokens, Sizes().vocab
@@ -205,18 +206,17 @@ def build_fusions() -> dict[str, str]:
     row_vector, count = ((rows,), DataType.Float), ((), DataType.Int)
     grad = ((), DataType.BFloat16)
 
-    def of_rows(method: str, logit_map: LogitMap, **asked: Any) -> dict[str, FusionDefinition]:
-        layouts = () if method == "target_gradient" else (VocabLayout.aligned(vocab),)
-        work = RowWork(method=method, layouts=layouts, dtype=torch.bfloat16, out_dtype=torch.bfloat16, **asked)
-        return dispatch.definitions(work, logit_map)
-
-    everything = ("uniform", "entropy", "class_weight")
-    of_everything = of_rows("gradient", LogitMap(scale=0.5, softcap=30.0), optional=everything, column_sums=True)
+    stride = row_stride(vocab, dtype=torch.bfloat16, device_type="cuda")
+    of_rows = partial(definitions, dtype=torch.bfloat16, stride=stride, vocab=vocab)
+    of_everything = of_rows(
+        LogitMap(scale=0.5, softcap=30.0), method="gradient_", coefficients=RowCoefficients(1, 1, 1, 1),
+        has_class_weight=True, column_sums=True,
+    )  # fmt: skip
     fusions = {
         # Statistics, gradient and the targets' entries are all that a Llama-like region takes.
-        **of_rows("statistics_and_gradient", LogitMap()),
-        **of_rows("moments", LogitMap(), moments=tuple(MOMENTS), optional=("class_weight",)),
-        **of_rows("gradient", LogitMap(), column_sums=True),
+        **of_rows(LogitMap(), method="both_"),
+        **of_rows(LogitMap(), method="moments", names=tuple(MOMENTS), has_class_weight=True),
+        **of_rows(LogitMap(), method="gradient_", coefficients=RowCoefficients(1, 1), column_sums=True),
         "gradient_of_everything": of_everything["gradient_with_column_sums"],
         "cross_entropy_fwd": standalone(nvfuser_impl.forward_fusion, logits, target),
         "cross_entropy_bwd": standalone(

@@ -19,12 +19,14 @@ from thunder_flce.bench import (
     convergence,
     distributed,
     kernels,
+    lengths,
     losses,
     methods,
     models,
     predictions,
     records,
     regions,
+    small,
     soak,
     sweep,
     torchrun,
@@ -202,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     _shape_option(subset)
     subset.add_argument("--methods", nargs="+", default=["flce"], metavar="METHOD", help="; ".join(methods.METHODS))
 
-    subset = _subset(subsets, "predictions", "predicted and measured time and memory of every way to run a region")
+    subset = _subset(subsets, "predictions", "predicted and measured memory of every way to run a region", None)
     _shape_option(subset, predictions.SHAPES)
     subset.add_argument(
         "--methods", nargs="+", choices=predictions.WAYS, default=list(predictions.WAYS), metavar="METHOD"
@@ -223,6 +225,16 @@ def _parser() -> argparse.ArgumentParser:
     _shape_option(subset)
     subset.add_argument("--methods", nargs="+", default=["flce"], metavar="METHOD")
     subset.add_argument("--steps", type=_positive, default=5000, help="of each method (default: %(default)s)")
+
+    subset = _subset(subsets, "lengths", "numbers of tokens that are new at each step, then again", None)
+    _shape_option(subset, lengths.SHAPES)
+    names = list(lengths.METHODS)
+    subset.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD", help="; ".join(names))
+
+    subset = _subset(subsets, "small", "time of host and device, and calls, where regions are small", small.SCHEDULE)
+    _shape_option(subset, small.SHAPES)
+    names = list(small.METHODS)
+    subset.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD", help="; ".join(names))
 
     subset = _subset(subsets, "kernels", "bandwidth of the row kernels, against a device copy")
     subset.add_argument("--vocabs", nargs="+", type=_positive, metavar="V", help="columns of the logits")
@@ -370,6 +382,14 @@ def _soak(parsed: argparse.Namespace) -> Run:
     return Run("shapes", cases, _known(parsed.methods), soak.Row)
 
 
+def _lengths(parsed: argparse.Namespace) -> Run:
+    return Run("shapes", _shape_cases(parsed, lengths.measure), parsed.methods, lengths.Row)
+
+
+def _small(parsed: argparse.Namespace) -> Run:
+    return Run("shapes", _shape_cases(parsed, small.measure), parsed.methods, small.Row)
+
+
 def _kernels(parsed: argparse.Namespace) -> Run:
     dtype = DTYPES[parsed.dtype or ("bfloat16" if parsed.device == "cuda" else "float32")]
     vocabs = parsed.vocabs or kernels.VOCABS[parsed.device]
@@ -407,6 +427,8 @@ _RUNS = {
     "models": _models,
     "convergence": _convergence,
     "soak": _soak,
+    "lengths": _lengths,
+    "small": _small,
     "kernels": _kernels,
     "losses": _losses,
 }

@@ -45,7 +45,6 @@ from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.modules import LinearCrossEntropyLoss
 from thunder_flce.options import Options
-from thunder_flce.planning.traffic import HeadTraffic, head_traffic
 from thunder_flce.vocab_parallel import VocabParallel
 
 # As torchtitan has it by default.
@@ -70,8 +69,6 @@ class Row(TimedRow):
     dx_error: float | None = column("dX error", ERROR)
     dw_error: float | None = column("dW error", ERROR)
     """Of all ranks' rows together."""
-    moved_gb: float | None = column("moved, GB", GB)
-    """What a rank gets from the others, of the ways of data parallel training"""
     same_bits: bool | None = column("same bits")
     """Whether all ranks have the same loss and dX; None where they need not."""
 
@@ -373,7 +370,6 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
     )
     of_reference = {"dx": reference.gradients["dx"], "dw": reference.gradients["dw"][mine].clone()}
     del whole, reference
-    traffic = head_traffic(tokens=tokens, vocab=shape.vocab, hidden=shape.hidden, ranks=ranks, dtype=shape.dtype)
     # The clock must not decide how often a step runs.
     schedule = replace(schedule, settle_ms=0, turn_ms=1e9)
     steps: dict[str, Step] = {}
@@ -388,8 +384,6 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
             result = step(_no_mark)
         if isinstance(result, Result):
             found[name] = _checked(result, of_reference, part)
-            if name in HeadTraffic._fields:
-                found[name]["moved_gb"] = getattr(traffic, name) / 1e9
             gradients = result.dx.nbytes + result.dw.nbytes + result.other_gradient_bytes
             del result
             found[name]["memory_gb"] = _largest((peak_bytes(step, device)[TOTAL] - gradients) / 1e9)

@@ -11,12 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thunder_flce.bench.measuring import TOTAL, Mark, Session, Step, TimedRow, column, release
 from thunder_flce.bench.shapes import dtype_name
-from thunder_flce.execution.layout import layout_for
-from thunder_flce.execution.row_kernels.dispatch import BACKENDS, check_available, kernels_for
-from thunder_flce.execution.row_kernels.interface import LogitMap, LogitsBuffer, RowCoefficients, RowKernels
+from thunder_flce.engine.kernels.dispatch import BACKENDS, check_available, kernels_for
+from thunder_flce.engine.kernels.interface import RowKernels, target_gradient
+from thunder_flce.engine.kernels.layout import empty_logits, row_stride, whole_rows
+from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
 VOCABS = {
@@ -71,21 +73,21 @@ def measure(
     """
     device = session.device
     release(device)
-    layout = layout_for(vocab, dtype=dtype, device_type=device)
-    rows = max((logits_bytes or LOGITS_BYTES[device]) // (layout.row_stride * dtype.itemsize), 2)
-    row = partial(_row, vocab=vocab, rows=rows, row_stride=layout.row_stride, dtype=dtype_name(dtype))
+    stride = row_stride(vocab, dtype=dtype, device_type=device)
+    rows = max((logits_bytes or LOGITS_BYTES[device]) // (stride * dtype.itemsize), 2)
+    row = partial(_row, vocab=vocab, rows=rows, row_stride=stride, dtype=dtype_name(dtype))
     session = replace(session, row=row)
     with session.attempt("torch: logits") as tried:
-        buffer = LogitsBuffer(torch.empty(rows, layout.row_stride, dtype=dtype, device=device), layout)
-        buffer.padded.normal_()
-        copies = {f"copy: {name}": _copy_step(buffer, _bytes_moved(name, buffer)) for name in methods}
+        z = empty_logits(rows, vocab, dtype=dtype, device=device)
+        whole_rows(z).normal_()
+        copies = {f"copy: {name}": _copy_step(z, _bytes_moved(name, z)) for name in methods}
     if tried.failed:
         return
     steps: dict[str, Step] = {}
     for backend in _available_backends(dtype, device):
         with session.attempt(f"{backend}: statistics") as tried:
             kernels = kernels_for(backend, dtype=dtype, device_type=device, logit_map=LogitMap())
-            available = _kernel_steps(kernels, buffer)
+            available = _kernel_steps(kernels, z)
         if tried.failed:
             continue
         for name in methods:
@@ -98,7 +100,7 @@ def measure(
         kind, _, name = method.partition(": ")
         if kind == "copy":
             continue
-        moved, spread, copied = _bytes_moved(name, buffer), outcome.spread(), outcomes.get(f"copy: {name}")
+        moved, spread, copied = _bytes_moved(name, z), outcome.spread(), outcomes.get(f"copy: {name}")
         bandwidth = moved / spread["time_ms"] / 1e6
         copy_bandwidth = None if copied is None else moved / copied.median(TOTAL) / 1e6
         session.report(
@@ -129,44 +131,41 @@ def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
     return [name for name in BACKENDS if is_available(name)]
 
 
-def _bytes_moved(name: str, buffer: LogitsBuffer) -> int:
+def _bytes_moved(name: str, z: Tensor) -> int:
     """What a kernel has to read and write at least."""
-    itemsize = buffer.padded.element_size()
     if name == "target entries":
-        # Row maximum and sum, two coefficients, and z and its gradient.
-        return buffer.logits.shape[0] * (4 * 4 + 2 * itemsize)
-    return buffer.logits.numel() * itemsize * (1 if name in ("statistics", "moments") else 2)
+        # Row maximum and sum, two coefficients, z and its gradient.
+        return z.shape[0] * (5 * 4 + z.element_size())
+    return z.numel() * z.element_size() * (1 if name in ("statistics", "moments") else 2)
 
 
-def _kernel_steps(kernels: RowKernels, buffer: LogitsBuffer) -> dict[str, Step]:
+def _kernel_steps(kernels: RowKernels, z: Tensor) -> dict[str, Step]:
     """A step for each of `KERNELS`."""
-    rows, vocab = buffer.logits.shape
-    dtype = buffer.padded.dtype
-    row = buffer.padded.new_full((rows,), 1 / rows, dtype=torch.float32)
-    statistics = kernels.statistics(buffer)
+    rows, vocab = z.shape
+    row = z.new_full((rows,), 1 / rows, dtype=torch.float32)
+    statistics = kernels.statistics(z)
     plain, everything = RowCoefficients(row, row), RowCoefficients(row, row, row, row)
-    class_weight = row.new_ones(vocab)
-    target, z = torch.zeros_like(row, dtype=torch.long), row.to(dtype)
-    names = tuple(MOMENTS)
+    target, class_weight = torch.zeros_like(row, dtype=torch.long), row.new_ones(vocab)
+    z_y = z[:, 0].contiguous()
 
-    def gradient(coefficients: RowCoefficients, *, column_sums: bool = False) -> None:
-        kernels.gradient(buffer, statistics, coefficients, class_weight, dtype=dtype, column_sums=column_sums)
+    def gradient(coefficients: RowCoefficients, **settings: Any) -> None:
+        kernels.gradient_(z, statistics, coefficients, out=z, target=target, entry=row, **settings)
 
     calls: dict[str, Callable[[], object]] = {
-        "statistics": lambda: kernels.statistics(buffer),
-        "moments": lambda: kernels.moments(buffer, statistics, class_weight, names),
-        "statistics and dlogits": lambda: kernels.statistics_and_gradient(buffer, target, plain),
+        "statistics": lambda: kernels.statistics(z),
+        "moments": lambda: kernels.moments(z, statistics, class_weight, tuple(MOMENTS)),
+        "statistics and dlogits": lambda: kernels.both_(z, target, plain),
         "dlogits": lambda: gradient(plain),
-        "dlogits, every term": lambda: gradient(everything),
+        "dlogits, every term": lambda: gradient(everything, class_weight=class_weight),
         "dlogits, column sums": lambda: gradient(plain, column_sums=True),
-        "target entries": lambda: kernels.target_gradient(z, statistics, plain, None, dtype=dtype),
+        "target entries": lambda: target_gradient(kernels.logit_map, z_y, statistics, plain),
     }
     return {name: _timed(call) for name, call in calls.items()}
 
 
-def _copy_step(buffer: LogitsBuffer, moved: int) -> Step:
+def _copy_step(z: Tensor, moved: int) -> Step:
     """A copy that reads and writes so many bytes in all."""
-    source, destination = (buffer.padded.new_zeros(moved // 2, dtype=torch.uint8) for _ in range(2))
+    source, destination = (z.new_zeros(moved // 2, dtype=torch.uint8) for _ in range(2))
     return _timed(lambda: destination.copy_(source))
 
 

@@ -291,7 +291,7 @@ class Session:
 
     def take_turns(self, steps: Mapping[str, Step]) -> dict[str, Outcome]:
         """Times methods that take turns; one that fails is left out from there on."""
-        found = self._rounds(steps, _turn)
+        found = self.rounds(steps, _turn)
         return {
             name: Outcome(
                 laps_ms=[lap for laps_ms, _ in turns for lap in laps_ms],
@@ -305,11 +305,11 @@ class Session:
 
         Both calls of a pair find the chip as warm, so their ratio is known better than either of their times.
         """
-        found = self._rounds(pairs, _paired_turn_ms)
+        found = self.rounds(pairs, _paired_turn_ms)
         return {name: [pair for pairs_ms in turns for pair in pairs_ms] for name, turns in found.items()}
 
-    def _rounds(self, steps: Mapping[str, Any], turn: Callable[[Any, Schedule, str], Any]) -> dict[str, list[Any]]:
-        """What the turns of each method gave; nothing of those that failed."""
+    def rounds(self, steps: Mapping[str, Any], turn: Callable[[Any, Schedule, str], Any]) -> dict[str, list[Any]]:
+        """What `turn` gave in each round, of methods that take turns; nothing of those that failed."""
         found: dict[str, list[Any]] = {name: [] for name in steps}
         for number in range(1, self.schedule.rounds + 1):
             for name in list(found):

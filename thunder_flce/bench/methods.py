@@ -74,6 +74,11 @@ def _function(linear_cross_entropy: Callable[..., Any], options: Any, **settings
     return method
 
 
+def ours(options: thunder_flce.Options | None = None, **settings: Any) -> Method:
+    """A call of `linear_cross_entropy` with other arguments than the methods have: the loss, (), (T,), or a tuple."""
+    return _function(thunder_flce.linear_cross_entropy, options, **settings)
+
+
 def _our_options(name: str) -> dict[str, Any]:
     return {"memory_budget": parse_budget(name.removeprefix(BUDGET))} if name.startswith(BUDGET) else OURS[name]
 
@@ -247,6 +252,7 @@ OURS: dict[str, dict[str, Any]] = {
 METHODS: dict[str, Callable[[], Method]] = {
     "eager": lambda: _compiled(lambda program: program),
     "torch.compile": lambda: _compiled(partial(torch.compile, dynamic=False)),
+    "torch.compile, dynamic": lambda: _compiled(partial(torch.compile, dynamic=True)),
     "thunder": lambda: _compiled(import_module("thunder").jit),
     **{name: partial(_jitted, **options) for name, options in OURS.items()},
     "flce, entropy": _entropy,
@@ -279,6 +285,7 @@ Those that may leave the device unusable come last.
 
 ONLY_WHEN_NAMED = {
     "quack, tuned",
+    "torch.compile, dynamic",
     "flce, untuned",
     "flce, batch_invariant",
     "flce, entropy in 0.27 GB",

@@ -1,22 +1,22 @@
-"""Predicted against measured: peak memory and time of every way to run a region."""
+"""Predicted against measured peak memory of every way to run a region: within 5%."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_flce.bench.measuring import GB, TIME, TOTAL, Session, Step, TimedRow, column, peak_bytes, release
+from thunder_flce.bench.measuring import GB, TOTAL, Session, Step, column, peak_bytes, release
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.execution.operands import Operands, Term
+from thunder_flce.calls import needed
+from thunder_flce.engine.choose import temporary_bytes
 from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.operation.call import Call, named_tensors
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operators import plan_for, problem_of
+from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
-from thunder_flce.planning import cost
-from thunder_flce.planning.program import program
 
 SHAPES = {"cuda": ["S1", "S1a", "S2", "U2"], "cpu": ["tiny", "tiny-a"]}
 """Without and with an adapter, with a bias, and with an odd vocabulary."""
@@ -55,47 +55,28 @@ WAYS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(TimedRow):
+class Row:
     """What was predicted and measured of one way to run a region, which `method` names."""
 
+    method: str
     shape: Shape
-    time_ms: float | None = column("measured, ms", TIME)
-    predicted_ms: float | None = column("predicted", TIME)
-    """None where the device's rates are not known."""
-    ratio: float | None = column("ratio", "{:.3f}")
-    """Predicted over measured."""
+    plan: str | None = column("plan")
     predicted_gb: float | None = column("predicted peak, GB", GB)
-    """Peak above the inputs, in 10⁹ bytes."""
+    """Peak above the inputs, in 10⁹ bytes, the gradients included."""
     memory_gb: float | None = column("measured", GB)
     memory_ratio: float | None = column("ratio", "{:.3f}")
+    """Predicted over measured."""
+    failed: str | None = None
+    """Why nothing was measured; None where it was."""
 
 
-class Prediction(NamedTuple):
-    """What a region is predicted to take."""
-
-    bytes: int
-    """The peak of memory above the inputs, the gradients included."""
-
-    seconds: float | None
-    """Forward and backward; None where the device's rates are not known."""
-
-
-def predicted(inputs: Inputs, options: Options, *, reduction: str) -> Prediction:
-    """The prediction for the plan that `linear_cross_entropy` would make for the same arguments."""
-    pairs, bias = ((inputs.x, inputs.weight), *inputs.terms), inputs.bias
-    operands = Operands(
-        terms=tuple(
-            Term(x=x, weight=weight, input_grad=x.requires_grad, weight_grad=weight.requires_grad)
-            for x, weight in pairs
-        ),
-        bias=bias,
-        target=inputs.target,
-        loss=Loss(reduction=reduction),
-        bias_grad=bias is not None and bias.requires_grad,
-    )
-    problem, plan = problem_of(operands, options), plan_for(operands, options)
-    name = cost.device_name(operands.device.type)
-    return Prediction(program(problem, plan).peak_bytes, cost.predicted_seconds(problem, plan, name))
+def predicted(inputs: Inputs, options: Options, *, reduction: str) -> tuple[str, int]:
+    """The plan of `linear_cross_entropy` for the same arguments, in words, and the peak above the inputs, in bytes."""
+    given = {"input": inputs.x, "linear_weight": inputs.weight, "target": inputs.target, "linear_bias": inputs.bias}
+    tensors = named_tensors({**given, "terms": inputs.terms})
+    call = Call(tensors=tensors, loss=Loss(reduction=reduction), needs_grad=needed(tensors))
+    plan = plan_for(call, options)
+    return plan.describe(), temporary_bytes(call, plan) + call.gradient_bytes
 
 
 def measure(shape: Shape, ways: list[str], session: Session) -> None:
@@ -104,38 +85,26 @@ def measure(shape: Shape, ways: list[str], session: Session) -> None:
     Args:
         shape: what to measure.
         ways: names from `WAYS`.
-        session: where, for how long, and who is told.
+        session: where, and who is told.
     """
     device, session = session.device, replace(session, row=partial(Row, shape=shape))
-    steps: dict[str, Step] = {}
-    numbers: dict[str, dict[str, Any]] = {}
     with session.attempt("inputs") as tried:
         release(device)
         inputs = Inputs.random(shape, device)
     if tried.failed:
         return
     for name in ways:
-        session.progress(f"{name}: first call")
+        session.progress(name)
         way = WAYS[name]
         with session.attempt(name):
             options = way.options_for(shape)
             used = inputs if way.needs_grad else inputs.without_gradients()
-            step = partial(run_step, used, partial(_loss, way.reduction, options))
-            # Before anything runs: what is free then decides about the plan, which is kept.
-            prediction = predicted(used, options, reduction=way.reduction)
+            step: Step = partial(run_step, used, partial(_loss, way.reduction, options))
+            plan, size = predicted(used, options, reduction=way.reduction)
             step(lambda phase: None)
             peak = peak_bytes(step, device)[TOTAL]
-            numbers[name] = {
-                "predicted_ms": None if prediction.seconds is None else prediction.seconds * 1e3,
-                "predicted_gb": prediction.bytes / 1e9,
-                "memory_gb": peak / 1e9,
-                "memory_ratio": prediction.bytes / peak,
-            }
-            steps[name] = step
-    for name, outcome in session.take_turns(steps).items():
-        spread, predicted_ms = outcome.spread(), numbers[name]["predicted_ms"]
-        ratio = None if predicted_ms is None else predicted_ms / spread["time_ms"]
-        session.report(method=name, **spread, ratio=ratio, **numbers[name])
+            sizes = {"predicted_gb": size / 1e9, "memory_gb": peak / 1e9, "memory_ratio": size / peak}
+            session.report(method=name, plan=plan, **sizes)
 
 
 def _loss(reduction: str, options: Options, inputs: Inputs) -> Tensor:

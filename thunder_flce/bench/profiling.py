@@ -1,8 +1,10 @@
-"""What torch's profiler says of a step: a trace and a memory snapshot, and how long it waits for collectives."""
+"""What profilers say of a step: a trace and a memory snapshot, how long it waits for collectives, and what it calls."""
 
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -59,12 +61,48 @@ def exposed_collectives_ms(step: Step, *, device: str, calls: int = 3) -> float 
         torch.cuda.synchronize()
     collectives: list[tuple[float, float]] = []
     others: list[tuple[float, float]] = []
-    for event in profiler.events() or ():
-        # An annotation spans kernels of others. Device types are equal, but not the same object.
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            kind = collectives if event.name.startswith("nccl") else others
-            kind.append((event.time_range.start, event.time_range.end))
+    for event in _on_device(profiler):
+        kind = collectives if event.name.startswith("nccl") else others
+        kind.append((event.time_range.start, event.time_range.end))
     return exposed(collectives, others) / 1e3 / calls
+
+
+def _on_device(profiler: profile) -> Iterator[Any]:
+    """The kernels, copies and fills. An annotation spans kernels of others."""
+    for event in profiler.events() or ():
+        # Device types are equal, but not the same object.
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            yield event
+
+
+def device_operations(run: Callable[[], object], *, device: str) -> int | None:
+    """How many kernels, copies and fills something starts, which has run before; None on a CPU."""
+    if device != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return sum(1 for _ in _on_device(profiler))
+
+
+def python_calls(run: Callable[[], object]) -> int:
+    """How many functions Python calls, its own and those in C, in the forward and the backward of something."""
+    calls = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    # Otherwise the backward of a GPU runs on a thread of its own, which nobody would watch.
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(seen)
+        try:
+            run()
+        finally:
+            sys.setprofile(before)
+    # The last is sys.setprofile.
+    return calls - 1
 
 
 def exposed(intervals: Iterable[tuple[float, float]], others: Iterable[tuple[float, float]]) -> float:

@@ -28,7 +28,7 @@ from thunder_flce.bench.methods import Method, build
 from thunder_flce.bench.profiling import write_profile
 from thunder_flce.bench.reference import Reference, make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.execution.matmul.tuning import tunings
+from thunder_flce.engine.matmul.algorithms import tunings
 
 FLOOR = "three matmuls"
 
@@ -71,7 +71,7 @@ class Row(PhasedRow):
     first_call_s: float | None = column("first call, s", "{:.1f}")
     """The first forward + backward, with all that is compiled for it."""
     tuned_products: list[dict[str, Any]] | None = None
-    """The matmuls whose algorithm was chosen during the first call: `tuning.Tuning`."""
+    """The matmuls whose algorithm was chosen during the first call: `algorithms.Tuning`."""
 
 
 def measure(

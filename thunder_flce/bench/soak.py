@@ -20,7 +20,7 @@ from thunder_flce.bench.measuring import GB, TIME, Session, TimedRow, column, re
 from thunder_flce.bench.methods import Method, build_without_thunder
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.execution.matmul.tuning import tunings
+from thunder_flce.engine.matmul.algorithms import tunings
 
 COUNTS = 64
 """Token counts of a pass: evenly spaced from a sixteenth of the shape's tokens to all of them."""

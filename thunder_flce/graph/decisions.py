@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.execution.plan import Plan
+from thunder_flce.engine.plan import Plan
 from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.rules import PlannedRegion
 
@@ -42,7 +42,7 @@ class Decision:
     def __str__(self) -> str:
         if self.region is not None:
             note = f"; {self.note}" if self.note else ""
-            ranks = f"the vocabulary over {self.region.shard.ranks} ranks, " if self.region.shard else ""
+            ranks = f"the vocabulary over {shard.ranks} ranks, " if (shard := self.region.call.shard) else ""
             return f"{self.source}: fused, {ranks}{self.region.plan.describe()}{note}"
         detail = f" ({self.detail})" if self.detail else ""
         return f"{self.source}: not fused, because {self.reason.value if self.reason else ''}{detail}"

@@ -13,7 +13,7 @@ from thunder.core.proxies import TensorProxy
 from thunder_flce.graph.thunder_private import get_compile_data
 from thunder_flce.operation.loss import OUTPUTS, Loss, Rest, Row, RowWeights, SoftTargets
 from thunder_flce.operation.moments import MOMENTS
-from thunder_flce.operation.token_loss import VARIABLES, evaluate, input_name, uses
+from thunder_flce.operation.pointwise import VARIABLES, input_name, interpret, uses
 
 
 def logits(
@@ -82,7 +82,7 @@ def loss_and_outputs(
     if loss.token_loss:
         known = {name: OUTPUTS[name].of(row, columns, ltorch.log) for name in VARIABLES if uses(loss.token_loss, name)}
         known |= {input_name(number): _token_input(each, logits) for number, each in enumerate(token_inputs)}
-        of_rows = evaluate(loss.token_loss, known, ltorch)
+        of_rows = interpret(loss.token_loss, known, ltorch)
     else:
         rest = None
         if loss.target_rest:

@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
@@ -19,7 +18,7 @@ from thunder_flce.graph.thunder_private import (
     get_compile_data,
     get_skip_data_parallel_grad_sync,
 )
-from thunder_flce.graph.trace_arguments import BY_NAME, POSITIONAL, loss_of, region_operands
+from thunder_flce.graph.trace_arguments import call_of, spec_of
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import Agreement, VocabParallel, agree
 
@@ -81,14 +80,9 @@ class _StandIn(torch.Tensor):
     """A tensor without memory, with the shape, dtype and device of a proxy."""
 
     @staticmethod
-    def __new__(cls, proxy: TensorProxy, *, requires_grad: bool) -> "_StandIn":
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            tuple(map(int, proxy.shape)),
-            dtype=dtypes.to_torch_dtype(proxy.dtype),
-            device=devices.to_torch_device(proxy.device),
-            requires_grad=requires_grad,
-        )
+    def __new__(cls, proxy: TensorProxy) -> "_StandIn":
+        spec = spec_of(proxy)
+        return torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=spec.dtype, device=spec.device)
 
     __torch_dispatch__ = classmethod(torch._C._disabled_torch_dispatch_impl)
 
@@ -101,19 +95,11 @@ def agreement_on(region: Mapping[str, Any], needs_grad: Collection[str], options
     """
     if region.get("vocab_parallel") is None:
         return None
-    operands = {id(operand): name in needs_grad for name, operand in region_operands(region).items()}
-
-    def stand_in(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return tuple(map(stand_in, value))
-        if not isinstance(value, TensorProxy):
-            return value
-        return _StandIn(value, requires_grad=operands.get(id(value), False))
-
-    arguments = {name: stand_in(region[name]) for name in (*POSITIONAL, *BY_NAME, "terms", "token_inputs")}
+    call = call_of(region)
     with unset_fake_temporarily():
         parallel = VocabParallel.of(region["vocab_parallel"])
-        return agree(parallel, arguments, loss=loss_of(region), options=options)
+        tensors = call.map(lambda _, value: _StandIn(value) if isinstance(value, TensorProxy) else value).tensors
+        return agree(parallel, tensors, loss=call.loss, options=options, needs_grad=needs_grad)
 
 
 def warn_of_gradients_that_are_not_summed() -> None:

@@ -32,7 +32,8 @@ from thunder_flce.graph.thunder_private import (
     register_augmented_forward,
     register_backward,
 )
-from thunder_flce.graph.trace_arguments import region_arguments, region_operands
+from thunder_flce.graph.trace_arguments import call_of, region_arguments
+from thunder_flce.operation.call import operand_names
 
 averaged_synchronize = Symbol(
     name="averaged_synchronize",
@@ -117,8 +118,6 @@ def _uses(synchronize: BoundSymbol, index: TraceIndex) -> list[BoundSymbol]:
 
 def _operands_that_need_grad(region: BoundSymbol) -> set[str]:
     """The names of the tensors that need a gradient and are only one of the operands."""
-    arguments = region_arguments(*region.args, **region.kwargs)
-    operands = region_operands(arguments)
-    names = [operand.name for operand in operands.values()]
-    needed = (operands[name].name for name in arguments.get("needs_grad") or ())
-    return {name for name in needed if names.count(name) == 1}
+    call = call_of(region_arguments(*region.args, **region.kwargs))
+    names = [call.tensors[name].name for name in operand_names(call.tensors)]
+    return {name for name in (call.tensors[each].name for each in call.needs_grad) if names.count(name) == 1}

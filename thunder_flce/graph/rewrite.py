@@ -11,7 +11,7 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.execution.plan import RecomputeLogits, SaveLogits
+from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
 from thunder_flce.graph import symbols
 from thunder_flce.graph.decisions import Decision, source_of
 from thunder_flce.graph.matching.logits_path import LogitsPath, Term
@@ -21,10 +21,10 @@ from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is
 from thunder_flce.graph.matching.upstream import WeightedSum, factors_after
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.thunder_private import TraceSubstitutionProcessor
-from thunder_flce.graph.trace_arguments import region_arguments, region_operands
-from thunder_flce.operation.arguments import named_operands
+from thunder_flce.graph.trace_arguments import region_arguments
+from thunder_flce.operation.call import named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
-from thunder_flce.operation.token_loss import TokenLoss
+from thunder_flce.operation.pointwise import TokenLoss
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import as_literal
 
@@ -107,7 +107,7 @@ class Rewrite(TraceSubstitutionProcessor):
         (input, weight), *terms = (_operands(term, path) for term in path.terms)
         is_detached = path.bias is not None and path.carries_grad and not path.bias_carries_grad
         reduction, token_weights = call.reduction, None
-        token_loss: TokenLoss = ()
+        token_loss: TokenLoss = ""
         token_inputs: tuple[TensorProxy, ...] = ()
         if match.token_sum is not None:
             is_alone = len(match.results) == 1
@@ -150,15 +150,20 @@ class Rewrite(TraceSubstitutionProcessor):
 
     def _operands_that_need_grad(self, path: LogitsPath) -> tuple[str, ...]:
         head, *others = path.terms
-        tensors = named_operands(head.input, head.weight, path.bias, [(term.input, term.weight) for term in others])
-        of_others = [(term.carries_grad, term.carries_grad) for term in others]
-        carries = named_operands(head.carries_grad, head.carries_grad, path.bias_carries_grad, of_others)
-        return tuple(name for name, tensor in tensors.items() if carries[name] and tensor.name in self._need_grad)
+        operands = {
+            "input": (head.input, head.carries_grad),
+            "linear_weight": (head.weight, head.carries_grad),
+            "linear_bias": None if path.bias is None else (path.bias, path.bias_carries_grad),
+            "terms": [((each.input, each.carries_grad), (each.weight, each.carries_grad)) for each in others],
+        }
+        found = named_tensors(operands).items()
+        return tuple(name for name, (tensor, carries) in found if carries and tensor.name in self._need_grad)
 
     def _planned(self, bsym: BoundSymbol) -> TensorProxy:
         region = region_arguments(*bsym.args, **bsym.kwargs)
         needed = self._need_grad if carries_grad(bsym.flat_proxy_outs[0]) else ()
-        needs_grad = tuple(name for name, operand in region_operands(region).items() if operand.name in needed)
+        tensors = named_tensors(region)
+        needs_grad = tuple(name for name in operand_names(tensors) if tensors[name].name in needed)
         return self._region(region, bsym, needs_grad)
 
     def _expected_gradient(self, region: Mapping[str, Any], loss: BoundSymbol) -> TensorProxy | float | None:
@@ -190,7 +195,7 @@ class Rewrite(TraceSubstitutionProcessor):
     def _region(
         self, region: dict[str, Any], source: BoundSymbol, needs_grad: tuple[str, ...], match: Match | None = None
     ) -> Any:
-        if region["expected_gradient"] is None and needs_grad:
+        if region.get("expected_gradient") is None and needs_grad:
             region["expected_gradient"] = self._expected_gradient(region, source)
             is_float16 = region["input"].dtype == dtypes.float16
             if is_float16 and region["expected_gradient"] is None and region.get("token_loss"):
@@ -199,7 +204,7 @@ class Rewrite(TraceSubstitutionProcessor):
         planned = self._plan(region, needs_grad)
         decision = Decision(source_of(source), planned)
         if match is not None:
-            waits = isinstance(planned.plan, SaveLogits | RecomputeLogits)
+            waits = planned.plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)
             decision = replace(decision, kind=match.kind, note=match.note if waits else "")
         self._decisions.append(decision)
         region |= {"needs_grad": needs_grad, **planned.settings}

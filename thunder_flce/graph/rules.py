@@ -6,7 +6,7 @@ arguments.
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ from thunder.core.proxies import AnyProxy, TensorProxy
 from thunder.extend import get_executor
 from torch.utils._pytree import tree_flatten
 
-from thunder_flce import functional
-from thunder_flce.execution.plan import GradientsInForward, LossOnly, Plan
-from thunder_flce.execution.row_kernels.dispatch import without_nvfuser
+from thunder_flce import calls, functional
+from thunder_flce.engine.kernels.dispatch import without_nvfuser
+from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.graph import symbols
 from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
@@ -49,21 +49,12 @@ from thunder_flce.graph.thunder_private import (
     unwrap,
 )
 from thunder_flce.graph.token_functions import interpreted_token_loss
-from thunder_flce.graph.trace_arguments import (
-    BY_NAME,
-    POSITIONAL,
-    loss_of,
-    plain_values,
-    region_arguments,
-    region_operands,
-    region_problem,
-)
-from thunder_flce.operation.arguments import check_linear_cross_entropy
-from thunder_flce.operation.problem import Problem
-from thunder_flce.operation.shard import Shard
+from thunder_flce.graph.trace_arguments import POSITIONAL, call_of, plain_values, region_arguments, specs
+from thunder_flce.operation.call import Call, named_tensors, operand_names
+from thunder_flce.operation.checks import check_call
+from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
-from thunder_flce.planning.choose import agreed_plan, cached_plan
-from thunder_flce.token_functions import check_function
+from thunder_flce.token_losses import check_function
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, settings_of
 
 ONLY_WITH_EXECUTOR = (
@@ -79,15 +70,15 @@ UNGUARDED = (
 class PlannedRegion(NamedTuple):
     """What is known of a region before it runs, and how it runs."""
 
-    problem: Problem
+    call: Call
+    """Of specs"""
     plan: Plan
-    shard: Shard | None = None
-    """This rank's columns, where ranks divide the vocabulary."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """The plan and the shard as arguments of the region."""
-        return {"plan": self.plan.non_defaults(), **({"shard": plain_values(self.shard)} if self.shard else {})}
+        shard = self.call.shard
+        return {"plan": self.plan.non_defaults(), **({"shard": plain_values(shard)} if shard else {})}
 
 
 def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options: Options) -> PlannedRegion:
@@ -95,33 +86,24 @@ def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options:
 
     Where ranks divide the vocabulary, they exchange what they have to agree on.
     """
-    weight = region["linear_weight"]
-    device, dtype = devices.to_torch_device(weight.device), dtypes.to_torch_dtype(weight.dtype)
+    call, memory = specs(call_of(region, needs_grad)), None
     agreement = agreement_on(region, needs_grad, options)
     if agreement is not None:
-        tensors = {name: region[name] for name in (*POSITIONAL, *BY_NAME, "terms", "token_inputs")}
-        check_linear_cross_entropy(**tensors, loss=loss_of(region), vocab=agreement.weight_rows)
-        region = {**region, "shard": plain_values(agreement.shard)}
-    problem = region_problem(region, needs_grad, float32_logits=options.has_float32_logits(dtype))
+        check_call(region, loss=call.loss, vocab=agreement.weight_rows)
+        call, memory = replace(call, shard=agreement.shard), agreement.memory
     if options.row_kernels == "auto" and not executors_allow_nvfuser():
-        choice = without_nvfuser(dtype=problem.logits_dtype, device_type=device.type)
-        options = replace(options, row_kernels=choice)
-    if agreement is None:
-        return PlannedRegion(problem, cached_plan(problem, options, device))
-    plan = agreed_plan(problem.largest_part, options, agreement.memory)
-    return PlannedRegion(problem, plan, agreement.shard)
+        dtype = torch.float32 if options.has_float32_logits(call.dtype) else call.dtype
+        options = replace(options, row_kernels=without_nvfuser(dtype=dtype, device_type=call.device.type))
+    return PlannedRegion(call, plan_for(call, options, memory=memory))
 
 
 def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
     """The region without gradients, whether or not it was planned with them."""
     region = region_arguments(*tensors, **settings)
-    plan = settings.get("plan") or {}
-    if plan.get("strategy") != LossOnly.strategy:
-        found = plan_region(region, (), Options()).settings
-        kept = {field.name for field in fields(LossOnly)} & plan.keys()
-        plan = {**found.pop("plan"), **{name: plan[name] for name in kept}}
-        region |= found
-    return _run(region, (), plan)
+    if settings.get("plan") is None:
+        region |= plan_region(region, (), Options()).settings
+    of_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
+    return _run(region, (), replace(Plan.of(region["plan"]), strategy=LOSS_ONLY, **of_gradients))
 
 
 def _linear_cross_entropy_grad(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
@@ -130,44 +112,38 @@ def _linear_cross_entropy_grad(*tensors: TensorProxy, **settings: Any) -> Tensor
     needs_grad = settings.get("needs_grad")
     if needs_grad is None:
         # Only the transform knows which operands need a gradient; without it, each of them may.
-        needs_grad = tuple(region_operands(region))
+        needs_grad = operand_names(named_tensors(region))
     if settings.get("plan") is None:
         region |= plan_region(region, needs_grad, Options()).settings
-    return _run(region, needs_grad, region["plan"])
+    return _run(region, needs_grad, Plan.of(region["plan"]))
 
 
-def _run(
-    region: Mapping[str, Any], needs_grad: tuple[str, ...], plan: Mapping[str, Any]
-) -> TensorProxy | tuple[TensorProxy, ...]:
+def _run(region: Mapping[str, Any], needs_grad: tuple[str, ...], plan: Plan) -> TensorProxy | tuple[TensorProxy, ...]:
     """Calls the forward symbol and, where a gradient is needed, the backward symbol that the plan asks for."""
-    loss = loss_of(region)
-    tensors = [region[name] for name in POSITIONAL]
-    is_in_forward = plan["strategy"] == GradientsInForward.strategy and not loss.has_row_gradients
-    terms, token_inputs = tuple(map(tuple, region["terms"])), tuple(region["token_inputs"])
+    call = call_of(region, needs_grad)
+    loss, known = call.loss, calls.settings_of_call(call, plan)
+    tensors = [region.get(name) for name in POSITIONAL]
+    terms, token_inputs = tuple(map(tuple, region.get("terms", ()))), tuple(region.get("token_inputs", ()))
     given = {"shard": region.get("shard"), "terms": terms or None, "token_inputs": token_inputs or None}
-    given |= {name: region[name] for name in BY_NAME if is_in_forward or name != "expected_gradient"}
+    given |= {name: value for name, value in call.tensors.items() if "[" not in name and name not in POSITIONAL}
+    if not known.finishes_in_forward:
+        given.pop("expected_gradient", None)
     given = {name: value for name, value in given.items() if value is not None}
-    shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan, **given}
+    shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan.non_defaults(), **given}
     dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
-    results = symbols.linear_cross_entropy_fwd(*tensors, **dtype, **shared)
-    count = 1 + len(loss.outputs)
-    values, statistics, saved = results[:count], results[count : count + 3], results[count + 3 :]
+    results = dict(zip(known.result_names, symbols.linear_cross_entropy_fwd(*tensors, **dtype, **shared), strict=True))
     if needs_grad:
-        outputs = dict(zip(loss.outputs, values[1:], strict=True))
-        grad = get_grad(values[0])
-        if is_in_forward:
+        grad, saved = get_grad(results["loss"]), [results[name] for name in known.saved_names]
+        if known.finishes_in_forward:
             expected = {name: value for name, value in given.items() if name == "expected_gradient"}
-            gradients = symbols.scale_gradients(grad, statistics[2], *saved, **expected)
+            gradients = symbols.scale_gradients(grad, *saved, **expected)
         else:
-            of_outputs = {f"{name}_grad": get_grad(outputs[name]) for name in loss.differentiable_outputs}
-            if "entropy" in loss.differentiable_outputs:
-                of_outputs["entropy"] = outputs["entropy"]
-            kept = saved[0] if saved else None
-            gradients = symbols.linear_cross_entropy_bwd(grad, *tensors, *statistics, kept, **of_outputs, **shared)
-        operands = region_operands(region)
+            of_outputs = {f"{name}_grad": get_grad(results[name]) for name in loss.differentiable_outputs}
+            gradients = symbols.linear_cross_entropy_bwd(grad, *tensors, *saved, **of_outputs, **shared)
         for name, gradient in zip(needs_grad, gradients, strict=True):
-            put_grad(operands[name], gradient)
-    return values if loss.outputs else values[0]
+            put_grad(call.tensors[name], gradient)
+    values = [results[name] for name in ("loss", *loss.outputs)]
+    return tuple(values) if loss.outputs else values[0]
 
 
 executor.register_implementation(
@@ -349,7 +325,7 @@ def _autocast(*tensors: TensorProxy, dtype: dtypes.dtype, **settings: Any) -> Te
     """Under `torch.autocast`, the linears' operands in its dtype; the loss keeps its own."""
     region = region_arguments(*tensors, **settings)
     for name in ("input", "linear_weight", "linear_bias"):
-        if region[name] is not None:
+        if region.get(name) is not None:
             (region[name],) = maybe_downcast_to(dtype, (region[name],))
-    region["terms"] = tuple(tuple(maybe_downcast_to(dtype, term)) for term in region["terms"])
+    region["terms"] = tuple(tuple(maybe_downcast_to(dtype, term)) for term in region.get("terms", ()))
     return symbols.linear_cross_entropy(**region)

@@ -1,4 +1,4 @@
-"""From a function that a program gives as `token_loss` to plain values, by thunder's interpreter.
+"""From a function that a program gives as `token_loss` to its text, by thunder's interpreter.
 
 It runs the function on stand-ins as it runs the program, so that what the function reads is checked by the prologue.
 """
@@ -11,6 +11,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
 from thunder_flce.graph.matching.logits_path import COPIES
+from thunder_flce.graph.matching.token_losses import CASTS
 from thunder_flce.graph.matching.trace_index import carries_grad, loss_dtype
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
@@ -20,39 +21,43 @@ from thunder_flce.graph.thunder_private import (
     unwrap,
     wrap_const,
 )
-from thunder_flce.operation.token_loss import CASTS, VARIABLES, NotOfTokens, TokenLossWriter, input_name
-from thunder_flce.token_functions import in_place, names_asked_for, not_of_tokens
+from thunder_flce.operation.pointwise import (
+    VARIABLES,
+    Handle,
+    NotOfTokens,
+    Recorder,
+    TokenLoss,
+    called,
+    input_name,
+    names_asked_for,
+    not_of_tokens,
+)
 
 
 def interpreted_token_loss(
     function: Any, input: TensorProxy, target: TensorProxy, *, inputs: Sequence[TensorProxy]
 ) -> Any:
-    """What `thunder_flce.token_functions.token_loss_of` gives, of a wrapped function, and wrapped; or a signal."""
-    positional = [*VARIABLES[:2], *map(input_name, range(len(inputs)))]
-    of_inputs = {
-        input_name(number): loss_dtype(input) if dtypes.is_float_dtype(each.dtype) else each.dtype
-        for number, each in enumerate(inputs)
-    }
+    """What `thunder_flce.token_losses.token_loss_of` gives, of a wrapped function, and wrapped; or a signal."""
+    of_rows = loss_dtype(input)
+    of_inputs = [of_rows if dtypes.is_float_dtype(each.dtype) else each.dtype for each in inputs]
     trace = get_tracectx()
     steps: list[BoundSymbol] = []
 
-    def stand_in(name: str) -> TensorProxy:
-        dtype = of_inputs.get(name, loss_dtype(input))
-        return TensorProxy(shape=tuple(target.shape), device=input.device, dtype=dtype, requires_grad=name in VARIABLES)
+    def stand_in(dtype: dtypes.dtype = of_rows, *, requires_grad: bool = False) -> TensorProxy:
+        return TensorProxy(shape=tuple(target.shape), device=input.device, dtype=dtype, requires_grad=requires_grad)
 
     trace.push_scope(steps)
     try:
-        by_name = names_asked_for(unwrap(function), positional)
-        given = {name: stand_in(name) for name in (*positional, *by_name)}
+        by_name = names_asked_for(unwrap(function), len(inputs))
+        given = {name: stand_in(requires_grad=True) for name in (*VARIABLES[:2], *by_name)}
+        given |= {input_name(number): stand_in(dtype) for number, dtype in enumerate(of_inputs)}
         wrapped = {name: wrap_const(proxy) for name, proxy in given.items()}
-        result = interpret_call(
-            function, *(wrapped[name] for name in positional), **{name: wrapped[name] for name in by_name}
-        )
+        result = called(lambda *args, **kwargs: interpret_call(function, *args, **kwargs), wrapped, by_name)
         if result is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             return result
-        names = {proxy.name: name for name, proxy in given.items()}
-        writer = TokenLossWriter([*map(dtypes.to_torch_dtype, of_inputs.values())])
-        return wrap_const(_written(writer, steps, unwrap(result), names))
+        names = {proxy.name: Handle(name) for name, proxy in given.items()}
+        recorder = Recorder([*map(dtypes.to_torch_dtype, of_inputs)])
+        return wrap_const(_recorded(recorder, steps, unwrap(result), names))
     except NotOfTokens as problem:
         return do_raise(not_of_tokens(problem))
     except TypeError as problem:
@@ -61,10 +66,10 @@ def interpreted_token_loss(
         trace.pop_scope()
 
 
-def _written(writer: TokenLossWriter, steps: Sequence[BoundSymbol], result: Any, names: Mapping[str, str]) -> Any:
-    known, shared = dict(names), set(names)
+def _recorded(recorder: Recorder, steps: Sequence[BoundSymbol], result: Any, names: Mapping[str, Handle]) -> TokenLoss:
+    known = dict(names)
 
-    def name_of(argument: Any) -> Any:
+    def handle(argument: Any) -> Any:
         if not isinstance(argument, TensorProxy):
             return argument
         if argument.name not in known:
@@ -72,27 +77,18 @@ def _written(writer: TokenLossWriter, steps: Sequence[BoundSymbol], result: Any,
         return known[argument.name]
 
     for bsym in steps:
-        out = bsym.output
+        name, out = bsym.sym.name, bsym.output
         if out is None:
             continue  # Turns gradients off or on, which the results say.
         if not isinstance(out, TensorProxy):
-            raise NotOfTokens(bsym.sym.name)
-        is_copy = bsym.sym.id in COPIES or bsym.sym.name in CASTS
-        if is_copy:
-            name = writer.cast(name_of(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(out.dtype))
+            raise NotOfTokens(name)
+        if (bsym.sym.id in COPIES and name != "clone") or name in CASTS:
+            found = recorder.cast(handle(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(out.dtype))
+            found = found if carries_grad(out) else recorder.detached(found)
         else:
-            args, kwargs = list(map(name_of, bsym.args)), {name: name_of(each) for name, each in bsym.kwargs.items()}
-            name = writer.write(bsym.sym.name.removesuffix("_"), args, kwargs)
-        if bsym.sym.name.endswith("_"):
-            if bsym.args[0].name in shared:
-                raise in_place(bsym.sym.name)
-            if carries_grad(bsym.args[0]) and not carries_grad(out):
-                raise NotOfTokens(f"{bsym.sym.name} in place without gradients, of a tensor that has some")
-            # The tensor that was changed stands for the result from now on.
-            known[bsym.args[0].name] = name
-        elif is_copy or bsym.sym.name == "detach":
-            shared |= {proxy.name for proxy in (*bsym.flat_proxy_args, out)}
-        known[out.name] = name if carries_grad(out) else writer.detached(name)
+            args, kwargs = [*map(handle, bsym.args)], {key: handle(each) for key, each in bsym.kwargs.items()}
+            found = recorder.write(name, args, kwargs, has_gradient=carries_grad(out))
+        known[out.name] = found
     if not isinstance(result, TensorProxy):
         raise NotOfTokens(f"{type(result).__name__} as its result")
-    return writer.finish(name_of(result))
+    return recorder.finish(handle(result))

@@ -1,30 +1,50 @@
-"""What the arguments of a region's symbols say about it: plain values and thunder's proxies.
+"""The arguments of a region's symbols as a `Call`, of thunder's proxies or of what is known of them.
 
 `region` is the same everywhere: the arguments of `symbols.linear_cross_entropy`, or of a symbol that it becomes, by
 name.
 """
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from thunder.core import devices, dtypes
+from thunder.core.proxies import TensorProxy
 
-from thunder_flce.operation.arguments import named_operands
-from thunder_flce.operation.loss import Loss
-from thunder_flce.operation.problem import Problem, TermShape
+from thunder_flce.graph.matching.trace_index import loss_dtype
+from thunder_flce.operation.call import Call, Spec, named_tensors
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.operation.shard import Shard
 
 POSITIONAL = ("input", "linear_weight", "target", "linear_bias")
-BY_NAME = ("weight", "token_weights", "target_weights", "num_items", "expected_gradient")
-"""Further tensors or numbers, None where they are not given."""
+OUTPUT_GRADS = tuple(f"{name}_grad" for name in DIFFERENTIABLE_OUTPUTS)
+"""Arguments of the backward, by name: the upstream gradients of outputs"""
 
 
 def region_arguments(*tensors: Any, **settings: Any) -> dict[str, Any]:
     """The region: tensors that are given by position are the `POSITIONAL` ones; any after these are passed over."""
-    optional = dict.fromkeys(("linear_bias", *BY_NAME))
-    return {**optional, "terms": (), "token_inputs": (), **dict(zip(POSITIONAL, tensors, strict=False)), **settings}
+    return {**dict(zip(POSITIONAL, tensors, strict=False)), **settings}
+
+
+def call_of(region: Mapping[str, Any], needs_grad: tuple[str, ...] | None = None) -> Call:
+    """The call, of the tensors and numbers of a region; needs_grad, if given, in place of what the region says."""
+    return Call(
+        tensors=named_tensors(region), loss=loss_of(region), shard=shard_of(region),
+        needs_grad=(region.get("needs_grad") or ()) if needs_grad is None else needs_grad,
+    )  # fmt: skip
+
+
+def specs(call: Call, size: Callable[[Any], int] = int) -> Call:
+    """The same without proxies; `size` gives the number that a size stands for."""
+    like = call.tensors["input"]
+    number = Spec((), dtypes.to_torch_dtype(loss_dtype(like)), devices.to_torch_device(like.device))
+    return call.map(lambda name, value: spec_of(value, size) if isinstance(value, TensorProxy) else number)
+
+
+def spec_of(proxy: TensorProxy, size: Callable[[Any], int] = int) -> Spec:
+    """What is known of a tensor."""
+    shape = tuple(map(size, proxy.shape))
+    return Spec(shape, dtypes.to_torch_dtype(proxy.dtype), devices.to_torch_device(proxy.device))
 
 
 def loss_of(region: Mapping[str, Any]) -> Loss:
@@ -39,37 +59,4 @@ def plain_values(shard: Shard) -> dict[str, Any]:
 
 def shard_of(region: Mapping[str, Any]) -> Shard | None:
     """This rank's columns, where ranks divide the vocabulary."""
-    return Shard(**region["shard"]) if "shard" in region else None
-
-
-def region_operands(region: Mapping[str, Any]) -> dict[str, Any]:
-    """The operands of the linears, by their names in `needs_grad`."""
-    return named_operands(region["input"], region["linear_weight"], region["linear_bias"], region["terms"])
-
-
-def region_problem(region: Mapping[str, Any], needs_grad: Collection[str], *, float32_logits: bool) -> Problem:
-    """The problem; `float32_logits` says whether the logits of 16-bit operands stay in float32."""
-    weight, loss, shard = region["linear_weight"], loss_of(region), shard_of(region)
-    linears = [(name, operand) for name, operand in region_operands(region).items() if name != "linear_bias"]
-    return Problem(
-        tokens=math.prod(map(int, region["input"].shape[:-1])) * (1 if shard is None else shard.token_parts),
-        terms=tuple(
-            TermShape(hidden=int(x.shape[-1]), input_grad=of_input in needs_grad, weight_grad=of_weight in needs_grad)
-            for (of_input, x), (of_weight, _) in zip(linears[::2], linears[1::2], strict=True)
-        ),
-        vocab=int(loss.vocab_size or weight.shape[0]) if shard is None else shard.columns,
-        weight_rows=int(weight.shape[0]),
-        dtype=dtypes.to_torch_dtype(weight.dtype),
-        device_type=devices.to_torch_device(weight.device).type,
-        loss=loss,
-        has_bias=region["linear_bias"] is not None,
-        bias_grad="linear_bias" in needs_grad,
-        has_class_weight=region["weight"] is not None,
-        has_num_items=region["num_items"] is not None,
-        has_token_weights=region["token_weights"] is not None,
-        targets_per_token=None if region["target_weights"] is None else int(region["target"].shape[-1]),
-        token_inputs=len(region["token_inputs"]),
-        has_expected_gradient=region["expected_gradient"] is not None,
-        float32_logits=float32_logits,
-        shard=shard,
-    )
+    return Shard(**region["shard"]) if region.get("shard") else None

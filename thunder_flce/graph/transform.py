@@ -16,7 +16,6 @@ from thunder_flce.graph import symbols
 from thunder_flce.graph.decisions import Decision, source_of
 from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.early_reduction import reduce_early
-from thunder_flce.graph.first_runs import time_first_runs
 from thunder_flce.graph.matching.chunked_losses import merge_chunked_losses, spell_out_reductions
 from thunder_flce.graph.matching.losses import is_loss
 from thunder_flce.graph.matching.match import Found, Match, find_matches
@@ -86,11 +85,6 @@ class FuseLinearCrossEntropy(Transform):
             self._check_regions(computation_trace)
             return prologue_trace, computation_trace, epilogue_trace
         return prologue_trace, self.fuse(computation_trace), epilogue_trace
-
-    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        """Called by thunder for the finished forward and backward; the trace stays as it is."""
-        time_first_runs(computation_trace)
-        return computation_trace
 
     def fuse(self, computation_trace: TraceCtx) -> TraceCtx:
         """Puts regions into a trace, and records what was decided.

@@ -1,1 +1,1 @@
-"""Looking at what was compiled: `report` (explain), `saved` (for backward), `fusions` (nvFuser), `trace_command`."""
+"""Looking at what was compiled: `report` (explain), what is saved and what nvFuser runs in it, `trace_command`."""

@@ -1,4 +1,4 @@
-"""`explain`: what was decided about each loss, what it costs, what is saved, and how long compiling took."""
+"""`explain`: what was decided about each loss, its memory, what is saved, and how long compiling took."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -11,21 +11,19 @@ from thunder.core.proxies import DistParallelType
 from thunder.core.trace import TraceCtx
 
 from thunder_flce.backend import CompiledGraph, compiled_graphs
-from thunder_flce.execution.compile_times import compile_seconds
-from thunder_flce.execution.matmul.tuning import tunings
-from thunder_flce.execution.plan import Plan
-from thunder_flce.execution.row_kernels import dispatch
+from thunder_flce.device import Device
+from thunder_flce.engine.choose import alternatives, temporary_bytes
+from thunder_flce.engine.kernels import dispatch
+from thunder_flce.engine.matmul.algorithms import tunings
+from thunder_flce.engine.plan import Plan
+from thunder_flce.engine.printing import program
 from thunder_flce.graph.decisions import PLURALS, Decision
 from thunder_flce.graph.rules import PlannedRegion
-from thunder_flce.graph.trace_printer import stage_rows
 from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
 from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
+from thunder_flce.inspection.fusions import definitions
 from thunder_flce.inspection.saved import SavedTensor, saved_by_plain_thunder, saved_tensors
 from thunder_flce.inspection.subgraphs import Part, parts, source_line
-from thunder_flce.planning import cost
-from thunder_flce.planning.choose import alternatives, temporary_bytes
-from thunder_flce.planning.program import program
-from thunder_flce.planning.traffic import region_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +34,6 @@ class PredictedPlan:
     chosen: bool
     temporary_bytes: int
     """Peak memory above the region's inputs and gradients."""
-
-    seconds: float | None
-    """Forward and backward; None where the device's rates are unknown, see `cost`."""
 
 
 class _Passes(NamedTuple):
@@ -61,6 +56,11 @@ class CompilationReport:
     """The traces of the forward, in the order of thunder's passes; print one to read it. Of what Inductor compiled, the
     loss region before and after the transform, where a prime from 2¹⁹ on stands for a symbolic size."""
 
+    compile_seconds: dict[str, float] = field(repr=False)
+    """By step: ours, and what thunder recorded of its own, to the millisecond. "tracing" is the interpreter's time,
+    which thunder keeps for the last compilation only; "region" the time to trace a region of Inductor's graph and to
+    write it back."""
+
     saved: list[SavedTensor] = field(default_factory=list, repr=False)
     """What the forward saves for the backward, as far as that is known; nothing where there is no backward."""
 
@@ -68,23 +68,16 @@ class CompilationReport:
     """None where nobody knows."""
     _plain: Callable[[], list[SavedTensor] | None] = field(default=lambda: None, repr=False)
     """Compiles the same program without this package, for `saved_by_plain_thunder`."""
-    _own_seconds: dict[str, float] = field(repr=False)
 
     @staticmethod
     def plans(decision: Decision) -> list[PredictedPlan]:
         """The plan of a region, and its alternatives; nothing where it was not fused."""
         if decision.region is None:
             return []
-        problem, chosen, _ = decision.region
-        name = cost.device_name(problem.device_type)
+        call, chosen = decision.region
         return [
-            PredictedPlan(
-                plan=plan,
-                chosen=plan is chosen,
-                temporary_bytes=temporary_bytes(problem, plan),
-                seconds=cost.predicted_seconds(problem, plan, name),
-            )
-            for plan in (chosen, *alternatives(problem, chosen))
+            PredictedPlan(plan=plan, chosen=plan is chosen, temporary_bytes=temporary_bytes(call, plan))
+            for plan in (chosen, *alternatives(call, chosen, Device.of(call.device)))
         ]
 
     @cached_property
@@ -96,22 +89,6 @@ class CompilationReport:
         cannot compile by itself.
         """
         return self._plain()
-
-    @property
-    def compile_seconds(self) -> dict[str, float]:
-        """Time by step, in seconds: ours, and what thunder recorded of its own, to the millisecond.
-
-        "tracing" is the interpreter's time; thunder keeps it for the last compilation only. "region" is the time to
-        trace a region of Inductor's graph and to write it back.
-
-        What nvFuser and Triton compiled ("nvFuser row kernels", "Triton row kernels", "Triton gradient scaling"), what
-        other executors fused ("nvfuser fusions") and "products tuned" are what ran for the first time in this process,
-        whichever compilation it belongs to.
-        """
-        seconds = {**self._own_seconds, **compile_seconds()}
-        if tuned := tunings():
-            seconds["products tuned"] = sum(tuning.seconds for tuning in tuned)
-        return seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
@@ -220,20 +197,9 @@ class Report(Sequence):
     def nvfuser_definitions(self) -> dict[str, str]:
         """The fusions of every plan, as nvFuser prints them, by direction and name, such as "backward: gradient".
 
-        They are in the order of their first use; where two of one name differ, the names are numbered.
+        Where two of one name differ, the names are numbered.
         """
-        texts: dict[str, list[str]] = {}
-        for problem, plan, _ in (decision.region for decision in self.decisions if decision.region):
-            for direction, stages in program(problem, plan).directions.items():
-                steps = (step for stage in stages for step in stage.every_step())
-                for work in dict.fromkeys(work for step in steps for work in step.fusions):
-                    for name, fusion in dispatch.definitions(work, problem.loss.logit_map).items():
-                        texts.setdefault(f"{direction}: {name}", []).append(str(fusion).strip())
-        return {
-            f"{name} {number}" if number > 1 else name: text
-            for name, of_name in texts.items()
-            for number, text in enumerate(dict.fromkeys(of_name), 1)
-        }
+        return definitions(decision.region for decision in self.decisions if decision.region)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
@@ -259,12 +225,13 @@ class Report(Sequence):
             yield from graph.blocks()
         if tuned := tunings():
             yield Block("products tuned in this process:")
+            columns = ("product", "M × N × K", "time", "times as fast as cuBLAS's first choice", "measured in")
+            sizes = [" × ".join(map(str, found.sizes)) for found in tuned]
             rows = [
-                (found.product, " × ".join(map(str, found.sizes)), f"{found.milliseconds:.3f} ms", f"{found.gain:.3f}")
-                for found in tuned
+                (found.product, size, f"{found.milliseconds:.3f} ms", f"{found.gain:.3f}", f"{found.seconds:.2f} s")
+                for found, size in zip(tuned, sizes, strict=True)
             ]
-            columns = ("product", "M × N × K", "time", "times as fast as cuBLAS's first choice")
-            yield table(columns, rows, right=(1, 2, 3))
+            yield table(columns, rows, right=(1, 2, 3, 4))
 
     def _fused(self) -> str:
         """How many of each kind, such as "1 of 1 cross-entropies fused"."""
@@ -327,7 +294,7 @@ def _inductor_report(number: int, graph: CompiledGraph) -> GraphReport:
         CompilationReport(
             decisions=fusion.compilation.decisions,
             traces=[fusion.compilation.trace, fusion.after],
-            _own_seconds={
+            compile_seconds={
                 "region": fusion.tracing_seconds,
                 "thunder_flce": fusion.compilation.seconds,
                 "Inductor": graph.seconds,
@@ -377,7 +344,7 @@ def _thunder_report(
         saved=saved_tensors(passes.computation[-1]) if passes.backward else [],
         _has_backward=bool(passes.backward),
         _plain=plain,
-        _own_seconds=seconds,
+        compile_seconds=seconds,
     )
 
 
@@ -394,23 +361,19 @@ def _compilation_passes(jitted: Callable) -> list[_Passes]:
     return passes
 
 
-def _plan_dict(plan: Plan) -> dict[str, Any]:
-    return {"strategy": plan.strategy, **asdict(plan)}
-
-
 def _decision_dict(decision: Decision) -> dict[str, Any]:
-    directions = program(decision.region.problem, decision.region.plan).directions if decision.region else {}
+    region = decision.region
     return {
         "kind": decision.kind,
         "source": decision.source,
         "line": source_line(decision),
         "fused": decision.fused,
-        "plan": None if decision.plan is None else _plan_dict(decision.plan),
-        "missing_row_kernels": _missing_row_kernels(decision.region) if decision.region else None,
+        "plan": None if region is None else asdict(region.plan),
+        "missing_row_kernels": _missing_row_kernels(region) if region else None,
         "reason": None if decision.reason is None else decision.reason.name,
         "sentence": str(decision).removeprefix(f"{decision.source}: "),
-        "plans": [{**asdict(plan), "plan": _plan_dict(plan.plan)} for plan in CompilationReport.plans(decision)],
-        "runs": {name: [stage.to_dict() for stage in stages] for name, stages in directions.items()},
+        "plans": list(map(asdict, CompilationReport.plans(decision))),
+        "runs": _runs(region) if region else {},
     }
 
 
@@ -423,32 +386,19 @@ def _decision_blocks(decision: Decision) -> Iterator[Block]:
         return
     if missing := _missing_row_kernels(decision.region):
         yield Block(missing, "yellow")
-    for direction, stages in program(decision.region.problem, decision.region.plan).directions.items():
-        yield table((direction, "runs in"), stage_rows(stages))
-    if decision.region.problem.shard is not None:
-        yield Block(_traffic(decision.region))
+    for direction, lines in _runs(decision.region).items():
+        yield Block("\n".join([f"  {direction}:", *(f"    {line}" for line in lines)]))
     rows = [
-        (
-            "▸" if plan.chosen else "",
-            plan.plan.describe(),
-            format_bytes(plan.temporary_bytes),
-            "unknown" if plan.seconds is None else f"{plan.seconds * 1e3:.1f} ms",
-        )
-        for plan in CompilationReport.plans(decision)
+        ("▸" if found.chosen else "", found.plan.describe(), format_bytes(found.temporary_bytes))
+        for found in CompilationReport.plans(decision)
     ]
-    yield table(("", "plan", "memory, predicted", "time, predicted"), rows, right=(2, 3))
+    yield table(("", "plan", "memory, predicted"), rows, right=(2,))
 
 
-def _traffic(region: PlannedRegion) -> str:
-    """What ranks that divide the vocabulary move, and what they would move without that."""
-    problem, plan, _ = region
-    assert problem.shard is not None
-    gathered, divided = map(format_bytes, region_traffic(problem, plan))
-    gradients = " and reducing its gradient" if any(term.weight_grad for term in problem.terms) else ""
-    return (
-        f"over {problem.shard.ranks} ranks: a rank gets {divided} from the others; gathering the weight{gradients}, as "
-        f"FSDP does, would be {gathered} (head_traffic)"
-    )
+def _runs(region: PlannedRegion) -> dict[str, list[str]]:
+    """What runs in each direction, as lines of text."""
+    found = program(*region)
+    return {name: list(lines) for name, lines in (("forward", found.forward), ("backward", found.backward)) if lines}
 
 
 # Of the default plan on an H200: with PyTorch's operations 39% (S1) to 96% (U2) longer than with Triton's kernels, with
@@ -458,11 +408,12 @@ _SLOWER = {"nvFuser": "takes 2 to 10% longer", "PyTorch": "takes about 1.4 to 2 
 
 def _missing_row_kernels(region: PlannedRegion) -> str | None:
     """What "auto" would use if it were installed, and what that costs; None where nothing is missing."""
-    problem, plan, _ = region
-    missing = dispatch.missing(dtype=problem.logits_dtype, device_type=problem.device_type)
+    call, plan = region
+    logits: dict[str, Any] = {"dtype": plan.logits_dtype(call.dtype), "device_type": call.device.type}
+    missing = dispatch.missing(**logits)
     if plan.row_kernels != "auto" or missing is None:
         return None
-    instead = "nvFuser" if any(step.runs_in == "nvFuser" for step in program(problem, plan).steps) else "PyTorch"
+    instead = dispatch.library(plan.row_kernels, **logits)
     what = f"{missing.library} ({missing.install})"
     return f"row kernels: not installed: {what}; {instead} runs their share, and the region {_SLOWER[instead]}"
 

@@ -9,10 +9,13 @@ from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 
+from thunder_flce.engine.plan import Plan
 from thunder_flce.graph import symbols
 from thunder_flce.graph.thunder_private import build_cache_entry
-from thunder_flce.graph.trace_printer import STATISTICS, output_names, type_of
+from thunder_flce.graph.trace_arguments import call_of
+from thunder_flce.graph.trace_printer import STATISTICS, type_of
 from thunder_flce.graph.unfused_cross_entropy import symbols as unfused_symbols
+from thunder_flce.operation.call import result_names
 
 _VIEWS = ("view", "reshape", "torch_prims_reshape_impl")
 
@@ -85,7 +88,7 @@ def saved_by_plain_thunder(jitted: Any, traces: Sequence[TraceCtx]) -> list[Save
 def _roles(bsyms: list[BoundSymbol]) -> Iterator[tuple[str, str]]:
     for bsym in bsyms:
         if bsym.sym.id == symbols.linear_cross_entropy_fwd.id:
-            names = output_names(bsym.kwargs)
+            names = list(result_names(call_of(bsym.kwargs), Plan.of(bsym.kwargs)))
         elif bsym.sym.id == unfused_symbols.cross_entropy_fwd.id:
             names = ["loss", *STATISTICS]
         else:

@@ -14,7 +14,7 @@ import thunder
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thunder_flce.execution.row_kernels.dispatch import check_available
+from thunder_flce.engine.kernels.dispatch import check_available
 from thunder_flce.graph.decisions import PLURALS
 from thunder_flce.graph.plugin import jit
 from thunder_flce.graph.transform import NotFusedWarning

@@ -43,18 +43,19 @@ Everything is relative to m, so that the loss keeps its digits when all logits s
 as log1p of the sum without m's own 1, and p_y A − B as (p_y − 1) A + (A − B) with expm1, so that loss and gradient keep
 them where one column dominates.
 
-The functions below are these formulas. They take whatever has arithmetic: PyTorch's tensors when a region runs, the
-names of `execution.record` when it is printed, thunder's proxies in a trace. Legend: N rows, V vocabulary.
+The functions below are these formulas. They take whatever has arithmetic: PyTorch's tensors when a region runs,
+thunder's proxies in a trace. Legend: N rows, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from thunder_flce.operation.token_loss import TokenLoss, uses
+from thunder_flce.operation.pointwise import TokenLoss, uses
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,12 @@ class LogitMap:
             return tanh(z * (self.scale / self.softcap)) * self.softcap
         return z if self.scale == 1 else z * self.scale
 
-    def slope(self, u: Any) -> Any | None:
-        """1 − (u / softcap)², the factor of a softcap in the gradient; None without a softcap. `Loss` has the scale."""
-        return None if self.softcap is None else 1 - (u / self.softcap) ** 2
+    def slope(self, z: torch.Tensor) -> torch.Tensor | None:
+        """1 − (u / softcap)², the factor of a softcap in the gradient; None without a softcap. `Loss` has the scale.
+
+        From z, as 1 / cosh², which keeps its digits where u is near the softcap.
+        """
+        return None if self.softcap is None else (z * (self.scale / self.softcap)).cosh().square().reciprocal()
 
 
 class Row(NamedTuple):
@@ -155,8 +159,8 @@ class Loss:
     outputs: tuple[str, ...] = ()
     detached: tuple[str, ...] = ()
     """Outputs through which no gradient flows though it could, as of what is only logged."""
-    token_loss: TokenLoss = ()
-    """What each row adds to the loss in place of its cross-entropy; () for that."""
+    token_loss: TokenLoss = ""
+    """What each row adds to the loss in place of its cross-entropy; "" for that."""
     target_rest: bool = False
     """Whether what target weights leave of 1 is the weight of all other columns together."""
 
@@ -165,12 +169,17 @@ class Loss:
         always = ("reduction", "ignore_index")
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default or f.name in always}
 
-    @property
+    @cached_property
     def logit_map(self) -> LogitMap:
         """From the linear's output to the logits."""
         return LogitMap(scale=self.logit_scale, softcap=self.softcap)
 
-    @property
+    @cached_property
+    def maps_logits(self) -> bool:
+        """Whether the logits are others than the linear's output."""
+        return self.softcap is not None or self.logit_scale != 1
+
+    @cached_property
     def is_plain(self) -> bool:
         """Whether there is nothing that asks more of a row than its statistics: smoothing, a z-loss, outputs.
 
@@ -179,35 +188,35 @@ class Loss:
         others = self.token_loss or self.target_rest
         return not (self.label_smoothing or self.z_loss or self.moments or self.needs_argmax or others)
 
-    @property
+    @cached_property
     def needs_gradients_in_forward(self) -> str | None:
         """The field for which gradients can only be computed in the forward; None where they need not."""
         return "token_loss" if self.token_loss else "target_rest" if self.target_rest else None
 
-    @property
+    @cached_property
     def differentiable_outputs(self) -> tuple[str, ...]:
         """The outputs through which a gradient may flow."""
         if self.needs_gradients_in_forward:
             return ()
         return tuple(name for name in DIFFERENTIABLE_OUTPUTS if name in self.outputs and name not in self.detached)
 
-    @property
+    @cached_property
     def has_parallel_row_gradients(self) -> bool:
         """Whether a row's gradients of all results are one vector times a number each: A = B, and C and g_e are 0."""
         others = set(self.differentiable_outputs) - {"log_prob"}
         return not (self.label_smoothing or self.z_loss or others)
 
-    @property
+    @cached_property
     def ignores_rows(self) -> bool:
         """Whether there is a target that means that a row is ignored."""
         return self.ignore_index != NOTHING_IGNORED
 
-    @property
+    @cached_property
     def has_row_gradients(self) -> bool:
         """Whether upstream gradients are one number a row, to be known before anything is summed over rows."""
         return self.reduction == "none" or bool(self.differentiable_outputs)
 
-    @property
+    @cached_property
     def moments(self) -> tuple[str, ...]:
         """The sums over each row that the loss and its outputs need, by their names in `moments.MOMENTS`."""
         needed = [moment for name in self.outputs for moment in OUTPUTS[name].moments]
@@ -215,12 +224,12 @@ class Loss:
         needed += ["expected"] if uses(self.token_loss, "entropy") else []
         return tuple(dict.fromkeys(needed))
 
-    @property
+    @cached_property
     def needs_argmax(self) -> bool:
         """Whether each row's largest logit must be found by its column."""
         return any(OUTPUTS[name].is_index or OUTPUTS[name].is_mean for name in self.outputs)
 
-    @property
+    @cached_property
     def needs_every_row(self) -> bool:
         """Whether something is asked for of ignored rows, too, so that they have to be computed."""
         return any(OUTPUTS[name].ignored is None for name in self.outputs)
@@ -340,31 +349,3 @@ def rest_coefficients(upstream: Any, weights: Any, rest: Rest) -> tuple[Any, Any
     ratio = rest.weight / rest.probability
     probability = upstream * (weights.sum(-1) + rest.weight - ratio)
     return probability, upstream.unsqueeze(-1) * (weights - ratio.unsqueeze(-1) * rest.of_targets)
-
-
-class LogitsAtColumns(NamedTuple):
-    """The logits of some rows, and what is known of their columns."""
-
-    u: Any
-    """(N, V)"""
-    is_target: Any
-    """(N, V) [v = y]; (N, V, K) with target weights"""
-    class_weight: Any | None
-    """(V,) w"""
-
-
-def logits_gradient(logit_map: LogitMap, logits: LogitsAtColumns, row: Row, coefficients: RowCoefficients) -> Any:
-    """dz, by the formula above; the factor `scale` is in the coefficients."""
-    u = logits.u
-    probability = torch.exp(u - row.max - row.log_sum)
-    if coefficients.entropy is None:
-        gradient = probability * coefficients.probability
-    else:
-        gradient = probability * (coefficients.probability - coefficients.entropy * (u - row.max))
-    if coefficients.uniform is not None:
-        uniform = coefficients.uniform
-        gradient = gradient - (uniform if logits.class_weight is None else uniform * logits.class_weight)
-    one_hot = coefficients.one_hot * logits.is_target
-    gradient = gradient - (one_hot.sum(-1) if len(logits.is_target.shape) > 2 else one_hot)
-    slope = logit_map.slope(u)
-    return gradient if slope is None else gradient * slope

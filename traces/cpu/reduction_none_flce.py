@@ -6,11 +6,12 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
-# fused, recompute logits, chunks of 65 tokens, blocks of 1024 columns of the vocabulary; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
+# fused, recompute logits, chunks of 65 tokens; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t3: f32[8192], 32,768 bytes
 #     t4: f32[8192], 32,768 bytes
 #     t5: i64[], 8 bytes
+#     t6: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 from torch import Tensor
@@ -28,22 +29,19 @@ def computation(hidden, weight, labels):
   t0 = Tensor.view(labels, -1)  # t0: "cpu i64[8192]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
+  (t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65)
     # x = hidden, W = weight, y = t1
-    # loss = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[]
-    # valid, valid_count = y != -100, sum(y != -100)                                    PyTorch
-    # x, y = x[valid], y[valid]                                                         PyTorch
-    # for each chunk of 65 (126 times) and 2 tokens:
-    #   logits f32[C, 128256] = x[chunk] @ W.t()                                        PyTorch
-    #   logits_y f32[C] = logits[y[chunk]]                                              PyTorch
-    #   row_max, row_log_sum f32[C] = max_v(logits), log(sum_v(exp(logits - row_max)))  PyTorch
-    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)            PyTorch
-    # loss f32[8192] = scatter(cross_entropy)                                           PyTorch
-    # row_max f32[8192] = scatter(row_max)                                              PyTorch
-    # row_log_sum f32[8192] = scatter(row_log_sum)                                      PyTorch
-  t6 = torch_prims_reshape_impl(t2, (8192,))  # t6: "cpu f32[8192]"
+    # loss = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[],
+    # computed_rows = t6: i64[]
+    # valid_count i64[] = sum(y != -100)    targets are checked                                     PyTorch
+    # x, y = rows of x, y that are valid
+    # for each chunk of 65 tokens, 127 in all, the last of 2:
+    #   logits f32[65, 128256] = x @ W.t()                                                          PyTorch
+    #   row_max, row_log_sum f32[65] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  PyTorch
+    # loss f32[8192] = row_log_sum - (logits[y] - row_max)                                          PyTorch
+  t7 = torch_prims_reshape_impl(t2, (8192,))  # t7: "cpu f32[8192]"
   del t2
-  return {'output': (t6,), 'flat_args': [hidden, weight, labels], 'flat_output': (t6,)}, ((hidden, weight, t1, t3, t4, t5), ())
+  return {'output': (t7,), 'flat_args': [hidden, weight, labels], 'flat_output': (t7,)}, ((hidden, weight, t1, t3, t4, t5, t6), ())
 
 
 # Constructed by Delete Last Used
@@ -61,34 +59,32 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t7, = cotangents
-  # t7: "cpu f32[8192]"
+  t8, = cotangents
+  # t8: "cpu f32[8192]"
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, weight, t1, t3, t4, t5, = C0
+  hidden, weight, t1, t3, t4, t5, t6, = C0
   # hidden: "cpu f32[2, 4096, 4096]"
   # weight: "cpu f32[128256, 4096]"
   # t1: "cpu i64[2, 4096]"
   # t3: "cpu f32[8192]"
   # t4: "cpu f32[8192]"
   # t5: "cpu i64[]"
+  # t6: "cpu i64[]"
   clear_mutable_collection(C0)
   del C0
-  t8 = torch_prims_reshape_impl(t7, (2, 4096))  # t8: "cpu f32[2, 4096]"
-  del t7
-  (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65, block_columns=1024)
-    # x = hidden, W = weight, y = t1, grad = t8, row_max = t3, row_log_sum = t4
-    # dX = t9: f32[2, 4096, 4096], dW = t10: f32[128256, 4096]
-    # valid, valid_count = y != -100, sum(y != -100)                                               PyTorch
-    # x, y = x[valid], y[valid]                                                                    PyTorch
-    # s f32[8192] = grad[valid]                                                                    PyTorch
-    # row_max f32[8192] = row_max[valid]                                                           PyTorch
-    # row_log_sum f32[8192] = row_log_sum[valid]                                                   PyTorch
-    # for each block of 1024 (125 times) and 256 columns of the vocabulary:
-    #   logits f32[8192, K] = x @ W[block].t()                                                     PyTorch
-    #   dlogits f32[8192, K] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  PyTorch
-    #   dX f32[8192, 4096] += dlogits @ W[block]                                                   PyTorch
-    #   dW[block] f32[K, 4096] = dlogits.t() @ x                                                   PyTorch
-    # dX f32[8192, 4096] = scatter(dX)                                                             PyTorch
-  del t8, hidden, weight, t1, t3, t4, t5
-  return (t9, t10, None)
+  t9 = torch_prims_reshape_impl(t8, (2, 4096))  # t9: "cpu f32[2, 4096]"
+  del t8
+  (t10, t11) = linear_cross_entropy_bwd(t9, hidden, weight, t1, None, t3, t4, t5, t6, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65)
+    # x = hidden, W = weight, y = t1, grad = t9, row_max = t3, row_log_sum = t4, valid_count = t5,
+    # computed_rows = t6
+    # dX = t10: f32[2, 4096, 4096], dW = t11: f32[128256, 4096]
+    # valid_count i64[] = sum(y != -100)                                        PyTorch
+    # x, y = rows of x, y that are valid
+    # for each chunk of 65 tokens, 127 in all, the last of 2:
+    #   logits f32[65, 128256] = x @ W.t()                                      PyTorch
+    #   dlogits f32[65, 128256] = A softmax(logits) - B one_hot(y)    in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                 PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                          PyTorch
+  del t9, hidden, weight, t1, t3, t4, t5, t6
+  return (t10, t11, None)

@@ -6,11 +6,12 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
-# fused, recompute logits, chunks of 2048 tokens, blocks of 32064 columns of the vocabulary, products tuned; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
+# fused, recompute logits, chunks of 2048 tokens, 192 rows of dW summed in float32, products tuned; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t3: f32[8192], 32,768 bytes
 #     t4: f32[8192], 32,768 bytes
 #     t5: i64[], 8 bytes
+#     t6: i64[], 8 bytes
 
 # Constructed by Delete Last Used
 import thunder.core.dtypes as dtypes
@@ -29,22 +30,19 @@ def computation(hidden, weight, labels):
   t0 = Tensor.view(labels, -1)  # t0: "cuda:0 i64[8192]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cuda:0 i64[2, 4096]"
   del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='none', ignore_index=-100, strategy='recompute_logits', tune_products=True, chunk_rows=2048, block_columns=32064)
+  (t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=2048, float32_rows=192, tune_products=True)
     # x = hidden, W = weight, y = t1
-    # loss = t2: bf16[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[]
-    # valid, valid_count = y != -100, sum(y != -100)                                                    PyTorch
-    # x, y = x[valid], y[valid]  (the host waits for their number while the first logits are computed)  PyTorch
+    # loss = t2: bf16[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[],
+    # computed_rows = t6: i64[]
+    # valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
+    # x, y = rows of x, y that are valid    the host waits for their number
     # for each chunk of 2048 tokens, 4 in all:
-    #   logits bf16[2048, 128256] = x[chunk] @ W.t()                                                    cuBLAS
-    #   logits_y bf16[2048] = logits[y[chunk]]                                                          PyTorch
-    #   row_max, row_log_sum f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max)))               Triton
-    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                            PyTorch
-    # loss f32[8192] = scatter(cross_entropy)                                                           PyTorch
-    # row_max f32[8192] = scatter(row_max)                                                              PyTorch
-    # row_log_sum f32[8192] = scatter(row_log_sum)                                                      PyTorch
-  t6 = torch_prims_reshape_impl(t2, (8192,))  # t6: "cuda:0 bf16[8192]"
+    #   logits bf16[2048, 128256] = x @ W.t()                                                         cuBLAS
+    #   row_max, row_log_sum f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  Triton
+    # loss f32[8192] = row_log_sum - (logits[y] - row_max)                                            Triton
+  t7 = torch_prims_reshape_impl(t2, (8192,))  # t7: "cuda:0 bf16[8192]"
   del t2
-  return {'output': (t6,), 'flat_args': [hidden, weight, labels], 'flat_output': (t6,)}, ((hidden, weight, t1, t3, t4, t5), ())
+  return {'output': (t7,), 'flat_args': [hidden, weight, labels], 'flat_output': (t7,)}, ((hidden, weight, t1, t3, t4, t5, t6), ())
 
 
 # Constructed by Delete Last Used
@@ -62,40 +60,33 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t7, = cotangents
-  # t7: "cuda:0 bf16[8192]"
+  t8, = cotangents
+  # t8: "cuda:0 bf16[8192]"
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, weight, t1, t3, t4, t5, = C0
+  hidden, weight, t1, t3, t4, t5, t6, = C0
   # hidden: "cuda:0 bf16[2, 4096, 4096]"
   # weight: "cuda:0 bf16[128256, 4096]"
   # t1: "cuda:0 i64[2, 4096]"
   # t3: "cuda:0 f32[8192]"
   # t4: "cuda:0 f32[8192]"
   # t5: "cuda:0 i64[]"
+  # t6: "cuda:0 i64[]"
   clear_mutable_collection(C0)
   del C0
-  t8 = torch_prims_reshape_impl(t7, (2, 4096))  # t8: "cuda:0 bf16[2, 4096]"
-  del t7
-  (t9, t10) = linear_cross_entropy_bwd(t8, hidden, weight, t1, None, t3, t4, t5, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', tune_products=True, chunk_rows=2048, block_columns=32064)
-    # x = hidden, W = weight, y = t1, grad = t8, row_max = t3, row_log_sum = t4
-    # dX = t9: bf16[2, 4096, 4096], dW = t10: bf16[128256, 4096]
-    # valid, valid_count = y != -100, sum(y != -100)                                                    PyTorch
-    # x, y = x[valid], y[valid]                                                                         PyTorch
-    # s f32[8192] = grad[valid]                                                                         PyTorch
-    # row_max f32[8192] = row_max[valid]                                                                PyTorch
-    # row_log_sum f32[8192] = row_log_sum[valid]                                                        PyTorch
-    # for each block of 32064 columns of the vocabulary, 3 in all, from column 32064 on:
-    #   logits bf16[8192, 32064] = x @ W[block].t()                                                     cuBLAS
-    #   dlogits bf16[8192, 32064] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  Triton
-    #   dX_sum f32[8192, 4096] += dlogits @ W[block]                                                    cuBLAS
-    #   dW[block] bf16[32064, 4096] = dlogits.t() @ x                                                   cuBLAS
-    # for the first block, of 32064 columns of the vocabulary:
-    #   logits bf16[8192, 32064] = x @ W[block].t()                                                     cuBLAS
-    #   dlogits bf16[8192, 32064] = exp(logits - row_max - row_log_sum) * s - s * [v == y]  (in place)  Triton
-    #   dX_sum f32[8192, 4096] += dlogits @ W[block]                                                    cuBLAS
-    #   dX bf16[8192, 4096] = dX_sum  (rounded once; dW takes its memory)                               PyTorch
-    #   dW[block] bf16[32064, 4096] = dlogits.t() @ x                                                   cuBLAS
-    # dX bf16[8192, 4096] = scatter(dX)                                                                 PyTorch
-  del t8, hidden, weight, t1, t3, t4, t5
-  return (t9, t10, None)
+  t9 = torch_prims_reshape_impl(t8, (2, 4096))  # t9: "cuda:0 bf16[2, 4096]"
+  del t8
+  (t10, t11) = linear_cross_entropy_bwd(t9, hidden, weight, t1, None, t3, t4, t5, t6, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=2048, float32_rows=192, tune_products=True)
+    # x = hidden, W = weight, y = t1, grad = t9, row_max = t3, row_log_sum = t4, valid_count = t5,
+    # computed_rows = t6
+    # dX = t10: bf16[2, 4096, 4096], dW = t11: bf16[128256, 4096]
+    # valid_count i64[] = sum(y != -100)                                           Triton
+    # x, y = rows of x, y that are valid
+    # for each chunk of 2048 tokens, 4 in all:
+    #   logits bf16[2048, 128256] = x @ W.t()                                      cuBLAS
+    #   dlogits bf16[2048, 128256] = A softmax(logits) - B one_hot(y)    in place  Triton
+    #   dW bf16[128256, 4096] += dlogits.t() @ x                                   cuBLAS
+    #   frequent rows of dW f32[192, 4096] += dlogits[:, frequent].t() @ x         cuBLAS
+    #   dX bf16[2048, 4096] = dlogits @ W                                          cuBLAS
+  del t9, hidden, weight, t1, t3, t4, t5, t6
+  return (t10, t11, None)

@@ -12,9 +12,9 @@
 #
 # fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t8: i64[], 8 bytes
-#     t9: f32[2, 4096, 4096], 134,217,728 bytes
-#     t10: f32[128256, 4096], 2,101,346,304 bytes
+#     t6: i64[], 8 bytes
+#     t7: f32[2, 4096, 4096], 134,217,728 bytes
+#     t8: f32[128256, 4096], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
 from torch import Tensor
@@ -28,43 +28,38 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   # hidden: "cpu f32[2, 4096, 4096]"
   # labels: "cpu i64[2, 4096]"
   # t_layer_weight: "cpu f32[2048, 4096]"
-  ft115 = torch_all_gather_prim_impl(t_layer_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft115: "FUTURE thunder.devices.Device(type='cpu') f32[4096, 4096]"
+  ft113 = torch_all_gather_prim_impl(t_layer_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft113: "FUTURE thunder.devices.Device(type='cpu') f32[4096, 4096]"
   # t_lm_head_weight: "cpu f32[64128, 4096]"
-  ft120 = torch_all_gather_prim_impl(t_lm_head_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft120: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
+  ft118 = torch_all_gather_prim_impl(t_lm_head_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft118: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
   t0 = Tensor.view(labels, -1)  # t0: "cpu i64[8192]"
   t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
   del t0
-  t2 = torch_wait_prim_impl(ft115)  # t2: "cpu f32[4096, 4096]"
-  del ft115
+  t2 = torch_wait_prim_impl(ft113)  # t2: "cpu f32[4096, 4096]"
+  del ft113
 
   # return F.linear(input, self.weight, self.bias)
   t3 = torch.nn.functional.linear(hidden, t2, None)  # t3: "cpu f32[2, 4096, 4096]"
   del t2
-  t4 = torch_wait_prim_impl(ft120)  # t4: "cpu f32[128256, 4096]"
-  del ft120
+  t4 = torch_wait_prim_impl(ft118)  # t4: "cpu f32[128256, 4096]"
+  del ft118
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-  (t5, t6, t7, t8, t9, t10) = linear_cross_entropy_fwd(t3, t4, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
+  (t5, t6, t7, t8) = linear_cross_entropy_fwd(t3, t4, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
     # x = t3, W = t4, y = t1
-    # loss = t5: f32[], row_max = t6: f32[8192], row_log_sum = t7: f32[8192], valid_count = t8: i64[], dX = t9: f32[2, 4096, 4096], dW = t10: f32[128256, 4096]
-    # valid, valid_count = y != -100, sum(y != -100)                                                                      PyTorch
-    # x, y = x[valid], y[valid]                                                                                           PyTorch
-    # s f32[8192] = 1 / valid_count                                                                                       PyTorch
-    # for each chunk of 65 (126 times) and 2 tokens:
-    #   logits f32[C, 128256] = x[chunk] @ W.t()                                                                          PyTorch
-    #   row_max, row_log_sum, logits_y f32[C] = max_v(logits), log(sum_v(exp(logits - row_max))), logits[y[chunk]]        PyTorch
-    #   dlogits f32[C, 128256] = exp(logits - row_max - row_log_sum) * s[chunk] - s[chunk] * [v == y[chunk]]  (in place)  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x[chunk]                                                                    PyTorch
-    #   dX[chunk] f32[C, 4096] = dlogits @ W                                                                              PyTorch
-    # cross_entropy f32[8192] = row_log_sum - minimum(logits_y - row_max, 0)                                              PyTorch
-    # loss f32[] = sum(cross_entropy) / valid_count                                                                       PyTorch
-    # row_max f32[8192] = scatter(row_max)                                                                                PyTorch
-    # row_log_sum f32[8192] = scatter(row_log_sum)                                                                        PyTorch
-    # dX f32[8192, 4096] = scatter(dX)                                                                                    PyTorch
-  del t6, t7, t3, t4, t1
-  return {'output': (t5,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t5,)}, ((hidden, t8, t9, t10), ())
+    # loss = t5: f32[], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
+    # valid_count i64[] = sum(y != -100)    targets are checked                                     PyTorch
+    # x, y = rows of x, y that are valid
+    # for each chunk of 65 tokens, 127 in all, the last of 2:
+    #   logits f32[65, 128256] = x @ W.t()                                                          PyTorch
+    #   row_max, row_log_sum f32[65] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  PyTorch
+    #   dlogits f32[65, 128256] = s (softmax(logits) - one_hot(y))    in place                      PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                     PyTorch
+    #   dX f32[65, 4096] = dlogits @ W                                                              PyTorch
+    # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                           PyTorch
+  del t3, t4, t1
+  return {'output': (t5,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t5,)}, ((hidden, t6, t7, t8), ())
 
 
 # Constructed by Delete Last Used
@@ -82,37 +77,37 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t11, = cotangents
-  # t11: "cpu f32[]"
+  t9, = cotangents
+  # t9: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, t8, t9, t10, = C0
+  hidden, t6, t7, t8, = C0
   # hidden: "cpu f32[2, 4096, 4096]"
-  # t8: "cpu i64[]"
-  # t9: "cpu f32[2, 4096, 4096]"
-  # t10: "cpu f32[128256, 4096]"
+  # t6: "cpu i64[]"
+  # t7: "cpu f32[2, 4096, 4096]"
+  # t8: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  t12 = torch.reshape(hidden, (-1, 4096))  # t12: "cpu f32[8192, 4096]"
+  t10 = torch.reshape(hidden, (-1, 4096))  # t10: "cpu f32[8192, 4096]"
   del hidden
-  (t13, t14) = scale_gradients(t11, t8, t9, t10)
-    # t9 f32[2, 4096, 4096] = t9 * where(t8 == 0, 0, t11)  (skipped where that is 1)  PyTorch
-    # t10 f32[128256, 4096] = t10 * where(t8 == 0, 0, t11)  (skipped where that is 1)   PyTorch
-  del t11, t8, t9, t10
-  ft104 = average_gradient(t14, _torch_distributed_distributed_c10d_ProcessGroup_0, _DistParallelType_FULLY_SHARDED_1)  # ft104: "FUTURE thunder.devices.Device(type='cpu') f32[64128, 4096]"
-  del t14
-  t15 = torch.reshape(t13, (-1, 4096))  # t15: "cpu f32[8192, 4096]"
+  (t11, t12) = scale_gradients(t9, t6, t7, t8)
+    # t7 *= grad    skipped where that is 1  PyTorch
+    # t8 *= grad    skipped where that is 1  PyTorch
+  del t9, t6, t7, t8
+  ft104 = average_gradient(t12, _torch_distributed_distributed_c10d_ProcessGroup_0, _DistParallelType_FULLY_SHARDED_1)  # ft104: "FUTURE thunder.devices.Device(type='cpu') f32[64128, 4096]"
+  del t12
+  t13 = torch.reshape(t11, (-1, 4096))  # t13: "cpu f32[8192, 4096]"
+  del t11
+  t14 = torch.permute(t13, (1, 0))  # t14: "cpu f32[4096, 8192]"
   del t13
-  t16 = torch.permute(t15, (1, 0))  # t16: "cpu f32[4096, 8192]"
+  t15 = torch.matmul(t14, t10)  # t15: "cpu f32[4096, 4096]"
+  del t14, t10
+  t16 = torch.true_divide(t15, 2)  # t16: "cpu f32[4096, 4096]"
   del t15
-  t17 = torch.matmul(t16, t12)  # t17: "cpu f32[4096, 4096]"
-  del t16, t12
-  t18 = torch.true_divide(t17, 2)  # t18: "cpu f32[4096, 4096]"
-  del t17
-  ft128 = torch_reduce_scatter_prim_impl(t18, _DistributedReduceOps_SUM_2, _torch_distributed_distributed_c10d_ProcessGroup_0, True, None)  # ft128: "FUTURE thunder.devices.Device(type='cpu') f32[2048, 4096]"
-  del t18
-  t19 = torch_wait_prim_impl(ft104)  # t19: "cpu f32[64128, 4096]"
+  ft126 = torch_reduce_scatter_prim_impl(t16, _DistributedReduceOps_SUM_2, _torch_distributed_distributed_c10d_ProcessGroup_0, True, None)  # ft126: "FUTURE thunder.devices.Device(type='cpu') f32[2048, 4096]"
+  del t16
+  t17 = torch_wait_prim_impl(ft104)  # t17: "cpu f32[64128, 4096]"
   del ft104
-  t20 = torch_wait_prim_impl(ft128)  # t20: "cpu f32[2048, 4096]"
-  del ft128
-  return (None, None, t20, t19)
+  t18 = torch_wait_prim_impl(ft126)  # t18: "cpu f32[2048, 4096]"
+  del ft126
+  return (None, None, t18, t17)

@@ -1,6 +1,5 @@
 """Fuses linear + cross-entropy in a graph of Dynamo's, before AOTAutograd and Inductor see it."""
 
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,11 +7,10 @@ from typing import Any
 
 import torch
 from thunder.common import CompileData
-from thunder.core import devices, dtypes
 from thunder.core.trace import TraceCtx
 from torch.fx import GraphModule
 
-from thunder_flce.execution.plan import LossOnly
+from thunder_flce.calls import unplanned
 from thunder_flce.graph.decisions import Decision
 from thunder_flce.graph.dynamo.checkpoints import open_checkpoints
 from thunder_flce.graph.dynamo.sizes import Sizes
@@ -21,11 +19,11 @@ from thunder_flce.graph.dynamo.writing import not_writable, write_back
 from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.rules import PlannedRegion
 from thunder_flce.graph.thunder_private import compile_data_and_stats
-from thunder_flce.graph.trace_arguments import region_problem
+from thunder_flce.graph.trace_arguments import call_of, specs
 from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
 from thunder_flce.loss_nodes import region_ends, sources_above, value_of
+from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
-from thunder_flce.planning.choose import cached_plan, lasting_strategy
 
 
 @dataclass(frozen=True)
@@ -96,18 +94,5 @@ class _FuseForInductor(FuseLinearCrossEntropy):
 
     def plan(self, region: Mapping[str, Any], needs_grad: tuple[str, ...]) -> PlannedRegion:
         """The plan that the operator will make for the sizes of the call that is compiled."""
-        weight = region["linear_weight"]
-        dtype = dtypes.to_torch_dtype(weight.dtype)
-        problem = region_problem(region, needs_grad, float32_logits=self.options.has_float32_logits(dtype))
-        hint = self._sizes.hint
-        problem = replace(
-            problem,
-            tokens=math.prod(map(hint, region["target"].shape)),
-            vocab=hint(problem.vocab),
-            weight_rows=hint(problem.weight_rows or problem.vocab),
-            terms=tuple(replace(term, hidden=hint(term.hidden)) for term in problem.terms),
-        )
-        options, strategy = self.options, lasting_strategy(problem, self.options)
-        if strategy != LossOnly.strategy:
-            options = replace(options, strategy=strategy)
-        return PlannedRegion(problem, cached_plan(problem, options, devices.to_torch_device(weight.device)))
+        call = specs(call_of(region, needs_grad), self._sizes.hint)
+        return PlannedRegion(call, plan_for(call, unplanned(call, self.options).options or self.options))

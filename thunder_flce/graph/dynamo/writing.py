@@ -6,8 +6,7 @@ how thunder sees the program.
 """
 
 import operator
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -20,13 +19,12 @@ from thunder.core.trace import TraceCtx
 from torch.fx import Node
 from torch.utils._pytree import tree_flatten, tree_map
 
-from thunder_flce.execution.plan import LossOnly
+from thunder_flce.calls import unplanned
 from thunder_flce.graph import symbols
 from thunder_flce.graph.dynamo.tracing import RegionTrace
-from thunder_flce.graph.matching.trace_index import loss_dtype
-from thunder_flce.graph.trace_arguments import loss_of, region_arguments, region_operands
+from thunder_flce.graph.trace_arguments import call_of, region_arguments, specs
 from thunder_flce.loss_nodes import value_of
-from thunder_flce.operators import Settings
+from thunder_flce.operation.call import Call, Spec, argument
 from thunder_flce.options import Options
 
 # What the transform puts around a region.
@@ -151,68 +149,31 @@ class _Writer:
         return tree_map(written, argument)
 
     def _region_call(self, bsym: BoundSymbol) -> list[Node]:
-        """The operator, and its results, each in the shape of the trace's."""
+        """The operator, and its results."""
         region, graph = region_arguments(*bsym.args, **bsym.kwargs), self._graph
-        settings = self._settings(region)
-        device = devices.to_torch_device(region["input"].device)
-        row_dtype = dtypes.to_torch_dtype(loss_dtype(region["input"]))
-        nodes = {
-            name: self._operand(name, operand, settings.needs_grad) for name, operand in region_operands(region).items()
-        }
-        x, weight, *terms = (node for name, node in nodes.items() if name != "linear_bias")
-        others = {"linear_bias": nodes.get("linear_bias"), "weight": self._argument(region["weight"])}
-        if region["token_weights"] is not None:
-            node = self._nodes[region["token_weights"].name]
-            others["token_weights"] = graph.call_function(torch.flatten, (node,))
-        if region["token_inputs"]:
-            inputs = [self._nodes[each.name] for each in region["token_inputs"]]
-            others["token_inputs"] = [graph.call_function(torch.flatten, (node,)) for node in inputs]
-        for name in ("num_items", "expected_gradient"):
-            others[name] = self._number(region[name], device, row_dtype)
-        call = graph.call_function(
-            torch.ops.thunder_flce.linear_cross_entropy.default,
-            (x, weight, graph.call_function(torch.flatten, (self._nodes[region["target"].name],))),
-            {
-                "terms": terms,
-                "settings": str(settings),
-                **{name: node for name, node in others.items() if node is not None},
-            },
+        call = call_of(region)
+        known = specs(call)
+        settings = unplanned(known, self._options)
+        tensors = [self._tensor(name, call, known.tensors[name]) for name in settings.names]
+        operator_call = graph.call_function(
+            torch.ops.thunder_flce.linear_cross_entropy.default, (tensors, str(settings))
         )
-        results = []
-        for at, out in enumerate(_outs(bsym)):
-            node = graph.call_function(operator.getitem, (call, at))
-            # The operator has a row for labels without dimensions.
-            if out.ndim or not region["target"].ndim:
-                sizes = tuple(self._region.sizes.node(size) for size in out.shape)
-                node = graph.call_function(torch.reshape, (node, sizes))
-            if at == 0 and region.get("dtype") is not None:
-                node = graph.call_function(torch.Tensor.to, (node, dtypes.to_torch_dtype(region["dtype"])))
-            results.append(node)
+        results = [graph.call_function(operator.getitem, (operator_call, at)) for at in range(len(_outs(bsym)))]
+        if region.get("dtype") is not None:
+            dtype = dtypes.to_torch_dtype(region["dtype"])
+            results[0] = graph.call_function(torch.Tensor.to, (results[0], dtype))
         return results
 
-    def _settings(self, region: Mapping[str, Any]) -> Settings:
-        strategy, options = region["plan"]["strategy"], self._options
-        if strategy != LossOnly.strategy:
-            options = replace(options, strategy=strategy)
-        return Settings(loss=loss_of(region), needs_grad=region["needs_grad"], strategy=strategy, options=options)
-
-    def _operand(self, name: str, proxy: TensorProxy, needs_grad: tuple[str, ...]) -> Node:
-        """A linear's operand, an input as (T, H), detached where no gradient is meant to reach it."""
-        node = self._nodes[proxy.name]
-        if name not in needs_grad:
+    def _tensor(self, name: str, call: Call, spec: Spec) -> Node:
+        """A tensor or a number of a call as the operator takes it."""
+        given = call.tensors[name]
+        if not isinstance(given, TensorProxy):
+            return self._graph.call_function(torch.full, ((), given), {"dtype": spec.dtype, "device": spec.device})
+        node = self._nodes[given.name]
+        if argument(name).differentiable and name not in call.needs_grad:
             # The operator raises where an operand requires a gradient that needs_grad does not name.
-            node = self._graph.call_function(torch.detach, (node,))
-        if not name.endswith("input") or proxy.ndim == 2:
-            return node
-        return self._graph.call_function(torch.reshape, (node, (-1, self._region.sizes.node(proxy.shape[-1]))))
-
-    def _number(self, number: Any, like: torch.device, dtype: torch.dtype) -> Node | None:
-        """A number or a tensor without dimensions as the operator takes it."""
-        if number is None:
-            return None
-        if isinstance(number, TensorProxy):
-            return self._graph.call_function(torch.Tensor.to, (self._nodes[number.name], dtype))
-        return self._graph.call_function(torch.full, ((), number), {"dtype": dtype, "device": like})
+            return self._graph.call_function(torch.detach, (node,))
+        return node
 
     def _erase(self, kept: set[Node]) -> None:
         """Erases the nodes of the region that are not in its trace any more; nodes that read their sizes go along.

@@ -14,7 +14,7 @@ from thunder.core import dtypes, prims
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.execution.plan import GradientsInForward
+from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
 from thunder_flce.graph.matching.logits_path import RESHAPES, LogitsPath, paths_to, steps
 from thunder_flce.graph.matching.losses import CrossEntropy, is_loss
 from thunder_flce.graph.matching.readings import (
@@ -476,7 +476,7 @@ def _check_gradients_in_forward(match: Match, options: Options) -> None:
     """Raises `NotASum` where the gradients of a sum of token losses may not be computed in the forward."""
     if match.arguments.weight is not None or match.arguments.label_smoothing:
         raise NotASum("the losses have class weights or label smoothing")
-    if options.strategy not in (None, GradientsInForward.strategy):
+    if options.strategy not in (None, GRADIENTS_IN_FORWARD):
         raise NotASum(f"the options say {options.strategy}")
     dtype = dtypes.to_strong_dtype(match.path.terms[0].input.dtype)
     if dtype is dtypes.float16 and options.expected_gradient is None:

@@ -1,6 +1,6 @@
 """Losses that a program makes of log-probabilities and entropies, token by token, and sums up, as GRPO and PPO do.
 
-    ratio = (log_prob - old).exp()                                          on single tokens: `operation.token_loss`
+    ratio = (log_prob - old).exp()                                          on single tokens: `operation.pointwise`
     per_token = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
     loss = (per_token * mask).sum() / mask.sum()                            linear in these: a weight for each token
 
@@ -24,15 +24,19 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from thunder_flce.graph.matching.logits_path import COPIES, RESHAPES
 from thunder_flce.graph.matching.trace_index import TraceIndex, carries_grad, is_static, stops_gradients
 from thunder_flce.graph.matching.upstream import Step, linear_step
-from thunder_flce.operation.token_loss import (
-    CASTS,
+from thunder_flce.operation.pointwise import (
+    VARIABLES,
+    Handle,
     NotOfTokens,
+    Recorder,
     TokenLoss,
-    TokenLossWriter,
     evaluate,
     numbered,
     uses,
 )
+
+CASTS = ("float", "double", "half", "bfloat16", "bool", "int", "long")
+"""Methods that change the dtype, beside those that are told which."""
 
 
 class Source(NamedTuple):
@@ -40,7 +44,7 @@ class Source(NamedTuple):
 
     tensor: TensorProxy
     variable: str
-    """One of `operation.token_loss.VARIABLES`."""
+    """One of `operation.pointwise.VARIABLES`."""
     factor: int
     is_exponential: bool
     labels: TensorProxy | None = None
@@ -79,21 +83,22 @@ class TokenSum:
     """What is not needed any more."""
     kept: frozenset[str]
     """The names of the sources that something else needs, without a gradient."""
-    _writer: TokenLossWriter
-    _summands: dict[str, str]
-    """For each tensor that is summed up: its name in the writer."""
+    _recorder: Recorder
+    _summands: dict[str, Handle]
+    """For each tensor that is summed up: what it is in the recorder."""
     _steps: tuple[tuple[Step, str, str], ...]
     """The linear operations, with the names of operand and result."""
 
     @property
     def is_zero_without_loss(self) -> bool:
         """Whether a token whose log-probability is 0 adds nothing, whatever else there is."""
-        losses = [numbered(self._writer.copy().finish(summand)) for summand in self._summands.values()]
+        losses = [numbered(self._recorder.copy().finish(summand)) for summand in self._summands.values()]
         # While a trace is printed, tensors may be fake.
         with unset_fake_temporarily():
             nothing = {"log_prob": torch.zeros(1, device="cpu")}
             return not any(
-                read or uses(loss, "entropy") or evaluate(loss, nothing, torch).any() for loss, read in losses
+                read or any(uses(loss, name) for name in VARIABLES[1:]) or evaluate(loss, nothing).any()
+                for loss, read in losses
             )
 
     def written(
@@ -126,15 +131,15 @@ class TokenSum:
             else:
                 counts = reduce(ltorch.logical_or, (ltorch.ne(weight, 0.0) for weight in weights))
                 token_weights = ltorch.to(counts, dtype)
-        writer, total = self._writer.copy(), None
+        recorder, total = self._recorder.copy(), None
         for factor, summand in zip(weights, self._summands.values(), strict=True):
             if isinstance(factor, TensorProxy):
                 inputs.append(factor)
-                factor = writer.add_input(torch.float32)
-            weighted = summand if factor == 1.0 else writer.write("mul", (summand, factor), {})
-            total = weighted if total is None else writer.write("add", (total, weighted), {})
+                factor = recorder.add_input(torch.float32)
+            weighted = summand if factor == 1.0 else recorder.write("mul", (summand, factor), {})
+            total = weighted if total is None else recorder.write("add", (total, weighted), {})
         assert total is not None
-        token_loss, read = numbered(writer.finish(total))
+        token_loss, read = numbered(recorder.finish(total))
         given = [inputs[number] for number in read]
         tensors = tuple(each.expanded(rows) if isinstance(each, TokenInput) else each for each in given)
         return token_loss, tensors, token_weights
@@ -172,10 +177,10 @@ class _Search:
         self._own = {id(bsym) for bsym in own}
         self._sources, self._logits, self._index = sources, logits, index
         self._rows = sources[0].tensor.numel
-        self._writer = TokenLossWriter()
-        self._inputs: dict[str, TokenInput] = {}
-        self._tokens: dict[str, str] = {}
-        """For each tensor that is computed from the sources token by token: its name in the writer."""
+        self._recorder = Recorder()
+        self._inputs: dict[Handle, TokenInput] = {}
+        self._tokens: dict[str, Handle] = {}
+        """For each tensor that is computed from the sources token by token: what it is in the recorder."""
         self._sums: set[str] = set()
         """The names of tensors with a gradient that are linear in the losses of tokens."""
         self._dependent = {source.tensor.name for source in sources}
@@ -185,16 +190,18 @@ class _Search:
         self._passed: set[int] = set()
         self._upstream = _with_upstream_gradients(index)
         for source in sources:
-            name = source.variable
+            name = Handle(source.variable)
             if source.labels is not None:
-                is_valid = self._writer.add_input(torch.bool)
+                is_valid = self._recorder.add_input(torch.bool)
                 shape = tuple(source.tensor.shape)
                 self._inputs[is_valid] = TokenInput(source.labels, shape, source.ignore_index)
-                name = self._writer.write("where", (is_valid, name, 0.0), {})
+                name = self._recorder.write("where", (is_valid, name, 0.0), {})
             if source.tensor.name not in self._with_grad:
-                name = self._writer.detached(name)
-            name = self._writer.write("neg", (name,), {}) if source.factor == -1 else name
-            self._tokens[source.tensor.name] = self._writer.write("exp", (name,), {}) if source.is_exponential else name
+                name = self._recorder.detached(name)
+            name = self._recorder.write("neg", (name,), {}) if source.factor == -1 else name
+            self._tokens[source.tensor.name] = (
+                self._recorder.write("exp", (name,), {}) if source.is_exponential else name
+            )
 
     def add(self, bsym: BoundSymbol) -> bool:
         """Follows one operation; returns whether it is the sum that all gradients come from."""
@@ -238,8 +245,8 @@ class _Search:
             self._steps.append((bsym, operand, step))
         self._sums.add(out.name)
 
-    def _written(self, bsym: BoundSymbol, has_grad: bool) -> str:
-        """The name of an operation on single tokens."""
+    def _written(self, bsym: BoundSymbol, has_grad: bool) -> Handle:
+        """The result of an operation on single tokens."""
 
         def argument(given: Any) -> Any:
             if not isinstance(given, TensorProxy):
@@ -248,15 +255,17 @@ class _Search:
 
         if bsym.sym.id in RESHAPES | COPIES or bsym.sym.name in CASTS:
             # Of further operands, such an operation takes only the shape or the dtype.
-            name = self._writer.cast(argument(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(bsym.output.dtype))
+            name = self._recorder.cast(argument(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(bsym.output.dtype))
         else:
             args = [argument(given) for given in bsym.args]
             kwargs = {name: argument(given) for name, given in bsym.kwargs.items()}
-            name = self._writer.write(bsym.sym.name, args, kwargs)
-        return name if has_grad else self._writer.detached(name)
+            if bsym.sym.name.endswith("_"):
+                raise NotOfTokens(bsym.sym.name)
+            name = self._recorder.write(bsym.sym.name, args, kwargs)
+        return name if has_grad else self._recorder.detached(name)
 
-    def _input(self, tensor: TensorProxy, bsym: BoundSymbol, has_grad: bool) -> str:
-        """The name of a tensor that does not depend on the sources."""
+    def _input(self, tensor: TensorProxy, bsym: BoundSymbol, has_grad: bool) -> Handle:
+        """What a tensor is in the recorder that does not depend on the sources."""
         if has_grad and tensor.name in self._index.need_grad:
             raise NotASum(f"{tensor.name} in {bsym.sym.name} needs a gradient, too")
         if self._index.derives_from(tensor, self._logits):
@@ -265,7 +274,7 @@ class _Search:
         for name, known in self._inputs.items():
             if known.ignore_index is None and known.shape == shape and self._index.same_values(known.tensor, tensor):
                 return name
-        name = self._writer.add_input(dtypes.to_torch_dtype(tensor.dtype))
+        name = self._recorder.add_input(dtypes.to_torch_dtype(tensor.dtype))
         self._inputs[name] = TokenInput(tensor, shape)
         return name
 
@@ -289,7 +298,7 @@ class _Search:
             inputs=tuple(self._inputs.values()),
             replaced=tuple(dead),
             kept=kept,
-            _writer=self._writer,
+            _recorder=self._recorder,
             _summands={name: self._tokens[name] for name in self._summed()},
             _steps=tuple((step, operand.name, bsym.output.name) for bsym, operand, step in self._steps),
         )

@@ -1,8 +1,9 @@
-"""`cross_entropy_fwd` and `cross_entropy_bwd`: cross-entropy on logits that have other users, and what runs in PyTorch.
+"""`cross_entropy_fwd` and `cross_entropy_bwd`: cross-entropy on logits that have other users.
 
-They are primitives of the executor `flce`, for targets that are indices of classes. On CUDA, thunder's nvFuser executor
-translates them instead (`nvfuser_impl`), together with the casts and reshapes around them, where there are neither
-class weights nor label smoothing. Legend: N rows, V vocabulary.
+They are primitives of the executor `flce`, for targets that are indices of classes, and run on the region's own row
+kernels, with logits in place of a linear. On CUDA, thunder's nvFuser executor translates them instead (`nvfuser_impl`),
+together with the casts and reshapes around them, where there are neither class weights nor label smoothing. Legend: N
+rows, V vocabulary.
 """
 
 from typing import Any
@@ -12,16 +13,14 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from torch import Tensor
 
-from thunder_flce.execution import steps
-from thunder_flce.execution.layout import VocabLayout
-from thunder_flce.execution.operands import Operands, Term, UpstreamGradients
-from thunder_flce.execution.plan import LossOnly
-from thunder_flce.execution.region import Region
-from thunder_flce.execution.row_kernels.interface import LogitsBuffer, RowStatistics
-from thunder_flce.execution.row_loss import RowGradients, RowScales, chunk_result, finish_loss
-from thunder_flce.execution.row_selection import reselect_rows, select_rows
+from thunder_flce.device import ALIGNED_BYTES
+from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.plan import LOSS_ONLY, Plan
+from thunder_flce.engine.primitives import Primitives
+from thunder_flce.engine.row_loss import Coefficients, RowResults, UpstreamGradients
 from thunder_flce.graph.executor import FORWARD_TAGS, executor
 from thunder_flce.graph.matching.trace_index import loss_dtype
+from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
 
 
@@ -36,45 +35,39 @@ def _forward_impl(
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index.
     """
-    region = _region(logits, target, weight, settings)
-    scales = RowScales.of(region, select_rows(region).rows())
-    of_rows = chunk_result(region, scales, _as_buffer(logits), slice(0, logits.shape[0]))
-    result = finish_loss(region, scales, [of_rows])
-    return result.loss.to(logits.dtype), *result.statistics[:3]
+    ops = _primitives(logits, target, weight, settings)
+    rows = ops.prepare(None)
+    z = logits if _is_aligned(logits, ops) else ops.logits_buffer(logits.shape[0]).copy_(logits)
+    found = ops.results(z, rows.target)
+    return ops.loss(rows, found).to(logits.dtype), *found.statistics, rows.valid_count
 
 
 def _backward_impl(
-    grad: Tensor,
-    logits: Tensor,
-    target: Tensor,
-    row_max: Tensor,
-    row_log_sum: Tensor,
-    valid_count: Tensor,
-    *,
-    weight: Tensor | None = None,
-    **settings: Any,
-) -> Tensor:
+    grad: Tensor, logits: Tensor, target: Tensor, row_max: Tensor, row_log_sum: Tensor, valid_count: Tensor, *,
+    weight: Tensor | None = None, **settings: Any,
+) -> Tensor:  # fmt: skip
     """The logits' gradient, (N, V) in the logits' dtype; grad is () or, for reduction "none", (N,)."""
-    region = _region(logits, target, weight, settings)
-    scales = RowScales.of(region, reselect_rows(region, valid_count))
-    statistics = RowStatistics(row_max, row_log_sum)
-    row_gradients = RowGradients(region, scales, UpstreamGradients(grad))
-    coefficients = row_gradients.coefficients(slice(0, logits.shape[0]), statistics)
-    buffer = _as_buffer(logits.clone(memory_format=torch.contiguous_format))
-    targets = steps.Targets(scales.rows.target)
-    dlogits, _ = steps.gradient_(region, buffer, statistics, coefficients, targets, scales.class_weight)
-    return dlogits.logits
+    ops = _primitives(logits, target, weight, settings)
+    rows = ops.prepare(None, computed_rows=torch.tensor(logits.shape[0]))
+    z = ops.logits_buffer(logits.shape[0]).copy_(logits)
+    found = RowResults(RowStatistics(row_max, row_log_sum), ops.target_entries(z, rows.target))
+    coefficients = Coefficients(ops, rows, UpstreamGradients(grad))
+    return ops.gradient_(z, found, coefficients.of(slice(0, rows.count), found), rows.target)[0]
 
 
-def _region(logits: Tensor, target: Tensor, weight: Tensor | None, settings: dict[str, Any]) -> Region:
-    """A region whose logits are there: that of a linear without inputs, all of whose rows PyTorch computes."""
-    head = Term(x=logits.new_empty(logits.shape[0], 0), weight=logits.new_empty(logits.shape[1], 0))
-    operands = Operands(terms=(head,), bias=None, target=target, loss=Loss(**settings), class_weight=weight)
-    return Region(operands, LossOnly(chunk_rows=logits.shape[0], ignored_rows="compute", row_kernels="torch"))
+def _primitives(logits: Tensor, target: Tensor, weight: Tensor | None, settings: dict[str, Any]) -> Primitives:
+    """Those of a region whose logits are there: that of a linear without inputs, all of whose rows are computed."""
+    rows, vocab = logits.shape
+    tensors = {"input": logits.new_empty(rows, 0), "linear_weight": logits.new_empty(vocab, 0), "target": target}
+    tensors |= {} if weight is None else {"weight": weight}
+    return Primitives(Call(tensors=tensors, loss=Loss(**settings)), Plan(strategy=LOSS_ONLY, ignored_rows="compute"))
 
 
-def _as_buffer(logits: Tensor) -> LogitsBuffer:
-    return LogitsBuffer(logits, VocabLayout.contiguous(logits.shape[1]))
+def _is_aligned(logits: Tensor, ops: Primitives) -> bool:
+    """Whether logits lie in memory as the row kernels read them."""
+    stride = ops.logits_buffer(0).stride(0)
+    is_aligned = logits.is_contiguous() and logits.stride(0) == stride
+    return is_aligned and logits.data_ptr() % ALIGNED_BYTES == 0
 
 
 def _cross_entropy_fwd_meta(

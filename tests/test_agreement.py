@@ -1,0 +1,194 @@
+"""That ranks whose calls differ raise at once, whatever they agreed on before, and that those that may differ run."""
+
+import re
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import thunder_flce.vocab_parallel
+from ranks import GPUS, RankErrors, as_processes, as_threads
+from reference import error, make_case, truth
+from test_vocab_parallel import part_of, parts
+from thunder_flce import Options, VocabParallel, linear_cross_entropy
+from thunder_flce.operation.call import named_tensors
+from thunder_flce.operation.loss import Loss
+from thunder_flce.vocab_parallel import agree
+
+SIZES = (50, 51)
+DIFFERENT = [
+    ({"options": Options(chunk_rows=16)}, {"options": Options(chunk_rows=20)}, "options is Options"),
+    ({}, {"label_smoothing": 0.1}, "label_smoothing is 0.0 on rank 0 and 0.1 on rank 1"),
+    ({}, {"outputs": ("entropy",)}, "outputs is "),
+    ({"num_items": 3}, {"num_items": 4}, "the value of num_items is 3 on rank 0 and 4 on rank 1"),
+    ({"num_items": 3}, {}, "num_items is int on rank 0 and NoneType on rank 1"),
+]
+
+
+def _outcome(call) -> str:
+    """What becomes of a call, in words, and that it did not take the time of a group that waits."""
+    started = time.monotonic()
+    try:
+        found = call()
+    except Exception as failure:
+        found = f"{type(failure).__name__}: {failure}"
+    assert time.monotonic() - started < 20
+    return str(found)
+
+
+def _after_agreed_calls(rank: int) -> list[str]:
+    """Each rank knows each of two calls; then they come with one each, and with the same one again."""
+    torch.manual_seed(0)
+    case, group, found = make_case(), dist.new_group(timeout=timedelta(seconds=60)), []
+    mine = part_of(case, parts(SIZES)[rank])
+
+    def call(settings):
+        loss = linear_cross_entropy(mine.x, mine.weight, case.target, vocab_parallel=group, **settings)
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        loss.backward()
+        return float(loss)
+
+    for first, second, _ in DIFFERENT:
+        for settings in (first, second):
+            call(settings)
+        found.append(_outcome(lambda of=(first, second)[rank]: call(of)))
+        call(first)
+
+    # Other tokens, another bias, and a rank that refuses.
+    tokens = slice(rank, None)
+    found.append(
+        _outcome(lambda: linear_cross_entropy(mine.x[tokens], mine.weight, case.target[tokens], vocab_parallel=group))
+    )
+    bias = torch.zeros(SIZES[rank] - rank)
+    found.append(_outcome(lambda: call({"linear_bias": bias})))
+    found.append(_outcome(lambda: call({"terms": [(mine.x,)] if rank else ()})))
+    with torch.set_grad_enabled(rank == 0):
+        found.append(
+            _outcome(lambda: linear_cross_entropy(mine.x, mine.weight, case.target, vocab_parallel=group).detach())
+        )
+    found.append(_outcome(lambda: call({})))
+    return found
+
+
+def test_calls_that_differ_after_calls_that_agreed():
+    (first, second) = as_processes(2, _after_agreed_calls)
+    *words, tokens, bias, refused, grad, right = first
+    for found, (*_, message) in zip(words, DIFFERENT, strict=True):
+        assert re.match("ValueError: all ranks .*" + re.escape(message), found), found
+    assert "input is float32 (37, 24) on cpu, which requires a gradient on rank 0 and float32 (36, 24)" in tokens
+    assert "linear_bias is float32 (V) on cpu on rank 0 and float32 (50) on cpu on rank 1" in bias
+    assert "ValueError: rank 1 of vocab_parallel has refused its arguments: terms[0] must be a pair" in refused
+    assert "on cpu, which requires a gradient on rank 0 and float32 (37, 24) on cpu on rank 1" in grad
+    assert re.fullmatch(r"\d\.\d+", right)
+    assert (
+        second[7].startswith("TypeError: terms[0] must be a pair") and first[:7] + first[8:] == second[:7] + second[8:]
+    )
+
+
+def _two_heads(rank: int) -> list[torch.Tensor]:
+    """Of one column and of two: the first rank has one of each."""
+    x, target = torch.ones(6, 4), torch.zeros(6, dtype=torch.long)
+    one, two = torch.ones(1 - rank, 4, requires_grad=True), torch.ones(1, 4, requires_grad=True)
+    losses = [linear_cross_entropy(x, each, target, vocab_parallel=dist.group.WORLD) for each in (one, two, one, two)]
+    sum(losses).backward()
+    return [loss.detach() for loss in losses]
+
+
+@pytest.mark.parametrize("run", [as_threads, as_processes], ids=["threads", "processes"])
+def test_heads_of_which_a_rank_has_as_many_rows(run):
+    for losses in run(2, _two_heads):
+        torch.testing.assert_close(torch.stack(losses).exp(), torch.tensor([1.0, 2.0, 1.0, 2.0]))
+
+
+def test_nothing_is_remembered_of_a_group_on_the_cpu():
+    """Of as many numbers of tokens as there are."""
+    case = make_case(tokens=40)
+
+    def run(rank):
+        mine = part_of(case, parts(SIZES)[rank])
+        losses = [
+            linear_cross_entropy(mine.x[:count], mine.weight, mine.target[:count], vocab_parallel=dist.group.WORLD)
+            for count in (40, *range(1, 6), 40)
+        ]
+        assert dist.group.WORLD not in thunder_flce.vocab_parallel._agreed
+        return losses[0].detach(), losses[-1].detach()
+
+    for first, last in as_threads(2, run):
+        assert torch.equal(first, last) and error(first, truth(case).loss) < 1e-6
+
+
+def test_what_is_agreed(monkeypatch):
+    """By numbers in which ranks may differ: rows, tokens and memory."""
+    memory = {0: 9_000, 1: 7_000}
+    rank_of = threading.local()
+    monkeypatch.setattr(thunder_flce.vocab_parallel, "_total_memory", lambda device: memory[rank_of.rank])
+
+    def run(rank):
+        rank_of.rank = rank
+        tokens = 3 + 4 * rank
+        arguments = {
+            "input": torch.zeros(tokens, 8),
+            "linear_weight": torch.zeros(10 * rank, 8),
+            "target": torch.zeros(tokens, dtype=torch.long),
+        }
+        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True, start=0)
+        return agree(parallel, named_tensors(arguments), loss=Loss(), options=Options())
+
+    first, second = as_threads(2, run)
+    for found in (first, second):
+        assert (found.weight_rows, found.memory, found.most_tokens) == (10, 7_000, 7)
+    assert (first.shard.columns, second.shard.columns, second.shard.start) == (0, 10, 0)
+    memory[1] = -1
+    assert as_threads(2, run)[0].memory is None
+
+
+@pytest.mark.parametrize("how", ["sequence_parallel", "data_parallel"])
+def test_a_rank_whose_targets_do_not_fit_raises_on_all(how):
+    case = make_case(tokens=36)
+
+    def run(rank):
+        mine, tokens = part_of(case, parts(SIZES)[rank]), parts((18, 18))[rank]
+        parallel = VocabParallel(group=dist.group.WORLD, **{how: True})
+        target = mine.target[tokens]
+        linear_cross_entropy(mine.x[tokens], mine.weight, target[rank:], vocab_parallel=parallel)
+
+    with pytest.raises(RankErrors) as raised:
+        as_threads(2, run)
+    assert len(raised.value.errors) == 2
+    for found in raised.value.errors.values():
+        assert re.search(r"target is int64 \((18|T)\) on cpu on rank 0 and int64 \(17\)", str(found))
+
+
+def _captured_anew(rank: int) -> list[str]:
+    """A call that was never made without a graph; then two heads of which the first rank has as many rows."""
+    torch.manual_seed(0)
+    case, found = make_case(tokens=64, vocab=331, hidden=64, device="cuda"), []
+    options = Options(ignored_rows="compute")
+
+    def step(rows):
+        part = part_of(case, rows)
+        target = case.target.clamp(max=99)
+        return linear_cross_entropy(part.x, part.weight, target, vocab_parallel=dist.group.WORLD, options=options)
+
+    def captured(rows):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            step(rows)
+
+    heads = [slice(0, 100) if rank == 0 else slice(100, stop) for stop in (150, 200)]
+    found.append(_outcome(lambda: captured(heads[0])))
+    for head in heads:
+        step(head)
+    found.append(_outcome(lambda: captured(heads[0])))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_calls_that_a_graph_cannot_capture():
+    results = as_processes(2, _captured_anew, device="cuda")
+    for found in results:
+        assert "cannot agree on a new call of vocab_parallel while a CUDA graph is captured" in found[0], found
+    assert "cannot agree" in results[0][1] and "cannot agree" not in results[1][1], results

@@ -1,0 +1,134 @@
+"""The engine as it is on a GPU, with Triton's kernels for rows and vectors, and padded logits: in the interpreter.
+
+What the tests of kernels one by one do not show: that the engine hands them what they take.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from interpreted import INTERPRETED, needs_compiler, prepare_row_kernels, run_in_the_interpreter
+from reference import assert_as_exact_as_eager, make_case
+from test_kl_divergence import composed
+from test_properties import Problem, one_pass_problems, problems, run_examples
+from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
+from thunder_flce.engine import plan
+from thunder_flce.engine.kernels import layout, scaling
+from thunder_flce.engine.primitives import Primitives
+from thunder_flce.operation.divergence import KINDS
+from thunder_flce.options import STRATEGIES
+
+VOCABULARIES = (2, 7, 33, 101)
+EXAMPLES = 60
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """For calls on a CPU; PyTorch's matmuls run."""
+    from thunder_flce.engine.kernels import triton_vectors
+    from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
+
+    prepare_row_kernels(monkeypatch)
+    monkeypatch.setattr(triton_vectors, "multiprocessors", lambda device: 1)
+    row_stride = layout.row_stride
+    for module in (layout, plan):
+        monkeypatch.setattr(module, "row_stride", lambda v, **of: row_stride(v, **{**of, "device_type": "cuda"}))
+    prepare = Primitives.__init__
+
+    def start(ops, call, plan):
+        prepare(ops, call, plan)
+        ops.device_type = "cuda"
+
+    monkeypatch.setattr(Primitives, "__init__", start)
+    monkeypatch.setattr(Primitives, "_is_capturing", lambda ops: False)
+    monkeypatch.setattr(Primitives, "kernels", property(lambda ops: TritonRowKernels(ops.logit_map)))
+    monkeypatch.setattr(scaling, "library", lambda dtype, device: "Triton" if dtype.itemsize < 8 else "PyTorch")
+
+
+def check(problem: Problem) -> None:
+    """Against eager PyTorch in float64; float64 itself has other kernels."""
+    if problem.dtype is torch.float64:
+        problem = replace(problem, dtype=torch.float32, class_weight=problem.class_weight and torch.float32)
+    ignored_rows = "skip" if problem.options.ignored_rows == "auto" else problem.options.ignored_rows
+    options = replace(problem.options, row_kernels="auto", ignored_rows=ignored_rows)
+    arguments = {**problem.settings("cpu"), "options": options}
+    assert_as_exact_as_eager(problem.case("cpu"), problem.incoming("cpu"), factor=2.0, tiny=True, **arguments)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("drawn_from", [problems, one_pass_problems], ids=["", "one pass"])
+def test_any_problem(drawn_from, as_on_a_gpu):
+    run_examples(check, drawn_from("cpu", VOCABULARIES), EXAMPLES)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
+@pytest.mark.parametrize("weights", [False, True])
+def test_each_strategy(weights, ignored_rows, strategy, as_on_a_gpu):
+    """With weights of tokens, some of them 0, and a bias."""
+    case = make_case(bias=True, ignored=0.4, class_weight=weights)
+    chunk_rows = None if strategy == "save_logits" else 10
+    options = Options(strategy=strategy, ignored_rows=ignored_rows, chunk_rows=chunk_rows)
+    assert_as_exact_as_eager(case, torch.tensor(0.7), factor=1.5, options=options)
+    if not weights:
+        return
+    of_tokens, grad = torch.rand(37).mul(2).masked_fill(torch.arange(37) % 5 == 0, 0), torch.tensor(0.7)
+    found = linear_cross_entropy(
+        case.x, case.weight, case.target, linear_bias=case.bias, token_weights=of_tokens, options=options
+    )
+    logits = torch.nn.functional.linear(*(each.double() for each in case.operands()))
+    each = torch.nn.functional.cross_entropy(logits, case.target, reduction="none")
+    total = of_tokens[case.target != -100].sum()
+    torch.testing.assert_close(found.double(), (each * of_tokens).sum() / total, rtol=1e-5, atol=1e-6)
+    (dlogits,) = torch.autograd.grad((each * of_tokens).sum() / total, logits, grad.double())
+    got = torch.autograd.grad(found, case.operands(), grad)
+    right = (dlogits @ case.weight.double(), dlogits.t() @ case.x.double(), dlogits.sum(0))
+    for gradient, expected in zip(got, right, strict=True):
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("divergence", KINDS)
+def test_divergences(divergence, reduction, as_on_a_gpu):
+    x, weight, *teacher = (torch.randn(rows, 8) for rows in (33, 101, 33, 101))
+    needing = (x.requires_grad_(), weight.requires_grad_())
+    target = torch.randint(101, (33,)).masked_fill(torch.arange(33) % 4 == 0, -100)
+    settings = {"divergence": divergence, "reduction": reduction, "temperature": 1.3, "beta": 0.3}
+    options = Options(chunk_rows=10, ignored_rows="skip")
+    loss = linear_kl_divergence(x, weight, *teacher, target, options=options, **settings)
+    of = [each.detach().double().requires_grad_(each.requires_grad) for each in (x, weight, *teacher)]
+    right = composed(*of, target, **settings)
+    torch.testing.assert_close(loss.double(), right, rtol=1e-4, atol=1e-6)
+    grad = torch.randn_like(loss)
+    got = torch.autograd.grad(loss, needing, grad)
+    for gradient, expected in zip(got, torch.autograd.grad(right, of[:2], grad.double()), strict=True):
+        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+@needs_interpreter
+def test_the_kernels_are_those_of_a_gpu(as_on_a_gpu, monkeypatch):
+    """Or the tests above would be those of PyTorch's operations."""
+    from thunder_flce.engine.kernels import launch, triton_rows, triton_vectors
+
+    launched = []
+    for module in (triton_rows, triton_vectors):
+        run = launch.launch
+
+        def noted(kernel, *arguments, run=run):
+            launched.append(getattr(kernel, "__name__", str(kernel)))
+            return run(kernel, *arguments)
+
+        monkeypatch.setattr(module, "launch", noted)
+    case = make_case(ignored=0.4)
+    linear_cross_entropy(case.x, case.weight, case.target, options=Options(ignored_rows="skip")).backward()
+    assert launched == ["_prepare_kernel", "_both_kernel", "_finish_kernel", "_scale_kernel"]
+
+
+@needs_compiler
+def test_in_the_interpreter():
+    """The tests above."""
+    run_in_the_interpreter(__file__)

@@ -1,0 +1,58 @@
+"""What a step costs the host before it is on the device: calls, of which each takes a part of a microsecond."""
+
+import sys
+
+import pytest
+import torch
+
+from thunder_flce import Options, linear_cross_entropy
+
+
+def calls(run) -> int:
+    """Of Python's functions and of those in C."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.fixture(autouse=True)
+def no_poison(monkeypatch, poisoned_memory):
+    """What fills memory with NaN is called, too."""
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize(("strategy", "most"), [(None, 350), ("save_logits", 500), ("recompute_logits", 500)])
+def test_calls_of_an_eager_step(strategy, most):
+    x, weight = torch.randn(64, 32).requires_grad_(), torch.randn(100, 32).requires_grad_()
+    target, options = torch.randint(100, (64,)), Options(strategy=strategy)
+
+    def step():
+        linear_cross_entropy(x, weight, target, options=options).backward()
+
+    for _ in range(3):
+        step()
+    found = calls(step)
+    assert found <= most, found
+
+
+def test_a_new_number_of_tokens():
+    """It is checked and planned anew, by arithmetic; of the sizes of operands nothing else is found out again."""
+    weight = torch.randn(100, 32).requires_grad_()
+
+    def step(tokens):
+        x = torch.randn(tokens, 32).requires_grad_()
+        linear_cross_entropy(x, weight, torch.randint(100, (tokens,))).backward()
+
+    for tokens in (64, 63, 62):
+        step(tokens)
+    found = calls(lambda: step(61))
+    assert found <= 1000, found

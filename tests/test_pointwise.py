@@ -1,0 +1,322 @@
+"""Losses of single tokens: their text, its values and derivatives against autograd's, and what is refused."""
+
+import math
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import thunder
+import thunder.torch as ltorch
+import torch
+import torch.nn.functional as F
+from packaging.version import Version
+from thunder.core.symbol import Symbol
+
+from thunder_flce.operation import pointwise
+from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, input_name, written
+from thunder_flce.token_losses import check_function, token_loss_of
+
+needs_dynamo = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.10"), reason="older Dynamo does not trace the calls of a token loss"
+)
+T = 34
+TWO = torch.tensor(2.0, dtype=torch.float64)
+SCALE = 0.5
+
+
+def without_gradients(tensor):
+    with torch.no_grad():
+        return tensor.exp() * 2
+
+
+def with_constants(p, e, *_):
+    weight = torch.full_like(p, 0.3) + torch.zeros_like(e) + torch.tensor(0.5) * torch.ones(())
+    return p * weight + torch.where(p > e, 1.0, -0.5) * TWO - TWO * e + torch.minimum(p, -TWO)
+
+
+FUNCTIONS = {
+    "GRPO": lambda p, e, a, o, *_: (
+        -torch.min(torch.exp(p - o) * a, torch.exp(p - o).clamp(0.8, 1.2) * a) + 0.04 * (torch.exp(o - p) - (o - p) - 1)
+    ),
+    "dual clip": lambda p, e, a, o, *_: (
+        -torch.where(
+            a < 0,
+            torch.max(torch.min(torch.exp(p - o), torch.exp(p - o).clamp(0.8, 1.2)) * a, 3 * a),
+            a * torch.exp(p - o),
+        )
+    ),
+    "CISPO": lambda p, e, a, o, *_: -torch.clamp(torch.exp(p - o), max=1.2).detach() * a * p,
+    "focal": lambda p, e, *_: -((1 - p.exp()) ** 2) * p,
+    "softplus": lambda p, e, *_: F.softplus(-p),
+    "huber": lambda p, e, a, *_: F.huber_loss(p, a, reduction="none", delta=0.7),
+    "smooth l1": lambda p, e, a, *_: F.smooth_l1_loss(p, a, reduction="none", beta=0.3),
+    "binary cross-entropy": lambda p, e, a, o, m, *_: (
+        F.binary_cross_entropy_with_logits(p, m.to(p.dtype), reduction="none")
+        + F.binary_cross_entropy(p.exp(), m.to(p.dtype), reduction="none")
+    ),
+    "tensor clamp": lambda p, e, a, *_: -torch.clamp(torch.exp(p), min=a - 1, max=a + 1),
+    "nan_to_num": lambda p, e, a, *_: -torch.nan_to_num(p / (a > 0), nan=1.0, posinf=2.0, neginf=3.0) * a,
+    "pow": lambda p, e, a, *_: (-p) ** a.abs() + 2.0**p + e**-1 + e**1,
+    "where": lambda p, e, a, *_: torch.where(torch.isnan(a), 0.0, -p * a),
+    "detach": lambda p, e, a, *_: -torch.exp(p - p.detach()) * a,
+    "no_grad": lambda p, e, a, *_: -without_gradients(p) * p * a,
+    "masks": lambda p, e, a, o, m, *_: -p * m.to(torch.float32) + e.masked_fill(~m, 0.0) + (1 - m.long()) * p,
+    "logsigmoid": lambda p, e, *_: -F.logsigmoid(p - 1),
+    "log_sum_exp": lambda p, e, *_, log_sum_exp: log_sum_exp**2 - e.tanh(),
+    "rare": lambda p, e, a, *_: torch.erf(p) + torch.sin(a * p) * torch.log2(e + 1) + p.sign(),
+    "lerp": lambda p, e, a, *_: torch.lerp(p, e, a),
+    "activations": lambda p, e, *_: F.gelu(p) + F.silu(e) + F.elu(p) + F.leaky_relu(p) * F.mish(e) + F.hardtanh(p),
+    "ties": lambda p, e, *_: torch.maximum(p, p.detach()) * 3 + torch.minimum(2 * e, e + e) + p.clamp(min=-3),
+    "integers": lambda p, e, a, o, m, k: torch.maximum(p, -k) + e * (k + m) ** 2 + p * (k % 3 > 0) * (k // 2) / k,
+    "fractions of integers": lambda p, e, a, o, m, k: p * (k / 3) + e * k.reciprocal() + p * (m * 0.3),
+    "logic": lambda p, e, a, o, m, k: torch.where((p < a) & ~m | (k > 1) ^ m, p * e, (~(e > 1)).double() * e),
+    "casts": lambda p, e, a, *_: (p > a).type_as(p) * e + p.double() * e.to(torch.float32) + (e * 3).long() * p,
+    "numbers": lambda p, e, *_: (p - p.detach()) ** 0 + p * np.float64(2) - e * np.float32(0.5),
+    "infinities": lambda p, e, a, *_: p.masked_fill(p > a, -math.inf).exp() + e.clamp(0.1, math.inf) * p,
+    "constants": with_constants,
+    "a constant derivative": lambda p, e, a, *_: p * 0 + a - e,
+    "identity": lambda p, e, *_: p,
+    "a mask": lambda p, e, *_: p > -1,
+}
+DTYPES = (torch.float64, torch.float16, torch.bool, torch.int64)
+
+
+def values_of(dtype):
+    generator = torch.Generator().manual_seed(5)
+    random = [torch.rand(T, generator=generator, dtype=torch.float64) for _ in range(6)]
+    found = {"log_prob": -4 * random[0] - 0.05, "entropy": 4 * random[1], "log_sum_exp": 2 * random[2]}
+    found["log_prob"][:3] = torch.tensor([-3.0, -1.0, -2.0])
+    found |= {"i0": 2 * random[3] - 1, "i1": -4 * random[4], "i2": random[5] > 0.5, "i3": 1 + torch.arange(T) % 5}
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
+
+
+def by_autograd(function, values):
+    variables = {name: values[name].clone().requires_grad_() for name in VARIABLES}
+    by_name = pointwise.names_asked_for(function, len(DTYPES))
+    arguments = variables | {input_name(number): values[input_name(number)] for number in range(len(DTYPES))}
+    # Casts to a dtype with fractions are to that of the rows.
+    with patch.object(torch, "float32", values["log_prob"].dtype):
+        value = pointwise.called(function, arguments, by_name).to(values["log_prob"].dtype)
+        total = value.sum() + sum(each.sum() * 0 for each in variables.values())
+        return value.detach(), dict(zip(VARIABLES, torch.autograd.grad(total, variables.values()), strict=True))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_value_and_derivatives(function, dtype):
+    """As autograd has them, in the dtype of the rows; and on meta tensors."""
+    values = values_of(dtype)
+    right, derivatives = by_autograd(function, values)
+    token_loss = written(function, DTYPES)
+    pointwise.check(token_loss, len(DTYPES))
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-6}
+    value, found = pointwise.value_and_derivatives(token_loss, values)
+    torch.testing.assert_close((value, pointwise.evaluate(token_loss, values)), (right, right), **close)
+    for name, derivative in derivatives.items():
+        got = torch.zeros(T, dtype=dtype) if found[name] is None else found[name]
+        torch.testing.assert_close(got, derivative, **close, equal_nan=True)
+        assert found[name] is None or pointwise.uses(token_loss, name)
+    value, found = pointwise.value_and_derivatives(token_loss, {name: each.to("meta") for name, each in values.items()})
+    for tensor in (value, *(each for each in found.values() if each is not None)):
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == ((T,), dtype, "meta")
+
+
+def test_the_text():
+    """Short, stable, and a line, whatever modes the caller has; what is known is not computed again."""
+    function = lambda p, e, old, a: torch.exp(p - old) * a * torch.tensor(1.0)  # noqa: E731
+    text = "f0 = aten.sub(log_prob, i0); f1 = aten.exp(f0); f2 = aten.mul(i1, f1); loss = f2; d_log_prob = f2"
+    modes = [torch.enable_grad, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")]
+    for mode in (*modes, lambda: torch.device("meta"), torch._subclasses.FakeTensorMode):
+        pointwise._TEXTS.clear()
+        with mode():
+            assert written(function, [torch.bfloat16] * 2) == text
+    assert [pointwise.uses(text, name) for name in VARIABLES] == [True, False, False]
+    assert pointwise.numbered(text.replace("i1", "i7")) == (text, [0, 7])
+    assert not pointwise.uses("", "entropy")
+
+
+# What is refused.
+
+
+def assigning(log_prob, entropy):
+    log_prob[entropy > 2] = 0.0
+    return log_prob
+
+
+ONES = torch.ones(33), torch.ones(2), torch.ones(1, requires_grad=True)
+BAD = {
+    "called with log_prob, entropy and the 0": lambda log_prob: log_prob,
+    "it has: mean": lambda p, e: p * p.mean(),
+    "it has: sort": lambda p, e: e.sort().values,
+    "it has: stack": lambda p, e: torch.stack([p, e]),
+    "it has: bernoulli": lambda p, e: torch.bernoulli(p.exp()) * p,
+    "control flow": lambda p, e: p if p > 0 else e,
+    "those of math": lambda p, e: p * math.exp(e),
+    "indexing|select": lambda p, e: p[0] * e,
+    "item assignment|index_put_": assigning,
+    "it has: unbind": lambda p, e: sum(p),
+    "or on how many": lambda p, e: p / p.numel(),
+    "a number that depends on the tokens": lambda p, e: p * p.detach().numpy()[0],
+    "among its arguments": lambda p, e, *, a=ONES[0]: p * a,
+    "a tensor that is not among its arguments": lambda p, e, *, a=ONES[1]: p * a,
+    "among its arguments; give it": lambda p, e, *, a=ONES[2]: p * a,
+    "it has: mul_, which changes a tensor in place": lambda p, e: (p * 2).mul_(2),
+    "depends on none of log_prob, entropy, log_sum_exp": lambda p, e: torch.ones_like(p),
+    "float as its result": lambda p, e: 1.0,
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_refused(message):
+    with pytest.raises(TypeError, match=message):
+        written(BAD[message], ())
+
+
+@pytest.mark.parametrize("text", ["clipped", "loss = p.x", "f0 = os.exp(p); loss = f0", "import os", (("f0", "exp"),)])
+def test_no_text_of_ours(text):
+    with pytest.raises(TypeError, match="token_loss must be a function, or"):
+        pointwise.check(text, 9)
+
+
+def test_other_errors():
+    with pytest.raises(ZeroDivisionError):
+        written(lambda p, e: p * (1 / 0), ())
+    with pytest.raises(TypeError, match="reads i1, which is not in token_inputs"):
+        pointwise.check(written(lambda p, e, a, b: p * b, [torch.float32] * 2), 1)
+    with pytest.raises(TypeError, match="must be a function, but got"):
+        check_function("clipped")
+
+
+# What a text depends on.
+
+
+class Trainer:
+    def __init__(self, epsilon):
+        self.epsilon = SimpleNamespace(value=epsilon)
+
+    def loss(self, log_prob, entropy):
+        return log_prob * self.epsilon.value
+
+
+def helper(tensor):
+    return tensor * SCALE
+
+
+def of_a_global(log_prob, entropy):
+    return (lambda tensor: helper(tensor))(log_prob)
+
+
+def closing_over(factor, *, default=0.0):
+    return lambda log_prob, entropy, default=default: log_prob * factor[0] + default
+
+
+def test_known_functions_are_not_traced_again():
+    with patch.object(pointwise, "_traced", wraps=pointwise._traced) as traced:
+        functions = [of_a_global, closing_over([2.0]), closing_over([2]), closing_over([2.0], default=1.0)]
+        for _ in range(3):
+            texts = [written(function, ()) for function in functions]
+        assert traced.call_count <= 4 and len(set(texts)) == 4
+
+
+def test_what_a_function_reads_may_change():
+    def factor_of(function):
+        return -pointwise.evaluate(written(function, ()), {"log_prob": -torch.ones(1)}).item()
+
+    assert factor_of(of_a_global) == 0.5
+    with patch(f"{__name__}.SCALE", 3.0):
+        assert factor_of(of_a_global) == 3.0
+    with patch(f"{__name__}.helper", lambda tensor: tensor * 4.0):
+        assert factor_of(of_a_global) == 4.0
+    factor, trainer, constant = [2.0], Trainer(2.0), torch.tensor(2.0)
+    functions = closing_over(factor), trainer.loss, lambda p, e: p * trainer.epsilon.value, lambda p, e: p * constant
+    assert [*map(factor_of, functions)] == [2.0] * 4
+    factor[0] = trainer.epsilon.value = 5.0
+    constant.add_(3)
+    assert [*map(factor_of, functions)] == [5.0] * 4
+
+
+# Programs that are traced elsewhere.
+
+
+def test_recorder():
+    recorder = Recorder([torch.float32, torch.bool])
+    ratio = recorder.write("exp", (recorder.write("sub", (Handle("log_prob"), Handle("i0")), {}),), {})
+    for bad, message in ((("cumsum", (ratio, 0)), "cumsum"), (("max", (ratio, "x")), "max with such arguments")):
+        with pytest.raises(NotOfTokens, match=message):
+            recorder.write(*bad, {})
+    other = recorder.copy()
+    mask = other.cast(Handle("i1"), torch.float32)
+    clipped = other.write("clamp", (ratio,), {"min": 0.8, "max": 1.2})
+    loss = other.write("truediv", (other.detached(clipped), other.write("sub", (2.0, mask), {})), {})
+    loss = other.write("mul", (loss, Handle("entropy")), {})
+    assert other.add_input(torch.int64) == "i2" == recorder.copy().add_input(torch.bool)
+
+    def function(p, e, a, m):
+        ratio, mask = torch.exp(p - a), m.float()
+        return ratio.clamp(0.8, 1.2).detach() / (2.0 - mask) * e
+
+    assert other.finish(loss) == written(function, [torch.float32, torch.bool]) == other.finish(loss)
+    assert recorder.finish(ratio) == written(lambda p, e, a: torch.exp(p - a), [torch.float32])
+    with pytest.raises(NotOfTokens, match="depends on none of"):
+        recorder.finish(Handle("i0"))
+
+
+# thunder's derivatives differ at bounds, of x**0, and it has none of lerp; a mask has none.
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("ties", "numbers", "lerp", "a mask")])
+def test_by_thunder(name):
+    """Its operations give the same, and thunder differentiates these."""
+    values = values_of(torch.float64)
+    token_loss = written(FUNCTIONS[name], DTYPES)
+    right, derivatives = by_autograd(FUNCTIONS[name], values)
+    leaves = [tensor.requires_grad_(name in VARIABLES) for name, tensor in values.items()]
+
+    def losses(*given):
+        return pointwise.interpret(token_loss, dict(zip(values, given, strict=True)), ltorch)
+
+    symbol = Symbol(name="losses", meta=losses, id=f"test.losses.{name}")
+    value = thunder.jit(lambda *given: symbol(*given))(*leaves)
+    torch.testing.assert_close(value.detach(), right, rtol=1e-9, atol=1e-9)
+    found = torch.autograd.grad(value.sum(), leaves[:3], allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(found, tuple(derivatives.values()), rtol=1e-9, atol=1e-9, equal_nan=True)
+    if name == "rare":
+        with pytest.raises(NotImplementedError, match="has no special_i0e"):
+            pointwise.interpret(written(lambda p, e: torch.special.i0e(p), ()), values, ltorch)
+
+
+# In Dynamo.
+
+
+def of_a_scale(log_prob, entropy, old, mask):
+    ratio = torch.exp(log_prob - old) + SCALE * log_prob.to(entropy.dtype)
+    with torch.no_grad():
+        weight = torch.where(mask, ratio, entropy)
+    return -torch.min(ratio, torch.clamp(ratio, 1 - SCALE, 1 + SCALE)) * weight * ~mask
+
+
+@needs_dynamo
+def test_dynamo():
+    """A function that is given, and one that is made in the program; what they read is guarded."""
+    old, mask, x = torch.randn(5), torch.ones(5, dtype=torch.bool), torch.ones(2)
+
+    def program(x, factor):
+        made = token_loss_of(lambda p, e, *, log_sum_exp: factor * log_sum_exp**2 - F.relu(p * 2) * e, ())
+        return x + 1, token_loss_of(of_a_scale, (old, mask)), made
+
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    for scale, factor in ((0.5, 1.5), (0.3, 1.5), (0.3, 2.5)):
+        with patch(f"{__name__}.SCALE", scale):
+            assert compiled(x, factor)[1:] == program(x, factor)[1:]
+
+
+@needs_dynamo
+@pytest.mark.parametrize("message", [each for each in BAD if each.startswith(("it has: m", "control", "ind", "item"))])
+def test_what_dynamo_refuses(message):
+    with pytest.raises(TypeError, match=message):
+        torch.compile(lambda x: (x + 1, token_loss_of(BAD[message], ())), backend="eager")(torch.ones(2))
+
+
+@needs_dynamo
+def test_captured_tensors_break_the_graph():
+    compiled = torch.compile(lambda x: (x + 1, token_loss_of(with_constants, ())), backend="eager")
+    assert compiled(torch.ones(2))[1] == token_loss_of(with_constants, ())

@@ -1,0 +1,165 @@
+"""The lines of a call are those of the primitives that it runs, in their order; what they say of the default plan."""
+
+import pytest
+import torch
+
+from reference import make_case, run_by
+from test_plan import H200
+from test_plan import call as a_call
+from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
+from thunder_flce.engine import printing
+from thunder_flce.engine.choose import choose
+from thunder_flce.engine.kernels import dispatch
+from thunder_flce.engine.plan import Plan
+from thunder_flce.engine.primitives import Primitives
+from thunder_flce.operation.call import Call, named_tensors
+from thunder_flce.operation.divergence import Divergence
+from thunder_flce.operation.loss import Loss
+
+BF16 = torch.bfloat16
+PRINTED = (
+    "prepare", "logits_", "both_", "results", "gradient_", "start_input_gradient", "weight_gradient_", "rounded",
+    "teacher_logits", "divergence_", "loss", "scaled_rows",
+)  # fmt: skip
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The names of the primitives that a run calls, those of `printing` aside."""
+    names = []
+
+    def logged(name, run):
+        def call(ops, *arguments, **settings):
+            if type(ops) is not Primitives:
+                return run(ops, *arguments, **settings)
+            if name == "rounded" and arguments[0].dtype == arguments[1]:
+                return run(ops, *arguments, **settings)
+            if name != "start_input_gradient":
+                # The head's and those of further terms have a line each.
+                names.extend([name] * (len(ops.call.linears) if name == "logits_" else 1))
+                return run(ops, *arguments, **settings)
+            finish = run(ops, *arguments, **settings)
+            # It may only compute when there is memory for the result.
+            return lambda out: (names.append(name), finish(out))
+
+        return call
+
+    for name in PRINTED:
+        monkeypatch.setattr(Primitives, name, logged(name, getattr(Primitives, name)))
+    return names
+
+
+IN_FORWARD, SAVE, RECOMPUTE = "gradients_in_forward", "save_logits", "recompute_logits"
+CASES = {
+    "one chunk": (Plan(strategy=IN_FORWARD, chunk_rows=64), {}, {}),
+    "chunks": (Plan(strategy=IN_FORWARD, chunk_rows=10), {}, {}),
+    "bias": (Plan(strategy=IN_FORWARD, chunk_rows=10), {"bias": True}, {}),
+    "smoothing": (Plan(strategy=IN_FORWARD, chunk_rows=10), {}, {"label_smoothing": 0.1}),
+    "terms": (Plan(strategy=IN_FORWARD, chunk_rows=10), {"ranks": (4, 9)}, {}),
+    "terms in 16 bits": (Plan(strategy=IN_FORWARD, chunk_rows=10), {"ranks": (2, 9), "dtype": BF16}, {}),
+    "float32 accumulator": (Plan(strategy=IN_FORWARD, chunk_rows=10, float32_accumulator=True), {"dtype": BF16}, {}),
+    "frequent rows": (Plan(strategy=IN_FORWARD, chunk_rows=10, float32_rows=5), {"dtype": BF16}, {}),
+    "float32 logits": (Plan(strategy=IN_FORWARD, chunk_rows=10, float32_logits=True), {"dtype": BF16}, {}),
+    "batch invariant": (Plan(strategy=IN_FORWARD, chunk_rows=10, batch_invariant=True), {}, {}),
+    "save logits": (Plan(strategy=SAVE), {"bias": True}, {}),
+    "save some logits": (Plan(strategy=SAVE, saved_rows=14, chunk_rows=10), {}, {"reduction": "none"}),
+    "recompute logits": (Plan(strategy=RECOMPUTE, chunk_rows=10), {}, {"reduction": "none"}),
+    "outputs": (Plan(strategy=RECOMPUTE, chunk_rows=10), {}, {"outputs": ("entropy", "argmax"), "z_loss": 0.1}),
+    "loss only": (Plan(strategy="loss_only", chunk_rows=10), {}, {}),
+    "frozen head": (Plan(strategy=IN_FORWARD, chunk_rows=10), {"frozen": True}, {"reduction": "none"}),
+    "weight alone": (Plan(strategy=IN_FORWARD, chunk_rows=10), {"no_input": True}, {}),
+}  # fmt: skip
+
+
+def widths(program: printing.Program) -> int:
+    return max(map(len, program.forward + program.backward))
+
+
+@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
+@pytest.mark.parametrize(("plan", "sizes", "settings"), CASES.values(), ids=CASES)
+def test_what_runs_is_what_is_printed(plan, sizes, settings, ignored_rows, called, monkeypatch):
+    plan = Plan.of({**plan.non_defaults(), "ignored_rows": ignored_rows})
+    run_by(monkeypatch, plan)
+    frozen, no_input = (sizes.get(name, False) for name in ("frozen", "no_input"))
+    case = make_case(**{name: size for name, size in sizes.items() if name not in ("frozen", "no_input")}, ignored=0.0)
+    for tensor, needed in ((case.x, not no_input), (case.weight, not frozen)):
+        tensor.requires_grad_(needed and plan.strategy != "loss_only")
+    results = linear_cross_entropy(
+        case.x, case.weight, case.target, linear_bias=case.bias, terms=case.terms, **settings
+    )
+    loss = results[0] if isinstance(results, tuple) else results
+    outputs = [each for each in results[1:] if each.requires_grad] if isinstance(results, tuple) else []
+    if loss.requires_grad:
+        torch.autograd.backward([loss, *outputs], [torch.ones_like(each) for each in (loss, *outputs)])
+    tensors = named_tensors(
+        {"input": case.x, "linear_weight": case.weight, "target": case.target, "linear_bias": case.bias,
+         "terms": case.terms}
+    )  # fmt: skip
+    needs_grad = tuple(name for name, tensor in tensors.items() if tensor.requires_grad)
+    program = printing.program(Call(tensors=tensors, loss=Loss(**settings), needs_grad=needs_grad).specs(), plan)
+    assert [name for name in program.primitives if name != "scale"] == called
+    is_scaled = plan.finishes_in_forward and not frozen
+    assert program.primitives.count("scale") == (len(needs_grad) if is_scaled else 0)
+    assert widths(program) <= printing.WIDTH
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_divergences(reduction, called, monkeypatch):
+    x, weight, teacher_x, teacher_weight = (torch.randn(rows, 8) for rows in (33, 20, 33, 20))
+    for tensor in (x, weight):
+        tensor.requires_grad_()
+    plan = Plan(strategy=IN_FORWARD if reduction == "mean" else RECOMPUTE, chunk_rows=10)
+    run_by(monkeypatch, plan)
+    target = torch.randint(20, (33,))
+    linear_kl_divergence(x, weight, teacher_x, teacher_weight, target, reduction=reduction).sum().backward()
+    tensors = named_tensors(
+        {"input": x, "linear_weight": weight, "target": target, "teacher_input": teacher_x,
+         "teacher_weight": teacher_weight}
+    )  # fmt: skip
+    call = Call(
+        tensors=tensors, loss=Loss(reduction=reduction), needs_grad=("input", "linear_weight"), divergence=Divergence()
+    )
+    program = printing.program(call.specs(), plan)
+    assert [name for name in program.primitives if name != "scale"] == called
+    assert widths(program) <= printing.WIDTH
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"bias": True}, {"rank": 16}, {"targets": 64}, {"teacher": 8192}, {"dtype": torch.float32},
+        {"loss": Loss(reduction="none", outputs=("entropy", "argmax"), softcap=30.0, z_loss=1e-4)},
+        {"loss": Loss(label_smoothing=0.1, logit_scale=-0.5)}, {"vocab": 128257},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("options", [Options(), Options(memory_budget=10**9), Options(chunk_rows=500)], ids=str)
+@pytest.mark.filterwarnings("ignore:memory_budget")
+def test_width(options, changes):
+    """So that lines of a trace, with their indentation, have 120 characters at most."""
+    call = a_call(**changes)
+    plan = choose(call, options, H200)
+    assert widths(printing.program(call, plan)) <= printing.WIDTH
+
+
+DEFAULT = """\
+valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
+x, y = rows of x, y that are valid    the host waits for their number
+for each chunk of 2048 tokens, 4 in all:
+  logits bf16[2048, 128256] = x @ W.t()                                                         cuBLAS
+  row_max, row_log_sum f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  Triton
+  dlogits bf16[2048, 128256] = s (softmax(logits) - one_hot(y))    in place, same kernel        Triton
+  dW bf16[128256, 4096] += dlogits.t() @ x                                                      cuBLAS
+  frequent rows of dW f32[192, 4096] += dlogits[:, frequent].t() @ x                            cuBLAS
+  dX bf16[2048, 4096] = dlogits @ W                                                             cuBLAS
+loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                             Triton
+
+dW *= grad    skipped on the device where that is 1  Triton
+dX *= grad    skipped on the device where that is 1  Triton
+"""
+
+
+@pytest.mark.skipif(not dispatch.is_installed("triton"), reason="says who runs what")
+def test_the_default_plan():
+    program = printing.program(a_call(), choose(a_call(), Options(), H200))
+    assert "\n".join((*program.forward, "", *program.backward)) + "\n" == DEFAULT

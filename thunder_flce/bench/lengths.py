@@ -1,0 +1,130 @@
+"""Numbers of tokens that are new at each step, as of batches of whole texts, then all of them a second time.
+
+The host waits for the device after each step. What a method compiles or measures for the first time in the process is
+in its first pass, so the first of ours has what the others find done: a method alone is one that is named alone.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from thunder_flce.bench.measuring import TIME, Session, column, release, synchronize
+from thunder_flce.bench.methods import Method, build, our_function, ours
+from thunder_flce.bench.shapes import Inputs, Shape
+from thunder_flce.bench.small import run_step
+from thunder_flce.engine.matmul.algorithms import tunings
+from thunder_flce.options import Options
+
+SHAPES = {"cuda": ["tokens=2000,vocab=128256,hidden=4096", "tokens=600,vocab=32000,hidden=768"], "cpu": ["tiny"]}
+"""What is measured on a device where nothing else is asked for; tokens are about the middle one."""
+
+COUNTS = 60
+"""Numbers of tokens of a pass, between three and five quarters of the shape's."""
+
+BUDGET = 0.25
+"""`memory_budget` as a fraction of what all logits take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one method takes for all numbers of tokens."""
+
+    method: str
+    shape: Shape
+    counts: int | None = column("counts")
+    first_s: float | None = column("first pass, s", TIME)
+    tuning_s: float | None = None
+    """What the first pass has spent measuring matmuls."""
+    first_without_tuning_s: float | None = column("− tuning", TIME)
+    first_ms: float | None = column("step, ms", TIME)
+    """The median, as of the second pass."""
+    second_s: float | None = column("second pass, s", TIME)
+    second_ms: float | None = column("step, ms", TIME)
+    ratio: float | None = column("first / second", "{:.2f}")
+    """Of the passes, without tuning."""
+    passes_ms: list[list[float]] = field(default_factory=list)
+    """Each step of both passes."""
+    failed: str | None = None
+    """Why nothing was measured; None where it was."""
+
+
+def _in_budget(shape: Shape) -> Method:
+    return ours(Options(memory_budget=int(BUDGET * shape.tokens * shape.vocab * shape.dtype.itemsize)))
+
+
+METHODS: dict[str, Callable[[Shape], Method]] = {
+    "eager": lambda shape: build("eager"),
+    "torch.compile, dynamic": lambda shape: build("torch.compile, dynamic"),
+    "flce": lambda shape: ours(),
+    "flce, memory budget": _in_budget,
+    "flce, 512 rows": lambda shape: our_function("flce, 512 rows"),
+    "flce, none": lambda shape: ours(reduction="none"),
+}
+
+
+def counts_of(tokens: int) -> list[int]:
+    """Different numbers of tokens, in random order."""
+    generator = torch.Generator().manual_seed(0)
+    near = torch.arange(3 * tokens // 4, 5 * tokens // 4 + 1)
+    return near[torch.randperm(len(near), generator=generator)][:COUNTS].tolist()
+
+
+def measure(shape: Shape, methods: list[str], session: Session) -> None:
+    """Runs each method twice through all numbers of tokens.
+
+    Args:
+        shape: its tokens are the middle number.
+        methods: names from `METHODS`.
+        session: where, and who is told.
+    """
+    device, session = session.device, replace(session, row=partial(Row, shape=shape))
+    torch.compiler.reset()
+    counts = counts_of(shape.tokens)
+    with session.attempt("inputs") as tried:
+        release(device)
+        inputs = Inputs.random(replace(shape, tokens=max(counts)), device)
+    if tried.failed:
+        return
+    for name in methods:
+        session.progress(name)
+        with session.attempt(name):
+            session.report(method=name, counts=len(counts), **_run(METHODS[name](shape), inputs, counts))
+        inputs.weight.grad = None
+
+
+def _run(method: Method, inputs: Inputs, counts: list[int]) -> dict[str, Any]:
+    known = tunings()
+    first = _pass_ms(method, inputs, counts)
+    tuning_s = sum(tuning.seconds for tuning in tunings() if tuning not in known)
+    second = _pass_ms(method, inputs, counts)
+    first_s, second_s = sum(first) / 1e3, sum(second) / 1e3
+    return {
+        "first_s": first_s,
+        "tuning_s": tuning_s,
+        "first_without_tuning_s": first_s - tuning_s,
+        "first_ms": statistics.median(first),
+        "second_s": second_s,
+        "second_ms": statistics.median(second),
+        "ratio": (first_s - tuning_s) / second_s,
+        "passes_ms": [[round(step_ms, 3) for step_ms in steps_ms] for steps_ms in (first, second)],
+    }
+
+
+def _pass_ms(method: Method, inputs: Inputs, counts: list[int]) -> list[float]:
+    device = inputs.x.device.type
+    upstream = torch.ones(max(counts), device=device)
+    times = []
+    for count in counts:
+        x, target = inputs.x.detach()[:count].requires_grad_(), inputs.target[:count]
+        some = replace(inputs, x=x, target=target)
+        synchronize(device)
+        start = time.perf_counter()
+        run_step(method, some, upstream[:count])
+        synchronize(device)
+        times.append((time.perf_counter() - start) * 1e3)
+    return times

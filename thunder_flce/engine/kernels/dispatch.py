@@ -1,0 +1,139 @@
+"""Which backend runs the row work, asked by the engine and by what prints it.
+
+Triton comes with PyTorch on Linux, nvFuser is an extra; PyTorch's operations run everywhere.
+"""
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thunder_flce.engine.kernels.interface import RowKernels
+from thunder_flce.operation.loss import LogitMap
+
+
+class Backend(NamedTuple):
+    """How a backend is found."""
+
+    library: str
+    """As it is printed"""
+    kernels: str
+    """Its `RowKernels`, as `module:class`"""
+    package: str
+    """What must be installed"""
+    install: str = ""
+    """The command that installs it"""
+
+
+BACKENDS = {
+    "triton": Backend("Triton", f"{__package__}.triton_rows:TritonRowKernels", "triton", "pip install triton"),
+    "nvfuser": Backend(
+        "nvFuser",
+        f"{__package__}.nvfuser_rows:NvFuserRowKernels",
+        "nvfuser_direct",
+        'pip install "thunder-flce[nvfuser]"',
+    ),
+    "torch": Backend("PyTorch", f"{__package__}.torch_rows:TorchRowKernels", "torch"),
+}
+FASTEST = tuple(BACKENDS)
+"""Fastest first, but for moments, where nvFuser would gain 0.6% of a step: "auto" takes the first that is there."""
+CHOICES = ("auto", *BACKENDS)
+
+
+def kernels_for(
+    choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap, row_by_row: bool = False
+) -> RowKernels:
+    """The row kernels of one of `CHOICES` for logits of such a dtype on such a device; for "auto", of the fastest.
+
+    With `row_by_row`, a row has the same statistics and moments alone and among others also on a CPU.
+
+    Raises:
+        ValueError: as `check_available`.
+    """
+    check_available(choice, dtype=dtype, device_type=device_type)
+    return _kernels(_backend(choice, dtype, device_type), logit_map, row_by_row)
+
+
+def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> None:
+    """Whether a backend can run on such logits.
+
+    Raises:
+        ValueError: where it cannot; the text says what to do.
+    """
+    if choice not in CHOICES:
+        raise ValueError(f"row_kernels must be one of {', '.join(map(repr, CHOICES))}, but is {choice!r}")
+    if choice == "auto":
+        return
+    asked = f'row_kernels="{choice}"'
+    if not _runs_on(choice, dtype, device_type):
+        where = f"the logits are {str(dtype).removeprefix('torch.')} on {device_type!r}"
+        runs = "runs on CUDA, in float32, bfloat16 and float16"
+        raise ValueError(f'{asked} {runs}, but {where}: choose row_kernels="auto" or "torch"')
+    if not is_installed(choice):
+        backend = BACKENDS[choice]
+        needs = f"needs the package {backend.package}, which is not installed"
+        raise ValueError(f'{asked} {needs}: {backend.install}, or choose row_kernels="auto"')
+
+
+@cache
+def is_installed(name: str) -> bool:
+    """Whether the package of a backend is installed."""
+    return importlib.util.find_spec(BACKENDS[name].package) is not None
+
+
+def missing(*, dtype: torch.dtype, device_type: str) -> Backend | None:
+    """The fastest backend, where "auto" would use it for these logits if it were installed."""
+    name = FASTEST[0]
+    return BACKENDS[name] if _runs_on(name, dtype, device_type) and not is_installed(name) else None
+
+
+def without_nvfuser(*, dtype: torch.dtype, device_type: str) -> str:
+    """What "auto" amounts to where nvFuser is not to be used."""
+    return "torch" if _backend("auto", dtype, device_type) == "nvfuser" else "auto"
+
+
+def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], device_type: str) -> Callable[..., Tensor]:
+    """What computes a student's divergences from a teacher, for logits of such dtypes.
+
+    It takes logits (C, V) of the student and of the teacher, a `Divergence`, and by name `factors`, (C,), and `out`. It
+    returns the divergence of each row, (C,). With factors it writes the gradient of the student's logits, times these,
+    to `out` (C, V), which may be the student's logits.
+
+    Raises:
+        ValueError: as `check_available`, and for "nvfuser".
+    """
+    for dtype in dtypes:
+        check_available(choice, dtype=dtype, device_type=device_type)
+    if choice == "nvfuser":
+        raise ValueError('row_kernels="nvfuser" has no divergences: choose row_kernels="auto", "triton" or "torch"')
+    has_triton = is_installed("triton") and all(_runs_on("triton", dtype, device_type) for dtype in dtypes)
+    name = "torch" if choice == "torch" or not has_triton else "triton"
+    return import_module(f"{__package__}.{name}_divergence").divergence_
+
+
+def library(choice: str, *, dtype: torch.dtype, device_type: str) -> str:
+    """The library that runs the row work: "Triton", "nvFuser" or "PyTorch"."""
+    return BACKENDS[_backend(choice, dtype, device_type)].library
+
+
+def _backend(choice: str, dtype: torch.dtype, device_type: str) -> str:
+    """The backend, one of `BACKENDS`, that runs row work."""
+    if choice != "auto":
+        return choice
+    return next(name for name in FASTEST if _runs_on(name, dtype, device_type) and is_installed(name))
+
+
+def _runs_on(name: str, dtype: torch.dtype, device_type: str) -> bool:
+    return name == "torch" or (device_type == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16))
+
+
+@cache
+def _kernels(name: str, logit_map: LogitMap, row_by_row: bool) -> RowKernels:
+    module, _, kernels = BACKENDS[name].kernels.partition(":")
+    # Only PyTorch's sums depend on the number of rows.
+    settings = (row_by_row,) if name == "torch" else ()
+    return getattr(import_module(module), kernels)(logit_map, *settings)

@@ -1,0 +1,130 @@
+"""What the row kernels compute on logits, row by row: statistics, moments and, in place, the gradient.
+
+Three complete backends have this interface: `torch_rows`, `triton_rows` and `nvfuser_rows`; `dispatch` says which one
+runs. The formulas are those of `operation.loss`. Legend: C rows, V vocabulary. What the linear gives, z (C, V), lies in
+memory as `layout` says; it is mapped to logits u (`LogitMap`) wherever it is read, in float32 (float64 for float64),
+the row dtype.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from thunder_flce.operation.loss import LogitMap, RowCoefficients
+from thunder_flce.operation.moments import MOMENTS
+
+
+class RowStatistics(NamedTuple):
+    """Two numbers a row, kept apart so that the loss keeps its digits when all logits share a large offset."""
+
+    row_max: Tensor
+    """(C,) the largest logit"""
+    row_log_sum: Tensor
+    """(C,) log of the sum of exp(logit - row_max): the log-sum-exp relative to the maximum. With all its digits near 0,
+    where the maximum's own 1 would hide the rest of the sum"""
+
+    def rows(self, rows: Any) -> "RowStatistics":
+        """Those of some rows, by an index of vectors."""
+        return RowStatistics(self.row_max[rows], self.row_log_sum[rows])
+
+
+class Prepared(NamedTuple):
+    """What follows from the targets of all tokens, before their logits are there."""
+
+    target: Tensor
+    """(T,) or (T, K) int64, 0 where ignored or wrong"""
+    weight: Tensor | None
+    """(T,) what multiplies a row's loss: its token weight or 1, and 0 in ignored rows; None where all are 1"""
+    s: Tensor
+    """(T,) upstream · weight / D, 0 in ignored rows"""
+    at_target: Tensor | None
+    """(T,) the class weight of each row's target; None without class weights"""
+    divisors: tuple[Tensor, Tensor] | Tensor | None
+    """D and D_z, () each: what "mean" divides the sums of the cross-entropies and of the z terms by; None for 1"""
+    counts: Tensor
+    """(2,) int64 how many rows are valid, and how many have a wrong target"""
+    is_right: Tensor
+    """() bool, whether no target is wrong"""
+    order: Tensor | None
+    """(T,) int64 the tokens, valid ones first, both kinds ascending; only where asked for"""
+
+
+class RowKernels(Protocol):
+    """Row-wise computations, of at least one row and one column. Row vectors are (C,), in the row dtype.
+
+    Statistics are of the same rows as the logits; class weights are (V,) in the row dtype, None for ones.
+    """
+
+    logit_map: LogitMap
+    library: str
+    """Who runs them: "Triton", "nvFuser" or "PyTorch"."""
+
+    def statistics(self, z: Tensor) -> RowStatistics:
+        """The maximum of each row, and the log of the sum of exponentials relative to it."""
+
+    def moments(
+        self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        """Sums over each row, (C,) by name, at least one of `operation.moments.MOMENTS`."""
+
+    def gradient_(
+        self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
+        column_sums: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        """Writes the gradient of `RowCoefficients` without its one_hot term to `out` (C, V), and sums it over the rows.
+
+        `out` is z itself, or memory of another dtype. With a `target` (C,) int64, -1 for none of these columns, `entry`
+        (C,), in the row dtype, takes the gradient's place in that column: it is that of `target_gradient`, with the
+        one_hot term. The sums, (V,) in the row dtype, are of what is written before it is rounded, entries included;
+        None unless `column_sums`.
+        """
+
+    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
+        """Everything at once, where coefficients need no statistics and consist of `probability` and `one_hot`.
+
+        The gradient, with its one_hot term, takes the place of z. `target` is (C,) int64, each row's column. Returned
+        are the statistics and, (C,) in z's dtype, z at each row's target.
+        """
+
+
+def target_gradient(
+    logit_map: LogitMap, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
+    class_weight: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """(C,) the gradient with its one_hot term in the row dtype, from z and class weights at each row's target, (C,).
+
+    Where A = B, it keeps the digits of p - 1.
+    """
+    row_max, row_log_sum = statistics
+    factor, one_hot, uniform, entropy = coefficients
+    u = logit_map(z.to(row_max.dtype))
+    shifted = u - row_max
+    log_p = shifted - row_log_sum
+    p = log_p.exp()
+    gradient = torch.where(p > 0.5, log_p.expm1_() * factor + (factor - one_hot), p * factor - one_hot)
+    if entropy is not None:
+        gradient = gradient - finite(shifted) * p * entropy
+    if uniform is not None:
+        gradient = gradient - (uniform if class_weight is None else uniform * class_weight)
+    slope = logit_map.slope(z.to(row_max.dtype))
+    return gradient if slope is None else gradient * slope
+
+
+def finite(shifted: Tensor) -> Tensor:
+    """Logits of -inf become the lowest finite number, in new memory: their probability, 0, times it is 0."""
+    return shifted.clamp(min=torch.finfo(shifted.dtype).min)
+
+
+def padded_weight(class_weight: Tensor | None, stride: int, *, is_read: bool) -> Tensor | None:
+    """Class weights (V,) as a row of logits lies in memory: (stride,), contiguous; None where they are not read."""
+    if class_weight is None or not is_read:
+        return None
+    padding = stride - class_weight.shape[0]
+    return (torch.nn.functional.pad(class_weight, (0, padding)) if padding else class_weight).contiguous()
+
+
+def reads_class_weight(names: tuple[str, ...]) -> bool:
+    """Whether some of `operation.moments.MOMENTS` need the class weights."""
+    return any(MOMENTS[name].is_weighted for name in names)

@@ -1,0 +1,395 @@
+"""Row kernels as nvFuser fusions, compiled once per definition.
+
+Statistics take two fusions: the first reads the logits as parts of a row that fit in the registers of a block, the
+second merges the parts of each row. The padding behind the vocabulary is filled so that its logits are -inf, which
+neither the maximum nor the sum sees. A softcap would bring it back, so there a mask leaves it out, at half the speed.
+
+The gradient is one pointwise fusion that writes where it reads. Its vectors come in as (C, 1) and (1, stride),
+because a broadcast inside the fusion would make nvFuser add a copy of the whole chunk before writing in place. For the
+same reason the target's entry is a fusion over (C,), and PyTorch scatters it. Each execution takes the host tens of
+microseconds; so where coefficients do not wait for statistics, that fusion is the one that merges the parts.
+
+Legend: C rows of logits, z the linear's output, S parts of L elements in a row, so that a row is S · L elements long.
+"""
+
+import math
+import threading
+from functools import partialmethod
+from typing import Any, NamedTuple
+
+import torch
+from nvfuser_direct import DataType, FusionDefinition
+from torch import Tensor
+
+from thunder_flce.device import ROW_MULTIPLE
+from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight
+from thunder_flce.engine.kernels.layout import whole_rows
+from thunder_flce.operation.loss import LogitMap, RowCoefficients
+from thunder_flce.operation.moments import MOMENTS
+
+_NVFUSER_DTYPES = {torch.float32: DataType.Float, torch.float16: DataType.Half, torch.bfloat16: DataType.BFloat16}
+# Elements of a part: as many as nvFuser keeps in registers.
+_MAX_PART = 16384
+
+
+def parts_of(stride: int) -> int:
+    """S: as few parts as are short enough and aligned; 1 where there are none such below three times as many."""
+    fewest = -(-stride // _MAX_PART)
+    return next((s for s in range(fewest, 3 * fewest + 1) if stride % (s * ROW_MULTIPLE) == 0), 1)
+
+
+class _Expression:
+    """A value of a fusion, with arithmetic as `operation.moments.Moment.term` asks for it."""
+
+    def __init__(self, fd: FusionDefinition, value: Any):
+        self._fd = fd
+        self.value = value
+
+    def apply(self, name: str, *others: Any) -> "_Expression":
+        """An operation of nvFuser on this value, with others and settings; numbers become float32 constants."""
+        return _Expression(self._fd, getattr(self._fd.ops, name)(self.value, *map(self._operand, others)))
+
+    def _operand(self, other: Any) -> Any:
+        if isinstance(other, _Expression):
+            return other.value
+        return self._fd.define_scalar(other, DataType.Float) if isinstance(other, int | float) else other
+
+    def __rsub__(self, other: Any) -> "_Expression":
+        return _Expression(self._fd, self._operand(other)) - self
+
+    __add__ = __radd__ = partialmethod(apply, "add")
+    __mul__ = __rmul__ = partialmethod(apply, "mul")
+    __sub__ = partialmethod(apply, "sub")
+
+
+class Fusion(NamedTuple):
+    """What tells a definition from others of the same logit map."""
+
+    name: str
+    """As it is printed; its outputs, joined by "and" or "with"."""
+    dtype: torch.dtype
+    """Of z"""
+    stride: int
+    vocab: int
+    vectors: tuple[str, ...] = ()
+    """What a gradient or moments take beside z and the statistics, by `RowCoefficients` or "class_weight", in order"""
+    moments: tuple[str, ...] = ()
+    """Names of `operation.moments.MOMENTS`"""
+    out_dtype: torch.dtype | None = None
+    """Of the gradient"""
+
+    @property
+    def padding(self) -> int:
+        """Elements at the end of each row that belong to no column of the vocabulary."""
+        return self.stride - self.vocab
+
+
+class _Builder:
+    """A fusion being defined; `rows` is C where that is 1, which nvFuser has to know, or -1."""
+
+    def __init__(self, fd: FusionDefinition, logit_map: LogitMap, fusion: Fusion, rows: int):
+        self.fd, self.logit_map, self.fusion, self.rows = fd, logit_map, fusion, rows
+
+    def input(self, *shape: int, dtype: torch.dtype = torch.float32) -> _Expression:
+        # Dimensions of size 1 have no contiguity.
+        contiguity = [None if size == 1 else True for size in shape]
+        tensor = self.fd.define_tensor(shape=list(shape), contiguity=contiguity, dtype=_NVFUSER_DTYPES[dtype])
+        return _Expression(self.fd, tensor)
+
+    def inputs(self) -> tuple[_Expression, dict[str, _Expression]]:
+        """z (C, stride), and the statistics and vectors as (C, 1) and (1, stride)."""
+        stride = self.fusion.stride
+        z, given = self.input(self.rows, stride, dtype=self.fusion.dtype), {}
+        for name in (*RowStatistics._fields, *self.fusion.vectors):
+            given[name] = self.input(*((1, stride) if name == "class_weight" else (self.rows, 1)))
+        return z, given
+
+    def output(self, result: _Expression, dtype: torch.dtype = torch.float32, alias: _Expression | None = None) -> None:
+        """In the memory of the input `alias`, if there is one."""
+        if dtype != torch.float32:
+            result = result.apply("cast", _NVFUSER_DTYPES[dtype])
+        self.fd.add_output(result.value, *([] if alias is None else [alias.value]))
+
+    def logits(self, z: _Expression) -> tuple[_Expression, _Expression | None]:
+        """u, and tanh(scale · z / softcap), which is None without a softcap."""
+        u, scale, softcap = z.apply("cast", DataType.Float), self.logit_map.scale, self.logit_map.softcap
+        if softcap is None:
+            return (u if scale == 1 else u * scale), None
+        if self.fusion.dtype == torch.float32:
+            tanh = (u * (scale / softcap)).apply("tanh")
+        else:
+            # tanh x = 1 - 2 / (exp 2x + 1) errs by 1e-7, nothing beside logits rounded to 16 bits; twice as fast.
+            tanh = 1.0 - ((u * (2 * scale / softcap)).apply("exp") + 1.0).apply("reciprocal") * 2.0
+        return tanh * softcap, tanh
+
+    def masked(self, values: _Expression, shape: tuple[int, ...], other: float) -> _Expression:
+        """`other` where an element (C, *shape) is none of the vocabulary's; shape is (stride,) or (S, L)."""
+        ops, columns = self.fd.ops, None
+        for dim, size in enumerate(shape):
+            if size == 1:
+                continue
+            length = math.prod(shape[dim + 1 :])
+            count, start, step = (self.fd.define_scalar(number, DataType.Int) for number in (size, 0, length))
+            steps = ops.iota(count, start, step, dtype=DataType.Int)
+            steps = ops.broadcast(steps, [at != dim + 1 for at in range(len(shape) + 1)])
+            columns = steps if columns is None else ops.add(columns, steps)
+        is_column = ops.lt(columns, self.fd.define_scalar(self.fusion.vocab, DataType.Int))
+        return _Expression(self.fd, is_column).apply("where", values, other)
+
+    def gradient(self, z: _Expression, given: dict[str, _Expression]) -> _Expression:
+        """The gradient of `RowCoefficients`, float32, with the terms whose vectors are given."""
+        u, tanh = self.logits(z)
+        shifted = u - given["row_max"]
+        log_p = shifted - given["row_log_sum"]
+        p = log_p.apply("exp")
+        gradient = p * given["probability"]
+        if "one_hot" in given:
+            # The target's entry: p - 1 loses the digits of a p near 1.
+            near_one = log_p.apply("expm1") * given["probability"] + (given["probability"] - given["one_hot"])
+            gradient = p.apply("gt", 0.5).apply("where", near_one, gradient - given["one_hot"])
+        if "entropy" in given:
+            gradient = gradient - p * _finite(shifted) * given["entropy"]
+        if "uniform" in given:
+            uniform, weight = given["uniform"], given.get("class_weight")
+            gradient = gradient - (uniform if weight is None else uniform * weight)
+        return gradient if tanh is None else gradient * (1.0 - tanh * tanh)
+
+
+def _finite(shifted: _Expression) -> _Expression:
+    """Logits of -inf become the lowest finite number: their probability, 0, times it is 0."""
+    return shifted.apply("eq", -math.inf).apply("where", torch.finfo(torch.float32).min, shifted)
+
+
+def _part_statistics(build: _Builder) -> None:
+    """(C, S, L) z to three float32 (C, S): each part's maximum, Σ exp(logit - maximum), and that of those below 3/4."""
+    fusion = build.fusion
+    parts = parts_of(fusion.stride)
+    shape = (parts, fusion.stride // parts)
+    u, _ = build.logits(build.input(build.rows, *shape, dtype=fusion.dtype))
+    if _is_masked(fusion.padding, build.logit_map):
+        u = build.masked(u, shape, -math.inf)
+    part_max = u.apply("max", [2])
+    # A part of only -inf must give the sum 0, not exp(-inf - -inf).
+    shift = part_max.apply("eq", -math.inf).apply("where", 0.0, part_max).apply("broadcast", [False, False, True])
+    build.output(part_max)
+    exponential = (u - shift).apply("exp")
+    build.output(exponential.apply("sum", [2]))
+    build.output(exponential.apply("lt", 0.75).apply("where", exponential, 0.0).apply("sum", [2]))
+
+
+def _merge_parts(build: _Builder) -> None:
+    """Statistics of (C, S) parts to row_max and row_log_sum, two float32 (C,); NaN for a row of only -inf.
+
+    With vectors, also z at the targets and these, A and B of `RowCoefficients`, (C,) each, to the gradient there, (C,).
+    """
+    parts = parts_of(build.fusion.stride)
+    part_max, part_sum, part_below = (build.input(build.rows, parts) for _ in range(3))
+    row_max = part_max.apply("max", [1])
+    shifted = part_max - row_max.apply("broadcast", [False, True])
+    total = (part_sum * shifted.apply("exp")).apply("sum", [1])
+    # Beside the maximum's own 1, a small sum of the others has lost its digits. None of them is above a half then.
+    below = shifted.apply("lt", 0.0).apply("where", part_sum * shifted.apply("exp"), part_below).apply("sum", [1])
+    row_log_sum = total.apply("lt", 1.5).apply("where", below, total - 1.0).apply("log1p")
+    build.output(row_max)
+    build.output(row_log_sum)
+    if build.fusion.vectors:
+        z, given = build.input(build.rows, dtype=build.fusion.dtype), {"row_max": row_max, "row_log_sum": row_log_sum}
+        given |= {name: build.input(build.rows) for name in build.fusion.vectors}
+        build.output(build.gradient(z, given), build.fusion.dtype)
+
+
+def _moments(build: _Builder) -> None:
+    """z and statistics to the sums, float32 (C,)."""
+    z, given = build.inputs()
+    shifted = build.logits(z)[0] - given["row_max"]
+    p = (shifted - given["row_log_sum"]).apply("exp")
+    for moment in (MOMENTS[name] for name in build.fusion.moments):
+        term = moment.term(shifted if moment.keeps_infinity else _finite(shifted), p, given.get("class_weight", 1.0))
+        if build.fusion.padding:
+            term = build.masked(term, (build.fusion.stride,), 0.0)
+        build.output(term.apply("sum", [1]))
+
+
+def _gradient(build: _Builder) -> None:
+    """z and its vectors to the gradient in `out_dtype`, in place if that is z's; and its sums over rows, (stride,)."""
+    (z, given), fusion = build.inputs(), build.fusion
+    result = build.gradient(z, given)
+    if "column_sums" in fusion.name:
+        build.output(result.apply("sum", [0]))
+    if fusion.out_dtype is not None:
+        build.output(result, fusion.out_dtype, alias=z if fusion.out_dtype == fusion.dtype else None)
+
+
+_DEFINITIONS = {
+    "part_statistics": _part_statistics,
+    "merge_parts": _merge_parts,
+    "merge_parts_and_target_gradient": _merge_parts,
+    "moments": _moments,
+    "gradient": _gradient,
+    "column_sums": _gradient,
+    "gradient_with_column_sums": _gradient,
+}
+_BOTH = ("probability", "one_hot")
+
+
+def _gradients(
+    dtype: torch.dtype, stride: int, vocab: int, *, coefficients: RowCoefficients, has_class_weight: bool,
+    out_dtype: torch.dtype, column_sums: bool,
+) -> list[Fusion]:  # fmt: skip
+    """What a gradient takes; the sums come first."""
+    vectors: tuple[str, ...] = ("probability",)
+    vectors += tuple(name for name in ("uniform", "entropy") if getattr(coefficients, name) is not None)
+    if has_class_weight and coefficients.uniform is not None:
+        vectors += ("class_weight",)
+    name = "gradient_with_column_sums" if column_sums else "gradient"
+    whole = Fusion(name, dtype, stride, vocab, vectors, (), out_dtype)
+    # A fusion that sums over one or five rows of float32 and writes over them gave wrong gradients (nvFuser 0.2.36,
+    # one H200; 16 bits did not), so float32 in place takes a fusion for each.
+    if column_sums and dtype == out_dtype == torch.float32:
+        return [whole._replace(name="column_sums", out_dtype=None), whole._replace(name="gradient")]
+    return [whole]
+
+
+def _fuse(fusion: Fusion, logit_map: LogitMap, rows: int = -1) -> FusionDefinition:
+    with FusionDefinition() as fd:
+        _DEFINITIONS[fusion.name](_Builder(fd, logit_map, fusion, rows))
+    return fd
+
+
+def definitions(
+    logit_map: LogitMap, *, dtype: torch.dtype, stride: int, vocab: int, method: str,
+    coefficients: RowCoefficients | None = None, has_class_weight: bool = False,
+    out_dtype: torch.dtype | None = None, column_sums: bool = False, names: tuple[str, ...] = (),
+) -> dict[str, FusionDefinition]:  # fmt: skip
+    """The fusions that a `method` of `RowKernels` runs with such arguments, by name; each prints itself."""
+    kind = (dtype, stride, vocab)
+    if method == "moments":
+        fusions = [_moments_fusion(*kind, has_class_weight=has_class_weight, names=names)]
+    elif method == "gradient_":
+        assert coefficients is not None
+        fusions = _gradients(
+            *kind, coefficients=coefficients, has_class_weight=has_class_weight, out_dtype=out_dtype or dtype,
+            column_sums=column_sums,
+        )  # fmt: skip
+    else:
+        fusions = [Fusion("part_statistics", *kind)]
+        if method == "statistics":
+            fusions.append(Fusion("merge_parts", *kind))
+        else:
+            fusions.append(Fusion("merge_parts_and_target_gradient", *kind, _BOTH))
+            fusions.append(Fusion("gradient", *kind, _BOTH[:1], (), dtype))
+    return {fusion.name: _fuse(fusion, logit_map) for fusion in fusions}
+
+
+def _moments_fusion(
+    dtype: torch.dtype, stride: int, vocab: int, *, has_class_weight: bool, names: tuple[str, ...]
+) -> Fusion:
+    vectors = ("class_weight",) if has_class_weight and reads_class_weight(names) else ()
+    return Fusion("moments", dtype, stride, vocab, vectors, names)
+
+
+# Autograd runs backward on threads of its own, one a device, and a definition compiles at its first execution.
+_lock = threading.Lock()
+
+
+class NvFuserRowKernels:
+    """See `RowKernels`; logits in 16 or 32 bits. A gradient in another dtype than z's is copied once."""
+
+    library = "nvFuser"
+
+    def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
+        self.logit_map = logit_map
+        self._fused: dict[tuple[Fusion, int], FusionDefinition] = {}
+
+    def _run(self, fusion: Fusion, inputs: list[Tensor]) -> list[Tensor]:
+        """Executes one of the definitions above, which is compiled when it is first needed.
+
+        What goes over logits of 16 bits may let exponentials err by about 2e-7 relative, which float32 logits would
+        notice.
+        """
+        key = (fusion, 1 if inputs[0].shape[0] == 1 else -1)
+        is_fast = fusion.dtype != torch.float32 and not fusion.name.startswith("merge_parts")
+        with _lock:
+            if key not in self._fused:
+                self._fused[key] = _fuse(fusion, self.logit_map, key[1])
+            return self._fused[key].execute(inputs, _enable_options=["fast_math"] if is_fast else [])
+
+    def statistics(self, z: Tensor) -> RowStatistics:
+        return RowStatistics(*self._run(Fusion("merge_parts", *_kind(z)), self._of_parts(z)))
+
+    def _of_parts(self, z: Tensor) -> list[Tensor]:
+        kind = dtype, stride, vocab = _kind(z)
+        padded, parts = whole_rows(z), parts_of(stride)
+        if stride > vocab and not _is_masked(stride - vocab, self.logit_map):
+            padded[:, vocab:] = math.copysign(math.inf, -self.logit_map.scale)
+        return self._run(Fusion("part_statistics", *kind), [padded.view(-1, parts, stride // parts)])
+
+    def moments(
+        self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        fusion = _moments_fusion(*_kind(z), has_class_weight=class_weight is not None, names=names)
+        vectors = {"class_weight": padded_weight(class_weight, z.stride(0), is_read=bool(fusion.vectors))}
+        return dict(zip(names, self._run(fusion, _inputs(fusion, z, statistics, vectors)), strict=True))
+
+    def gradient_(
+        self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
+        column_sums: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        kind, outputs = _kind(z), []
+        fusions = _gradients(
+            *kind, coefficients=coefficients, has_class_weight=class_weight is not None, out_dtype=out.dtype,
+            column_sums=column_sums,
+        )  # fmt: skip
+        weight = padded_weight(class_weight, z.stride(0), is_read="class_weight" in fusions[0].vectors)
+        vectors = coefficients._asdict() | {"class_weight": weight}
+        change = None
+        if target is not None and column_sums:
+            change = self._change_at_targets(z, target, coefficients.one_hot)
+        for fusion in fusions:
+            outputs += self._run(fusion, _inputs(fusion, z, statistics, vectors))
+        if out.dtype != z.dtype:
+            out.copy_(outputs[-1][:, : z.shape[1]])
+        sums = outputs[0][: z.shape[1]] if column_sums else None
+        if target is not None and entry is not None:
+            at = target.clamp(min=0)
+            index = at[:, None]
+            out.scatter_(1, index, torch.where(target[:, None] < 0, out.gather(1, index), entry[:, None].to(out.dtype)))
+            if sums is not None and change is not None:
+                sums.index_add_(0, at, change)
+        return sums
+
+    def _change_at_targets(self, z: Tensor, target: Tensor, one_hot: Tensor) -> Tensor:
+        """(C,) what targets' entries add to the sums over rows, in which it has not been rounded: the one_hot term."""
+        slope = None
+        if self.logit_map.softcap is not None:
+            z_y = z.gather(1, target.clamp(min=0)[:, None])[:, 0]
+            slope = self.logit_map.slope(z_y.float())
+        return torch.where(target < 0, 0, -one_hot if slope is None else -one_hot * slope)
+
+    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
+        """The target's entry is computed first and written last."""
+        kind, at = _kind(z), target[:, None]
+        z_y = z.gather(1, at)[:, 0]
+        merge = Fusion("merge_parts_and_target_gradient", *kind, _BOTH)
+        vectors = [vector.contiguous() for vector in (coefficients.probability, coefficients.one_hot)]
+        *found, entry = self._run(merge, [*self._of_parts(z), z_y, *vectors])
+        statistics, fusion = RowStatistics(*found), Fusion("gradient", *kind, _BOTH[:1], (), z.dtype)
+        self._run(fusion, _inputs(fusion, z, statistics, {"probability": vectors[0]}))
+        z.scatter_(1, at, entry[:, None])
+        return statistics, z_y
+
+
+def _kind(z: Tensor) -> tuple[torch.dtype, int, int]:
+    return z.dtype, z.stride(0), z.shape[1]
+
+
+def _inputs(fusion: Fusion, z: Tensor, statistics: RowStatistics, vectors: dict[str, Any]) -> list[Tensor]:
+    of_rows = [*statistics, *(vectors[name] for name in fusion.vectors if name != "class_weight")]
+    inputs = [whole_rows(z), *(vector.contiguous().unsqueeze(1) for vector in of_rows)]
+    return [*inputs, vectors["class_weight"].unsqueeze(0)] if "class_weight" in fusion.vectors else inputs
+
+
+def _is_masked(padding: int, logit_map: LogitMap) -> bool:
+    """Whether no z in the padding makes its logit -inf."""
+    return padding > 0 and (logit_map.softcap is not None or logit_map.scale == 0)

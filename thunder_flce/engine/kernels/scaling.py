@@ -1,0 +1,74 @@
+"""Multiplying finished gradients by the upstream gradient, for nothing where it is 1 (as after `loss.backward()`)."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from thunder_flce.device import triton_available
+
+# Elements converted at a time: temporary memory of 64 MiB.
+_FLOAT32_BLOCK = 2**24
+
+
+def scaled_gradients(
+    gradients: Sequence[Tensor], grad: Tensor, *, valid_count: Tensor | None = None, expected: Tensor | None = None,
+    may_overwrite: bool,
+) -> list[Tensor]:  # fmt: skip
+    """gradient · grad / expected for each, computed in float32 or float64 and rounded to the gradient's dtype.
+
+    Without a valid row the factor is 0, even for an upstream gradient of NaN: the mean over no rows is NaN, and a
+    function of it may pass NaN back.
+
+    Args:
+        gradients: any shapes, of one dtype, as saved by the forward.
+        grad: () the upstream gradient.
+        valid_count: () how many rows are valid; None if some are.
+        expected: () the upstream gradient that the gradients have been computed for; None for 1.
+        may_overwrite: whether nobody will read `gradients` again. The products then take their place, and on CUDA a
+            factor of 1 ends the kernel before it touches memory, without the host knowing the factor.
+    """
+    first = gradients[0]
+    if may_overwrite and library(first.dtype, first.device) == "Triton" and all([g.is_contiguous() for g in gradients]):
+        from thunder_flce.engine.kernels.triton_vectors import scale_
+
+        scale_(gradients, grad.to(first.device), valid_count, expected)
+        return list(gradients)
+    factor = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    factor = factor if expected is None else factor / expected
+    factor = factor if valid_count is None else torch.where(valid_count == 0, 0, factor)
+    if may_overwrite and not factor.is_cuda and factor == 1:
+        return list(gradients)
+    results = []
+    for gradient in gradients:
+        result = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        _multiply(gradient, factor.to(gradient.device), result)
+        results.append(result)
+    return results
+
+
+@cache
+def library(dtype: torch.dtype, device: torch.device) -> str:
+    """Who multiplies a contiguous gradient that may be overwritten: "Triton" or "PyTorch"."""
+    is_small_float = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return "Triton" if device.type == "cuda" and is_small_float and triton_available() else "PyTorch"
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward pass that is running keeps its graph (`retain_graph`), so that saved tensors are read again.
+
+    True outside a backward pass, where nothing is known.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _multiply(gradient: Tensor, factor: Tensor, out: Tensor) -> None:
+    """out = gradient · factor, in float32 at least: torch.mul would round the factor to 16 bits first."""
+    if gradient.dtype.itemsize >= 4:
+        torch.mul(gradient, factor.to(gradient.dtype), out=out)
+        return
+    for source, target in zip(
+        gradient.reshape(-1).split(_FLOAT32_BLOCK), out.view(-1).split(_FLOAT32_BLOCK), strict=True
+    ):
+        target.copy_(source.float().mul_(factor))

@@ -1,0 +1,40 @@
+"""Divergences as PyTorch operations; see `operation.divergence`."""
+
+import torch
+from torch import Tensor
+
+from thunder_flce.engine.kernels.layout import row_dtype
+from thunder_flce.engine.kernels.torch_rows import row_blocks
+from thunder_flce.operation.divergence import Divergence
+
+
+def divergence_(
+    student: Tensor, teacher: Tensor, divergence: Divergence, *, factors: Tensor | None, out: Tensor
+) -> Tensor:
+    """The divergence of each row, (C,) in float32 (float64 where one of both logits is); see `dispatch`."""
+    dtype = torch.promote_types(row_dtype(student.dtype), row_dtype(teacher.dtype))
+    result = torch.empty(student.shape[0], dtype=dtype, device=student.device)
+    # Beside the logits, about eight tensors of their size are alive at a time.
+    for rows in row_blocks(student, 8):
+        log_p, log_q = ((z[rows].to(dtype) / divergence.temperature).log_softmax(1) for z in (student, teacher))
+        log_m = None
+        if (shares := divergence.log_shares) is not None:
+            log_m = torch.logaddexp(log_p + shares[0], log_q + shares[1])
+        p, q = log_p.exp(), log_q.exp()
+        value, of_student = result[rows].zero_(), None
+        if divergence.of_teacher:
+            value += divergence.of_teacher * _ratio(log_q, log_p if log_m is None else log_m, q).mul_(q).sum(1)
+        if divergence.of_student:
+            of_student = _ratio(log_p, log_q if log_m is None else log_m, p)
+            mean = (p * of_student).sum(1)
+            value += divergence.of_student * mean
+            of_student.sub_(mean[:, None])
+        if factors is not None:
+            gradient = p.sub_(q) if of_student is None else p.mul_(of_student).mul_(divergence.of_student)
+            out[rows] = gradient.mul_(factors[rows, None] / divergence.temperature).to(out.dtype)
+    return result
+
+
+def _ratio(log: Tensor, log_other: Tensor, probability: Tensor) -> Tensor:
+    """The logarithm of a quotient of probabilities; 0 where what it is multiplied by is."""
+    return (log - log_other).masked_fill_(probability == 0, 0)

@@ -1,0 +1,142 @@
+"""Row kernels as PyTorch operations: for a CPU, for float64, and wherever neither Triton nor nvFuser is installed."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from thunder_flce.engine.kernels.interface import RowStatistics, finite, target_gradient
+from thunder_flce.engine.kernels.layout import row_dtype
+from thunder_flce.operation.loss import LogitMap, RowCoefficients
+from thunder_flce.operation.moments import MOMENTS
+
+# Rows are taken a block at a time, so that the temporaries stay in a CPU's cache and small beside the chunk on CUDA.
+BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}
+
+
+def row_blocks(logits: Tensor, tensors: int = 1) -> Iterator[slice]:
+    """Slices over the rows of logits (C, V), of which so many converted `tensors` take about BLOCK_BYTES."""
+    row_bytes = max(logits.shape[1], 1) * tensors * row_dtype(logits.dtype).itemsize
+    rows = max(BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cuda"]) // row_bytes, 1)
+    for start in range(0, logits.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+class TorchRowKernels:
+    """See `RowKernels`.
+
+    Args:
+        logit_map: from z to the logits.
+        row_by_row: on a CPU, what is summed over a row has the same bits alone and among others. There, PyTorch divides
+            the sum over a row among threads only where there is a single row.
+    """
+
+    library = "PyTorch"
+
+    def __init__(self, logit_map: LogitMap = LogitMap(), row_by_row: bool = False):  # noqa: B008
+        self.logit_map, self._row_by_row = logit_map, row_by_row
+
+    def statistics(self, z: Tensor) -> RowStatistics:
+        row_max = torch.empty(z.shape[0], dtype=row_dtype(z.dtype), device=z.device)
+        others = torch.empty_like(row_max)
+        for rows in self._blocks_to_sum(z):
+            logits = self._logits(z[rows])
+            row_max[rows], column = logits.max(1)
+            exponential = torch.sub(logits, row_max[rows, None], out=self._may_overwrite(logits, z[rows])).exp_()
+            # The maximum's own is 1, beside which a small sum of the others would lose its digits; or it is NaN.
+            at = column[:, None]
+            torch.sum(exponential.scatter_(1, at, exponential.gather(1, at) - 1), 1, out=others[rows])
+        return RowStatistics(row_max, others.log1p_())
+
+    def moments(
+        self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        row_max, row_log_sum = statistics
+        sums = {name: torch.empty_like(row_max) for name in names}
+        weight = 1.0 if class_weight is None else class_weight
+        for rows in self._blocks_to_sum(z):
+            shifted = self._logits(z[rows]) - row_max[rows, None]
+            probability = (shifted - row_log_sum[rows, None]).exp_()
+            shifted_finite = finite(shifted)
+            for name in names:
+                moment = MOMENTS[name]
+                term = moment.term(shifted if moment.keeps_infinity else shifted_finite, probability, weight)
+                torch.sum(term, 1, out=sums[name][rows])
+        return sums
+
+    def gradient_(
+        self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
+        column_sums: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        dtype = row_dtype(z.dtype)
+        sums = torch.zeros(z.shape[1], dtype=dtype, device=z.device) if column_sums else None
+        coefficients = coefficients._replace(one_hot=None)
+        for rows in row_blocks(z):
+            logits, written = self._logits(z[rows]), out[rows]
+            memory = written if written.dtype == dtype else self._may_overwrite(logits, z[rows])
+            of_rows = RowCoefficients(*(None if vector is None else vector[rows, None] for vector in coefficients))
+            slope, of_block = self.logit_map.slope(z[rows].to(dtype)), statistics.rows((rows, None))
+            gradient = self._gradient(logits, slope, of_block, of_rows, class_weight, memory)
+            if target is not None and entry is not None:
+                column = target[rows, None]
+                at = column.clamp(min=0)
+                gradient.scatter_(1, at, torch.where(column < 0, gradient.gather(1, at), entry[rows, None]))
+            if sums is not None:
+                sums.add_(gradient.sum(0))
+            if gradient is not written:
+                written.copy_(gradient)
+        return sums
+
+    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
+        row_max = torch.empty(z.shape[0], dtype=row_dtype(z.dtype), device=z.device)
+        others, index = torch.empty_like(row_max), target[:, None]
+        z_y = z.gather(1, index)[:, 0]
+        for rows in self._blocks_to_sum(z):
+            logits = self._logits(z[rows])
+            row_max[rows], column = logits.max(1)
+            slope = self.logit_map.slope(z[rows].to(row_dtype(z.dtype)))
+            gradient = torch.sub(logits, row_max[rows, None], out=logits).exp_()
+            # As in `statistics`; the 1 comes back for the gradient.
+            at = column[:, None]
+            own = gradient.gather(1, at)
+            torch.sum(gradient.scatter_(1, at, own - 1), 1, out=others[rows])
+            gradient.scatter_(1, at, own).mul_((coefficients.probability[rows] / (1 + others[rows]))[:, None])
+            if slope is not None:
+                gradient.mul_(slope)
+            if gradient.data_ptr() != z[rows].data_ptr():
+                z[rows] = gradient
+        statistics = RowStatistics(row_max, others.log1p_())
+        entry = target_gradient(self.logit_map, z_y, statistics, coefficients)
+        z.scatter_(1, index, entry.to(z.dtype)[:, None])
+        return statistics, z_y
+
+    def _blocks_to_sum(self, z: Tensor) -> Iterator[slice]:
+        if self._row_by_row and z.device.type == "cpu":
+            return (slice(row, row + 1) for row in range(z.shape[0]))
+        return row_blocks(z)
+
+    def _logits(self, z: Tensor) -> Tensor:
+        return self.logit_map(z.to(row_dtype(z.dtype)))
+
+    def _may_overwrite(self, logits: Tensor, z: Tensor) -> Tensor | None:
+        """The memory of mapped or converted logits, where that is not z's own and a slope won't need it."""
+        is_temporary = logits.data_ptr() != z.data_ptr()
+        return logits if is_temporary and self.logit_map.softcap is None else None
+
+    def _gradient(
+        self, logits: Tensor, slope: Tensor | None, statistics: RowStatistics, coefficients: RowCoefficients,
+        class_weight: Tensor | None, out: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """The formula, without its one_hot term; vectors are (C, 1). In `out`, which may be logits, if it is given."""
+        shifted = torch.sub(logits, statistics.row_max, out=out)
+        if coefficients.entropy is None:
+            gradient = shifted.sub_(statistics.row_log_sum).exp_().mul_(coefficients.probability)
+        else:
+            probability = (shifted - statistics.row_log_sum).exp_()
+            gradient = probability * coefficients.probability
+            gradient = torch.sub(gradient, finite(shifted).mul_(probability).mul_(coefficients.entropy), out=out)
+        if coefficients.uniform is not None:
+            uniform = coefficients.uniform
+            gradient.sub_(uniform if class_weight is None else uniform * class_weight)
+        return gradient if slope is None else gradient.mul_(slope)

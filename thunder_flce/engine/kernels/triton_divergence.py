@@ -1,0 +1,116 @@
+"""Divergences in Triton; see `operation.divergence`.
+
+A program has a row of both logits to itself. It reads each for its maximum and sum, then both for the divergence, which
+is where the forward divergence's gradient is written, and for the others both once more.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thunder_flce.engine.kernels.launch import launch, options
+from thunder_flce.engine.kernels.triton_rows import _STATISTICS_BLOCKS, _block_for, _exp, _logits, _row_statistics
+from thunder_flce.operation.divergence import Divergence
+
+
+@triton.jit
+def _log_probabilities(
+    row, columns, largest, log_sum, VOCAB: tl.constexpr, SCALE: tl.constexpr, IS_EXACT: tl.constexpr
+):  # fmt: skip
+    z = tl.load(row + columns, mask=columns < VOCAB, other=float("-inf"))
+    return _logits(z, SCALE, None, IS_EXACT) - largest - log_sum
+
+
+@triton.jit
+def _log_mixture(
+    log_p, log_q, LOG_STUDENT: tl.constexpr, LOG_TEACHER: tl.constexpr, IS_EXACT: tl.constexpr
+):  # fmt: skip
+    first, second = log_p + LOG_STUDENT, log_q + LOG_TEACHER
+    largest = tl.maximum(first, second)
+    return largest + tl.log(1.0 + _exp(tl.minimum(first, second) - largest, IS_EXACT))
+
+
+@triton.jit
+def _weighted(probability, log, log_other):
+    """p log(p / p'), 0 where p is."""
+    return tl.where(probability == 0.0, 0.0, probability * (log - log_other))
+
+
+@triton.jit(do_not_specialize_on_alignment=["factors"])
+def _divergence_kernel(
+    student, teacher, out, factors, divergence,
+    STUDENT_STRIDE: tl.constexpr, TEACHER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr,
+    SCALE: tl.constexpr, OF_STUDENT: tl.constexpr, OF_TEACHER: tl.constexpr,
+    LOG_STUDENT: tl.constexpr, LOG_TEACHER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    EXACT_STUDENT: tl.constexpr = student.dtype.element_ty == tl.float32
+    EXACT_TEACHER: tl.constexpr = teacher.dtype.element_ty == tl.float32
+    IS_EXACT: tl.constexpr = EXACT_STUDENT or EXACT_TEACHER
+    index = tl.program_id(0)
+    student += index.to(tl.int64) * STUDENT_STRIDE
+    teacher += index.to(tl.int64) * TEACHER_STRIDE
+    p_max, p_log_sum = _row_statistics(student, VOCAB, STUDENT_STRIDE, SCALE, None, BLOCK)
+    q_max, q_log_sum = _row_statistics(teacher, VOCAB, TEACHER_STRIDE, SCALE, None, BLOCK)
+    factor = 0.0
+    if factors is not None:
+        factor = tl.load(factors + index) * SCALE
+        out += index.to(tl.int64) * OUT_STRIDE
+
+    of_student, of_teacher = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, VOCAB, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        log_p = _log_probabilities(student, columns, p_max, p_log_sum, VOCAB, SCALE, IS_EXACT)
+        log_q = _log_probabilities(teacher, columns, q_max, q_log_sum, VOCAB, SCALE, IS_EXACT)
+        p, q = _exp(log_p, IS_EXACT), _exp(log_q, IS_EXACT)
+        if OF_STUDENT == 0:
+            of_teacher += _weighted(q, log_q, log_p)
+            if factors is not None:
+                tl.store(out + columns, ((p - q) * factor).to(out.dtype.element_ty), mask=columns < VOCAB)
+        elif OF_TEACHER == 0:
+            of_student += _weighted(p, log_p, log_q)
+        else:
+            log_m = _log_mixture(log_p, log_q, LOG_STUDENT, LOG_TEACHER, IS_EXACT)
+            of_student += _weighted(p, log_p, log_m)
+            of_teacher += _weighted(q, log_q, log_m)
+    mean = tl.sum(of_student, 0)
+    tl.store(divergence + index, OF_STUDENT * mean + OF_TEACHER * tl.sum(of_teacher, 0))
+
+    if factors is not None and OF_STUDENT != 0:
+        factor *= OF_STUDENT
+        for start in range(0, VOCAB, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            log_p = _log_probabilities(student, columns, p_max, p_log_sum, VOCAB, SCALE, IS_EXACT)
+            log_other = _log_probabilities(teacher, columns, q_max, q_log_sum, VOCAB, SCALE, IS_EXACT)
+            if OF_TEACHER != 0:
+                log_other = _log_mixture(log_p, log_other, LOG_STUDENT, LOG_TEACHER, IS_EXACT)
+            p = _exp(log_p, IS_EXACT)
+            gradient = (_weighted(p, log_p, log_other) - p * mean) * factor
+            tl.store(out + columns, gradient.to(out.dtype.element_ty), mask=columns < VOCAB)
+
+
+@lru_cache(maxsize=256)
+def _settings(vocab: int, student: int, teacher: int, out: int, divergence: Divergence) -> dict[str, Any]:
+    """Constants of the kernel, from strides of rows, and options."""
+    log_student, log_teacher = divergence.log_shares or (0.0, 0.0)
+    block = _block_for(vocab, _STATISTICS_BLOCKS)
+    return {
+        "STUDENT_STRIDE": student, "TEACHER_STRIDE": teacher, "OUT_STRIDE": out, "VOCAB": vocab,
+        "SCALE": 1 / divergence.temperature, "OF_STUDENT": divergence.of_student, "OF_TEACHER": divergence.of_teacher,
+        "LOG_STUDENT": log_student, "LOG_TEACHER": log_teacher, "BLOCK": block.elements, **options(block.warps),
+    }  # fmt: skip
+
+
+def divergence_(
+    student: Tensor, teacher: Tensor, divergence: Divergence, *, factors: Tensor | None, out: Tensor
+) -> Tensor:
+    """The divergence of each row, (C,) float32; see `dispatch`."""
+    rows, vocab = student.shape
+    result = torch.empty(rows, dtype=torch.float32, device=student.device)
+    settings = _settings(vocab, student.stride(0), teacher.stride(0), out.stride(0), divergence)
+    factors = None if factors is None else factors.contiguous()
+    launch(_divergence_kernel, rows, [student, teacher, out, factors, result], settings)
+    return result

@@ -1,0 +1,542 @@
+"""Row kernels in Triton.
+
+For statistics and moments, a program has a row to itself and goes over it in blocks. Statistics: each group of
+neighbouring elements, those 16 bytes that a thread loads at once, keeps a running maximum and a sum of exponentials
+relative to it; the groups are merged once, at the end of the row. Where one column dominates, the group that has it is
+read again without it.
+
+A gradient made together with its statistics goes over the row again from its end, so that what was read last, and is
+still in L2, comes first. Long rows are divided among programs, which tell each other their statistics in between. A
+gradient alone is a block of columns of one row for each program or, with its sums over the rows, of many rows.
+
+For 512 MiB of bfloat16 in rows of 128256 on an H200, statistics take 0.125 ms, and statistics and gradient together
+0.290 ms, or 0.334 without dividing rows (traces/h200/kernels.jsonl). The gradient with sums over rows takes 0.282 ms.
+Slower than that were rows, or parts of them, held in registers or in shared memory, filled asynchronously while the row
+before is written (0.334 ms), and persistent programs.
+"""
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE
+from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight
+from thunder_flce.engine.kernels.launch import launch, options
+from thunder_flce.operation.loss import LogitMap, RowCoefficients
+from thunder_flce.operation.moments import MOMENTS
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _exp(x, IS_EXACT: tl.constexpr):
+    # exp2 errs by about |x| · 1e-7, which float32 logits would notice and 16-bit logits do not.
+    return libdevice.exp(x) if IS_EXACT else tl.exp2(x * _LOG2_E)
+
+
+@triton.jit
+def _logits(z, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr):
+    """The logits u, float32."""
+    z = z.to(tl.float32)
+    if SOFTCAP is None:
+        u = z * SCALE
+    elif IS_EXACT:
+        u = SOFTCAP * libdevice.tanh(z * (SCALE / SOFTCAP))
+    else:
+        # tanh x = 1 - 2 / (exp 2x + 1)
+        u = SOFTCAP - 2 * SOFTCAP / (tl.exp2(z * (2 * SCALE / SOFTCAP * _LOG2_E)) + 1)
+    return u
+
+
+@triton.jit
+def _shift(largest):
+    """What exponentials are relative to: the maximum, or 0 where all are -inf, whose sum is 0, not exp(-inf - -inf)."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def _add_groups(u, group_max, group_sum, IS_EXACT: tl.constexpr):
+    u = tl.reshape(u, [group_max.shape[0], u.shape[0] // group_max.shape[0]])
+    new_max = tl.maximum(group_max, tl.max(u, 1))
+    shift = _shift(new_max)
+    block_sum = tl.sum(_exp(u - shift[:, None], IS_EXACT), 1)
+    return new_max, group_sum * _exp(group_max - shift, IS_EXACT) + block_sum
+
+
+@triton.jit
+def _relative(maxima, sums, largest, IS_EXACT: tl.constexpr):
+    """Sums that are relative to some maxima, relative to the largest of these."""
+    return sums * _exp(maxima - _shift(largest), IS_EXACT)
+
+
+@triton.jit
+def _sum_below(row, vocab, group, largest, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+               WIDTH: tl.constexpr):  # fmt: skip
+    """The sum of exponentials of a group, WIDTH elements in each block, without the largest, far above the others.
+
+    They are read again, 64 blocks at a time.
+    """
+    IS_EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
+    number = tl.arange(0, 64 * WIDTH)
+    sums = tl.zeros([64 * WIDTH], tl.float32)
+    for block in range(0, vocab // BLOCK + 1, 64):
+        columns = (block + number // WIDTH) * BLOCK + group * WIDTH + number % WIDTH
+        z = tl.load(row + columns, mask=columns < vocab, other=0.0)
+        exponential = _exp(_logits(z, SCALE, SOFTCAP, IS_EXACT) - _shift(largest), IS_EXACT)
+        sums += tl.where((columns < vocab) & (exponential < 0.75), exponential, 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _log_sum(others):
+    """From the sum of exponentials relative to the maximum, without the maximum's own 1."""
+    return libdevice.log1p(others)
+
+
+@triton.jit
+def _rest(row, vocab, stride, BLOCK: tl.constexpr):
+    """What lies behind the full blocks of a row: columns and z."""
+    columns = vocab // BLOCK * BLOCK + tl.arange(0, BLOCK)
+    return columns, tl.load(row + columns, mask=columns < stride, other=0.0)
+
+
+@triton.jit
+def _statistics(row, vocab, rest_columns, rest, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+    """The maximum of a row, or of a part of one, and the sum of the other columns' exponentials relative to it.
+
+    Beside the maximum's own 1, float32 would lose the digits of a small sum.
+    """
+    IS_EXACT: tl.constexpr = row.dtype.element_ty == tl.float32
+    WIDTH: tl.constexpr = 4 if IS_EXACT else 8
+    GROUPS: tl.constexpr = BLOCK // WIDTH
+    group_max = tl.full([GROUPS], float("-inf"), tl.float32)
+    group_sum = tl.zeros([GROUPS], tl.float32)
+    for block in range(0, vocab // BLOCK):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        u = _logits(tl.load(row + columns, eviction_policy="evict_last"), SCALE, SOFTCAP, IS_EXACT)
+        group_max, group_sum = _add_groups(u, group_max, group_sum, IS_EXACT)
+    if rest is not None:
+        u = tl.where(rest_columns < vocab, _logits(rest, SCALE, SOFTCAP, IS_EXACT), float("-inf"))
+        group_max, group_sum = _add_groups(u, group_max, group_sum, IS_EXACT)
+    largest = tl.max(group_max, 0)
+    relative = _relative(group_max, group_sum, largest, IS_EXACT)
+    others = tl.sum(relative, 0) - 1.0
+    if others < 0.5:
+        # No other exponential is above a half. Only the sum of the group that has the maximum has lost digits.
+        has_largest = group_max == largest
+        group = tl.sum(tl.where(has_largest, tl.arange(0, GROUPS), 0), 0)
+        others = tl.sum(tl.where(has_largest, 0.0, relative), 0)
+        others += _sum_below(row, vocab, group, largest, SCALE, SOFTCAP, BLOCK, WIDTH)
+    return largest, others
+
+
+@triton.jit
+def _merged(largest, others, slots, part, PARTS: tl.constexpr, SLOTS: tl.constexpr, IS_EXACT: tl.constexpr):
+    """The statistics of a row from those of its parts, which other programs put into their slots; waits for them.
+
+    Maximum and sum make one number of 64 bits, which arrives as a whole. In place of the sum's sign it has a 1, so that
+    it is never 0.
+    """
+    packed = largest.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    packed |= others.to(tl.int32, bitcast=True).to(tl.int64) & 0x7FFFFFFF | 0x80000000
+    tl.atomic_xchg(slots + part, packed, sem="relaxed")
+    number = tl.arange(0, SLOTS)
+    is_part = number < PARTS
+    packed = tl.load(slots + number, mask=is_part, other=1, volatile=True)
+    while tl.min((packed != 0).to(tl.int32), 0) == 0:
+        packed = tl.load(slots + number, mask=is_part, other=1, volatile=True)
+    part_max = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    part_sum = (packed & 0x7FFFFFFF).to(tl.int32).to(tl.float32, bitcast=True)
+    part_max = tl.where(is_part, part_max, float("-inf"))
+    largest = tl.max(part_max, 0)
+    has_largest = part_max == largest
+    others = tl.where(has_largest, part_sum, _relative(part_max, 1.0 + part_sum, largest, IS_EXACT))
+    return largest, tl.sum(others, 0) + (tl.sum(has_largest.to(tl.float32), 0) - 1.0)
+
+
+@triton.jit
+def _finite(shifted):
+    """Logits of -inf become the lowest finite number: their probability, 0, times it is 0."""
+    return tl.where(shifted == float("-inf"), -3.4028234663852886e38, shifted)
+
+
+@triton.jit
+def _gradient(
+    z, row_max, row_log_sum, probability, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, IS_EXACT: tl.constexpr,
+    one_hot=None, uniform=None, entropy=None, weight=None,
+):  # fmt: skip
+    """The gradient of `RowCoefficients`, float32, of whatever broadcasts; None for terms that are not there.
+
+    With `one_hot` it is the target's entry, in which p - 1 keeps its digits.
+    """
+    u = _logits(z, SCALE, SOFTCAP, IS_EXACT)
+    shifted = u - row_max
+    p = _exp(shifted - row_log_sum, IS_EXACT)
+    gradient = p * probability
+    if one_hot is not None:
+        near_one = libdevice.expm1(shifted - row_log_sum) * probability + (probability - one_hot)
+        gradient = tl.where(p > 0.5, near_one, gradient - one_hot)
+    if entropy is not None:
+        gradient -= p * _finite(shifted) * entropy
+    if uniform is not None:
+        gradient -= uniform if weight is None else uniform * weight
+    if SOFTCAP is not None:
+        tanh = libdevice.tanh(z.to(tl.float32) * (SCALE / SOFTCAP)) if IS_EXACT else u / SOFTCAP
+        gradient *= 1 - tanh * tanh
+    return gradient
+
+
+@triton.jit
+def _of_rows(vector, index, mask):
+    """A number of each row of a tile, 0 where there is no row; None for no vector."""
+    numbers = None
+    if vector is not None:
+        numbers = tl.load(vector + index, mask=mask, other=0.0)[:, None]
+    return numbers
+
+
+@triton.jit
+def _row_statistics(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """The maximum of a whole row, and the logarithm of its sum of exponentials relative to it."""
+    columns, rest = None, None
+    if VOCAB % BLOCK:
+        columns, rest = _rest(row, VOCAB, STRIDE, BLOCK)
+    largest, others = _statistics(row, VOCAB, columns, rest, SCALE, SOFTCAP, BLOCK)
+    return largest, _log_sum(others)
+
+
+@triton.jit
+def _statistics_kernel(
+    z, row_max, row_log_sum,
+    STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0)
+    row = z + index.to(tl.int64) * STRIDE
+    largest, log_sum = _row_statistics(row, VOCAB, STRIDE, SCALE, SOFTCAP, BLOCK)
+    tl.store(row_max + index, largest)
+    tl.store(row_log_sum + index, log_sum)
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_max", "row_log_sum"])
+def _moments_kernel(
+    z, row_max, row_log_sum, class_weight, moments,
+    STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    TERMS: tl.constexpr, KEEP_INFINITY: tl.constexpr, KEY: tl.constexpr,
+):  # fmt: skip
+    """moments: (number of TERMS, rows); KEY: what tells apart terms of one name, since Triton does not."""
+    IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
+    index = tl.program_id(0)
+    row = z + index.to(tl.int64) * STRIDE
+    largest, log_sum = tl.load(row_max + index), tl.load(row_log_sum + index)
+    sums = ()
+    for _ in tl.static_range(len(TERMS)):
+        sums = sums + (tl.zeros([BLOCK], tl.float32),)  # type: ignore[assignment]
+    for start in range(0, VOCAB, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        is_column = columns < VOCAB
+        shifted = _logits(tl.load(row + columns, mask=columns < STRIDE, other=0.0), SCALE, SOFTCAP, IS_EXACT) - largest
+        p = _exp(shifted - log_sum, IS_EXACT)
+        weight = 1.0
+        if class_weight is not None:
+            weight = tl.load(class_weight + columns, mask=columns < STRIDE, other=0.0)
+        added = ()
+        for i in tl.static_range(len(TERMS)):
+            term = TERMS[i](shifted if KEEP_INFINITY[i] else _finite(shifted), p, weight)
+            added = added + (sums[i] + tl.where(is_column, term, 0.0),)  # type: ignore[assignment]
+        sums = added
+    for i in tl.static_range(len(TERMS)):
+        tl.store(moments + i * tl.num_programs(0) + index, tl.sum(sums[i], 0))
+
+
+# Vectors are slices of longer ones: how they are aligned must not ask for another compilation.
+@triton.jit(do_not_specialize_on_alignment=["target", "probability", "one_hot"])
+def _both_kernel(
+    z, target, probability, one_hot, row_max, row_log_sum, z_target, exchange,
+    STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """PART: columns of each part but the last, padding included; SLOTS: of a row in `exchange`, behind the counter."""
+    IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
+    if PARTS == 1:
+        index, part = tl.program_id(0), 0
+        start, vocab, stride = 0, VOCAB, STRIDE
+        row = z + index.to(tl.int64) * STRIDE
+    else:
+        # Numbered as they start, not by program_id: who waits for others waits for programs that run already, or that
+        # are the next to start.
+        number = tl.atomic_add(exchange, 1, sem="relaxed").to(tl.int32)
+        index, part = number // PARTS, number % PARTS
+        start = part * PART
+        vocab = tl.minimum(VOCAB - start, PART)
+        stride = tl.multiple_of(tl.minimum(STRIDE - start, PART), 8)
+        row = z + tl.multiple_of(index.to(tl.int64) * STRIDE + start, 8)
+    offset = tl.load(target + index) - start
+    has_target = (offset >= 0) & (offset < vocab)
+    at_target = tl.load(row + offset, mask=has_target, other=0.0)
+    tl.store(z_target + index, at_target, mask=has_target)
+    # Kept until the gradient: to wait for it a second time took 5% longer.
+    rest_columns, rest = None, None
+    if PARTS > 1 or VOCAB % BLOCK:
+        rest_columns, rest = _rest(row, vocab, stride, BLOCK)
+    largest, others = _statistics(row, vocab, rest_columns, rest, SCALE, SOFTCAP, BLOCK)
+    if PARTS > 1:
+        largest, others = _merged(largest, others, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
+    log_sum = _log_sum(others)
+    tl.store(row_max + index, largest, mask=part == 0)
+    tl.store(row_log_sum + index, log_sum, mask=part == 0)
+
+    share = tl.load(probability + index)
+    if rest is not None:
+        gradient = _gradient(rest, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT)
+        tl.store(row + rest_columns, gradient.to(rest.dtype), mask=rest_columns < stride)
+    for count in range(0, vocab // BLOCK):
+        columns = (vocab // BLOCK - 1 - count) * BLOCK + tl.arange(0, BLOCK)
+        block = tl.load(row + columns, eviction_policy="evict_first")
+        gradient = _gradient(block, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT)
+        tl.store(row + columns, gradient.to(block.dtype), eviction_policy="evict_first")
+    # The target's entry is written once more, after all others.
+    tl.debug_barrier()
+    gradient = _gradient(at_target, largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, tl.load(one_hot + index))
+    tl.store(row + offset, gradient.to(at_target.dtype), mask=has_target)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "rows_each"],
+    do_not_specialize_on_alignment=[
+        "row_max", "row_log_sum", "probability", "uniform", "entropy", "target", "entry",
+    ],
+)  # fmt: skip
+def _gradient_kernel(
+    z, out, row_max, row_log_sum, probability, uniform, entropy, class_weight, target, entry, column_sums, rows,
+    rows_each,
+    STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of `rows_each` rows, a multiple of ROWS, so that nothing but the last row falls between."""
+    IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
+    # Padding is written, too, as far as both have it: a store of whole vectors.
+    WIDTH: tl.constexpr = STRIDE if STRIDE < OUT_STRIDE else OUT_STRIDE
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    group = tl.program_id(0) // BLOCKS
+    columns = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    is_column = (columns < WIDTH)[None, :]
+    weight = None if class_weight is None else tl.load(class_weight + columns[None, :], mask=is_column, other=0.0)
+    first = group * rows_each
+    sums = tl.zeros([BLOCK], tl.float32)
+    for start in range(first, tl.minimum(first + rows_each, rows), ROWS):
+        index = start + tl.arange(0, ROWS)
+        is_row = index < rows
+        row = index.to(tl.int64)[:, None]
+        mask = is_row[:, None] & is_column
+        gradient = _gradient(
+            tl.load(z + row * STRIDE + columns[None, :], mask=mask, other=0.0),
+            _of_rows(row_max, index, is_row), _of_rows(row_log_sum, index, is_row),
+            _of_rows(probability, index, is_row), SCALE, SOFTCAP, IS_EXACT, None,
+            _of_rows(uniform, index, is_row), _of_rows(entropy, index, is_row), weight,
+        )  # fmt: skip
+        if target is not None:
+            offset = tl.load(target + index, mask=is_row, other=-1).to(tl.int32) - tl.program_id(0) % BLOCKS * BLOCK
+            is_target = tl.arange(0, BLOCK)[None, :] == offset[:, None]
+            gradient = tl.where(is_target, _of_rows(entry, index, is_row), gradient)
+        tl.store(out + row * OUT_STRIDE + columns[None, :], gradient.to(out.dtype.element_ty), mask=mask)
+        if column_sums is not None:
+            sums += tl.sum(gradient, 0)
+    if column_sums is not None:
+        tl.store(column_sums + group * VOCAB + columns, sums, mask=columns < VOCAB)
+
+
+class _Block(NamedTuple):
+    """How a program goes over its row."""
+
+    largest_vocab: float
+    """Up to which the choice holds"""
+    elements: int
+    warps: int
+    registers: int | None = None
+    """Of a thread, at most; None for as many as the compiler likes"""
+
+
+# The fastest of those tried on an H200 with 0.5 GiB of bfloat16 logits. Statistics then reach 0.95 to 1.05 times the
+# bandwidth of a copy from a vocabulary of 4099 on (0.79 at 1000). Both at once take 1.05 to 1.2 times as long as a
+# copy: there must be enough programs on a multiprocessor, two to four, for some to load while others compute, but what
+# they all are at, and read a second time, must stay in L2.
+_STATISTICS_BLOCKS = (_Block(16383, 1024, 2), _Block(math.inf, 4096, 8))
+_ONE_PASS_BLOCKS = (
+    _Block(16383, 2048, 4),
+    _Block(40959, 4096, 16, registers=32),
+    _Block(math.inf, 8192, 32, registers=32),
+)
+_MOMENTS_BLOCK = _Block(math.inf, 2048, 8)
+# Longer rows are divided, 128256 columns into three parts: 0.290 ms instead of 0.334 (256000 into seven: 0.291 instead
+# of 0.369). Odd numbers of parts were up to 5% faster than even ones, for a reason not found.
+_PART_WARPS, _PART_REGISTERS = 16, 40
+_PART_BLOCK = _Block(math.inf, 4096, _PART_WARPS, _PART_REGISTERS)
+_LARGEST_ROW_BYTES = 160 * 2**10
+_LARGEST_PART_BYTES = 90 * 2**10
+_MOST_PARTS = 15
+# Of the gradient alone. A row takes whole blocks of it, however few columns it has.
+_GRADIENT_BLOCK = _Block(math.inf, 4096, 8)
+# With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
+# the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
+# many rows, where there are so many, that these are a thirtieth of the gradient at most.
+_SUMS_BLOCK, _SUMS_ROWS = _Block(math.inf, 1024, 4), 8
+_SUMS_PROGRAMS, _SUMS_FEWEST_ROWS = 2048, 64
+
+
+class TritonRowKernels:
+    """See `RowKernels`; logits in 16 or 32 bits, in rows of a multiple of `ROW_MULTIPLE` elements.
+
+    Each sum is of the same terms in the same order from one run to the next.
+    """
+
+    library = "Triton"
+
+    def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
+        self.logit_map = logit_map
+        # Settings of launches, by the operation and what they depend on, so that a launch takes the host no more.
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def statistics(self, z: Tensor) -> RowStatistics:
+        (rows, vocab), stride = z.shape, z.stride(0)
+        settings = self._known.get(key := ("statistics", vocab, stride))
+        if settings is None:
+            settings = self._remember(key, _block_for(vocab, _STATISTICS_BLOCKS), STRIDE=stride, VOCAB=vocab)
+        found = RowStatistics(_row_vector(z), _row_vector(z))
+        launch(_statistics_kernel, rows, [z, *found], settings)
+        return found
+
+    def moments(
+        self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        (rows, vocab), stride = z.shape, z.stride(0)
+        settings = self._known.get(key := ("moments", vocab, stride, names))
+        if settings is None:
+            settings = self._remember(key, _MOMENTS_BLOCK, STRIDE=stride, VOCAB=vocab, **_terms(names))
+        sums = torch.empty(len(names), rows, dtype=torch.float32, device=z.device)
+        weight = padded_weight(class_weight, stride, is_read=reads_class_weight(names))
+        launch(_moments_kernel, rows, [z, *_vectors(*statistics), weight, sums], settings)
+        return dict(zip(names, sums, strict=True))
+
+    def gradient_(
+        self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
+        column_sums: bool = False,
+    ) -> Tensor | None:  # fmt: skip
+        (rows, vocab), stride, out_stride = z.shape, z.stride(0), out.stride(0)
+        settings = self._known.get(key := ("gradient_", vocab, stride, out_stride, column_sums))
+        if settings is None:
+            block, at_once = (_SUMS_BLOCK, _SUMS_ROWS) if column_sums else (_GRADIENT_BLOCK, 1)
+            constants = {"STRIDE": stride, "OUT_STRIDE": out_stride, "VOCAB": vocab, "ROWS": at_once}
+            settings = self._remember(key, block, **constants)
+        programs, rows_each, sums = _ceil(min(stride, out_stride), settings["BLOCK"]), 1, None
+        if column_sums:
+            rows_each = max(_ceil(rows * programs, _SUMS_PROGRAMS * _SUMS_ROWS) * _SUMS_ROWS, _SUMS_FEWEST_ROWS)
+            sums = torch.empty(_ceil(rows, rows_each), vocab, dtype=torch.float32, device=z.device)
+        probability, _, uniform, entropy = coefficients
+        weight = padded_weight(class_weight, stride, is_read=uniform is not None)
+        vectors = _vectors(*statistics, probability, uniform, entropy, weight, target, entry)
+        launch(_gradient_kernel, _ceil(rows, rows_each) * programs, [z, out, *vectors, sums, rows, rows_each], settings)
+        return None if sums is None else sums[0] if sums.shape[0] == 1 else sums.sum(0)
+
+    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
+        (rows, vocab), stride = z.shape, z.stride(0)
+        settings = self._known.get(key := ("both_", vocab, stride, z.dtype, z.device))
+        if settings is None:
+            parts = _parts(stride, z.element_size(), z.device)
+            block = _PART_BLOCK if parts.total > 1 else _block_for(vocab, _ONE_PASS_BLOCKS)
+            constants = {"PARTS": parts.total, "PART": parts.columns, "SLOTS": parts.slots}
+            settings = self._remember(key, block, STRIDE=stride, VOCAB=vocab, **constants)
+        parts_each, exchange = settings["PARTS"], None
+        if parts_each > 1:
+            exchange = _exchange(rows, settings["SLOTS"], z.device)
+        found = RowStatistics(*torch.empty(2, rows, dtype=torch.float32, device=z.device).unbind())
+        z_y = torch.empty(rows, dtype=z.dtype, device=z.device)
+        vectors = _vectors(target, coefficients.probability, coefficients.one_hot)
+        launch(_both_kernel, rows * parts_each, [z, *vectors, *found, z_y, exchange], settings)
+        return found, z_y
+
+    def _remember(self, key: tuple[Any, ...], block: _Block, **constants: Any) -> dict[str, Any]:
+        for name in ("STRIDE", "OUT_STRIDE"):
+            if constants.get(name, 0) % ROW_MULTIPLE:
+                raise ValueError(f"the stride of rows must be a multiple of {ROW_MULTIPLE}, but is {constants[name]}")
+        of_map = {"SCALE": self.logit_map.scale, "SOFTCAP": self.logit_map.softcap}
+        self._known[key] = constants | of_map | {"BLOCK": block.elements} | options(block.warps, block.registers)
+        return self._known[key]
+
+
+class _Parts(NamedTuple):
+    """How a row is divided among programs."""
+
+    total: int
+    columns: int
+    """Of each but the last, padding included"""
+
+    @property
+    def slots(self) -> int:
+        """Memory for the parts' statistics, in 64-bit numbers: a power of two."""
+        return 1 << (self.total - 1).bit_length()
+
+
+def _parts(stride: int, itemsize: int, device: torch.device) -> _Parts:
+    row_bytes, total = stride * itemsize, 1
+    if row_bytes > _LARGEST_ROW_BYTES:
+        total = min(_ceil(row_bytes, _LARGEST_PART_BYTES) | 1, _MOST_PARTS)
+    # Programs wait for the others of their row. They are numbered as they start, so the first row that is not finished
+    # has all that runs to itself, and gets on as soon as all its parts run at a time.
+    if total > _parts_at_a_time(device):
+        total = 1
+    return _Parts(total, _ceil(stride, total * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE)
+
+
+@cache
+def _parts_at_a_time(device: torch.device) -> float:
+    """How many parts run at a time if nothing else does, by their threads and registers: 396 on an H200."""
+    if torch.version.hip is not None:
+        # AMD's compiler takes what waits for other programs out of its loop, and chiplets have caches of their own.
+        return 1
+    if device.type != "cuda":
+        return math.inf
+    properties, threads = torch.cuda.get_device_properties(device), 32 * _PART_WARPS
+    by_registers = getattr(properties, "regs_per_multiprocessor", 65536) // (threads * _PART_REGISTERS)
+    return properties.multi_processor_count * min(properties.max_threads_per_multi_processor // threads, by_registers)
+
+
+def _exchange(rows: int, slots: int, device: torch.device) -> Tensor:
+    """Where programs number themselves, and leave their statistics for the others of their row."""
+    return torch.zeros(1 + rows * slots, dtype=torch.int64, device=device)
+
+
+@cache
+def _terms(names: tuple[str, ...]) -> dict[str, Any]:
+    """Constants of the kernel for moments."""
+    terms = [MOMENTS[name].term for name in names]
+    compiled = [triton.jit(term) for term in terms]
+    # The interpreter takes a term as it is, and no compiled one that lacks `tl`.
+    used = tuple(c if isinstance(c, triton.JITFunction) else t for c, t in zip(compiled, terms, strict=True))
+    keep_infinity = tuple(MOMENTS[name].keeps_infinity for name in names)
+    return {"TERMS": used, "KEEP_INFINITY": keep_infinity, "KEY": "".join(getattr(t, "cache_key", "") for t in used)}
+
+
+def _block_for(vocab: int, blocks: tuple[_Block, ...]) -> _Block:
+    return next(block for block in blocks if vocab <= block.largest_vocab)
+
+
+def _row_vector(z: Tensor) -> Tensor:
+    return torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
+
+
+def _vectors(*vectors: Tensor | None) -> list[Tensor | None]:
+    # A kernel could not tell that one is not contiguous.
+    return [None if vector is None else vector.contiguous() for vector in vectors]
+
+
+def _ceil(number: int, by: int) -> int:
+    # triton.cdiv takes the host a microsecond.
+    return -(-number // by)

@@ -1,0 +1,299 @@
+"""Triton kernels for vectors of a number a token: a launch each for all that comes before and after the rows' work.
+
+Sums are made by one program, in the same order from one run to the next. Legend: T tokens, N rows computed.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thunder_flce.device import multiprocessors
+from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
+from thunder_flce.engine.kernels.launch import launch, options
+from thunder_flce.engine.kernels.triton_rows import _logits
+from thunder_flce.operation.loss import LogitMap
+
+
+@triton.jit
+def _read_targets(target, token_weight, start, tokens, ignore_index, IGNORES: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a block of tokens: their numbers, which are there, targets, which are labels, weights, and which are valid."""
+    number = start + tl.arange(0, BLOCK)
+    is_token = number < tokens
+    label = tl.load(target + number, mask=is_token, other=0).to(tl.int64)
+    is_label = (is_token & (label != ignore_index)) if IGNORES else is_token
+    weight, valid = tl.full([BLOCK], 1.0, tl.float32), is_label
+    if token_weight is not None:
+        weight = tl.load(token_weight + number, mask=is_token, other=0.0).to(tl.float32)
+        valid = is_label & (weight != 0.0)
+    return number, is_token, label, is_label, tl.where(valid, weight, 0.0), valid
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "vocab", "ignore_index"],
+    do_not_specialize_on_alignment=[
+        "target",
+        "token_weight",
+        "num_items",
+        "upstream",
+        "column",
+        "weights",
+        "s",
+        "at_target",
+        "order",
+    ],
+)
+def _prepare_kernel(
+    target, token_weight, class_weight, num_items, upstream,
+    column, weights, s, at_target, divisors, counts, is_right, order,
+    tokens, vocab, ignore_index,
+    IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """By one program."""
+    total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    wrong, valid_count = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+    before = 0
+    for start in range(0, tokens, BLOCK):
+        number, is_token, label, is_label, weight, valid = _read_targets(
+            target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
+        )
+        is_wrong = is_label & ((label < 0) | (label >= vocab))
+        label = tl.where(is_label & (is_wrong == 0), label, 0)
+        tl.store(column + number, label, mask=is_token)
+        tl.store(weights + number, weight, mask=is_token)
+        product = weight
+        if class_weight is not None:
+            of_class = tl.load(class_weight + label, mask=is_token, other=0.0).to(tl.float32)
+            tl.store(at_target + number, of_class, mask=is_token)
+            product = tl.where(valid, weight * of_class, 0.0)
+        total += product
+        total_z += weight
+        wrong += is_wrong.to(tl.int32)
+        valid_count += valid.to(tl.int32)
+        if order is not None:
+            place = before + tl.cumsum(valid.to(tl.int32), 0) - 1
+            tl.store(order + place, number.to(tl.int64), mask=valid)
+            before += tl.sum(valid.to(tl.int32), 0)
+
+    count, wrong_count = tl.sum(valid_count, 0), tl.sum(wrong, 0)
+    tl.store(counts, count.to(tl.int64))
+    tl.store(counts + 1, wrong_count.to(tl.int64))
+    tl.store(is_right, wrong_count == 0)
+    divisor, divisor_z = 1.0, 1.0
+    if IS_MEAN:
+        if num_items is not None:
+            divisor = tl.load(num_items).to(tl.float32)
+            divisor = tl.where(divisor == 0.0, float("inf"), divisor)
+            divisor_z = divisor
+        else:
+            divisor, divisor_z = tl.sum(total, 0), tl.sum(total_z, 0)
+    tl.store(divisors, divisor)
+    tl.store(divisors + 1, divisor_z)
+
+    factor = 1.0
+    if upstream is not None:
+        factor = tl.load(upstream).to(tl.float32)
+    skipped = count
+    for start in range(0, tokens, BLOCK):
+        number, is_token, _, _, weight, valid = _read_targets(
+            target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
+        )
+        share = factor * weight
+        if IS_MEAN:
+            share = tl.div_rn(share, tl.zeros_like(share) + divisor)
+        tl.store(s + number, tl.where(valid, share, 0.0), mask=is_token)
+        if order is not None:
+            other = (is_token & (valid == 0)).to(tl.int32)
+            tl.store(order + skipped + tl.cumsum(other, 0) - 1, number.to(tl.int64), mask=other != 0)
+            skipped += tl.sum(other, 0)
+
+
+_BLOCK, _WARPS = 2048, 8
+# Settings of launches, by what they depend on.
+_PREPARE: dict[tuple[Any, ...], dict[str, Any]] = {}
+_FINISH: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+
+def prepare(
+    target: Tensor, *, vocab: int, ignore_index: int, token_weights: Tensor | None = None,
+    class_weight: Tensor | None = None, num_items: Tensor | None = None, upstream: Tensor | None = None,
+    reduction: str, ordered: bool = False, ignores: bool = True,
+) -> Prepared:  # fmt: skip
+    """Checks targets, counts valid rows, and finds what each row counts.
+
+    A row is valid if its target is not `ignore_index` and its token weight is not 0. A target that is not
+    `ignore_index` is wrong outside [0, vocab).
+
+    Args:
+        target: (T,) of any integer dtype.
+        vocab: V.
+        ignore_index: of 64 bits.
+        token_weights: (T,), None for ones.
+        class_weight: (V,), None for ones.
+        num_items: () what a mean divides by, in place of the weights' sum; nothing counts where it is 0.
+        upstream: () the upstream gradient of the loss; None for 1.
+        reduction: "mean", "sum" or "none".
+        ordered: whether to return `order`.
+        ignores: whether there is a target that means that a row is ignored.
+    """
+    tokens, device = target.shape[0], target.device
+    settings = _PREPARE.get(key := (ignores, reduction == "mean"))
+    if settings is None:
+        constants = {"IGNORES": ignores, "IS_MEAN": reduction == "mean", "BLOCK": _BLOCK}
+        settings = _PREPARE[key] = constants | options(_WARPS)
+    # An allocation takes the host as long as two views.
+    integers = torch.empty(2 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
+    floats = torch.empty(2 + tokens * (2 if class_weight is None else 3), dtype=torch.float32, device=device)
+    is_right = torch.empty((), dtype=torch.bool, device=device)
+    found = Prepared(
+        target=integers[2 : 2 + tokens],
+        weight=floats[2 : 2 + tokens],
+        s=floats[2 + tokens : 2 + 2 * tokens],
+        at_target=None if class_weight is None else floats[2 + 2 * tokens :],
+        divisors=floats[:2],
+        counts=integers[:2],
+        is_right=is_right,
+        order=integers[2 + tokens :] if ordered else None,
+    )
+    given = [None if given is None else given.contiguous() for given in (target, token_weights, class_weight)]
+    launch(_prepare_kernel, 1, [*given, num_items, upstream, *found, tokens, vocab, ignore_index], settings)
+    return found
+
+
+@triton.jit
+def _terms(
+    row_max, row_log_sum, z_y, weight, at_target, number, is_row,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
+):  # fmt: skip
+    """What each row adds to the loss: weighted cross-entropies and z terms, float32."""
+    IS_EXACT: tl.constexpr = z_y.dtype.element_ty == tl.float32
+    of_row = tl.load(weight + number, mask=is_row, other=0.0)
+    largest = tl.load(row_max + number, mask=is_row, other=0.0)
+    log_sum = tl.load(row_log_sum + number, mask=is_row, other=0.0)
+    shifted = _logits(tl.load(z_y + number, mask=is_row, other=0.0), SCALE, SOFTCAP, IS_EXACT) - largest
+    # A kernel's softcap may differ from PyTorch's in its last digit, which must not make a loss negative. NaN stays.
+    loss = log_sum - tl.where(shifted > 0.0, 0.0, shifted)
+    if at_target is not None:
+        loss = tl.load(at_target + number, mask=is_row, other=0.0) * loss
+    loss = tl.where(of_row != 0.0, of_row * loss, 0.0)
+    log_sum_exp = largest + log_sum
+    z_term = tl.where(of_row != 0.0, of_row * (Z_LOSS * (log_sum_exp * log_sum_exp)), 0.0)
+    return loss, z_term
+
+
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=["row_max", "row_log_sum", "z_y", "weight", "at_target"],
+)
+def _finish_kernel(
+    row_max, row_log_sum, z_y, weight, at_target, divisors, result, rows,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """By one program if it REDUCES."""
+    if REDUCES:
+        total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for start in range(0, rows, BLOCK):
+            number = start + tl.arange(0, BLOCK)
+            loss, z_term = _terms(
+                row_max, row_log_sum, z_y, weight, at_target, number, number < rows, SCALE, SOFTCAP, Z_LOSS
+            )
+            total += loss
+            total_z += z_term
+        value = tl.div_rn(tl.sum(total, 0), tl.load(divisors))
+        if Z_LOSS != 0:
+            value += tl.div_rn(tl.sum(total_z, 0), tl.load(divisors + 1))
+        tl.store(result, value)
+    else:
+        number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        is_row = number < rows
+        loss, z_term = _terms(row_max, row_log_sum, z_y, weight, at_target, number, is_row, SCALE, SOFTCAP, Z_LOSS)
+        if Z_LOSS != 0:
+            loss += z_term
+        tl.store(result + number, loss, mask=is_row)
+
+
+def finish(
+    statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None,
+    divisors: Any,
+    logit_map: LogitMap, z_loss: float, reduction: str,
+) -> Tensor:  # fmt: skip
+    """The loss of `operation.loss` without smoothing, float32, in one launch: (), or (N,) for "none".
+
+    Args:
+        statistics: of the N rows.
+        z_y: (N,) z at each row's target, in the logits' dtype, of 16 or 32 bits.
+        weight: (N,) as in `Prepared`, of these rows; so is `at_target`.
+        at_target: (N,), None without class weights.
+        divisors: as in `Prepared`; what they divide by is 1 for "none".
+        logit_map: from z to the logits.
+        z_loss: ζ.
+        reduction: "mean", "sum" or "none".
+    """
+    rows, reduces = z_y.shape[0], reduction != "none"
+    settings = _FINISH.get(key := (logit_map.scale, logit_map.softcap, z_loss, reduces))
+    if settings is None:
+        constants = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "Z_LOSS": z_loss, "REDUCES": reduces}
+        settings = _FINISH[key] = constants | {"BLOCK": _BLOCK} | options(_WARPS)
+    result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
+    given = [None if of is None else of.contiguous() for of in (*statistics, z_y, weight, at_target)]
+    if programs := 1 if reduces else -(-rows // _BLOCK):
+        launch(_finish_kernel, programs, [*given, divisors, result, rows], settings)
+    return result
+
+
+@triton.jit
+def _scale_one(gradient, size, factor, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    step = tl.num_programs(0).to(tl.int64) * BLOCK
+    for block in range(start, size, step):
+        offsets = block + tl.arange(0, BLOCK)
+        mask = offsets < size
+        old = tl.load(gradient + offsets, mask=mask)
+        tl.store(gradient + offsets, (old.to(tl.float32) * factor).to(old.dtype), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["size_1", "size_2", "size_3"],
+    do_not_specialize_on_alignment=["grad", "valid_count", "expected"],
+)
+def _scale_kernel(first, second, third, grad, valid_count, expected, size_1, size_2, size_3, BLOCK: tl.constexpr):
+    factor = tl.load(grad).to(tl.float32)
+    if expected is not None:
+        factor = tl.div_rn(factor, tl.load(expected).to(tl.float32))
+    if valid_count is not None:
+        factor = tl.where(tl.load(valid_count) == 0, 0.0, factor)
+    if factor != 1.0:
+        _scale_one(first, size_1, factor, BLOCK)
+        if second is not None:
+            _scale_one(second, size_2, factor, BLOCK)
+        if third is not None:
+            _scale_one(third, size_3, factor, BLOCK)
+
+
+# A few thousand programs saturate the memory of any device, and cost 3 µs where all of them end at once.
+_PROGRAMS_PER_MULTIPROCESSOR = 8
+_SCALE_BLOCK = 4096
+_SCALE: dict[str, Any] = {"BLOCK": _SCALE_BLOCK, **options(8)}
+
+
+def scale_(
+    gradients: Sequence[Tensor], grad: Tensor, valid_count: Tensor | None = None, expected: Tensor | None = None
+) -> None:
+    """Each of the gradients *= grad / expected, or 0 without a valid row; a factor of 1 ends it before it touches them.
+
+    Args:
+        gradients: any shapes, contiguous, float32 or of 16 bits.
+        grad: () the upstream gradient.
+        valid_count: (), or more elements, of which the first counts; None for a factor that is never 0 for that.
+        expected: () None for 1.
+    """
+    gradients = [each for each in gradients if each.numel()]
+    for number in range(0, len(gradients), 3):
+        given: list[Any] = [*gradients[number : number + 3], None, None][:3]
+        sizes = [0 if each is None else each.numel() for each in given]
+        most = multiprocessors(given[0].device) * _PROGRAMS_PER_MULTIPROCESSOR
+        programs = min(-(-max(sizes) // _SCALE_BLOCK), most)
+        launch(_scale_kernel, programs, [*given, grad, valid_count, expected, *sizes], _SCALE)

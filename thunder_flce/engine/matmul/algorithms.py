@@ -1,0 +1,231 @@
+"""Which of cuBLASLt's algorithms runs a matmul: the fastest one measured, or one for any number of rows.
+
+cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where outputs are large for the operations that
+they take. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 11% to 15% less time for what is added to dW
+(15% to 27% at 512 tokens) and up to 8% less for the logits (15%); dX, whose output is small, gains up to 11% where a
+single chunk holds all tokens, and 27% at 512 × 256000 × 2304 (`tuned_products` in traces/h200/regions.jsonl). Only on
+Hopper: elsewhere nobody has looked whether all candidates add in the same order.
+"""
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from thunder_flce.device import ALIGNED_BYTES, ROW_MULTIPLE, is_hopper, on_device
+from thunder_flce.engine.matmul import cublaslt
+from thunder_flce.engine.matmul.cublaslt import DTYPES_16_BIT, Algorithm, Kind, Matmul, MatmulDescriptor, Signature
+
+# Matmuls of so many operations, half a millisecond on an H200, are worth measuring, which takes about 0.15 s. Of 27
+# with 2e11 or more, but fewer, 24 gained 2% or less, the others 3% to 5% (`tuned_products` in traces/h200).
+TUNED_OPERATIONS = 4e11
+
+# Candidates that take up to this much longer than the fastest, run once, are measured again, in bursts: under load a
+# GPU lowers its clock, and then an algorithm that moves less data gains.
+_CLOSE = 1.05
+_FINALISTS = 3
+_BURST_SECONDS = 0.015
+# What a matmul is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
+# but the sign of a 0 and, in 32 bits, a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
+_MEASURED_FACTOR = 2.0**-149
+
+# Which of the sizes M, N and K is the number of tokens.
+_TOKENS = {"logits": 0, "dX": 0, "dW": 2}
+_MOST_TUNINGS = 256
+
+# For any number of rows, `run_invariant` runs what cuBLASLt proposes for so many; on a CPU, all matmuls have so many.
+_CHOSEN_FOR_ROWS = 2048
+_CPU_ROWS = 64
+
+_descriptor = lru_cache(maxsize=64)(MatmulDescriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What was measured about a matmul out (M, N) = a (M, K) @ b (K, N)."""
+
+    product: Kind
+    sizes: tuple[int, int, int]
+    """M, N and K"""
+    algorithm: Algorithm | None
+    """The fastest; None where cuBLAS has no candidate"""
+    gain: float
+    """The time of cuBLAS's first candidate over that of the fastest"""
+    milliseconds: float
+    """The time of the fastest, in a burst unless nothing comes close"""
+    seconds: float
+    """What measuring has taken"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `json.dump`."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "algorithm"}
+
+
+_tunings: dict[tuple[tuple, int], Tuning] = {}
+"""By what a matmul is but for its tokens, and by the power of two nearest to these."""
+
+
+def tunings() -> list[Tuning]:
+    """What this process has measured, the oldest first."""
+    return list(_tunings.values())
+
+
+def can_tune(operations: float, *, dtype: torch.dtype, is_hopper: bool) -> bool:
+    """Whether the algorithm of a matmul of 2·M·N·K operations, of operands of a dtype, is measured."""
+    return is_hopper and dtype in DTYPES_16_BIT and operations >= TUNED_OPERATIONS
+
+
+def run_fastest(matmul: Matmul) -> bool:
+    """Runs a large matmul by the algorithm that is the fastest for it, measured when the first such one is met.
+
+    Measuring runs it some dozens of times into `out` and waits for the device. False where the matmul has not run: if
+    it lies in memory in a way that cuBLASLt cannot read or was not measured, off Hopper, and while PyTorch is asked for
+    deterministic algorithms.
+    """
+    if not is_hopper(matmul.out.device) or torch.are_deterministic_algorithms_enabled():
+        return False
+    signature = Signature.of(matmul)
+    if signature is None:
+        return False
+    with on_device(matmul.out.device):
+        tuning = _tuning(matmul, signature)
+        if tuning is None or tuning.algorithm is None:
+            return False
+        return _descriptor(signature).run(matmul, tuning.algorithm)
+
+
+def _tuning(matmul: Matmul, signature: Signature) -> Tuning | None:
+    """What is known about such matmuls, or measured now.
+
+    While a CUDA graph is captured, what was measured for the nearest number of tokens has to do. The first term of the
+    logits is measured apart from those that are added to it. Chunks add to dW, but for the first, which then runs by
+    the same algorithm.
+    """
+    sizes, adds = [*matmul.out.shape, matmul.a.shape[1]], matmul.kind == "logits" and matmul.accumulate
+    octave = round(math.log2(sizes.pop(_TOKENS[matmul.kind])))
+    transposed = signature.a.is_transposed, signature.b.is_transposed
+    key = (matmul.kind, *sizes, *signature[:3], *transposed, signature.has_bias, adds)
+    tuning = _tunings.get((key, octave))
+    if tuning is not None:
+        return tuning
+    if torch.cuda.is_current_stream_capturing():
+        known = [other for other in list(_tunings) if other[0] == key]
+        return _tunings[min(known, key=lambda other: abs(other[1] - octave))] if known else None
+    tuning = _tunings[key, octave] = _measure(matmul, signature)
+    if len(_tunings) > _MOST_TUNINGS:
+        del _tunings[next(iter(_tunings))]
+    return tuning
+
+
+def _measure(matmul: Matmul, signature: Signature) -> Tuning:
+    start = time.perf_counter()
+    # dW is measured as a sum even for the first chunk, since it is one for all others; whatever is in its memory then
+    # does not matter. Where it is never a sum, that may cost 3%.
+    measured = matmul._replace(accumulate=matmul.accumulate or matmul.kind == "dW")
+    runs = []
+    try:
+        descriptor = _descriptor(signature)
+        tries = [partial(descriptor.run, measured, each, alpha=_MEASURED_FACTOR) for each in descriptor.candidates]
+        runs = [run for run in tries if run()]
+    except RuntimeError as error:
+        warnings.warn(f"cuBLASLt cannot be asked for algorithms, PyTorch runs all matmuls: {error}", stacklevel=2)
+    algorithm, gain, seconds = None, 1.0, math.nan
+    if runs:
+        index, gain, seconds = fastest(runs, _seconds)
+        algorithm = runs[index].args[1]
+    (m, n), k = matmul.out.shape, matmul.a.shape[1]
+    taken = {"milliseconds": seconds * 1e3, "seconds": time.perf_counter() - start}
+    return Tuning(product=matmul.kind, sizes=(m, n, k), algorithm=algorithm, gain=gain, **taken)
+
+
+def fastest(
+    runs: Sequence[Callable[[], object]], seconds: Callable[[Callable[[], object], int], float]
+) -> tuple[int, float, float]:
+    """The index of the fastest of `runs`, how many times as long the first one takes, and the fastest one's seconds.
+
+    The one expected to be the fastest comes first, and wins a draw. Each has run once, as a kernel's first run takes
+    longer; `seconds` gives the mean time of one, run so many times in a row.
+    """
+    times = [seconds(run, 1) for run in runs]
+    others = sorted(range(1, len(runs)), key=times.__getitem__)
+    close = [index for index in others if times[index] <= _CLOSE * min(times)]
+    # The first is always among them: it is what the others are compared with.
+    finalists = [0, *close[: _FINALISTS - 1]]
+    if len(finalists) == 1:
+        return 0, 1.0, times[0]
+    totals = dict.fromkeys(finalists, 0.0)
+    # There and back, so that a clock that falls meanwhile favours none.
+    for index in [*finalists, *reversed(finalists)]:
+        totals[index] += seconds(runs[index], max(round(_BURST_SECONDS / times[index]), 1)) / 2
+    winner = min(finalists, key=totals.__getitem__)
+    return winner, totals[0] / totals[winner], totals[winner]
+
+
+def _seconds(run: Callable[[], object], times: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / times
+
+
+def run_invariant(matmul: Matmul, *, in_pytorch: Callable[..., None]) -> None:
+    """Runs a matmul each row of which has the same bits, whatever rows there are beside it.
+
+    Libraries choose by the number of rows in which order they sum; here it has no say. On a CPU `in_pytorch` runs the
+    matmuls of 64 rows, some of which may be zeros; it takes the fields of a `Matmul` by name.
+
+    Raises:
+        RuntimeError: on CUDA, where cuBLASLt cannot read the operands or has no algorithm for any number of rows.
+    """
+    if not matmul.out.is_cuda:
+        _run_in_whole_blocks(matmul, in_pytorch)
+    elif more := -matmul.out.shape[1] % ROW_MULTIPLE:
+        # cuBLASLt reads so many columns at a time.
+        pad = torch.nn.functional.pad
+        out, b = pad(matmul.out, (0, more)), pad(matmul.b.t(), (0, 0, 0, more)).t()
+        bias = None if matmul.bias is None else pad(matmul.bias, (0, more))
+        run_invariant(matmul._replace(out=out, b=b, bias=bias), in_pytorch=in_pytorch)
+        matmul.out.copy_(out[:, :-more])
+    elif matmul.out.numel():
+        _run_chosen_for_any_rows(matmul)
+
+
+def _run_in_whole_blocks(matmul: Matmul, in_pytorch: Callable[..., None]) -> None:
+    # MKL adds in another order where a row of float64 starts between two multiples of 16 bytes.
+    hidden, columns = matmul.a.shape[1], matmul.out.shape[1]
+    a = matmul.a.new_zeros(_CPU_ROWS, -(-hidden // ROW_MULTIPLE) * ROW_MULTIPLE)[:, :hidden]
+    out = matmul.out.new_zeros(_CPU_ROWS, columns)
+    for of_a, of_out in zip(matmul.a.split(_CPU_ROWS), matmul.out.split(_CPU_ROWS), strict=True):
+        rows = slice(0, of_a.shape[0])
+        a[rows] = of_a
+        if matmul.accumulate:
+            out[rows] = of_out
+        in_pytorch(**matmul._replace(a=a, out=out)._asdict())
+        of_out.copy_(out[rows])
+
+
+def _run_chosen_for_any_rows(matmul: Matmul) -> None:
+    if cublaslt.loaded() is None:
+        raise RuntimeError("batch_invariant=True: on a GPU, it needs cuBLASLt of CUDA 12 or later")
+    # The row stride of a matrix of one row may be any number; that of a view of the flat matrix is its width.
+    a = matmul.a.flatten().view(matmul.a.shape)
+    matmul = matmul._replace(a=a.clone() if a.data_ptr() % ALIGNED_BYTES else a)
+    signature = Signature.of(matmul)
+    if signature is None:
+        raise RuntimeError(
+            "batch_invariant=True: cuBLASLt cannot read these operands; input, weight and bias must be contiguous, on "
+            "multiples of 16 bytes, and of one dtype in 16 bits"
+        )
+    of_a, of_out = (stored._replace(rows=_CHOSEN_FOR_ROWS) for stored in (signature.a, signature.out))
+    with on_device(matmul.out.device):
+        candidates = _descriptor(signature._replace(a=of_a, out=of_out)).candidates
+        if not candidates or not _descriptor(signature).run(matmul, candidates[0]):
+            raise RuntimeError(f"batch_invariant=True: cuBLASLt has no algorithm for any number of rows of {signature}")

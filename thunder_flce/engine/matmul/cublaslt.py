@@ -1,0 +1,231 @@
+"""cuBLASLt through ctypes, as far as it takes to choose the algorithm of a matmul.
+
+PyTorch always runs the algorithm that cuBLAS's heuristic puts first. Here the library that PyTorch has loaded gives its
+candidates, and runs the one that the caller wants. Names and numbers are those of cublasLt.h, the same in CUDA 12 and
+13: https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api.
+"""
+
+import ctypes
+import os
+import threading
+import weakref
+from functools import cache, cached_property, lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thunder_flce.device import ALIGNED_BYTES
+
+Kind = Literal["logits", "dX", "dW"]
+
+DTYPES_16_BIT = (torch.float16, torch.bfloat16)
+
+_ASKED_FOR, _MOST_CANDIDATES = 16, 8
+# Plain numbers are passed as a C int, which an enum is.
+_COMPUTE_32F = 68
+_DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_TRANSPOSED, _EPILOGUE_BIAS = ctypes.c_int32(1), ctypes.c_uint32(4)
+_DESC_TRANSA, _DESC_TRANSB, _DESC_EPILOGUE, _DESC_BIAS_POINTER = 3, 4, 7, 8
+_PREFERENCE_WORKSPACE, _PREFERENCE_ALIGNMENTS = 1, (5, 6, 7, 8)
+_ALGORITHM_SPLIT_K = 2
+
+_running = threading.Lock()
+
+
+class Matmul(NamedTuple):
+    """out (M, N) = a (M, K) @ b (K, N) + bias (N,), summed in float32 and rounded to out's dtype.
+
+    Operands have one dtype, out and bias that or float32. Without a bias, it may be added to what out holds.
+    """
+
+    kind: Kind
+    out: Tensor
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None = None
+    accumulate: bool = False
+
+
+class StoredMatrix(NamedTuple):
+    """A matrix, or its transpose, as it lies in memory row by row, each row on a multiple of 16 bytes."""
+
+    rows: int
+    columns: int
+    row_stride: int
+    """Elements from one row to the next"""
+    is_transposed: bool = False
+    """Whether the matrix as stored is the transpose of the one meant"""
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> "StoredMatrix | None":
+        """How a matrix lies in memory; None where rows are not contiguous, or not all on multiples of 16 bytes."""
+        (rows, columns), (stride, last_stride) = shape, strides
+        is_transposed = last_stride != 1
+        if is_transposed:
+            rows, columns, stride, last_stride = columns, rows, last_stride, stride
+        is_readable = last_stride == 1 and stride >= columns and stride * itemsize % ALIGNED_BYTES == 0
+        return cls(rows, columns, stride, is_transposed) if is_readable else None
+
+
+class Signature(NamedTuple):
+    """What a matmul is, but for the addresses: out (M, N) = a (M, K) @ b (K, N) [+ bias (N,)] [+ out]."""
+
+    device_index: int
+    operand_dtype: torch.dtype
+    out_dtype: torch.dtype
+    out: StoredMatrix
+    a: StoredMatrix
+    b: StoredMatrix
+    has_bias: bool
+
+    @classmethod
+    def of(cls, matmul: Matmul) -> "Signature | None":
+        """That of a matmul; None for dtypes and memory layouts that are left to PyTorch, and without cuBLASLt."""
+        _, out, a, b, bias, _ = matmul
+        addresses = out.data_ptr() | a.data_ptr() | b.data_ptr()
+        if bias is not None:
+            if bias.dtype != out.dtype or not bias.is_contiguous():
+                return None
+            addresses |= bias.data_ptr()
+        if addresses % ALIGNED_BYTES or not a.is_cuda or loaded() is None:
+            return None
+        layouts = [(matrix.dtype, matrix.shape, matrix.stride()) for matrix in (out, a, b)]
+        return _signature(a.device.index, *layouts, has_bias=bias is not None)
+
+
+_Layout = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+@lru_cache(maxsize=256)
+def _signature(device_index: int, out: _Layout, a: _Layout, b: _Layout, *, has_bias: bool) -> Signature | None:
+    out_dtype, dtype = out[0], a[0]
+    if dtype not in DTYPES_16_BIT or b[0] != dtype or out_dtype not in (dtype, torch.float32):
+        return None
+    of_out, of_a, of_b = (StoredMatrix.of(shape, strides, each.itemsize) for each, shape, strides in (out, a, b))
+    if of_out is None or of_out.is_transposed or of_a is None or of_b is None:
+        return None
+    return Signature(device_index, dtype, out_dtype, of_out, of_a, of_b, has_bias)
+
+
+class Algorithm(ctypes.Structure):
+    """An opaque algorithm with its configuration; plain data that may outlive the descriptor it was found for."""
+
+    _fields_ = [("data", ctypes.c_uint64 * 8)]
+
+
+class _HeuristicResult(ctypes.Structure):
+    _fields_ = [("algorithm", Algorithm), ("workspace_bytes", ctypes.c_size_t), ("status", ctypes.c_int)]
+    _fields_ += [("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4)]
+
+
+class MatmulDescriptor:
+    """A matmul of one `Signature`, ready to run.
+
+    cuBLAS stores matrices column by column, so that outᵀ is to it what out is to us: it computes outᵀ (N, M) =
+    bᵀ (N, K) @ aᵀ (K, M).
+    """
+
+    def __init__(self, signature: Signature):
+        self._handle = _handle(signature.device_index)
+        self._descriptor = _created("MatmulDesc", _COMPUTE_32F, _DATA_TYPES[torch.float32])
+        for attribute, stored in ((_DESC_TRANSA, signature.b), (_DESC_TRANSB, signature.a)):
+            if stored.is_transposed:
+                _set("MatmulDesc", self._descriptor, attribute, _TRANSPOSED)
+        if signature.has_bias:
+            _set("MatmulDesc", self._descriptor, _DESC_EPILOGUE, _EPILOGUE_BIAS)
+        self._a = _layout(signature.a, signature.operand_dtype)
+        self._b = _layout(signature.b, signature.operand_dtype)
+        self._out = _layout(signature.out, signature.out_dtype)
+        layouts = [("MatrixLayout", layout) for layout in (self._a, self._b, self._out)]
+        for kind, value in [("MatmulDesc", self._descriptor), *layouts]:
+            # Not when the process ends: by then the library may be gone.
+            weakref.finalize(self, _call, f"{kind}Destroy", value).atexit = False
+
+    @cached_property
+    def candidates(self) -> list[Algorithm]:
+        """The algorithms that cuBLAS's heuristic finds, the one that it expects to be the fastest first.
+
+        Only those that need no workspace and do not split the sum over K between thread blocks. On Hopper they all
+        add in the same order, so that the choice among them does not change a bit of the result (pinned by the tests).
+        """
+        preference = _created("MatmulPreference")
+        _set("MatmulPreference", preference, _PREFERENCE_WORKSPACE, ctypes.c_uint64(0))
+        for attribute in _PREFERENCE_ALIGNMENTS:
+            _set("MatmulPreference", preference, attribute, ctypes.c_uint32(ALIGNED_BYTES))
+        found, count = (_HeuristicResult * _ASKED_FOR)(), ctypes.c_int()
+        operands = self._descriptor, self._b, self._a, self._out, self._out, preference
+        status = _status("MatmulAlgoGetHeuristic", self._handle, *operands, _ASKED_FOR, found, ctypes.byref(count))
+        _call("MatmulPreferenceDestroy", preference)
+        # Where nothing fits, cuBLAS says so by a status.
+        results = [] if status else found[: count.value]
+        return [r.algorithm for r in results if r.status == 0 and _split_k(r.algorithm) == 1][:_MOST_CANDIDATES]
+
+    def run(self, matmul: Matmul, algorithm: Algorithm, *, alpha: float = 1.0) -> bool:
+        """Computes alpha times a matmul of the signature on the current stream.
+
+        False where cuBLAS has refused, as for an algorithm found for another matmul; `out` is left as it is.
+        """
+        out, a, b = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (matmul.out, matmul.a, matmul.b))
+        factor, beta = ctypes.byref(ctypes.c_float(alpha)), ctypes.byref(ctypes.c_float(matmul.accumulate))
+        operands = factor, b, self._b, a, self._a, beta, out, self._out, out, self._out
+        stream = ctypes.c_void_p(torch.cuda.current_stream(matmul.out.device).cuda_stream)
+        how = ctypes.byref(algorithm), ctypes.c_void_p(), ctypes.c_size_t(0), stream  # Without a workspace
+        # The bias is a part of the descriptor, and handles are not meant to be shared at the same time.
+        with _running:
+            if matmul.bias is not None:
+                pointer = ctypes.c_void_p(matmul.bias.data_ptr())
+                _set("MatmulDesc", self._descriptor, _DESC_BIAS_POINTER, pointer)
+            return _status("Matmul", self._handle, self._descriptor, *operands, *how) == 0
+
+
+@cache
+def loaded() -> ctypes.CDLL | None:
+    """The cuBLASLt that PyTorch runs, if it is built for CUDA 12 or later and has loaded it: no other one."""
+    major = (torch.version.cuda or "0").partition(".")[0]
+    if int(major) < 12 or not hasattr(os, "RTLD_NOLOAD"):
+        return None
+    try:
+        return ctypes.CDLL(f"libcublasLt.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+
+
+def _status(function: str, *arguments: object) -> int:
+    return getattr(loaded(), f"cublasLt{function}")(*arguments)
+
+
+def _call(function: str, *arguments: object) -> None:
+    if status := _status(function, *arguments):
+        raise RuntimeError(f"cublasLt{function} returned status {status}")
+
+
+@cache
+def _handle(device_index: int) -> ctypes.c_void_p:
+    """One a device, kept for good."""
+    with torch.cuda.device(device_index):
+        return _created("")
+
+
+def _created(kind: str, *arguments: object) -> ctypes.c_void_p:
+    value = ctypes.c_void_p()
+    _call(f"{kind}Create", ctypes.byref(value), *arguments)
+    return value
+
+
+def _set(kind: str, descriptor: ctypes.c_void_p, attribute: int, value: ctypes._SimpleCData) -> None:
+    _call(f"{kind}SetAttribute", descriptor, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+
+def _layout(stored: StoredMatrix, dtype: torch.dtype) -> ctypes.c_void_p:
+    """That of the matrix as stored, which to cuBLAS has a column for each row."""
+    sizes = ctypes.c_uint64(stored.columns), ctypes.c_uint64(stored.rows), ctypes.c_int64(stored.row_stride)
+    return _created("MatrixLayout", _DATA_TYPES[dtype], *sizes)
+
+
+def _split_k(algorithm: Algorithm) -> int:
+    value, written = ctypes.c_int32(), ctypes.c_size_t()
+    into = ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)), ctypes.byref(written)
+    _call("MatmulAlgoConfigGetAttribute", ctypes.byref(algorithm), _ALGORITHM_SPLIT_K, *into)
+    # 0 where the algorithm knows no such thing
+    return max(value.value, 1)

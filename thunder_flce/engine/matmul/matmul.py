@@ -1,0 +1,181 @@
+"""The three matmuls, each written into memory that the caller owns.
+
+    logits_             logits = x Wᵀ + b, or logits += x Wᵀ for a further linear term
+    input_gradient_     dX = dlogits W
+    weight_gradient_    dW = dlogitsᵀ x
+
+Legend: C tokens in a chunk, H hidden size (of a further term, its rank), V vocabulary.
+
+Out has the operands' dtype; of 16-bit operands it may also be float32. With `tune`, cuBLAS runs large ones by the
+algorithm that `algorithms` measures to be the fastest.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_flce.device import ROW_MULTIPLE
+from thunder_flce.engine.matmul import algorithms
+from thunder_flce.engine.matmul.cublaslt import Kind, Matmul
+
+# Columns at a time of what is copied, or computed outside the result, in float32.
+_FLOAT32_COLUMNS = 8192
+
+
+def logits_(
+    out: Tensor, x: Tensor, weight: Tensor, *, bias: Tensor | None = None, accumulate: bool = False, tune: bool = False,
+    batch_invariant: bool = False,
+) -> None:  # fmt: skip
+    """out (C, V) = x (C, H) @ weight (V, H)ᵀ + bias (V,), rounded once; added to what out holds if `accumulate`.
+
+    Rows of out may be padded. Logits that are a sum of linear terms get their bias with the first one.
+
+    Raises:
+        ValueError: for a bias with `accumulate`.
+        RuntimeError: with `batch_invariant`, as `algorithms.run_invariant`.
+    """
+    if accumulate and bias is not None:
+        raise ValueError("a bias is added with the linear term that is written first, not to one that accumulates")
+    columns, is_wider = weight.shape[0], out.dtype != x.dtype
+    if columns % ROW_MULTIPLE or is_wider:
+        step = _columns_at_once(columns, dtype=x.dtype, out_dtype=out.dtype, is_cuda=x.is_cuda)
+        if step < columns:
+            for block in (slice(start, start + step) for start in range(0, columns, step)):
+                logits_(
+                    out[:, block], x, weight[block], bias=None if bias is None else bias[block],
+                    accumulate=accumulate, tune=tune, batch_invariant=batch_invariant,
+                )  # fmt: skip
+            return
+    inner_bias = None if is_wider else bias
+    if batch_invariant:
+        matmul = Matmul("logits", out, x, weight.t(), inner_bias, accumulate)
+        algorithms.run_invariant(matmul, in_pytorch=_multiply)
+    else:
+        _multiply(out, x, weight.t(), kind="logits", bias=inner_bias, accumulate=accumulate, tune=tune)
+    if is_wider and bias is not None:
+        out.add_(bias)
+
+
+def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor, *, tune: bool = False) -> None:
+    """out (C, H) = dlogits (C, V) @ weight (V, H), rounded once."""
+    columns = weight.shape[0]
+    tail = columns % ROW_MULTIPLE and _tail(columns, dtype=weight.dtype, is_cuda=weight.is_cuda)
+    if not tail:
+        _multiply(out, dlogits, weight, kind="dX", tune=tune)
+        return
+    # Adding the tail's share to a sum already rounded would round twice.
+    total = torch.empty_like(out, dtype=torch.float32) if out.dtype.itemsize == 2 else out
+    main = columns - tail
+    _multiply(total, dlogits[:, :main], weight[:main], kind="dX", tune=tune)
+    _multiply(total, dlogits[:, main:], weight[main:], kind="dX", accumulate=True)
+    if total is not out:
+        out.copy_(total)
+
+
+def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: bool, tune: bool = False) -> None:
+    """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`.
+
+    A sum in 16 bits rounds twice a chunk: what is added is rounded before.
+    """
+    columns = dlogits.shape[1]
+    tail = columns % ROW_MULTIPLE and _tail(columns, dtype=x.dtype, is_cuda=x.is_cuda)
+    if not tail:
+        _multiply(out, dlogits.t(), x, kind="dW", accumulate=accumulate, tune=tune)
+        return
+    main = columns - tail
+    _multiply(out[:main], dlogits[:, :main].t(), x, kind="dW", accumulate=accumulate, tune=tune)
+    _multiply(out[main:], dlogits[:, main:].t(), x, kind="dW", accumulate=accumulate)
+
+
+def library(device_type: str) -> str:
+    """Who runs the matmuls on a type of device."""
+    return "cuBLAS" if device_type == "cuda" else "PyTorch"
+
+
+def scratch_bytes(
+    kind: Kind, *, rows: int, columns: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, device_type: str,
+    has_bias: bool = False, pads_rows: bool = False, tune: bool = False,
+) -> int:  # fmt: skip
+    """The most memory that a matmul allocates, and frees before it returns; its operands are contiguous.
+
+    rows, columns and hidden are C, V and H, dtype is that of the operands. `pads_rows` are logits whose rows are
+    padded; `tune` is to be set for a Hopper GPU only.
+    """
+    is_cuda = device_type == "cuda"
+    tail = _tail(columns, dtype=dtype, is_cuda=is_cuda)
+    total = 0
+    if kind == "dX" and tail and out_dtype.itemsize == 2:
+        total, out_dtype = rows * hidden * torch.float32.itemsize, torch.float32
+    if dtype != out_dtype and not _mixes_dtypes(is_cuda):
+        block = min(columns, _FLOAT32_COLUMNS) if kind == "logits" else columns
+        elements = {"logits": (rows + block) * hidden, "dX": (rows + hidden) * block, "dW": (block + hidden) * rows}
+        total += elements[kind] * out_dtype.itemsize
+    elif kind == "logits" and has_bias and pads_rows and is_cuda and out_dtype.itemsize == 2:
+        main = columns - tail
+        is_tuned = tune and algorithms.can_tune(2 * rows * main * hidden, dtype=dtype, is_hopper=True)
+        total += rows * max(0 if is_tuned else min(main, _FLOAT32_COLUMNS), tail) * torch.float32.itemsize
+    return total
+
+
+def _tail(columns: int, *, dtype: torch.dtype, is_cuda: bool) -> int:
+    """How many columns at the end of V, one to seven, are a matmul of their own, where cuBLAS is slow for all of V.
+
+    For 16 bits and a V that is no multiple of 8, as after one token was added to a tokenizer, it takes five times as
+    long: 202 ms for the three matmuls of 8192 × 128257 × 4096 instead of 38.5. Both parts are views.
+    """
+    return columns % ROW_MULTIPLE if is_cuda and dtype.itemsize == 2 and columns > ROW_MULTIPLE else 0
+
+
+def _columns_at_once(columns: int, *, dtype: torch.dtype, out_dtype: torch.dtype, is_cuda: bool) -> int:
+    """Columns of the logits that are one matmul: all but the tail, or a part where operands have to be converted."""
+    if dtype != out_dtype and not _mixes_dtypes(is_cuda):
+        return _FLOAT32_COLUMNS
+    return columns - _tail(columns, dtype=dtype, is_cuda=is_cuda)
+
+
+def _mixes_dtypes(is_cuda: bool) -> bool:
+    """Whether PyTorch multiplies 16-bit operands into float32: neither on a CPU nor by ROCm."""
+    return is_cuda and torch.version.hip is None
+
+
+def _multiply(
+    out: Tensor, a: Tensor, b: Tensor, *, kind: Kind, bias: Tensor | None = None, accumulate: bool = False,
+    tune: bool = False,
+) -> None:  # fmt: skip
+    """out (M, N) = a (M, K) @ b (K, N) + bias (N,), or added to what out holds."""
+    if tune and 2 * out.numel() * a.shape[1] >= algorithms.TUNED_OPERATIONS:
+        if algorithms.run_fastest(Matmul(kind, out, a, b, bias, accumulate)):
+            return
+    if not out.is_cuda:
+        # On a CPU, PyTorch takes the elements of 16-bit matrices of one row or one column as if they lay side by side
+        # (torch 2.8 and 2.10), which the last chunk's only row of a transposed input does not.
+        a, b = a.contiguous() if 1 in a.shape else a, b.contiguous() if 1 in b.shape else b
+    if bias is not None:
+        _multiply_with_bias(out, a, b, bias=bias)
+        return
+    mixed: dict[str, Any] = {}
+    if a.dtype != out.dtype:
+        if _mixes_dtypes(out.is_cuda):
+            mixed = {"out_dtype": out.dtype}
+        else:
+            a, b = a.to(out.dtype), b.to(out.dtype)
+    if accumulate:
+        torch.addmm(out, a, b, out=out, **mixed)
+    else:
+        torch.mm(a, b, out=out, **mixed)
+
+
+def _multiply_with_bias(out: Tensor, a: Tensor, b: Tensor, *, bias: Tensor) -> None:
+    # PyTorch lets cuBLAS add a bias before rounding only into contiguous memory. Elsewhere it rounds, adds and rounds
+    # again, which makes the logits' error 1.4 times as large. So those are computed in float32, block by block.
+    if not out.is_cuda or out.dtype.itemsize > 2 or out.is_contiguous():
+        torch.addmm(bias, a, b, out=out)
+        return
+    for start in range(0, out.shape[1], _FLOAT32_COLUMNS):
+        block = slice(start, start + _FLOAT32_COLUMNS)
+        of_out = out[:, block]
+        columns = torch.empty(of_out.shape, dtype=torch.float32, device=out.device)
+        _multiply(columns, a, b[:, block], kind="logits")
+        torch.add(columns, bias[block], out=of_out)
+        del columns  # Or two blocks would be alive at once.

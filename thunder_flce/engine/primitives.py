@@ -1,0 +1,451 @@
+"""What the engine calls: each primitive launches something, in the libraries that a plan has chosen.
+
+`printing` has another set of them, which write down what they would launch. Legend: T tokens, N rows computed, C rows
+in a chunk, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_flce.device import on_device
+from thunder_flce.engine import row_loss, rows
+from thunder_flce.engine.kernels import dispatch
+from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
+from thunder_flce.engine.kernels.layout import empty_logits
+from thunder_flce.engine.matmul import matmul
+from thunder_flce.engine.plan import Plan
+from thunder_flce.engine.row_loss import RowResults
+from thunder_flce.engine.rows import Prepared, Rows
+from thunder_flce.operation.call import Call, Linear
+from thunder_flce.operation.loss import RowCoefficients, RowWeights
+
+
+class Primitives:
+    """The primitives of one region: a flat call, of tensors, and its plan."""
+
+    def __init__(self, call: Call, plan: Plan):
+        self.call, self.plan = call, plan
+        self.logit_map = call.loss.logit_map
+        self.logits_dtype = plan.logits_dtype(call.dtype)
+        self.device_type = call.device.type
+
+    def like(self, tensors: Mapping[str, Tensor]) -> "Primitives":
+        """The same for other tensors of the same shapes: what was found out about them stays."""
+        call, found = object.__new__(Call), object.__new__(type(self))
+        call.__dict__.update(self.call.__dict__, tensors=tensors)
+        found.__dict__.update(self.__dict__, call=call)
+        found.__dict__.pop("_all_class_weights", None)
+        found.__dict__.pop("class_weight", None)
+        return found
+
+    @cached_property
+    def kernels(self) -> RowKernels:
+        """The row kernels of the plan."""
+        row_by_row = self.plan.batch_invariant and self.device_type == "cpu"
+        return dispatch.kernels_for(
+            self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type, logit_map=self.logit_map,
+            row_by_row=row_by_row,
+        )  # fmt: skip
+
+    @cached_property
+    def _has_vector_kernels(self) -> bool:
+        """Whether one kernel prepares rows and one finishes the loss, in place of PyTorch's operations."""
+        call = self.call
+        is_plain = call.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
+        return self.device_type == "cuda" and is_plain and self.kernels.library == "Triton"
+
+    # Rows.
+
+    def prepare(self, upstream: Tensor | None, computed_rows: Tensor | None = None) -> Rows:
+        """The rows to compute.
+
+        Args:
+            upstream: () the gradient of the loss, where it is known and one number.
+            computed_rows: () how many rows the forward has computed: those that the backward goes on with. None in the
+                forward, which checks the targets.
+
+        Raises:
+            IndexError: where a target is neither in [0, V) nor ignore_index. Where the host does not wait for the
+                device, a device-side assertion instead, as in PyTorch.
+        """
+        call, plan = self.call, self.plan
+        has_ignored, may_skip = call.ignores_rows, self._may_skip
+        host_waits = self.device_type != "cuda" or (may_skip and not self._is_capturing())
+        count = None
+        if computed_rows is not None:
+            count = self._computed(computed_rows)
+            may_skip, host_waits = count < call.tokens, False
+        is_divided = call.shard is not None and call.shard.sequence_parallel
+        found = self._prepared(upstream, ordered=may_skip and host_waits or count is not None and may_skip)
+        if host_waits:
+            count = self._checked_count(found)
+        elif computed_rows is None:
+            torch._assert_async(found.is_right, self._wrong_target)
+        selected: Rows
+        if is_divided:
+            from thunder_flce.engine import token_parts
+
+            skips, known = may_skip and count is not None, None if computed_rows is None else count
+            selected = token_parts.rows_of_parts(call, found, chunk_rows=plan.chunk_rows, skips=skips, computed=known)
+        elif may_skip and count is not None and count < call.tokens:
+            has_weights = call.get("token_weights") is not None or self._has_vector_kernels
+            selected = rows.valid_rows(found, count, has_weights=has_weights)
+        else:
+            knows_all = host_waits and count == call.tokens and call.get("token_weights") is None
+            keeps_weights = self._has_vector_kernels or (has_ignored and not knows_all)
+            selected = rows.all_rows(found, has_ignored=keeps_weights)
+        return rows.with_target_weights(call, selected)
+
+    @cached_property
+    def _wrong_target(self) -> str:
+        return f"target is neither in [0, {self.call.whole_vocab}) nor ignore_index ({self.call.loss.ignore_index})"
+
+    @cached_property
+    def _may_skip(self) -> bool:
+        """Whether ignored rows are left out, where the host may wait for their number."""
+        call = self.call
+        return call.ignores_rows and self.plan.ignored_rows == "skip" and not call.loss.needs_every_row
+
+    def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
+        call, loss = self.call, self.call.loss
+        if not self._has_vector_kernels:
+            return rows.prepare(call, upstream=upstream, ordered=ordered)
+        from thunder_flce.engine.kernels import triton_vectors
+
+        return triton_vectors.prepare(
+            call.tensors["target"], vocab=call.whole_vocab, ignore_index=loss.ignore_index,
+            token_weights=call.get("token_weights"), class_weight=call.get("weight"), num_items=call.get("num_items"),
+            upstream=upstream, reduction=loss.reduction, ordered=ordered, ignores=loss.ignores_rows,
+        )  # fmt: skip
+
+    def _is_capturing(self) -> bool:
+        """Whether a CUDA graph is captured, which waits for nothing."""
+        # Streams are asked for by the current device, which need not be the call's.
+        with on_device(self.call.device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def _computed(self, computed_rows: Tensor) -> int:
+        """How many rows the forward has computed. The host waits only for a copy of what the forward returned."""
+        known = rows.recalled(computed_rows)
+        if known is not None:
+            return known
+        if computed_rows.is_cuda and self._is_capturing():
+            # A forward that was captured, too, has computed all.
+            torch._assert_async(computed_rows == self.call.tokens, "the forward of a captured backward skipped rows")
+            return self.call.tokens
+        return int(computed_rows)
+
+    def _checked_count(self, found: Prepared) -> int:
+        """How many rows are valid, if no target is wrong."""
+        count, wrong = found.counts.tolist()
+        if wrong:
+            call = self.call
+            target, vocab, ignore_index = call.tensors["target"].long(), call.whole_vocab, call.loss.ignore_index
+            values = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]
+            what = "values" if target.ndim == 1 else "rows with values"
+            raise IndexError(
+                f"target has {wrong} of {target.shape[0]} {what} that are neither in [0, {vocab}), the "
+                f"vocabulary, nor ignore_index ({ignore_index}); the first is {values[0].item()}"
+            )
+        return int(count)
+
+    def chunks(self, selected: Rows, first: int = 0) -> Iterable[slice]:
+        """The chunks of the rows, one after another: `first` rows, if any, then chunks as the plan has them."""
+        return selected.chunks(max(self.plan.chunk_rows or selected.count, 1), first)
+
+    def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
+        """The rows of a chunk from (T, H) over all tokens."""
+        return selected.gather_chunk(tensor, chunk, out)
+
+    def row_weights(self, selected: Rows) -> RowWeights | None:
+        """The class weights' share in each row."""
+        if selected.at_target is None or self.class_weight is None:
+            return None
+        total = self._all_class_weights.sum() if self.call.loss.label_smoothing else None
+        return RowWeights(selected.at_target, total)
+
+    @cached_property
+    def _all_class_weights(self) -> Tensor:
+        return self.call.tensors["weight"][: self.call.whole_vocab].detach().to(self.call.row_dtype)
+
+    @cached_property
+    def class_weight(self) -> Tensor | None:
+        """(V,) of the columns that are computed here, in the row dtype."""
+        if self.call.get("weight") is None:
+            return None
+        shard, found = self.call.shard, self._all_class_weights
+        return found if shard is None else found[shard.start : shard.start + shard.columns]
+
+    def columns_here(self, target: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The columns of targets among those of this rank, any where they are not, and which ones are; None for all."""
+        shard = self.call.shard
+        if shard is None:
+            return target, None
+        column = target - shard.start
+        return column.clamp(0, max(shard.columns - 1, 0)), (column >= 0) & (column < shard.columns)
+
+    # Memory.
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory."""
+        return torch.empty(shape, dtype=dtype, device=self.call.device)
+
+    def logits_buffer(self, count: int, dtype: torch.dtype | None = None) -> Tensor:
+        """(C, V) memory for the logits of so many rows."""
+        dtype = dtype or self.logits_dtype
+        return empty_logits(count, self.call.vocab, dtype=dtype, device=self.call.device, device_type=self.device_type)
+
+    def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor in another dtype: itself, or new memory."""
+        return tensor.to(dtype)
+
+    # Matmuls.
+
+    def logits_(self, out: Tensor, xs: list[Tensor]) -> None:
+        """Fills out (C, V) with z = Σ x Wᵀ + b over the linears; `xs` are (C, H), of each.
+
+        The smallest is written first, and the head's matmul adds to it: at 2048 × 128256 × 4096 and a rank of 16 that
+        takes 0.14 ms more than the head alone (H200), the other way round 0.36 ms.
+        """
+        call, plan = self.call, self.plan
+        if not call.vocab:
+            return
+        linears = list(zip(call.linears, xs, strict=True))
+        if len(linears) > 1:
+            linears.sort(key=lambda each: each[1].shape[1])
+        bias = call.get("linear_bias")
+        for linear, x in linears:
+            is_first = linear is linears[0][0]
+            matmul.logits_(
+                out, x, self._columns(call.tensors[linear.weight]),
+                bias=None if bias is None or not is_first else self._columns(bias), accumulate=not is_first,
+                tune=plan.tune_products and not plan.batch_invariant, batch_invariant=plan.batch_invariant,
+            )  # fmt: skip
+
+    def _columns(self, parameter: Tensor) -> Tensor:
+        """The rows of a weight or a bias that are columns of the logits."""
+        return parameter if parameter.shape[0] == self.call.vocab else parameter[: self.call.vocab]
+
+    def start_input_gradient(self, dlogits: Tensor, linear: Linear) -> Callable[[Tensor], None]:
+        """Starts dX (C, H) = dlogits (C, V) @ W, summed over the ranks that divide the vocabulary.
+
+        Returns what puts it into memory (C, H), rounded once, and only then computes it where there is nothing to sum.
+        """
+        weight, shard = self._columns(self.call.tensors[linear.weight]), self.call.shard
+        if shard is None or not shard.reduces_input_grad:
+            return lambda out: self._input_gradient_(out, dlogits, weight)
+        from thunder_flce.engine import collectives
+
+        dtype = self.call.row_dtype if shard.float32_input_grad else self.call.dtype
+        part = self.empty((dlogits.shape[0], weight.shape[1]), dtype)
+        self._input_gradient_(part, dlogits, weight)
+        pending, factor = collectives.start_sum(shard, part), shard.input_grad_factor
+
+        def finish(out: Tensor) -> None:
+            if factor == 1:
+                out.copy_(pending.wait())
+            else:
+                torch.mul(pending.wait(), factor, out=out)
+
+        return finish
+
+    def _input_gradient_(self, out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
+        if self.call.vocab:
+            matmul.input_gradient_(out, dlogits, weight, tune=self.plan.tune_products)
+        else:
+            out.zero_()
+
+    def weight_gradient_(
+        self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, name: str = "dW"
+    ) -> None:
+        """out (V, H) = dlogits (C, V)ᵀ @ x (C, H), added to what out holds if `accumulate`."""
+        if out.shape[0]:
+            matmul.weight_gradient_(out, dlogits, x, accumulate=accumulate, tune=self.plan.tune_products)
+
+    # The row work.
+
+    @cached_property
+    def takes_one_pass(self) -> bool:
+        """Whether one kernel makes the statistics of a chunk's rows and, in place of its logits, their gradient.
+
+        Not where the gradient needs new memory, where the loss asks more of a row than its statistics, where ranks have
+        to combine these, or where db is needed: a sum over the rows, of which the kernel sees one at a time. Nor where
+        a row's log-probability must have the bits that it has without gradients: the kernel adds in another order.
+        """
+        call, plan = self.call, self.plan
+        is_plain = call.loss.is_plain and call.shard is None and not plan.batch_invariant and call.divergence is None
+        return self.logits_dtype == call.dtype and is_plain and not call.bias_grad
+
+    def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
+        """The statistics of z (C, V), and z at the targets, (C,) or (C, K); z becomes its gradient in place."""
+        if target.ndim == 1:
+            return RowResults(*self.kernels.both_(z, target, coefficients))
+        z_y = z.gather(1, target)
+        # The kernel writes the entry of one target, too, of which any gradient will do: it is written over.
+        found, _ = self.kernels.both_(z, target[:, 0], coefficients._replace(one_hot=coefficients.probability))
+        self._write_entries_(z, z_y, found, coefficients, target)
+        return RowResults(found, z_y)
+
+    def results(self, z: Tensor, target: Tensor) -> RowResults:
+        """What the loss needs of the rows of z (C, V) but their token losses; z stays as it is.
+
+        Where ranks divide the vocabulary, the results are those of the whole rows, with the same bits on all ranks.
+        """
+        call, names = self.call, self.call.loss.moments
+        found = self._whole_rows(z, target)
+        if not names:
+            return found
+        if call.vocab:
+            moments = self.kernels.moments(z, found.statistics, self.class_weight, names)
+        else:
+            moments = dict.fromkeys(names, torch.zeros_like(found.statistics.row_max))
+        if call.shard is not None:
+            from thunder_flce.engine import collectives
+
+            summed = collectives.summed(call.shard, [moments[name] for name in names])
+            moments = dict(zip(names, summed, strict=True))
+        return found._replace(moments=moments)
+
+    def _whole_rows(self, z: Tensor, target: Tensor) -> RowResults:
+        shard, loss = self.call.shard, self.call.loss
+        # Of z: its map to the logits keeps the order, or turns it round.
+        largest = torch.argmax if loss.logit_scale > 0 else torch.argmin
+        if shard is None:
+            z_y = z.gather(1, target if target.ndim > 1 else target[:, None])
+            argmax = largest(z, 1) if loss.needs_argmax else None
+            return RowResults(self.kernels.statistics(z), z_y if target.ndim > 1 else z_y.squeeze(1), {}, argmax)
+        from thunder_flce.engine import collectives
+
+        if not self.call.vocab:
+            part = collectives.part_without_columns(target, self.call.row_dtype, has_argmax=loss.needs_argmax)
+            return _of_part(collectives.combined(shard, part))
+        column, is_here = self.columns_here(target)
+        z_y = z.gather(1, column if target.ndim > 1 else column[:, None]).reshape(target.shape)
+        part = collectives.PartOfRows(
+            *self.kernels.statistics(z),
+            torch.where(is_here, z_y.to(self.call.row_dtype), 0),  # type: ignore[arg-type]
+        )
+        if loss.needs_argmax:
+            argmax = largest(z, 1)
+            entry = z.gather(1, argmax[:, None]).squeeze(1).to(self.call.row_dtype)
+            part = part._replace(argmax=argmax + shard.start, argmax_entry=entry if loss.logit_scale > 0 else -entry)
+        return _of_part(collectives.combined(shard, part))
+
+    def target_entries(self, z: Tensor, target: Tensor) -> Tensor:
+        """z (C, V) at the targets, (C,) or (C, K), as far as these are among its columns."""
+        if not self.call.vocab:
+            return torch.zeros_like(target, dtype=z.dtype)
+        column, _ = self.columns_here(target)
+        return z.gather(1, column) if target.ndim > 1 else z.gather(1, column[:, None]).squeeze(1)
+
+    def gradient_(
+        self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """dz of some rows (C, V), in x's dtype, and its sum over the rows, (V,), if the bias needs a gradient.
+
+        It takes the place of z where that has x's dtype, and new memory otherwise. The target's entry is computed from
+        z as it was before: (p − 1) in float32 keeps the digits that p, rounded to 16 bits, has lost near 1.
+        """
+        call = self.call
+        out = z if z.dtype == call.dtype else self.logits_buffer(z.shape[0], call.dtype)
+        if not call.vocab:
+            return out, self.empty((0,), call.row_dtype) if call.bias_grad else None
+        of_class = self.class_weight if coefficients.uniform is not None else None
+        if target.ndim > 1:
+            return out, self._gradient_of_several_(out, z, found, coefficients, target)
+        column, is_here = self.columns_here(target)
+        at_target = None if of_class is None else of_class[column]
+        entry = target_gradient(self.logit_map, found.z_y, found.statistics, coefficients, at_target)
+        sums = self.kernels.gradient_(
+            z, found.statistics, coefficients, class_weight=of_class, out=out, column_sums=call.bias_grad,
+            target=column if is_here is None else torch.where(is_here, column, -1), entry=entry,
+        )  # fmt: skip
+        return out, sums
+
+    def _gradient_of_several_(
+        self, out: Tensor, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
+    ) -> Tensor | None:
+        """`gradient_` for targets (C, K): the kernel's pass, then their columns, from z as it was before."""
+        column, is_here = self.columns_here(target)
+        if is_here is not None:
+            coefficients = coefficients._replace(one_hot=torch.where(is_here, coefficients.one_hot, 0))
+        z_y = z.gather(1, column)
+        sums = self.kernels.gradient_(
+            z, found.statistics, coefficients._replace(one_hot=None), out=out, column_sums=self.call.bias_grad
+        )
+        self._write_entries_(out, z_y, found.statistics, coefficients, column)
+        if sums is not None:
+            slope = self.logit_map.slope(z_y.to(self.call.row_dtype))
+            added = coefficients.one_hot if slope is None else coefficients.one_hot * slope
+            sums.index_add_(0, column.reshape(-1), added.reshape(-1), alpha=-1)
+        return sums
+
+    def _write_entries_(
+        self, dlogits: Tensor, z_y: Tensor, found: RowStatistics, coefficients: RowCoefficients, column: Tensor
+    ) -> None:
+        """Writes the gradient in the columns of K targets, with its one_hot term."""
+        # A row for each target. Those in one column write the same number, so that their order does not matter.
+        count = column.shape[1]
+        first = torch.searchsorted(column.sort(1).values, column)
+        total = torch.zeros_like(coefficients.one_hot).scatter_add_(1, first, coefficients.one_hot).gather(1, first)
+        each = RowStatistics(*(vector.repeat_interleave(count) for vector in found))
+        vectors = (None if v is None else v.repeat_interleave(count) for v in coefficients._replace(one_hot=None))
+        of_each = RowCoefficients(*vectors)._replace(one_hot=total.reshape(-1))
+        entry = target_gradient(self.logit_map, z_y.reshape(-1), each, of_each)
+        dlogits.scatter_(1, column, entry.view(column.shape).to(dlogits.dtype))
+
+    def teacher_logits(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """The teacher's logits of some rows, from its hidden states (C, H′): in the first C rows of `out`, if given."""
+        plan, weight = self.plan, self.call.tensors["teacher_weight"]
+        if out is None:
+            dtype = torch.promote_types(x.dtype, torch.float32) if plan.float32_logits else x.dtype
+            out = self.logits_buffer(x.shape[0], dtype)
+        tune = plan.tune_products and not plan.batch_invariant
+        # The last chunk may have fewer rows than the memory.
+        z = out[: x.shape[0]]
+        matmul.logits_(z, x, self._columns(weight), tune=tune, batch_invariant=plan.batch_invariant)
+        return out
+
+    def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(C,) each row's divergence from the teacher's logits and, with factors (C,), its gradient in place of z."""
+        call, divergence = self.call, self.call.divergence
+        assert divergence is not None
+        compute = dispatch.divergence_for(
+            self.plan.row_kernels, dtypes=(z.dtype, teacher.dtype), device_type=self.device_type
+        )
+        out = z if factors is None or z.dtype == call.dtype else self.logits_buffer(z.shape[0], call.dtype)
+        is_invariant = self.plan.batch_invariant and factors is not None
+        value = compute(z, teacher, divergence, factors=None if is_invariant else factors, out=out)
+        if is_invariant:
+            # A kernel that makes values and gradients may add in another order.
+            compute(z, teacher, divergence, factors=factors, out=out)
+        return value.to(call.row_dtype), out
+
+    # Results.
+
+    def loss(self, selected: Rows, found: RowResults) -> Tensor:
+        """() the loss or, for reduction "none", (N,), from what is known of all rows."""
+        loss = self.call.loss
+        # The kernel's map of the logits may differ in the last digit from the one that the outputs take.
+        is_plain = not (loss.label_smoothing or loss.token_loss or loss.target_rest or loss.maps_logits)
+        if not (self._has_vector_kernels and is_plain and selected.weight is not None):
+            return row_loss.loss_of(self, selected, found)
+        from thunder_flce.engine.kernels import triton_vectors
+
+        return triton_vectors.finish(
+            found.statistics, found.z_y, weight=selected.weight, at_target=selected.at_target,
+            divisors=selected.divisors, logit_map=self.logit_map, z_loss=loss.z_loss, reduction=loss.reduction,
+        )  # fmt: skip
+
+    def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:
+        """dX (T, H) for an upstream gradient of 1 at each row, times the rows' factors, (T,), in new memory."""
+        # Both are float32 or float64, so that it is rounded once.
+        return torch.mul(gradient, factors[:, None], out=torch.empty_like(gradient, dtype=self.call.dtype))
+
+
+def _of_part(part: Any) -> RowResults:
+    return RowResults(RowStatistics(part.row_max, part.row_log_sum), part.target_entry, {}, part.argmax)

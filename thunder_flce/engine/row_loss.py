@@ -1,0 +1,228 @@
+"""The loss and the coefficients of its gradient, from what is known of each row; the formulas are those of `Loss`.
+
+Legend: T tokens, N rows computed, C rows in a chunk, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.rows import Rows
+from thunder_flce.operation.loss import (
+    OUTPUTS,
+    Rest,
+    Row,
+    RowCoefficients,
+    SoftTargets,
+    rest_coefficients,
+    row_coefficients,
+)
+from thunder_flce.operation.pointwise import VARIABLES, evaluate, input_name, uses, value_and_derivatives
+
+if TYPE_CHECKING:
+    from thunder_flce.engine.primitives import Primitives
+
+
+class UpstreamGradients(NamedTuple):
+    """The upstream gradients of the region's results; None for a result that has none."""
+
+    loss: Tensor | None
+    """() or one number for each of the caller's tokens"""
+    log_prob: Tensor | None = None
+    entropy: Tensor | None = None
+    log_sum_exp: Tensor | None = None
+
+
+class RowResults(NamedTuple):
+    """What the forward computes of some rows, (C,) each; None where the loss does not need it."""
+
+    statistics: RowStatistics
+    z_y: Tensor
+    """The linear's output at each row's target; (C, K) with target weights"""
+    moments: dict[str, Tensor] = {}
+    argmax: Tensor | None = None
+    token_loss: Tensor | None = None
+    derivatives: dict[str, Tensor | None] = {}
+    """Of the token loss, by its variables"""
+
+    def row(self, ops: "Primitives") -> Row:
+        """The same for the formulas of `Loss`."""
+        u_y = ops.logit_map(self.z_y.to(ops.call.row_dtype))
+        return Row(*self.statistics, target_logit=u_y, moments=self.moments, argmax=self.argmax)
+
+
+class Coefficients:
+    """Gives each chunk of rows the coefficients of its gradient.
+
+    Args:
+        ops: of the region.
+        rows: those that are computed.
+        upstream: the gradients of the region's results.
+        s: (N,) the upstream gradient of each row's cross-entropy, where it is known. If upstream has none for the loss,
+            that is 1.
+        entropy: (N,) the entropies, where their upstream gradient is not None.
+    """
+
+    def __init__(
+        self, ops: "Primitives", rows: Rows, upstream: UpstreamGradients, *, s: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ):  # fmt: skip
+        call, loss = ops.call, ops.call.loss
+        self._ops, self._rows, self._entropy = ops, rows, entropy
+        grad = None if upstream.loss is None else upstream.loss.to(call.row_dtype)
+        is_one = grad is None and s is not None
+        if s is None:
+            s = rows.scaled(rows.target.new_zeros((), dtype=call.row_dtype) if grad is None else grad)
+        if call.whole_vocab == 1:
+            # The only probability is 1, and the gradient of the cross-entropy 0, whatever exponentials round to.
+            s = torch.zeros_like(s)
+        self._s = s
+        # With `Loss.target_rest`, A and B are known when the chunk's logits are.
+        of_targets = None if loss.target_rest else rows.target_weights
+        found = row_coefficients(loss, s, ops.row_weights(rows), call.whole_vocab, target_weights=of_targets)
+        probability, one_hot = found.probability, found.one_hot
+        if upstream.log_prob is not None:
+            g_p = self._of_rows(upstream.log_prob)
+            probability, one_hot = probability - g_p, one_hot - g_p
+        if upstream.log_sum_exp is not None:
+            probability = probability + self._of_rows(upstream.log_sum_exp)
+        of_entropy = None if upstream.entropy is None else self._of_rows(upstream.entropy)
+        self._of_all = RowCoefficients(probability, one_hot, found.uniform, of_entropy)
+        self._of_z = None
+        if loss.z_loss and (grad is not None or is_one):
+            grad = torch.ones((), dtype=call.row_dtype, device=s.device) if grad is None else grad
+            self._of_z = 2 * loss.z_loss * rows.scaled(grad, at=1)
+
+    def _of_rows(self, grad: Tensor) -> Tensor:
+        """(N,) an upstream gradient of an output, 0 in ignored rows."""
+        return self._rows.masked(self._rows.received(grad.reshape(-1).to(self._ops.call.row_dtype))).contiguous()
+
+    @property
+    def at_target(self) -> Tensor:
+        """(N,) B, or (N, K): about how much each row adds to dW in the column of its target."""
+        if self._ops.call.loss.target_rest and self._rows.target_weights is not None:
+            return self._s.unsqueeze(-1) * self._rows.target_weights
+        return self._of_all.one_hot
+
+    @property
+    def factors(self) -> Tensor:
+        """(N,) A, what multiplies a row's gradient for 1, where `Loss.has_parallel_row_gradients`."""
+        return self._of_all.probability
+
+    def of(self, chunk: slice, found: RowResults | None = None) -> RowCoefficients:
+        """The chunk's coefficients, (C,) each; `found`, what is known of its rows, is None where the loss is plain."""
+        loss = self._ops.call.loss
+        is_all = chunk.start == 0 and chunk.stop == self._rows.count
+        vectors: list[Any] = [each if each is None or is_all else each[chunk] for each in self._of_all]
+        if found is not None:
+            entropy = None if self._entropy is None else self._entropy[chunk]
+            if loss.token_loss:
+                entropy = self._add_token_loss(vectors, self._s[chunk], found)
+            if loss.target_rest:
+                targets = _soft_targets(self._ops, self._rows, found.row(self._ops), chunk)
+                assert targets.rest is not None
+                vectors[:2] = rest_coefficients(self._s[chunk], targets.weights, targets.rest)
+            row_max, log_sum = found.statistics
+            if self._of_z is not None:
+                vectors[0] = vectors[0] + self._of_z[chunk] * (row_max + log_sum)
+            if vectors[3] is not None and entropy is not None:
+                vectors[0] = vectors[0] + vectors[3] * (log_sum - entropy)
+        if loss.logit_scale != 1:
+            vectors = [None if vector is None else vector * loss.logit_scale for vector in vectors]
+        return RowCoefficients(*vectors)
+
+    def _add_token_loss(self, vectors: list[Any], s: Tensor, found: RowResults) -> Tensor | None:
+        """Puts the token loss's coefficients in place of the cross-entropy's; returns the entropy if it is read."""
+
+        def times(derivative: Tensor | None) -> Tensor | None:
+            # The derivative may be infinite in a row without an upstream gradient.
+            return None if derivative is None else torch.where(s == 0, 0.0, s * derivative)
+
+        g_p, g_e, g_l = (times(found.derivatives.get(name)) for name in VARIABLES)
+        one_hot = torch.zeros_like(s) if g_p is None else -g_p
+        vectors[:2] = (one_hot if g_l is None else one_hot + g_l), one_hot
+        vectors[3] = g_e
+        if g_e is None:
+            return None
+        return OUTPUTS["entropy"].of(found.row(self._ops), self._ops.call.whole_vocab, torch.log)
+
+
+def with_token_loss(ops: "Primitives", found: RowResults, inputs: Sequence[Tensor], *, is_needed: bool) -> RowResults:
+    """The results of some rows with their token losses, from the further inputs, (C,) each.
+
+    With `is_needed`, the derivatives, too.
+    """
+    token_loss, row, columns = ops.call.loss.token_loss, found.row(ops), ops.call.whole_vocab
+    values = {name: OUTPUTS[name].of(row, columns, torch.log) for name in VARIABLES if uses(token_loss, name)}
+    values |= {input_name(number): vector for number, vector in enumerate(inputs)}
+    if not is_needed:
+        return found._replace(token_loss=evaluate(token_loss, values))
+    value, derivatives = value_and_derivatives(token_loss, values)
+    return found._replace(token_loss=value, derivatives=derivatives)
+
+
+def _soft_targets(ops: "Primitives", rows: Rows, row: Row, chunk: slice) -> SoftTargets:
+    """The targets of the rows of `chunk`, where a row has several; `row` is what is known of these rows."""
+    weights, first = rows.target_weights, rows.first_targets
+    assert weights is not None
+    if first is None:
+        return SoftTargets(weights[chunk])
+    return SoftTargets(weights[chunk], Rest.of(row, weights[chunk], first[chunk], let=lambda name, value: value))
+
+
+def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResults:
+    """What is known of all rows."""
+    if len(chunks) == 1:
+        return chunks[0]
+    if not chunks:
+        nothing = ops.empty((0,), ops.call.row_dtype)
+        z_y = nothing if rows.target_weights is None else rows.target_weights
+        moments = dict.fromkeys(ops.call.loss.moments, nothing)
+        return RowResults(RowStatistics(nothing, nothing), z_y, moments, nothing.to(torch.int64), nothing)
+
+    def cat(vectors: list[Any]) -> Any:
+        return None if vectors[0] is None else torch.cat(vectors)
+
+    return RowResults(
+        RowStatistics(*(torch.cat(of) for of in zip(*(chunk.statistics for chunk in chunks), strict=True))),
+        torch.cat([chunk.z_y for chunk in chunks]),
+        {name: torch.cat([chunk.moments[name] for chunk in chunks]) for name in chunks[0].moments},
+        cat([chunk.argmax for chunk in chunks]),
+        cat([chunk.token_loss for chunk in chunks]),
+    )
+
+
+def loss_of(ops: "Primitives", rows: Rows, found: RowResults) -> Tensor:
+    """() the loss or, for reduction "none", (N,), from what is known of all rows."""
+    loss, row = ops.call.loss, found.row(ops)
+    if loss.token_loss:
+        assert found.token_loss is not None
+        of_rows = found.token_loss
+    else:
+        targets = None if rows.target_weights is None else _soft_targets(ops, rows, row, slice(0, rows.count))
+        of_rows = loss.cross_entropy(row, ops.row_weights(rows), ops.call.whole_vocab, targets=targets)
+    return reduced(ops, rows, of_rows, loss.z_term(row))
+
+
+def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | None = None) -> Tensor:
+    """() the loss of what each row adds to it, (N,), and its z term; for reduction "none", (N,)."""
+    of_ce, of_z = (None, None) if rows.divisors is None else rows.divisors
+    terms = [(rows.weighted(of_rows), of_ce)]
+    if z_term is not None:
+        terms.append((rows.weighted(z_term), of_z))
+    return ops.call.loss.reduce(terms)
+
+
+def output(ops: "Primitives", rows: Rows, name: str, row: Row) -> Tensor:
+    """One of the loss's further outputs, for each of the caller's tokens, or () for a mean."""
+    description = OUTPUTS[name]
+    value = description.of(row, ops.call.whole_vocab, torch.log)
+    if description.is_mean:
+        hits = rows.masked(value, fill=-1) == rows.target
+        return hits.sum().to(ops.call.row_dtype) / rows.valid_count
+    if description.ignored is None:
+        return rows.returned(value)
+    return rows.returned(rows.masked(value, description.ignored), description.ignored)

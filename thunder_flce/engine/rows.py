@@ -1,0 +1,223 @@
+"""Which rows of a region are computed, and what follows from all targets at once.
+
+Rows whose target is ignore_index, or whose token weight is 0, contribute nothing, neither to the loss nor to a
+gradient. A plan leaves them out before the first matmul, for which the host has to know their number, or computes them
+with a gradient of 0. Legend: T tokens, N rows computed, C rows in a chunk, K targets a token, H hidden size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from thunder_flce.device import TILE_ROWS
+from thunder_flce.engine.kernels.interface import Prepared
+from thunder_flce.operation.call import Call
+
+# Rows that are copied at a time where a tensor is rearranged in place.
+_MOVED_ROWS = 2048
+
+
+def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
+    """`Prepared` by PyTorch's operations, for a flat call and an upstream gradient, (), or None for 1."""
+    loss, target, row_dtype = call.loss, call.tensors["target"].long(), call.row_dtype
+    weights = call.get("token_weights")
+    # In a narrow dtype, V and ignore_index would wrap around before they are compared with.
+    is_label = target != loss.ignore_index
+    is_wrong = is_label & (target != target.clamp(0, call.whole_vocab - 1))
+    valid = is_label if target.ndim == 1 else is_label.any(1)
+    if weights is not None:
+        valid = valid & (weights != 0)
+    counts = torch.stack([valid.sum(), (is_wrong if target.ndim == 1 else is_wrong.any(1)).sum()])
+    is_used = is_label & ~is_wrong if target.ndim > 1 else valid & ~is_wrong
+    target = torch.where(is_used, target, 0)
+    weight = valid.to(row_dtype) if weights is None else torch.where(valid, weights, 0)
+    at_target, divisors = None, None
+    if (of_class := call.get("weight")) is not None:
+        at_target = of_class.detach().to(row_dtype)[target]
+    if loss.reduction == "mean":
+        items = call.get("num_items")
+        if items is not None:
+            items = torch.where(items == 0, float("inf"), items)
+            divisors = (items, items)
+        else:
+            of_z = weight.sum()
+            divisors = (of_z if at_target is None else torch.where(valid, weight * at_target, 0).sum(), of_z)
+    s = weight if upstream is None else torch.where(valid, weight * upstream, 0)
+    if divisors is not None:
+        s = torch.where(valid, s / divisors[0], 0)
+    order = torch.argsort(valid, descending=True, stable=True) if ordered else None
+    return Prepared(target, weight, s, at_target, divisors, counts, counts[1] == 0, order)
+
+
+@dataclass(kw_only=True, eq=False)
+class Rows:
+    """The rows that are computed, in order."""
+
+    count: int
+    """N"""
+    total: int
+    """T"""
+    target: Tensor
+    """(N,) int64 in [0, V), 0 in ignored rows; with target weights (N, K), 0 where ignored"""
+    valid_count: Tensor
+    """() int64 how many rows are valid"""
+    weight: Tensor | None
+    """(N,) what multiplies a row's loss, 0 in ignored rows; None where all are 1"""
+    s: Tensor | None
+    """(N,) the upstream gradient of each row's cross-entropy, where it is known"""
+    at_target: Tensor | None
+    """(N,) class weights"""
+    divisors: tuple[Tensor, Tensor] | Tensor | None
+    order: Tensor | None = None
+    """(T,) the tokens: the N that the rows stand for, then the others; None where all are computed, in their order"""
+    target_weights: Tensor | None = None
+    """(N, K) the weight of each of a row's targets, 0 for ignored ones"""
+    first_targets: Tensor | None = None
+    """(N, K) 1 for the first of a row's targets in a column, 0 for further and ignored ones; with `Loss.target_rest`"""
+
+    @property
+    def index(self) -> Tensor:
+        """(N,) the tokens that the rows stand for, where there is an order."""
+        assert self.order is not None
+        return self.order[: self.count]
+
+    def chunks(self, largest: int, first: int = 0) -> Iterator[slice]:
+        """Slices that cover all rows: `first` of them, if any, then about equal ones of at most `largest`.
+
+        Equal, because a small last chunk would read all of W and dW for the sake of a few rows.
+        """
+        first = min(first, self.count)
+        if first:
+            yield slice(0, first)
+        rest = self.count - first
+        if not rest:
+            return
+        rows = -(-rest // -(-rest // largest))
+        if largest % TILE_ROWS == 0:
+            rows = -(-rows // TILE_ROWS) * TILE_ROWS
+        for start in range(first, self.count, rows):
+            yield slice(start, min(start + rows, self.count))
+
+    def gather_chunk(self, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
+        """The rows of `chunk` from (T, H) over all tokens: a view where all are taken, or a copy, in `out` if given."""
+        if self.order is None:
+            return tensor if chunk.start == 0 and chunk.stop == self.total else tensor[chunk]
+        return torch.index_select(tensor, 0, self.index[chunk], out=out)
+
+    def gather(self, vector: Tensor) -> Tensor:
+        """(T,) to (N,)."""
+        return vector if self.order is None else vector[self.index]
+
+    def scatter(self, vector: Tensor, fill: float = 0) -> Tensor:
+        """(N,) to (T,), `fill` for tokens that were left out."""
+        if self.order is None:
+            return vector
+        return vector.new_full((self.total,), fill).index_copy_(0, self.index, vector)
+
+    def of_part(self, chunk: slice) -> slice:
+        """Where the rows of a chunk are in this rank's dX: in the same place, unless ranks divide the tokens."""
+        return chunk
+
+    def returned(self, vector: Tensor, fill: float = 0) -> Tensor:
+        """What the caller gets of a vector (N,): one number for each of its tokens, `fill` for those left out."""
+        return self.scatter(vector, fill)
+
+    def received(self, vector: Tensor) -> Tensor:
+        """(N,) of a vector that the caller has, one number for each of its tokens."""
+        return self.gather(vector)
+
+    def scatter_(self, tensor: Tensor) -> None:
+        """Moves the first N rows of `tensor` (T, H) to their tokens, in place; 0 in all others."""
+        if self.order is None:
+            return
+        numbers = torch.arange(self.count, device=tensor.device)
+        source = torch.zeros(self.total, dtype=torch.int64, device=tensor.device).index_copy_(0, self.index, numbers)
+        # From the end: the i-th valid row belongs to token i or a later one, so what a block is taken from has not been
+        # written over yet, unless it is a part of the block itself.
+        for start in reversed(range(0, self.total, _MOVED_ROWS)):
+            block = slice(start, start + _MOVED_ROWS)
+            tensor[block] = tensor.index_select(0, source[block])
+        tensor.index_fill_(0, self.order[self.count :], 0)
+
+    def masked(self, vector: Tensor, fill: float = 0) -> Tensor:
+        """(N,) with `fill` in ignored rows."""
+        return vector if self.weight is None else torch.where(self.weight != 0, vector, fill)
+
+    def weighted(self, vector: Tensor) -> Tensor:
+        """(N,) times the rows' weights, 0 in ignored rows."""
+        return vector if self.weight is None else torch.where(self.weight != 0, vector * self.weight, 0)
+
+    def scaled(self, grad: Tensor, at: int = 0) -> Tensor:
+        """(N,) an upstream gradient of the loss, () or one number for each of the caller's tokens, times weight / D.
+
+        With `at` = 1, divided by D_z in place of D.
+        """
+        grad = self.received(grad.reshape(-1)) if grad.ndim else grad
+        if self.divisors is not None:
+            grad = grad / self.divisors[at]
+        return self.weighted(grad.expand(self.count)).contiguous()
+
+
+def all_rows(found: Prepared, *, has_ignored: bool) -> Rows:
+    """All tokens, in their order; `has_ignored` says whether some of them may be ignored."""
+    total = found.target.shape[0]
+    return Rows(
+        count=total, total=total, target=found.target, valid_count=found.counts[0],
+        weight=found.weight if has_ignored else None, s=found.s, at_target=found.at_target, divisors=found.divisors,
+    )  # fmt: skip
+
+
+def valid_rows(found: Prepared, count: int, *, has_weights: bool) -> Rows:
+    """The first `count` tokens of the order; `has_weights` says whether rows have weights other than 1."""
+    assert found.order is not None
+    index = found.order[:count]
+    target, weight, s, at_target = (
+        None if vector is None else vector.index_select(0, index)
+        for vector in (found.target, found.weight if has_weights else None, found.s, found.at_target)
+    )
+    assert target is not None
+    return Rows(
+        count=count, total=found.target.shape[0], target=target, valid_count=found.counts[0], weight=weight, s=s,
+        at_target=at_target, divisors=found.divisors, order=found.order,
+    )  # fmt: skip
+
+
+def with_target_weights(call: Call, rows: Rows) -> Rows:
+    """The rows with the weights of their targets, if a row has several."""
+    weights = call.get("target_weights")
+    if weights is None:
+        return rows
+    counts = rows.gather(call.tensors["target"]) != call.loss.ignore_index
+    if rows.weight is not None:
+        counts = counts & (rows.weight != 0).unsqueeze(1)
+    weights = torch.where(counts, rows.gather(weights), 0)
+    first = _first_in_column(rows.target, counts).to(weights.dtype) if call.loss.target_rest else None
+    return replace(rows, target=torch.where(counts, rows.target, 0), target_weights=weights, first_targets=first)
+
+
+def _first_in_column(target: Tensor, counts: Tensor) -> Tensor:
+    """(N, K) bool, True for the first of a row's targets in a column, of those that count."""
+    columns, order = torch.where(counts, target, -1).sort(dim=1, stable=True)
+    is_first = torch.ones_like(counts)
+    is_first[:, 1:] = columns[:, 1:] != columns[:, :-1]
+    return torch.zeros_like(counts).scatter(1, order, is_first) & counts
+
+
+# How many rows a forward has computed, as far as the host knows: a backward need not wait for the device to say it. A
+# weak reference keeps the address of a storage from being used again, so it stands for one storage.
+_known_counts: dict[StorageWeakRef, int] = {}
+
+
+def remember(count: Tensor, value: int) -> None:
+    """Notes that `count`, () int64, holds `value`. Nobody may change it as long as its memory lives."""
+    for memory in [memory for memory in _known_counts if memory.expired()]:
+        _known_counts.pop(memory, None)
+    _known_counts[StorageWeakRef(count.untyped_storage())] = value
+
+
+def recalled(count: Tensor) -> int | None:
+    """The number in `count`, where the host knows it; not so of a copy."""
+    return _known_counts.get(StorageWeakRef(count.untyped_storage()))

@@ -1,1 +1,0 @@
-"""Runs a region on tensors."""

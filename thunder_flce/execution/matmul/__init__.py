@@ -1,1 +1,0 @@
-"""The matmuls of a region: `matmul` runs them, by cuBLAS with an algorithm that `tuning` chose."""

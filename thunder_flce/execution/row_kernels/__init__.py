@@ -1,1 +1,0 @@
-"""What is computed row by row on a chunk's logits, by one of several backends."""

@@ -1,0 +1,329 @@
+"""A call of `linear_cross_entropy` or `linear_kl_divergence`: its tensors by name, each with a role.
+
+What is done with an argument follows from its role: how it is checked, cast and flattened, what ranks tell each other
+about it, which part of it a rank has, and whether it has a gradient. So a new argument is a line of `ARGUMENTS`.
+Legend: T tokens, H hidden size, V vocabulary, K targets a token.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from thunder_flce.operation.divergence import Divergence
+from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operation.shard import Shard
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
+
+HIDDEN = "hidden"
+"""(..., H) a vector of each token, which a linear multiplies"""
+COLUMN = "column"
+"""(V, H) or (V,) something of each column of the logits; ranks that divide the vocabulary have a part each"""
+CLASS = "class"
+"""(V,) something of each column, whole on every rank"""
+TOKEN = "token"
+"""(...) or (..., K) a number of each token, or of each of its targets"""
+SCALAR = "scalar"
+"""() one number"""
+
+
+class Argument(NamedTuple):
+    """What is known of an argument before anybody calls."""
+
+    role: str
+    dtypes: tuple[str, ...] = FLOATS
+    dtype_of: str | None = None
+    """The argument whose dtype it must have"""
+    differentiable: bool = False
+
+
+ARGUMENTS = {
+    "input": Argument(HIDDEN, differentiable=True),
+    "linear_weight": Argument(COLUMN, dtype_of="input", differentiable=True),
+    "target": Argument(TOKEN, INTEGERS),
+    "linear_bias": Argument(COLUMN, dtype_of="input", differentiable=True),
+    "weight": Argument(CLASS, dtype_of="input"),
+    "token_weights": Argument(TOKEN),
+    "target_weights": Argument(TOKEN),
+    "num_items": Argument(SCALAR, (*INTEGERS, *FLOATS)),
+    "expected_gradient": Argument(SCALAR),
+    "token_inputs": Argument(TOKEN, (*FLOATS, *INTEGERS, "bool")),
+    "terms.input": Argument(HIDDEN, dtype_of="input", differentiable=True),
+    "terms.weight": Argument(COLUMN, dtype_of="input", differentiable=True),
+    "teacher_input": Argument(HIDDEN),
+    "teacher_weight": Argument(COLUMN, dtype_of="teacher_input"),
+}
+"""By name. Items of the sequences `token_inputs` and `terms` are called token_inputs[0], terms[0].input and so on."""
+
+_SEQUENCES = ("token_inputs", "terms")
+
+
+@cache
+def argument(name: str) -> Argument:
+    """What is known of a tensor of a call, by its name."""
+    base, bracket, rest = name.partition("[")
+    return ARGUMENTS[base + rest.partition("]")[2] if bracket else name]
+
+
+def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors among the arguments of a function, by name: those that are given, in the order of `ARGUMENTS`."""
+    found = {name: arguments[name] for name in ARGUMENTS if arguments.get(name) is not None and name not in _SEQUENCES}
+    for number, each in enumerate(arguments.get("token_inputs") or ()):
+        found[f"token_inputs[{number}]"] = each
+    for number, (x, weight) in enumerate(arguments.get("terms") or ()):
+        found |= {f"terms[{number}].input": x, f"terms[{number}].weight": weight}
+    # Those that are named so already.
+    return found | {name: value for name, value in arguments.items() if "[" in name and value is not None}
+
+
+class Spec(NamedTuple):
+    """What is known of a tensor without its numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+
+class Linear(NamedTuple):
+    """One of the linears that the logits are a sum of, x Wᵀ: the names of its operands."""
+
+    x: str
+    weight: str
+
+    @property
+    def number(self) -> str:
+        """Empty for the head, 1 for the first of the further terms, as in dX1 and dW1."""
+        return "" if self.x == "input" else str(int(self.x.removeprefix("terms[").partition("]")[0]) + 1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """The tensors of a call, or what stands for them (`Spec`), and everything about it that is a plain value."""
+
+    tensors: Mapping[str, Any]
+    """By name, those that are given"""
+    loss: Loss
+    needs_grad: tuple[str, ...] = ()
+    """The names of the tensors whose gradient is needed, in their order"""
+    divergence: Divergence | None = None
+    """Of a student from a teacher, in place of the cross-entropy"""
+    shard: Shard | None = None
+    """This rank's columns, where ranks divide the vocabulary"""
+
+    def get(self, name: str) -> Any:
+        """A tensor by its name; None where it is not given."""
+        return self.tensors.get(name)
+
+    def map(self, function: Callable[[str, Any], Any]) -> "Call":
+        """The same call with other tensors: `function` is given each one's name and the tensor."""
+        return replace(self, tensors={name: function(name, tensor) for name, tensor in self.tensors.items()})
+
+    @cached_property
+    def linears(self) -> tuple[Linear, ...]:
+        """The head first, then what is added to it, such as a low-rank adapter."""
+        names = [name for name in self.tensors if name.startswith("terms")]
+        return (Linear("input", "linear_weight"), *map(Linear, names[::2], names[1::2]))
+
+    @property
+    def token_inputs(self) -> tuple[Any, ...]:
+        """What the token loss reads, each (...)."""
+        return tuple(tensor for name, tensor in self.tensors.items() if name.startswith("token_inputs"))
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the head's operands."""
+        return self.tensors["input"].dtype
+
+    @cached_property
+    def row_dtype(self) -> torch.dtype:
+        """The dtype of the loss and of everything that is one number a row."""
+        return torch.float64 if self.dtype is torch.float64 else torch.float32
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        return self.tensors["input"].device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(...) of this rank's tokens."""
+        return tuple(self.tensors["input"].shape[:-1])
+
+    @cached_property
+    def own_tokens(self) -> int:
+        """How many tokens this rank's input has."""
+        return prod(self.shape)
+
+    @cached_property
+    def tokens(self) -> int:
+        """T, those of all ranks that divide the tokens."""
+        return self.own_tokens * (1 if self.shard is None else self.shard.token_parts)
+
+    @cached_property
+    def targets_per_token(self) -> int | None:
+        """K, with target weights; None for one target without."""
+        return self.tensors["target_weights"].shape[-1] if "target_weights" in self.tensors else None
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows of the weights that are here."""
+        return self.tensors["linear_weight"].shape[0]
+
+    @cached_property
+    def whole_vocab(self) -> int:
+        """V, the columns of the logits of all ranks."""
+        return (self.loss.vocab_size or self.weight_rows) if self.shard is None else self.shard.vocab
+
+    @cached_property
+    def vocab(self) -> int:
+        """The columns of the logits that are computed here."""
+        return self.whole_vocab if self.shard is None else self.shard.columns
+
+    @property
+    def hidden(self) -> int:
+        """The hidden sizes of all linears together: what a logit is a sum of."""
+        return sum(self.tensors[linear.x].shape[-1] for linear in self.linears)
+
+    @cached_property
+    def bias_grad(self) -> bool:
+        """Whether db is needed."""
+        return "linear_bias" in self.needs_grad
+
+    def grad_elements(self, *, of_weights: bool) -> int:
+        """Columns of the gradients of the weights, or of the inputs, of all linears together."""
+        names = [(linear.weight if of_weights else linear.x) for linear in self.linears]
+        return sum(self.tensors[name].shape[-1] for name in names if name in self.needs_grad)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that are needed: what every method has to write."""
+        return sum(prod(self.tensors[name].shape) for name in self.needs_grad) * self.dtype.itemsize
+
+    @cached_property
+    def has_unit_gradients(self) -> bool:
+        """Whether each row's gradient is its upstream gradient times a vector that does not depend on it.
+
+        That is dX of a frozen head. dW and db are sums over rows, and with further terms there is more than one dX.
+        """
+        return self.needs_grad == ("input",) and len(self.linears) == 1 and self.loss.has_parallel_row_gradients
+
+    @cached_property
+    def ignores_rows(self) -> bool:
+        """Whether rows can be ignored at all."""
+        return self.loss.ignores_rows or "token_weights" in self.tensors
+
+    @property
+    def largest_part(self) -> "Call":
+        """The call of the rank with the largest part of a divided vocabulary; the same on all ranks. Of specs."""
+        if self.shard is None:
+            return self
+        most = self.shard.largest
+
+        def widened(name: str, spec: Any) -> Any:
+            return spec._replace(shape=(most, *spec.shape[1:])) if argument(name).role == COLUMN else spec
+
+        shard = replace(self.shard, rank=0, start=0, columns=most)
+        return replace(self.specs().map(widened), shard=shard)
+
+    def specs(self) -> "Call":
+        """The same call without numbers."""
+        return self.map(lambda name, t: Spec(tuple(t.shape), t.dtype, t.device, t.requires_grad))
+
+    def flat(self) -> "Call":
+        """Tokens in one dimension, of all ranks where these have been gathered; numbers of tokens in the row dtype."""
+        found = {name: self._flat(name, tensor) for name, tensor in self.tensors.items()}
+        flat = object.__new__(Call)
+        # With what is known already: nothing of it changes.
+        flat.__dict__.update(self.__dict__, tensors=found)
+        return flat
+
+    def _flat(self, name: str, tensor: Any) -> Any:
+        role, dtype = argument(name).role, tensor.dtype
+        if role is HIDDEN:
+            # Not -1, which says nothing where there are no elements.
+            tensor = tensor if tensor.ndim == 2 else tensor.reshape(self.own_tokens, tensor.shape[-1])
+            # Of other rows, libraries would not add the bias before they round.
+            return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+        if role is TOKEN:
+            last = 1 if self.targets_per_token is None or name not in ("target", "target_weights") else 2
+            if tensor.ndim != last:
+                tensor = tensor.reshape(-1) if last == 1 else tensor.reshape(self.tokens, tensor.shape[-1])
+            # Integers stay as they are: float32 is not exact beyond 2²⁴.
+            return tensor.to(self.row_dtype) if dtype.is_floating_point and dtype is not self.row_dtype else tensor
+        return tensor if role is not SCALAR or dtype is self.row_dtype else tensor.to(self.row_dtype)
+
+
+def result_names(call: Call, plan: Any) -> tuple[str, ...]:
+    """What the forward of a call returns, in order: the loss, its outputs, and what the backward reads."""
+    names = ["loss", *call.loss.outputs]
+    if plan.strategy == "loss_only":
+        return tuple(names)
+    if plan.reads_statistics(call):
+        names += ["row_max", "row_log_sum"]
+    names.append("valid_count")
+    if plan.strategy == "gradients_in_forward":
+        return (*names, *map(gradient_name, call.needs_grad))
+    names.append("computed_rows")
+    return (*names, "logits") if plan.strategy == "save_logits" else tuple(names)
+
+
+def result_specs(call: Call, plan: Any) -> dict[str, Spec]:
+    """What `result_names` names, of a call of tensors, fake ones or specs."""
+    rows, tokens = call.row_dtype, call.tokens
+    operands = {gradient_name(name): call.tensors[name] for name in call.needs_grad}
+
+    def spec(name: str) -> Spec:
+        shape: tuple[int, ...] = ()
+        dtype = rows
+        if name == "loss":
+            shape = call.shape if call.loss.reduction == "none" else ()
+        elif name in call.loss.outputs:
+            output = OUTPUTS[name]
+            shape, dtype = () if output.is_mean else call.shape, torch.int64 if output.is_index else rows
+        elif name in ("row_max", "row_log_sum"):
+            shape = (tokens,)
+        elif name in ("valid_count", "computed_rows"):
+            dtype = torch.int64
+        elif name == "logits":
+            shape, dtype = plan.saved_logits_shape(call), plan.logits_dtype(call.dtype)
+        else:
+            operand = operands[name]
+            # dX for an upstream gradient of 1 at each row is rounded after it is multiplied.
+            shape, dtype = tuple(operand.shape), rows if call.loss.has_row_gradients else operand.dtype
+        return Spec(shape, dtype, call.device)
+
+    return {name: spec(name) for name in result_names(call, plan)}
+
+
+def gradient_name(operand: str) -> str:
+    """What the gradient of an operand is called: such as dX, dW, db or dX1."""
+    if operand == "linear_bias":
+        return "db"
+    kind = "dX" if argument(operand).role == HIDDEN else "dW"
+    return kind if not operand.startswith("terms") else f"{kind}{int(operand[6:].partition(']')[0]) + 1}"
+
+
+def operand_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Of some names of tensors, those that may have a gradient: what the linears read of the student."""
+    return tuple(name for name in names if argument(name).differentiable)
+
+
+def pairs(tensors: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """A flat sequence as pairs."""
+    return list(zip(tensors[::2], tensors[1::2], strict=True))

@@ -1,0 +1,263 @@
+"""Checks of the arguments of a call, for tensors, `Spec`s and thunder's proxies alike.
+
+Dtypes, devices, shapes and what goes with what are checked here, when a program is traced and at the first call of each
+signature; the values of the targets are checked when the region runs. Legend as in `call`.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, named_tensors
+from thunder_flce.operation.divergence import KINDS, Divergence
+from thunder_flce.operation.loss import OUTPUTS, Loss
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def dtype_name(tensor: Any) -> str:
+    """A tensor's or proxy's dtype as a plain name, such as "bfloat16"."""
+    return str(tensor.dtype).split(".")[-1].rstrip("_").replace("bool8", "bool")
+
+
+def check_call(
+    arguments: Mapping[str, Any], *, loss: Loss, vocab: int | None = None, divergence: Divergence | None = None
+) -> None:
+    """Raises for arguments that have no meaning.
+
+    Args:
+        arguments: of `linear_cross_entropy`, or with `divergence` of `linear_kl_divergence`, by name, the names of
+            `call.ARGUMENTS`. num_items and expected_gradient may be numbers.
+        loss: everything about the loss that is a plain value.
+        vocab: V, where linear_weight has a part of the rows only.
+        divergence: which one, where it takes the place of the cross-entropy.
+
+    Raises:
+        TypeError: for a dtype or a type that does not fit; the message names the argument and what was expected.
+        ValueError: for a shape, a device or a value that does not fit, likewise.
+    """
+    check_pairs(arguments.get("terms", ()))
+    check_token_inputs(arguments.get("token_inputs", ()))
+    others = ("target",) if divergence is None else ("teacher_input", "teacher_weight")
+    required = {name: arguments.get(name) for name in ("input", "linear_weight", *others)}
+    given = required | named_tensors(arguments)
+    numbers = {name: value for name, value in given.items() if name in _SCALAR_RULES and not _is_tensor(value)}
+    tensors = {name: tensor for name, tensor in given.items() if name not in numbers}
+    for name in tensors:
+        _check_tensor(name, tensors)
+    _check_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, vocab)
+    for name, tensor in tensors.items():
+        _check_needs_no_gradient(name, tensor)
+    check_loss(loss, tensors["linear_weight"].shape[0] if vocab is None else vocab)
+    _check_target_weights(given, loss)
+    _check_token_loss(given, loss)
+    if "num_items" in given and loss.reduction != "mean":
+        what = f"in place of the number of valid targets; with reduction {loss.reduction!r} it has no meaning"
+        raise ValueError(f'num_items is what reduction "mean" divides by, {what}')
+    for name, number in numbers.items():
+        _check_number(name, number, _SCALAR_RULES[name], what=_NUMBER_OR_TENSOR)
+    if divergence is not None:
+        if divergence.kind not in KINDS:
+            raise ValueError(f"divergence must be one of {KINDS}, but got {divergence.kind!r}")
+        _check_number("beta", divergence.beta, ("be between 0 and 1, both excluded", lambda x: 0 < x < 1))
+        _check_number("temperature", divergence.temperature, ("be positive and finite", lambda x: 0 < x < math.inf))
+
+
+def check_pairs(terms: Any) -> None:
+    """Raises `TypeError` for terms that are not pairs."""
+    if not _is_sequence(terms):
+        raise TypeError(f"terms must be a sequence of pairs (input, weight), but got {type(terms).__name__}")
+    for number, term in enumerate(terms):
+        if not _is_sequence(term) or len(term) != 2:
+            found = f"has length {len(term)}" if _is_sequence(term) else f"got {type(term).__name__}"
+            raise TypeError(f"terms[{number}] must be a pair (input, weight), but {found}")
+
+
+def check_token_inputs(token_inputs: Any) -> None:
+    """Raises `TypeError` for token_inputs that are no sequence."""
+    if not _is_sequence(token_inputs):
+        raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(token_inputs).__name__}")
+
+
+def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
+    """Type, dtype and device of one tensor; the input and the teacher's come before what is compared with them."""
+    tensor, known = tensors[name], argument(name)
+    if not _is_tensor(tensor):
+        raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")
+    if hasattr(tensor, "device_mesh"):
+        advice = "pass what to_local() or full_tensor() returns"
+        raise TypeError(f"{name} must be a tensor on one device, but got {type(tensor).__name__}; {advice}")
+    dtype = dtype_name(tensor)
+    if dtype not in known.dtypes:
+        advice = "; pass mask.to(input.dtype)" if name.endswith("_weights") and dtype == "bool" else ""
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(known.dtypes)}, but got {dtype}{advice}")
+    if known.dtype_of is not None and dtype != (expected := dtype_name(tensors[known.dtype_of])):
+        # Class weights are not an operand of a matmul, so they may be float32 where the operands have 16 bits.
+        if known.role != CLASS or dtype != "float32" or expected == "float64":
+            raise TypeError(f"{name} must have {known.dtype_of}'s dtype, {expected}, but got {dtype}")
+    device = tensors["input"].device
+    if str(tensor.device) != str(device):
+        raise ValueError(f"{name} must be on input's device, {device}, but got {tensor.device}")
+
+
+def _check_shapes(shapes: Mapping[str, tuple[int, ...]], whole_vocab: int | None) -> None:
+    of_input, of_weight, of_target = shapes["input"], shapes["linear_weight"], shapes.get("target", ())
+    if not of_input:
+        raise ValueError("input must have at least one dimension, (..., H), but got a tensor without any")
+    if len(of_weight) != 2:
+        raise ValueError(f"linear_weight must be two-dimensional, (V, H), but got {of_weight}")
+    tokens, vocab = of_input[:-1], of_weight[0]
+    whole_vocab = vocab if whole_vocab is None else whole_vocab
+    if whole_vocab == 0:
+        raise ValueError("linear_weight must have at least one row (V ≥ 1), but got V = 0")
+    if of_input[-1] != of_weight[1]:
+        as_in = f"H = {of_weight[1]}, as in linear_weight {of_weight}"
+        raise ValueError(f"input's last dimension must be {as_in}, but input is {of_input}")
+    has_k = "target_weights" in shapes
+    if has_k and (of_target[:-1] != tokens or len(of_target) != len(of_input) or not of_target[-1]):
+        what = f"(..., K), input's shape with another last dimension, and K ≥ 1, but is {of_target}"
+        raise ValueError(f"with target_weights, target must be {what}; input is {of_input}")
+    of_role = {TOKEN: tokens, CLASS: (whole_vocab,), SCALAR: ()}
+    of_name = {"linear_bias": (vocab,), **({"target": of_target, "target_weights": of_target} if has_k else {})}
+    for name, shape in shapes.items():
+        role = argument(name).role
+        if shape != (expected := of_name.get(name, of_role.get(role, shape))):
+            is_as_target = name != "target" and (name == "target_weights" or not has_k)
+            whose = "target's shape" if is_as_target else "input's shape without its last dimension"
+            words = {TOKEN: f"have {whose}, {expected}", SCALAR: f"be {_NUMBER_OR_TENSOR}"}
+            raise ValueError(f"{name} must {words.get(role, f'be (V,) = {expected}')}, but got {shape}")
+    for x in (name for name in shapes if argument(name).role == HIDDEN and name != "input"):
+        weight = x.replace("input", "weight")
+        of_x, of_weight = shapes[x], shapes[weight]
+        if len(of_weight) != 2 or of_weight[0] != vocab:
+            size, advice = "h", ""
+            if weight == "teacher_weight":
+                size, advice = "H'", "; where one of both is padded, slice it to the columns that both have"
+            raise ValueError(f"{weight} must be (V, {size}) with V = {vocab}, but got {of_weight}{advice}")
+        if of_x != (expected := (*tokens, of_weight[1])):
+            what = f"{expected}: input's shape with the last dimension of {weight}"
+            raise ValueError(f"{x} must be {what}, but got {of_x}")
+
+
+def _check_needs_no_gradient(name: str, tensor: Any) -> None:
+    # The teacher's weight is a constant, whatever it requires; and so is its input where nothing is recorded.
+    if argument(name).differentiable or name == "teacher_weight" or not tensor.requires_grad:
+        return
+    advice = ""
+    if name == "teacher_input":
+        if not torch.is_grad_enabled():
+            return
+        advice = "; compute it under torch.no_grad(), or pass teacher_input.detach()"
+    raise ValueError(f"{name} must not require a gradient: there is none with respect to it{advice}")
+
+
+def check_loss(loss: Loss, vocab: int) -> None:
+    """Raises for a loss that has no meaning where linear_weight has `vocab` rows; see `check_call`."""
+    if loss.reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, but got {loss.reduction!r}")
+    up_to_vocab = f"be between 1 and the rows of linear_weight, {vocab}"
+    _check_number("ignore_index", loss.ignore_index, ("fit 64 bits", _fits_64_bits), kind=Integral)
+    if loss.vocab_size is not None:
+        _check_number("vocab_size", loss.vocab_size, (up_to_vocab, lambda x: 1 <= x <= vocab), kind=Integral)
+    _check_number("label_smoothing", loss.label_smoothing, ("be between 0 and 1", lambda x: 0 <= x <= 1))
+    if loss.softcap is not None:
+        _check_number("softcap", loss.softcap, _FINITE, ("be positive, or None for no softcap", lambda x: x > 0))
+    nonzero = ("not be 0, which makes all logits equal", lambda x: x != 0)
+    _check_number("logit_scale", loss.logit_scale, _FINITE, nonzero)
+    _check_number("z_loss", loss.z_loss, _FINITE)
+    if not isinstance(loss.target_rest, bool):
+        raise TypeError(f"target_rest must be a bool, but got {type(loss.target_rest).__name__}")
+    if not isinstance(loss.outputs, tuple) or any(name not in OUTPUTS for name in loss.outputs):
+        raise ValueError(f"outputs must be a tuple of names among {tuple(OUTPUTS)}, but got {loss.outputs!r}")
+    if len(set(loss.outputs)) < len(loss.outputs):
+        raise ValueError(f"outputs must name each output once, but got {loss.outputs!r}")
+    could_have_grad = [name for name in loss.outputs if OUTPUTS[name].is_differentiable]
+    if not isinstance(loss.detached, tuple) or any(name not in could_have_grad for name in loss.detached):
+        what = f"a tuple of outputs that could have a gradient, here {could_have_grad}"
+        raise ValueError(f"detached must be {what}, but got {loss.detached!r}")
+
+
+def _check_target_weights(given: Collection[str], loss: Loss) -> None:
+    """Raises for what has no meaning with target weights, or without; `given` are the names of arguments."""
+    if "target_weights" not in given:
+        if loss.target_rest:
+            raise ValueError("target_rest is the rest of target_weights; without these it has no meaning")
+        return
+    if "weight" in given:
+        advice = "multiply these by the class weights of the targets"
+        raise ValueError(f"weight has no meaning with target_weights: {advice}")
+    if loss.token_loss:
+        raise ValueError("token_loss takes the place of the cross-entropy that target_weights belong to")
+    if loss.target_rest and loss.reduction == "none":
+        raise ValueError('target_rest needs reduction "mean" or "sum"')
+    if loss.label_smoothing:
+        raise ValueError("label_smoothing must be 0 with target_weights, which are soft targets already")
+    for name in loss.outputs:
+        if name in ("log_prob", "accuracy"):
+            why = "a token has no target of its own then"
+            raise ValueError(f"outputs must not have {name!r} with target_weights: {why}")
+
+
+def _check_token_loss(given: Collection[str], loss: Loss) -> None:
+    """Raises for what has no meaning with a token loss, or without; `given` are the names of arguments."""
+    inputs = sum(name.startswith("token_inputs") for name in given)
+    if not loss.token_loss:
+        if inputs:
+            raise ValueError("token_inputs are what token_loss reads; without it they have no meaning")
+        return
+    from thunder_flce.operation.pointwise import check
+
+    check(loss.token_loss, inputs)
+    if loss.reduction == "none":
+        advice = 'apply it to the results of outputs=("log_prob", "entropy", "log_sum_exp")'
+        raise ValueError(f'token_loss needs reduction "mean" or "sum"; for a loss of each token, {advice}')
+    for name, is_given in (("weight", "weight" in given), ("label_smoothing", loss.label_smoothing != 0)):
+        if is_given:
+            raise ValueError(f"{name} belongs to the cross-entropy, in whose place token_loss is")
+
+
+def _fits_64_bits(value: int) -> bool:
+    return -(2**63) <= value < 2**63
+
+
+_Rule = tuple[str, Callable[[Any], bool]]
+"""What a number must do, and whether it does"""
+_FINITE: _Rule = ("be finite", math.isfinite)
+_NUMBER_OR_TENSOR = "a number or a tensor without dimensions"
+_SCALAR_RULES: dict[str, _Rule] = {
+    "num_items": ("be finite and not negative", lambda x: 0 <= x < math.inf),
+    "expected_gradient": ("be finite and not 0", lambda x: math.isfinite(x) and x != 0),
+}
+
+
+def _check_number(name: str, value: Any, *rules: _Rule, kind: type = Real, what: str = "a number") -> None:
+    if not _is_number(value, kind):
+        raise TypeError(f"{name} must be {'an int' if kind is Integral else what}, but got {type(value).__name__}")
+    # No tensor takes such an int, and perhaps no float.
+    if kind is Real and isinstance(value, int) and not _fits_64_bits(value):
+        raise ValueError(f"{name} must be a float or fit 64 bits, but is an int of {value.bit_length()} bits")
+    for expected, is_right in rules:
+        # The value of a proxy is not known.
+        if isinstance(value, Real) and not is_right(value):
+            raise ValueError(f"{name} must {expected}, but got {value}")
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    """Whether it is a `Real` or an `Integral` number, or stands for one while a program is traced, but no bool."""
+    if isinstance(value, torch.SymInt | torch.SymFloat):
+        of_value = value.node.pytype
+    else:
+        of_value = getattr(value, "python_type", type(value))
+    return issubclass(of_value, kind) and of_value is not bool
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "requires_grad")
+
+
+def _is_sequence(value: Any) -> bool:
+    # A `Spec` is a tuple, too.
+    return isinstance(value, Sequence) and not _is_tensor(value)

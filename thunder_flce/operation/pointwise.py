@@ -1,0 +1,492 @@
+"""A loss of single tokens, such as GRPO's clipped ratio, in place of the cross-entropy.
+
+    loss_t = f(log_prob_t, entropy_t, log_sum_exp_t, i0_t, i1_t, …)     i: further tensors of one number a token
+
+f is a Python function of such tensors, made of PyTorch's operations that work element by element. It runs once on a few
+numbers; the operations of its value and of autograd's derivatives become a line of text, which operators carry and
+traces print. A ratio of probabilities times an advantage:
+
+    f0 = aten.sub(log_prob, i0); f1 = aten.exp(f0); f2 = aten.mul(f1, i1); loss = f2; d_log_prob = f2
+
+So a chunk of rows is differentiated where its logits are, below autograd. All dtypes with fractions are one, that of
+the rows, which the text calls `row`, and for which float64 stands while a function is written down.
+"""
+
+import copy
+import inspect
+import math
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdRef
+
+VARIABLES = ("log_prob", "entropy", "log_sum_exp")
+"""What is known of a row, and has a gradient: outputs of `loss.OUTPUTS`."""
+
+TokenLoss = str
+"""The text; "" for the cross-entropy itself."""
+
+
+class NotOfTokens(Exception):
+    """Raised for what does not work element by element; names it."""
+
+
+class Handle(str):
+    """The name of a tensor."""
+
+
+def input_name(number: int) -> str:
+    """What the further tensors are called."""
+    return f"i{number}"
+
+
+def not_of_tokens(problem: Exception) -> TypeError:
+    """The error for a function that is not made of operations on single tokens."""
+    needed = "must be made of PyTorch's operations on single tokens, since a chunk of tokens at a time is computed"
+    return TypeError(f"token_loss {needed}, but it has: {problem}")
+
+
+def names_asked_for(function: Callable[..., Any], inputs: int) -> list[str]:
+    """Which of the variables a function of so many inputs gets by name; a TypeError where it does not take these."""
+    if torch.compiler.is_dynamo_compiling() and isinstance(function, FunctionType):
+        # Of a function that is made in the program, Dynamo knows no signature.
+        code = function.__code__
+        return [name for name in VARIABLES[2:] if name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
+    signature = inspect.signature(function)
+    by_name = [name for name in VARIABLES[2:] if name in signature.parameters]
+    try:
+        signature.bind(*range(2 + inputs), **dict.fromkeys(by_name))
+    except TypeError as error:
+        of = f"log_prob, entropy and the {inputs} of token_inputs"
+        raise TypeError(f"token_loss is called with {of}: {error}") from None
+    return by_name
+
+
+def called(function: Callable[..., Any], arguments: Mapping[str, Any], by_name: Sequence[str]) -> Any:
+    """What a function returns, of its arguments by their names."""
+    positional = [value for name, value in arguments.items() if name not in VARIABLES[2:]]
+    return function(*positional, **{name: arguments[name] for name in by_name})
+
+
+# From a function to its text.
+
+_TEXTS: dict[Any, TokenLoss] = {}
+
+
+def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -> TokenLoss:
+    """The text of a function of (log_prob, entropy, *inputs), and of log_sum_exp where it has that argument.
+
+    It is kept while what the function reads is the same: numbers, tensors and functions, in globals, closures and
+    defaults. A function that reads other objects, such as a method's `self`, runs anew at each call.
+
+    Raises:
+        TypeError: where it takes other arguments, or does what is no operation on single tokens.
+    """
+    # Dynamo must not compile this; its import, which takes seconds, is left to those who use it.
+    return (_without_dynamo if "torch._dynamo" in sys.modules else _written)(function, input_dtypes)
+
+
+def _written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -> TokenLoss:
+    try:
+        key = (*input_dtypes, _state(function, ()))
+    except (ValueError, RuntimeError):
+        key = None
+    if key in _TEXTS:
+        return _TEXTS[key]
+    try:
+        text = _traced(function, input_dtypes)
+    except NotOfTokens as problem:
+        raise not_of_tokens(problem) from problem
+    if len(_TEXTS) >= 256:
+        _TEXTS.clear()
+    return text if key is None else _TEXTS.setdefault(key, text)
+
+
+_without_dynamo = _disable_dynamo(_written)
+
+
+def _traced(function: Callable[..., Any], dtypes: Sequence[torch.dtype]) -> TokenLoss:
+    by_name, texts = names_asked_for(function, len(dtypes)), []
+    for tokens in (1, 2):
+        recorder = Recorder(dtypes, tokens=tokens)
+        try:
+            with recorder.recording():
+                result = called(function, recorder.values, by_name)
+        except RuntimeError as error:
+            raise NotOfTokens(error) from error
+        texts.append(recorder.finish(result))
+    if texts[0] != texts[1]:
+        raise NotOfTokens("a number that depends on the tokens, or on how many there are")
+    return texts[0]
+
+
+def _state(value: Any, names: Sequence[str], depth: int = 8) -> Any:
+    """What a function reads, as something hashable; `names` are those in its code. A ValueError for what may change."""
+    kind = type(value)
+    if kind in (bool, int, float, str, type(None), torch.dtype):
+        return kind, repr(value)
+    if isinstance(value, Tensor):
+        return WeakIdRef(value), value._version
+    library = value.__name__ if kind is ModuleType else getattr(value, "__module__", None) or ""
+    is_known = kind in (FunctionType, ModuleType, type) and library.partition(".")[0] in ("torch", "math", "numpy")
+    if is_known or (kind is BuiltinFunctionType and isinstance(value.__self__, ModuleType | type)):
+        return value
+    if kind in (tuple, list, dict) and depth:
+        return kind, *(_state(each, names, depth - 1) for each in (value.items() if kind is dict else value))
+    if kind is ModuleType and depth:
+        return value, *(_state(vars(value)[name], names, depth - 1) for name in names if name in vars(value))
+    if kind is FunctionType and depth and not vars(value):
+        names, known = _names(value.__code__), value.__globals__
+        read = [*(known[name] for name in names if name in known), value.__defaults__, value.__kwdefaults__]
+        read += [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, *(_state(each, names, depth - 1) for each in read)
+    raise ValueError(value)
+
+
+@lru_cache(1024)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """The globals and attributes that are named in some code and in the functions that it makes."""
+    inner = (name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+_NAME = re.compile(r"(?<![\w.'\"])[a-z_]\w*\b(?![\w.('\"=])")
+_COPIES = ("_to_copy", "clone", "detach", "alias", "lift_fresh", "lift_fresh_copy")
+_FREE = ("masked_fill", "where", "rsub", "floor_divide", "_local_scalar_dense")
+"""Of one number a token, too, though PyTorch does not say so."""
+_FACTORY = re.compile(r"(new_)?(full|zeros|ones)(_like)?|scalar_tensor|fill|zero")
+"""What gives the same number for all tokens."""
+_IGNORED = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "implicit")
+_WITH_NUMBER = ("where", "masked_fill", "add", "sub", "mul", "div", "pow", "eq", "ne", "lt", "le", "gt", "ge")
+"""Take a number in place of their last tensor."""
+_NEUTRAL = {"mul": 1, "div": 1, "pow": 1, "add": 0, "sub": 0}
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down, as a `TokenLoss`, what is done with tensors of a few tokens, forward and backward.
+
+    `dtypes` are those of the further tensors.
+    """
+
+    def __init__(self, dtypes: Iterable[torch.dtype] = (), *, tokens: int = 2):
+        super().__init__()
+        self.values: dict[str, Any] = {}
+        """(tokens,) tensors, and what else `write` gave, by handle."""
+        self._tokens, self._is_backward = tokens, False
+        self._lines: dict[str, Handle] = {}
+        """The name of what each expression gives."""
+        self._known: dict[int, tuple[Tensor, Any]] = {}
+        """By the id of a tensor, which is kept so that no other has it: its name, or the number of all tokens."""
+        self._attached: dict[str, Handle] = {}
+        """By the name of what is detached: that of what it was."""
+        for name in VARIABLES:
+            self._add(name, torch.float64)
+        for dtype in dtypes:
+            self.add_input(dtype)
+
+    def copy(self) -> "Recorder":
+        """Another one that goes on from here."""
+        other = copy.copy(self)
+        for name in ("values", "_lines", "_known", "_attached"):
+            setattr(other, name, dict(getattr(self, name)))
+        return other
+
+    def add_input(self, dtype: torch.dtype) -> Handle:
+        """The name of one more tensor."""
+        return self._add(input_name(sum(name[0] == "i" for name in self.values)), dtype)
+
+    def _add(self, name: str, dtype: torch.dtype) -> Handle:
+        with _as_in_eager():
+            tensor = self._tokens * torch.arange(1, self._tokens + 1)
+            tensor = tensor.to(torch.float64 if dtype.is_floating_point else dtype)
+            # The clone is no leaf, of which PyTorch has errors of its own.
+            self.values[name] = tensor.requires_grad_().clone() if name in VARIABLES else tensor
+        self._known[id(self.values[name])] = self.values[name], Handle(name)
+        return Handle(name)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While operations are written down."""
+        with _as_in_eager(), self:
+            yield
+
+    def write(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, has_gradient: bool = True) -> Handle:
+        """The result of a function, method or attribute by its name, of arguments whose tensors are `Handle`s.
+
+        `NotOfTokens` for one that does not work element by element; `has_gradient` says whether gradients are on.
+        """
+        given = [self.values[each] if isinstance(each, Handle) else each for each in args]
+        by_name = {key: self.values[each] if isinstance(each, Handle) else each for key, each in kwargs.items()}
+        handle = Handle(f"r{len(self.values)}")
+        try:
+            with self.recording(), torch.set_grad_enabled(has_gradient):
+                self.values[handle] = _result_of(name, given, by_name)
+        except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            raise NotOfTokens(f"{name} with such arguments") from error
+        return handle
+
+    def cast(self, handle: Handle, dtype: torch.dtype) -> Handle:
+        """A tensor in another dtype."""
+        return self.write("to", (handle, dtype), {})
+
+    def detached(self, handle: Handle) -> Handle:
+        """A tensor through which no gradient flows."""
+        return self.write("detach", (handle,), {})
+
+    def finish(self, result: Any) -> TokenLoss:
+        """The text of the loss whose handle, or tensor, is given; `NotOfTokens` for one that is none of tokens."""
+        value = self.values[result] if isinstance(result, Handle) else result
+        if not isinstance(value, Tensor):
+            raise NotOfTokens(f"{type(value).__name__} as its result")
+        with self.recording():
+            loss = self._name(value)
+            if self._reached([loss]).isdisjoint(VARIABLES):
+                raise NotOfTokens(f"a result that depends on none of {', '.join(VARIABLES)}")
+            if value.shape != (self._tokens,):
+                raise NotOfTokens("a result of another shape")
+            derivatives = self._derivatives(value)
+        outputs = {"loss": self._line(f"aten.clone({loss})") if loss in self.values else loss}
+        for name, each in derivatives.items():
+            if each != 0:
+                is_name = isinstance(each, Handle)
+                outputs[f"d_{name}"] = each if is_name else self._line(f"aten.full_like({loss}, {each!r})")
+        of_value, needed = self._reached([outputs["loss"]]), self._reached(outputs.values())
+        lines: list[tuple[str, Any]] = [(name, text) for text, name in self._lines.items() if name in needed]
+        # First what the value alone needs.
+        lines.sort(key=lambda line: line[0] not in of_value)
+        numbers = {name: f"f{number}" for number, (name, _) in enumerate(lines)}
+        lines.insert(len(of_value.intersection(numbers)), ("loss", outputs.pop("loss")))
+        text = "; ".join(f"{name} = {text}" for name, text in (*lines, *outputs.items()))
+        return _NAME.sub(lambda found: numbers.get(found[0], found[0]), text)
+
+    def _derivatives(self, value: Tensor) -> dict[str, Any]:
+        """The names of the derivatives, or the numbers that they are."""
+        if not value.requires_grad:
+            return {}
+        variables, ones = [self.values[name] for name in VARIABLES], torch.ones_like(value)
+        self._is_backward = True
+        try:
+            found = torch.autograd.grad(value, variables, ones, allow_unused=True, retain_graph=True)
+            return {name: self._name(each) for name, each in zip(VARIABLES, found, strict=True) if each is not None}
+        finally:
+            self._is_backward = False
+
+    def _reached(self, names: Iterable[Any]) -> set[str]:
+        """All names that some names depend on, with these."""
+        needed = set(names)
+        for text, name in reversed(self._lines.items()):
+            if name in needed:
+                needed.update(_NAME.findall(text))
+        return needed
+
+    def _line(self, text: str) -> Handle:
+        return self._lines.setdefault(text, Handle(f"t{len(self._lines)}"))
+
+    def _name(self, tensor: Tensor) -> Any:
+        """A tensor's name, or the number that all tokens have."""
+        if id(tensor) in self._known:
+            name = self._known[id(tensor)][1]
+            return self._attached.get(name, name) if self._is_backward else name
+        if tensor.numel() != 1 or tensor.requires_grad:
+            raise NotOfTokens("a tensor that is not among its arguments; give it to token_inputs")
+        return tensor.item()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, is_mutable = func._opname, func._schema.is_mutable
+        given = {key: each for key, each in (kwargs or {}).items() if key not in _IGNORED and each is not None}
+        given = dict(enumerate(args)) | given
+        names = {key: self._name(each) for key, each in given.items() if isinstance(each, Tensor)}
+        is_number = not any(isinstance(each, Handle) for each in names.values())
+        if name == "_local_scalar_dense" and not is_number:
+            raise NotOfTokens("control flow that depends on a tensor, or a function of numbers, as those of math")
+        if is_mutable and not self._is_backward:
+            raise NotOfTokens(f"{name}, which changes a tensor in place")
+        name = name.removesuffix("_") if is_mutable else name
+        # 1 - tensor, in the derivatives of some operations, is empty_like, fill_ and sub_.
+        is_factory = _FACTORY.fullmatch(name) or (name == "empty_like" and self._is_backward)
+        is_pointwise = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+        if func.namespace != "aten" or not (is_pointwise or name in (*_COPIES, *_FREE) or is_factory):
+            return self._decomposed(func, args, kwargs or {})
+        if "dtype" in given and given["dtype"].is_floating_point:
+            given["dtype"] = torch.float64
+        given |= {key: given[key].cpu() for key in names}  # A constant may be on another device.
+        out = func(*map(given.get, range(len(args))), **{key: given[key] for key in given if isinstance(key, str)})
+        if not isinstance(out, Tensor):
+            if name == "_local_scalar_dense":
+                return out
+            raise NotOfTokens(name)
+        if is_number or is_factory:
+            found: Any = out.flatten()[0].item()
+        else:
+            is_same = name in _COPIES and out.dtype == given[0].dtype
+            found = names[0] if is_same else self._expression(name, given, given | names, out.dtype)
+            if out.is_floating_point() and out.dtype != torch.float64:  # That of integers is PyTorch's default.
+                found, out = self._line(f"aten._to_copy({found}, dtype=row)"), out.double()
+            if not self._is_backward and (name == "detach" or not torch.is_grad_enabled()):
+                detached = self._line(f"aten.detach({found})")
+                self._attached[detached], found = found, detached
+        self._known[id(out)] = out, found
+        return out
+
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result by other operations: some work element by element, though PyTorch does not say so."""
+        from torch._decomp import decomposition_table
+
+        try:
+            with self:
+                found = decomposition_table.get(func, func.decompose)(*args, **kwargs)
+        except NotOfTokens as error:
+            raise NotOfTokens(func._opname) from error
+        if found is NotImplemented:
+            raise NotOfTokens(func._opname)
+        return found
+
+    def _expression(self, name: str, given: Any, operands: dict[Any, Any], of: torch.dtype) -> Handle:
+        """The name of what an operation gives."""
+        if name in ("add", "mul") and list(operands) == [0, 1]:
+            # Numbers last, and a product with exchanged factors is the same product.
+            order = sorted((0, 1), key=lambda key: (not isinstance(operands[key], Handle), str(operands[key])))
+            operands, given = ({key: each[order[key]] for key in (0, 1)} for each in (operands, given))
+        is_neutral = not isinstance(operands.get(1), Handle) and operands.get(1) == _NEUTRAL.get(name, math.nan)
+        if is_neutral and len(operands) == 2 and isinstance(operands[0], Handle) and given[0].dtype == of:
+            return operands[0]
+        like, *others = (key for key, each in operands.items() if isinstance(each, Handle))
+        has_fractions = any(given[key].is_floating_point() for key in (like, *others))
+        for key, each in operands.items():
+            is_last = key == len(operands) - 1 or (name == "where" and key == 1 and isinstance(operands[2], Handle))
+            may_be_number = isinstance(each, Handle) or (name in _WITH_NUMBER and is_last)
+            if isinstance(given[key], Tensor) and given[key].is_floating_point() and not has_fractions:
+                may_be_number = isinstance(each, Handle)  # A number makes fractions of PyTorch's default dtype.
+            if isinstance(given[key], Tensor) and not may_be_number:
+                dtype = _literal(given[key].dtype)
+                cast = "" if dtype == _literal(given[like].dtype) else f", dtype={dtype}"
+                operands[key] = self._line(f"aten.full_like({operands[like]}, {each!r}{cast})")
+        texts = (f"{key}=" * isinstance(key, str) + _literal(each) for key, each in operands.items())
+        return self._line(f"aten.{name}({', '.join(texts)})")
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return "row" if value.is_floating_point else str(value)
+    if not isinstance(value, bool | int | float | str | None):
+        raise NotOfTokens(f"{type(value).__name__} among the arguments of an operation")
+    return str(value) if isinstance(value, Handle) else repr(value)
+
+
+@contextmanager
+def _as_in_eager() -> Iterator[None]:
+    """No mode of the caller's has a say in what is computed here."""
+    without_modes, autocast = _disable_current_modes(), torch.autocast("cpu", enabled=False)
+    with without_modes, torch.inference_mode(False), torch.enable_grad(), autocast, torch.device("cpu"):
+        yield
+
+
+_PYTORCH_NAMES = {
+    **{"truediv": "true_divide", "truediv_": "true_divide_", "floordiv": "floor_divide", "mod": "remainder"},
+    **{"and_": "bitwise_and", "or_": "bitwise_or", "xor": "bitwise_xor", "torch_max": "max"},
+    **{"inv": "bitwise_not", "invert": "bitwise_not", "stop_gradient": "detach", "log_sigmoid": "logsigmoid"},
+}
+
+
+def _result_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if name in ("dtype", "device"):
+        return getattr(args[0], name)
+    name = _PYTORCH_NAMES.get(name, name)
+    is_of_tensor = kwargs or len(args) != 2 or isinstance(args[0], Tensor)
+    for place in (F, torch, torch.special, Tensor) if is_of_tensor else (operator, torch):
+        function = getattr(place, name, None)
+        if callable(function) and not isinstance(function, ModuleType | type):
+            return function(*args, **kwargs)
+    raise NotOfTokens(name)
+
+
+# Running.
+
+_STATEMENT = re.compile(r"(f\d+|loss|d_[a-z_]+) = (aten\.\w+[^\W_]\([\w .,=+'-]*\)|\w+)")
+
+
+@lru_cache(256)
+def numbered(token_loss: TokenLoss) -> tuple[TokenLoss, list[int]]:
+    """The same with those further tensors alone that it reads, and which ones these are."""
+    read = sorted({int(name[1:]) for name in _NAME.findall(token_loss) if name[0] == "i" and name[1:].isdigit()})
+    names = {input_name(number): input_name(at) for at, number in enumerate(read)}
+    return _NAME.sub(lambda found: names.get(found[0], found[0]), token_loss), read
+
+
+def check(token_loss: Any, inputs: int) -> None:
+    """Raises a TypeError for what is no text of this module that reads at most so many further tensors."""
+    is_text = isinstance(token_loss, str) and "loss = " in token_loss
+    if not is_text or not all(map(_STATEMENT.fullmatch, token_loss.split("; "))):
+        raise TypeError(f"token_loss must be a function, or what one has become, but it is {token_loss!r}")
+    for number in numbered(token_loss)[1]:
+        if number >= inputs:
+            raise TypeError(f"token_loss reads {input_name(number)}, which is not in token_inputs")
+
+
+def _value(token_loss: TokenLoss) -> TokenLoss:
+    """The part that the value is computed by."""
+    before, loss, after = token_loss.partition("loss = ")
+    return before + loss + after.partition(";")[0]
+
+
+@lru_cache(1024)
+def uses(token_loss: TokenLoss, variable: str) -> bool:
+    """Whether a loss depends on one of `VARIABLES`."""
+    return variable in _NAME.findall(_value(token_loss))
+
+
+def evaluate(token_loss: TokenLoss, values: Mapping[str, Tensor]) -> Tensor:
+    """(...) the loss of each token, from the values of all names that it reads."""
+    return _compiled(token_loss, value_alone=True)(values)[0]
+
+
+def value_and_derivatives(token_loss: TokenLoss, values: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    """As `evaluate`, and the derivatives with respect to each of `VARIABLES`; None where it has none."""
+    return _compiled(token_loss, value_alone=False)(values)
+
+
+def interpret(token_loss: TokenLoss, values: Mapping[str, Any], functions: Any) -> Any:
+    """As `evaluate`, by other functions of these names, as of thunder.torch; a NotImplementedError where one lacks."""
+    return _run(_value(token_loss), [functions], {"_to_copy": "to", "sgn": "sign"})(values)[0]
+
+
+@lru_cache(256)
+def _compiled(token_loss: TokenLoss, *, value_alone: bool) -> Callable[[Mapping[str, Tensor]], Any]:
+    # Nothing is differentiated here. PyTorch's own bindings choose an overload in less time.
+    text = re.sub(r"aten\.detach\((\w+)\)", r"\1", _value(token_loss) if value_alone else token_loss)
+    return _run(text, [torch, torch.ops.aten], {})
+
+
+def _run(text: str, places: Sequence[Any], own_names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Any]:
+    """A function from values by name to the value and the derivatives, made of the functions in some places."""
+    aten = SimpleNamespace()
+    for name in set(re.findall(r"aten\.(\w+)", text)):
+        own = own_names.get(name, name)
+        place = next((place for place in places if hasattr(place, own)), None)
+        if place is None:
+            raise NotImplementedError(f"{places[0].__name__} has no {name}, which token_loss is made of")
+        setattr(aten, name, getattr(place, own))
+    statements = text.split("; ")
+    names = {each.partition(" = ")[0] for each in statements}
+    read = sorted(set(_NAME.findall(text)) - names - {"row", "inf", "nan"})
+    derivatives = (f"{name!r}: {f'd_{name}.to(row)' if f'd_{name}' in names else None}" for name in VARIABLES)
+    body = [
+        *(f"{name} = values[{name!r}]" for name in read),
+        f"row = {next(name for name in VARIABLES if name in read)}.dtype",
+        *statements,
+        f"return loss.to(row), {{{', '.join(derivatives)}}}",
+    ]
+    scope: dict[str, Any] = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
+    exec("def run(values):\n    " + "\n    ".join(body), scope)  # noqa: S102 (`check` has read it)
+    return scope["run"]

@@ -1,1 +1,0 @@
-"""How a region is run: its plan, as integers, and what that is predicted to take."""

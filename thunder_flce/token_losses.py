@@ -1,0 +1,160 @@
+"""From a Python function of one token's numbers to the text that the engine runs: `operation.pointwise`.
+
+In a program that Dynamo traces, the function is called with stand-ins, which note down what is done with them: Dynamo
+looks into that call as into any other, so that what the function reads, such as a global number, is guarded. The calls
+are repeated with tensors then.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thunder_flce.importing import when_imported
+from thunder_flce.operation import pointwise
+from thunder_flce.operation.checks import check_token_inputs
+from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, TokenLoss, input_name
+
+
+def check_function(token_loss: Any) -> None:
+    """Raises a TypeError for what is neither a function nor the text that one has become."""
+    is_text = isinstance(token_loss, str) and "; loss = " in token_loss
+    if not callable(token_loss) and not is_text:
+        raise TypeError(f"token_loss must be a function, but got {type(token_loss).__name__}")
+
+
+def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenLoss:
+    """The loss that a function computes: `pointwise.written`, with its errors."""
+    check_token_inputs(inputs)
+    if not torch.compiler.is_dynamo_compiling():
+        return pointwise.written(function, [getattr(each, "dtype", torch.float32) for each in inputs])
+    _have_dynamo_invert()
+    by_name = pointwise.names_asked_for(function, len(inputs))
+    names = [*VARIABLES[:2], *by_name, *map(input_name, range(len(inputs)))]
+    steps: list[tuple[Any, ...]] = []
+    try:
+        with torch.enable_grad():
+            result = pointwise.called(function, {name: _Numbers(steps, name) for name in names}, by_name)
+        if not isinstance(result, _Numbers):
+            raise NotOfTokens(f"{type(result).__name__} as its result")
+        text, problem = _recorded(tuple(steps), result._name, tuple([each.dtype for each in inputs]))
+        if problem:
+            raise NotOfTokens(problem)
+        return text
+    except NotOfTokens as error:
+        raise pointwise.not_of_tokens(error) from error
+
+
+def _recorded(steps: tuple[Any, ...], result: str, dtypes: tuple[torch.dtype, ...]) -> tuple[TokenLoss, str]:
+    """The loss, or an error's text: Dynamo would take an error raised in here for one of its own."""
+
+    def value(argument: Any) -> Any:
+        return handles.get(argument[1], Handle(argument[1])) if isinstance(argument, tuple) else argument
+
+    handles: dict[str, Handle] = {}
+    recorder = Recorder(dtypes)
+    try:
+        for number, (name, args, kwargs, has_gradient) in enumerate(steps):
+            by_name = {key: value(each) for key, each in kwargs}
+            handles[str(number)] = recorder.write(name, [*map(value, args)], by_name, has_gradient=has_gradient)
+        return recorder.finish(value(("", result))), ""
+    except NotOfTokens as problem:
+        return "", str(problem)
+
+
+class _Numbers:
+    """Stands for a tensor of one number a token. Plain Python, which Dynamo traces.
+
+    Calls are noted down in `steps`; the result of each is named by its number.
+    """
+
+    def __init__(self, steps: list[tuple[Any, ...]], name: str):
+        self._steps, self._name = steps, name
+
+    def _then(self, name: str, *args: Any, **kwargs: Any) -> "_Numbers":
+        """Notes down a call, of which this is an argument."""
+        by_name = tuple([(key, _noted(value)) for key, value in kwargs.items()])
+        self._steps.append((name, tuple(map(_noted, args)), by_name, torch.is_grad_enabled()))
+        return _Numbers(self._steps, str(len(self._steps) - 1))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> "_Numbers":
+        kwargs = kwargs or {}
+        found = [each for each in (*args, *kwargs.values()) if isinstance(each, _Numbers)]
+        if not found:
+            raise NotOfTokens(f"{func.__name__} of several tensors")
+        return found[0]._then(func.__name__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dtype", "device"):
+            return self._then(name, self)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "where":
+            return lambda condition, other: self._then(name, condition, self, other)
+        return lambda *args, **kwargs: self._then(name, self, *args, **kwargs)
+
+    def __bool__(self) -> bool:
+        raise NotOfTokens("control flow that depends on a tensor, or a function of numbers, as those of math")
+
+    def __getitem__(self, key: Any) -> Any:
+        raise NotOfTokens("indexing, item assignment, or a number of tokens, but there is one number a token")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self[key]
+
+    def __len__(self) -> int:
+        return self[0]
+
+    __float__ = __int__ = __index__ = __bool__
+    __iter__ = __len__
+    __hash__ = object.__hash__
+
+
+def _operator(name: str, *, is_reflected: bool = False) -> Callable[..., _Numbers]:
+    if is_reflected:
+        return lambda self, other: self._then(name, other, self)
+    return lambda self, *others: self._then(name, self, *others)
+
+
+for _called in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "and", "or", "xor"):
+    _name = f"bitwise_{_called}" if _called in ("and", "or", "xor") else _called
+    setattr(_Numbers, f"__{_called}__", _operator(_name))
+    setattr(_Numbers, f"__r{_called}__", _operator(_name, is_reflected=True))
+    setattr(_Numbers, f"__i{_called}__", _operator(f"{_name}_"))
+for _called in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
+    setattr(_Numbers, f"__{_called}__", _operator(_called))
+
+
+def _noted(argument: Any) -> Any:
+    if isinstance(argument, _Numbers):
+        return ("", argument._name)
+    if isinstance(argument, Tensor):
+        # In a program that is compiled, nobody would notice that it changes.
+        raise NotOfTokens("a tensor that is not among its arguments; give it to token_inputs")
+    # Symbolic numbers of Dynamo's become those that they are, and NumPy's Python's.
+    if isinstance(argument, int):
+        return argument if isinstance(argument, bool) else operator.index(argument)
+    return argument.__float__() if isinstance(argument, float | Real) else argument
+
+
+def _have_dynamo_invert() -> None:
+    """Has Dynamo, of torch 2.10 and others, trace `~mask` of stand-ins as it traces `-ratio`."""
+    from torch._dynamo.variables.builtin import BuiltinVariable
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+    def call_invert(self: Any, tx: Any, operand: Any) -> Any:
+        is_ours = isinstance(operand, UserDefinedObjectVariable) and operand.python_type() is _Numbers
+        # None leaves it to what else there is.
+        return operand.call_method(tx, "__invert__", [], {}) if is_ours else None
+
+    if not hasattr(BuiltinVariable, "call_invert"):
+        BuiltinVariable.call_invert = call_invert  # type: ignore[attr-defined]
+
+
+for _constant in (_recorded, _have_dynamo_invert):
+    when_imported("torch._dynamo", partial(torch.compiler.assume_constant_result, _constant))
