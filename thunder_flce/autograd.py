@@ -32,9 +32,9 @@ def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_
         is_direct: whether the engine may run without the dispatcher, which compilers, modes and subclasses listen to.
     """
     if torch._C._are_functorch_transforms_active():
-        return _TransformedRegion.apply(settings, *tensors)
+        return _TransformedLinearCrossEntropy.apply(settings, *tensors)
     if settings.needs_grad:
-        return _Region.apply(settings, is_direct, *tensors)
+        return _LinearCrossEntropy.apply(settings, is_direct, *tensors)
     # Tensors that have left their transform have no memory of their own. An autograd function unwraps them, too.
     # A teacher's weight, which gets no gradient, may require one.
     with torch.no_grad():
@@ -91,7 +91,7 @@ class _Derivatives(torch.autograd.Function):
         return tuple(gradients)
 
 
-class _Region(_Derivatives):
+class _LinearCrossEntropy(_Derivatives):
     """A call of the operator."""
 
     @staticmethod
@@ -106,7 +106,7 @@ class _Region(_Derivatives):
         return results
 
 
-class _TransformedRegion(_Derivatives):
+class _TransformedLinearCrossEntropy(_Derivatives):
     """The same inside transforms of torch.func."""
 
     @staticmethod
@@ -185,7 +185,7 @@ def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
                 f"{name} requires a gradient, but this operator was traced with {name} that did not; trace or export "
                 "it with one that does"
             )
-    return list(_Region.apply(known, False, *tensors))
+    return list(_LinearCrossEntropy.apply(known, False, *tensors))
 
 
 operators.library.impl("linear_cross_entropy", _autograd_kernel, "Autograd")

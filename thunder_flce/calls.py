@@ -15,7 +15,7 @@ from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.engine.choose import strategy_of
 from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
 from thunder_flce.operation.call import Call, named_tensors, operand_names
-from thunder_flce.operation.checks import check_call, check_pairs, check_token_inputs
+from thunder_flce.operation.checks import check_call, check_pairs, check_scalar, check_token_inputs
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
@@ -59,12 +59,13 @@ def run(
             elif type(value) in (int, float):
                 names.append(name)
                 tensors.append(_as_tensor(value, arguments["input"]))
-                specs.append(value)
+                specs.append(type(value))
+                check_scalar(name, value)
             elif value is not None and value != ():
                 is_plain = False
-        key = (*names, *specs, *loss, options, divergence, torch.is_grad_enabled())
+        key = (*names, *specs, *loss, *map(type, loss), options, divergence, torch.is_grad_enabled())
         known = _known.get(key) if is_plain else None
-    except (TypeError, ValueError, AttributeError, OverflowError):
+    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError):
         # Something that is no tensor or not hashable: the checks say what is wrong.
         is_plain = False
     if not is_plain:

@@ -141,7 +141,8 @@ def _keep(settings: Settings, ops: Primitives, call: Call, tensors: Sequence[Ten
 
 def _in_shape(call: Call, name: str, result: Tensor) -> Tensor:
     if result.ndim == 1 and (name == "loss" or name in call.loss.outputs):
-        return result.reshape(call.shape)
+        # What the user may change in place must not be a view.
+        return result if result.shape == call.shape else torch.ops.aten._unsafe_view(result, call.shape)
     if result.ndim == 2 and name[0] == "d" and call.tensors["input"].ndim != 2:
         operand = next(operand for operand in call.needs_grad if gradient_name(operand) == name)
         return result.view(call.tensors[operand].shape)
@@ -169,7 +170,7 @@ def backward(
     ops, call = _primitives(settings, tensors)
     call = call or ops.call
     if ops.plan.finishes_in_forward:
-        known["unit_gradient"] = known.pop("dX").reshape(call.own_tokens, -1)
+        known["unit_gradient"] = known.pop("dX").reshape(-1, *call.tensors["input"].shape[-1:])
     elif "logits" in known and not may_overwrite and known["logits"].dtype == call.dtype:
         known["logits"] = known["logits"].clone()
     found = engine.backward(ops, Saved(**known), UpstreamGradients(*upstream))

@@ -213,8 +213,9 @@ _known_counts: dict[StorageWeakRef, int] = {}
 
 def remember(count: Tensor, value: int) -> None:
     """Notes that `count`, () int64, holds `value`. Nobody may change it as long as its memory lives."""
-    for memory in [memory for memory in _known_counts if memory.expired()]:
-        _known_counts.pop(memory, None)
+    for memory in list(_known_counts):  # Another thread may add to it.
+        if memory.expired():
+            _known_counts.pop(memory, None)
     _known_counts[StorageWeakRef(count.untyped_storage())] = value
 
 

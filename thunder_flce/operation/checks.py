@@ -58,12 +58,18 @@ def check_call(
         what = f"in place of the number of valid targets; with reduction {loss.reduction!r} it has no meaning"
         raise ValueError(f'num_items is what reduction "mean" divides by, {what}')
     for name, number in numbers.items():
-        _check_number(name, number, _SCALAR_RULES[name], what=_NUMBER_OR_TENSOR)
+        check_scalar(name, number)
     if divergence is not None:
         if divergence.kind not in KINDS:
             raise ValueError(f"divergence must be one of {KINDS}, but got {divergence.kind!r}")
         _check_number("beta", divergence.beta, ("be between 0 and 1, both excluded", lambda x: 0 < x < 1))
         _check_number("temperature", divergence.temperature, ("be positive and finite", lambda x: 0 < x < math.inf))
+
+
+def check_scalar(name: str, number: Any) -> None:
+    """Raises for a number, given in place of a tensor, that an argument can't be."""
+    if name in _SCALAR_RULES:
+        _check_number(name, number, _SCALAR_RULES[name], what=_NUMBER_OR_TENSOR)
 
 
 def check_pairs(terms: Any) -> None:

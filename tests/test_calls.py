@@ -1,0 +1,90 @@
+"""What is kept of earlier calls of the same shapes changes nothing that a later one returns or raises."""
+
+import threading
+
+import pytest
+import torch
+
+from thunder_flce import linear_cross_entropy
+from thunder_flce.engine import rows
+
+V, H = 11, 8
+
+
+def operands(*shape, dtype=torch.float64):
+    torch.manual_seed(0)
+    hidden = torch.randn(*shape, H, dtype=dtype, requires_grad=True)
+    return hidden, torch.randn(V, H, dtype=dtype, requires_grad=True), torch.randint(0, V, shape)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+@pytest.mark.parametrize("outputs", [(), ("log_prob",)])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_results_may_change_in_place(shape, outputs, is_frozen):
+    hidden, weight, target = operands(*shape)
+    weight.requires_grad_(not is_frozen)
+    found = []
+    for _ in range(2):
+        result = linear_cross_entropy(hidden, weight, target, reduction="none", outputs=outputs)
+        result = result[1] if outputs else result
+        result.mul_(2)
+        found.append(torch.autograd.grad(result.sum(), hidden)[0])
+    logits = hidden @ weight.T
+    right = torch.nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten(), reduction="sum")
+    (right,) = torch.autograd.grad(right * (-2 if outputs else 2), hidden)
+    for gradient in found:
+        torch.testing.assert_close(gradient, right)
+
+
+@pytest.mark.parametrize("outputs", [(), ("log_prob",)])
+def test_no_tokens_and_a_frozen_head(outputs):
+    hidden, weight, target = operands(0)
+    result = linear_cross_entropy(hidden, weight.detach(), target, reduction="none", outputs=outputs)
+    (result[1] if outputs else result).sum().backward()
+    assert hidden.grad.shape == (0, H)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [("ignore_index", 1, True), ("vocab_size", V, float(V)), ("label_smoothing", 0, False), ("target_rest", False, 0)],
+)
+def test_equal_values_of_other_types(name, good, bad):
+    tensors = operands(6)
+    linear_cross_entropy(*tensors, **{name: good})
+    with pytest.raises(TypeError, match=name):
+        linear_cross_entropy(*tensors, **{name: bad})
+
+
+@pytest.mark.parametrize(("name", "bad"), [("num_items", -1), ("expected_gradient", 0.0)])
+def test_numbers(name, bad):
+    """They are tensors of the call: another value is no other signature, but it is checked."""
+    tensors = operands(6)
+    loss, half = (linear_cross_entropy(*tensors, **{name: number}) for number in (3.0, 6.0))
+    torch.testing.assert_close(loss, half * 2 if name == "num_items" else half)
+    with pytest.raises(ValueError, match=name):
+        linear_cross_entropy(*tensors, **{name: bad})
+
+
+@pytest.mark.parametrize("name", ["terms", "token_inputs"])
+def test_a_tensor_in_place_of_a_sequence(name):
+    with pytest.raises(TypeError, match=f"{name} must be"):
+        linear_cross_entropy(*operands(6), **{name: torch.randn(2, 2)})
+
+
+def test_threads():
+    """Counts that the host remembers, while others are forgotten."""
+    failures = []
+
+    def run():
+        try:
+            for number in range(3000):
+                count = torch.tensor(number)
+                rows.remember(count, number)
+                assert rows.recalled(count) == number
+        except Exception as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not failures
