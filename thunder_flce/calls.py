@@ -47,7 +47,8 @@ def run(
         options: choices about time and memory.
         divergence: of a student from a teacher.
     """
-    is_plain, names, tensors, specs = True, [], [], []
+    is_plain, names, tensors = True, [], []
+    specs: list[Any] = []
     try:
         if arguments.get("token_inputs") or arguments.get("terms"):
             arguments = named_tensors(arguments)
