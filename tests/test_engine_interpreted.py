@@ -15,12 +15,12 @@ from test_properties import Problem, one_pass_problems, problems, run_examples
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine import plan
 from thunder_flce.engine.kernels import layout, scaling
-from thunder_flce.engine.primitives import Primitives
+from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.operation.divergence import KINDS
 from thunder_flce.options import STRATEGIES
 
 VOCABULARIES = (2, 7, 33, 101)
-EXAMPLES = 60
+EXAMPLES = 24
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
 
@@ -35,15 +35,15 @@ def as_on_a_gpu(monkeypatch):
     row_stride = layout.row_stride
     for module in (layout, plan):
         monkeypatch.setattr(module, "row_stride", lambda v, **of: row_stride(v, **{**of, "device_type": "cuda"}))
-    prepare = Primitives.__init__
+    prepare = Region.__init__
 
-    def start(ops, call, plan):
-        prepare(ops, call, plan)
-        ops.device_type = "cuda"
+    def start(region, call, plan, **others):
+        prepare(region, call, plan, **others)
+        region.device_type = "cuda"
 
-    monkeypatch.setattr(Primitives, "__init__", start)
+    monkeypatch.setattr(Region, "__init__", start)
     monkeypatch.setattr(Primitives, "_is_capturing", lambda ops: False)
-    monkeypatch.setattr(Primitives, "kernels", property(lambda ops: TritonRowKernels(ops.logit_map)))
+    monkeypatch.setattr(Region, "kernels", property(lambda region: TritonRowKernels(region.logit_map)))
     monkeypatch.setattr(scaling, "library", lambda dtype, device: "Triton" if dtype.itemsize < 8 else "PyTorch")
 
 

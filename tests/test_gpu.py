@@ -69,6 +69,7 @@ WAYS = {
 def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch):
     options, reduction, budget = WAYS[way]
     inputs = Inputs.random(shape, "cuda")
+    inputs.target[0] = -100  # Then rows are left out, which takes copies of the others.
     if needs == "nothing":
         inputs = inputs.without_gradients()
     elif needs != "all":
@@ -80,8 +81,8 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
         options = replace(options, memory_budget=int(budget * shape.tokens * shape.vocab * shape.dtype.itemsize))
     seen = []
 
-    def plan_for(call, options):
-        seen.append((call.specs(), planned(call, options)))
+    def plan_for(call, options, **others):
+        seen.append((call.specs(), planned(call, options, **others)))
         return seen[-1][1]
 
     planned = calls.plan_for
@@ -107,6 +108,25 @@ def test_peak_memory_is_what_the_program_predicts(needs, way, shape, monkeypatch
     peak = _peak_bytes(run)
     call, plan = seen[-1]
     assert peak == pytest.approx(call.gradient_bytes + temporary_bytes(call, plan), rel=0.05), plan.describe()
+
+
+def test_operations_on_the_device():
+    """Kernels, copies and fills of a plain mean over one chunk, forward and backward."""
+    case = make_case(tokens=2048, vocab=4096, hidden=256, dtype=torch.bfloat16, device="cuda", ignored=0.0)
+
+    def step():
+        linear_cross_entropy(case.x, case.weight, case.target).backward()
+        case.x.grad = case.weight.grad = None
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    found = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(found) <= 14, found
 
 
 def test_peak_memory_through_thunder():

@@ -24,6 +24,7 @@ from thunder_flce.engine.choose import (
     waits_for_rows,
 )
 from thunder_flce.engine.plan import Plan
+from thunder_flce.engine.rows import Rows
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, Loss
@@ -583,3 +584,19 @@ def test_devices_are_plain_values():
     if not torch.cuda.is_available():
         assert Device.of(torch.device("cuda")) is Device.of(torch.device("cuda:1")) is ABSENT_DEVICE
     assert ABSENT_DEVICE.is_hopper and ABSENT_DEVICE.memory is None
+
+
+@pytest.mark.parametrize("budget", [None, 300 * MB, 0.01])
+def test_chunks_are_as_large_as_planned(budget):
+    """Or their memory would be another than what the plan was chosen for."""
+    generator = random.Random(0)
+    for _ in range(100):
+        tokens, vocab = generator.randint(1, 40000), generator.choice([32000, 50257, 64000, 128256])
+        logits_dtype, hidden = generator.choice(["input", "float32"]), generator.choice([512, 2048, 4096])
+        plan = choose(call(tokens, vocab, hidden), Options(memory_budget=budget, logits_dtype=logits_dtype), H200)
+        count, nothing = min(plan.chunk_rows, tokens), torch.empty(0)
+        rows = Rows(
+            count=tokens, total=tokens, target=nothing, valid_count=nothing, weight=None, s=None, at_target=None,
+            divisors=None,
+        )  # fmt: skip
+        assert max(chunk.stop - chunk.start for chunk in rows.chunks(plan.chunk_rows)) == count

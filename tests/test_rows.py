@@ -135,18 +135,22 @@ def test_a_step_of_which_a_part_may_not_wait(plan, reduction, captured, monkeypa
     case = make_case(tokens=40, bias=True, ignored=0.5)
     with torch.no_grad():
         case.bias += 100
-    prepare = Primitives.prepare
+    prepare, prepare_again = Primitives.prepare, Primitives.prepare_again
     is_captured = {"forward": captured != "backward", "backward": captured != "forward"}
 
-    def prepared(ops, upstream, computed_rows=None):
+    def prepared(ops, upstream):
         # Only on CUDA need a forward not wait for the device.
-        may_skip = ops._may_skip and not (is_captured["forward"] and computed_rows is None)
-        ops.__dict__["_may_skip"] = may_skip
-        counts.append((rows := prepare(ops, upstream, computed_rows)).count)
+        ops.region.may_skip = ops.region.may_skip and not is_captured["forward"]
+        counts.append((rows := prepare(ops, upstream)).count)
+        return rows
+
+    def prepared_again(ops, upstream, count):
+        counts.append((rows := prepare_again(ops, upstream, count)).count)
         return rows
 
     counts = []
     monkeypatch.setattr(Primitives, "prepare", prepared)
+    monkeypatch.setattr(Primitives, "prepare_again", prepared_again)
     monkeypatch.setattr(Primitives, "_is_capturing", lambda ops: is_captured["backward"])
     loss = linear_cross_entropy(case.x, case.weight, case.target, linear_bias=case.bias, reduction=reduction)
     grad = torch.randn_like(loss)

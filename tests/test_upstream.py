@@ -11,9 +11,10 @@ from torch._dynamo.backends.debugging import aot_eager
 
 import thunder_flce
 from reference import Case, error, make_case, truth
-from thunder_flce import LinearCrossEntropyLoss, Options, inductor, linear_cross_entropy, operators
+from thunder_flce import LinearCrossEntropyLoss, Options, autograd, inductor, linear_cross_entropy
 from thunder_flce.backend import compile_graph
 from thunder_flce.engine.kernels import scaling
+from thunder_flce.graph import symbols
 
 UPSTREAM = [1 / 3, 1 / 6, 0.1, 1000 / 7]
 
@@ -92,7 +93,7 @@ def test_one_rounding(upstream, way, device, monkeypatch):
         factors.extend([grad if expected is None else grad / expected] * len(gradients))
         return scale(gradients, grad, expected=expected, **settings)
 
-    for module in (operators, inductor):
+    for module in (autograd, inductor, symbols):
         monkeypatch.setattr(module, "scaled_gradients", spy)
     case = a_case(device)
     loss = WAYS[way](upstream)(case.x, case.weight, case.target)

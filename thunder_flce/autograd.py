@@ -8,10 +8,11 @@ from torch import Tensor
 from torch._functorch.utils import unwrap_dead_wrappers
 
 from thunder_flce import operators
-from thunder_flce.engine.kernels.scaling import graph_is_kept
+from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operators import Settings
 
+_NONE_OF_OUTPUTS = (None,) * len(DIFFERENTIABLE_OUTPUTS)
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
 _NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input may be (..., H), and target (...)"
 
@@ -71,23 +72,21 @@ class _Derivatives(torch.autograd.Function):
         is_recorded = torch.is_grad_enabled()
         if is_recorded and not ctx.is_transformed:
             raise RuntimeError(f"{_NO_SECOND_DERIVATIVE}; call backward without create_graph=True")
-        outputs = settings.loss.outputs
-        upstream: list[Tensor | None] = [grad, None, None, None]
-        if outputs:
-            of_outputs = dict(zip(outputs, others, strict=False))
+        upstream: list[Tensor | None] = [grad, *_NONE_OF_OUTPUTS]
+        if settings.loss.outputs:
+            of_outputs = dict(zip(settings.loss.outputs, others, strict=False))
             upstream[1:] = [of_outputs.get(name) for name in DIFFERENTIABLE_OUTPUTS]
-        if not torch.compiler.is_compiling():
-            for each in upstream:
-                # One that stands for several, as with is_grads_batched=True.
-                if each is not None and torch._C._functorch.is_legacy_batchedtensor(each):
-                    raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
-        count = first + len(settings.names)
-        gradients: list[Tensor | None] = [None] * count
-        if any([each is not None for each in upstream]):
-            run = _Backward.apply if is_recorded else _Backward.forward
-            found = run(settings, *upstream, *ctx.saved_tensors)
-            for name, gradient in zip(settings.needs_grad, found, strict=True):
-                gradients[first + settings.names.index(name)] = gradient
+        gradients: list[Tensor | None] = [None] * (first + len(settings.names))
+        given = [each for each in upstream if each is not None]
+        if not given:
+            return tuple(gradients)
+        # One that stands for several, as with is_grads_batched=True.
+        if not torch.compiler.is_compiling() and True in map(torch._C._functorch.is_legacy_batchedtensor, given):
+            raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
+        run = _Backward.apply if is_recorded else _Backward.forward
+        found = run(settings, *upstream, *ctx.saved_tensors)
+        for position, gradient in zip(settings.grad_positions, found, strict=True):
+            gradients[first + position] = gradient
         return tuple(gradients)
 
 
@@ -138,25 +137,27 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def forward(settings: Settings, *tensors: Any) -> Any:
-        count = 1 + len(DIFFERENTIABLE_OUTPUTS)
+        count = 1 + len(_NONE_OF_OUTPUTS)
         upstream, known = tensors[:count], tensors[count:]
-        saved, operands = known[: len(settings.saved_names)], known[len(settings.saved_names) :]
-        is_traced = torch.compiler.is_compiling() or type(saved[0]) is not Tensor
+        is_traced = torch.compiler.is_compiling() or type(known[0]) is not Tensor
+        may_overwrite = not is_traced and not graph_is_kept()
         if settings.finishes_in_forward:
-            valid_count, *gradients = saved[: 1 + len(settings.needs_grad)]
-            expected = operands[0] if "expected_gradient" in settings.names else None
+            needed = 1 + len(settings.needs_grad)
+            valid_count, gradients = known[0], known[1:needed]
+            expected = known[needed] if "expected_gradient" in settings.names else None
             if is_traced:
                 from thunder_flce import inductor
 
                 return tuple(inductor.scaled(upstream[0], valid_count, gradients, expected=expected))
-            overwrite = not graph_is_kept()
-            scaled = operators.scaled
-            return tuple(scaled(upstream[0], valid_count, gradients, expected=expected, may_overwrite=overwrite))
+            scaled = scaled_gradients(
+                gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
+            )
+            return tuple(scaled)
+        saved, operands = known[: len(settings.saved_names)], known[len(settings.saved_names) :]
         if is_traced:
             call = torch.ops.thunder_flce.linear_cross_entropy_backward
             return tuple(call(list(upstream), list(saved), list(operands), str(settings)))
-        overwrite = not graph_is_kept()
-        return tuple(operators.backward(settings, upstream, saved, operands, may_overwrite=overwrite))
+        return tuple(operators.backward(settings, upstream, saved, operands, may_overwrite=may_overwrite))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:

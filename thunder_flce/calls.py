@@ -1,12 +1,13 @@
-"""From arguments by name to a call that is checked and planned, and runs; what was found out about it is kept.
+"""From the tensors of a call, by name, to one that is checked and planned, and runs.
 
-A call of a signature that is known, the shapes, dtypes and settings of an earlier one, is neither checked nor planned
-again.
+What was found out about a call is kept for its signature, the shapes, dtypes and settings: a call of a known signature
+is neither checked nor planned again.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ from torch import Tensor
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.engine.choose import strategy_of
 from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import Call, named_tensors, operand_names
-from thunder_flce.operation.checks import check_call, check_pairs, check_scalar, check_token_inputs
+from thunder_flce.operation.call import Call, operand_names
+from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operation.shard import Shard
 from thunder_flce.operators import Settings, is_traced, plan_for
 from thunder_flce.options import Options
+
+if TYPE_CHECKING:
+    from thunder_flce.vocab_parallel import Agreement
 
 
 class _Known(NamedTuple):
@@ -37,49 +40,43 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def run(
-    arguments: dict[str, Any], loss: tuple[Any, ...], options: Options, *, divergence: Divergence | None = None
+    arguments: Mapping[str, Any], loss: Loss, options: Options, *, divergence: Divergence | None = None,
+    ranks: "Agreement | str | None" = None,
 ) -> Sequence[Tensor]:  # fmt: skip
-    """The loss and its outputs. What is checked, and the plan, are kept for further calls of the same signature.
+    """The loss and its outputs.
 
     Args:
-        arguments: of `linear_cross_entropy` or `linear_kl_divergence`, by name.
-        loss: the fields of a `Loss`, in order.
+        arguments: tensors by name, as `named_tensors` has them; num_items and expected_gradient may be numbers.
+        loss: from `loss_of`.
         options: choices about time and memory.
         divergence: of a student from a teacher.
+        ranks: what those that divide the vocabulary have agreed on; or, in a program that is traced, who is going to
+            agree, by `as_literal`.
     """
-    is_plain, names, tensors = True, [], []
-    specs: list[Any] = []
-    try:
-        if arguments.get("token_inputs") or arguments.get("terms"):
-            arguments = named_tensors(arguments)
-        for name, value in arguments.items():
-            if type(value) in _PLAIN:
-                names.append(name)
-                tensors.append(value)
-                specs.append((value.shape, value.dtype, value.device, value.requires_grad, value.is_neg()))
-            elif type(value) in (int, float):
-                names.append(name)
-                tensors.append(_as_tensor(value, arguments["input"]))
-                specs.append(type(value))
-                check_scalar(name, value)
-            elif value is not None and value != ():
-                is_plain = False
-        key = (*names, *specs, *loss, *map(type, loss), options, divergence, torch.is_grad_enabled())
-        known = _known.get(key) if is_plain else None
-    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError):
-        # Something that is no tensor or not hashable: the checks say what is wrong.
-        is_plain = False
-    if not is_plain:
-        return _run_anew(arguments, loss, options, divergence=divergence)
-    if known is None:
-        known = _prepared(arguments, loss, options, divergence=divergence)
-        if known.is_direct:
+    tensors = with_tensors(arguments)
+    key = _signature(tensors)
+    if key is not None:
+        # A loss that is equal may have a number of another type, which is to be checked.
+        key = (*key, id(loss), options, divergence, ranks, torch.is_grad_enabled())
+        known = _known.get(key)
+    if key is None or known is None:
+        known = _prepared(tensors, loss, options, divergence=divergence, ranks=ranks)
+        if key is not None and known.is_direct:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
             _known[key] = known
     is_direct = known.is_direct and not _is_watched()
-    results = differentiable_forward(known.settings, tensors, is_direct=is_direct)
-    return results[: 1 + len(known.settings.loss.outputs)]
+    return differentiable_forward(known.settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
+
+
+def _signature(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What calls that run alike have in common; None where something is no tensor, or of a class of its own."""
+    found: list[Any] = []
+    for name, value in tensors.items():
+        if type(value) not in _PLAIN:
+            return None
+        found += (name, value.shape, value.dtype, value.device, value.requires_grad, value.is_neg())
+    return tuple(found)
 
 
 def _is_watched() -> bool:
@@ -92,53 +89,29 @@ def _is_watched() -> bool:
     )
 
 
-def _run_anew(
-    arguments: dict[str, Any], loss: tuple[Any, ...], options: Options, *, divergence: Divergence | None
-) -> Sequence[Tensor]:
-    """A call whose signature is not kept: of a program that is traced, or of subclasses of tensors."""
-    check_pairs(arguments.get("terms", ()))
-    check_token_inputs(arguments.get("token_inputs", ()))
-    known = _prepared(arguments, loss, options, divergence=divergence)
-    return finish(known.settings, arguments, is_direct=known.is_direct)
-
-
-def finish(settings: Settings, arguments: Mapping[str, Any], *, is_direct: bool) -> Sequence[Tensor]:
-    """The results of a call that is checked and planned."""
-    tensors = [*named_tensors(with_tensors(arguments)).values()]
-    is_plain = is_direct and not _is_watched() and not any(tensor.is_neg() for tensor in tensors)
-    results = differentiable_forward(settings, tensors, is_direct=is_plain)
-    return results[: 1 + len(settings.loss.outputs)]
-
-
-def loss_of(fields: tuple[Any, ...]) -> Loss:
-    """The loss with such fields; numbers become Python's own."""
-    reduction, *numbers, outputs, detached, token_loss, target_rest = fields
-    names = ("ignore_index", "label_smoothing", "logit_scale", "softcap", "z_loss", "vocab_size")
-    given = dict(zip(names, map(plain, numbers), strict=True))
-    return Loss(
-        reduction=reduction, outputs=outputs, detached=detached, token_loss=token_loss, target_rest=target_rest, **given
-    )
-
-
 def _prepared(
-    arguments: Mapping[str, Any], loss: tuple[Any, ...], options: Options, *, divergence: Divergence | None
-) -> _Known:
+    tensors: Mapping[str, Any], loss: Loss, options: Options, *, divergence: Divergence | None,
+    ranks: "Agreement | str | None",
+) -> _Known:  # fmt: skip
     """Checks a call, and plans it."""
-    found = loss_of(loss)
-    check_call(arguments, loss=found, divergence=divergence)
-    tensors = named_tensors(with_tensors(arguments))
-    call = Call(tensors=tensors, loss=found, needs_grad=needed(tensors), divergence=divergence)
+    waits = isinstance(ranks, str)  # Then they agree, and check the call, when the operator runs.
+    agreement = None if isinstance(ranks, str) else ranks
+    if not waits:
+        vocab = None if agreement is None else agreement.weight_rows
+        check_call(tensors, loss=loss, divergence=divergence, vocab=vocab)
+    shard, memory = (None, None) if agreement is None else (agreement.shard, agreement.memory)
+    call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors), divergence=divergence, shard=shard)
+    if waits or (agreement is None and is_traced(tensors["input"])):
+        return _Known(unplanned(call, options, vocab_parallel=ranks if isinstance(ranks, str) else None), False)
     is_direct = all(type(t) in _PLAIN and not t.is_meta and not t.is_neg() for t in tensors.values())
-    if is_traced(call.tensors["input"]):
-        return _Known(unplanned(call, options), False)
-    return _Known(settings_of_call(call, plan_for(call, options)), is_direct)
+    return _Known(settings_of_call(call, plan_for(call, options, memory=memory)), is_direct)
 
 
-def settings_of_call(call: Call, plan: Plan, *, shard: Shard | None = None) -> Settings:
+def settings_of_call(call: Call, plan: Plan) -> Settings:
     """The operators' settings of a call that is planned."""
     return Settings(
         names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, divergence=call.divergence,
-        shard=shard,
+        shard=call.shard,
     )  # fmt: skip
 
 
@@ -175,18 +148,36 @@ def needed(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(name for name in operand_names(tensors) if requires_grad(tensors[name]))
 
 
-def with_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, with tensors in place of numbers."""
-    found = {**arguments}
+def with_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments, with tensors in place of the numbers among them.
+
+    Raises:
+        TypeError, ValueError: for a number that the argument can't be.
+    """
+    found = arguments
     for name in ("num_items", "expected_gradient"):
-        if (number := arguments.get(name)) is not None and not isinstance(number, Tensor):
-            found[name] = _as_tensor(number, arguments["input"])
+        if name not in arguments or isinstance(number := arguments[name], Tensor):
+            continue
+        check_scalar(name, number)
+        if isinstance(input := arguments.get("input"), Tensor):
+            dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
+            found = {**found, name: torch.full((), number, dtype=dtype, device=input.device)}
     return found
 
 
-def _as_tensor(number: float, input: Tensor) -> Tensor:
-    dtype = torch.float64 if input.dtype is torch.float64 else torch.float32
-    return torch.full((), number, dtype=dtype, device=input.device)
+_loss = lru_cache(maxsize=_MOST_KNOWN, typed=True)(Loss)
+_AS_THEY_ARE = (int, float, bool, str, tuple, type(None))
+
+
+def loss_of(**fields: Any) -> Loss:
+    """The loss with these fields: the same object for the same ones, of the same types."""
+    for name, value in fields.items():
+        if type(value) not in _AS_THEY_ARE:
+            fields[name] = plain(value)
+    try:
+        return _loss(**fields)
+    except TypeError:  # Not hashable: the checks say what is wrong.
+        return Loss(**fields)
 
 
 def autocast(operands: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """`linear_cross_entropy` for PyTorch: from arguments to a call, which the operators run."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thunder_flce.calls import autocast, loss_of, run
 from thunder_flce.importing import when_imported
+from thunder_flce.operation.call import named_tensors
 from thunder_flce.options import Options, as_options
 from thunder_flce.ranks import run_on_ranks
 from thunder_flce.token_losses import check_function, token_loss_of
@@ -172,22 +173,13 @@ def linear_cross_entropy(
         "token_weights": token_weights, "target_weights": target_weights, "num_items": num_items,
         "expected_gradient": expected_gradient, "token_inputs": token_inputs, "terms": terms,
     }  # fmt: skip
-    loss = (
-        reduction, ignore_index, label_smoothing, logit_scale, softcap, z_loss, vocab_size, outputs, detached,
-        token_loss or "", target_rest,
+    loss = loss_of(
+        reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing, logit_scale=logit_scale,
+        softcap=softcap, z_loss=z_loss, vocab_size=vocab_size, outputs=outputs, detached=detached,
+        token_loss=token_loss or "", target_rest=target_rest,
     )  # fmt: skip
-    if vocab_parallel is not None or _has_dtensor(arguments):
-        results = run_on_ranks(arguments, loss_of(loss), options, vocab_parallel=vocab_parallel)
+    if vocab_parallel is not None or has_dtensor([*arguments.values()]):
+        results = run_on_ranks(arguments, loss, options, vocab_parallel=vocab_parallel)
     else:
-        results = run(arguments, loss, options)
+        results = run(named_tensors(arguments), loss, options)
     return tuple(results) if outputs else results[0]
-
-
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
-
-
-def _has_dtensor(arguments: Mapping[str, Any]) -> bool:
-    for value in arguments.values():
-        if type(value) not in _PLAIN and isinstance(value, Tensor | tuple | list) and has_dtensor(value):
-            return True
-    return False

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce.engine import engine
-from thunder_flce.engine.kernels.scaling import scaled_gradients
+from thunder_flce.engine.kernels.scaling import scaled_gradients, usable
 from thunder_flce.operators import define
 
 _LARGE = 2**23
@@ -44,7 +43,7 @@ define("scale_gradient_", "(Tensor(a!) gradient, Tensor factor) -> ()", _scale, 
 def scaled(
     grad: Tensor, valid_count: Tensor, gradients: Sequence[Tensor], *, expected: Tensor | None = None
 ) -> list[Tensor]:
-    """`operators.scaled` for a program that is compiled.
+    """`scaled_gradients` for a program that is compiled.
 
     Args:
         grad: () the upstream gradient.
@@ -53,8 +52,7 @@ def scaled(
         expected: () the upstream gradient that they are finished for; None for 1.
     """
     factor = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    expected = engine.usable(None if expected is None else expected.to(factor.dtype))
-    factor = factor if expected is None else factor / expected
+    factor = factor if expected is None else factor / usable(expected.to(factor.dtype))
     factor = torch.where(valid_count == 0, 0, factor)
     return [torch.ops.thunder_flce.scale_gradient(gradient, factor) for gradient in gradients]
 

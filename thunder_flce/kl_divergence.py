@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from thunder_flce.calls import autocast, plain, run
+from thunder_flce.calls import autocast, loss_of, plain, run
 from thunder_flce.functional import one_call
+from thunder_flce.operation.call import named_tensors
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED
 from thunder_flce.options import Options, as_options
@@ -78,15 +79,15 @@ def linear_kl_divergence(
         raise ValueError(f"linear_kl_divergence has no choice of a strategy, but options has {options.strategy!r}")
     input, linear_weight = autocast((input, linear_weight))
     teacher_input, teacher_weight = autocast((teacher_input, teacher_weight))
-    arguments = {
+    tensors = {
         "input": input, "linear_weight": linear_weight, "target": target,
         "expected_gradient": options.expected_gradient,
         "teacher_input": teacher_input, "teacher_weight": teacher_weight,
     }  # fmt: skip
     if target is None and isinstance(input, Tensor) and input.ndim:
         # All rows take part.
-        arguments["target"] = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device)
+        tensors["target"] = torch.zeros(input.shape[:-1], dtype=torch.int64, device=input.device)
         ignore_index = NOTHING_IGNORED
     kind = Divergence(kind=divergence, beta=plain(beta), temperature=plain(temperature))
-    loss = (reduction, ignore_index, 0.0, 1.0, None, 0.0, None, (), (), "", False)
-    return run(arguments, loss, options, divergence=kind)[0]
+    loss = loss_of(reduction=reduction, ignore_index=ignore_index)
+    return run(named_tensors(tensors), loss, options, divergence=kind)[0]

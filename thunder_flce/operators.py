@@ -79,6 +79,11 @@ class Settings:
         return self.plan.finishes_in_forward and not self.loss.has_row_gradients
 
     @cached_property
+    def grad_positions(self) -> tuple[int, ...]:
+        """Where, among the tensors, those are whose gradient is needed."""
+        return tuple(map(self.names.index, self.needs_grad))
+
+    @cached_property
     def result_names(self) -> tuple[str, ...]:
         """What the forward returns, in order."""
         return result_names(self.call([None] * len(self.names)), self.plan)
@@ -111,39 +116,34 @@ def _written(settings: Settings) -> str:
 
 def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Runs the forward: what `Settings.result_names` names, in the shapes of the call."""
-    ops, call = _primitives(settings, tensors)
-    results = engine.forward(ops)
-    if call is not None and settings.options is None and call.shard is None:
-        _keep(settings, ops, call, tensors)
-    if call is None:
+    results = engine.forward(_primitives(settings, tensors))
+    if tensors[0].ndim == 2:
         return [results[name] for name in settings.result_names]
+    call = settings.call(tensors)
     return [_in_shape(call, name, results[name]) for name in settings.result_names]
 
 
-def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Primitives, Call | None]:
-    """The primitives of a call, and the call in the user's shapes, if these are others than those of the engine.
-
-    Where the plan is made, what follows from the shapes is found out once.
-    """
-    known = settings.__dict__.get("_kept")
-    if known is not None and known[0] == [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]:
-        return known[1].like(dict(zip(settings.names, tensors, strict=True))), None
+def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
+    """The primitives of a call. Where the plan is made, what follows from the shapes is found out once."""
+    region = settings.__dict__.get("_region")
+    if region is not None and region.fits(tensors):
+        call = region.call.with_tensors(dict(zip(settings.names, tensors, strict=True)))
+        return Primitives(call, region.plan, region=region)
     call, plan = _planned(settings, tensors)
-    return Primitives(call.flat(), plan), call
-
-
-def _keep(settings: Settings, ops: Primitives, call: Call, tensors: Sequence[Tensor]) -> None:
-    """Keeps what was found out about a call's shapes, and none of its tensors, if the engine took these as given."""
-    if all([ops.call.tensors[name] is each for name, each in call.tensors.items()]):
-        shapes = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        settings.__dict__["_kept"] = shapes, ops.like({})
+    flat = call.flat()
+    ops = Primitives(flat, plan)
+    # It is kept if the engine takes the tensors as they are.
+    is_flat = all([flat.tensors[name] is each for name, each in call.tensors.items()])
+    if settings.options is None and call.shard is None and is_flat:
+        settings.__dict__["_region"] = ops.region
+    return ops
 
 
 def _in_shape(call: Call, name: str, result: Tensor) -> Tensor:
     if result.ndim == 1 and (name == "loss" or name in call.loss.outputs):
         # What the user may change in place must not be a view.
         return result if result.shape == call.shape else torch.ops.aten._unsafe_view(result, call.shape)
-    if result.ndim == 2 and name[0] == "d" and call.tensors["input"].ndim != 2:
+    if result.ndim == 2 and name[0] == "d":
         operand = next(operand for operand in call.needs_grad if gradient_name(operand) == name)
         return result.view(call.tensors[operand].shape)
     return result
@@ -166,26 +166,20 @@ def backward(
     if settings.finishes_in_forward:
         expected = dict(zip(settings.names, tensors, strict=False)).get("expected_gradient")
         gradients = [known[gradient_name(name)] for name in settings.needs_grad]
-        return scaled(upstream[0], known["valid_count"], gradients, expected=expected, may_overwrite=may_overwrite)
-    ops, call = _primitives(settings, tensors)
-    call = call or ops.call
+        assert upstream[0] is not None
+        return scaled_gradients(
+            gradients, upstream[0], valid_count=known["valid_count"], expected=expected, may_overwrite=may_overwrite
+        )
+    ops = _primitives(settings, tensors)
     if ops.plan.finishes_in_forward:
-        known["unit_gradient"] = known.pop("dX").reshape(-1, *call.tensors["input"].shape[-1:])
-    elif "logits" in known and not may_overwrite and known["logits"].dtype == call.dtype:
+        known["unit_gradient"] = known.pop("dX").reshape(-1, *ops.call.tensors["input"].shape[-1:])
+    elif "logits" in known and not may_overwrite and known["logits"].dtype == ops.call.dtype:
         known["logits"] = known["logits"].clone()
     found = engine.backward(ops, Saved(**known), UpstreamGradients(*upstream))
-    return [found[name].view(call.tensors[name].shape) for name in settings.needs_grad]
-
-
-def scaled(
-    grad: Tensor | None, valid_count: Tensor, gradients: Sequence[Tensor], *, expected: Tensor | None = None,
-    may_overwrite: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Finished gradients times the upstream gradient, (), over the one that they are finished for."""
-    assert grad is not None
-    if expected is not None:
-        expected = engine.usable(expected.to(torch.promote_types(grad.dtype, torch.float32)))
-    return scaled_gradients(gradients, grad, valid_count=valid_count, expected=expected, may_overwrite=may_overwrite)
+    return [
+        found[name].view(tensors[at].shape)
+        for name, at in zip(settings.needs_grad, settings.grad_positions, strict=True)
+    ]
 
 
 def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]:

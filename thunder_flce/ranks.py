@@ -5,11 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from thunder_flce.calls import finish, needed, settings_of_call, unplanned, with_tensors
-from thunder_flce.operation.call import Call, named_tensors
-from thunder_flce.operation.checks import check_call
+from thunder_flce.calls import run
+from thunder_flce.operation.call import named_tensors
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operators import is_traced, plan_for
+from thunder_flce.operators import is_traced
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import (
     ONLY_EAGER,
@@ -17,7 +16,6 @@ from thunder_flce.vocab_parallel import (
     VocabParallel,
     agree,
     as_literal,
-    flat_tensors,
     has_dtensor,
     is_dtensor,
     refuse,
@@ -29,41 +27,27 @@ def run_on_ranks(
     arguments: Mapping[str, Any], loss: Loss, options: Options, *, vocab_parallel: Any
 ) -> Sequence[Tensor]:
     """The loss and its outputs, from the arguments of `linear_cross_entropy` by name."""
-    is_dtensors = has_dtensor(tuple(arguments.values()))
     if vocab_parallel is None:
         from thunder_flce.dtensor import DividedCall
 
-        divided, agreement = DividedCall.of(flat_tensors(arguments), loss), None
+        divided, agreement = DividedCall.of(named_tensors(arguments), loss), None
         if divided.vocab_parallel is not None:
             # Before `parts`, which redistributes.
             agreement = agree(divided.vocab_parallel, divided.tensors, loss=loss, options=options)
-        return divided.whole(_run(divided.parts(), loss, options, agreement))
+        return divided.whole(run(divided.parts(), loss, options, ranks=agreement))
     parallel = VocabParallel.of(vocab_parallel)
     if is_traced(arguments["input"]):
-        if parallel.data_parallel or is_dtensors:
+        if parallel.data_parallel or has_dtensor([*arguments.values()]):
             raise NotImplementedError(ONLY_EAGER)
         # They agree, and the arguments are checked, when the operator runs.
-        tensors = with_tensors(flat_tensors(arguments))
-        call = Call(tensors=named_tensors(tensors), loss=loss, needs_grad=needed(tensors))
-        literal = as_literal(**settings_of(parallel))
-        return finish(unplanned(call, options, vocab_parallel=literal), tensors, is_direct=False)
-    found, agreement = _agreed_parts(parallel, arguments, loss=loss, options=options)
+        return run(named_tensors(arguments), loss, options, ranks=as_literal(**settings_of(parallel)))
+    tensors, agreement = _agreed_parts(parallel, arguments, loss=loss, options=options)
     if not parallel.data_parallel:
-        return _run(found, loss, options, agreement)
+        return run(tensors, loss, options, ranks=agreement)
     from thunder_flce.data_parallel import AveragedCall
 
-    averaged = AveragedCall.of(found, loss, agreement)
-    return averaged.own(tuple(_run(averaged.tensors, averaged.loss, options, agreement)))
-
-
-def _run(tensors: Mapping[str, Any], loss: Loss, options: Options, agreement: Agreement | None) -> Sequence[Tensor]:
-    """The results of this rank's part, by flat names."""
-    check_call(tensors, loss=loss, vocab=None if agreement is None else agreement.weight_rows)
-    tensors = with_tensors(tensors)
-    shard, memory = (None, None) if agreement is None else (agreement.shard, agreement.memory)
-    call = Call(tensors=named_tensors(tensors), loss=loss, needs_grad=needed(tensors), shard=shard)
-    settings = settings_of_call(call, plan_for(call, options, memory=memory), shard=shard)
-    return finish(settings, tensors, is_direct=True)
+    averaged = AveragedCall.of(tensors, loss, agreement)
+    return averaged.own(tuple(run(averaged.tensors, averaged.loss, options, ranks=agreement)))
 
 
 def _agreed_parts(
@@ -75,7 +59,7 @@ def _agreed_parts(
         TypeError, ValueError: for what differs, or what a rank refuses; on all ranks.
     """
     try:
-        tensors = flat_tensors(arguments)
+        tensors = named_tensors(arguments)
         divided = {name: value for name, value in tensors.items() if is_dtensor(value)}
         if divided:
             from thunder_flce.dtensor import local_weight, whole

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thunder_flce.importing import when_imported
 from thunder_flce.operation import pointwise
-from thunder_flce.operation.checks import check_token_inputs
+from thunder_flce.operation.call import checked_token_inputs
 from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, TokenLoss, input_name
 
 
@@ -29,7 +29,7 @@ def check_function(token_loss: Any) -> None:
 
 def token_loss_of(function: Callable[..., Any], inputs: Sequence[Any]) -> TokenLoss:
     """The loss that a function computes: `pointwise.written`, with its errors."""
-    check_token_inputs(inputs)
+    checked_token_inputs(inputs)
     if not torch.compiler.is_dynamo_compiling():
         return pointwise.written(function, [getattr(each, "dtype", torch.float32) for each in inputs])
     _have_dynamo_invert()

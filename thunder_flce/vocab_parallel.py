@@ -18,7 +18,7 @@ import ast
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from hashlib import blake2b
@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import COLUMN, HIDDEN, TOKEN, Call, argument, named_tensors
-from thunder_flce.operation.checks import check_call, check_pairs, check_token_inputs
+from thunder_flce.operation.call import COLUMN, HIDDEN, TOKEN, Call, argument
+from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
@@ -163,22 +163,18 @@ def is_dtensor(value: Any) -> TypeGuard["DTensor"]:
     return module is not None and isinstance(value, module.DTensor)
 
 
-def has_dtensor(value: Any) -> bool:
-    """Whether it is a DTensor, or a list or tuple, such as terms, that has one."""
-    if isinstance(value, (list, tuple)):
-        return any(map(has_dtensor, value))
-    return is_dtensor(value)
-
-
-def flat_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """`named_tensors` of arguments that are not checked yet.
-
-    Raises:
-        TypeError: for terms or token_inputs that are no sequences.
-    """
-    check_pairs(arguments.get("terms", ()))
-    check_token_inputs(arguments.get("token_inputs", ()))
-    return named_tensors(arguments)
+def has_dtensor(values: Sequence[Any]) -> bool:
+    """Whether there is a DTensor among them, or in lists and tuples, such as terms, among them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return False
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            if value and has_dtensor(value):
+                return True
+        elif value is not None and isinstance(value, module.DTensor):
+            return True
+    return False
 
 
 def agreed_call(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, int | None]:

@@ -412,8 +412,8 @@ class _Choice:
         if self.tokens <= largest:
             return max(self.tokens, 1)
         tile = 1 if self.is_on_cpu else min(TILE_ROWS, largest)
-        rows = -(-self.tokens // (-(-self.tokens // largest) * tile)) * tile
-        return min(rows, largest // tile * tile)
+        chunks = -(-self.tokens // (largest // tile * tile))
+        return -(-self.tokens // (chunks * tile)) * tile
 
     def _of_largest(self, default: int, of_rows: Callable[[int], Plan]) -> Plan:
         """The plan with the chosen chunk, the largest within the budget or, without one, the default."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from thunder_flce.engine import row_loss
 from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.kernels.scaling import usable
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import Coefficients, RowResults, UpstreamGradients
@@ -66,9 +67,9 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
     """
     call, plan, upstream = ops.call, ops.plan, None
     if plan.finishes_in_forward:
-        expected = usable(call.get("expected_gradient"))
+        expected = call.get("expected_gradient")
         # Where each row has an upstream gradient of its own, dX is computed for 1 at each row.
-        upstream = None if expected is None or call.loss.has_row_gradients else expected
+        upstream = None if expected is None or call.loss.has_row_gradients else usable(expected)
     rows = ops.prepare(upstream)
     coefficients = None
     if plan.finishes_in_forward and call.loss.has_row_gradients:
@@ -89,12 +90,14 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
     call = ops.call
     if ops.plan.finishes_in_forward:
         assert saved.unit_gradient is not None
-        rows = ops.prepare(None, computed_rows=saved.valid_count.new_full((), call.tokens, device="cpu"))
+        rows = ops.prepare_again(None, call.tokens)
         factors = rows.returned(Coefficients(ops, replace(rows, target_weights=None), upstream).factors)
         return {"input": ops.scaled_rows(saved.unit_gradient, factors)}
     grad = upstream.loss
     has_scalar = grad is not None and grad.ndim == 0
-    rows = ops.prepare(grad.to(call.row_dtype) if has_scalar and grad is not None else None, saved.computed_rows)
+    assert saved.computed_rows is not None
+    known = ops.count_of(saved.computed_rows)
+    rows = ops.prepare_again(grad.to(call.row_dtype) if has_scalar and grad is not None else None, known)
     entropy = None if saved.entropy is None else rows.received(saved.entropy.reshape(-1))
     coefficients = Coefficients(ops, rows, upstream, s=rows.s if has_scalar else None, entropy=entropy)
     return run(ops, rows, coefficients, known=saved).gradients
@@ -109,65 +112,110 @@ def run(ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, known
         coefficients: of the rows' gradients; None where no gradient is computed.
         known: what the forward has saved, in a backward.
     """
-    call, plan = ops.call, ops.plan
-    has_statistics = known is not None and known.row_max is not None
+    logits, statistics = _Logits(ops, rows, known), None if known is None else _known_statistics(rows, known)
     sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.at_target)
-    saved_rows = 0
-    if plan.strategy == SAVE_LOGITS:
-        saved_rows = rows.count if plan.saved_rows is None else min(plan.saved_rows, rows.count)
-    statistics = _known_statistics(rows, known) if has_statistics and known is not None else None
     found: list[RowResults] = []
-    kept = buffer = teacher = None
-    for chunk in ops.chunks(rows, saved_rows):
-        count = chunk.stop - chunk.start
-        xs = [ops.gather(rows, call.tensors[linear.x], chunk) for linear in call.linears] if sums is None else (
-            sums.gather(chunk)
-        )  # fmt: skip
-        if chunk.stop <= saved_rows and known is not None:
-            assert known.logits is not None
-            z = known.logits[:count, : call.vocab]
+    for chunk in ops.chunks(rows, logits.saved_rows):
+        memory = (None,) * len(ops.call.linears) if sums is None else sums.memory_for_inputs(chunk)
+        xs = [
+            ops.gather(rows, ops.call.tensors[linear.x], chunk, out)
+            for linear, out in zip(ops.call.linears, memory, strict=True)
+        ]
+        z = logits.of(chunk, xs)
+        if ops.call.divergence is None:
+            of_rows, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
-            if chunk.stop <= saved_rows:
-                kept = ops.logits_buffer(plan.saved_logits_shape(call)[0])
-                z = kept[:count]
-            else:
-                # Chunks but the first are equal, and the last one is smaller.
-                buffer = ops.logits_buffer(count) if buffer is None or buffer.shape[0] < count else buffer
-                z = buffer if buffer.shape[0] == count else buffer[:count]
-            ops.logits_(z, xs)
-        dlogits, of_rows, bias_grad = z, None, None
-        target = rows.target if count == rows.count else rows.target[chunk]
-        if call.divergence is not None:
-            teacher = ops.teacher_logits(ops.gather(rows, call.tensors["teacher_input"], chunk), teacher)
-            factors = None if coefficients is None else coefficients.factors[chunk]
-            value, dlogits = ops.divergence_(z, teacher[:count], factors)
-            of_rows = RowResults(RowStatistics(value, value), value)
-        elif coefficients is not None and ops.takes_one_pass and statistics is None:
-            of_rows = ops.both_(z, target, coefficients.of(chunk))
-        elif statistics is not None and coefficients is not None:
-            of_rows = RowResults(statistics.rows(chunk), ops.target_entries(z, target))
-            dlogits, bias_grad = ops.gradient_(z, of_rows, coefficients.of(chunk, of_rows), target)
-        else:
-            of_rows = ops.results(z, target)
-            if call.loss.token_loss:
-                inputs = [rows.gather(vector)[chunk] for vector in call.token_inputs]
-                of_rows = row_loss.with_token_loss(ops, of_rows, inputs, is_needed=coefficients is not None)
-            if coefficients is not None:
-                dlogits, bias_grad = ops.gradient_(z, of_rows, coefficients.of(chunk, of_rows), target)
+            of_rows, dlogits, bias_grad = _divergence(ops, rows, chunk, z, coefficients, logits.of_teacher(chunk))
         found.append(of_rows)
         if sums is not None:
             sums.add(dlogits, xs, chunk, bias_grad)
         # Otherwise these tensors would be alive while those of the next chunk are allocated.
         del xs, z, dlogits
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
-    del buffer, teacher
+    logits.free()
     gradients = {} if sums is None else sums.finish()
-    return Outcome(row_loss.joined(ops, rows, [] if has_statistics else found), kept, gradients)
+    return Outcome(row_loss.joined(ops, rows, [] if statistics is not None else found), logits.kept, gradients)
 
 
-def _known_statistics(rows: Rows, saved: Saved) -> RowStatistics:
+class _Logits:
+    """The logits of one chunk after the other: in memory that chunks share, or where they are kept for the backward."""
+
+    def __init__(self, ops: Primitives, rows: Rows, known: Saved | None):
+        plan = ops.plan
+        self._ops, self._rows, self._known = ops, rows, known
+        self._buffer: Tensor | None = None
+        self._of_teacher: Tensor | None = None
+        self.kept: Tensor | None = None
+        """(S, V) those of the first chunk, if they are kept"""
+        self.saved_rows = 0
+        """S"""
+        if plan.strategy == SAVE_LOGITS:
+            self.saved_rows = rows.count if plan.saved_rows is None else min(plan.saved_rows, rows.count)
+
+    def of(self, chunk: slice, xs: list[Tensor]) -> Tensor:
+        """(C, V) those of a chunk, computed from its xs, (C, H) each, unless the forward has saved them."""
+        ops, count = self._ops, chunk.stop - chunk.start
+        if chunk.stop > self.saved_rows:
+            # Chunks but the first are equal, and the last one is smaller.
+            if self._buffer is None or self._buffer.shape[0] < count:
+                self._buffer = ops.logits_buffer(count)
+            memory = self._buffer
+        elif self._known is None:
+            memory = self.kept = ops.logits_buffer(ops.plan.saved_logits_shape(ops.call)[0])
+        else:
+            assert self._known.logits is not None
+            return self._known.logits[:count, : ops.call.vocab]
+        z = memory if memory.shape[0] == count else memory[:count]
+        ops.logits_(z, xs)
+        return z
+
+    def of_teacher(self, chunk: slice) -> Tensor:
+        """(C, V) the teacher's."""
+        ops = self._ops
+        x = ops.gather(self._rows, ops.call.tensors["teacher_input"], chunk)
+        self._of_teacher = ops.teacher_logits(x, self._of_teacher)
+        return self._of_teacher[: chunk.stop - chunk.start]
+
+    def free(self) -> None:
+        """Lets go of what chunks have shared."""
+        self._buffer = self._of_teacher = None
+
+
+def _row_work(
+    ops: Primitives, rows: Rows, chunk: slice, z: Tensor, coefficients: Coefficients | None,
+    statistics: RowStatistics | None,
+) -> tuple[RowResults, Tensor, Tensor | None]:  # fmt: skip
+    """What is known of a chunk's rows; their dlogits, in place of z or in new memory; the sum of these, for db.
+
+    `statistics` are (N,), where the forward has saved them.
+    """
+    target = rows.of(rows.target, chunk)
+    if coefficients is not None and statistics is None and ops.region.takes_one_pass:
+        return ops.both_(z, target, coefficients.of(chunk)), z, None
+    if statistics is not None:
+        found = RowResults(statistics.rows(chunk), ops.target_entries(z, target))
+    else:
+        found = ops.results(z, target)
+        if ops.call.loss.token_loss:
+            inputs = [rows.gather(vector)[chunk] for vector in ops.call.token_inputs]
+            found = row_loss.with_token_loss(ops, found, inputs, is_needed=coefficients is not None)
+    if coefficients is None:
+        return found, z, None
+    return found, *ops.gradient_(z, found, coefficients.of(chunk, found), target)
+
+
+def _divergence(
+    ops: Primitives, rows: Rows, chunk: slice, z: Tensor, coefficients: Coefficients | None, teacher: Tensor
+) -> tuple[RowResults, Tensor, None]:
+    """`_row_work` of a divergence from the teacher's logits, (C, V)."""
+    value, dlogits = ops.divergence_(z, teacher, None if coefficients is None else rows.of(coefficients.factors, chunk))
+    return RowResults(RowStatistics(value, value), value), dlogits, None
+
+
+def _known_statistics(rows: Rows, saved: Saved) -> RowStatistics | None:
     """(N,) those that the forward has saved."""
-    assert saved.row_max is not None and saved.row_log_sum is not None
+    if saved.row_max is None or saved.row_log_sum is None:
+        return None
     row_max, log_sum = rows.masked(rows.gather(saved.row_max)), rows.gather(saved.row_log_sum)
     # An ignored row's logits need not match the saved statistics: exp(z - the largest number) is 0.
     return RowStatistics(row_max, rows.masked(log_sum, fill=torch.finfo(log_sum.dtype).max))
@@ -202,10 +250,3 @@ def _padded(ops: Primitives, logits: Tensor | None) -> Tensor:
     if logits is None:
         return ops.empty((rows, stride), ops.logits_dtype)
     return logits.as_strided((logits.shape[0], stride), (stride, 1))
-
-
-def usable(expected: Tensor | None) -> Tensor | None:
-    """() the upstream gradient that gradients are finished for: 1 in place of 0 and of what is not finite."""
-    if expected is None:
-        return None
-    return torch.where(expected.isfinite() & (expected != 0), expected, 1)

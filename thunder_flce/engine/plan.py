@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Plan:
     batch_invariant: bool = False
     """Whether a row's log-probability has the same bits in any batch: see `Options.batch_invariant`."""
 
-    @property
+    @cached_property
     def finishes_in_forward(self) -> bool:
         """Whether gradients are computed in the forward."""
         return self.strategy == GRADIENTS_IN_FORWARD

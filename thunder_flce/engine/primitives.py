@@ -4,7 +4,7 @@
 in a chunk, H hidden size, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,23 +24,27 @@ from thunder_flce.operation.call import Call, Linear
 from thunder_flce.operation.loss import RowCoefficients, RowWeights
 
 
-class Primitives:
-    """The primitives of one region: a flat call, of tensors, and its plan."""
+class Region:
+    """What is known of a region without its tensors, and kept for further calls of the same shapes: who runs what."""
 
-    def __init__(self, call: Call, plan: Plan):
+    def __init__(self, call: Call, plan: Plan, *, device_type: str | None = None):
+        """The call is a flat one, of specs; `device_type` is that of its device, unless it stands for another."""
         self.call, self.plan = call, plan
+        for name, value in vars(Call).items():
+            if isinstance(value, cached_property):
+                # What follows from the sizes is found out once, for all calls that are made of this one.
+                getattr(call, name)
+        self.device_type = device_type or call.device.type
         self.logit_map = call.loss.logit_map
         self.logits_dtype = plan.logits_dtype(call.dtype)
-        self.device_type = call.device.type
 
-    def like(self, tensors: Mapping[str, Tensor]) -> "Primitives":
-        """The same for other tensors of the same shapes: what was found out about them stays."""
-        call, found = object.__new__(Call), object.__new__(type(self))
-        call.__dict__.update(self.call.__dict__, tensors=tensors)
-        found.__dict__.update(self.__dict__, call=call)
-        found.__dict__.pop("_all_class_weights", None)
-        found.__dict__.pop("class_weight", None)
-        return found
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are such tensors, in their order, which the engine takes as they are."""
+        return self._layouts == [(each.shape, each.dtype, each.device, each.is_contiguous()) for each in tensors]
+
+    @cached_property
+    def _layouts(self) -> list[tuple[Any, ...]]:
+        return [(spec.shape, spec.dtype, spec.device, True) for spec in self.call.tensors.values()]
 
     @cached_property
     def kernels(self) -> RowKernels:
@@ -52,71 +56,108 @@ class Primitives:
         )  # fmt: skip
 
     @cached_property
-    def _has_vector_kernels(self) -> bool:
-        """Whether one kernel prepares rows and one finishes the loss, in place of PyTorch's operations."""
+    def vector_kernels(self) -> Any:
+        """What prepares rows by one kernel, and finishes the loss by one; None where PyTorch's operations do that."""
         call = self.call
         is_plain = call.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
-        return self.device_type == "cuda" and is_plain and self.kernels.library == "Triton"
+        if self.device_type != "cuda" or not is_plain or self.kernels.library != "Triton":
+            return None
+        from thunder_flce.engine.kernels import triton_vectors
+
+        return triton_vectors
+
+    @cached_property
+    def takes_one_pass(self) -> bool:
+        """Whether one kernel makes the statistics of a chunk's rows and, in place of its logits, their gradient.
+
+        Not where the gradient needs new memory, where the loss asks more of a row than its statistics, where ranks have
+        to combine these, or where db is needed: a sum over the rows, of which the kernel sees one at a time. Nor where
+        a row's log-probability must have the bits that it has without gradients: the kernel adds in another order.
+        """
+        call, plan = self.call, self.plan
+        is_plain = call.loss.is_plain and call.shard is None and not plan.batch_invariant and call.divergence is None
+        return self.logits_dtype == call.dtype and is_plain and not call.bias_grad
+
+    @cached_property
+    def are_parts(self) -> bool:
+        """Whether ranks have a part of the tokens each."""
+        return self.call.shard is not None and self.call.shard.sequence_parallel
+
+    @cached_property
+    def may_skip(self) -> bool:
+        """Whether ignored rows are left out, where the host may wait for their number."""
+        call = self.call
+        return call.ignores_rows and self.plan.ignored_rows == "skip" and not call.loss.needs_every_row
+
+    @cached_property
+    def wrong_target(self) -> str:
+        """What the assertion on the device says."""
+        return f"target is neither in [0, {self.call.whole_vocab}) nor ignore_index ({self.call.loss.ignore_index})"
+
+
+class Primitives:
+    """The primitives of one region: a flat call, of tensors, and its plan."""
+
+    def __init__(self, call: Call, plan: Plan, *, region: Region | None = None):
+        """`region` is what is known of such calls; None: nothing yet."""
+        self.region = region or Region(call.specs(), plan)
+        self.call, self.plan = call, plan
+        self.logit_map, self.logits_dtype = self.region.logit_map, self.region.logits_dtype
 
     # Rows.
 
-    def prepare(self, upstream: Tensor | None, computed_rows: Tensor | None = None) -> Rows:
-        """The rows to compute.
+    def prepare(self, upstream: Tensor | None) -> Rows:
+        """The rows to compute, in a forward, once their targets are checked.
 
         Args:
             upstream: () the gradient of the loss, where it is known and one number.
-            computed_rows: () how many rows the forward has computed: those that the backward goes on with. None in the
-                forward, which checks the targets.
 
         Raises:
             IndexError: where a target is neither in [0, V) nor ignore_index. Where the host does not wait for the
                 device, a device-side assertion instead, as in PyTorch.
         """
-        call, plan = self.call, self.plan
-        has_ignored, may_skip = call.ignores_rows, self._may_skip
-        host_waits = self.device_type != "cuda" or (may_skip and not self._is_capturing())
-        count = None
-        if computed_rows is not None:
-            count = self._computed(computed_rows)
-            may_skip, host_waits = count < call.tokens, False
-        is_divided = call.shard is not None and call.shard.sequence_parallel
-        found = self._prepared(upstream, ordered=may_skip and host_waits or count is not None and may_skip)
-        if host_waits:
-            count = self._checked_count(found)
-        elif computed_rows is None:
-            torch._assert_async(found.is_right, self._wrong_target)
-        selected: Rows
-        if is_divided:
+        call = self.call
+        host_waits = self.region.device_type != "cuda" or (self.region.may_skip and not self._is_capturing())
+        skips = self.region.may_skip and host_waits
+        found = self._prepared(upstream, ordered=skips)
+        if not host_waits:
+            torch._assert_async(found.is_right, self.region.wrong_target)
+            return self._selected(found, call.tokens)
+        count = self._checked_count(found)
+        are_all_ones = count == call.tokens and call.get("token_weights") is None
+        if not skips:
+            count = call.tokens
+        elif self.region.are_parts:
             from thunder_flce.engine import token_parts
 
-            skips, known = may_skip and count is not None, None if computed_rows is None else count
-            selected = token_parts.rows_of_parts(call, found, chunk_rows=plan.chunk_rows, skips=skips, computed=known)
-        elif may_skip and count is not None and count < call.tokens:
-            has_weights = call.get("token_weights") is not None or self._has_vector_kernels
+            count = token_parts.most_valid(call, found)
+        return self._selected(found, count, has_weights=not are_all_ones)
+
+    def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
+        """The rows that a forward has computed, `count` of them, in its backward; `upstream` as for `prepare`."""
+        return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
+
+    def _selected(self, found: Prepared, count: int, *, has_weights: bool = True) -> Rows:
+        """The first rows of the order, or all; `has_weights` says whether some may count other than 1."""
+        call = self.call
+        selected: Rows
+        if self.region.are_parts:
+            from thunder_flce.engine import token_parts
+
+            selected = token_parts.rows_of_parts(call, found, chunk_rows=self.plan.chunk_rows, count=count)
+        elif count < call.tokens:
+            has_weights = call.get("token_weights") is not None or self.region.vector_kernels is not None
             selected = rows.valid_rows(found, count, has_weights=has_weights)
         else:
-            knows_all = host_waits and count == call.tokens and call.get("token_weights") is None
-            keeps_weights = self._has_vector_kernels or (has_ignored and not knows_all)
-            selected = rows.all_rows(found, has_ignored=keeps_weights)
+            keeps_weights = self.region.vector_kernels is not None or (has_weights and call.ignores_rows)
+            selected = rows.all_rows(found, has_weights=keeps_weights)
         return rows.with_target_weights(call, selected)
-
-    @cached_property
-    def _wrong_target(self) -> str:
-        return f"target is neither in [0, {self.call.whole_vocab}) nor ignore_index ({self.call.loss.ignore_index})"
-
-    @cached_property
-    def _may_skip(self) -> bool:
-        """Whether ignored rows are left out, where the host may wait for their number."""
-        call = self.call
-        return call.ignores_rows and self.plan.ignored_rows == "skip" and not call.loss.needs_every_row
 
     def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
         call, loss = self.call, self.call.loss
-        if not self._has_vector_kernels:
+        if self.region.vector_kernels is None:
             return rows.prepare(call, upstream=upstream, ordered=ordered)
-        from thunder_flce.engine.kernels import triton_vectors
-
-        return triton_vectors.prepare(
+        return self.region.vector_kernels.prepare(
             call.tensors["target"], vocab=call.whole_vocab, ignore_index=loss.ignore_index,
             token_weights=call.get("token_weights"), class_weight=call.get("weight"), num_items=call.get("num_items"),
             upstream=upstream, reduction=loss.reduction, ordered=ordered, ignores=loss.ignores_rows,
@@ -128,8 +169,8 @@ class Primitives:
         with on_device(self.call.device):
             return torch.cuda.is_current_stream_capturing()
 
-    def _computed(self, computed_rows: Tensor) -> int:
-        """How many rows the forward has computed. The host waits only for a copy of what the forward returned."""
+    def count_of(self, computed_rows: Tensor) -> int:
+        """How many rows a forward has computed, () int64. The host waits only for a copy of what it returned."""
         known = rows.recalled(computed_rows)
         if known is not None:
             return known
@@ -197,7 +238,9 @@ class Primitives:
     def logits_buffer(self, count: int, dtype: torch.dtype | None = None) -> Tensor:
         """(C, V) memory for the logits of so many rows."""
         dtype = dtype or self.logits_dtype
-        return empty_logits(count, self.call.vocab, dtype=dtype, device=self.call.device, device_type=self.device_type)
+        return empty_logits(
+            count, self.call.vocab, dtype=dtype, device=self.call.device, device_type=self.region.device_type
+        )
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor in another dtype: itself, or new memory."""
@@ -268,25 +311,13 @@ class Primitives:
 
     # The row work.
 
-    @cached_property
-    def takes_one_pass(self) -> bool:
-        """Whether one kernel makes the statistics of a chunk's rows and, in place of its logits, their gradient.
-
-        Not where the gradient needs new memory, where the loss asks more of a row than its statistics, where ranks have
-        to combine these, or where db is needed: a sum over the rows, of which the kernel sees one at a time. Nor where
-        a row's log-probability must have the bits that it has without gradients: the kernel adds in another order.
-        """
-        call, plan = self.call, self.plan
-        is_plain = call.loss.is_plain and call.shard is None and not plan.batch_invariant and call.divergence is None
-        return self.logits_dtype == call.dtype and is_plain and not call.bias_grad
-
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
         """The statistics of z (C, V), and z at the targets, (C,) or (C, K); z becomes its gradient in place."""
         if target.ndim == 1:
-            return RowResults(*self.kernels.both_(z, target, coefficients))
+            return RowResults(*self.region.kernels.both_(z, target, coefficients))
         z_y = z.gather(1, target)
         # The kernel writes the entry of one target, too, of which any gradient will do: it is written over.
-        found, _ = self.kernels.both_(z, target[:, 0], coefficients._replace(one_hot=coefficients.probability))
+        found, _ = self.region.kernels.both_(z, target[:, 0], coefficients._replace(one_hot=coefficients.probability))
         self._write_entries_(z, z_y, found, coefficients, target)
         return RowResults(found, z_y)
 
@@ -300,7 +331,7 @@ class Primitives:
         if not names:
             return found
         if call.vocab:
-            moments = self.kernels.moments(z, found.statistics, self.class_weight, names)
+            moments = self.region.kernels.moments(z, found.statistics, self.class_weight, names)
         else:
             moments = dict.fromkeys(names, torch.zeros_like(found.statistics.row_max))
         if call.shard is not None:
@@ -317,7 +348,7 @@ class Primitives:
         if shard is None:
             z_y = z.gather(1, target if target.ndim > 1 else target[:, None])
             argmax = largest(z, 1) if loss.needs_argmax else None
-            return RowResults(self.kernels.statistics(z), z_y if target.ndim > 1 else z_y.squeeze(1), {}, argmax)
+            return RowResults(self.region.kernels.statistics(z), z_y if target.ndim > 1 else z_y.squeeze(1), {}, argmax)
         from thunder_flce.engine import collectives
 
         if not self.call.vocab:
@@ -326,7 +357,7 @@ class Primitives:
         column, is_here = self.columns_here(target)
         z_y = z.gather(1, column if target.ndim > 1 else column[:, None]).reshape(target.shape)
         part = collectives.PartOfRows(
-            *self.kernels.statistics(z),
+            *self.region.kernels.statistics(z),
             torch.where(is_here, z_y.to(self.call.row_dtype), 0),  # type: ignore[arg-type]
         )
         if loss.needs_argmax:
@@ -360,7 +391,7 @@ class Primitives:
         column, is_here = self.columns_here(target)
         at_target = None if of_class is None else of_class[column]
         entry = target_gradient(self.logit_map, found.z_y, found.statistics, coefficients, at_target)
-        sums = self.kernels.gradient_(
+        sums = self.region.kernels.gradient_(
             z, found.statistics, coefficients, class_weight=of_class, out=out, column_sums=call.bias_grad,
             target=column if is_here is None else torch.where(is_here, column, -1), entry=entry,
         )  # fmt: skip
@@ -374,7 +405,7 @@ class Primitives:
         if is_here is not None:
             coefficients = coefficients._replace(one_hot=torch.where(is_here, coefficients.one_hot, 0))
         z_y = z.gather(1, column)
-        sums = self.kernels.gradient_(
+        sums = self.region.kernels.gradient_(
             z, found.statistics, coefficients._replace(one_hot=None), out=out, column_sums=self.call.bias_grad
         )
         self._write_entries_(out, z_y, found.statistics, coefficients, column)
@@ -415,7 +446,7 @@ class Primitives:
         call, divergence = self.call, self.call.divergence
         assert divergence is not None
         compute = dispatch.divergence_for(
-            self.plan.row_kernels, dtypes=(z.dtype, teacher.dtype), device_type=self.device_type
+            self.plan.row_kernels, dtypes=(z.dtype, teacher.dtype), device_type=self.region.device_type
         )
         out = z if factors is None or z.dtype == call.dtype else self.logits_buffer(z.shape[0], call.dtype)
         is_invariant = self.plan.batch_invariant and factors is not None
@@ -432,11 +463,9 @@ class Primitives:
         loss = self.call.loss
         # The kernel's map of the logits may differ in the last digit from the one that the outputs take.
         is_plain = not (loss.label_smoothing or loss.token_loss or loss.target_rest or loss.maps_logits)
-        if not (self._has_vector_kernels and is_plain and selected.weight is not None):
+        if self.region.vector_kernels is None or not is_plain or selected.weight is None:
             return row_loss.loss_of(self, selected, found)
-        from thunder_flce.engine.kernels import triton_vectors
-
-        return triton_vectors.finish(
+        return self.region.vector_kernels.finish(
             found.statistics, found.z_y, weight=selected.weight, at_target=selected.at_target,
             divisors=selected.divisors, logit_map=self.logit_map, z_loss=loss.z_loss, reduction=loss.reduction,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from thunder_flce.engine.kernels import dispatch, scaling
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
-from thunder_flce.engine.primitives import Primitives
+from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import RowResults, UpstreamGradients
 from thunder_flce.engine.rows import Rows
 from thunder_flce.operation.call import Call, Linear, Spec
@@ -144,7 +144,7 @@ class _Writer(Primitives):
     """Primitives that return empty tensors, and write down what they would launch."""
 
     def __init__(self, call: Call, plan: Plan, *, device_type: str):
-        super().__init__(call, plan)
+        super().__init__(call, plan, region=Region(call.specs(), plan, device_type=device_type))
         self.device_type = device_type
         self.primitives: list[str] = []
         self._found: list[Line | _Loop] = []
@@ -181,24 +181,32 @@ class _Writer(Primitives):
 
     # Rows.
 
-    def prepare(self, upstream: Tensor | None, computed_rows: Tensor | None = None) -> Rows:
-        call, loss = self.call, self.call.loss
+    def prepare(self, upstream: Tensor | None) -> Rows:
+        return self._prepare(upstream, "prepare")
+
+    def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
+        return self._prepare(upstream, "prepare_again")
+
+    def count_of(self, computed_rows: Tensor) -> int:
+        return self.call.tokens
+
+    def _prepare(self, upstream: Tensor | None, primitive: str) -> Rows:
+        call, loss, is_again = self.call, self.call.loss, primitive == "prepare_again"
         skips = self.plan.ignored_rows == "skip" and call.ignores_rows and not loss.needs_every_row
         conditions = [f"y != {loss.ignore_index}"] if loss.ignores_rows else []
         conditions += ["w_t != 0"] if "token_weights" in call.tensors else []
-        valid, library = " & ".join(conditions), self._vector_library
-        note = "" if computed_rows is not None else "    targets are checked"
+        valid = " & ".join(conditions)
         if call.shard is not None and call.shard.sequence_parallel:
             target = call.tensors["target"]
-            self._lines.append(Line("", f"y {_type(target.shape, target.dtype)} = all_gather(y)", self._network))
-        count = f"sum({valid})" if valid else "T"
-        self._write("prepare", f"valid_count {_type((), torch.int64)} = {count}{note}", library)
+            self._add(f"y {_type(target.shape, target.dtype)} = all_gather(y)", self._network)
+        count, note = f"sum({valid})" if valid else "T", "" if is_again else "    targets are checked"
+        self._write(primitive, f"valid_count {_type((), torch.int64)} = {count}{note}", self._vector_library)
         if skips:
             names = ", ".join([*(letter(linear.x) for linear in call.linears), "y"])
-            waits = "the host waits for their number" if self.device_type == "cuda" and computed_rows is None else ""
+            waits = "the host waits for their number" if self.device_type == "cuda" and not is_again else ""
             self._add(f"{names} = rows of {names} that are valid    {waits}".rstrip())
         found = rows.prepare(call, upstream=upstream, ordered=False)
-        return rows.with_target_weights(call, rows.all_rows(found, has_ignored=call.ignores_rows and not skips))
+        return rows.with_target_weights(call, rows.all_rows(found, has_weights=call.ignores_rows and not skips))
 
     def chunks(self, selected: Rows, first: int = 0) -> Iterator[slice]:
         self._found += self._lines

@@ -83,15 +83,14 @@ class Coefficients:
         # With `Loss.target_rest`, A and B are known when the chunk's logits are.
         of_targets = None if loss.target_rest else rows.target_weights
         found = row_coefficients(loss, s, ops.row_weights(rows), call.whole_vocab, target_weights=of_targets)
-        probability, one_hot = found.probability, found.one_hot
         if upstream.log_prob is not None:
             g_p = self._of_rows(upstream.log_prob)
-            probability, one_hot = probability - g_p, one_hot - g_p
+            found = found._replace(probability=found.probability - g_p, one_hot=found.one_hot - g_p)
         if upstream.log_sum_exp is not None:
-            probability = probability + self._of_rows(upstream.log_sum_exp)
-        of_entropy = None if upstream.entropy is None else self._of_rows(upstream.entropy)
-        self._of_all = RowCoefficients(probability, one_hot, found.uniform, of_entropy)
-        self._of_z = None
+            found = found._replace(probability=found.probability + self._of_rows(upstream.log_sum_exp))
+        if upstream.entropy is not None:
+            found = found._replace(entropy=self._of_rows(upstream.entropy))
+        self._of_all, self._of_z = found, None
         if loss.z_loss and (grad is not None or is_one):
             grad = torch.ones((), dtype=call.row_dtype, device=s.device) if grad is None else grad
             self._of_z = 2 * loss.z_loss * rows.scaled(grad, at=1)
@@ -114,40 +113,44 @@ class Coefficients:
 
     def of(self, chunk: slice, found: RowResults | None = None) -> RowCoefficients:
         """The chunk's coefficients, (C,) each; `found`, what is known of its rows, is None where the loss is plain."""
-        loss = self._ops.call.loss
-        is_all = chunk.start == 0 and chunk.stop == self._rows.count
-        vectors: list[Any] = [each if each is None or is_all else each[chunk] for each in self._of_all]
+        scale, of_rows = self._ops.call.loss.logit_scale, self._of_all
+        if chunk.stop - chunk.start < self._rows.count:
+            of_rows = RowCoefficients(*[None if each is None else each[chunk] for each in of_rows])
         if found is not None:
-            entropy = None if self._entropy is None else self._entropy[chunk]
-            if loss.token_loss:
-                entropy = self._add_token_loss(vectors, self._s[chunk], found)
-            if loss.target_rest:
-                targets = _soft_targets(self._ops, self._rows, found.row(self._ops), chunk)
-                assert targets.rest is not None
-                vectors[:2] = rest_coefficients(self._s[chunk], targets.weights, targets.rest)
-            row_max, log_sum = found.statistics
-            if self._of_z is not None:
-                vectors[0] = vectors[0] + self._of_z[chunk] * (row_max + log_sum)
-            if vectors[3] is not None and entropy is not None:
-                vectors[0] = vectors[0] + vectors[3] * (log_sum - entropy)
-        if loss.logit_scale != 1:
-            vectors = [None if vector is None else vector * loss.logit_scale for vector in vectors]
-        return RowCoefficients(*vectors)
+            of_rows = self._with_statistics(of_rows, found, chunk)
+        return of_rows if scale == 1 else RowCoefficients(*[None if each is None else each * scale for each in of_rows])
 
-    def _add_token_loss(self, vectors: list[Any], s: Tensor, found: RowResults) -> Tensor | None:
-        """Puts the token loss's coefficients in place of the cross-entropy's; returns the entropy if it is read."""
+    def _with_statistics(self, of_rows: RowCoefficients, found: RowResults, chunk: slice) -> RowCoefficients:
+        """The coefficients with what takes more of the rows than their targets."""
+        ops, loss = self._ops, self._ops.call.loss
+        entropy = None if self._entropy is None else self._entropy[chunk]
+        row_max, log_sum = found.statistics
+        if loss.token_loss:
+            of_rows = _of_token_loss(self._s[chunk], found.derivatives)
+            if of_rows.entropy is not None:
+                entropy = OUTPUTS["entropy"].of(found.row(ops), ops.call.whole_vocab, torch.log)
+        if loss.target_rest:
+            targets = _soft_targets(ops, self._rows, found.row(ops), chunk)
+            assert targets.rest is not None
+            probability, one_hot = rest_coefficients(self._s[chunk], targets.weights, targets.rest)
+            of_rows = of_rows._replace(probability=probability, one_hot=one_hot)
+        if self._of_z is not None:
+            of_rows = of_rows._replace(probability=of_rows.probability + self._of_z[chunk] * (row_max + log_sum))
+        if of_rows.entropy is not None and entropy is not None:
+            of_rows = of_rows._replace(probability=of_rows.probability + of_rows.entropy * (log_sum - entropy))
+        return of_rows
 
-        def times(derivative: Tensor | None) -> Tensor | None:
-            # The derivative may be infinite in a row without an upstream gradient.
-            return None if derivative is None else torch.where(s == 0, 0.0, s * derivative)
 
-        g_p, g_e, g_l = (times(found.derivatives.get(name)) for name in VARIABLES)
-        one_hot = torch.zeros_like(s) if g_p is None else -g_p
-        vectors[:2] = (one_hot if g_l is None else one_hot + g_l), one_hot
-        vectors[3] = g_e
-        if g_e is None:
-            return None
-        return OUTPUTS["entropy"].of(found.row(self._ops), self._ops.call.whole_vocab, torch.log)
+def _of_token_loss(s: Tensor, derivatives: dict[str, Tensor | None]) -> RowCoefficients:
+    """From the upstream gradient of each row's loss, (C,), and what the loss's derivatives are there."""
+
+    def times(derivative: Tensor | None) -> Tensor | None:
+        # The derivative may be infinite in a row without an upstream gradient.
+        return None if derivative is None else torch.where(s == 0, 0.0, s * derivative)
+
+    g_p, g_e, g_l = (times(derivatives.get(name)) for name in VARIABLES)
+    one_hot = torch.zeros_like(s) if g_p is None else -g_p
+    return RowCoefficients(one_hot if g_l is None else one_hot + g_l, one_hot, entropy=g_e)
 
 
 def with_token_loss(ops: "Primitives", found: RowResults, inputs: Sequence[Tensor], *, is_needed: bool) -> RowResults:

@@ -107,6 +107,10 @@ class Rows:
             return tensor if chunk.start == 0 and chunk.stop == self.total else tensor[chunk]
         return torch.index_select(tensor, 0, self.index[chunk], out=out)
 
+    def of(self, vector: Tensor, chunk: slice) -> Tensor:
+        """(N,) to (C,), the rows of a chunk."""
+        return vector if chunk.stop - chunk.start == self.count else vector[chunk]
+
     def gather(self, vector: Tensor) -> Tensor:
         """(T,) to (N,)."""
         return vector if self.order is None else vector[self.index]
@@ -161,12 +165,12 @@ class Rows:
         return self.weighted(grad.expand(self.count)).contiguous()
 
 
-def all_rows(found: Prepared, *, has_ignored: bool) -> Rows:
-    """All tokens, in their order; `has_ignored` says whether some of them may be ignored."""
+def all_rows(found: Prepared, *, has_weights: bool) -> Rows:
+    """All tokens, in their order; `has_weights` says whether some may count other than 1, as ignored ones do."""
     total = found.target.shape[0]
     return Rows(
         count=total, total=total, target=found.target, valid_count=found.counts[0],
-        weight=found.weight if has_ignored else None, s=found.s, at_target=found.at_target, divisors=found.divisors,
+        weight=found.weight if has_weights else None, s=found.s, at_target=found.at_target, divisors=found.divisors,
     )  # fmt: skip
 
 
@@ -187,9 +191,9 @@ def valid_rows(found: Prepared, count: int, *, has_weights: bool) -> Rows:
 
 def with_target_weights(call: Call, rows: Rows) -> Rows:
     """The rows with the weights of their targets, if a row has several."""
-    weights = call.get("target_weights")
-    if weights is None:
+    if call.targets_per_token is None:
         return rows
+    weights = call.tensors["target_weights"]
     counts = rows.gather(call.tensors["target"]) != call.loss.ignore_index
     if rows.weight is not None:
         counts = counts & (rows.weight != 0).unsqueeze(1)

@@ -41,10 +41,10 @@ class GradientSums:
         if call.bias_grad:
             self._bias = ops.empty((call.weight_rows,), call.row_dtype)
             self._bias.zero_()
-        self._frequent: FrequentRows | None = None
+        self._row_weights = weights
         in_16_bits = [memory.dtype.itemsize == 2 for memory in self._weights.values()]
-        if ops.plan.float32_rows and any(in_16_bits) and call.vocab and rows.count:
-            self._frequent = FrequentRows(ops, rows.target, weights)
+        self._has_frequent = bool(ops.plan.float32_rows and any(in_16_bits) and call.vocab)
+        self._frequent: FrequentRows | None = None
 
     def _sum_dtype(self, linear: Linear, rows: int) -> torch.dtype:
         """The dtype in which dW of a linear is summed over the chunks.
@@ -58,25 +58,26 @@ class GradientSums:
         is_wide = plan.float32_accumulator or hidden * _SMALL_LINEAR <= of_head
         return torch.float32 if is_sum and is_wide else call.dtype
 
-    def gather(self, chunk: slice) -> list[Tensor]:
-        """The rows of each linear's x that belong to `chunk`, (C, H).
+    def memory_for_inputs(self, chunk: slice) -> list[Tensor | None]:
+        """For copies of the rows of each linear's x that belong to `chunk`, (C, H), where dX takes their place later.
 
-        Where rows are skipped, these are copies, in the memory that takes dX of the chunk afterwards if they fit.
+        None where there is no such place, or no rows are skipped, so that no copies are needed.
         """
-        call, found = self._ops.call, []
-        for linear in call.linears:
-            memory = self._inputs.get(linear)
-            has_room = memory is not None and memory.dtype == call.dtype
-            out = memory[chunk] if memory is not None and has_room and self._rows.order is not None else None
-            found.append(self._ops.gather(self._rows, call.tensors[linear.x], chunk, out))
-        return found
+        if self._rows.order is None:
+            return [None] * len(self._ops.call.linears)
+        memory = [self._inputs.get(linear) for linear in self._ops.call.linears]
+        return [None if each is None or each.dtype != self._ops.call.dtype else each[chunk] for each in memory]
 
     def add(self, dlogits: Tensor, xs: list[Tensor], chunk: slice, bias_grad: Tensor | None) -> None:
         """Adds what the rows of `chunk` contribute, with dlogits (C, V) and their sum over the rows, (V,), for db.
 
         `xs` are (C, H), of each linear, as gathered; used up.
         """
-        ops, frequent, columns = self._ops, self._frequent, None
+        ops, columns = self._ops, None
+        if self._has_frequent and self._frequent is None:
+            # Here, so that the device has the first logits to compute while the host asks for a dozen small kernels.
+            self._frequent = FrequentRows(ops, self._rows.target, self._row_weights)
+        frequent = self._frequent
         for linear, x in zip(ops.call.linears, xs, strict=True):
             of_input, of_weight = self._inputs.get(linear), self._weights.get(linear)
             finish_input = None

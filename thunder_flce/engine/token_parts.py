@@ -67,28 +67,32 @@ class RowsOfParts(Rows):
         return self.gather(collectives.start_gathering(self.shard, vector).wait())
 
 
-def rows_of_parts(
-    call: Call, found: Prepared, *, chunk_rows: int, skips: bool, computed: int | None = None
-) -> RowsOfParts:
+def most_valid(call: Call, found: Prepared) -> int:
+    """How many rows are computed: as many of each part as the one with the most has valid ones. The host waits."""
+    assert call.shard is not None
+    return int(_valid(found, call.shard.ranks).sum(1).max()) * call.shard.ranks
+
+
+def _valid(found: Prepared, ranks: int) -> Tensor:
+    """(R, P) which tokens are valid."""
+    valid = found.weight != 0 if found.weight is not None else torch.ones_like(found.target, dtype=torch.bool)
+    return valid.view(ranks, -1) if valid.numel() else valid.view(ranks, 0)
+
+
+def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -> RowsOfParts:
     """The rows of all parts.
 
     Args:
         call: a flat one, with the targets of all ranks.
         found: what follows from these.
         chunk_rows: the most rows of a chunk, those of all parts together; 0: there is one chunk.
-        skips: whether ignored rows are left out.
-        computed: in a backward, how many rows the forward has computed; the host need not wait for the number again.
+        count: how many rows are computed, of all parts together.
     """
     shard, total = call.shard, found.target.shape[0]
     assert shard is not None
-    tokens = total // shard.ranks
-    whole = all_rows(found, has_ignored=True)
-    valid = found.weight != 0 if found.weight is not None else torch.ones_like(found.target, dtype=torch.bool)
-    of_parts = valid.view(shard.ranks, tokens)
-    count = tokens
-    if skips:
-        count = int(of_parts.sum(1).max()) if computed is None else computed // shard.ranks
-    valid_first = torch.argsort(of_parts, dim=1, descending=True, stable=True)
+    tokens, count = total // shard.ranks, count // shard.ranks
+    whole = all_rows(found, has_weights=True)
+    valid_first = torch.argsort(_valid(found, shard.ranks), dim=1, descending=True, stable=True)
     # Ascending, as `Rows.scatter_` needs it.
     order = torch.cat([valid_first[:, :count].sort(1).values, valid_first[:, count:]], 1)
     largest = max((chunk_rows or total) // shard.ranks, 1)

@@ -25,7 +25,7 @@ from thunder.core.symbol import BoundSymbol
 from torch import Tensor
 
 from thunder_flce import calls, functional, operators
-from thunder_flce.engine.kernels.scaling import graph_is_kept
+from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.graph import decomposition, trace_printer
 from thunder_flce.graph.executor import FORWARD_TAGS, executor
@@ -148,7 +148,7 @@ def _backward_impl(grad: Tensor | None, *tensors: Tensor | None, **settings: Any
 
 def _settings_and_tensors(tensors: Sequence[Any], settings: dict[str, Any]) -> tuple[Settings, list[Tensor]]:
     """What `operators` take, from the arguments of a symbol."""
-    given = named_tensors(calls.with_tensors(region_arguments(*tensors, **settings)))
+    given = calls.with_tensors(named_tensors(region_arguments(*tensors, **settings)))
     plain = tuple(
         (name, tuple(value.items()) if name == "shard" else value)
         for name, value in settings.items()
@@ -168,10 +168,13 @@ def _settings_of(names: tuple[str, ...], plain: tuple[tuple[str, Any], ...]) -> 
 def _scaling_impl(
     grad: Tensor, valid_count: Tensor, *gradients: Tensor, expected_gradient: Tensor | float | None = None
 ) -> tuple[Tensor, ...]:
-    """See `operators.scaled`."""
-    given = calls.with_tensors({"input": gradients[0], "expected_gradient": expected_gradient})
-    expected, overwrite = given["expected_gradient"], not graph_is_kept()
-    return tuple(operators.scaled(grad, valid_count, gradients, expected=expected, may_overwrite=overwrite))
+    """See `scaled_gradients`."""
+    given = calls.with_tensors(named_tensors({"input": gradients[0], "expected_gradient": expected_gradient}))
+    expected = given.get("expected_gradient")
+    scaled = scaled_gradients(
+        gradients, grad, valid_count=valid_count, expected=expected, may_overwrite=not graph_is_kept()
+    )
+    return tuple(scaled)
 
 
 linear_cross_entropy_fwd = executor.register_operator(

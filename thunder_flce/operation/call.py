@@ -60,7 +60,8 @@ ARGUMENTS = {
 }
 """By name. Items of the sequences `token_inputs` and `terms` are called token_inputs[0], terms[0].input and so on."""
 
-_SEQUENCES = ("token_inputs", "terms")
+
+_EMPTY = ()
 
 
 @cache
@@ -71,14 +72,52 @@ def argument(name: str) -> Argument:
 
 
 def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors among the arguments of a function, by name: those that are given, in the order of `ARGUMENTS`."""
-    found = {name: arguments[name] for name in ARGUMENTS if arguments.get(name) is not None and name not in _SEQUENCES}
-    for number, each in enumerate(arguments.get("token_inputs") or ()):
-        found[f"token_inputs[{number}]"] = each
-    for number, (x, weight) in enumerate(arguments.get("terms") or ()):
-        found |= {f"terms[{number}].input": x, f"terms[{number}].weight": weight}
+    """The tensors among the arguments of a function, by name: those that are given, in the order of `ARGUMENTS`.
+
+    Raises:
+        TypeError: for terms that are no pairs, or token_inputs that are no sequence.
+    """
+    found = {}
+    for name in ARGUMENTS:
+        if name in arguments and arguments[name] is not None and name != "token_inputs":
+            found[name] = arguments[name]
+    if (inputs := arguments.get("token_inputs")) is not None and inputs is not _EMPTY:
+        found |= {f"token_inputs[{number}]": each for number, each in enumerate(checked_token_inputs(inputs))}
+    if (terms := arguments.get("terms")) is not None and terms is not _EMPTY:
+        for number, (x, weight) in enumerate(_checked_pairs(terms)):
+            found |= {f"terms[{number}].input": x, f"terms[{number}].weight": weight}
     # Those that are named so already.
-    return found | {name: value for name, value in arguments.items() if "[" in name and value is not None}
+    for name, value in arguments.items():
+        if "[" in name and value is not None:
+            found[name] = value
+    return found
+
+
+def checked_token_inputs(inputs: Any) -> Sequence[Any]:
+    """token_inputs, if they are a sequence; raises `TypeError` otherwise."""
+    if not _is_sequence(inputs):
+        raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(inputs).__name__}")
+    return inputs
+
+
+def _checked_pairs(terms: Any) -> Sequence[tuple[Any, Any]]:
+    if not _is_sequence(terms):
+        raise TypeError(f"terms must be a sequence of pairs (input, weight), but got {type(terms).__name__}")
+    for number, term in enumerate(terms):
+        if not _is_sequence(term) or len(term) != 2:
+            found = f"has length {len(term)}" if _is_sequence(term) else f"got {type(term).__name__}"
+            raise TypeError(f"terms[{number}] must be a pair (input, weight), but {found}")
+    return terms
+
+
+def _is_sequence(value: Any) -> bool:
+    # A `Spec` is a tuple, too.
+    return isinstance(value, Sequence) and not is_tensor(value)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor, a `Spec` or thunder's proxy."""
+    return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "requires_grad")
 
 
 class Spec(NamedTuple):
@@ -247,11 +286,13 @@ class Call:
 
     def flat(self) -> "Call":
         """Tokens in one dimension, of all ranks where these have been gathered; numbers of tokens in the row dtype."""
-        found = {name: self._flat(name, tensor) for name, tensor in self.tensors.items()}
-        flat = object.__new__(Call)
-        # With what is known already: nothing of it changes.
-        flat.__dict__.update(self.__dict__, tensors=found)
-        return flat
+        return self.with_tensors({name: self._flat(name, tensor) for name, tensor in self.tensors.items()})
+
+    def with_tensors(self, tensors: Mapping[str, Any]) -> "Call":
+        """The same call with tensors of the same sizes: what is known already stays."""
+        found = object.__new__(Call)
+        found.__dict__.update(self.__dict__, tensors=tensors)
+        return found
 
     def _flat(self, name: str, tensor: Any) -> Any:
         role, dtype = argument(name).role, tensor.dtype

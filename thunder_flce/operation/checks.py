@@ -5,13 +5,13 @@ signature; the values of the targets are checked when the region runs. Legend as
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 import torch
 
-from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, named_tensors
+from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, is_tensor, named_tensors
 from thunder_flce.operation.divergence import KINDS, Divergence
 from thunder_flce.operation.loss import OUTPUTS, Loss
 
@@ -39,12 +39,10 @@ def check_call(
         TypeError: for a dtype or a type that does not fit; the message names the argument and what was expected.
         ValueError: for a shape, a device or a value that does not fit, likewise.
     """
-    check_pairs(arguments.get("terms", ()))
-    check_token_inputs(arguments.get("token_inputs", ()))
     others = ("target",) if divergence is None else ("teacher_input", "teacher_weight")
     required = {name: arguments.get(name) for name in ("input", "linear_weight", *others)}
     given = required | named_tensors(arguments)
-    numbers = {name: value for name, value in given.items() if name in _SCALAR_RULES and not _is_tensor(value)}
+    numbers = {name: value for name, value in given.items() if name in _SCALAR_RULES and not is_tensor(value)}
     tensors = {name: tensor for name, tensor in given.items() if name not in numbers}
     for name in tensors:
         _check_tensor(name, tensors)
@@ -72,26 +70,10 @@ def check_scalar(name: str, number: Any) -> None:
         _check_number(name, number, _SCALAR_RULES[name], what=_NUMBER_OR_TENSOR)
 
 
-def check_pairs(terms: Any) -> None:
-    """Raises `TypeError` for terms that are not pairs."""
-    if not _is_sequence(terms):
-        raise TypeError(f"terms must be a sequence of pairs (input, weight), but got {type(terms).__name__}")
-    for number, term in enumerate(terms):
-        if not _is_sequence(term) or len(term) != 2:
-            found = f"has length {len(term)}" if _is_sequence(term) else f"got {type(term).__name__}"
-            raise TypeError(f"terms[{number}] must be a pair (input, weight), but {found}")
-
-
-def check_token_inputs(token_inputs: Any) -> None:
-    """Raises `TypeError` for token_inputs that are no sequence."""
-    if not _is_sequence(token_inputs):
-        raise TypeError(f"token_inputs must be a sequence of tensors, but got {type(token_inputs).__name__}")
-
-
 def _check_tensor(name: str, tensors: Mapping[str, Any]) -> None:
     """Type, dtype and device of one tensor; the input and the teacher's come before what is compared with them."""
     tensor, known = tensors[name], argument(name)
-    if not _is_tensor(tensor):
+    if not is_tensor(tensor):
         raise TypeError(f"{name} must be a tensor, but got {type(tensor).__name__}")
     if hasattr(tensor, "device_mesh"):
         advice = "pass what to_local() or full_tensor() returns"
@@ -258,12 +240,3 @@ def _is_number(value: Any, kind: type) -> bool:
     else:
         of_value = getattr(value, "python_type", type(value))
     return issubclass(of_value, kind) and of_value is not bool
-
-
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "requires_grad")
-
-
-def _is_sequence(value: Any) -> bool:
-    # A `Spec` is a tuple, too.
-    return isinstance(value, Sequence) and not _is_tensor(value)

@@ -7,9 +7,9 @@ import torch
 # A block has 1024 threads at most.
 _MOST_WARPS = 32 if torch.version.hip is None else 16
 
-# Kernels that are compiled, by what they were compiled for: with their constants, and with their settings, so that the
-# address of these is not used again. Triton finds out the former anew at each launch, which takes as long as all else.
-_compiled: dict[Any, tuple[Any, list[Any], dict[str, Any]]] = {}
+# Kernels that are compiled, by what they were compiled for: what runs them, their constants, and their settings, so
+# that the address of these is not used again. Triton finds out all of that anew at each launch.
+_compiled: dict[Any, tuple[Any, Any, Any, list[Any], dict[str, Any]]] = {}
 _MOST_COMPILED = 1024
 
 
@@ -29,16 +29,12 @@ def launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str,
             kernel's `do_not_specialize`.
         settings: constants and options by name. The same object each time for the same settings.
     """
-    device = arguments[0].device
+    device = arguments[0].get_device()
     # To ask takes the host less time than to set it.
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        _launch(kernel, programs, arguments, settings)
+    if device >= 0 and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, programs, arguments, settings)
         return
-    with torch.cuda.device(device):
-        _launch(kernel, programs, arguments, settings)
-
-
-def _launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str, Any]) -> None:
     # Addresses in place of tensors, of which Triton would ask the driver whether their memory is the device's.
     given = [each if each is None or type(each) is int else each.data_ptr() for each in arguments]
     # What Triton compiles anew for: dtypes, pointers to multiples of 16 bytes and, since no int is specialised on, the
@@ -47,15 +43,17 @@ def _launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str
         None if address is None else -(2**31) <= each < 2**31 if type(each) is int else (each.dtype, address % 16 == 0)
         for each, address in zip(arguments, given, strict=True)
     ]
-    key = (id(kernel), id(settings), arguments[0].get_device(), *kinds)
+    key = (id(kernel), id(settings), device, *kinds)
     known = _compiled.get(key)
     if known is not None:
-        compiled, constants, _ = known
-        compiled[(programs, 1, 1)](*given, *constants)
+        run, function, metadata, constants, _ = known
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        # Nothing for Triton's hooks, of which there are none but while one of its own profilers runs.
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *given, *constants)
         return
     compiled = kernel[(programs,)](*arguments, **settings)
     if hasattr(compiled, "packed_metadata"):  # Not so in the interpreter.
         constants = [settings[name] for name in kernel.arg_names[len(arguments) :]]
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
-        _compiled[key] = compiled, constants, settings
+        _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, constants, settings

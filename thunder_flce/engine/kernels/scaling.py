@@ -25,7 +25,7 @@ def scaled_gradients(
         gradients: any shapes, of one dtype, as saved by the forward.
         grad: () the upstream gradient.
         valid_count: () how many rows are valid; None if some are.
-        expected: () the upstream gradient that the gradients have been computed for; None for 1.
+        expected: () the upstream gradient that the gradients have been computed for, as `usable` has it; None for 1.
         may_overwrite: whether nobody will read `gradients` again. The products then take their place, and on CUDA a
             factor of 1 ends the kernel before it touches memory, without the host knowing the factor.
     """
@@ -36,7 +36,7 @@ def scaled_gradients(
         scale_(gradients, grad.to(first.device), valid_count, expected)
         return list(gradients)
     factor = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    factor = factor if expected is None else factor / expected
+    factor = factor if expected is None else factor / usable(expected.to(factor.dtype))
     factor = factor if valid_count is None else torch.where(valid_count == 0, 0, factor)
     if may_overwrite and not factor.is_cuda and factor == 1:
         return list(gradients)
@@ -46,6 +46,11 @@ def scaled_gradients(
         _multiply(gradient, factor.to(gradient.device), result)
         results.append(result)
     return results
+
+
+def usable(expected: Tensor) -> Tensor:
+    """() the upstream gradient that gradients are computed for: 1 in place of 0 and of what is not finite."""
+    return torch.where(expected.isfinite() & (expected != 0), expected, 1)
 
 
 @cache

@@ -144,20 +144,15 @@ def prepare(
     if settings is None:
         constants = {"IGNORES": ignores, "IS_MEAN": reduction == "mean", "BLOCK": _BLOCK}
         settings = _PREPARE[key] = constants | options(_WARPS)
-    # An allocation takes the host as long as two views.
+    # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
     integers = torch.empty(2 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
     floats = torch.empty(2 + tokens * (2 if class_weight is None else 3), dtype=torch.float32, device=device)
-    is_right = torch.empty((), dtype=torch.bool, device=device)
+    counts, column, *order = integers.split_with_sizes([2, *[tokens] * (2 if ordered else 1)])
+    divisors, weight, s, *at_target = floats.split_with_sizes([2, *[tokens] * (2 if class_weight is None else 3)])
     found = Prepared(
-        target=integers[2 : 2 + tokens],
-        weight=floats[2 : 2 + tokens],
-        s=floats[2 + tokens : 2 + 2 * tokens],
-        at_target=None if class_weight is None else floats[2 + 2 * tokens :],
-        divisors=floats[:2],
-        counts=integers[:2],
-        is_right=is_right,
-        order=integers[2 + tokens :] if ordered else None,
-    )
+        target=column, weight=weight, s=s, at_target=at_target[0] if at_target else None, divisors=divisors,
+        counts=counts, is_right=torch.empty((), dtype=torch.bool, device=device), order=order[0] if order else None,
+    )  # fmt: skip
     given = [None if given is None else given.contiguous() for given in (target, token_weights, class_weight)]
     launch(_prepare_kernel, 1, [*given, num_items, upstream, *found, tokens, vocab, ignore_index], settings)
     return found
@@ -262,7 +257,9 @@ def _scale_one(gradient, size, factor, BLOCK: tl.constexpr):
 def _scale_kernel(first, second, third, grad, valid_count, expected, size_1, size_2, size_3, BLOCK: tl.constexpr):
     factor = tl.load(grad).to(tl.float32)
     if expected is not None:
-        factor = tl.div_rn(factor, tl.load(expected).to(tl.float32))
+        divisor = tl.load(expected).to(tl.float32)
+        is_usable = (divisor != 0.0) & (tl.abs(divisor) < float("inf"))
+        factor = tl.div_rn(factor, tl.where(is_usable, divisor, 1.0))
     if valid_count is not None:
         factor = tl.where(tl.load(valid_count) == 0, 0.0, factor)
     if factor != 1.0:

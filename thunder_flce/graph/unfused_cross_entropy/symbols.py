@@ -8,7 +8,6 @@ rows, V vocabulary.
 
 from typing import Any
 
-import torch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from torch import Tensor
@@ -48,7 +47,7 @@ def _backward_impl(
 ) -> Tensor:  # fmt: skip
     """The logits' gradient, (N, V) in the logits' dtype; grad is () or, for reduction "none", (N,)."""
     ops = _primitives(logits, target, weight, settings)
-    rows = ops.prepare(None, computed_rows=torch.tensor(logits.shape[0]))
+    rows = ops.prepare_again(None, logits.shape[0])
     z = ops.logits_buffer(logits.shape[0]).copy_(logits)
     found = RowResults(RowStatistics(row_max, row_log_sum), ops.target_entries(z, rows.target))
     coefficients = Coefficients(ops, rows, UpstreamGradients(grad))
