@@ -1,8 +1,17 @@
 """What every test gets: a seed, devices, poisoned memory and an unchanged registry."""
 
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Before torch reads it: tests run beside each other on small matrices, where a second thread only waits.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # And where a test has two, they do not keep the others from the cores while they wait.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 # First, as users with torch 2.13 or newer have to: without it, they cannot import thunder.
 import thunder_flce  # noqa: F401 # isort: skip
 
+import functools
 import gc
 import inspect
 import sys
@@ -12,8 +21,8 @@ import pytest
 import thunder
 import torch
 from hypothesis import Phase, settings
-from thunder.core import interpreter
-from torch._dynamo import trace_rules
+from thunder.core import interpreter, symbol
+from torch._dynamo import guards, trace_rules
 
 from thunder_flce.engine.kernels import dispatch
 
@@ -35,6 +44,34 @@ def _callers():
 # exception in a program it waits, busily, for another thread. In pytest, together half of a small program's time.
 interpreter.inspect = SimpleNamespace(**{**vars(inspect), "stack": _callers})
 sys.setswitchinterval(1e-4)
+# And for each operation of a trace, for the signature of its meta function.
+symbol.inspect = SimpleNamespace(**{**vars(inspect), "signature": functools.lru_cache(1024)(inspect.signature)})
+
+# For each program that it compiles, Dynamo measures its guards, with the CPU's caches emptied first, and collects
+# garbage: a fifth of a small program's time.
+guards.profile_guard_manager = lambda *_: 0.0
+torch._dynamo.config.run_gc_after_compile = False
+
+
+def pytest_configure(config):
+    """Spares what torch logs of each program the formatting: pytest's handlers take all levels. No test reads it."""
+    config.pluginmanager.set_blocked("logging-plugin")
+
+
+# They take minutes together, or a minute alone: they come first, so that no process has one left when others are done.
+FIRST = ("test_two_ranks.py", "test_engine_interpreted.py", "test_properties.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in FIRST)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Files stay together, with what is made once for all of a file's tests; who is done takes tests of the other."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_collection_finish():

@@ -92,7 +92,10 @@ def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", 
         device: "cpu", or "cuda": a GPU for each rank.
         timeout_s: of the default process group, and for all of it.
     """
-    context = torch.multiprocessing.get_context("spawn")
+    # Without CUDA, which does not work after a fork, a process that has imported thunder makes the ranks: each would
+    # take seconds for that.
+    context = torch.multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    torch.multiprocessing.set_forkserver_preload(["thunder_flce", "thunder"])
     with tempfile.TemporaryDirectory() as folder:
         arguments = (count, run, device, timeout_s, folder)
         processes = [context.Process(target=_process, args=(rank, *arguments), daemon=True) for rank in range(count)]

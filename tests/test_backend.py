@@ -225,10 +225,10 @@ def test_inductor_on_a_gpu(mode):
     assert_fused(compiled, times=1)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_inductor(dynamic):
+def test_inductor():
+    """With sizes that it has to ask for; with fixed ones, README.md's snippets run it."""
     model = Model()
-    compiled = compiled_with(model, dynamic=dynamic, options={"strict": True, "chunk_rows": 7, "epilogue_fusion": True})
+    compiled = compiled_with(model, dynamic=True, options={"strict": True, "chunk_rows": 7, "epilogue_fusion": True})
     arguments = batch()
     assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
     assert_fused(compiled, times=1)

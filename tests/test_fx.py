@@ -464,7 +464,7 @@ def test_functional_form_behind_dynamo(compile, reduction):
         assert "linear_cross_entropy_fwd" in symbols
 
 
-def test_functional_form_with_options_behind_thunderfx():
+def test_functional_form_with_options_behind_thunderfx(without_inductor):
     """thunder does not know them, so the operator runs."""
     hidden, weight = torch.randn(14, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
     labels = torch.randint(20, (14,))

@@ -272,7 +272,7 @@ def test_fsdp_shards_it_as_a_unit(mesh):
 def test_loss_only_of_transformers():
     """Through thunderfx; `test_models` goes through thunder.jit."""
     transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "use_cache": False}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 0, "use_cache": False}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=V, num_attention_heads=4, **sizes))
     tokens = torch.randint(V, (2, 24))
     labels = tokens.clone()

@@ -14,9 +14,9 @@ import thunder_flce
 from thunder_flce.inspection.saved import saved_tensors
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}
-# Each sample is compiled, which takes its time: of float32 every second, of other dtypes fewer. PyTorch's 105 samples
+# Each sample is compiled, which takes its time: of float32 every fourth, of other dtypes fewer. PyTorch's 105 samples
 # are made for 3 reductions, 5 settings and up to 9 shapes, of which each comes with each setting or reduction in turn.
-STEPS = {torch.float32: 2, torch.float64: 3, torch.bfloat16: 5}
+STEPS = {torch.float32: 4, torch.float64: 7, torch.bfloat16: 8}
 OPERATIONS = {
     "cross_entropy": F.cross_entropy,
     "nll_loss": F.nll_loss,
@@ -115,7 +115,9 @@ def _thunder_samples(name: str, device: str, dtype: torch.dtype) -> Iterable[Sam
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_samples_of_thunder(name, dtype, device):
     count = 0
-    for sample in islice(_thunder_samples(name, device, dtype), None, None, STEPS[dtype]):
+    # The others have few samples.
+    step = STEPS[dtype] if name == "cross_entropy" else 2
+    for sample in islice(_thunder_samples(name, device, dtype), None, None, step):
         # thunder 0.2.6 has no backward for a loss of nothing.
         backward = sample.args[0].numel() > 0
         if name == "nll_loss" and dtype is torch.float32:

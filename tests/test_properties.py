@@ -23,11 +23,11 @@ from thunder_flce.options import ACCUMULATE, IGNORED_ROWS, LOGITS_DTYPES, STRATE
 ON_EVERY_BACKEND = True
 # A new vocabulary, dtype or map of the logits is a new nvFuser definition, which takes a third of a second to compile.
 VOCABULARIES = {"cpu": (2, 3, 7, 8, 33, 101, 1009, 16383, 16385), "cuda": (7, 1009, 16385)}
-EXAMPLES = {"cpu": 600, "cuda": 40}
+EXAMPLES = {"cpu": 400, "cuda": 40}
 SAVED_EXAMPLES = {"cpu": 100, "cuda": 20}
-ONE_PASS_EXAMPLES = {"cpu": 200, "cuda": 40}
-SPECIAL_EXAMPLES = {"cpu": 40, "cuda": 10}
-TRACED_EXAMPLES = {"cpu": 15, "cuda": 15}
+ONE_PASS_EXAMPLES = {"cpu": 150, "cuda": 40}
+SPECIAL_EXAMPLES = {"cpu": 20, "cuda": 10}
+TRACED_EXAMPLES = {"cpu": 10, "cuda": 15}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SHAPES = ((), (0,), (1,), (2,), (13,), (3, 5), (2, 3, 4))
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")

@@ -223,7 +223,7 @@ ENTRIES = [
     ),
     Entry("litgpt Gemma", _litgpt("Gemma-2b")),
     Entry("litgpt Gemma 2", _litgpt("Gemma-2-2b"), head="softcap", region={"softcap": 30.0}),
-    Entry("litgpt Gemma 3", _litgpt("Gemma-3-1b-it", n_layer=1)),
+    Entry("litgpt Gemma 3", _litgpt("Gemma-3-1b-it")),
     Entry("litgpt Phi 2", _litgpt("phi-2"), head="bias", region={"linear_bias": True}),
     Entry("litgpt Falcon", _litgpt("falcon-7b")),
     Entry("litgpt Qwen2.5", _litgpt("Qwen2.5-0.5B")),
