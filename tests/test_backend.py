@@ -146,6 +146,58 @@ def test_labels_with_sizes_of_their_own(are_labels_first):
     assert_fused(compiled)
 
 
+def _log_probs(h, w, y):
+    return F.log_softmax(F.linear(h, w), -1).gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+
+def _ppo(h, w, y):
+    ratio = torch.exp(_log_probs(h, w, y) + 3)
+    return -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean()
+
+
+OF_TOKENS = {
+    "sum": lambda h, w, y: -_log_probs(h, w, y).sum(),
+    "mean": lambda h, w, y: -_log_probs(h, w, y).mean(),
+    "logits and log-sum-exp": lambda h, w, y: (
+        (z := F.linear(h, w)).logsumexp(-1) - z.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+    ).mean(),
+    "token loss": _ppo,
+    "cross-entropies": lambda h, w, y: torch.mean(
+        F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten(), reduction="none").exp()
+    ),
+}
+
+
+@quick
+@pytest.mark.parametrize("program", OF_TOKENS.values(), ids=OF_TOKENS)
+def test_lengths_that_change(program):
+    """By themselves, Dynamo's sizes become symbols at the second length: one each for hidden states and labels."""
+    weight = (torch.randn(53, 16) / 4).requires_grad_()
+    compiled = compiled_with(program, fullgraph=True, options={"strict": True})
+    for length in (9, 5, 7, 11, 2, 1):
+        hidden, labels = torch.randn(4, length, 16, requires_grad=True), torch.randint(53, (4, length))
+        found, expected = (
+            (loss := step(hidden, weight, labels), *torch.autograd.grad(loss, (hidden, weight)))
+            for step in (compiled, program)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    # One for the first length, one for any, and one for a single token, which Dynamo has apart.
+    report = thunder_flce.explain(compiled)
+    assert 2 <= len(report) <= 3
+    assert [each.plan.strategy for each in report.decisions if each.fused] == ["gradients_in_forward"] * len(report)
+
+
+@quick
+def test_labels_of_fewer_tokens():
+    """PyTorch gathers for those that there are; what was compiled for as many labels as tokens does not."""
+    compiled, weight = compiled_with(OF_TOKENS["sum"]), torch.randn(53, 16)
+    for of_hidden, of_labels in ((9, 9), (5, 5), (7, 7), (8, 6), (6, 4), (10, 10)):
+        hidden, labels = torch.randn(4, of_hidden, 16), torch.randint(53, (4, of_labels))
+        torch.testing.assert_close(
+            compiled(hidden, weight, labels), OF_TOKENS["sum"](hidden, weight, labels), rtol=1e-4, atol=1e-4
+        )
+
+
 @quick
 @pytest.mark.parametrize("has_linear", [True, False])
 def test_a_loss_that_is_not_traced_is_reported(has_linear):

@@ -19,7 +19,7 @@ LINEARS = ("linear", "matmul", "mm", "addmm")
 _NORMALISERS = ("log_softmax", "softmax", "logsumexp")
 # The same spelled out: an operation, and what makes its operand.
 _LAST_OF_NORMALISERS = {("log", "sum"), ("truediv", "exp"), ("div", "exp")}
-_GATHERS = ("gather", "take_along_dim")
+GATHERS = ("gather", "take_along_dim")
 _FLATTENING = ("view", "reshape", "flatten")
 _PRODUCTS = ("mul", "neg", "special_entr", "xlogy", "special_xlogy")
 _CHOICES = ("where", "masked_fill")
@@ -75,7 +75,7 @@ def above_ends(graph: Graph) -> dict[Node, None]:
 
 
 def _gathers_or_normalises(node: Node, operand: Node) -> bool:
-    return name_of(node) in (*_NORMALISERS, *_GATHERS) or (name_of(node), name_of(operand)) in _LAST_OF_NORMALISERS
+    return name_of(node) in (*_NORMALISERS, *GATHERS) or (name_of(node), name_of(operand)) in _LAST_OF_NORMALISERS
 
 
 def sources_above(node: Node) -> set[Node]:
@@ -136,7 +136,7 @@ def _reads(node: Node, source: Node, sizes: set[Any]) -> bool:
     elif name in ("index_select", "take"):
         is_gather = _is_log_softmax(operand)
     else:
-        is_gather = name in _GATHERS and is_over_classes
+        is_gather = name in GATHERS and is_over_classes
     # Columns that hang on the logits are choices, as of a gate's experts.
     return is_gather and source not in reached(indices, _inputs_but_for_linears)
 

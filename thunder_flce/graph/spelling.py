@@ -1,9 +1,10 @@
-"""What a graph of Dynamo's leaves to PyTorch, spelled out for thunder: indices that are ranges, casts of autocast."""
+"""What a graph of Dynamo's leaves to PyTorch, spelled out for thunder: ranges, casts of autocast, means, guards."""
 
 import operator
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from thunder_flce.loss_nodes import value_of
 
@@ -28,6 +29,46 @@ def spell_out_casts(node: Node) -> None:
                 cast = node.graph.call_method("to", (operand, dtype))
                 cast.meta = {**node.meta, "example_value": value.to(dtype)}
                 node.replace_input_with(operand, cast)
+
+
+def spell_out_mean(node: Node) -> None:
+    """Puts a sum, divided by its number of elements, where a mean is of all elements and these have a symbolic number.
+
+    thunder would divide by a number that stands for the symbol. In 16 bits a sum would be rounded once more.
+    """
+    operand = node.all_input_nodes[0]
+    value = value_of(operand)
+    is_plain = len(node.args) == 1 and not node.kwargs and value.dtype in (torch.float32, torch.float64)
+    if not is_plain or isinstance(value.numel(), int):
+        return
+    graph = node.graph
+    with graph.inserting_before(node):
+        total, count = graph.call_method("sum", (operand,)), graph.call_method("numel", (operand,))
+        total.meta = {**node.meta, "example_value": value.sum()}
+        count.meta = {**node.meta, "example_value": value.numel()}
+        mean = graph.call_function(operator.truediv, (total, count))
+        mean.meta = dict(node.meta)
+    node.replace_all_uses_with(mean)
+    graph.erase_node(node)
+
+
+def guard_equal_sizes(gather: Node) -> None:
+    """Has Dynamo make sure that a gather's index has the sizes of what it gathers from, where it has in this call.
+
+    PyTorch lets the index be the smaller one. Dynamo has a symbol of its own for each, once lengths have changed.
+    """
+    values = [value_of(operand) for operand in gather.all_input_nodes]
+    if len(values) != 2 or not all(isinstance(value, torch.Tensor) for value in values):
+        return
+    for size, other in zip(values[0].shape, values[1].shape, strict=False):
+        if (
+            isinstance(size, torch.SymInt)
+            and isinstance(other, torch.SymInt)
+            and not statically_known_true(size == other)
+        ):
+            if size.node.has_hint() and other.node.has_hint() and size.node.hint == other.node.hint:
+                # To ask adds the guard.
+                bool(size == other)
 
 
 def _arange(graph: Graph, part: object, indexed: torch.Tensor) -> object:

@@ -30,9 +30,19 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph.dynamo.sizes import Sizes
 from thunder_flce.graph.matching import losses as losses_in_trace
-from thunder_flce.graph.spelling import spell_out_casts, spell_out_ranges
+from thunder_flce.graph.spelling import guard_equal_sizes, spell_out_casts, spell_out_mean, spell_out_ranges
 from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions, with_defaults
-from thunder_flce.loss_nodes import LINEARS, above_ends, is_call, is_linear, is_loss, name_of, reached, value_of
+from thunder_flce.loss_nodes import (
+    GATHERS,
+    LINEARS,
+    above_ends,
+    is_call,
+    is_linear,
+    is_loss,
+    name_of,
+    reached,
+    value_of,
+)
 
 # A property is one of aten's operators from torch 2.15 on, and a getattr before.
 _PERMUTATIONS = ("t", "transpose", "permute", "movedim", "swapaxes", "swapdims", "getattr", "mT")
@@ -206,6 +216,11 @@ def trace_region(graph: Graph) -> RegionTrace:
     _spell_out_autocast(graph)
     spell_out_ranges(graph)
     region = RegionTrace(graph, Sizes(graph))
+    for node in _region_of(graph):
+        if name_of(node) in GATHERS:
+            guard_equal_sizes(node)
+        elif name_of(node) == "mean":
+            spell_out_mean(node)
     wanted = _region_of(graph)
     for node in _below([node for node in graph.nodes if node in wanted and is_linear(node)]):
         # Sizes of labels that are the same by a guard take the numbers of the logits', not the other way round.
