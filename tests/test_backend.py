@@ -158,6 +158,7 @@ def _ppo(h, w, y):
 OF_TOKENS = {
     "sum": lambda h, w, y: -_log_probs(h, w, y).sum(),
     "mean": lambda h, w, y: -_log_probs(h, w, y).mean(),
+    "NumPy's axis": lambda h, w, y: -(_log_probs(h, w, y) * (y > 3)).sum(axis=-1).sum(),
     "logits and log-sum-exp": lambda h, w, y: (
         (z := F.linear(h, w)).logsumexp(-1) - z.gather(-1, y.unsqueeze(-1)).squeeze(-1)
     ).mean(),

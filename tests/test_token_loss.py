@@ -559,6 +559,13 @@ def with_minimum(hidden, weight, tokens, old, ref, advantages, mask):
     return -(gains * mask).sum() / mask.sum()
 
 
+def with_larger_of_two(hidden, weight, tokens, old, ref, advantages, mask):
+    """As TRL and others write PPO."""
+    ratio = torch.exp(log_probabilities(hidden, weight, tokens) - old)
+    losses = torch.max(-ratio * advantages[:, None], -ratio.clamp(0.8, 1.2) * advantages[:, None])
+    return (torch.min(losses, 5 * ref.abs()) * mask).sum() / mask.sum()
+
+
 def verl_ppo(hidden, weight, tokens, old, ref, advantages, mask):
     """Three means over the tokens of the mask, one of them of entropies."""
     logits = F.linear(hidden, weight)
@@ -628,6 +635,7 @@ def mean_cross_entropy_with_a_z_term(hidden, weight, tokens, old, ref, advantage
 
 PROGRAMS = (
     with_minimum,
+    with_larger_of_two,
     with_a_z_term,
     cross_entropy_with_a_z_term,
     mean_cross_entropy_with_a_z_term,

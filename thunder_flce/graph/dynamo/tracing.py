@@ -51,6 +51,7 @@ _SIZED = ("view", "reshape", "arange")
 # Operations that count with a symbolic size, for which a large prime stands in the trace: thunder would split into so
 # many parts, and the transform would divide the weights of a mean by it.
 _COUNTING = ("split", "chunk", "tensor_split", "unbind", "mean")
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
 
 
@@ -137,6 +138,8 @@ class RegionTrace:
         if name_of(node) in _COUNTING and any(map(_is_symbolic, operands[0].shape)):
             return None
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._operand)
+        # PyTorch's functions take NumPy's names, too.
+        kwargs = {_OF_NUMPY.get(name, name): value for name, value in kwargs.items()}
         if node.op == "call_method":
             function: Callable = partial(_call_method, str(node.target))
         elif node.target in torch_to_thunder_functions:

@@ -261,7 +261,13 @@ class _Search:
             kwargs = {name: argument(given) for name, given in bsym.kwargs.items()}
             if bsym.sym.name.endswith("_"):
                 raise NotOfTokens(bsym.sym.name)
-            name = self._recorder.write(bsym.sym.name, args, kwargs)
+            try:
+                name = self._recorder.write(bsym.sym.name, args, kwargs)
+            except NotOfTokens:
+                # thunder has names of its own for what another operation does, such as torch_max of two tensors.
+                if len(bsym.subsymbols) != 1:
+                    raise
+                return self._written(bsym.subsymbols[0], has_grad)
         return name if has_grad else self._recorder.detached(name)
 
     def _input(self, tensor: TensorProxy, bsym: BoundSymbol, has_grad: bool) -> Handle:
