@@ -64,7 +64,12 @@ def test_fused(program):
 
 @quick
 @pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
-@pytest.mark.parametrize("program", patterns.NOT_FUSED, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program",
+    # thunder's traces have changes in place as they are; here they are put out of place.
+    [program for program in patterns.NOT_FUSED if program is not patterns.changed_in_place],
+    ids=lambda program: program.__name__,
+)
 def test_not_fused(program):
     tensors = _arguments(program)
     compiled = compiled_with(program, fullgraph=True)
@@ -186,6 +191,67 @@ def test_lengths_that_change(program):
     report = thunder_flce.explain(compiled)
     assert 2 <= len(report) <= 3
     assert [each.plan.strategy for each in report.decisions if each.fused] == ["gradients_in_forward"] * len(report)
+
+
+def _scaled(h, w, y):
+    logits = F.linear(h, w)
+    logits.div_(0.7)
+    return -logits.log_softmax(-1).gather(-1, y.unsqueeze(-1)).sum()
+
+
+def _scaled_twice(h, w, y):
+    logits = F.linear(h, w)
+    logits /= 0.7
+    logits.mul_(2).mul_(0.4)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def _scaled_under_a_view(h, w, y):
+    logits = F.linear(h, w)
+    rows = logits.flatten(0, 1)
+    logits *= 2
+    return F.cross_entropy(rows, y.flatten())
+
+
+def _scaled_after_a_reader(h, w, y):
+    logits = F.linear(h, w)
+    total = logits.sum()
+    logits *= 2
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + total
+
+
+def _scaled_without_gradients(h, w, y):
+    logits = F.linear(h, w)
+    with torch.no_grad():
+        logits *= 2
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def _scaled_and_read(h, w, y):
+    logits = F.linear(h, w)
+    logits *= 2
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + (logits * h.sum(-1, keepdim=True)).sum()
+
+
+IN_PLACE = {
+    _scaled: True, _scaled_twice: True, _scaled_under_a_view: False, _scaled_after_a_reader: False,
+    _scaled_without_gradients: False, _scaled_and_read: False,
+}  # fmt: skip
+
+
+@quick
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+@pytest.mark.parametrize(("program", "is_fused"), IN_PLACE.items(), ids=lambda each: getattr(each, "__name__", each))
+def test_logits_that_are_changed_in_place(program, is_fused):
+    """Where nobody has seen them before, it is the same out of place; otherwise nothing is fused, nor wrong."""
+    hidden, weight = torch.randn(4, 9, 16, requires_grad=True), (torch.randn(53, 16) / 4).requires_grad_()
+    labels, compiled = torch.randint(53, (4, 9)), compiled_with(program, fullgraph=True)
+    found, expected = (
+        (loss := step(hidden, weight, labels), *torch.autograd.grad(loss, (hidden, weight)))
+        for step in (compiled, program)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert [each.fused for each in thunder_flce.explain(compiled).decisions] == [is_fused]
 
 
 @quick

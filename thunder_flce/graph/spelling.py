@@ -1,12 +1,18 @@
-"""What a graph of Dynamo's leaves to PyTorch, spelled out for thunder: ranges, casts of autocast, means, guards."""
+"""What a graph of Dynamo's leaves to PyTorch, spelled out for thunder: ranges, casts of autocast, means, guards.
+
+And changes in place of logits, which are the same out of place where nobody else has seen the logits.
+"""
 
 import operator
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
 
-from thunder_flce.loss_nodes import value_of
+from thunder_flce.loss_nodes import is_linear, name_of, value_of
 
 
 def spell_out_ranges(graph: Graph) -> None:
@@ -69,6 +75,53 @@ def guard_equal_sizes(gather: Node) -> None:
             if size.node.has_hint() and other.node.has_hint() and size.node.hint == other.node.hint:
                 # To ask adds the guard.
                 bool(size == other)
+
+
+_IN_PLACE: dict[Any, str] = {
+    **{f"{name}_": name for name in ("add", "sub", "mul", "div")},
+    operator.iadd: "add", operator.isub: "sub", operator.imul: "mul", operator.itruediv: "div",
+}  # fmt: skip
+
+
+def put_out_of_place(graph: Graph, changes: Iterable[Node]) -> dict[Node, tuple[Any, ...]]:
+    """Arithmetic in place on the result of a linear that nothing has read before, such as `logits.div_(0.7)`.
+
+    What reads the result later reads what is new. So does nothing that shares its memory: there was no view of it.
+
+    Args:
+        graph: which is changed.
+        changes: of the graph's nodes, those that may be such a change.
+
+    Returns:
+        For each node that was changed, what `put_back_in_place` needs.
+    """
+    done: dict[Node, tuple[Any, ...]] = {}
+    positions = {node: position for position, node in enumerate(graph.nodes)}
+    if any(name_of(node) in ("_set_grad_enabled", "_enter_inference_mode") for node in graph.nodes):
+        # In a place without gradients, a change in place leaves the tensor its gradient.
+        return done
+    for node in changes:
+        logits = node.args[0] if node.target in _IN_PLACE and node.args else None
+        if not isinstance(logits, Node) or not (is_linear(logits) or logits in done):
+            continue
+        if any(user is not node and positions[user] < positions[node] for user in logits.users):
+            continue
+        value, name = value_of(logits), _IN_PLACE[node.target]
+        args, kwargs = map_arg((node.args[1:], dict(node.kwargs)), value_of)
+        result = getattr(value, name)(*args, **kwargs)
+        if result.dtype == value.dtype and result.shape == value.shape:
+            done[node] = node.op, node.target
+            node.op, node.target, node.meta["example_value"] = "call_method", name, result
+            for user in [user for user in logits.users if user is not node]:
+                user.replace_input_with(logits, node)
+    return done
+
+
+def put_back_in_place(changed: Mapping[Node, tuple[Any, ...]], left: Collection[Node]) -> None:
+    """Undoes `put_out_of_place` in the nodes that are left, so that a program without a fused region takes no more."""
+    for node, (op, target) in changed.items():
+        if node in left:
+            node.op, node.target = op, target
 
 
 def _arange(graph: Graph, part: object, indexed: torch.Tensor) -> object:

@@ -18,6 +18,7 @@ from thunder_flce.graph.dynamo.tracing import source_of, trace_region
 from thunder_flce.graph.dynamo.writing import not_writable, write_back
 from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.graph.rules import PlannedRegion
+from thunder_flce.graph.spelling import put_back_in_place
 from thunder_flce.graph.thunder_private import compile_data_and_stats
 from thunder_flce.graph.trace_arguments import call_of, specs
 from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
@@ -80,6 +81,7 @@ def _fuse(gm: GraphModule, options: Options, strict: bool) -> Fusion:
         trace = region.trace
     else:
         write_back(region, trace, options)
+    put_back_in_place(region.out_of_place, set(gm.graph.nodes))
     compilation.decisions += decisions
     transform.report(decisions)
     return Fusion(compilation, trace, time.perf_counter() - start - compilation.seconds)

@@ -30,7 +30,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from thunder_flce.graph.dynamo.sizes import Sizes
 from thunder_flce.graph.matching import losses as losses_in_trace
-from thunder_flce.graph.spelling import guard_equal_sizes, spell_out_casts, spell_out_mean, spell_out_ranges
+from thunder_flce.graph.spelling import (
+    guard_equal_sizes,
+    put_out_of_place,
+    spell_out_casts,
+    spell_out_mean,
+    spell_out_ranges,
+)
 from thunder_flce.graph.thunder_private import disable_autocast, torch_to_thunder_functions, with_defaults
 from thunder_flce.loss_nodes import (
     GATHERS,
@@ -78,6 +84,8 @@ class RegionTrace:
     """The proxy of each node that has one, or a tuple of them."""
     bsyms: dict[Node, list[BoundSymbol]] = field(default_factory=dict)
     """The bound symbols of each node of the region."""
+    out_of_place: dict[Node, tuple[Any, ...]] = field(default_factory=dict)
+    """Nodes that changed the logits in place, with what they were."""
 
     def proxies(self) -> Iterator[tuple[Node, TensorProxy]]:
         """Each node that is one tensor, with its proxy."""
@@ -219,6 +227,8 @@ def trace_region(graph: Graph) -> RegionTrace:
     _spell_out_autocast(graph)
     spell_out_ranges(graph)
     region = RegionTrace(graph, Sizes(graph))
+    wanted = _region_of(graph)
+    region.out_of_place = put_out_of_place(graph, [node for node in graph.nodes if node in wanted])
     for node in _region_of(graph):
         if name_of(node) in GATHERS:
             guard_equal_sizes(node)
