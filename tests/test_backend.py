@@ -255,6 +255,29 @@ def test_logits_that_are_changed_in_place(program, is_fused):
 
 
 @quick
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_losses_that_are_not_recognised_are_reported(has_labels, is_strict):
+    """Sums over all columns beside a label's, as in label smoothing by hand; log-probabilities that are added up."""
+
+    def program(h, w, y):
+        losses = -F.log_softmax(F.linear(h, w), -1)
+        if not has_labels:
+            return losses.cumsum(-1).gather(-1, y.unsqueeze(-1)).sum()
+        return 0.9 * losses.gather(-1, y.unsqueeze(-1)).mean() + 0.1 * losses.sum(-1).mean() / 53
+
+    tensors = torch.randn(4, 9, 16, requires_grad=True), torch.randn(53, 16), torch.randint(53, (4, 9))
+    compiled = compiled_with(program, fullgraph=True, options={"strict": is_strict})
+    if is_strict:
+        with pytest.raises(NotFusedError, match="none of the losses that are known"):
+            compiled(*tensors)
+        return
+    with pytest.warns(NotFusedWarning, match="none of the losses that are known"):
+        torch.testing.assert_close(compiled(*tensors), program(*tensors))
+    assert [each.reason for each in thunder_flce.explain(compiled).decisions] == [Reason.NOT_FOLLOWED]
+
+
+@quick
 def test_labels_of_fewer_tokens():
     """PyTorch gathers for those that there are; what was compiled for as many labels as tokens does not."""
     compiled, weight = compiled_with(OF_TOKENS["sum"]), torch.randn(53, 16)

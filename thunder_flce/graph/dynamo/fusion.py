@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from thunder.common import CompileData
 from thunder.core.trace import TraceCtx
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from thunder_flce.calls import unplanned
 from thunder_flce.graph.decisions import Decision
@@ -22,7 +22,7 @@ from thunder_flce.graph.spelling import put_back_in_place
 from thunder_flce.graph.thunder_private import compile_data_and_stats
 from thunder_flce.graph.trace_arguments import call_of, specs
 from thunder_flce.graph.transform import Compilation, FuseLinearCrossEntropy
-from thunder_flce.loss_nodes import region_ends, sources_above, value_of
+from thunder_flce.loss_nodes import is_call, name_of, region_ends, sources_above, value_of
 from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
 
@@ -82,9 +82,22 @@ def _fuse(gm: GraphModule, options: Options, strict: bool) -> Fusion:
     else:
         write_back(region, trace, options)
     put_back_in_place(region.out_of_place, set(gm.graph.nodes))
+    if not compilation.decisions and not decisions and (node := _normaliser(gm.graph)) is not None:
+        source = source_of(node) or node.name
+        decisions.append(Decision(source, reason=Reason.NOT_FOLLOWED, kind="log-probability"))
     compilation.decisions += decisions
     transform.report(decisions)
     return Fusion(compilation, trace, time.perf_counter() - start - compilation.seconds)
+
+
+def _normaliser(graph: Graph) -> Node | None:
+    """What a loss that was not recognised may be made of: a log_softmax of a linear's, that needs a gradient."""
+    for node in graph.nodes:
+        if is_call(node) and name_of(node) in ("log_softmax", "logsumexp") and sources_above(node):
+            value = value_of(node)
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return node
+    return None
 
 
 class _FuseForInductor(FuseLinearCrossEntropy):

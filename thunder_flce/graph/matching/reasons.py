@@ -12,6 +12,7 @@ class Reason(Enum):
     TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss"
     NOT_LOG_PROBABILITIES = "the input of nll_loss is not a log_softmax"
     NOT_A_LOG_PROBABILITY = "its logits are gathered, but not into the log-probability of one label a row"
+    NOT_FOLLOWED = "what the program makes of its log-probabilities is none of the losses that are known here"
     CLASS_DIMENSION = "the vocabulary is not the class dimension of the loss"
     CLASS_PROBABILITIES = "the targets are class probabilities"
     CLASS_WEIGHTS = "it has class weights that are not supported"
