@@ -278,6 +278,38 @@ def test_losses_that_are_not_recognised_are_reported(has_labels, is_strict):
 
 
 @quick
+def test_declared_ranges_that_differ():
+    """No guard may say that these sizes are equal."""
+    hidden, weight = torch.randn(2, 6, 8), torch.randn(31, 8)
+    labels = torch.randint(31, (2, 6))
+    for tensor, most in ((hidden, 100), (labels, 50)):
+        torch._dynamo.mark_dynamic(tensor, 1, min=2, max=most)
+    compiled = compiled_with(OF_TOKENS["sum"])
+    torch.testing.assert_close(compiled(hidden, weight, labels), OF_TOKENS["sum"](hidden, weight, labels))
+
+
+@quick
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+@pytest.mark.parametrize("name", ["mean", "cross-entropies"])
+def test_rows_that_a_mask_selects(name):
+    """Their number is known when the program runs."""
+
+    def program(h, w, y, mask):
+        return OF_TOKENS[name](h[mask][None], w, y[mask][None])
+
+    compiled, weight = compiled_with(program, fullgraph=True), (torch.randn(53, 16) / 4).requires_grad_()
+    for length in (9, 12, 7):
+        hidden, labels = torch.randn(length, 16, requires_grad=True), torch.randint(53, (length,))
+        mask = torch.arange(length) % 3 > 0
+        found, expected = (
+            (loss := step(hidden, weight, labels, mask), *torch.autograd.grad(loss, (hidden, weight)))
+            for step in (compiled, program)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert_fused(compiled)
+
+
+@quick
 def test_labels_of_fewer_tokens():
     """PyTorch gathers for those that there are; what was compiled for as many labels as tokens does not."""
     compiled, weight = compiled_with(OF_TOKENS["sum"]), torch.randn(53, 16)

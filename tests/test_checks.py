@@ -31,6 +31,8 @@ def spec(value):
         ({"terms": torch.zeros(2)}, "terms must be a sequence of pairs"),
         ({"token_inputs": torch.zeros(2, 3)}, "token_inputs must be a sequence of tensors"),
         ({"token_inputs": [torch.zeros(2, 3)]}, "token_inputs are what token_loss reads"),
+        ({"token_inputs": [None]}, r"token_inputs\[0\] must be a tensor, but got NoneType"),
+        ({"terms": [(torch.zeros(2, 3, 5), None)]}, r"terms\[0\].weight must be a tensor, but got NoneType"),
         ({"target": None}, "target must be a tensor, but got NoneType"),
         ({"target": CALL["target"].to("meta")}, "target must be on input's device, cpu, but got meta"),
         ({"expected_gradient": math.inf}, "expected_gradient must be finite and not 0"),

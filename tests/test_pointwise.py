@@ -1,6 +1,7 @@
 """Losses of single tokens: their text, its values and derivatives against autograd's, and what is refused."""
 
 import math
+import threading
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from packaging.version import Version
 from thunder.core.symbol import Symbol
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from thunder_flce.operation import pointwise
 from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, input_name, written
@@ -320,3 +322,22 @@ def test_what_dynamo_refuses(message):
 def test_captured_tensors_break_the_graph():
     compiled = torch.compile(lambda x: (x + 1, token_loss_of(with_constants, ())), backend="eager")
     assert compiled(torch.ones(2))[1] == token_loss_of(with_constants, ())
+
+
+def test_threads_at_once():
+    """Afterwards, programs are compiled as before: PyTorch's flag for dispatch modes is one for all threads."""
+
+    def scaled(factor):
+        return lambda p, e, a: torch.exp(p - a) * factor
+
+    def trace(number):
+        for at in range(30):
+            written(scaled(number + at + 2), [torch.float32])
+
+    before = is_in_torch_dispatch_mode(include_infra_modes=True)
+    threads = [threading.Thread(target=trace, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert is_in_torch_dispatch_mode(include_infra_modes=True) == before

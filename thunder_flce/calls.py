@@ -46,7 +46,8 @@ def run(
     """The loss and its outputs.
 
     Args:
-        arguments: tensors by name, as `named_tensors` has them; num_items and expected_gradient may be numbers.
+        arguments: tensors by name, as `named_tensors` has them, not checked yet; num_items and expected_gradient may be
+            numbers.
         loss: from `loss_of`.
         options: choices about time and memory.
         divergence: of a student from a teacher.
@@ -58,8 +59,11 @@ def run(
     if key is not None:
         # A loss that is equal may have a number of another type, which is to be checked.
         key = (*key, id(loss), options, divergence, ranks, torch.is_grad_enabled())
+    try:
         known = _known.get(key)
-    if key is None or known is None:
+    except TypeError:  # Not hashable: the checks say what is wrong.
+        key = known = None
+    if known is None:
         known = _prepared(tensors, loss, options, divergence=divergence, ranks=ranks)
         if key is not None and known.is_direct:
             if len(_known) >= _MOST_KNOWN:

@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from hashlib import blake2b
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, cast
 from weakref import WeakKeyDictionary
 
@@ -339,7 +340,7 @@ def _described(
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             call[name] = type(value).__name__
-            if isinstance(value, int | float):
+            if isinstance(value, Real):
                 others[f"the value of {name}"] = str(value)
             continue
         known, shape = argument(name), tuple[Any, ...](value.shape)

@@ -66,15 +66,19 @@ def guard_equal_sizes(gather: Node) -> None:
     values = [value_of(operand) for operand in gather.all_input_nodes]
     if len(values) != 2 or not all(isinstance(value, torch.Tensor) for value in values):
         return
-    for size, other in zip(values[0].shape, values[1].shape, strict=False):
-        if (
-            isinstance(size, torch.SymInt)
-            and isinstance(other, torch.SymInt)
-            and not statically_known_true(size == other)
-        ):
-            if size.node.has_hint() and other.node.has_hint() and size.node.hint == other.node.hint:
-                # To ask adds the guard.
-                bool(size == other)
+    # The last dimension is that of the columns.
+    for size, other in zip(values[0].shape[:-1], values[1].shape[:-1], strict=False):
+        if isinstance(size, torch.SymInt) and isinstance(other, torch.SymInt) and _may_be_equal(size, other):
+            # To ask adds the guard.
+            bool(size == other)
+
+
+def _may_be_equal(size: torch.SymInt, other: torch.SymInt) -> bool:
+    """Whether two sizes are equal in this call, and of the same range, if the user has declared one."""
+    if statically_known_true(size == other) or not (size.node.has_hint() and other.node.has_hint()):
+        return False
+    bounds = [each.node.shape_env.bound_sympy(each.node.expr) for each in (size, other)]
+    return size.node.hint == other.node.hint and bounds[0] == bounds[1]
 
 
 _IN_PLACE: dict[Any, str] = {
@@ -110,7 +114,7 @@ def put_out_of_place(graph: Graph, changes: Iterable[Node]) -> dict[Node, tuple[
         args, kwargs = map_arg((node.args[1:], dict(node.kwargs)), value_of)
         result = getattr(value, name)(*args, **kwargs)
         if result.dtype == value.dtype and result.shape == value.shape:
-            done[node] = node.op, node.target
+            done[node] = node.op, node.target, value_of(node)
             node.op, node.target, node.meta["example_value"] = "call_method", name, result
             for user in [user for user in logits.users if user is not node]:
                 user.replace_input_with(logits, node)
@@ -119,9 +123,9 @@ def put_out_of_place(graph: Graph, changes: Iterable[Node]) -> dict[Node, tuple[
 
 def put_back_in_place(changed: Mapping[Node, tuple[Any, ...]], left: Collection[Node]) -> None:
     """Undoes `put_out_of_place` in the nodes that are left, so that a program without a fused region takes no more."""
-    for node, (op, target) in changed.items():
+    for node, before in changed.items():
         if node in left:
-            node.op, node.target = op, target
+            node.op, node.target, node.meta["example_value"] = before
 
 
 def _arange(graph: Graph, part: object, indexed: torch.Tensor) -> object:

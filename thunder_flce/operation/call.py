@@ -88,7 +88,7 @@ def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
             found |= {f"terms[{number}].input": x, f"terms[{number}].weight": weight}
     # Those that are named so already.
     for name, value in arguments.items():
-        if "[" in name and value is not None:
+        if "[" in name:
             found[name] = value
     return found
 

@@ -18,6 +18,7 @@ import math
 import operator
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -384,11 +385,16 @@ def _literal(value: Any) -> str:
     return str(value) if isinstance(value, Handle) else repr(value)
 
 
+# Whether there is a dispatch mode is one flag for all threads. Where two had theirs at once, it could stay set, and
+# nothing would be compiled any more.
+_one_thread = threading.RLock()
+
+
 @contextmanager
 def _as_in_eager() -> Iterator[None]:
-    """No mode of the caller's has a say in what is computed here."""
+    """No mode of the caller's has a say in what is computed here, and no other thread computes such a thing."""
     without_modes, autocast = _disable_current_modes(), torch.autocast("cpu", enabled=False)
-    with without_modes, torch.inference_mode(False), torch.enable_grad(), autocast, torch.device("cpu"):
+    with _one_thread, without_modes, torch.inference_mode(False), torch.enable_grad(), autocast, torch.device("cpu"):
         yield
 
 

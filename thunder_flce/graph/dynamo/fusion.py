@@ -44,13 +44,13 @@ def fuse(gm: GraphModule, options: Options, *, strict: bool) -> list[Fusion]:
     Args:
         gm: the graph, which is changed.
         options: choices about time and memory.
-        strict: raise where a cross-entropy is not fused with its linear.
+        strict: raise where a loss, or what one may be made of, is not fused with its linear.
 
     Returns:
         A fusion for each graph that has a loss, or may have a log-probability or an entropy.
 
     Raises:
-        NotFusedError: where `strict`, with the source and the reason of each cross-entropy that is not fused.
+        NotFusedError: where `strict`, with the source and the reason of each one that is not fused.
     """
     open_checkpoints(gm)
     graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]

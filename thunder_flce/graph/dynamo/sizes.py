@@ -24,6 +24,7 @@ class Sizes:
     """The numbers of the symbolic sizes of one graph, and what they stand for."""
 
     def __init__(self, graph: Graph):
+        self._graph = graph
         self._inputs: dict[sympy.Expr, Node] = {}
         for node in graph.find_nodes(op="placeholder"):
             value = node.meta.get("example_value")
@@ -71,5 +72,18 @@ class Sizes:
         if size is None:
             return number
         inputs = {expression: Proxy(node) for expression, node in self._inputs.items()}
+        for symbol in size.node.expr.free_symbols - set(inputs):
+            inputs[symbol] = Proxy(self._node_of(symbol))
         value: Any = sympy_interp(PythonReferenceAnalysis, inputs, size.node.expr)
         return value.node
+
+    def _node_of(self, symbol: sympy.Expr) -> Node:
+        """A node, added where the graph's cursor is, for a size that no input has, such as that of `hidden[mask]`."""
+        for node in self._graph.nodes:
+            value = node.meta.get("example_value")
+            for at, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                    found = self._graph.call_method("size", (node, at))
+                    found.meta["example_value"] = size
+                    return found
+        raise KeyError(symbol)
