@@ -400,7 +400,7 @@ def test_inductor_on_a_gpu(mode):
 
 
 def test_inductor():
-    """With sizes that it has to ask for; with fixed ones, README.md's snippets run it."""
+    """With sizes that it has to ask for."""
     model = Model()
     compiled = compiled_with(model, dynamic=True, options={"strict": True, "chunk_rows": 7, "epilogue_fusion": True})
     arguments = batch()

@@ -98,15 +98,14 @@ def _prepared(
     ranks: "Agreement | str | None",
 ) -> _Known:  # fmt: skip
     """Checks a call, and plans it."""
-    waits = isinstance(ranks, str)  # Then they agree, and check the call, when the operator runs.
-    agreement = None if isinstance(ranks, str) else ranks
-    if not waits:
+    literal, agreement = (ranks, None) if isinstance(ranks, str) else (None, ranks)
+    if literal is None:  # Otherwise ranks agree, and check the call, when the operator runs.
         vocab = None if agreement is None else agreement.weight_rows
         check_call(tensors, loss=loss, divergence=divergence, vocab=vocab)
     shard, memory = (None, None) if agreement is None else (agreement.shard, agreement.memory)
     call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors), divergence=divergence, shard=shard)
-    if waits or (agreement is None and is_traced(tensors["input"])):
-        return _Known(unplanned(call, options, vocab_parallel=ranks if isinstance(ranks, str) else None), False)
+    if literal is not None or (agreement is None and is_traced(tensors["input"])):
+        return _Known(unplanned(call, options, vocab_parallel=literal), False)
     is_direct = all(type(t) in _PLAIN and not t.is_meta and not t.is_neg() for t in tensors.values())
     return _Known(settings_of_call(call, plan_for(call, options, memory=memory)), is_direct)
 

@@ -90,7 +90,7 @@ _IN_PLACE: dict[Any, str] = {
 def put_out_of_place(graph: Graph, changes: Iterable[Node]) -> dict[Node, tuple[Any, ...]]:
     """Arithmetic in place on the result of a linear that nothing has read before, such as `logits.div_(0.7)`.
 
-    What reads the result later reads what is new. So does nothing that shares its memory: there was no view of it.
+    What reads that later reads the new tensor. Nothing else shares its memory, since there was no view of it.
 
     Args:
         graph: which is changed.

@@ -61,6 +61,7 @@ ARGUMENTS = {
 """By name. Items of the sequences `token_inputs` and `terms` are called token_inputs[0], terms[0].input and so on."""
 
 
+# What both sequences are by default: most calls need not look into them.
 _EMPTY = ()
 
 

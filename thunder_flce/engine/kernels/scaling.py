@@ -25,8 +25,8 @@ def scaled_gradients(
         gradients: any shapes, of one dtype, as saved by the forward.
         grad: () the upstream gradient.
         valid_count: () how many rows are valid; None if some are.
-        expected: () the upstream gradient that the gradients have been computed for, or what is not `usable`; None
-            for 1.
+        expected: () the upstream gradient that the gradients have been computed for: 1 for None, and for a number that
+            is not `usable`.
         may_overwrite: whether nobody will read `gradients` again. The products then take their place, and on CUDA a
             factor of 1 ends the kernel before it touches memory, without the host knowing the factor.
     """

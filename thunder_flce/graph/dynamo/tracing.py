@@ -222,14 +222,14 @@ class RegionTrace:
 def trace_region(graph: Graph) -> RegionTrace:
     """Traces the region of the graph's losses, log-probabilities and entropies, of which there has to be one.
 
-    Puts the casts of autocast into the graph, where an operation of the region does them, and tensors for ranges.
+    Spells out in the graph what thunder does not know, and has Dynamo guard sizes: see `graph.spelling`.
     """
     _spell_out_autocast(graph)
     spell_out_ranges(graph)
     region = RegionTrace(graph, Sizes(graph))
     wanted = _region_of(graph)
     region.out_of_place = put_out_of_place(graph, [node for node in graph.nodes if node in wanted])
-    for node in _region_of(graph):
+    for node in filter(is_call, wanted):
         if name_of(node) in GATHERS:
             guard_equal_sizes(node)
         elif name_of(node) == "mean":
