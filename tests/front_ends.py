@@ -1,22 +1,15 @@
 """The two front ends of thunder that tests go through, and what they have in common."""
 
-import thunder
 import torch
 
 import thunder_flce
-from thunder_flce import FuseLinearCrossEntropy
 
 FRONT_ENDS = {"thunder.jit": thunder_flce.jit, "thunderfx": thunder_flce.thunderfx}
 
 
-def decisions(compiled) -> list[thunder_flce.graph.decisions.Decision]:
+def decisions(compiled) -> list[thunder_flce.matching.decisions.Decision]:
     """What was decided about each cross-entropy, in the order in which it was compiled."""
-    if isinstance(compiled, thunder.dynamo.compiler.ThunderFXCompiledObject):
-        transforms = compiled._backend.thunder_options["transforms"]
-    else:
-        transforms = thunder.compile_data(compiled).transforms
-    (fusion,) = [transform for transform in transforms if isinstance(transform, FuseLinearCrossEntropy)]
-    return [decision for compilation in fusion.compilations for decision in compilation.decisions]
+    return thunder_flce.explain(compiled).decisions
 
 
 def gradients(model) -> dict[str, torch.Tensor | None]:

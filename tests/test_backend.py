@@ -26,8 +26,7 @@ from test_fx import CLOSE, BreaksAfterHead, BreaksBeforeHead, H, Model, PrintsBe
 from test_patterns import _arguments, _run, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
-from thunder_flce.graph.dynamo import writing
-from thunder_flce.graph.matching.reasons import Reason
+from thunder_flce.matching.decisions import Reason
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,7 +74,7 @@ def test_not_fused(program):
     compiled = compiled_with(program, fullgraph=True)
     copies = [tensor.clone() if tensor.is_floating_point() else tensor for tensor in tensors]
     torch.testing.assert_close(_run(compiled, copies)[0], _run(program, tensors)[0], rtol=1e-4, atol=1e-5)
-    assert thunder_flce.explain(compiled).decisions[0].reason is patterns.NOT_FUSED[program]
+    assert patterns.NOT_FUSED[program] in {each.reason for each in thunder_flce.explain(compiled).decisions}
 
 
 @quick
@@ -234,7 +233,7 @@ def _scaled_and_read(h, w, y):
 
 
 IN_PLACE = {
-    _scaled: True, _scaled_twice: True, _scaled_under_a_view: False, _scaled_after_a_reader: False,
+    _scaled: True, _scaled_twice: True, _scaled_under_a_view: True, _scaled_after_a_reader: False,
     _scaled_without_gradients: False, _scaled_and_read: False,
 }  # fmt: skip
 
@@ -268,13 +267,14 @@ def test_losses_that_are_not_recognised_are_reported(has_labels, is_strict):
 
     tensors = torch.randn(4, 9, 16, requires_grad=True), torch.randn(53, 16), torch.randint(53, (4, 9))
     compiled = compiled_with(program, fullgraph=True, options={"strict": is_strict})
+    text = "also used elsewhere .by sum" if has_labels else "none of the losses that are known here .by cumsum"
     if is_strict:
-        with pytest.raises(NotFusedError, match="none of the losses that are known"):
+        with pytest.raises(NotFusedError, match=text):
             compiled(*tensors)
         return
-    with pytest.warns(NotFusedWarning, match="none of the losses that are known"):
+    with pytest.warns(NotFusedWarning, match=text):
         torch.testing.assert_close(compiled(*tensors), program(*tensors))
-    assert [each.reason for each in thunder_flce.explain(compiled).decisions] == [Reason.NOT_FOLLOWED]
+    assert [each.fused for each in thunder_flce.explain(compiled).decisions] == [False]
 
 
 @quick
@@ -321,28 +321,24 @@ def test_labels_of_fewer_tokens():
 
 
 @quick
-@pytest.mark.parametrize("has_linear", [True, False])
-def test_a_loss_that_is_not_traced_is_reported(has_linear):
-    """An ignore_index that Dynamo has as a symbol. Without a linear there is nothing to report."""
+def test_an_ignore_index_that_changes():
+    """Dynamo has it as a symbol; each value is compiled. Without a linear there is nothing to report."""
 
     def step(tokens, labels, ignored):
-        logits = model.logits(tokens) if has_linear else F.embedding(tokens, table)
-        return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=ignored)
+        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), ignore_index=ignored)
+
+    def without_linear(tokens, labels):
+        return F.cross_entropy(F.embedding(tokens, table).view(-1, V), labels.view(-1))
 
     model, table, arguments = Model(), torch.randn(V, V), batch()
     compiled = compiled_with(step, dynamic=True, options={"strict": True})
-    if not has_linear:
-        torch.testing.assert_close(compiled(*arguments, -100), step(*arguments, -100))
-        assert [each.reason for each in thunder_flce.explain(compiled).decisions] == [Reason.NO_LINEAR]
-        return
-    with pytest.raises(NotFusedError, match=r"test_backend.py:\d+: not fused, because a shape or a setting"):
-        compiled(*arguments, -100)
-    torch._dynamo.reset()
-    compiled = compiled_with(step, dynamic=True)
-    with pytest.warns(NotFusedWarning, match="a shape or a setting"):
-        loss = compiled(*arguments, -100)
-    torch.testing.assert_close(loss, step(*arguments, -100))
-    assert [each.reason for each in thunder_flce.explain(compiled).decisions] == [Reason.DYNAMIC]
+    for ignored in (-100, 3):
+        labels = arguments[1].masked_fill(arguments[1] == -100, ignored)
+        torch.testing.assert_close(compiled(arguments[0], labels, ignored), step(arguments[0], labels, ignored))
+    assert_fused(compiled, times=2)
+    compiled = compiled_with(without_linear, options={"strict": True})
+    torch.testing.assert_close(compiled(*arguments), without_linear(*arguments))
+    assert [each.reason for each in thunder_flce.explain(compiled).decisions] == [Reason.NO_LINEAR]
 
 
 @quick
@@ -357,22 +353,6 @@ def test_a_label_smoothing_that_changes():
     for smoothing in (0.25, 0.5):
         torch.testing.assert_close(compiled(*arguments, smoothing), step(*arguments, smoothing))
     assert_fused(compiled)
-
-
-@quick
-def test_an_operation_that_cannot_be_written_back(monkeypatch):
-    """The graph stays as it is: the compilation does not fail."""
-    monkeypatch.setattr(writing, "_OPERATIONS", {})
-    model, arguments = Model(), batch()
-
-    def step(tokens, labels):
-        return F.cross_entropy(model.logits(tokens).transpose(1, 2), labels, reduction="none").mean()
-
-    compiled = compiled_with(step)
-    with pytest.warns(NotFusedWarning, match="cannot write an operation back"):
-        assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
-    with pytest.raises(NotFusedError, match="cannot write an operation back"):
-        compiled_with(step, options={"strict": True})(*arguments)
 
 
 @quick
@@ -568,7 +548,7 @@ def test_graph_breaks(model):
     arguments = batch()
     assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
     (decision,) = thunder_flce.explain(compiled).decisions
-    assert decision.reason is (None if type(model) is PrintsBeforeHead else Reason.NO_LINEAR)
+    assert decision.reason is (None if type(model) is PrintsBeforeHead else Reason.ARGUMENT)
 
 
 @quick
@@ -640,14 +620,9 @@ def test_explain():
             step(*arguments)
     reports = [thunder_flce.explain(step) for step in steps]
     assert [[decision.fused for decision in report.decisions] for report in reports] == [[True], [False]]
-    (compilation,) = reports[0]
-    before, after = (str(trace) for trace in compilation.traces)
-    assert "cross_entropy(" in before and "linear_cross_entropy(" not in before and "linear_cross_entropy(" in after
-    assert {"region", "thunder_flce", "Inductor"} <= compilation.compile_seconds.keys()
     text = str(reports[0])
-    assert "graph 0, compiled by Inductor" in text and "1 of 1 cross-entropies fused" in text
-    assert "return F.cross_entropy(self.logits(tokens)" in text
-    assert reports[0].to_dict()["graphs"][0]["compilations"][0]["cross_entropies"][0]["fused"]
+    assert "1 of 1 cross-entropies fused" in text and "return F.cross_entropy(self.logits(tokens)" in text
+    assert reports[0].to_dict()["compilations"][0]["decisions"][0]["fused"]
     with pytest.raises(TypeError, match="backend"):
         thunder_flce.explain(torch.compile(first))
 
@@ -732,7 +707,7 @@ def test_ddp_and_its_split_graphs(tmp_path):
         hidden, labels = torch.randn(6, H), torch.randint(V, (6,))
         assert_agrees(module, lambda: module(hidden, labels), lambda: compiled(hidden, labels), **CLOSE)
         assert_fused(compiled, times=1)
-        assert len(thunder_flce.explain(compiled).graphs) > 1
+        assert len(thunder_flce.explain(compiled)) > 1
     finally:
         torch.distributed.destroy_process_group()
 

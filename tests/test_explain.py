@@ -1,29 +1,31 @@
-"""`explain`: fused, declined and mixed graphs, through thunder.jit and thunderfx."""
+"""`explain`: fused, declined and mixed graphs, through thunder.jit, thunderfx and torch.compile."""
 
 import io
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from thunder.dynamo import splitter, thunderfx
-from thunder.dynamo.utils import SplitReason, SplitReasonType
+from thunder.dynamo import thunderfx
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, Options
+from thunder_flce.backend import compile_graph
 from thunder_flce.engine import printing
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.matmul import algorithms
 from thunder_flce.engine.matmul.algorithms import Tuning
-from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.inspection import formatting, programs
 from thunder_flce.inspection.trace_text import compile_only
+from thunder_flce.matching import decisions
+from thunder_flce.matching.decisions import Reason
 
 SIZES = programs.Sizes(batch=2, sequence=24, hidden=16, vocab=100)
 T, H, V = SIZES.tokens, SIZES.hidden, SIZES.vocab
@@ -44,19 +46,6 @@ def _explained(program, *, requires_grad=True, jit=thunder_flce.jit, sizes=SIZES
         arguments = [argument.detach() for argument in arguments]
     jitted(*arguments)
     return thunder_flce.explain(jitted)
-
-
-def _saved_by_autograd(program):
-    """Shapes of what an uncompiled program saves, from PyTorch's own hooks."""
-    shapes = []
-
-    def pack(tensor):
-        shapes.append(tuple(tensor.shape))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        program(*programs.arguments(program, SIZES, device="cpu", dtype=torch.float32))
-    return shapes
 
 
 def test_fused():
@@ -98,7 +87,7 @@ def test_mixed():
     assert sorted(decision.fused for decision in report.decisions) == [False, True]
     text = str(report)
     assert "1 of 2 cross-entropies fused" in text and "not fused, because the logits are changed" in text
-    lines = {str(entry["line"]) for entry in report.to_dict()["graphs"][0]["compilations"][0]["cross_entropies"]}
+    lines = {str(entry["line"]) for entry in report.to_dict()["compilations"][0]["decisions"]}
     assert len(lines) == 2 and all("F.cross_entropy" in line for line in lines)
 
 
@@ -121,40 +110,9 @@ def test_saved_statistics_have_their_names(strategy):
     assert roles == {"row_max", "row_log_sum", "valid_count", "computed_rows"} | logits
 
 
-@pytest.mark.parametrize("program", programs.PROGRAMS, ids=lambda program: program.__name__)
-def test_plain_thunder_saves_what_thunder_jit_saves(program):
-    (compilation,) = _explained(program)
-    plain = thunder.jit(program)
-    plain(*programs.arguments(program, SIZES, device="cpu", dtype=torch.float32))
-    _, (expected, _) = thunder.last_traces(plain)[-1].output
-    saved = compilation.saved_by_plain_thunder
-    assert sorted(tensor.bytes for tensor in saved) == sorted(t.numel * t.dtype.bytes for t in expected)
-    # Something of the logits' size, as PyTorch's own autograd keeps, and as none of ours but the standalone one does.
-    assert max(tensor.bytes for tensor in saved) == T * V * 4
-    assert (T, V) in _saved_by_autograd(program) or program is programs.functional
-
-
-def test_what_plain_thunder_does_not_compile():
-    """thunder 0.2.6 has no gradient of an nll_loss with labels that the program makes."""
-
-    def program(hidden, weight):
-        return F.nll_loss(F.linear(hidden, weight).softmax(-1).log(), torch.arange(6))
-
-    jitted = thunder_flce.jit(program, strict=True)
-    jitted(torch.randn(6, 8, requires_grad=True), torch.randn(29, 8, requires_grad=True))
-    assert "plain thunder does not compile this program: ValueError" in str(thunder_flce.explain(jitted))
-
-
-def test_plain_thunder_can_be_left_out():
-    jitted = thunder_flce.jit(programs.litgpt)
-    jitted(*programs.arguments(programs.litgpt, SIZES, device="cpu", dtype=torch.float32))
-    report = thunder_flce.explain(jitted, against_plain_thunder=False)
-    assert report[0].saved_by_plain_thunder is None and "plain thunder" not in str(report)
-
-
 def test_nothing_is_saved_without_gradients():
     report = _explained(programs.litgpt, requires_grad=False)
-    assert report[0].saved == [] and report[0].saved_by_plain_thunder == []
+    assert report[0].saved == [] and report[0].to_dict()["saved_for_backward"] == []
     assert "nothing is saved" in str(report) and report.decisions[0].plan.strategy == "loss_only"
 
 
@@ -175,15 +133,6 @@ def test_tuned_products(monkeypatch):
     assert [entry["gain"] for entry in report.to_dict()["tuned_products"]] == [1.0789, 1.0]
 
 
-def test_compile_times():
-    report = _explained(programs.litgpt)
-    (compilation,) = report
-    seconds = compilation.compile_seconds
-    assert f"tracing {seconds['tracing']:.3f} s" in str(report).split("compile times: ")[1]
-    assert 0 < seconds["thunder_flce"] < seconds["tracing"] < 60
-    assert "Grad transform pass" in seconds
-
-
 def test_each_set_of_shapes_is_a_compilation():
     jitted = thunder_flce.jit(programs.litgpt)
     for sequence in (8, 24):
@@ -192,7 +141,7 @@ def test_each_set_of_shapes_is_a_compilation():
     report = thunder_flce.explain(jitted)
     assert [c.decisions[0].region.call.tokens for c in report] == [16, 48]
     assert [sum(t.bytes for t in c.saved if t.role == "dX") for c in report] == [16 * H * 4, 48 * H * 4]
-    assert "tracing" not in report[0].compile_seconds and "tracing" in report[1].compile_seconds
+    assert "compilation 0, by thunder" in str(report) and "compilation 1, by thunder" in str(report)
 
 
 def test_a_transform_of_two_functions_is_not_mixed_up():
@@ -211,10 +160,10 @@ def test_the_last_compilation_is_there_without_a_cache():
 
 def test_to_dict_is_plain_values():
     report = _explained(mixed)
-    (graph,) = json.loads(json.dumps(report.to_dict()))["graphs"]
-    (compilation,) = graph["compilations"]
-    fused = next(entry for entry in compilation["cross_entropies"] if entry["fused"])
-    declined = next(entry for entry in compilation["cross_entropies"] if not entry["fused"])
+    (compilation,) = json.loads(json.dumps(report.to_dict()))["compilations"]
+    fused = next(entry for entry in compilation["decisions"] if entry["fused"])
+    declined = next(entry for entry in compilation["decisions"] if not entry["fused"])
+    assert compilation["compiled_by"] == "thunder" and fused["kind"] == declined["kind"] == "cross-entropy"
     assert fused["plan"]["strategy"] == "gradients_in_forward" and fused["plans"][0]["chosen"]
     assert any(line.startswith("logits f32[48, 100] = ") for line in fused["runs"]["forward"])
     assert declined["plan"] is None and declined["plans"] == [] and declined["reason"] == "TRANSFORMED_LOGITS"
@@ -227,10 +176,9 @@ def test_before_the_first_call():
 
 
 def test_what_thunder_did_not_compile():
-    with pytest.raises(
-        TypeError, match="jitted must have been compiled by thunder, or by torch.compile .*, but got function"
-    ):
-        thunder_flce.explain(programs.litgpt)
+    for compiled in (programs.litgpt, torch.compile(programs.litgpt, backend="eager")):
+        with pytest.raises(TypeError, match="compiled must be of thunder, or of torch.compile .*, but got function"):
+            thunder_flce.explain(compiled)
 
 
 def test_print_without_a_terminal_is_plain(capsys):
@@ -289,66 +237,157 @@ class Model(nn.Module):
 
 def _explained_fx(**settings):
     torch._dynamo.reset()
-    compiled = thunderfx(
-        Model(**settings),
-        executors=[thunder_flce.executor, *thunder.get_default_executors()],
-        transforms=[FuseLinearCrossEntropy()],
-    )
+    compiled = thunder_flce.thunderfx(Model(**settings))
     tokens = torch.randint(0, V, (2, 24))
     compiled(tokens, tokens).backward()
     return thunder_flce.explain(compiled)
 
 
-def test_thunderfx_in_one_graph_names_the_users_line():
+def test_thunderfx_names_the_users_line():
     report = _explained_fx()
-    (graph,) = report.graphs
+    (compilation,) = report
     (decision,) = report.decisions
-    assert graph.compiled_by == "thunder" and decision.fused
+    assert compilation.compiled_by == "thunderfx" and decision.fused
     assert decision.source.startswith(__file__)
     assert "F.cross_entropy(self.head(hidden).view(-1, V), labels.view(-1))" in str(report)
-    assert {tensor.role for tensor in report[0].saved} >= {"dX", "dW"}
-    assert max(tensor.bytes for tensor in report[0].saved_by_plain_thunder) == T * V * 4
+    # thunder compiles parts of Dynamo's graph, each by itself.
+    assert compilation.saved is None and "saved for backward" not in str(report)
 
 
-def test_thunderfx_in_several_parts(without_inductor):
-    report = _explained_fx(unsupported="before")
-    assert [graph.compiled_by for graph in report.graphs] == ["thunder", "Inductor", "thunder"]
-    assert [decision.fused for decision in report.decisions] == [True]
-    text = str(report)
-    assert "sinc" in text and "graph 0, part 1, compiled by Inductor" in text
+def test_thunderfx_where_inductor_compiles_a_part(without_inductor):
+    assert [decision.fused for decision in _explained_fx(unsupported="before").decisions] == [True]
 
 
 def test_thunderfx_in_several_graphs():
     report = _explained_fx(unsupported="graph break")
-    assert [graph.name for graph in report.graphs] == ["graph 0, part 0", "graph 1, part 0"]
-    assert [[decision.fused for decision in graph.decisions] for graph in report.graphs] == [[], [True]]
+    assert [[decision.fused for decision in compilation.decisions] for compilation in report] == [[], [True]]
 
 
-@pytest.mark.parametrize("compiled_by", ["Inductor", "eager PyTorch"])
-def test_thunderfx_where_thunder_leaves_the_loss_to_others(compiled_by, monkeypatch, without_inductor):
-    is_supported = splitter.is_node_supported_by_thunder
+def test_thunderfx_of_a_region_that_the_user_wrote():
+    def program(hidden, weight, labels):
+        return thunder_flce.linear_cross_entropy(hidden, weight, labels)
 
-    def all_but_the_loss(node, options):
-        if node.target is F.cross_entropy:
-            return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info="not today")
-        return is_supported(node, options)
-
-    monkeypatch.setattr(splitter, "is_node_supported_by_thunder", all_but_the_loss)
-    if compiled_by == "eager PyTorch":
-        monkeypatch.setattr(splitter, "make_fake_arguments", lambda graph: None)
-    report = _explained_fx()
-    assert [graph.compiled_by for graph in report.graphs] == ["thunder", compiled_by]
+    report = _explained(program, jit=thunder_flce.thunderfx)
     (decision,) = report.decisions
-    assert decision.reason is Reason.NOT_THUNDER and decision.source.startswith(__file__)
-    sentence = f"not fused, because thunder does not compile its part of the graph ({compiled_by} does; not today)"
-    assert f"{decision.source}: {sentence}" in str(report)
-    (entry,) = report.to_dict()["graphs"][1]["cross_entropies_not_compiled_by_thunder"]
-    assert entry["reason"] == "NOT_THUNDER" and "F.cross_entropy" in entry["line"]
+    assert decision.fused and decision.source.startswith(__file__)
+    assert "return thunder_flce.linear_cross_entropy(hidden, weight, labels)" in str(report)
 
 
-def test_thunderfx_without_our_transform():
-    with pytest.raises(ValueError, match="no FuseLinearCrossEntropy transform"):
+def test_thunders_own_thunderfx():
+    """Without our transform it has nothing to say; with it, what the transform decided about thunder's parts."""
+    with pytest.raises(ValueError, match="compile it with thunder_flce.thunderfx"):
         thunder_flce.explain(thunderfx(Model()))
+    torch._dynamo.reset()
+    executors = [thunder_flce.executor, *thunder.get_default_executors()]
+    compiled = thunderfx(Model(), executors=executors, transforms=[FuseLinearCrossEntropy()])
+    tokens = torch.randint(0, V, (2, 24))
+    compiled(tokens, tokens).backward()
+    report = thunder_flce.explain(compiled)
+    assert report[0].compiled_by == "thunderfx" and [decision.fused for decision in report.decisions] == [True]
+
+
+# Where a trainer compiles, nobody has what was compiled, or only what it is wrapped in.
+
+
+@pytest.fixture
+def compiled(without_inductor):
+    """A model that the backend of torch.compile has compiled."""
+    compiled = torch.compile(Model(), backend=compile_graph)
+    tokens = torch.randint(0, V, (2, 24))
+    compiled(tokens, tokens).backward()
+    return compiled
+
+
+class Wrapped(nn.Module):
+    """As Fabric and accelerate wrap a module, which is a submodule of theirs."""
+
+    def __init__(self, name, module):
+        super().__init__()
+        setattr(self, name, module)
+
+
+class Forwarding:
+    """No module, but with a `__getattr__` like Fabric's."""
+
+    def __init__(self, forward_module):
+        self._forward_module = forward_module
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["_forward_module"], name)
+
+
+WRAPPERS = {
+    "_forward_module": lambda module: Wrapped("_forward_module", module),
+    "module": lambda module: Wrapped("module", module),
+    "both": lambda module: Wrapped("_forward_module", Wrapped("module", module)),
+    "an object": lambda module: SimpleNamespace(module=module),
+    "an object that forwards": Forwarding,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapped_module(wrap, compiled):
+    report = thunder_flce.explain(wrap(compiled))
+    assert report[0].compiled_by == "torch.compile" and report.decisions == thunder_flce.explain(compiled).decisions
+    assert [decision.fused for decision in report.decisions] == [True]
+    assert report[0].to_dict()["saved_for_backward"] is None
+
+
+@pytest.mark.parametrize("name", ["_forward_module", "module"])
+def test_a_wrapped_module_of_thunder(name):
+    jitted = thunder_flce.jit(Model())
+    tokens = torch.randint(0, V, (2, 24))
+    jitted(tokens, tokens)
+    assert [decision.fused for decision in thunder_flce.explain(Wrapped(name, jitted)).decisions] == [True]
+
+
+def test_a_wrapped_module_that_nobody_compiled():
+    with pytest.raises(TypeError, match="but got Wrapped"):
+        thunder_flce.explain(Wrapped("module", Model()))
+
+
+def test_a_module_that_wraps_itself():
+    """Such as one that keeps who it belongs to."""
+    wrapped = SimpleNamespace()
+    wrapped.module = SimpleNamespace(module=wrapped)
+    with pytest.raises(TypeError, match="but got SimpleNamespace"):
+        thunder_flce.explain(wrapped)
+
+
+def test_all_of_the_process(without_inductor):
+    """The latest decisions, whoever compiled."""
+    decisions.LOG.clear()
+    report = thunder_flce.explain()
+    assert len(report) == 0 and "nothing is compiled yet" in str(report)
+    _explained(programs.litgpt)
+    _explained(programs.logits_returned, jit=thunder_flce.thunderfx)
+    _explained(mixed, jit=lambda program: torch.compile(program, backend=compile_graph))
+    (everything,) = report = thunder_flce.explain()
+    assert everything.compiled_by == "this process" and everything.saved is None
+    assert [decision.fused for decision in report.decisions] == [True, False, True, False]
+    assert "2 of 4 cross-entropies fused" in str(report) and "saved for backward" not in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["compilations"][0]["compiled_by"] == "this process"
+    assert decisions.LOG.maxlen == 1024
+
+
+@pytest.mark.parametrize("value", ["1", "0", "", None])
+def test_each_decision_is_printed_where_the_environment_says_so(value, monkeypatch, capsys):
+    if value is None:
+        monkeypatch.delenv("THUNDER_FLCE_EXPLAIN", raising=False)
+    else:
+        monkeypatch.setenv("THUNDER_FLCE_EXPLAIN", value)
+    report = _explained(mixed)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("thunder_flce: ")]
+    expected = [f"thunder_flce: the cross-entropy at {decision}" for decision in report.decisions]
+    assert lines == (expected if value == "1" else [])
+    assert value != "1" or [": fused, " in line for line in lines] == [True, False]
+
+
+def test_a_decision_is_printed_before_strict_raises(monkeypatch, capsys):
+    monkeypatch.setenv("THUNDER_FLCE_EXPLAIN", "1")
+    with pytest.raises(thunder_flce.NotFusedError):
+        _explained(programs.logits_returned, strict=True)
+    assert "not fused, because the program returns its logits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -364,7 +403,7 @@ def test_missing_row_kernels(installed, instead, slower, monkeypatch):
     try:
         for row_kernels in ("auto", "torch"):
             report = _compiled_for_cuda(Options(row_kernels=row_kernels))
-            (entry,) = report[0].to_dict()["cross_entropies"]
+            (entry,) = report[0].to_dict()["decisions"]
             missing = entry["missing_row_kernels"]
             if row_kernels == "torch":
                 assert missing is None and "not installed" not in str(report)
@@ -376,7 +415,7 @@ def test_missing_row_kernels(installed, instead, slower, monkeypatch):
 
 
 def test_no_row_kernels_are_missing_on_a_cpu():
-    assert _explained(programs.litgpt)[0].to_dict()["cross_entropies"][0]["missing_row_kernels"] is None
+    assert _explained(programs.litgpt)[0].to_dict()["decisions"][0]["missing_row_kernels"] is None
 
 
 def _compiled_for_cuda(options: Options) -> thunder_flce.Report:
@@ -384,4 +423,4 @@ def _compiled_for_cuda(options: Options) -> thunder_flce.Report:
     with FakeTensorMode():
         arguments = programs.arguments(programs.litgpt, programs.Sizes(), device="cuda", dtype=torch.bfloat16)
         compile_only(jitted, arguments)
-    return thunder_flce.explain(jitted, against_plain_thunder=False)
+    return thunder_flce.explain(jitted)

@@ -30,20 +30,20 @@ thunder_flce.linear_cross_entropy(x, w, torch.tensor([0, 1, 2])).backward()
 thunder_flce.LinearCrossEntropyLoss(4, 5)(x, torch.tensor([0, 1, 2])).backward()
 assert x.grad.isfinite().all()
 ours = {name.removeprefix("thunder_flce.") for name in sys.modules if name.startswith("thunder_flce.")}
-heavy = {"graph", "inspection", "bench", "engine.kernels.nvfuser_rows", "engine.kernels.triton_rows"}
+heavy = {"graph", "inspection.thunder_report", "bench", "engine.kernels.nvfuser_rows", "engine.kernels.triton_rows"}
 assert not ours & heavy, ours & heavy
 assert set(thunder_flce.__all__) <= set(dir(thunder_flce))
-classes = ["LinearCrossEntropyLoss", "Options", "Plan", "VocabParallel"]
+classes = ["LinearCrossEntropyLoss", "NotFusedError", "NotFusedWarning", "Options", "Plan", "Report", "VocabParallel"]
 for attempt in range(2):
-    for name in ("jit", "thunderfx", "executor", "explain"):
+    for name in ("jit", "thunderfx", "executor", "FuseLinearCrossEntropy"):
         try:
             getattr(thunder_flce, name)
         except ImportError as error:
             cause = "failed with ModuleNotFoundError: no thunder here"
             assert f"thunder_flce.{name} needs lightning-thunder" in str(error) and cause in str(error), error
             without = str(error).rpartition("works without it: ")[2].split(", ")
-            functions = ["count_items", "linear_cross_entropy", "linear_kl_divergence", "loss_only", "shift_labels"]
-            assert without == [*classes, *functions], error
+            functions = ["explain", "linear_cross_entropy", "linear_kl_divergence", "loss_only", "shift_labels"]
+            assert without == [*classes, "count_items", *functions], error
         else:
             raise AssertionError(name)
 assert not hasattr(thunder_flce, "jitt")
@@ -115,6 +115,39 @@ def test_without_thunder(tmp_path):
     package.mkdir()
     (package / "__init__.py").write_text("is_another = True")
     _run(WITHOUT, str(tmp_path))
+
+
+BACKEND = """
+import sys, torch, torch._inductor.compile_fx
+import torch.nn.functional as F
+from torch._dynamo.backends.debugging import aot_eager
+
+class Absent:
+    def find_spec(self, name, *_):
+        if name == "thunder":
+            raise ModuleNotFoundError(f"no {name} here")
+
+sys.meta_path.insert(0, Absent())
+torch._inductor.compile_fx.compile_fx = lambda graph, inputs, **_: aot_eager(graph, inputs)
+import thunder_flce
+from thunder_flce.backend import compile_graph
+
+
+def program(x, w, target):
+    return F.cross_entropy(F.linear(x, w), target)
+
+
+tensors = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), torch.tensor([0, 1, 2])
+compiled = torch.compile(program, backend=compile_graph, options={"strict": True})
+torch.testing.assert_close(compiled(*tensors), program(*tensors))
+assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain(compiled))
+assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain())
+assert not [name for name in sys.modules if name.startswith("thunder_flce.graph")]
+"""
+
+
+def test_the_backend_and_explain_need_no_thunder():
+    _run(BACKEND)
 
 
 WITH = """

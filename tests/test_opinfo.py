@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import thunder_flce
-from thunder_flce.inspection.saved import saved_tensors
+from thunder_flce.inspection.thunder_report import saved_tensors
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}
 # Each sample is compiled, which takes its time: of float32 every fourth, of other dtypes fewer. PyTorch's 105 samples

@@ -17,7 +17,7 @@ from torch import nn
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options
 from thunder_flce.graph.executor import executors_allow_nvfuser
-from thunder_flce.graph.matching.reasons import Reason
+from thunder_flce.matching.decisions import Reason
 from thunder_flce.operation.loss import OUTPUTS
 from thunder_flce.options import STRATEGIES
 
@@ -285,12 +285,12 @@ def test_returned_logits_are_not_fused():
     torch.testing.assert_close(got, model.lm_head.weight.grad)
 
 
-def test_cross_entropy_without_a_linear_is_no_missed_fusion(recwarn):
+def test_cross_entropy_of_logits_that_are_given_is_reported(recwarn):
     jitted = thunder_flce.jit(lambda logits, labels: F.cross_entropy(logits, labels))
     logits, labels = torch.randn(5, V, requires_grad=True), torch.randint(0, V, (5,))
     torch.testing.assert_close(jitted(logits, labels), F.cross_entropy(logits, labels))
-    assert not [w for w in recwarn if issubclass(w.category, NotFusedWarning)]
-    assert thunder_flce.explain(jitted)[0].decisions[0].reason is Reason.NO_LINEAR
+    assert [w for w in recwarn if issubclass(w.category, NotFusedWarning)]
+    assert thunder_flce.explain(jitted)[0].decisions[0].reason is Reason.ARGUMENT
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -353,7 +353,7 @@ def test_two_losses_on_one_head():
     model = TwoLosses(None)
     jitted = thunder_flce.jit(model)
     _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
-    assert [d.fused for d in thunder_flce.explain(jitted)[0].decisions] == [True, True]
+    assert [d.fused for d in thunder_flce.explain(jitted)[0].decisions] == [True]
 
 
 @pytest.mark.parametrize("frozen", ["lm_head", "embedding and hidden", "all"])
@@ -651,13 +651,6 @@ def test_explain_wants_our_transform():
         thunder_flce.explain(thunder.jit(lambda x: x))
 
 
-def test_executor_without_the_transform_leaves_the_linear_but_takes_cross_entropy():
-    model = Head(litgpt_loss)
-    jitted = thunder.jit(model, executors=[thunder_flce.executor, *thunder.get_default_executors()])
-    _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
-    assert "cross_entropy_fwd" in _symbols(thunder.last_traces(jitted)[-1])
-
-
 @pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["decomposition", "executor"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_an_output_without_the_loss(jit, reduction):
@@ -694,3 +687,47 @@ def test_each_output_and_its_gradient(jit, settings):
             for r in (result, right)
         )
         torch.testing.assert_close(got, needed, rtol=1e-4, atol=1e-5)
+
+
+def hidden_states(model, tokens):
+    return torch.tanh(model.hidden(model.embedding(tokens)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda model, tokens, labels: litgpt_loss(model.lm_head(hidden_states(model, tokens)), labels),
+        lambda model, tokens, labels: litgpt_loss(hidden_states(model, tokens) @ model.lm_head.weight.t(), labels),
+        lambda model, tokens, labels: (
+            (hidden_states(model, tokens) @ model.lm_head.weight.t())
+            .log_softmax(-1)
+            .gather(-1, tokens[..., None])
+            .mean()
+        ),
+    ],
+    ids=["linear", "matrix", "log-probability"],
+)
+def test_the_executor_alone(loss):
+    """No transform has to be named; the list that the user gives is one that thunder reads, so it gets the fusion."""
+
+    class Model(Head):
+        def forward(self, tokens, labels):
+            return loss(self, tokens, labels)
+
+    model = Model(None)
+    jitted = thunder.jit(model, executors=[thunder_flce.executor, *thunder.get_default_executors()])
+    _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
+    assert [decision.fused for decision in thunder_flce.explain(jitted).decisions] == [True]
+    plain = thunder.jit(model)
+    plain(*_batch())
+    assert not thunder.compile_data(plain).transforms
+
+
+def test_the_executor_alone_with_a_tuple_of_transforms():
+    jitted = thunder.jit(
+        lambda h, w, y: F.cross_entropy(F.linear(h, w), y),
+        executors=[thunder_flce.executor, *thunder.get_default_executors()],
+        transforms=(),
+    )
+    with pytest.warns(NotFusedWarning, match="give thunder.jit its transforms as a list"):
+        jitted(torch.randn(3, 8), torch.randn(V, 8), torch.randint(V, (3,)))

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import thunder_flce
 from thunder_flce import NotFusedWarning, Options
 from thunder_flce.inspection import programs
-from thunder_flce.inspection.saved import saved_for_backward
+from thunder_flce.inspection.thunder_report import saved_for_backward
 from thunder_flce.options import STRATEGIES
 
 TRACES = Path(__file__).parent.parent / "traces"

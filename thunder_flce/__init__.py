@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_flce.engine.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.inspection.report import Report, explain
 from thunder_flce.kl_divergence import linear_kl_divergence
 from thunder_flce.labels import count_items, shift_labels
+from thunder_flce.matching.decisions import NotFusedError, NotFusedWarning
 from thunder_flce.modules import LinearCrossEntropyLoss, loss_only
 from thunder_flce.options import Options
 from thunder_flce.registration import register_with_thunder
@@ -37,19 +39,14 @@ if TYPE_CHECKING:
     from thunder_flce.graph.executor import executor
     from thunder_flce.graph.plugin import FlcePlugin, jit
     from thunder_flce.graph.thunderfx import thunderfx
-    from thunder_flce.graph.transform import FuseLinearCrossEntropy, NotFusedError, NotFusedWarning
-    from thunder_flce.inspection.report import Report, explain
+    from thunder_flce.graph.transform import FuseLinearCrossEntropy
 else:
     # To import thunder takes seconds, and does not work with every PyTorch; the rest needs neither. So these names are
     # imported when they are first used (PEP 562).
     _NEED_THUNDER = {
         "FlcePlugin": "graph.plugin",
         "FuseLinearCrossEntropy": "graph.transform",
-        "NotFusedError": "graph.transform",
-        "NotFusedWarning": "graph.transform",
-        "Report": "inspection.report",
         "executor": "graph.executor",
-        "explain": "inspection.report",
         "jit": "graph.plugin",
         "thunderfx": "graph.thunderfx",
     }

@@ -1,33 +1,20 @@
 """The backend "thunder_flce" of torch.compile: its options, and the graphs that it has compiled.
 
-torch.compile finds `compile_graph` by its entry point. thunder is imported when the first graph with a loss comes, by
-`graph.dynamo`.
+torch.compile finds `compile_graph` by its entry point. Nothing here imports thunder.
 """
 
 import difflib
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch.fx import GraphModule
 
-from thunder_flce.loss_nodes import region_ends
+from thunder_flce.matching.decisions import Decision, NotFusedError
 from thunder_flce.options import Options
-
-
-@dataclass(frozen=True)
-class CompiledGraph:
-    """A graph of Dynamo's that was compiled."""
-
-    fusions: Sequence[Any]
-    """A `graph.dynamo.Fusion` for the graph, and for each graph within it, that has a loss (`loss_nodes`)."""
-
-    seconds: float
-    """Inductor's time, AOTAutograd's included."""
 
 
 def compile_graph(
@@ -55,24 +42,19 @@ def compile_graph(
     """
     flce_options, strict, inductor_options = _split(options or {})
     inductor = torch._TorchCompileInductorWrapper(mode, inductor_options, None)
-    fusions: list[Any] = []
-    graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
-    if any(region_ends(module.graph) for module in graphs):
-        from thunder_flce.graph.dynamo.fusion import fuse
-        from thunder_flce.graph.transform import NotFusedError
+    from thunder_flce.dynamo.fusion import fuse
 
-        try:
-            fusions = fuse(gm, flce_options, strict=strict)
-        except NotFusedError as error:
-            return _raising(error)
-    start = time.perf_counter()
+    try:
+        decisions = fuse(gm, flce_options, strict=strict)
+    except NotFusedError as error:
+        return raising(error)
     compiled = inductor(gm, example_inputs)
     # Dynamo may have to trace the program again, and then drops this graph: only now is it known that it stays.
-    _graphs_of(_caller()).append(CompiledGraph(fusions, time.perf_counter() - start))
+    _graphs_of(_caller()).append(decisions)
     return compiled
 
 
-def _raising(error: Exception) -> Callable[..., Any]:
+def raising(error: Exception) -> Callable[..., Any]:
     """A compiled graph that raises: Dynamo would hide what its backend raises in an error of its own."""
 
     def call(*args: Any) -> Any:
@@ -112,15 +94,17 @@ def _caller() -> Any:
     return sys._getframe(2).f_locals.get("self")
 
 
-def _graphs_of(caller: Any) -> list[CompiledGraph]:
+def _graphs_of(caller: Any) -> list[list[Decision]]:
     if not isinstance(caller, torch._TorchCompileWrapper):
         return []
     _callers[id(caller)] = caller
     return vars(caller).setdefault("_thunder_flce_graphs", [])
 
 
-def compiled_graphs(compiled: Any) -> list[CompiledGraph] | None:
-    """The graphs of what torch.compile returned, or of a module after `module.compile()`; None for another backend.
+def compiled_graphs(compiled: Any) -> list[list[Decision]] | None:
+    """The decisions about each graph of what torch.compile returned, or of a module after `module.compile()`.
+
+    None for another backend.
 
     torch.compile shares code between calls with the same options, such as for two instances of a class. Where nothing
     was compiled for this one, these are the graphs of all calls that it may share code with.

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
-from thunder_flce.graph.matching.reasons import Reason
 from thunder_flce.inspection.programs import Sizes
+from thunder_flce.matching.decisions import Reason
 
 SIZES = Sizes(batch=2, sequence=24, hidden=16, vocab=100)
 """Of the table, and of the tests."""
@@ -550,6 +550,19 @@ def entropy_logged_beside_cross_entropy(hidden, weight, labels):
     return _loss(logits[:, :-1], labels[:, 1:]), entropy
 
 
+def log_probability_beside_another_use(hidden, weight, tokens):
+    logits = F.linear(hidden, weight)
+    of_labels = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    return (of_labels - logits.logsumexp(-1)).mean() + of_labels.square().mean()
+
+
+def log_softmax_with_the_maximum_added_again(hidden, weight, tokens):
+    logits = F.linear(hidden, weight)
+    row_max = logits.amax(-1, keepdim=True)
+    log_probs = logits - ((logits - row_max).exp().sum(-1, keepdim=True).log() + row_max)
+    return log_probs.gather(-1, tokens[..., None]).mean()
+
+
 FUSED: tuple[Callable, ...] = (
     float32_logits,
     flattened,
@@ -637,6 +650,8 @@ FUSED: tuple[Callable, ...] = (
     entropy_beside_cross_entropy,
     z_term_beside_cross_entropy,
     entropy_logged_beside_cross_entropy,
+    log_probability_beside_another_use,
+    log_softmax_with_the_maximum_added_again,
 )
 
 
@@ -719,12 +734,6 @@ def logits_gathered(hidden, weight, tokens):
     return F.linear(hidden, weight).gather(-1, tokens.unsqueeze(-1)).mean()
 
 
-def log_probability_beside_another_use(hidden, weight, tokens):
-    logits = F.linear(hidden, weight)
-    of_labels = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return (of_labels - logits.logsumexp(-1)).mean() + of_labels.square().mean()
-
-
 def entropy_beside_an_epsilon(hidden, weight, tokens):
     probabilities = F.softmax(F.linear(hidden, weight), dim=-1)
     return -(probabilities * torch.log(probabilities + 1e-9)).sum(-1).mean()
@@ -754,13 +763,6 @@ def log_probability_after_an_activation(hidden, weight, tokens):
 def tanh_after_the_maximum_was_subtracted(hidden, weight, labels):
     logits = F.linear(hidden, weight)
     return _loss(torch.tanh(logits - logits.amax(-1, keepdim=True)), labels)
-
-
-def log_softmax_with_the_maximum_added_again(hidden, weight, tokens):
-    logits = F.linear(hidden, weight)
-    row_max = logits.amax(-1, keepdim=True)
-    log_probs = logits - ((logits - row_max).exp().sum(-1, keepdim=True).log() + row_max)
-    return log_probs.gather(-1, tokens[..., None]).mean()
 
 
 def nll_loss_of_logits(hidden, weight, labels):
@@ -817,14 +819,12 @@ NOT_FUSED: dict[Callable, Reason] = {
     log_probabilities_of_all_rows_for_each_label: Reason.NOT_A_LOG_PROBABILITY,
     log_probability_by_where: Reason.CLASS_PROBABILITIES,
     logits_gathered: Reason.NOT_A_LOG_PROBABILITY,
-    log_probability_beside_another_use: Reason.LOGITS_USED,
     log_probability_after_an_activation: Reason.TRANSFORMED_LOGITS,
     entropy_by_nansum: Reason.TRANSFORMED_LOGITS,
     entropy_beside_an_epsilon: Reason.TRANSFORMED_LOGITS,
     one_hot_targets: Reason.CLASS_PROBABILITIES,
     divergence_from_a_teacher: Reason.CLASS_PROBABILITIES,
     tanh_after_the_maximum_was_subtracted: Reason.TRANSFORMED_LOGITS,
-    log_softmax_with_the_maximum_added_again: Reason.TRANSFORMED_LOGITS,
     nll_loss_of_logits: Reason.NOT_LOG_PROBABILITIES,
     activation: Reason.TRANSFORMED_LOGITS,
     scaled_by_a_tensor: Reason.TRANSFORMED_LOGITS,

@@ -147,7 +147,7 @@ def _printed(jitted: Callable, variant: str, device: str, *, where: str, source:
     import thunder
 
     import thunder_flce
-    from thunder_flce.inspection.saved import saved_tensors
+    from thunder_flce.inspection.thunder_report import saved_tensors
     from thunder_flce.inspection.trace_text import commented, readable, renumbered
 
     forward = thunder.last_traces(jitted)[-1]

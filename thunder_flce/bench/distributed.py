@@ -289,14 +289,6 @@ def _fully_shard(part: Part) -> Step:
     return _module(part, head, "linear.weight")
 
 
-def _thunder_ddp(part: Part, *, reduces_early: bool) -> Step:
-    """The whole head on each rank, behind some layers; thunder averages all gradients."""
-    from thunder_flce.bench.thunder_ddp import LayersAndHead, ddp
-
-    model = LayersAndHead(_weight(part).full_tensor().detach())
-    return _module(part, ddp(model, reduces_early=reduces_early), "head.weight")
-
-
 METHODS: Mapping[str, Callable[[Part], Step]] = {
     "three products": _three_products,
     "three products, dX summed": _three_products_and_sum,
@@ -314,8 +306,6 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "liger, of logits": partial(_liger, of_logits=True),
     "fully_shard": _fully_shard,
     "data_parallel": partial(_vocab_parallel, data_parallel=True),
-    "thunder ddp": partial(_thunder_ddp, reduces_early=True),
-    "thunder ddp, dW reduced last": partial(_thunder_ddp, reduces_early=False),
 }
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +13,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 
 from thunder_flce.graph.thunder_private import (
-    DDPTransform,
-    FSDPTransform,
+    TensorParallelLayerType,
     TransformForTensorParallel,
     get_compile_data,
     get_skip_data_parallel_grad_sync,
 )
 from thunder_flce.graph.trace_arguments import call_of, spec_of
+from thunder_flce.matching.algebra import Class
+from thunder_flce.matching.decisions import NotFused, Reason
+from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.program import Op, Tensor
+from thunder_flce.matching.rules import rule
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import Agreement, VocabParallel, agree
 
@@ -48,13 +53,31 @@ def fuses_later(fusion: Transform, trace: TraceCtx) -> bool:
     # The data of a Dynamo graph has none.
     transforms = getattr(get_compile_data(), "transforms", [])
     place = next((at for at, transform in enumerate(transforms) if transform is fusion), len(transforms))
-    distributes = (TransformForTensorParallel, DDPTransform, FSDPTransform)
-    if not any(isinstance(transform, distributes) for transform in transforms[place + 1 :]):
+    if not any(isinstance(transform, TransformForTensorParallel) for transform in transforms[place + 1 :]):
         return False
     if not isinstance(transforms[-1], FuseAfterDistribution):
         transforms.append(FuseAfterDistribution(fusion))
     transforms[-1].original = trace
     return True
+
+
+@rule("synchronize_tensor_parallel_output")
+def _columns_of_all_ranks(known: Interpreter, op: Op, input: Tensor, group: Any, layer_type: Any) -> Class:
+    """What `thunder.distributed.column_parallel` puts after a linear: it gathers the columns of all ranks.
+
+    Before the linear it has put what sums the input's gradient over the ranks. A region does that itself.
+    """
+    of = known.get(input)
+    if not isinstance(of, Class) or not of.is_logits or len(of.logits.terms) > 1:
+        raise NotFused(Reason.TENSOR_PARALLEL)
+    (term,) = of.logits.terms
+    summed = term.input.op
+    if layer_type is not TensorParallelLayerType.COLUMN_PARALLEL_LINEAR or summed is None:
+        raise NotFused(Reason.TENSOR_PARALLEL)
+    if summed.name != "synchronize_tensor_parallel_input":
+        raise NotFused(Reason.TENSOR_PARALLEL)
+    term = replace(term, input=summed.operands[0])
+    return replace(of, logits=replace(of.logits, terms=(term,), group=group), shape=op.output.shape)
 
 
 def divided_weights() -> set[str]:

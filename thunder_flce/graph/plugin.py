@@ -15,6 +15,7 @@ from thunder.plugins import register_plugin
 import thunder_flce.graph.rules
 import thunder_flce.graph.unfused_cross_entropy.rules  # noqa: F401
 from thunder_flce.graph.executor import executor
+from thunder_flce.graph.executor_alone import bring_fusion_along
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.options import Options
 
@@ -93,3 +94,4 @@ class FlcePlugin(thunder.Plugin):
 
 
 register_plugin("flce", FlcePlugin)
+bring_fusion_along()

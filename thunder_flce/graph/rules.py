@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import thunder.torch as ltorch
 import torch
@@ -27,7 +27,7 @@ from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.graph import symbols
 from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
-from thunder_flce.graph.matching.trace_index import carries_grad, is_static
+from thunder_flce.graph.reading import carries_grad, is_static
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
     do_raise,
@@ -49,10 +49,18 @@ from thunder_flce.graph.thunder_private import (
     unwrap,
 )
 from thunder_flce.graph.token_functions import interpreted_token_loss
-from thunder_flce.graph.trace_arguments import POSITIONAL, call_of, plain_values, region_arguments, specs
-from thunder_flce.operation.call import Call, named_tensors, operand_names
+from thunder_flce.graph.trace_arguments import (
+    POSITIONAL,
+    call_of,
+    in_sequences,
+    plan_arguments,
+    region_arguments,
+    specs,
+)
+from thunder_flce.matching.decisions import PlannedRegion
+from thunder_flce.operation.call import named_tensors, operand_names
 from thunder_flce.operation.checks import check_call
-from thunder_flce.operators import plan_for
+from thunder_flce.operators import Settings, plan_for
 from thunder_flce.options import Options
 from thunder_flce.token_losses import check_function
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, settings_of
@@ -65,20 +73,6 @@ UNGUARDED = (
     "thunder does not notice when vocab_parallel changes that the jitted function itself makes, such as by "
     "mesh.get_group(): make it, or the group of a VocabParallel, outside of the function"
 )
-
-
-class PlannedRegion(NamedTuple):
-    """What is known of a region before it runs, and how it runs."""
-
-    call: Call
-    """Of specs"""
-    plan: Plan
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The plan and the shard as arguments of the region."""
-        shard = self.call.shard
-        return {"plan": self.plan.non_defaults(), **({"shard": plain_values(shard)} if shard else {})}
 
 
 def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options: Options) -> PlannedRegion:
@@ -101,7 +95,7 @@ def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> T
     """The region without gradients, whether or not it was planned with them."""
     region = region_arguments(*tensors, **settings)
     if settings.get("plan") is None:
-        region |= plan_region(region, (), Options()).settings
+        region |= plan_arguments(plan_region(region, (), Options()))
     of_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
     return _run(region, (), replace(Plan.of(region["plan"]), strategy=LOSS_ONLY, **of_gradients))
 
@@ -114,7 +108,7 @@ def _linear_cross_entropy_grad(*tensors: TensorProxy, **settings: Any) -> Tensor
         # Only the transform knows which operands need a gradient; without it, each of them may.
         needs_grad = operand_names(named_tensors(region))
     if settings.get("plan") is None:
-        region |= plan_region(region, needs_grad, Options()).settings
+        region |= plan_arguments(plan_region(region, needs_grad, Options()))
     return _run(region, needs_grad, Plan.of(region["plan"]))
 
 
@@ -203,6 +197,25 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
         kwargs = {**kwargs, "token_loss": found}
     region = record_source_loc_in_symbol_header(partial(symbols.linear_cross_entropy, **constants))
     return interpreter_needs_wrap(region)(*args, **kwargs)
+
+
+@register_general_jit_lookaside(torch.ops.thunder_flce.linear_cross_entropy.default)
+def _operator_lookaside(tensors: Any, settings: Any) -> Any:
+    """The operator that `thunderfx` has written into Dynamo's graph, as the region's symbol, with its plan."""
+    recursively_proxy(*_items(tensors))
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(_of_operator))(tensors, settings)
+
+
+def _of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorProxy, ...]:
+    """The loss and its outputs, as the operator returns them."""
+    known = Settings.parse(settings)
+    region = {**dict(zip(known.names, tensors, strict=True)), **known.loss.non_defaults()}
+    planned = plan_region(region, known.needs_grad, known.options or Options())
+    found = symbols.linear_cross_entropy(**in_sequences(region), needs_grad=known.needs_grad, **plan_arguments(planned))
+    return found if isinstance(found, tuple) else (found,)
+
+
+torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _of_operator
 
 
 def _guard(vocab_parallel: Any) -> bool:

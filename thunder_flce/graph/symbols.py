@@ -29,7 +29,7 @@ from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.graph import decomposition, trace_printer
 from thunder_flce.graph.executor import FORWARD_TAGS, executor
-from thunder_flce.graph.matching.trace_index import loss_dtype
+from thunder_flce.graph.reading import loss_dtype
 from thunder_flce.graph.trace_arguments import OUTPUT_GRADS, POSITIONAL, call_of, region_arguments, specs
 from thunder_flce.operation.call import ARGUMENTS, Call, Spec, named_tensors, result_specs
 from thunder_flce.operation.checks import check_call

@@ -27,6 +27,7 @@ try:
     from thunder.core.compile_data import compile_data_and_stats, get_compile_data
     from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, unwrap, wrap_const
     from thunder.core.interpreter import _interpret_call as interpret_call
+    from thunder.core.jit_ext import _general_jit_lookaside_map as general_jit_lookasides
     from thunder.core.jit_ext import (
         get_jit_ctx,
         interpreter_needs_wrap,
@@ -38,7 +39,14 @@ try:
     from thunder.core.symbol import default_python_printer
     from thunder.core.trace import get_tracectx
     from thunder.core.trace_interpreter import TraceSubstitutionProcessor
-    from thunder.core.transforms import get_grad, put_grad, register_augmented_forward, register_backward, register_grad
+    from thunder.core.transforms import (
+        get_grad,
+        put_grad,
+        register_augmented_forward,
+        register_backward,
+        register_grad,
+        vjp,
+    )
     from thunder.distributed import get_skip_data_parallel_grad_sync
     from thunder.distributed import prims as distributed_prims
     from thunder.distributed.prims import PrimIDs as DistributedPrimIDs

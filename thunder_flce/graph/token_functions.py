@@ -10,9 +10,7 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.graph.matching.logits_path import COPIES
-from thunder_flce.graph.matching.token_losses import CASTS
-from thunder_flce.graph.matching.trace_index import carries_grad, loss_dtype
+from thunder_flce.graph.reading import carries_grad, loss_dtype
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
     do_raise,
@@ -21,6 +19,7 @@ from thunder_flce.graph.thunder_private import (
     unwrap,
     wrap_const,
 )
+from thunder_flce.matching.sums import CASTS
 from thunder_flce.operation.pointwise import (
     VARIABLES,
     Handle,
@@ -82,7 +81,7 @@ def _recorded(recorder: Recorder, steps: Sequence[BoundSymbol], result: Any, nam
             continue  # Turns gradients off or on, which the results say.
         if not isinstance(out, TensorProxy):
             raise NotOfTokens(name)
-        if (bsym.sym.id in COPIES and name != "clone") or name in CASTS:
+        if name in CASTS and name != "clone":
             found = recorder.cast(handle(bsym.flat_proxy_args[0]), dtypes.to_torch_dtype(out.dtype))
             found = found if carries_grad(out) else recorder.detached(found)
         else:

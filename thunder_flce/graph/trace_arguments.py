@@ -11,8 +11,9 @@ from typing import Any
 from thunder.core import devices, dtypes
 from thunder.core.proxies import TensorProxy
 
-from thunder_flce.graph.matching.trace_index import loss_dtype
-from thunder_flce.operation.call import Call, Spec, named_tensors
+from thunder_flce.graph.reading import loss_dtype
+from thunder_flce.matching.decisions import PlannedRegion
+from thunder_flce.operation.call import Call, Spec, named_tensors, pairs
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.operation.shard import Shard
 
@@ -24,6 +25,18 @@ OUTPUT_GRADS = tuple(f"{name}_grad" for name in DIFFERENTIABLE_OUTPUTS)
 def region_arguments(*tensors: Any, **settings: Any) -> dict[str, Any]:
     """The region: tensors that are given by position are the `POSITIONAL` ones; any after these are passed over."""
     return {**dict(zip(POSITIONAL, tensors, strict=False)), **settings}
+
+
+def in_sequences(region: Mapping[str, Any]) -> dict[str, Any]:
+    """The region with `terms` and `token_inputs` as sequences, where their items are arguments of their own."""
+    found = {name: value for name, value in region.items() if "[" not in name}
+    items = [value for name, value in region.items() if name.startswith("terms[")]
+    inputs = tuple(value for name, value in region.items() if name.startswith("token_inputs["))
+    return {
+        **found,
+        **({"terms": tuple(pairs(items))} if items else {}),
+        **({"token_inputs": inputs} if inputs else {}),
+    }
 
 
 def call_of(region: Mapping[str, Any], needs_grad: tuple[str, ...] | None = None) -> Call:
@@ -55,6 +68,12 @@ def loss_of(region: Mapping[str, Any]) -> Loss:
 def plain_values(shard: Shard) -> dict[str, Any]:
     """The fields of a shard that differ from their defaults, by name."""
     return {f.name: value for f in fields(shard) if (value := getattr(shard, f.name)) != f.default}
+
+
+def plan_arguments(planned: PlannedRegion) -> dict[str, Any]:
+    """The plan and the shard as arguments of a region."""
+    shard = planned.call.shard
+    return {"plan": planned.plan.non_defaults(), **({"shard": plain_values(shard)} if shard else {})}
 
 
 def shard_of(region: Mapping[str, Any]) -> Shard | None:

@@ -7,7 +7,7 @@ from typing import Any
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.engine.printing import program
-from thunder_flce.graph.rules import PlannedRegion
+from thunder_flce.matching.decisions import PlannedRegion
 from thunder_flce.operation.loss import RowCoefficients
 
 

@@ -8,12 +8,11 @@
 #
 # fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t3: i64[], 8 bytes
-#     t4: f32[2, 4096, 4096], 134,217,728 bytes
-#     t5: f32[128256, 4096], 2,101,346,304 bytes
+#     t1: i64[], 8 bytes
+#     t2: f32[2, 4096, 4096], 134,217,728 bytes
+#     t3: f32[128256, 4096], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
-from torch import Tensor
 import torch
 from thunder.executors.torchex import no_autocast
 
@@ -25,12 +24,9 @@ def computation(hidden, weight, labels):
   # labels: "cpu i64[2, 4096]"
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-  t0 = Tensor.view(labels, -1)  # t0: "cpu i64[8192]"
-  t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
-  del t0
-  (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
-    # x = hidden, W = weight, y = t1
-    # loss = t2: f32[], valid_count = t3: i64[], dX = t4: f32[2, 4096, 4096], dW = t5: f32[128256, 4096]
+  (t0, t1, t2, t3) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
+    # x = hidden, W = weight, y = labels
+    # loss = t0: f32[], valid_count = t1: i64[], dX = t2: f32[2, 4096, 4096], dW = t3: f32[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                     PyTorch
     # x, y = rows of x, y that are valid
     # for each chunk of 65 tokens, 127 in all, the last of 2:
@@ -40,8 +36,7 @@ def computation(hidden, weight, labels):
     #   dW f32[128256, 4096] += dlogits.t() @ x                                                     PyTorch
     #   dX f32[65, 4096] = dlogits @ W                                                              PyTorch
     # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                           PyTorch
-  del t1
-  return {'output': (t2,), 'flat_args': [hidden, weight, labels], 'flat_output': (t2,)}, ((t3, t4, t5), ())
+  return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t1, t2, t3), ())
 
 
 # Constructed by Delete Last Used
@@ -59,18 +54,18 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t6, = cotangents
-  # t6: "cpu f32[]"
+  t4, = cotangents
+  # t4: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t3, t4, t5, = C0
-  # t3: "cpu i64[]"
-  # t4: "cpu f32[2, 4096, 4096]"
-  # t5: "cpu f32[128256, 4096]"
+  t1, t2, t3, = C0
+  # t1: "cpu i64[]"
+  # t2: "cpu f32[2, 4096, 4096]"
+  # t3: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t7, t8) = scale_gradients(t6, t3, t4, t5)
-    # t4 *= grad    skipped where that is 1  PyTorch
-    # t5 *= grad    skipped where that is 1  PyTorch
-  del t6, t3, t4, t5
-  return (t7, t8, None)
+  (t5, t6) = scale_gradients(t4, t1, t2, t3)
+    # t2 *= grad    skipped where that is 1  PyTorch
+    # t3 *= grad    skipped where that is 1  PyTorch
+  del t4, t1, t2, t3
+  return (t5, t6, None)

@@ -8,13 +8,12 @@
 #
 # fused, recompute logits, chunks of 65 tokens; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
 # Saved for backward, beside the arguments and views of them:
-#     t3: f32[8192], 32,768 bytes
-#     t4: f32[8192], 32,768 bytes
-#     t5: i64[], 8 bytes
-#     t6: i64[], 8 bytes
+#     t1: f32[8192], 32,768 bytes
+#     t2: f32[8192], 32,768 bytes
+#     t3: i64[], 8 bytes
+#     t4: i64[], 8 bytes
 
 # Constructed by Delete Last Used
-from torch import Tensor
 import torch
 from thunder.executors.torchex import no_autocast
 
@@ -26,22 +25,19 @@ def computation(hidden, weight, labels):
   # labels: "cpu i64[2, 4096]"
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
-  t0 = Tensor.view(labels, -1)  # t0: "cpu i64[8192]"
-  t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
-  del t0
-  (t2, t3, t4, t5, t6) = linear_cross_entropy_fwd(hidden, weight, t1, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65)
-    # x = hidden, W = weight, y = t1
-    # loss = t2: f32[2, 4096], row_max = t3: f32[8192], row_log_sum = t4: f32[8192], valid_count = t5: i64[],
-    # computed_rows = t6: i64[]
+  (t0, t1, t2, t3, t4) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65)
+    # x = hidden, W = weight, y = labels
+    # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
+    # computed_rows = t4: i64[]
     # valid_count i64[] = sum(y != -100)    targets are checked                                     PyTorch
     # x, y = rows of x, y that are valid
     # for each chunk of 65 tokens, 127 in all, the last of 2:
     #   logits f32[65, 128256] = x @ W.t()                                                          PyTorch
     #   row_max, row_log_sum f32[65] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  PyTorch
     # loss f32[8192] = row_log_sum - (logits[y] - row_max)                                          PyTorch
-  t7 = torch_prims_reshape_impl(t2, (8192,))  # t7: "cpu f32[8192]"
-  del t2
-  return {'output': (t7,), 'flat_args': [hidden, weight, labels], 'flat_output': (t7,)}, ((hidden, weight, t1, t3, t4, t5, t6), ())
+  t5 = torch_prims_reshape_impl(t0, (8192,))  # t5: "cpu f32[8192]"
+  del t0
+  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((hidden, weight, labels, t1, t2, t3, t4), ())
 
 
 # Constructed by Delete Last Used
@@ -59,26 +55,26 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t8, = cotangents
-  # t8: "cpu f32[8192]"
+  t6, = cotangents
+  # t6: "cpu f32[8192]"
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, weight, t1, t3, t4, t5, t6, = C0
+  hidden, weight, labels, t1, t2, t3, t4, = C0
   # hidden: "cpu f32[2, 4096, 4096]"
   # weight: "cpu f32[128256, 4096]"
-  # t1: "cpu i64[2, 4096]"
-  # t3: "cpu f32[8192]"
-  # t4: "cpu f32[8192]"
-  # t5: "cpu i64[]"
-  # t6: "cpu i64[]"
+  # labels: "cpu i64[2, 4096]"
+  # t1: "cpu f32[8192]"
+  # t2: "cpu f32[8192]"
+  # t3: "cpu i64[]"
+  # t4: "cpu i64[]"
   clear_mutable_collection(C0)
   del C0
-  t9 = torch_prims_reshape_impl(t8, (2, 4096))  # t9: "cpu f32[2, 4096]"
-  del t8
-  (t10, t11) = linear_cross_entropy_bwd(t9, hidden, weight, t1, None, t3, t4, t5, t6, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65)
-    # x = hidden, W = weight, y = t1, grad = t9, row_max = t3, row_log_sum = t4, valid_count = t5,
-    # computed_rows = t6
-    # dX = t10: f32[2, 4096, 4096], dW = t11: f32[128256, 4096]
+  t7 = torch_prims_reshape_impl(t6, (2, 4096))  # t7: "cpu f32[2, 4096]"
+  del t6
+  (t8, t9) = linear_cross_entropy_bwd(t7, hidden, weight, labels, None, t1, t2, t3, t4, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65)
+    # x = hidden, W = weight, y = labels, grad = t7, row_max = t1, row_log_sum = t2, valid_count = t3,
+    # computed_rows = t4
+    # dX = t8: f32[2, 4096, 4096], dW = t9: f32[128256, 4096]
     # valid_count i64[] = sum(y != -100)                                        PyTorch
     # x, y = rows of x, y that are valid
     # for each chunk of 65 tokens, 127 in all, the last of 2:
@@ -86,5 +82,5 @@ def backward_fn(saved_for_backward, cotangents):
     #   dlogits f32[65, 128256] = A softmax(logits) - B one_hot(y)    in place  PyTorch
     #   dW f32[128256, 4096] += dlogits.t() @ x                                 PyTorch
     #   dX f32[65, 4096] = dlogits @ W                                          PyTorch
-  del t9, hidden, weight, t1, t3, t4, t5, t6
-  return (t10, t11, None)
+  del t7, hidden, weight, labels, t1, t2, t3, t4
+  return (t8, t9, None)

@@ -12,13 +12,12 @@
 #
 # fused, the vocabulary over 2 ranks, gradients in forward, chunks of 128 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t4: i64[], 8 bytes
-#     t5: f32[2, 4096, 4096], 134,217,728 bytes
-#     t6: f32[64128, 4096], 1,050,673,152 bytes
+#     t2: i64[], 8 bytes
+#     t3: f32[2, 4096, 4096], 134,217,728 bytes
+#     t4: f32[64128, 4096], 1,050,673,152 bytes
 
 # Constructed by Delete Last Used
 import torch
-from torch import Tensor
 import torch.nn.functional
 from thunder.executors.torchex import no_autocast
 
@@ -32,12 +31,9 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   t0 = torch.nn.functional.linear(hidden, t_layer_weight, None)  # t0: "cpu f32[2, 4096, 4096]"
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-  t1 = Tensor.view(labels, -1)  # t1: "cpu i64[8192]"
-  t2 = torch.reshape(t1, (2, 4096))  # t2: "cpu i64[2, 4096]"
-  del t1
-  (t3, t4, t5, t6) = linear_cross_entropy_fwd(t0, t_lm_head_weight, t2, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=128, shard={'group': "1", 'ranks': 2, 'rank': 0, 'start': 0, 'columns': 64128, 'largest': 64128, 'vocab': 128256})
-    # x = t0, W = t_lm_head_weight, y = t2
-    # loss = t3: f32[], valid_count = t4: i64[], dX = t5: f32[2, 4096, 4096], dW = t6: f32[64128, 4096]
+  (t1, t2, t3, t4) = linear_cross_entropy_fwd(t0, t_lm_head_weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=128, shard={'group': "1", 'ranks': 2, 'rank': 0, 'start': 0, 'columns': 64128, 'largest': 64128, 'vocab': 128256})
+    # x = t0, W = t_lm_head_weight, y = labels
+    # loss = t1: f32[], valid_count = t2: i64[], dX = t3: f32[2, 4096, 4096], dW = t4: f32[64128, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                      PyTorch
     # x, y = rows of x, y that are valid
     # for each chunk of 128 tokens, 64 in all:
@@ -49,8 +45,8 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
     #   dX f32[128, 4096] = dlogits @ W                                                              PyTorch
     #   dX f32[128, 4096] = summed over the ranks                                                    gloo
     # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                            PyTorch
-  del t0, t2
-  return {'output': (t3,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t3,)}, ((t4, t5, t6, hidden), ())
+  del t0
+  return {'output': (t1,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t1,)}, ((t2, t3, t4, hidden), ())
 
 
 # Constructed by Delete Last Used
@@ -68,27 +64,27 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t7, = cotangents
-  # t7: "cpu f32[]"
+  t5, = cotangents
+  # t5: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t4, t5, t6, hidden, = C0
-  # t4: "cpu i64[]"
-  # t5: "cpu f32[2, 4096, 4096]"
-  # t6: "cpu f32[64128, 4096]"
+  t2, t3, t4, hidden, = C0
+  # t2: "cpu i64[]"
+  # t3: "cpu f32[2, 4096, 4096]"
+  # t4: "cpu f32[64128, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t8, t9) = scale_gradients(t7, t4, t5, t6)
-    # t5 *= grad    skipped where that is 1  PyTorch
-    # t6 *= grad    skipped where that is 1  PyTorch
-  del t7, t4, t5, t6
-  t10 = torch.reshape(t8, (-1, 4096))  # t10: "cpu f32[8192, 4096]"
+  (t6, t7) = scale_gradients(t5, t2, t3, t4)
+    # t3 *= grad    skipped where that is 1  PyTorch
+    # t4 *= grad    skipped where that is 1  PyTorch
+  del t5, t2, t3, t4
+  t8 = torch.reshape(t6, (-1, 4096))  # t8: "cpu f32[8192, 4096]"
+  del t6
+  t9 = torch.permute(t8, (1, 0))  # t9: "cpu f32[4096, 8192]"
   del t8
-  t11 = torch.permute(t10, (1, 0))  # t11: "cpu f32[4096, 8192]"
-  del t10
-  t12 = torch.reshape(hidden, (-1, 4096))  # t12: "cpu f32[8192, 4096]"
+  t10 = torch.reshape(hidden, (-1, 4096))  # t10: "cpu f32[8192, 4096]"
   del hidden
-  t13 = torch.matmul(t11, t12)  # t13: "cpu f32[4096, 4096]"
-  del t11, t12
-  return (None, None, t13, t9)
+  t11 = torch.matmul(t9, t10)  # t11: "cpu f32[4096, 4096]"
+  del t9, t10
+  return (None, None, t11, t7)

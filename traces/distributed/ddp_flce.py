@@ -12,13 +12,12 @@
 #
 # fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t6: i64[], 8 bytes
-#     t7: f32[2, 4096, 4096], 134,217,728 bytes
-#     t8: f32[128256, 4096], 2,101,346,304 bytes
+#     t4: i64[], 8 bytes
+#     t5: f32[2, 4096, 4096], 134,217,728 bytes
+#     t6: f32[128256, 4096], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
 import torch
-from torch import Tensor
 import torch.nn.functional
 from thunder.executors.torchex import no_autocast
 
@@ -30,19 +29,16 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   # t_layer_weight: "cpu f32[4096, 4096]"
   # t_lm_head_weight: "cpu f32[128256, 4096]"
   t0 = shallow_copy(t_layer_weight)  # t0: "cpu f32[4096, 4096]"
+  t1 = shallow_copy(t_lm_head_weight)  # t1: "cpu f32[128256, 4096]"
 
   # return F.linear(input, self.weight, self.bias)
-  t1 = torch.nn.functional.linear(hidden, t0, None)  # t1: "cpu f32[2, 4096, 4096]"
+  t2 = torch.nn.functional.linear(hidden, t0, None)  # t2: "cpu f32[2, 4096, 4096]"
   del t0
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-  t2 = Tensor.view(labels, -1)  # t2: "cpu i64[8192]"
-  t3 = torch.reshape(t2, (2, 4096))  # t3: "cpu i64[2, 4096]"
-  del t2
-  t4 = shallow_copy(t_lm_head_weight)  # t4: "cpu f32[128256, 4096]"
-  (t5, t6, t7, t8) = linear_cross_entropy_fwd(t1, t4, t3, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
-    # x = t1, W = t4, y = t3
-    # loss = t5: f32[], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
+  (t3, t4, t5, t6) = linear_cross_entropy_fwd(t2, t1, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
+    # x = t2, W = t1, y = labels
+    # loss = t3: f32[], valid_count = t4: i64[], dX = t5: f32[2, 4096, 4096], dW = t6: f32[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                     PyTorch
     # x, y = rows of x, y that are valid
     # for each chunk of 65 tokens, 127 in all, the last of 2:
@@ -52,8 +48,8 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
     #   dW f32[128256, 4096] += dlogits.t() @ x                                                     PyTorch
     #   dX f32[65, 4096] = dlogits @ W                                                              PyTorch
     # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                           PyTorch
-  del t1, t4, t3
-  return {'output': (t5,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t5,)}, ((t6, t7, t8, hidden), ())
+  del t2, t1
+  return {'output': (t3,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t3,)}, ((t4, t5, t6, hidden), ())
 
 
 # Constructed by Delete Last Used
@@ -71,37 +67,39 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t9, = cotangents
-  # t9: "cpu f32[]"
+  t7, = cotangents
+  # t7: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  t6, t7, t8, hidden, = C0
-  # t6: "cpu i64[]"
-  # t7: "cpu f32[2, 4096, 4096]"
-  # t8: "cpu f32[128256, 4096]"
+  t4, t5, t6, hidden, = C0
+  # t4: "cpu i64[]"
+  # t5: "cpu f32[2, 4096, 4096]"
+  # t6: "cpu f32[128256, 4096]"
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t10, t11) = scale_gradients(t9, t6, t7, t8)
-    # t7 *= grad    skipped where that is 1  PyTorch
-    # t8 *= grad    skipped where that is 1  PyTorch
-  del t9, t6, t7, t8
-  ft103 = average_gradient(t11, _torch_distributed_distributed_c10d_ProcessGroup_0, _DistParallelType_REPLICATED_1)  # ft103: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
-  del t11
-  t12 = torch.reshape(t10, (-1, 4096))  # t12: "cpu f32[8192, 4096]"
+  (t8, t9) = scale_gradients(t7, t4, t5, t6)
+    # t5 *= grad    skipped where that is 1  PyTorch
+    # t6 *= grad    skipped where that is 1  PyTorch
+  del t7, t4, t5, t6
+  t10 = torch.reshape(t8, (-1, 4096))  # t10: "cpu f32[8192, 4096]"
+  del t8
+  t11 = torch.permute(t10, (1, 0))  # t11: "cpu f32[4096, 8192]"
   del t10
-  t13 = torch.permute(t12, (1, 0))  # t13: "cpu f32[4096, 8192]"
-  del t12
-  t14 = torch.reshape(hidden, (-1, 4096))  # t14: "cpu f32[8192, 4096]"
+  t12 = torch.reshape(hidden, (-1, 4096))  # t12: "cpu f32[8192, 4096]"
   del hidden
-  t15 = torch.matmul(t13, t14)  # t15: "cpu f32[4096, 4096]"
-  del t13, t14
-  t16 = torch.true_divide(t15, 2)  # t16: "cpu f32[4096, 4096]"
+  t13 = torch.matmul(t11, t12)  # t13: "cpu f32[4096, 4096]"
+  del t11, t12
+  t14 = torch.true_divide(t9, 2)  # t14: "cpu f32[128256, 4096]"
+  del t9
+  ft120 = torch_all_reduce_prim_impl(t14, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, False)  # ft120: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
+  del t14
+  t15 = torch.true_divide(t13, 2)  # t15: "cpu f32[4096, 4096]"
+  del t13
+  ft123 = torch_all_reduce_prim_impl(t15, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, False)  # ft123: "FUTURE thunder.devices.Device(type='cpu') f32[4096, 4096]"
   del t15
-  ft123 = torch_all_reduce_prim_impl(t16, _DistributedReduceOps_SUM_2, _torch_distributed_distributed_c10d_ProcessGroup_0, True, False)  # ft123: "FUTURE thunder.devices.Device(type='cpu') f32[4096, 4096]"
-  del t16
-  t17 = torch_wait_prim_impl(ft103)  # t17: "cpu f32[128256, 4096]"
-  del ft103
-  t18 = torch_wait_prim_impl(ft123)  # t18: "cpu f32[4096, 4096]"
+  t16 = torch_wait_prim_impl(ft120)  # t16: "cpu f32[128256, 4096]"
+  del ft120
+  t17 = torch_wait_prim_impl(ft123)  # t17: "cpu f32[4096, 4096]"
   del ft123
-  return (None, None, t18, t17)
+  return (None, None, t17, t16)

@@ -12,12 +12,11 @@
 #
 # fused, gradients in forward, chunks of 65 tokens
 # Saved for backward, beside the arguments and views of them:
-#     t6: i64[], 8 bytes
-#     t7: f32[2, 4096, 4096], 134,217,728 bytes
-#     t8: f32[128256, 4096], 2,101,346,304 bytes
+#     t4: i64[], 8 bytes
+#     t5: f32[2, 4096, 4096], 134,217,728 bytes
+#     t6: f32[128256, 4096], 2,101,346,304 bytes
 
 # Constructed by Delete Last Used
-from torch import Tensor
 import torch
 import torch.nn.functional
 from thunder.executors.torchex import no_autocast
@@ -30,25 +29,20 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   # t_layer_weight: "cpu f32[2048, 4096]"
   ft113 = torch_all_gather_prim_impl(t_layer_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft113: "FUTURE thunder.devices.Device(type='cpu') f32[4096, 4096]"
   # t_lm_head_weight: "cpu f32[64128, 4096]"
-  ft118 = torch_all_gather_prim_impl(t_lm_head_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft118: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
-
-  # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-  t0 = Tensor.view(labels, -1)  # t0: "cpu i64[8192]"
-  t1 = torch.reshape(t0, (2, 4096))  # t1: "cpu i64[2, 4096]"
-  del t0
-  t2 = torch_wait_prim_impl(ft113)  # t2: "cpu f32[4096, 4096]"
+  ft115 = torch_all_gather_prim_impl(t_lm_head_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft115: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
+  t0 = torch_wait_prim_impl(ft113)  # t0: "cpu f32[4096, 4096]"
   del ft113
 
   # return F.linear(input, self.weight, self.bias)
-  t3 = torch.nn.functional.linear(hidden, t2, None)  # t3: "cpu f32[2, 4096, 4096]"
-  del t2
-  t4 = torch_wait_prim_impl(ft118)  # t4: "cpu f32[128256, 4096]"
-  del ft118
+  t1 = torch.nn.functional.linear(hidden, t0, None)  # t1: "cpu f32[2, 4096, 4096]"
+  del t0
+  t2 = torch_wait_prim_impl(ft115)  # t2: "cpu f32[128256, 4096]"
+  del ft115
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-  (t5, t6, t7, t8) = linear_cross_entropy_fwd(t3, t4, t1, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
-    # x = t3, W = t4, y = t1
-    # loss = t5: f32[], valid_count = t6: i64[], dX = t7: f32[2, 4096, 4096], dW = t8: f32[128256, 4096]
+  (t3, t4, t5, t6) = linear_cross_entropy_fwd(t1, t2, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
+    # x = t1, W = t2, y = labels
+    # loss = t3: f32[], valid_count = t4: i64[], dX = t5: f32[2, 4096, 4096], dW = t6: f32[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                     PyTorch
     # x, y = rows of x, y that are valid
     # for each chunk of 65 tokens, 127 in all, the last of 2:
@@ -58,8 +52,8 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
     #   dW f32[128256, 4096] += dlogits.t() @ x                                                     PyTorch
     #   dX f32[65, 4096] = dlogits @ W                                                              PyTorch
     # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                           PyTorch
-  del t3, t4, t1
-  return {'output': (t5,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t5,)}, ((hidden, t6, t7, t8), ())
+  del t1, t2
+  return {'output': (t3,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t3,)}, ((hidden, t4, t5, t6), ())
 
 
 # Constructed by Delete Last Used
@@ -77,37 +71,39 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t9, = cotangents
-  # t9: "cpu f32[]"
+  t7, = cotangents
+  # t7: "cpu f32[]"
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, t6, t7, t8, = C0
+  hidden, t4, t5, t6, = C0
   # hidden: "cpu f32[2, 4096, 4096]"
-  # t6: "cpu i64[]"
-  # t7: "cpu f32[2, 4096, 4096]"
-  # t8: "cpu f32[128256, 4096]"
+  # t4: "cpu i64[]"
+  # t5: "cpu f32[2, 4096, 4096]"
+  # t6: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  t10 = torch.reshape(hidden, (-1, 4096))  # t10: "cpu f32[8192, 4096]"
+  t8 = torch.reshape(hidden, (-1, 4096))  # t8: "cpu f32[8192, 4096]"
   del hidden
-  (t11, t12) = scale_gradients(t9, t6, t7, t8)
-    # t7 *= grad    skipped where that is 1  PyTorch
-    # t8 *= grad    skipped where that is 1  PyTorch
-  del t9, t6, t7, t8
-  ft104 = average_gradient(t12, _torch_distributed_distributed_c10d_ProcessGroup_0, _DistParallelType_FULLY_SHARDED_1)  # ft104: "FUTURE thunder.devices.Device(type='cpu') f32[64128, 4096]"
-  del t12
-  t13 = torch.reshape(t11, (-1, 4096))  # t13: "cpu f32[8192, 4096]"
+  (t9, t10) = scale_gradients(t7, t4, t5, t6)
+    # t5 *= grad    skipped where that is 1  PyTorch
+    # t6 *= grad    skipped where that is 1  PyTorch
+  del t7, t4, t5, t6
+  t11 = torch.reshape(t9, (-1, 4096))  # t11: "cpu f32[8192, 4096]"
+  del t9
+  t12 = torch.permute(t11, (1, 0))  # t12: "cpu f32[4096, 8192]"
   del t11
-  t14 = torch.permute(t13, (1, 0))  # t14: "cpu f32[4096, 8192]"
+  t13 = torch.matmul(t12, t8)  # t13: "cpu f32[4096, 4096]"
+  del t12, t8
+  t14 = torch.true_divide(t10, 2)  # t14: "cpu f32[128256, 4096]"
+  del t10
+  ft123 = torch_reduce_scatter_prim_impl(t14, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, None)  # ft123: "FUTURE thunder.devices.Device(type='cpu') f32[64128, 4096]"
+  del t14
+  t15 = torch.true_divide(t13, 2)  # t15: "cpu f32[4096, 4096]"
   del t13
-  t15 = torch.matmul(t14, t10)  # t15: "cpu f32[4096, 4096]"
-  del t14, t10
-  t16 = torch.true_divide(t15, 2)  # t16: "cpu f32[4096, 4096]"
+  ft126 = torch_reduce_scatter_prim_impl(t15, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, None)  # ft126: "FUTURE thunder.devices.Device(type='cpu') f32[2048, 4096]"
   del t15
-  ft126 = torch_reduce_scatter_prim_impl(t16, _DistributedReduceOps_SUM_2, _torch_distributed_distributed_c10d_ProcessGroup_0, True, None)  # ft126: "FUTURE thunder.devices.Device(type='cpu') f32[2048, 4096]"
-  del t16
-  t17 = torch_wait_prim_impl(ft104)  # t17: "cpu f32[64128, 4096]"
-  del ft104
-  t18 = torch_wait_prim_impl(ft126)  # t18: "cpu f32[2048, 4096]"
+  t16 = torch_wait_prim_impl(ft123)  # t16: "cpu f32[64128, 4096]"
+  del ft123
+  t17 = torch_wait_prim_impl(ft126)  # t17: "cpu f32[2048, 4096]"
   del ft126
-  return (None, None, t18, t17)
+  return (None, None, t17, t16)

@@ -6,6 +6,7 @@ nvFuser's cross_entropy itself would take them for indices, and fail.
 thunder calls the checker and the rules with the arguments of `torch.nn.functional.cross_entropy`.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import thunder.torch as ltorch
@@ -13,10 +14,46 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
 from thunder_flce.graph.executor import executor
-from thunder_flce.graph.matching.losses import CrossEntropy
-from thunder_flce.graph.matching.trace_index import is_static, loss_dtype
+from thunder_flce.graph.reading import is_static, loss_dtype
 from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_grad
 from thunder_flce.graph.unfused_cross_entropy import symbols
+
+_NAMES = "logits target weight size_average ignore_index reduce reduction label_smoothing".split()
+
+
+@dataclass(frozen=True, eq=False)
+class CrossEntropy:
+    """The arguments of a `torch.nn.functional.cross_entropy` in a trace."""
+
+    logits: TensorProxy
+    """(N, V), (V,) or (B, V, …)"""
+    target: TensorProxy
+    """(N,), () or (B, …), or class probabilities in the logits' shape"""
+    weight: TensorProxy | None = None
+    """(V,)"""
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    is_deprecated: bool = False
+    """Whether it has the argument size_average or reduce"""
+
+    @classmethod
+    def call(cls, *args: Any, **kwargs: Any) -> "CrossEntropy":
+        """From the arguments of a loss, as thunder passes them on."""
+        given = dict(zip(_NAMES, args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if value is not None}
+        deprecated = [given.pop(name) for name in ("size_average", "reduce") if name in given]
+        return cls(**given, is_deprecated=bool(deprecated))
+
+    @property
+    def class_dimension(self) -> int:
+        """Where the classes are in the logits' shape."""
+        return min(1, self.logits.ndim - 1)
+
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether the targets are class probabilities."""
+        return tuple(self.logits.shape) == tuple(self.target.shape)
 
 
 def _is_supported(*args: Any, **kwargs: Any) -> bool:

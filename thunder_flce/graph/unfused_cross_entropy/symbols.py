@@ -18,7 +18,7 @@ from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import Coefficients, RowResults, UpstreamGradients
 from thunder_flce.graph.executor import FORWARD_TAGS, executor
-from thunder_flce.graph.matching.trace_index import loss_dtype
+from thunder_flce.graph.reading import loss_dtype
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
 

@@ -1,0 +1,114 @@
+"""Fuses linear + cross-entropy in a graph of Dynamo's, before AOTAutograd and Inductor see it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch._higher_order_ops import wrap
+from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from thunder_flce.dynamo.reading import body_of, is_checkpoint, read
+from thunder_flce.dynamo.writing import write_regions
+from thunder_flce.matching.decisions import Decision, report
+from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.program import Op
+from thunder_flce.matching.regions import Matched, Region, match
+from thunder_flce.options import Options
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """What was done to one graph."""
+
+    decisions: list[Decision]
+
+
+def fuse(gm: GraphModule, options: Options, *, strict: bool) -> list[Decision]:
+    """Puts the operator `linear_cross_entropy` into a graph, and into those within it, for each loss that it can be.
+
+    Args:
+        gm: the graph, which is changed.
+        options: choices about time and memory.
+        strict: raise where a loss, or what one may be made of, is not fused with its linear.
+
+    Returns:
+        What was decided about each loss, log-probability and entropy.
+
+    Raises:
+        NotFusedError: where `strict`, with the source and the reason of each one that is not fused.
+    """
+    decisions: list[Decision] = []
+    bodies = {id(body_of(each, node)) for each in _graphs(gm) for node in each.graph.nodes if is_checkpoint(node)}
+    for module in _graphs(gm):
+        if id(module) not in bodies:
+            decisions += _fuse(module, options)
+    report(decisions, strict=strict)
+    return decisions
+
+
+def _graphs(gm: GraphModule) -> list[GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, GraphModule)]
+
+
+def _fuse(gm: GraphModule, options: Options) -> list[Decision]:
+    known, matched = _matched(gm, options)
+    checkpoints = {op.inside for region in matched.regions for op in _ops_of(region, known) if op.inside is not None}
+    if checkpoints:
+        for checkpoint in checkpoints:
+            _open(gm, checkpoint)
+        known, matched = _matched(gm, options)
+    decisions = write_regions(gm, matched.regions, known, options) if matched.regions else []
+    if matched.regions:
+        gm.recompile()
+    return sorted([*decisions, *matched.refused], key=lambda each: (each.line.file or "", each.line.line or 0))
+
+
+def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, Matched]:
+    known = Interpreter(read(gm))
+    return known, match(known, options)
+
+
+def _ops_of(region: Region, known: Interpreter) -> list[Op]:
+    """From the results of a region up to its linears."""
+    found: dict[Op, None] = {}
+    linears = {tensor for part in region.parts for tensor in part.linears}
+    waiting = [tensor for tensor in region.gives]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.op is not None and tensor.op not in found:
+            found[tensor.op] = None
+            waiting += [] if tensor in linears else [each for each in tensor.op.operands if each in known.values]
+    return list(found)
+
+
+def _open(gm: GraphModule, checkpoint: Any) -> None:
+    """Puts the operations of a checkpointed function in its place, tagged as what the backward computes again.
+
+    PyTorch tags them just so, when AOTAutograd traces the function. Not with a policy of its own (`context_fn`), for
+    which PyTorch has to run it.
+    """
+    body, (_, *operands) = body_of(gm, checkpoint), checkpoint.args
+    graph_id = next(wrap.uid)
+    for node in body.graph.nodes:
+        if node.op.startswith("call_"):
+            node.meta |= {"ac_graph_id": graph_id, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
+    inner: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    for node in body.graph.find_nodes(op="get_attr"):
+        # In the body's own names, these would be those of the outer graph.
+        name = f"{checkpoint.name}_{node.name}"
+        setattr(gm, name, _attribute(body, str(node.target)))
+        node.target = name
+    with gm.graph.inserting_before(checkpoint):
+        results: Any = gm.graph.graph_copy(body.graph, inner)
+    for user in list(checkpoint.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(checkpoint)
+    gm.graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+    gm.delete_all_unused_submodules()
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module

@@ -1,0 +1,216 @@
+"""A graph of Dynamo's as a `Program`."""
+
+import inspect
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_flatten, tree_map
+
+from thunder_flce.matching.program import Op, Program, Source, Tensor
+from thunder_flce.matching.rules import LINEARS
+
+CHECKPOINT = "tag_activation_checkpoint"
+
+# One name for each meaning.
+_NAMES = {
+    "truediv": "div", "true_divide": "div", "itruediv": "div", "iadd": "add", "isub": "sub", "imul": "mul",
+    "iand": "and_", "ior": "or_", "ixor": "xor", "concatenate": "cat", "concat": "cat", "multiply": "mul",
+    "subtract": "sub", "divide": "div", "negative": "neg", "special_entr": "entr", "special_xlogy": "xlogy",
+    "special_log_softmax": "log_softmax", "special_softmax": "softmax", "special_logsumexp": "logsumexp",
+}  # fmt: skip
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
+_CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
+_RANDOM = re.compile(r"(alpha_|feature_)*dropout\d?d?|rand|randn|randint|randperm|bernoulli|multinomial|normal|rrelu")
+
+
+def name_of(node: Node) -> str:
+    """An operation's own name, such as "view" or "div_"."""
+    if isinstance(node.target, str):
+        return node.target.rpartition(".")[2]
+    name = str(getattr(node.target, "_opname", None) or getattr(node.target, "__name__", node.target))
+    return name if name != "getattr" or len(node.args) < 2 else str(node.args[1])
+
+
+def value_of(node: Node) -> Any:
+    """What Dynamo has found a node to be: a fake tensor, a symbolic size, a tuple; None where it says nothing."""
+    return node.meta.get("example_value")
+
+
+def source_of(node: Node) -> Source:
+    """The user's line that a node comes from."""
+    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return Source(frames[-1][0], int(frames[-1][1])) if frames else Source()
+
+
+def read(gm: GraphModule) -> Program:
+    """The program of a graph. What is checkpointed is read, too; see `Op.inside`."""
+    reader = _Reader()
+    reader.read(gm, {}, inside=None)
+    return Program(reader.ops, reader.results)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.results: list[Tensor] = []
+        self._values: dict[Node, Any] = {}
+
+    def read(self, gm: GraphModule, arguments: Mapping[Node, Any], inside: Node | None) -> Any:
+        """Reads all nodes of a graph; returns what it returns."""
+        self._values.update(arguments)
+        grad_mode = True
+        for node in gm.graph.nodes:
+            if node.target is torch._C._set_grad_enabled:
+                grad_mode = bool(node.args[0])
+            elif node.op == "output":
+                returned = map_arg(node.args[0], self._of)
+                if inside is None:
+                    self.results = [each for each in tree_flatten(returned)[0] if isinstance(each, Tensor)]
+                return returned
+            elif node in self._values:
+                continue
+            elif node.op in ("placeholder", "get_attr"):
+                self._values[node] = tree_map(lambda value, node=node: _tensor(value, node), value_of(node))
+            elif is_checkpoint(node):
+                self._read_checkpoint(gm, node, inside)
+            elif node.op.startswith("call_"):
+                self._add(node, inside, grad_mode)
+        return None
+
+    def _of(self, node: Node) -> Any:
+        if node not in self._values:
+            value = value_of(node)
+            self._values[node] = tree_map(lambda each: _tensor(each, node), value)
+        return self._values[node]
+
+    def _read_checkpoint(self, gm: GraphModule, node: Node, inside: Node | None) -> None:
+        body, (_, *operands) = body_of(gm, node), node.args
+        arguments = dict(zip(body.graph.find_nodes(op="placeholder"), map_arg(tuple(operands), self._of), strict=True))
+        self._values[node] = self.read(body, arguments, inside or node)
+        # The results of the node have the tensors of the body.
+        for user in node.users:
+            if user.target is operator.getitem:
+                self._values[user] = self._values[node][user.args[1]]
+
+    def _add(self, node: Node, inside: Node | None, grad_mode: bool) -> None:
+        value = value_of(node)
+        written = [each for each in written_by(node) if isinstance(value_of(each), torch.Tensor)]
+        outs = [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
+        if not outs and not written:
+            # A size, or a switch such as that of autocast: no tensor depends on it but those that Dynamo knows of.
+            self._values[node] = value
+            return
+        if node.target is operator.getitem and isinstance(value_of(node.args[0]), tuple | list):  # type: ignore[arg-type]
+            self._values[node] = self._of(node.args[0])[node.args[1]]  # type: ignore[arg-type]
+            if isinstance(self._values[node], Tensor):
+                self._values[node].handle = node
+            return
+        name = name_of(node)
+        is_in_place = bool(written) and name.endswith("_") and not name.endswith("__")
+        name = name.removesuffix("_") if is_in_place or name == "detach_" else name
+        args, kwargs = map_arg((tuple(node.args), dict(node.kwargs)), self._of)
+        if node.target is getattr:
+            args = args[:1]
+        if name == "where" and node.op == "call_method":
+            args = (args[1], args[0], *args[2:])
+        kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
+        output = tree_map(lambda each: _tensor(each, node), value)
+        if name in _CAST_BY_AUTOCAST and isinstance(output, Tensor):
+            args, kwargs = self._cast((args, kwargs), output.dtype, node)
+        writes = tuple(dict.fromkeys(self._of(each) for each in written))
+        self.ops.append(
+            Op(
+                _NAMES.get(name, name),
+                args,
+                kwargs,
+                output,
+                source_of(node),
+                writes=writes,
+                handle=node,
+                inside=inside,
+                is_random=bool(_RANDOM.match(name)),
+                grad_mode=grad_mode,
+            )  # fmt: skip
+        )
+        self._values[node] = output
+
+    def _cast(self, arguments: Any, dtype: torch.dtype, node: Node) -> Any:
+        """The arguments as autocast casts them: nothing else has a result of another dtype than these."""
+
+        def cast(each: Any) -> Any:
+            if not isinstance(each, Tensor) or not each.dtype.is_floating_point or each.dtype == dtype:
+                return each
+            out = Tensor(f"{each.name}_cast", each.shape, dtype, each.device, each.needs_grad)
+            self.ops.append(Op("to", (each, dtype), {}, out, source_of(node)))
+            return out
+
+        return tree_map(cast, arguments)
+
+
+def _tensor(value: Any, node: Node) -> Any:
+    """What stands for a value; symbolic sizes and other values stay as they are."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    is_plain = value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
+    shape = tuple(size if isinstance(size, int) else _plain_size(size) for size in value.shape)
+    return Tensor(node.name, shape, value.dtype, value.device, value.requires_grad, node, is_plain)
+
+
+def _plain_size(size: Any) -> Any:
+    expression = size.node.expr
+    return int(expression) if expression.is_Integer else size
+
+
+def is_checkpoint(node: Node) -> bool:
+    """Whether it is a checkpointed function without a policy of its own, for which PyTorch has to run it."""
+    return node.op == "call_function" and name_of(node) == CHECKPOINT
+
+
+def body_of(gm: GraphModule, checkpoint: Any) -> GraphModule:
+    """The graph of a checkpointed function."""
+    return attrgetter(checkpoint.args[0].target)(gm)
+
+
+# Such as operator.iadd, whose name without the i is that of an operator, too.
+_WRITING_OPERATORS = {operator.setitem} | {
+    each for name, each in vars(operator).items() if name[0] == "i" and f"__{name[1:]}__" in vars(operator)
+}
+
+
+def written_by(node: Node) -> Iterator[Node]:
+    """The tensors that an operation changes in place."""
+    target, out = node.target, node.kwargs.get("out")
+    yield from (each for each in tree_flatten(out)[0] if isinstance(each, Node))
+    if isinstance(target, torch._ops.OpOverload):
+        schema = target._schema.arguments
+        given = {**dict(zip([each.name for each in schema], node.args, strict=False)), **node.kwargs}
+        written = [given.get(each.name) for each in schema if each.alias_info is not None and each.alias_info.is_write]
+        yield from (each for each in tree_flatten(written)[0] if isinstance(each, Node))
+    elif node.args and isinstance(node.args[0], Node):
+        name = name_of(node)
+        # Python's operators with such a name, such as and_, only avoid a keyword.
+        is_by_name = name.endswith("_") and not name.endswith("__") and target not in vars(operator).values()
+        if (
+            is_by_name
+            and name != "detach_"
+            or target in _WRITING_OPERATORS
+            or name == "__setitem__"
+            or _is_inplace(node)
+        ):
+            yield node.args[0]
+
+
+def _is_inplace(node: Node) -> bool:
+    """Whether a function of torch.nn.functional has inplace=True."""
+    if getattr(node.target, "__module__", "") != F.__name__:
+        return False
+    names = list(inspect.signature(node.target).parameters)  # type: ignore[arg-type]
+    return bool({**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("inplace"))

@@ -1,0 +1,341 @@
+"""Writes regions into a graph of Dynamo's, as calls of the operator, in place of what they compute.
+
+All other nodes stay as they are, but where they use a result before the region that gives it: these move behind it.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import sympy
+import torch
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node, Proxy
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from thunder_flce import calls
+from thunder_flce.dynamo.reading import value_of
+from thunder_flce.matching.decisions import Decision, PlannedRegion
+from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.program import Op, Tensor, hint
+from thunder_flce.matching.regions import Region, dropped_writes, ordered
+from thunder_flce.matching.writing import GETITEM, write
+from thunder_flce.operation.call import Call, Spec, argument, named_tensors
+from thunder_flce.operation.loss import Loss
+from thunder_flce.operators import plan_for
+from thunder_flce.options import Options
+
+_FUNCTIONS: dict[Any, Callable] = {GETITEM: operator.getitem}
+_SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
+
+
+def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter, options: Options) -> list[Decision]:
+    """Puts regions into a graph; returns what was decided about each."""
+    order, _ = ordered(regions, known.program)
+    graph = _Graph(gm, options)
+    decisions = []
+    for item in order:
+        if isinstance(item, Op):
+            graph.keep(item)
+        else:
+            with graph.behind(item.place):
+                written = write(item, graph, known, options)
+            graph.replace(written.results)
+            decisions.append(written.decision)
+    kept = {item for item in order if isinstance(item, Op)}
+    graph.erase([op for op in known.program.ops if op not in kept and (not op.writes or op in dropped_writes(regions))])
+    gm.graph.lint()
+    return decisions
+
+
+class _Graph:
+    """The `Writer` of a graph."""
+
+    def __init__(self, gm: GraphModule, options: Options):
+        graph = gm.graph
+        self._gm, self._graph, self._options = gm, graph, options
+        nodes = list(graph.nodes)
+        self._positions = {node: position for position, node in enumerate(nodes)}
+        self._has_grad = dict(zip(nodes, list(accumulate(nodes, _grad_mode_after, initial=True))[1:], strict=True))
+        self._last: Node | None = None
+        """The last of the nodes that are done"""
+        self._at = -1
+        """Its position, or that of the node that it was put behind"""
+        self._replaced: dict[Tensor, Tensor] = {}
+        values = [value_of(node) for node in nodes]
+        # Not that of the tracing context, which is another one, for AOTAutograd.
+        self._fake_mode = next(each.fake_mode for each in tree_flatten(values)[0] if isinstance(each, FakeTensor))
+        self._symbols: dict[sympy.Expr, Node] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            if isinstance(value_of(node), torch.SymInt):
+                self._symbols.setdefault(value_of(node).node.expr, node)
+
+    # Order.
+
+    def keep(self, op: Op) -> None:
+        """Leaves the node of an operation where it is, or moves it behind what it reads."""
+        node = op.handle
+        if node is None:
+            return
+        if self._positions[node] < self._at:
+            assert self._last is not None
+            for each in [node, *_readers_of_parts(node)]:
+                self._last.append(each)
+                self._last = each
+        else:
+            self._at, self._last = self._positions[node], node
+
+    def behind(self, op: Op) -> "_Graph":
+        """To add nodes behind an operation, and behind all that are done."""
+        if self._positions[op.handle] > self._at:
+            self._at, self._last = self._positions[op.handle], op.handle
+        self._source: Node = op.handle
+        return self
+
+    def __enter__(self) -> None:
+        assert self._last is not None
+        self._first, self._end = self._last, self._last.next
+        # What is not to have a gradient is detached.
+        self._is_off = not self._has_grad[min(self._positions, key=lambda node: abs(self._positions[node] - self._at))]
+        if self._is_off:
+            self._set_grad(True)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._is_off:
+            self._set_grad(False)
+        node = self._first
+        while node.next is not self._end:
+            node = node.next
+            node.meta.update({name: value for name, value in self._source.meta.items() if name in _SOURCE_META})
+        self._last = node
+
+    def _set_grad(self, is_on: bool) -> None:
+        with self._graph.inserting_before(self._end):
+            self._graph.call_function(torch._C._set_grad_enabled, (is_on,))
+
+    def replace(self, results: dict[Tensor, Tensor]) -> None:
+        """Has everything that uses the program's tensors use new ones."""
+        for tensor, new in results.items():
+            self._replaced[tensor] = new
+            tensor.handle.replace_all_uses_with(self._node(new))
+
+    def erase(self, ops: Sequence[Op]) -> None:
+        """Erases operations that nothing needs any more; sizes that are read of them are read elsewhere."""
+        for op in reversed(ops):
+            node = op.handle
+            if node is None or node.op in ("placeholder", "get_attr"):
+                continue
+            for user in _readers_of_parts(node)[::-1]:
+                if isinstance(value_of(user), torch.SymInt) and user.users:
+                    with self._graph.inserting_before(user):
+                        size = self._size(value_of(user))
+                        user.replace_all_uses_with(size if isinstance(size, Node) else size)
+                if not user.users:
+                    self._graph.erase_node(user)
+            if not node.users:
+                self._graph.erase_node(node)
+
+    # Nodes.
+
+    def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Writer`."""
+        with self._graph.inserting_before(self._end):
+            given = tree_map(self._argument, (args, kwargs))
+            node = self._graph.call_function(_FUNCTIONS.get(function, function), *given)
+        values: Any = map_arg(given, value_of)
+        with self._fake_mode, torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            value = node.target(*values[0], **values[1])  # type: ignore[operator]
+        return self._made(node, value)
+
+    def _made(self, node: Node, value: torch.Tensor) -> Tensor:
+        node.meta["example_value"] = value
+        return Tensor(node.name, tuple(value.shape), value.dtype, value.device, value.requires_grad, node)
+
+    def _argument(self, given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return self._node(given)
+        if isinstance(given, torch.SymInt):
+            return self._size(given)
+        if isinstance(given, slice):
+            return slice(*map(self._argument, (given.start, given.stop, given.step)))
+        return given
+
+    def _node(self, tensor: Tensor) -> Node:
+        tensor = self._replaced.get(tensor, tensor)
+        if tensor.handle is None:
+            # A cast of autocast's, which the graph does not spell out.
+            assert tensor.op is not None
+            tensor.handle = self.call(torch.Tensor.to, tensor.op.operands[0], tensor.dtype).handle
+        return tensor.handle
+
+    def _size(self, size: torch.SymInt) -> Any:
+        """A symbolic size as a node, which is added where the graph's cursor is; a number where it is one."""
+        if size.node.expr.is_Integer:
+            return int(size.node.expr)
+        symbols = {
+            symbol: Proxy(self._symbols.get(symbol) or self._size_of_input(symbol))
+            for symbol in size.node.expr.free_symbols
+        }
+        if size.node.expr in symbols:
+            return symbols[size.node.expr].node
+        value: Any = sympy_interp(PythonReferenceAnalysis, symbols, size.node.expr)
+        value.node.meta["example_value"] = size
+        return value.node
+
+    def _size_of_input(self, symbol: sympy.Expr) -> Node:
+        """A node for a size that no input has, such as that of `hidden[mask]`."""
+        for node in self._graph.nodes:
+            value = value_of(node)
+            for at, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                    found = self._graph.call_method("size", (node, at))
+                    found.meta["example_value"] = size
+                    return found
+        raise KeyError(symbol)
+
+    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor | float]:
+        """See `Writer`: autograd's derivative of the nodes, as operations of ATen."""
+        if not ops:
+            return [1.0 for _ in operands]
+        made = {out.handle for op in ops for out in op.outs} | {op.handle for op in ops}
+        starts = [operand.handle for operand in operands]
+        others = list(dict.fromkeys(
+            each for op in ops for each in op.handle.all_input_nodes if each not in made and each not in starts
+        ))  # fmt: skip
+        others = [each for each in others if isinstance(value_of(each), torch.Tensor | torch.SymInt)]
+        nodes = [op.handle for op in ops]
+
+        def derivative(rows: list[torch.Tensor], given: list[Any]) -> list[torch.Tensor]:
+            rows = [each.detach().requires_grad_() for each in rows]
+            # A clone is no leaf, which nothing may change in place.
+            values: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
+            values |= zip(others, given, strict=True)
+            with torch.enable_grad():
+                for node in nodes:
+                    _run(node, values)
+                total = values[result.handle]
+            return list(torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device)))
+
+        rows = [value_of(each).detach() for each in starts]
+        given = [each.detach() if isinstance(each, torch.Tensor) else each for each in map(value_of, others)]
+        wide = [each.float() if each.dtype.itemsize < 4 else each for each in rows]
+        with tracing(None), self._fake_mode, torch.autocast("cpu", enabled=False):
+            traced = make_fx(derivative)(wide, given)
+        placeholders = traced.graph.find_nodes(op="placeholder")
+        inlined: dict[Node, Any] = {
+            placeholder: self._argument(self._tensor_of(node))
+            for placeholder, node in zip(placeholders[len(starts) :], others, strict=True)
+        }
+        (output,) = traced.graph.find_nodes(op="output")
+        with self._graph.inserting_before(self._end):
+            return [self._inlined(each, inlined, set(placeholders[: len(starts)])) for each in output.args[0]]
+
+    def _inlined(self, result: Node, inlined: dict[Node, Any], rows: set[Node]) -> Tensor:
+        """Adds what a node of a derivative's graph needs; of the rows themselves, that is nothing but sizes."""
+        needed, waiting = set(), [result]
+        while waiting:
+            node = waiting.pop()
+            if node in inlined or node in needed:
+                continue
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                inlined[node] = self._size(node.meta["val"])
+                continue
+            if node in rows:
+                raise AssertionError("the derivative of an operation that is linear depends on its operand")
+            needed.add(node)
+            waiting += node.all_input_nodes
+        for node in result.graph.nodes:
+            if node in needed:
+                inlined[node] = self._graph.node_copy(node, lambda each: inlined[each])
+                inlined[node].meta = {"example_value": node.meta.get("val")}
+                if node.op == "get_attr":
+                    # A constant of the derivative's own.
+                    name = f"{result.name}_{node.target}_{len(self._positions)}"
+                    setattr(self._gm, name, getattr(result.graph.owning_module, str(node.target)))
+                    inlined[node].target = name
+        return self._made(inlined[result], result.meta["val"])
+
+    def _tensor_of(self, node: Node) -> Any:
+        replaced = {tensor.handle: new for tensor, new in self._replaced.items()}
+        return replaced.get(node, node)
+
+    def region(self, arguments: dict[str, Any], needs_grad: tuple[str, ...]) -> tuple[dict[str, Tensor], PlannedRegion]:
+        """See `Writer`: the operator, which makes its plan when it runs."""
+        fields = {name: value for name, value in arguments.items() if name in Loss.__dataclass_fields__}
+        loss = Loss(**fields)
+        call = Call(tensors=named_tensors(arguments), loss=loss, needs_grad=needs_grad)
+        known = call.map(lambda name, value: self._spec(value, call, lambda size: size))
+        settings = calls.unplanned(known, self._options)
+        tensors = [self._operand(name, call, known) for name in settings.names]
+        with self._graph.inserting_before(self._end):
+            node = self._graph.call_function(
+                torch.ops.thunder_flce.linear_cross_entropy.default, (tensors, str(settings))
+            )
+            values = [value_of(each) for each in tensors]
+            with self._fake_mode, torch.enable_grad():
+                results = node.target(values, str(settings))  # type: ignore[operator]
+            names = ("loss", *loss.outputs)
+            parts = [self._graph.call_function(operator.getitem, (node, at)) for at in range(len(names))]
+        node.meta["example_value"] = tuple(results)
+        made = [self._made(part, results[at]) for at, part in enumerate(parts)]
+        hinted = call.map(lambda name, value: self._spec(value, call, hint))
+        planned = PlannedRegion(
+            hinted, plan_for(hinted, calls.unplanned(hinted, self._options).options or self._options)
+        )
+        return dict(zip(names, made, strict=True)), planned
+
+    def _spec(self, value: Any, call: Call, size: Callable[[Any], Any]) -> Spec:
+        if isinstance(value, Tensor):
+            return Spec(tuple(map(size, value.shape)), value.dtype, value.device)
+        like = call.tensors["input"]
+        return Spec((), torch.float64 if like.dtype is torch.float64 else torch.float32, like.device)
+
+    def _operand(self, name: str, call: Call, known: Call) -> Node:
+        """A tensor or a number of a call as the operator takes it."""
+        given, spec = call.tensors[name], known.tensors[name]
+        if not isinstance(given, Tensor):
+            return self.call(torch.full, (), given, dtype=spec.dtype, device=spec.device).handle
+        if argument(name).differentiable and name not in call.needs_grad and given.needs_grad:
+            # The operator raises where an operand requires a gradient that needs_grad does not name.
+            return self.call(torch.detach, given).handle
+        return self._node(given)
+
+
+def _run(node: Node, values: dict[Node, Any]) -> None:
+    """Runs one node on values, with what takes its results apart."""
+
+    def of(each: Node) -> Any:
+        return values[each] if each in values else value_of(each)
+
+    args, kwargs = map_arg((node.args, node.kwargs), of)
+    if node.op == "call_method":
+        values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    else:
+        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    for user in _readers_of_parts(node):
+        if user.target is operator.getitem:
+            values[user] = values[node][user.args[1]]
+
+
+def _readers_of_parts(node: Node) -> list[Node]:
+    """What takes one of several results of a node, or a size of its result."""
+    found: list[Node] = []
+    is_one = isinstance(value_of(node), torch.Tensor)
+    for user in node.users:
+        value = value_of(user)
+        is_size = not any(isinstance(each, torch.Tensor) for each in tree_flatten(value)[0]) and user.op != "output"
+        is_size = is_size and value is not None
+        if is_size or (not is_one and user.target is operator.getitem):
+            found += [user, *(_readers_of_parts(user) if not isinstance(value, torch.Tensor | torch.SymInt) else [])]
+    return found
+
+
+def _grad_mode_after(is_on: bool, node: Node) -> bool:
+    """Whether gradients are on after a node, where the graph begins with them on."""
+    return bool(node.args[0]) if node.target is torch._C._set_grad_enabled else is_on

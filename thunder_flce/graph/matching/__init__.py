@@ -1,1 +1,0 @@
-"""Finds linear + cross-entropy in a trace."""

@@ -1,0 +1,126 @@
+"""A trace of thunder's as a `Program`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import NumberProxy, Proxy, ProxyTag, TensorProxy
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from torch.utils._pytree import tree_flatten, tree_map
+
+from thunder_flce.matching.program import CHANGED, Op, Program, Source, Tensor
+
+# One name for each meaning; torch.mm has the name of its sparse sister.
+_NAMES = {
+    "true_divide": "div", "torch_max": "max", "stop_gradient": "detach", "spmm": "mm", "mod": "remainder",
+    "slice_prim": "slice", "concat": "cat", "special_entr": "entr", "special_xlogy": "xlogy",
+    "_softmax": "softmax", "update_aliases": CHANGED,
+}  # fmt: skip
+_NLL_LOSS = ("weight", "ignore_index", "reduction")
+
+
+def read(trace: TraceCtx) -> tuple[Program, dict[str, Tensor]]:
+    """The program of a trace, and its tensors by the names of their proxies."""
+    with_grad = tensors_that_need_grad(trace)
+    tensors: dict[str, Tensor] = {}
+
+    def of(value: Any) -> Any:
+        if isinstance(value, TensorProxy):
+            if value.name not in tensors:
+                tensors[value.name] = _tensor(value, needs_grad=value.name in with_grad)
+            return tensors[value.name]
+        if isinstance(value, dtypes.dtype):
+            return dtypes.to_torch_dtype(value)
+        return value
+
+    ops: list[Op] = []
+    results: list[Tensor] = []
+    for bsym in trace.bound_symbols:
+        if bsym.sym.id == prims.PrimIDs.RETURN:
+            results = [of(each) for each in tree_flatten((bsym.args, bsym.kwargs))[0] if isinstance(each, TensorProxy)]
+            continue
+        outs = {out.name for out in bsym.flat_proxy_outs}
+        if outs and outs <= {arg.name for arg in bsym.flat_proxy_args}:
+            continue  # Returns its argument, such as a reshape to the same shape.
+        args, kwargs = tree_map(of, (tuple(bsym.args), dict(bsym.kwargs)))
+        name, output = bsym.sym.name, tree_map(of, bsym.output)
+        if name == "nll_loss":
+            args, kwargs = args[:2], {**dict(zip(_NLL_LOSS, args[2:], strict=False)), **kwargs}
+        elif name in ("torch_max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
+            name, args = ("minimum" if name == "min" else "maximum"), args[:2]
+        elif name == "unpack_trivial":
+            args, output = (), None  # What it returns are arguments of the program.
+        ops.append(
+            Op(
+                _NAMES.get(name, name),
+                args,
+                kwargs,
+                output,
+                source_of(bsym),
+                writes=tuple(map(of, tensors_written(bsym))),
+                is_random=_is_random(bsym),
+                handle=bsym,
+            )  # fmt: skip
+        )
+    return Program(ops, results), tensors
+
+
+def _tensor(proxy: TensorProxy, *, needs_grad: bool) -> Tensor:
+    device, dtype = devices.to_torch_device(proxy.device), dtypes.to_torch_dtype(proxy.dtype)
+    return Tensor(
+        proxy.name, tuple(proxy._shape), dtype, device, needs_grad, proxy, is_plain=type(proxy) is TensorProxy
+    )
+
+
+def source_of(bsym: BoundSymbol) -> Source:
+    """Where the user called it, as far as that is known."""
+    return Source(bsym.source_filename, getattr(bsym.source_positions, "lineno", None))
+
+
+def tensors_that_need_grad(trace: TraceCtx) -> set[str]:
+    """The names of all tensors of a trace through which a gradient flows; thunder marks only its inputs.
+
+    There may be too many, since an operation whose derivative is zero counts as passing the gradient on.
+    """
+    needed = {arg.name for arg in trace.args or () if isinstance(arg, TensorProxy) and arg.requires_grad}
+    for bsym in trace.bound_symbols:
+        stops = bsym.sym.name in ("detach", "stop_gradient")
+        if not stops and any(arg.name in needed for arg in bsym.flat_proxy_args):
+            needed |= {out.name for out in bsym.flat_proxy_outs if isinstance(out, TensorProxy) and carries_grad(out)}
+    return needed
+
+
+def carries_grad(tensor: TensorProxy) -> bool:
+    """Whether a gradient can flow through a tensor: not if it was computed under `torch.no_grad`."""
+    return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
+
+
+def loss_dtype(tensor: TensorProxy) -> dtypes.dtype:
+    """float32, or float64 for float64: the dtype of the loss and of everything that is one number a row."""
+    return dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
+
+
+def is_static(*values: Any) -> bool:
+    """Whether all shapes and numbers are known when a trace is compiled; not so with thunder's symbolic values."""
+    # To read `shape` would add a symbol to the trace.
+    sizes = [size for value in values if isinstance(value, TensorProxy) for size in value._shape]
+    return not any(isinstance(value, NumberProxy) for value in (*values, *sizes))
+
+
+def _is_random(bsym: BoundSymbol) -> bool:
+    return prims.OpTags.RANDOM_OP in (bsym.sym.tags or ()) or any(map(_is_random, bsym.subsymbols))
+
+
+def tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:
+    """The tensors that an operation, or one that it consists of, changes in place."""
+    written: list[Proxy] = [tensor for inner in bsym.subsymbols for tensor in tensors_written(inner)]
+    if bsym.sym.id == prims.PrimIDs.COPY_:
+        written.append(bsym.args[1])
+    elif bsym.sym.name.endswith("_") or "setitem" in bsym.sym.name:
+        written.append(bsym.args[0])
+    return _unique([each for each in written if isinstance(each, TensorProxy)])
+
+
+def _unique(proxies: Sequence[TensorProxy]) -> list[TensorProxy]:
+    return list({proxy.name: proxy for proxy in proxies}.values())

@@ -1,0 +1,193 @@
+"""Writes a trace anew: a region in place of each linear and what is computed from its logits, each with its plan."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import thunder.torch as ltorch
+import torch
+from thunder.core import devices, dtypes
+from thunder.core.proxies import Proxy, ProxyTag, TensorProxy, variableify
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from torch.utils._pytree import tree_map
+
+from thunder_flce.graph import symbols
+from thunder_flce.graph.reading import is_static, tensors_that_need_grad
+from thunder_flce.graph.thunder_private import torch_to_thunder_functions, vjp
+from thunder_flce.graph.trace_arguments import plan_arguments, region_arguments
+from thunder_flce.matching.decisions import Decision, PlannedRegion
+from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.program import Op, Tensor, tensors_in
+from thunder_flce.matching.regions import Region, ordered
+from thunder_flce.matching.writing import GETITEM, expected_gradient, write
+from thunder_flce.operation.call import named_tensors, operand_names
+from thunder_flce.options import Options
+from thunder_flce.vocab_parallel import as_literal
+
+Planner = Callable[[Mapping[str, Any], tuple[str, ...]], PlannedRegion]
+"""From the arguments of a region, and the names of the operands that need a gradient, to its plan."""
+
+_FUNCTIONS: dict[Any, Callable] = {
+    GETITEM: ltorch.getitem, torch.Tensor.to: ltorch.to, torch.Tensor.expand: ltorch.expand,
+    torch.detach: ltorch.detach, torch.where: ltorch.where,
+}  # fmt: skip
+
+
+def write_regions(
+    trace: TraceCtx, regions: Sequence[Region], known: Interpreter, *, plan: Planner, options: Options
+) -> tuple[TraceCtx, list[Decision]]:
+    """The trace with regions, and with a plan for those that the user wrote; and what was decided about each."""
+    writer = _Writer(trace, known, plan, options)
+    order, _ = ordered(regions, known.program)
+    for item in order:
+        if isinstance(item, Op):
+            writer.keep(item)
+        else:
+            writer.write(item)
+    writer.add(trace.bound_symbols[-1])
+    return writer.trace, writer.decisions
+
+
+class _Writer:
+    """The `Writer` of a trace."""
+
+    def __init__(self, trace: TraceCtx, known: Interpreter, plan: Planner, options: Options):
+        self.trace = from_trace(trace)
+        self.decisions: list[Decision] = []
+        self._known, self._plan, self._options = known, plan, options
+        self._need_grad = tensors_that_need_grad(trace)
+        self._swapped: dict[Any, Proxy] = {}
+
+    def keep(self, op: Op) -> None:
+        """Adds an operation of the program; a region that the user wrote gets a plan."""
+        is_unplanned = symbols.is_region(op.handle) and op.handle.kwargs.get("plan") is None
+        if is_unplanned and is_static(*op.handle.flat_args):
+            self._add(op.handle, lambda: self._planned(op))
+        else:
+            self.add(op.handle)
+
+    def add(self, bsym: BoundSymbol) -> None:
+        """Adds a bound symbol, with what has taken the place of its operands."""
+        self.trace.bound_symbols.append(bsym.from_bsym_swap_proxies(self._swapped) if self._swapped else bsym)
+
+    def write(self, region: Region) -> None:
+        """Adds a region."""
+
+        def written() -> dict[Tensor, Tensor]:
+            found = write(region, self, self._known, self._options)
+            self.decisions.append(found.decision)
+            return found.results
+
+        self._add(region.place.handle, written)
+
+    def _add(self, source: BoundSymbol, write: Callable[[], dict[Tensor, Tensor]]) -> None:
+        """Adds what a function writes, at a line of the user's."""
+        scope: list[BoundSymbol] = []
+        with tracectx(self.trace):
+            self.trace.push_scope(scope)
+            try:
+                results = write()
+            finally:
+                self.trace.pop_scope()
+        where = {"source_filename": source.source_filename, "source_positions": source.source_positions}
+        self.trace.bound_symbols += [bsym.from_bsym(**where, tags=source.tags | bsym.tags) for bsym in scope]
+        for tensor, new in results.items():
+            if tensor.name != new.name:
+                self._swapped[variableify(tensor.handle)] = new.handle
+
+    def _planned(self, op: Op) -> dict[Tensor, Tensor]:
+        bsym = op.handle.from_bsym_swap_proxies(self._swapped)
+        region = region_arguments(*bsym.args, **bsym.kwargs)
+        tensors = named_tensors(region)
+        names = operand_names(tensors) if op.outs[0].needs_grad else ()
+        needs_grad = tuple(name for name in names if tensors[name].name in self._need_grad)
+        if region.get("expected_gradient") is None and needs_grad:
+            found = expected_gradient(
+                op.outs[0], dtypes.to_torch_dtype(region["input"].dtype), self, self._options,
+                lambda factor: factor.op is None or factor.op.position < op.position,
+            )  # fmt: skip
+            region["expected_gradient"] = found.handle if isinstance(found, Tensor) else found
+        planned = self._plan(region, needs_grad)
+        self.decisions.append(Decision(op.source, planned))
+        found = symbols.linear_cross_entropy(**{**region, "needs_grad": needs_grad, **plan_arguments(planned)})
+        results = found if isinstance(found, tuple) else (found,)
+        return {out: self._made(each, out.needs_grad) for out, each in zip(op.outs, results, strict=True)}
+
+    # See `matching.writing.Writer`.
+
+    def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        """The result of a function of PyTorch's."""
+        needs_grad = function is not torch.detach and any(each.needs_grad for each in tensors_in((args, kwargs)))
+        args, kwargs = tree_map(self._argument, (args, kwargs))
+        function = _FUNCTIONS.get(function) or torch_to_thunder_functions[function]
+        return self._made(function(*args, **kwargs), needs_grad)
+
+    def _made(self, proxy: TensorProxy, needs_grad: bool) -> Tensor:
+        device, dtype = devices.to_torch_device(proxy.device), dtypes.to_torch_dtype(proxy.dtype)
+        is_float = dtype.is_floating_point
+        if needs_grad and is_float:
+            self._need_grad.add(proxy.name)
+        return Tensor(proxy.name, tuple(proxy.shape), dtype, device, needs_grad and is_float, proxy)
+
+    def _argument(self, given: Any) -> Any:
+        if isinstance(given, Tensor):
+            return self._proxy(given)
+        return devices.to_device(given) if isinstance(given, torch.device) else given
+
+    def _proxy(self, tensor: Tensor) -> TensorProxy:
+        return self._swapped.get(variableify(tensor.handle), tensor.handle)
+
+    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor | float]:
+        """thunder's derivative of the operations."""
+        if not ops:
+            return [1.0 for _ in operands]
+        made = {out.name for op in ops for out in op.outs}
+        starts = [operand.handle for operand in operands]
+        names = {proxy.name for proxy in starts}
+        others = {each.name: each for op in ops for each in op.operands if each.name not in made | names}
+        given = [self._proxy(each) for each in others.values()]
+
+        def total(*values: TensorProxy) -> TensorProxy:
+            env = dict(zip([*(each.name for each in starts), *others], values, strict=True))
+
+            def of(each: Any) -> Any:
+                return env.get(each.name, each) if isinstance(each, TensorProxy) else each
+
+            for op in ops:
+                bsym = op.handle
+                found = bsym.sym(*tree_map(of, tuple(bsym.args)), **tree_map(of, dict(bsym.kwargs)))
+                outs = found if isinstance(found, list | tuple) else (found,)
+                env.update(zip((out.name for out in op.outs), outs, strict=True))
+            return env[result.name]
+
+        # Of the rows themselves, a derivative of something linear has nothing but shapes; dce drops what reads them.
+        rows = [TensorProxy(like=proxy, dtype=_wide(proxy.dtype)) for proxy in starts]
+        like = starts[0]
+        one = ltorch.full((), 1.0, device=like.device, dtype=_wide(result.handle.dtype))
+        scope = self.trace.peek_scope()
+        start = len(scope)
+        _, gradients = vjp(total)((*rows, *given), (one,))
+        for bsym in scope[start:]:
+            for out in bsym.flat_proxy_outs:
+                out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
+        return [self._made(each, False) for each in gradients[: len(rows)]]
+
+    def region(self, arguments: dict[str, Any], needs_grad: tuple[str, ...]) -> tuple[dict[str, Tensor], PlannedRegion]:
+        """The region's symbol, with its plan."""
+        region = tree_map(self._argument, arguments)
+        if "vocab_parallel" in region:
+            region["vocab_parallel"] = as_literal(group=region["vocab_parallel"])
+        planned = self._plan(region, needs_grad)
+        found = symbols.linear_cross_entropy(**{**region, "needs_grad": needs_grad, **plan_arguments(planned)})
+        names = ("loss", *planned.call.loss.outputs)
+        results = found if isinstance(found, tuple) else (found,)
+        loss = planned.call.loss
+        has_grad = {
+            "loss": bool(needs_grad),
+            **{n: bool(needs_grad) and n in loss.differentiable_outputs for n in names[1:]},
+        }
+        return {name: self._made(each, has_grad[name]) for name, each in zip(names, results, strict=True)}, planned
+
+
+def _wide(dtype: dtypes.dtype) -> dtypes.dtype:
+    return dtype if dtype.bytes >= 4 else dtypes.float32

@@ -1,0 +1,307 @@
+"""What the matcher says of a tensor that hangs on the logits of a linear.
+
+For a row of logits u with label y, with M = max u, L = log Σ exp u and p = exp(u - L):
+
+    of each class    a u + r,  c exp(a u + r)  or  p (a u + r)            `Class`
+    of each row      r  or  c exp(r)                                      `Row`
+
+where r is a sum of u_y, L, M and E = Σ p u, each with a factor. So log_softmax(u) is u - L, its entry at the label
+u_y - L, an entropy L - E. An operation is a rule for such sums, and ways to write a loss need not be known one by one.
+
+Each of these comes with its gradient or without: from `detach` on, and in what is computed under `torch.no_grad`.
+"""
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import torch
+
+from thunder_flce.matching.program import Op, Tensor
+
+
+class Atom(NamedTuple):
+    """One of the numbers that sums are made of."""
+
+    name: str
+    """"u" (only of each class), "y", "L", "M" or "E"."""
+    has_grad: bool = True
+
+
+Poly = tuple[tuple[Atom, Fraction], ...]
+"""A sum: each atom with its factor, which is not 0."""
+
+
+def poly(**factors: Any) -> Poly:
+    """A sum of atoms with gradients."""
+    return tuple(sorted((Atom(name), Fraction(factor)) for name, factor in factors.items()))
+
+
+def added(*summands: tuple[Any, Poly]) -> Poly:
+    """The sum of some sums, each with a factor."""
+    total: dict[Atom, Fraction] = {}
+    for factor, summand in summands:
+        for atom, each in summand:
+            total[atom] = total.get(atom, Fraction(0)) + factor * each
+    return tuple(sorted((atom, factor) for atom, factor in total.items() if factor))
+
+
+def without_grad(sum_: Poly) -> Poly:
+    """The same number without a gradient."""
+    return added(*((factor, ((atom._replace(has_grad=False), Fraction(1)),)) for atom, factor in sum_))
+
+
+def value(sum_: Poly) -> dict[str, Fraction]:
+    """The factor of each atom, whether or not it has a gradient."""
+    total: dict[str, Fraction] = {}
+    for atom, factor in sum_:
+        total[atom.name] = total.get(atom.name, Fraction(0)) + factor
+    return {name: factor for name, factor in total.items() if factor}
+
+
+def has_grad(sum_: Poly) -> bool:
+    """Whether any part of it has a gradient."""
+    return any(atom.has_grad for atom, _ in sum_)
+
+
+def parted(sum_: Poly, name: str) -> tuple[Fraction, Fraction, Poly]:
+    """The factors of an atom with and without a gradient, and all the rest."""
+    factors = dict(sum_)
+    of_both = [factors.pop(Atom(name, each), Fraction(0)) for each in (True, False)]
+    return of_both[0], of_both[1], tuple(sorted(factors.items()))
+
+
+LOG_PROBABILITY = {"u": Fraction(1), "L": Fraction(-1)}
+"""The `value` of a log_softmax."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A linear without its bias, times a factor: factor * input @ weight.T."""
+
+    input: Tensor
+    """(..., H)"""
+    weight: Tensor
+    """(V, H), or (H, V) where `transposed`"""
+    transposed: bool = False
+    factor: Fraction = Fraction(1)
+    has_grad: bool = True
+    """Whether gradients flow to the operands: not where the linear was detached, or computed without gradients."""
+    output: Tensor | None = field(default=None, compare=False)
+    """What the linear returns"""
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """An operation on the rows of logits, by what it does to the shape without the classes."""
+
+    kind: str
+    """"reshape", "permute" or "index" """
+    argument: tuple[Any, ...]
+    """The new shape, the order of the dimensions, or an index (a number or a slice) for each of them"""
+    shape: tuple[Any, ...] = field(default=(), compare=False)
+    """The shape after it"""
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Some rows of softcap * tanh(scale * z), or of scale * z without a softcap; z is a sum of linears.
+
+    Factors are fractions, so that z / 49 * 49 is z.
+    """
+
+    terms: tuple[Term, ...]
+    """More than one where linears are added, as a low-rank adapter does it; the one with the largest H is the first."""
+    bias: Tensor | None = None
+    bias_has_grad: bool = True
+    """Whether gradients flow to the bias, which may be added after the terms were detached"""
+    scale: Fraction = Fraction(1)
+    softcap: Fraction | None = None
+    vocab_size: int | None = None
+    """The number of columns, where only the first columns of the vocabulary are kept"""
+    rows: tuple[RowStep, ...] = ()
+    """Replayed on the rows of the inputs, they give these rows in their order."""
+    group: Any = None
+    """The ranks among which the rows of the weights and of the bias are divided; the logits have the columns of all"""
+
+    @property
+    def rows_shape(self) -> tuple[Any, ...]:
+        """What `rows` leave of the inputs' shape, without H."""
+        return self.rows[-1].shape if self.rows else tuple(self.terms[0].input.shape[:-1])
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """The inputs, weights and bias of the linears."""
+        tensors = [tensor for term in self.terms for tensor in (term.input, term.weight)]
+        return tensors if self.bias is None else [*tensors, self.bias]
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether gradients flow to any operand."""
+        return any(term.has_grad for term in self.terms) or (self.bias is not None and self.bias_has_grad)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether these are all of the linears' columns, times a factor at most."""
+        return self.softcap is None and self.vocab_size is None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the head's operands."""
+        return self.terms[0].input.dtype
+
+
+@dataclass(frozen=True)
+class Class:
+    """A number of each class."""
+
+    logits: Logits
+    dim: int
+    """Where the classes are in the shape"""
+    shape: tuple[Any, ...]
+    sum: Poly
+    """a u + r"""
+    form: str = ""
+    """"", "exp" for factor * exp(sum), "p" for softmax(u) * sum"""
+    factor: Fraction = Fraction(1)
+    p_has_grad: bool = True
+    """Of the form "p": whether the probability has its gradient"""
+
+    @property
+    def columns(self) -> Any:
+        """How many classes there are."""
+        return self.shape[self.dim]
+
+    @property
+    def rows_shape(self) -> tuple[Any, ...]:
+        """The shape without the classes."""
+        return (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
+
+    @property
+    def kept_shape(self) -> tuple[Any, ...]:
+        """The shape of what is one number of each row, with a dimension of one in place of the classes."""
+        return (*self.shape[: self.dim], 1, *self.shape[self.dim + 1 :])
+
+    @property
+    def of_u(self) -> Fraction:
+        """The factor a."""
+        return value(self.sum).get("u", Fraction(0))
+
+    @property
+    def is_logits(self) -> bool:
+        """Whether it is u itself."""
+        return self.form == "" and value(self.sum) == {"u": 1}
+
+    @property
+    def has_one_u(self) -> bool:
+        """Whether the sum is u plus something of each row, u with a gradient or without."""
+        u, cut, _ = parted(self.sum, "u")
+        return u + cut == 1 and u * cut == 0
+
+    @property
+    def is_shifted_logits(self) -> bool:
+        """Whether it is u plus something of each row."""
+        return self.form == "" and self.has_one_u
+
+    @property
+    def is_probability(self) -> bool:
+        """Whether it is softmax(u)."""
+        return self.form == "exp" and self.factor == 1 and value(self.sum) == LOG_PROBABILITY
+
+    def detached(self) -> "Class":
+        """Without a gradient."""
+        return replace(self, sum=without_grad(self.sum), p_has_grad=False)
+
+
+class Labels(NamedTuple):
+    """The labels of rows."""
+
+    numbers: tuple[int, ...]
+    """`Program.value_number` of each tensor, by which labels are compared"""
+    wraps: bool
+    """Whether labels from -V to -1 count from the end"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A number of each row."""
+
+    logits: Logits
+    shape: tuple[Any, ...]
+    sum: Poly
+    is_exp: bool = False
+    """Whether it is factor * exp(sum) in place of the sum"""
+    factor: Fraction = Fraction(1)
+    labels: Labels | None = None
+    label_tensors: tuple[Tensor, ...] = field(default=(), compare=False)
+    """The labels themselves; several where parts of the rows were joined"""
+    labels_read: int = field(default=-1, compare=False)
+    """The position of the operation that read the labels first"""
+
+    def detached(self) -> "Row":
+        """Without a gradient."""
+        return replace(self, sum=without_grad(self.sum))
+
+    @property
+    def variables(self) -> dict[str, tuple[Fraction, Fraction]]:
+        """The sum by what a region returns: the factors of "log_prob", "entropy" and "log_sum_exp", with and without.
+
+        u_y = log_prob + L and E = L - entropy.
+        """
+        found: dict[str, list[Fraction]] = {}
+        for atom, factor in self.sum:
+            parts = {"y": {"log_prob": 1, "log_sum_exp": 1}, "E": {"entropy": -1, "log_sum_exp": 1}}
+            for name, sign in parts.get(atom.name, {"log_sum_exp": 1}).items():
+                found.setdefault(name, [Fraction(0), Fraction(0)])[not atom.has_grad] += sign * factor
+        return {name: (a, b) for name, (a, b) in found.items() if a or b}
+
+    @property
+    def kind(self) -> str:
+        """What a user would call it."""
+        names = self.variables
+        return next((words for name, words in _KINDS.items() if name in names), "log-sum-exp")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a region can return it: it does not hang on the maximum."""
+        return not any(atom.name in ("M", "u") for atom, _ in self.sum)
+
+
+_KINDS = {"log_prob": "log-probability", "entropy": "entropy", "log_sum_exp": "log-sum-exp"}
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """A cross_entropy or an nll_loss of logits: one number, or one of each row."""
+
+    logits: Logits
+    target: Tensor
+    shape: tuple[Any, ...]
+    has_grad: bool
+    op: Op
+    weight: Tensor | None = None
+    """(V,)"""
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+
+    def detached(self) -> "Loss":
+        """Without a gradient."""
+        return replace(self, has_grad=False)
+
+
+@dataclass(frozen=True)
+class Argmax:
+    """The column of the largest logit of each row."""
+
+    logits: Logits
+    """Without scale and softcap: any increasing function of the logits has the same maximum."""
+    is_of_smallest: bool
+    shape: tuple[Any, ...]
+
+    def detached(self) -> "Argmax":
+        """It has no gradient."""
+        return self
+
+
+Value = Class | Row | Loss | Argmax

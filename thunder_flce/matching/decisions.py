@@ -1,0 +1,142 @@
+"""What was decided about each cross-entropy, log-probability and entropy of a program, and the log of all decisions."""
+
+import os
+import warnings
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from thunder_flce.engine.plan import Plan
+from thunder_flce.matching.program import Source
+from thunder_flce.operation.call import Call
+
+PLURALS = {
+    "cross-entropy": "cross-entropies",
+    "log-probability": "log-probabilities",
+    "entropy": "entropies",
+    "log-sum-exp": "log-sum-exps",
+}
+"""What the matcher looks for."""
+
+
+class Reason(Enum):
+    """Why something that is computed from the logits of a linear was not fused with it."""
+
+    NO_LINEAR = "its logits do not come from a linear layer"
+    ARGUMENT = "its logits are given to the program, or to its part after a graph break, which does not compute them"
+    LOGITS_USED = "the logits, or something between them and the loss, are also used elsewhere"
+    LOGITS_RETURNED = "the program returns its logits; return the loss only to have them fused"
+    TRANSFORMED_LOGITS = "the logits are changed between the linear and the loss"
+    NOT_LOG_PROBABILITIES = "the input of nll_loss is not a log_softmax"
+    NOT_A_LOG_PROBABILITY = "its logits are gathered, but not into the log-probability of one label a row"
+    NOT_FOLLOWED = "what the program makes of its log-probabilities is none of the losses that are known here"
+    CLASS_DIMENSION = "the vocabulary is not the class dimension of the loss"
+    CLASS_PROBABILITIES = "the targets are class probabilities"
+    CLASS_WEIGHTS = "it has class weights that are not supported"
+    DTYPE = "the linear's operands have different dtypes, or one that is not supported"
+    DISTRIBUTED = "an operand is a distributed tensor"
+    TENSOR_PARALLEL = "thunder.distributed divides its weight among ranks by row_parallel, not by column_parallel"
+    OPERAND_MODIFIED = "a tensor is changed in place that the loss, or a prediction beside it, may depend on"
+    DYNAMIC = "a shape or a setting is not known when the trace is compiled"
+    DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
+
+
+class NotFused(Exception):
+    """Raised while matching; becomes a decision that the user can read.
+
+    Args:
+        reason: what prevents fusion.
+        detail: which operation or value it was.
+    """
+
+    def __init__(self, reason: Reason, detail: str = ""):
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+class PlannedRegion(NamedTuple):
+    """What is known of a region before it runs, and how it runs."""
+
+    call: Call
+    """Of specs"""
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about one cross-entropy, log-probability or entropy of a program."""
+
+    line: Source
+    """The user's call, as far as it is known."""
+    region: PlannedRegion | None = None
+    """None where it was not fused."""
+    reason: Reason | None = None
+    """None where it was fused."""
+    detail: str = ""
+    """The operation or value that prevents fusion."""
+    kind: str = "cross-entropy"
+    """One of `PLURALS`. A region takes the place of one, and may give further results."""
+    note: str = ""
+    """What else there is to say of a region, such as why its gradients wait for the backward."""
+
+    @property
+    def source(self) -> str:
+        """The user's call as "file:line"."""
+        return str(self.line)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the linear and the loss are one region."""
+        return self.region is not None
+
+    @property
+    def plan(self) -> Plan | None:
+        """How the region runs; None where it was not fused."""
+        return None if self.region is None else self.region.plan
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether it could have been fused, were the program another one: a warning, or an error if strict."""
+        return self.reason not in (None, Reason.NO_LINEAR)
+
+    def __str__(self) -> str:
+        if self.region is not None:
+            note = f"; {self.note}" if self.note else ""
+            ranks = f"the vocabulary over {shard.ranks} ranks, " if (shard := self.region.call.shard) else ""
+            return f"{self.source}: fused, {ranks}{self.region.plan.describe()}{note}"
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.source}: not fused, because {self.reason.value if self.reason else ''}{detail}"
+
+
+class NotFusedWarning(UserWarning):
+    """A cross-entropy, log-probability or entropy whose logits come from a linear was not fused with it."""
+
+
+class NotFusedError(RuntimeError):
+    """With `strict=True`, raised in place of a `NotFusedWarning`."""
+
+
+LOG: deque[Decision] = deque(maxlen=1024)
+"""The decisions of this process, the latest last."""
+
+
+def report(decisions: Iterable[Decision], *, strict: bool) -> None:
+    """Warns of what was not fused, at the user's line, and keeps all decisions in the log.
+
+    Raises:
+        NotFusedError: in place of the warnings, if strict.
+    """
+    messages: dict[str, Source] = {}
+    for decision in decisions:
+        LOG.append(decision)
+        if os.environ.get("THUNDER_FLCE_EXPLAIN", "0") not in ("", "0"):
+            print(f"thunder_flce: the {decision.kind} at {decision}", flush=True)
+        if decision.is_missed:
+            messages[f"thunder_flce: the {decision.kind} at {decision}"] = decision.line
+    if strict and messages:
+        raise NotFusedError("\n".join(messages))
+    for message, line in messages.items():
+        warnings.warn_explicit(message, NotFusedWarning, line.file or "unknown", line.line or 0)

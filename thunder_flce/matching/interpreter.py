@@ -1,0 +1,344 @@
+"""Runs a program on descriptions (`algebra`) in place of numbers.
+
+An operation that has a rule is described. One that has none asks for its operands themselves: a number of each row is
+then a result that a region can give; logits, or log-probabilities of all classes, are what prevents fusion.
+"""
+
+import inspect
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Loss, Row, Value, value
+from thunder_flce.matching.decisions import NotFused, Reason
+from thunder_flce.matching.program import (
+    CHANGED,
+    COPIES,
+    PERMUTATIONS,
+    Op,
+    Program,
+    Tensor,
+    agree,
+    hint,
+    keeps_elements,
+    same,
+)
+from thunder_flce.matching.rules import LINEARS, RULES, Unknown
+
+LOSSES = ("cross_entropy", "nll_loss")
+NORMALISERS = ("log_softmax", "logsumexp", "softmax")
+_SLICES = ("getitem", "narrow", "select", "index_select", "split", "chunk")
+
+
+@dataclass(eq=False)
+class Result:
+    """A tensor that the program needs, and that a region can give."""
+
+    tensor: Tensor
+    value: Row | Loss | Argmax
+
+    @property
+    def op(self) -> Op:
+        """What computes it in the program."""
+        assert self.tensor.op is not None
+        return self.tensor.op
+
+    @property
+    def kind(self) -> str:
+        """What a user would call it."""
+        if isinstance(self.value, Row):
+            return self.value.kind
+        return "cross-entropy" if isinstance(self.value, Loss) else "argmax"
+
+
+@dataclass(eq=False)
+class Escape:
+    """A use of logits, or of something of each class, that needs them all."""
+
+    tensor: Tensor
+    value: Class | Row
+    user: Op | None
+    """None where the program returns it"""
+    detail: str = ""
+
+    @property
+    def problem(self) -> NotFused:
+        """Why the logits are not fused."""
+        if self.user is None:
+            return NotFused(Reason.LOGITS_RETURNED)
+        if self.user.writes or self.user.name == CHANGED:
+            return NotFused(Reason.OPERAND_MODIFIED, f"by {self.user.name}{_at(self.user)}")
+        return NotFused(Reason.LOGITS_USED, f"by {self.user.name}{_at(self.user)}")
+
+
+def _at(op: Op) -> str:
+    return f" in line {op.source.line}" if op.source.line else ""
+
+
+@dataclass(eq=False)
+class Refusal:
+    """A loss, or what may become one, whose logits cannot be described."""
+
+    op: Op
+    kind: str
+    problem: NotFused
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """A tensor of logits that were changed in a way that is not described."""
+
+    problem: NotFused
+    columns: Any
+    is_head: bool
+    is_normalised: bool
+
+
+class Interpreter:
+    """What is known of each tensor of a program, what is asked for, and what cannot be described."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.values: dict[Tensor, Value] = {}
+        self.results: dict[Tensor, Result] = {}
+        self.escapes: list[Escape] = []
+        self.refusals: list[Refusal] = []
+        self.broadcast: dict[Tensor, Tensor] = {}
+        """The tensors that `broadcast_tensors` gave the shape of logits, and what they were"""
+        self._lost: dict[Tensor, _Lost] = {}
+        self._aliases: dict[Tensor, Tensor] = {}
+        """For a view: the tensor whose memory it is in"""
+        for op in program.ops:
+            self._interpret(op)
+        for tensor in dict.fromkeys(program.results):
+            self._demand(tensor, None)
+
+    def get(self, tensor: Any) -> Value | None:
+        """What is known of a tensor."""
+        return self.values.get(tensor) if isinstance(tensor, Tensor) else None
+
+    def _interpret(self, op: Op) -> None:
+        operands = op.operands
+        described = [each for each in operands if each in self.values]
+        is_start = op.name in LINEARS or op.name in LOSSES
+        if not described and not is_start:
+            self._pass_on(op, operands)
+            return
+        if op.writes and not self._is_written_out_of_place(op):
+            self._demand_all(op, described, "")
+            self._pass_on(op, operands)
+            return
+        detail = ""
+        found: Any = None
+        try:
+            rule = RULES.get(op.name)
+            if rule is not None and _takes(rule, op):
+                found = rule(self, op, *op.args, **op.kwargs)
+        except Unknown as problem:
+            detail = f" {problem}" if str(problem) else ""
+        except NotFused as problem:
+            kind = "cross-entropy" if op.name in LOSSES else "log-probability"
+            self.refusals.append(Refusal(op, kind, problem))
+            for each in described:
+                self._escape(each, op)
+            return
+        if found is None:
+            self._demand_all(op, described, detail)
+            self._pass_on(op, operands, detail)
+            return
+        several = found if isinstance(found, tuple) and not hasattr(found, "_fields") else (found,)
+        for out, each in zip(op.outs, several, strict=True):
+            if each is not None:
+                self.values[out] = each if out.needs_grad else each.detached()
+        for out in op.outs:
+            if op.operands and out not in self._aliases:
+                self._aliases[out] = op.operands[0]
+        if op.writes:
+            self._write(op)
+        # What a rule has not described of several operands, such as the labels that are broadcast, is asked for.
+        if isinstance(found, Loss):
+            self.results[op.output] = Result(op.output, found)
+            for each in (found.target, *([] if found.weight is None else [found.weight])):
+                self._demand(each, op)
+
+    # Changes in place.
+
+    def _is_written_out_of_place(self, op: Op) -> bool:
+        """Whether a change in place of logits means the same as a new tensor, for all that share the memory."""
+        written = op.operands[0] if op.operands else None
+        of = self.get(written)
+        if op.name not in ("mul", "div", "neg") or len(op.writes) != 1 or op.writes[0] is not written:
+            return False
+        # Where gradients are not recorded, a change in place leaves the tensor its gradient.
+        others = (*op.args[1:], *op.kwargs.values())
+        return isinstance(of, Class) and op.grad_mode and not any(isinstance(each, Tensor) for each in others)
+
+    def _write(self, op: Op) -> None:
+        """Gives all views of what was written the same change; views of a part of it are not followed."""
+        written = op.operands[0]
+        base, new = self._base(written), self.values[op.output]
+        for tensor, known in list(self.values.items()):
+            if tensor is op.output or not isinstance(known, Class) or self._base(tensor) is not base:
+                continue
+            if not same(tensor.numel, written.numel) or not isinstance(new, Class):
+                self._escape(tensor, op)
+                continue
+            self.values[tensor] = replace(known, logits=replace(new.logits, rows=known.logits.rows), sum=new.sum)
+
+    def _base(self, tensor: Tensor) -> Tensor:
+        """The first tensor in whose memory a view may be: up to an operation that copies."""
+        while tensor in self._aliases and tensor.op is not None and _may_be_view(tensor.op):
+            tensor = self._aliases[tensor]
+        return tensor
+
+    # What is asked for.
+
+    def _demand_all(self, op: Op, described: list[Tensor], detail: str) -> None:
+        for each in dict.fromkeys(described):
+            self._demand(each, op, detail)
+
+    def _demand(self, tensor: Tensor, user: Op | None, detail: str = "") -> None:
+        found = self.get(tensor)
+        if isinstance(found, Class) or (isinstance(found, Row) and not found.is_whole):
+            self._escape(tensor, user, detail)
+        elif isinstance(found, Row | Argmax) and tensor not in self.results:
+            self.results[tensor] = Result(tensor, found)
+
+    def _escape(self, tensor: Tensor, user: Op | None, detail: str = "") -> None:
+        found = self.values.get(tensor)
+        if isinstance(found, Class | Row):
+            self.escapes.append(Escape(tensor, found, user, detail))
+
+    def _pass_on(self, op: Op, operands: list[Tensor], detail: str = "") -> None:
+        """Keeps in mind that a tensor is made of logits in a way that is not described."""
+        for operand in operands:
+            found, lost = self.get(operand), self._lost.get(operand)
+            if isinstance(found, Class):
+                is_changed = bool(op.writes) or op.name == CHANGED
+                reason = Reason.OPERAND_MODIFIED if is_changed else Reason.TRANSFORMED_LOGITS
+                is_normalised = "L" in value(found.sum)
+                problem = NotFused(reason, f"by {op.name}{detail}")
+                columns = (
+                    found.columns
+                    if op.name not in _SLICES or not op.outs or not op.outs[0].shape
+                    else op.outs[0].shape[-1]
+                )
+                lost = _Lost(problem, columns, is_head(found), is_normalised)
+            if lost is not None:
+                for out in op.outs:
+                    if out not in self.values and any(same(size, lost.columns) for size in out.shape):
+                        self._lost.setdefault(out, lost)
+                is_head_normalised = op.name in ("log_softmax", "logsumexp") and lost.is_head
+                if is_head_normalised and op.operands[0] is operand and any(out.needs_grad for out in op.outs):
+                    self.refusals.append(Refusal(op, "log-probability", lost.problem))
+                return
+        given = self._argument(op.operands[0]) if op.name in NORMALISERS[:2] and op.operands else None
+        if given is not None and given.needs_grad and op.outs[0].needs_grad:
+            self.refusals.append(Refusal(op, "log-probability", NotFused(Reason.ARGUMENT)))
+
+    def _argument(self, tensor: Tensor) -> Tensor | None:
+        """The argument of the program that a tensor is in another shape or dtype; None where it is computed."""
+        while tensor.op is not None:
+            if not (keeps_elements(tensor.op) or tensor.op.name in ("getitem", "div", "mul", "transpose")):
+                return None
+            tensor = tensor.op.operands[0]
+        return tensor
+
+    def why_unknown(self, logits: Tensor) -> NotFused:
+        """Why the logits of a loss are not described."""
+        if logits in self._lost:
+            return self._lost[logits].problem
+        given = self._argument(logits)
+        if given is not None and given.needs_grad:
+            return NotFused(Reason.ARGUMENT)
+        return NotFused(Reason.NO_LINEAR)
+
+    # What rules ask.
+
+    def is_row_of(self, row: Row, of: Class) -> bool:
+        """Whether a number of each row is of the same rows, and in a shape that is broadcast along the classes."""
+        shape = of.kept_shape
+        return row.logits == of.logits and len(row.shape) == len(shape) and all(map(same, row.shape, shape))
+
+    def labels_of(self, index: Tensor) -> Tensor:
+        """The labels before they were broadcast to the shape of the logits, where one column of that is read."""
+        op = index.op
+        if op is None or op.name != "getitem" or op.operands[0] not in self.broadcast:
+            return index
+        source, key = self.broadcast[op.operands[0]], op.args[1]
+        is_first_column = isinstance(key, tuple) and key == (Ellipsis, slice(None, 1, None))
+        return source if is_first_column and same(source.shape[-1], 1) and same(source.numel, index.numel) else index
+
+    def hangs_on(self, tensor: Tensor, logits: Logits) -> bool:
+        """Whether a tensor is computed from some logits."""
+        linears = {term.output for term in logits.terms}
+        first = min(out.op.position for out in linears if out is not None and out.op is not None)
+        waiting, seen = [tensor], set()
+        while waiting:
+            each = waiting.pop()
+            if each in linears:
+                return True
+            if each not in seen and each.op is not None and each.op.position > first:
+                seen.add(each)
+                waiting += each.op.operands
+        return False
+
+    def is_every_index(self, part: Any, dim: int, shape: tuple[Any, ...]) -> bool:
+        """Whether an index is 0, 1, … along one dimension of a shape, and the same along the others."""
+        count = shape[dim]
+        if isinstance(part, list | range):
+            return len(shape) == 1 and list(part) == list(range(count))
+        if not isinstance(part, Tensor):
+            return False
+        sizes = [1] * (len(shape) - part.ndim) + list(part.shape)
+        if not all(same(size, count if at == dim else 1) for at, size in enumerate(sizes)):
+            return False
+        while part.op is not None and part.op.operands and keeps_elements(part.op):
+            part = part.op.operands[0]
+        op = part.op
+        if op is None or op.name != "arange" or self.program.may_have_changed(part):
+            return False
+        start, end, *steps = (*op.args, None)[: max(len(op.args), 2)]
+        start, end = (0, start) if end is None else (start, end)
+        return all(same(step, 1) for step in steps) and same(start, 0) and agree(end, count)
+
+
+def is_head(of: Class) -> bool:
+    """Whether it may be of a language model's head, and not of a gate: more columns than the input has features.
+
+    And a parameter's, not activations times activations.
+    """
+    head = of.logits.terms[0]
+    weight = head.weight
+    while weight.op is not None and weight.op.name in {*COPIES, *PERMUTATIONS}:
+        weight = weight.op.operands[0]
+    return hint(of.columns) > hint(head.input.shape[-1]) and weight.op is None and weight is not head.input
+
+
+def _may_be_view(op: Op) -> bool:
+    return op.name not in (
+        "clone",
+        "exp",
+        "log",
+        "softmax",
+        "log_softmax",
+        "tanh",
+        "add",
+        "sub",
+        "linear",
+        "matmul",
+    ) or (bool(op.writes))
+
+
+@lru_cache(maxsize=512)
+def _signature(rule: Any) -> inspect.Signature:
+    return inspect.signature(rule)
+
+
+def _takes(rule: Any, op: Op) -> bool:
+    """Whether a rule takes the arguments of an operation: PyTorch's functions have more of them than are described."""
+    try:
+        _signature(rule).bind(None, op, *op.args, **op.kwargs)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,251 @@
+"""A program as the matcher reads it: operations by PyTorch's names, on tensors, in order.
+
+`dynamo.reading` makes one of a graph of Dynamo's, `graph.reading` of a trace of thunder's.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+CHANGED = "a change in place"
+"""The name of an operation that stands for what a change in place has made of its operands."""
+
+
+class Source(NamedTuple):
+    """A line of the user's."""
+
+    file: str | None = None
+    line: int | None = None
+
+    def __str__(self) -> str:
+        if self.file is None:
+            return "unknown source"
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+@dataclass(eq=False, slots=True)
+class Tensor:
+    """A tensor of a program. Two are equal only if they are the same."""
+
+    name: str
+    shape: tuple[Any, ...]
+    """Sizes: numbers, or symbols of Dynamo's, which only `same` compares."""
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+    """Whether a gradient flows back through it: not if it was detached, or computed under `torch.no_grad`."""
+    handle: Any = None
+    """The graph's own: a node of Dynamo's, or a proxy of thunder's."""
+    is_plain: bool = True
+    """False for a DTensor and the like."""
+    op: "Op | None" = None
+    """What computes it; None for an argument of the program."""
+    users: "list[Op]" = field(default_factory=list)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> Any:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(eq=False, slots=True)
+class Op:
+    """An operation."""
+
+    name: str
+    """Such as "view"; a method, a function and an operator of one meaning have one name."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    """A tensor, or a sequence of tensors."""
+    source: Source = Source()
+    writes: tuple[Tensor, ...] = ()
+    """The operands that it changes in place."""
+    is_random: bool = False
+    grad_mode: bool = True
+    """Whether gradients are recorded where it is"""
+    handle: Any = None
+    """The graph's own."""
+    inside: Any = None
+    """The checkpoint of the graph that it is in, which is not opened yet."""
+    position: int = 0
+
+    @property
+    def outs(self) -> list[Tensor]:
+        """The tensors that it returns."""
+        return tensors_in(self.output)
+
+    @property
+    def operands(self) -> list[Tensor]:
+        """The tensors among its arguments."""
+        return tensors_in((self.args, self.kwargs))
+
+    def __repr__(self) -> str:
+        return f"{self.output} = {self.name}{self.args}"
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+
+
+class Program:
+    """All operations in order, the tensors that are returned, and which tensors have equal values."""
+
+    def __init__(self, ops: Iterable[Op], results: Sequence[Tensor]):
+        self.ops = _live(ops, results)
+        self.results = list(results)
+        for position, op in enumerate(self.ops):
+            op.position = position
+            for out in op.outs:
+                if out.op is None:
+                    out.op = op
+        for op in self.ops:
+            for operand in dict.fromkeys(op.operands):
+                operand.users.append(op)
+        self._count = itertools.count()
+        self._numbers: dict[Any, int] = {}
+        self._number_of: dict[Tensor, int] = {}
+        self._changed: set[Tensor] = set()
+        for op in self.ops:
+            self._number(op)
+
+    def writers(self, first: int, last: int) -> Iterator[Op]:
+        """The operations in a range of positions that change a tensor in place."""
+        return (op for op in self.ops[first : last + 1] if op.writes)
+
+    def has_same_values(self, a: Tensor, b: Tensor) -> bool:
+        """Whether two tensors have the same elements in the same order, as far as the program says; in any shape."""
+        return self.value_number(a) == self.value_number(b)
+
+    def value_number(self, tensor: Tensor) -> int:
+        """The same for tensors that are computed by the same operations, and for a tensor of labels in any shape."""
+        if tensor not in self._number_of:
+            self._number_of[tensor] = next(self._count)
+        return self._number_of[tensor]
+
+    def may_have_changed(self, tensor: Tensor) -> bool:
+        """Whether an operation in place may have written to it, or to what it is a view of."""
+        return tensor in self._changed
+
+    def _number(self, op: Op) -> None:
+        """Numbers the results of an operation; of a tensor that it changes in place, and of its views, anew."""
+        for tensor in op.writes:
+            for known in self._number_of:
+                if known.dtype == tensor.dtype:
+                    self._number_of[known] = next(self._count)
+                    self._changed.add(known)
+        outs = op.outs
+        if len(outs) == 1 and op.operands and keeps_elements(op) and not outs[0].dtype.is_floating_point:
+            self._number_of[outs[0]] = self.value_number(op.operands[0])
+            return
+        if op.is_random or op.writes:
+            return
+        given = tree_map_only(Tensor, self.value_number, (op.args, op.kwargs))
+        try:
+            key = (op.name, repr(given))
+        except Exception:  # noqa: BLE001 (an argument of the program's own, which need not print)
+            return
+        for at, out in enumerate(outs):
+            of_out = (*key, at, str(out.dtype))
+            if of_out not in self._numbers:
+                self._numbers[of_out] = next(self._count)
+            self._number_of[out] = self._numbers[of_out]
+
+
+def _live(ops: Iterable[Op], results: Sequence[Tensor]) -> list[Op]:
+    """Without operations that nothing needs, such as one whose result was read for its shape alone."""
+    needed, kept = set(results), []
+    for op in reversed(list(ops)):
+        if op.writes or not op.outs or not needed.isdisjoint(op.outs):
+            needed.update(op.operands)
+            kept.append(op)
+    return kept[::-1]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are known to be equal for every call; adds no guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(a == b))
+
+
+def agree(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal. Where two symbols are so in this call, a guard makes sure of it for all others.
+
+    Dynamo has a symbol for each input's length once lengths have changed, though labels have that of the logits.
+    """
+    if same(a, b):
+        return True
+    if not (isinstance(a, torch.SymInt) and isinstance(b, torch.SymInt)):
+        return False
+    if not (a.node.has_hint() and b.node.has_hint()) or a.node.hint != b.node.hint:
+        return False
+    bounds = [each.node.shape_env.bound_sympy(each.node.expr) for each in (a, b)]
+    return bounds[0] == bounds[1] and bool(a == b)
+
+
+def hint(size: Any) -> int:
+    """The size in the call that is compiled; 1 where that is not known, as it depends on a tensor's values."""
+    if isinstance(size, int):
+        return size
+    return size.node.hint if size.node.has_hint() else 1
+
+
+def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Whether all sizes are the same."""
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number that is known."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+COPIES = {
+    "to",
+    "float",
+    "type",
+    "type_as",
+    "clone",
+    "contiguous",
+    "convert_element_type",
+    "shallow_copy",
+    "half",
+    "bfloat16",
+}
+"""Return the same elements, in another dtype or place."""
+RESHAPES = {"view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
+PERMUTATIONS = {"permute", "transpose", "movedim", "t", "swapaxes", "swapdims", "mT", "T", "moveaxis"}
+
+
+def keeps_elements(op: Op) -> bool:
+    """Whether a result has all elements of the first operand in their order: a reshape, a copy, or such an index."""
+    operand, out = op.operands[0], op.output
+    if not isinstance(out, Tensor) or op.writes:
+        return False
+    if op.name == "getitem":
+        key = op.args[1] if isinstance(op.args[1], tuple) else (op.args[1],)
+        is_plain = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in key)
+        return is_plain and same(operand.numel, out.numel)
+    if op.name in COPIES:
+        # A narrower integer might be another label.
+        return out.dtype == operand.dtype or out.dtype is torch.int64 or out.dtype.is_floating_point
+    return op.name in RESHAPES or (op.name in ("long", "detach", "select") and same(operand.numel, out.numel))

@@ -1,0 +1,602 @@
+"""From what a program asks of its logits to regions: what is computed together, and why something is not.
+
+A `Part` is what reads the same rows for the same labels. A `Region` is one or more parts that read the same head: their
+rows stand one after another, so that the head has one gradient.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
+from thunder_flce.matching.algebra import Argmax, Labels, Logits, Loss, Row
+from thunder_flce.matching.decisions import Decision, NotFused, Reason
+from thunder_flce.matching.interpreter import Escape, Interpreter, Result, is_head
+from thunder_flce.matching.program import Op, Program, Tensor, hint, keeps_elements, same_shape
+from thunder_flce.matching.rules import has_float_factors
+from thunder_flce.matching.sums import NotASum, Tokens, TokenSum, find_sum
+from thunder_flce.operation.loss import NOTHING_IGNORED
+from thunder_flce.options import Options
+
+
+@dataclass(eq=False)
+class Part:
+    """What reads the same rows of the same logits for the same labels."""
+
+    logits: Logits
+    loss: Result | None = None
+    rows: list[Result] = field(default_factory=list)
+    labels: Labels | None = None
+    label_tensors: tuple[Tensor, ...] = ()
+    argmaxes: list[Result] = field(default_factory=list)
+    problem: NotFused | None = None
+
+    @property
+    def results(self) -> list[Result]:
+        """All tensors of the program that it gives, the loss first."""
+        return [*([] if self.loss is None else [self.loss]), *self.rows, *self.argmaxes]
+
+    @property
+    def kind(self) -> str:
+        """What a user would call it."""
+        if self.loss is not None:
+            return "cross-entropy"
+        kinds = {result.kind for result in self.rows}
+        return next(kind for kind in ("log-probability", "entropy", "log-sum-exp") if kind in kinds)
+
+    @property
+    def of_loss(self) -> Loss | None:
+        """The cross-entropy, if it has one."""
+        return None if self.loss is None else self.loss.value  # type: ignore[return-value]
+
+    @property
+    def linears(self) -> set[Tensor]:
+        """The results of its linears."""
+        return {term.output for term in self.logits.terms if term.output is not None}
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether a gradient comes back to any of its results."""
+        return any(result.tensor.needs_grad for result in self.results)
+
+    @property
+    def first(self) -> Op:
+        """The first operation of its results."""
+        results = [self.loss] if self.loss is not None else self.rows
+        return min((result.op for result in results), key=lambda op: op.position)
+
+
+@dataclass(eq=False)
+class Region:
+    """A call of `linear_cross_entropy`, in the place of the program's own operations."""
+
+    parts: list[Part]
+    total: TokenSum | None = None
+    """The sum that the region computes of the results of its parts, if it does"""
+    note: str = ""
+    """Why its gradients wait for the backward, where they do"""
+
+    @property
+    def place(self) -> Op:
+        """The operation whose place it takes, at the earliest."""
+        if self.total is not None and self.total.place.op is not None:
+            return self.total.place.op
+        return min((part.first for part in self.parts), key=lambda op: op.position)
+
+    @property
+    def gives(self) -> list[Tensor]:
+        """The tensors of the program that it gives."""
+        results = [result.tensor for part in self.parts for result in part.results]
+        if self.total is None:
+            return results
+        rows = {result.tensor for part in self.parts for result in (part.rows + ([part.loss] if part.loss else []))}
+        kept = [each for each in results if each not in rows or each in self.total.kept]
+        return [self.total.place, *(each for each in kept if each is not self.total.place)]
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """The tensors that it is computed from."""
+        return list(self.read_at)
+
+    @property
+    def read_at(self) -> dict[Tensor, int]:
+        """The tensors that it is computed from, each with the position of what reads it in the program."""
+        found: dict[Tensor, int] = {}
+
+        def add(tensors: Iterable[Tensor], op: Op) -> None:
+            for tensor in tensors:
+                found.setdefault(tensor, op.position)
+
+        for part in self.parts:
+            for term in part.logits.terms:
+                add((term.input, term.weight), term.output.op)  # type: ignore[union-attr, arg-type]
+            if part.logits.bias is not None:
+                add((part.logits.bias,), part.logits.terms[0].output.op)  # type: ignore[union-attr, arg-type]
+            if part.of_loss is not None:
+                weight = part.of_loss.weight
+                add((part.of_loss.target, *(() if weight is None else (weight,))), part.of_loss.op)
+            for result in part.rows:
+                for tensor in part.label_tensors:
+                    found.setdefault(tensor, result.value.labels_read)  # type: ignore[union-attr]
+        if self.total is not None:
+            made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
+            for op in self.total.ops:
+                add((each for each in op.operands if each not in made), op)
+            for number in range(len(self.parts)):
+                for given in (each for _, inputs in self.total.texts(number) for each in inputs):
+                    found.setdefault(given.tensor, given.read_at)
+        return found
+
+
+@dataclass
+class Matched:
+    """What can be fused, in order, and what cannot."""
+
+    regions: list[Region]
+    refused: list[Decision]
+
+
+def match(known: Interpreter, options: Options) -> Matched:
+    """The regions of a program, and why other losses are none."""
+    parts = _parts(known)
+    for part in parts:
+        part.problem = _problem(part, known)
+    _give_argmaxes(parts, known)
+    _refuse_together(parts)
+    regions = _joined([part for part in parts if part.problem is None], known, options)
+    while (stuck := _stuck(regions, known.program)) is not None:
+        _loosen(*stuck, regions)
+        _refuse_together(parts)
+        regions = [each for each in regions if all(part.problem is None for part in each.parts)]
+    refused = [
+        Decision(part.first.source, reason=part.problem.reason, detail=part.problem.detail, kind=part.kind)
+        for part in parts
+        if part.problem is not None and _is_reported(part)
+    ]
+    refused += [
+        Decision(each.op.source, reason=each.problem.reason, detail=each.problem.detail, kind=each.kind)
+        for each in known.refusals
+    ]
+    refused += _escaped(known, parts)
+    return Matched(regions, list(dict.fromkeys(refused)))
+
+
+def _is_reported(part: Part) -> bool:
+    # The log-sum-exp of a gate's scores is for its own loss.
+    return part.kind != "log-sum-exp" or _is_of_head(part.logits)
+
+
+def _is_of_head(logits: Logits) -> bool:
+    head = logits.terms[0]
+    return hint(head.weight.shape[1 if head.transposed else 0]) > hint(head.input.shape[-1])
+
+
+# Parts.
+
+
+def _parts(known: Interpreter) -> list[Part]:
+    parts: list[Part] = []
+    results = list(known.results.values())
+    for result in results:
+        if isinstance(result.value, Loss):
+            loss = result.value
+            labels = Labels((known.program.value_number(loss.target),), wraps=False)
+            parts.append(Part(loss.logits, loss=result, labels=labels, label_tensors=(loss.target,)))
+    rows = [result for result in results if isinstance(result.value, Row)]
+    # An entropy has no labels of its own, so the others come first.
+    for result in sorted(rows, key=lambda each: (each.value.labels is None, each.op.position)):  # type: ignore[union-attr]
+        row: Row = result.value  # type: ignore[assignment]
+        part = next((each for each in parts if _takes(each, result, row)), None)
+        if part is None:
+            part = Part(row.logits, labels=row.labels, label_tensors=row.label_tensors)
+            parts.append(part)
+        part.rows.append(result)
+    for part in parts:
+        part.rows.sort(key=lambda each: each.op.position)
+    return sorted(parts, key=lambda part: part.first.position)
+
+
+def _takes(part: Part, result: Result, row: Row) -> bool:
+    """Whether a part can give another number of its rows, too: of all of them, with its labels."""
+    if part.logits != row.logits:
+        return False
+    if part.of_loss is None:
+        return row.labels is None or part.labels == row.labels or part.labels is None
+    # Without a gradient, to compute the logits once more takes as long, and the ignored rows of the loss stay out.
+    return row.labels is None and result.tensor.needs_grad and part.of_loss.weight is None
+
+
+def _problem(part: Part, known: Interpreter) -> NotFused | None:
+    """Why a part cannot be fused, as far as it alone says so."""
+    logits = part.logits
+    escapes = [each for each in known.escapes if not part.linears.isdisjoint(_linears_of(each))]
+    if escapes:
+        return min(escapes, key=lambda each: each.user is not None).problem
+    of_rows = [each.value for each in part.rows if isinstance(each.value, Row)]
+    if part.loss is None and all({atom.name for atom, _ in row.sum} == {"y"} for row in of_rows):
+        return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather alone")
+    if not has_float_factors(logits):
+        return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
+    tensors = [*logits.operands, *part.label_tensors]
+    if not all(each.is_plain for each in tensors):
+        return NotFused(Reason.DISTRIBUTED)
+    dtypes = {each.dtype for each in logits.operands}
+    if len(dtypes) > 1 or not all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+        names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        return NotFused(Reason.DTYPE, ", ".join(names))
+    return None
+
+
+def _linears_of(escape: Escape) -> set[Tensor]:
+    return {term.output for term in escape.value.logits.terms if term.output is not None}
+
+
+def _give_argmaxes(parts: Sequence[Part], known: Interpreter) -> None:
+    """Gives each argmax to a part that computes the same rows; without one, its logits must stay as they are."""
+    for result in known.results.values():
+        argmax = result.value
+        if not isinstance(argmax, Argmax):
+            continue
+        fitting = [part for part in parts if _has_maximum(part.logits, argmax)]
+        if fitting:
+            fitting[0].argmaxes.append(result)
+            continue
+        linears = {term.output for term in argmax.logits.terms}
+        for part in parts:
+            if not part.linears.isdisjoint(linears):
+                part.problem = part.problem or NotFused(Reason.LOGITS_USED, f"by {result.op.name}")
+
+
+def _has_maximum(logits: Logits, argmax: Argmax) -> bool:
+    terms = tuple(replace(term, has_grad=False) for term in logits.terms)
+    plain = replace(logits, scale=argmax.logits.scale, softcap=None, terms=terms, bias_has_grad=False)
+    return plain == argmax.logits and (logits.scale < 0) == argmax.is_of_smallest
+
+
+def _refuse_together(parts: Sequence[Part]) -> None:
+    """What reads the same logits is fused as a whole, or not at all."""
+    refused = {tensor for part in parts if part.problem is not None for tensor in part.linears}
+    while broken := [part for part in parts if part.problem is None and not part.linears.isdisjoint(refused)]:
+        for part in broken:
+            part.problem = NotFused(Reason.LOGITS_USED, "by something that is not fused itself")
+            refused |= part.linears
+
+
+def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
+    """Log-probabilities of a head that become no loss that is known, where no loss of the same logits says so."""
+    told = {tensor for part in parts for tensor in part.linears}
+    found = []
+    for escape in known.escapes:
+        of, linears = escape.value, _linears_of(escape)
+        if escape.user is None or not told.isdisjoint(linears) or isinstance(of, Row) or not is_head(of):
+            continue
+        names = {atom.name for atom, _ in of.sum}
+        is_normalised = "L" in names and (of.has_one_u or of.form == "p" or not of.form)
+        if not is_normalised or not escape.tensor.needs_grad:
+            continue
+        told |= linears
+        name, detail = escape.user.name, escape.detail.strip()
+        reason, text = Reason.NOT_FOLLOWED, f"by {name} {detail}".strip()
+        if of.form:
+            reason = Reason.TRANSFORMED_LOGITS
+        elif name in ("mul", "where", "masked_fill", "kl_div", "einsum", "matmul"):
+            reason = Reason.CLASS_PROBABILITIES
+            if name == "kl_div":
+                text += "; `linear_kl_divergence` takes a teacher's hidden states and head"
+        elif name in ("gather", "take_along_dim", "index_select", "take", "getitem", "view", "reshape", "flatten"):
+            reason, text = Reason.NOT_A_LOG_PROBABILITY, detail or text
+        kind = "entropy" if of.form else "log-probability"
+        found.append(Decision(escape.user.source, reason=reason, detail=text, kind=kind))
+    return found
+
+
+# Regions.
+
+
+def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list[Region]:
+    """Parts of one head as one region where all become one sum; else each by itself."""
+    of_heads: dict[Any, list[Part]] = {}
+    for part in parts:
+        of_heads.setdefault(_head(part), []).append(part)
+    regions: list[Region] = []
+    for together in of_heads.values():
+        joined = _with_sum(together, known, options)
+        if joined.total is not None or len(together) == 1:
+            regions.append(joined)
+            continue
+        alone = [_with_sum([part], known, options) for part in together]
+        # Where gradients wait, the head has one all the same.
+        waiting = [region for region in alone if region.total is None and _is_of_rows(region.parts[0])]
+        is_one = len(waiting) > 1 and together[0].has_grad
+        if is_one:
+            parts = [part for region in waiting for part in region.parts]
+            regions.append(Region(parts, note=waiting[0].note))
+        regions += [region for region in alone if not is_one or region not in waiting]
+    return sorted(regions, key=lambda region: region.place.position)
+
+
+def _is_of_rows(part: Part) -> bool:
+    """Whether all that it gives are numbers of each row."""
+    is_reduced = part.of_loss is not None and part.of_loss.reduction != "none"
+    has_classes = part.of_loss is not None and (part.of_loss.weight is not None or part.of_loss.label_smoothing)
+    return not is_reduced and not has_classes and not part.argmaxes
+
+
+def _head(part: Part) -> Any:
+    """What parts have in common whose rows can stand in one call."""
+    logits = part.logits
+    terms = tuple(
+        (term.weight, term.transposed, term.factor, term.has_grad, term.input.needs_grad) for term in logits.terms
+    )
+    bias = (logits.bias, logits.bias_has_grad, logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
+    loss = part.of_loss
+    settings = () if loss is None else (loss.weight, loss.label_smoothing, loss.ignore_index)
+    return terms, bias, settings or (None, 0.0, NOTHING_IGNORED), part.has_grad, logits.dtype
+
+
+def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region:
+    """The region of some parts, with the sum that the program makes of their results, if gradients need not wait."""
+    plain = Region(parts)
+    if not any(part.has_grad for part in parts):
+        return plain
+    loss = parts[0].of_loss
+    if len(parts) == 1 and loss is not None and loss.reduction != "none" and not parts[0].rows:
+        return plain
+    try:
+        _check_gradients_in_forward(parts, options)
+        total = _find_sum(parts, known)
+        _check_sum(parts, total)
+        if any(op for op in known.program.writers(_begin(parts), total.place.op.position) if op not in total.ops):  # type: ignore[union-attr]
+            raise NotASum("a tensor is changed in place")
+    except NotASum as problem:
+        return replace(plain, note=f"its gradients wait for the backward, because {problem}")
+    return Region(parts, total)
+
+
+def _begin(parts: Iterable[Part]) -> int:
+    return min(part.first.position for part in parts)
+
+
+def _find_sum(parts: list[Part], known: Interpreter) -> TokenSum:
+    """The sum. Where ignored rows add something to it, what a token computes knows which ones are ignored."""
+
+    def sources(part: Part, ignore_index: int | None) -> Tokens:
+        results = [*([] if part.loss is None else [part.loss]), *part.rows]
+        row = next((each.tensor for each in results if each.tensor.ndim or not isinstance(each.value, Loss)), None)
+        numel: Any = 1 if row is None else row.numel
+        return Tokens(results, numel, ignore_index)
+
+    total = find_sum([sources(part, None) for part in parts], known)
+    ignoring = [
+        part.of_loss is not None
+        and part.of_loss.reduction == "none"
+        and total.plain_sign(number) is None
+        and not total.is_zero_without_loss(number)
+        for number, part in enumerate(parts)
+    ]
+    if not any(ignoring):
+        return total
+    indices = [
+        part.of_loss.ignore_index if is_read and part.of_loss else None
+        for part, is_read in zip(parts, ignoring, strict=True)
+    ]
+    return find_sum([sources(part, index) for part, index in zip(parts, indices, strict=True)], known)
+
+
+def _check_gradients_in_forward(parts: Sequence[Part], options: Options) -> None:
+    if options.strategy not in (None, GRADIENTS_IN_FORWARD):
+        raise NotASum(f"the options say {options.strategy}")
+    if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not _is_plain_alone(parts):
+        raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
+
+
+def _is_plain_alone(parts: Sequence[Part]) -> bool:
+    return len(parts) == 1 and parts[0].of_loss is not None and not parts[0].rows
+
+
+def _check_sum(parts: Sequence[Part], total: TokenSum) -> None:
+    """Raises for a sum that no region computes."""
+    signs = [total.plain_sign(number) for number in range(len(parts))]
+    for part, sign in zip(parts, signs, strict=True):
+        loss = part.of_loss
+        if loss is None or sign is not None and not part.rows:
+            continue
+        if loss.weight is not None or loss.label_smoothing:
+            raise NotASum("the losses have class weights or label smoothing")
+    if len(parts) > 1:
+        texts = [
+            [(text, [each.is_valid for each in inputs]) for text, inputs in total.texts(n)] for n in range(len(parts))
+        ]
+        if any(sign is None for sign in signs) and any(each != texts[0] for each in texts):
+            raise NotASum("the parts of its head have losses of different kinds")
+        if any(
+            part.of_loss is not None and part.of_loss.weight is not None and part.of_loss.reduction == "mean"
+            for part in parts
+        ):
+            raise NotASum("the losses have class weights")
+        if total.kept or any(part.argmaxes for part in parts):
+            raise NotASum("something else needs numbers of its rows")
+
+
+# Order.
+
+
+def ordered(regions: Sequence[Region], program: Program) -> tuple[list[Op | Region], list[Region]]:
+    """Operations and regions, each after what it reads, and the regions that would have to run before themselves.
+
+    A region gives all its results at once, in the place of the first. What uses one before moves behind it. Operations
+    whose results nothing needs any more are left out.
+    """
+    given = {tensor: region for region in regions for tensor in region.gives}
+    items = _needed(regions, program, given)
+    missing = {tensor for region in regions for tensor in region.gives}
+    # A region may stand before what it reads, where its parts are far from each other.
+    missing |= {out for item in items if isinstance(item, Op) for out in item.outs}
+    order: list[Op | Region] = []
+    waiting: list[Op | Region] = []
+
+    def is_ready(item: Op | Region) -> bool:
+        reads = item.reads if isinstance(item, Region) else item.operands
+        return missing.isdisjoint(reads)
+
+    def emit(item: Op | Region) -> None:
+        order.append(item)
+        gives = item.gives if isinstance(item, Region) else item.outs
+        missing.difference_update(gives)
+        while (ready := next((each for each in waiting if is_ready(each)), None)) is not None:
+            waiting.remove(ready)
+            order.append(ready)
+            missing.difference_update(ready.gives if isinstance(ready, Region) else ready.outs)
+
+    for item in items:
+        if is_ready(item):
+            emit(item)
+        else:
+            waiting.append(item)
+    return order, [each for each in waiting if isinstance(each, Region)]
+
+
+def _needed(regions: Sequence[Region], program: Program, given: dict[Tensor, Region]) -> list[Op | Region]:
+    """The operations that are still needed, and the regions, in order."""
+    needed = set(program.results)
+    for region in regions:
+        needed.update(region.reads)
+    dropped = dropped_writes(regions)
+    at: dict[Op, list[Region]] = {}
+    for region in regions:
+        at.setdefault(region.place, []).append(region)
+    kept: list[Op | Region] = []
+    for op in reversed(program.ops):
+        outs = op.outs
+        is_wanted = (
+            any(out in needed and out not in given for out in outs) or (op.writes or not outs) and op not in dropped
+        )
+        if is_wanted:
+            needed.update(op.operands)
+            kept.append(op)
+        kept += reversed(at.get(op, ()))
+    return kept[::-1]
+
+
+def dropped_writes(regions: Sequence[Region]) -> set[Op]:
+    """The changes in place that regions take the place of."""
+    found: set[Op] = set()
+    for region in regions:
+        found.update(op for op in (region.total.ops if region.total else ()) if op.writes)
+        waiting = [result.op for part in region.parts for result in part.results]
+        linears = {tensor.op for part in region.parts for tensor in part.linears}
+        seen: set[Op] = set()
+        while waiting:
+            op = waiting.pop()
+            if op not in seen and op not in linears:
+                seen.add(op)
+                waiting += [each.op for each in op.operands if each.op is not None]
+                waiting += [user for each in op.operands for user in each.users if user.writes and each in user.writes]
+        found.update(
+            op
+            for op in seen
+            if op.writes
+            and any(each.dtype.is_floating_point for each in op.writes)
+            and op.name in ("mul", "div", "neg")
+        )
+    return found
+
+
+def _stuck(regions: Sequence[Region], program: Program) -> tuple[Region, NotFused] | None:
+    """A region that cannot run, since it reads what it gives, or for a change in place that it would move across."""
+    order, stuck = ordered(regions, program)
+    if stuck:
+        sums = [region for region in stuck if region.total is not None]
+        return (sums or stuck)[0], NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
+    for region in regions:
+        writer = _moves_across_a_write(region, order, program, regions)
+        if writer is not None:
+            return region, NotFused(Reason.OPERAND_MODIFIED, f"by {writer.name}")
+    return None
+
+
+def _moves_across_a_write(
+    region: Region, order: Sequence[Op | Region], program: Program, regions: Sequence[Region]
+) -> Op | None:
+    """A change in place between what a region replaces and its place, of what it may read."""
+    dropped = dropped_writes(regions)
+    place = order.index(region)
+    before = {item for item in order[:place] if isinstance(item, Op)}
+    own = set(region.total.ops if region.total else ())
+    for tensor, position in region.read_at.items():
+        for op in program.writers(position + 1, len(program.ops)):
+            is_between = op in before or op.position < region.place.position
+            if op not in dropped and op not in own and is_between and any(_may_share(w, tensor) for w in op.writes):
+                return op
+    # What moves behind the region must not read, or write, what is written meanwhile.
+    moved = [item for item in order[place:] if isinstance(item, Op) and item.position < region.place.position]
+    for op in moved:
+        for writer in program.writers(op.position, region.place.position):
+            if (
+                writer is not op
+                and writer not in dropped
+                and any(_may_share(written, each) for written in writer.writes for each in op.operands)
+            ):
+                return writer
+    return next((op for op in moved if op.writes), None)
+
+
+# Operations whose result is memory of their own.
+_FRESH = {
+    "linear", "matmul", "mm", "addmm", "bmm", "add", "sub", "mul", "div", "neg", "exp", "log", "sum", "mean", "where",
+    "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp", "gather", "zeros", "zeros_like", "ones", "full",
+    "arange", "new_zeros", "new_full", "new_ones", "full_like", "ones_like", "cat", "stack", "clone", "masked_fill",
+    "embedding", "layer_norm", "rms_norm", "sqrt", "rsqrt", "pow", "tanh", "relu", "gelu", "silu", "sigmoid", "argmax",
+    "eq", "ne", "lt", "gt", "le", "ge", "index_select", "take_along_dim", "scaled_dot_product_attention", "long",
+    "float", "dropout", "cumsum", "abs", "square", "max", "min", "topk", "sort", "pad", "one_hot",
+}  # fmt: skip
+
+
+def _may_share(written: Tensor, other: Tensor) -> bool:
+    """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
+    return written.dtype == other.dtype and not _bases(written).isdisjoint(_bases(other))
+
+
+def _bases(tensor: Tensor) -> set[Tensor]:
+    found, waiting = set(), [tensor]
+    while waiting:
+        each = waiting.pop()
+        if each in found:
+            continue
+        found.add(each)
+        if each.op is not None and (each.op.name not in _FRESH or each.op.writes):
+            waiting += [operand for operand in each.op.operands if operand.dtype == tensor.dtype]
+    return found
+
+
+def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
+    """Has the program compute the sum itself, or refuses what is left of a region."""
+    if region.total is not None or len(region.parts) > 1:
+        note = "its gradients wait for the backward, because its weights depend on what needs its results"
+        regions[regions.index(region) : regions.index(region) + 1] = [
+            Region([part], note=note) for part in region.parts
+        ]
+        return
+    for part in region.parts:
+        part.problem = part.problem or problem
+
+
+def is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bool:
+    """Whether an argmax is only compared with the labels of its rows."""
+
+    def compares(user: Op) -> bool:
+        if user.operands[0] is indices and keeps_elements(user):
+            return is_compared_with_labels(user.output, part, program)
+        others = [each for each in user.operands if each is not indices]
+        if user.name not in ("eq", "ne") or len(others) != 1 or not same_shape(others[0].shape, indices.shape):
+            return False
+        return (program.value_number(others[0]),) == (part.labels.numbers if part.labels else None)
+
+    return indices not in program.results and all(map(compares, indices.users))
+
+
+def ignored(part: Part) -> int:
+    """The label of the rows that a part leaves out."""
+    return NOTHING_IGNORED if part.of_loss is None else part.of_loss.ignore_index

@@ -1,0 +1,854 @@
+"""What each operation makes of what is known of its operands: one rule for each way that PyTorch has.
+
+A rule is called with the arguments of the operation and returns the description of its result, or of each of them; it
+raises `Unknown` for what cannot be described. `interpreter` then asks for the operands themselves.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from sys import float_info
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from thunder_flce.matching.algebra import (
+    LOG_PROBABILITY,
+    Argmax,
+    Atom,
+    Class,
+    Labels,
+    Logits,
+    Loss,
+    Poly,
+    Row,
+    RowStep,
+    Term,
+    Value,
+    added,
+    has_grad,
+    parted,
+    poly,
+    value,
+    without_grad,
+)
+from thunder_flce.matching.decisions import NotFused, Reason
+from thunder_flce.matching.program import (
+    COPIES,
+    PERMUTATIONS,
+    RESHAPES,
+    Op,
+    Tensor,
+    agree,
+    hint,
+    is_number,
+    keeps_elements,
+    same,
+    same_shape,
+)
+
+if TYPE_CHECKING:
+    from thunder_flce.matching.interpreter import Interpreter
+
+
+class Unknown(Exception):
+    """Raised for what cannot be described; says what about the operation, if its name does not."""
+
+
+RULES: dict[str, Callable[..., Any]] = {}
+LINEARS = ("linear", "matmul", "mm", "addmm")
+
+
+def rule(*names: str) -> Callable[[Callable], Callable]:
+    """Registers a rule for operations of some names."""
+
+    def registered(function: Callable) -> Callable:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return registered
+
+
+def _class(known: "Interpreter", tensor: Any) -> Class:
+    found = known.get(tensor)
+    if not isinstance(found, Class):
+        raise Unknown
+    return found
+
+
+def _over_classes(of: Class, dims: Any) -> None:
+    """Raises unless the dimensions are the one of the classes."""
+    if dims is None and len(of.shape) == 1:
+        return
+    dims = dims if isinstance(dims, list | tuple) else (dims,)
+    if not all(type(dim) is int for dim in dims) or [dim % len(of.shape) for dim in dims] != [of.dim]:
+        raise Unknown("over other dimensions than the classes")
+
+
+# The linears, at which logits begin.
+
+
+def _begin(known: "Interpreter", op: Op, term: Term, bias: Tensor | None) -> Class:
+    out = op.output
+    if not out.needs_grad:
+        term, bias_has_grad = replace(term, has_grad=False), False
+    else:
+        bias_has_grad = True
+    logits = Logits((replace(term, output=out),), bias, bias_has_grad=bias_has_grad)
+    return Class(logits, out.ndim - 1, out.shape, poly(u=1))
+
+
+@rule("linear")
+def _linear(known: "Interpreter", op: Op, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Class:
+    if weight.ndim != 2:
+        raise Unknown
+    return _begin(known, op, Term(input, weight), bias)
+
+
+@rule("matmul", "mm")
+def _matmul(known: "Interpreter", op: Op, input: Tensor, other: Tensor, *, bias: Tensor | None = None) -> Class:
+    """A linear where the second operand is a matrix, (H, V)."""
+    if not isinstance(other, Tensor) or not isinstance(input, Tensor) or other.ndim != 2:
+        raise Unknown
+    before = other.op
+    if before is not None and before.name in PERMUTATIONS and other.needs_grad == before.operands[0].needs_grad:
+        source = before.operands[0]
+        # Square, or permuted to what it was: only the order of the dimensions tells.
+        if source.ndim == 2 and _order(before) == (1, 0):
+            return _begin(known, op, Term(input, source), bias)
+    return _begin(known, op, Term(input, other, transposed=True), bias)
+
+
+@rule("addmm")
+def _addmm(
+    known: "Interpreter", op: Op, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> Class:
+    if (beta, alpha) != (1, 1) or not same_shape(input.shape, (mat2.shape[1],)):
+        raise Unknown
+    return _matmul(known, op, mat1, mat2, bias=input)
+
+
+# Shapes.
+
+
+@rule(*COPIES, "alias", "double")
+def _copied(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: Any) -> Value:
+    found, before, after = known.get(input), input.dtype, op.output.dtype
+    if found is None or op.output.device != input.device or not after.is_floating_point:
+        raise Unknown
+    # Others would round the logits once more, or need a wider loss.
+    is_exact = before == after or (before.itemsize < 4 and after is torch.float32)
+    if isinstance(found, Class) and not is_exact:
+        raise Unknown
+    if isinstance(found, Loss):
+        raise Unknown
+    return found
+
+
+@rule("detach", "detach_", "stop_gradient")
+def _detach(known: "Interpreter", op: Op, input: Tensor) -> Value:
+    found = known.get(input)
+    if isinstance(found, Loss) or found is None:
+        raise Unknown
+    return found.detached()
+
+
+@rule(*RESHAPES, "expand", "expand_as", "broadcast_in_dim", "atleast_1d")
+def _reshape(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: Any) -> Value:
+    """Any operation that keeps the elements' order and the classes as a dimension of their own."""
+    found, shape = known.get(input), op.output.shape
+    if not same(math.prod(shape), input.numel):
+        raise Unknown
+    if isinstance(found, Row | Argmax):
+        return replace(found, shape=shape)
+    of = _class(known, input)
+    rows_before = math.prod(of.shape[: of.dim])
+    for dim in reversed(range(len(shape))):
+        if same(shape[dim], of.columns) and same(math.prod(shape[:dim]), rows_before):
+            return replace(of, dim=dim, shape=shape)
+    raise Unknown
+
+
+def _order(op: Op) -> tuple[int, ...] | None:
+    """The order of the dimensions that an operation of `PERMUTATIONS` makes."""
+    ndim = op.operands[0].ndim
+    if op.name in ("t", "T", "mT"):
+        return (*range(ndim - 2), ndim - 1, ndim - 2) if ndim > 1 else (0,)
+    given = [each for each in (*op.args[1:], *op.kwargs.values()) if not isinstance(each, Tensor)]
+    if op.name == "permute" or (op.name == "transpose" and len(given) == 1):
+        dims = given[0] if isinstance(given[0], list | tuple) else given
+        return tuple(dim % ndim for dim in dims)
+    if len(given) != 2:
+        return None
+    if op.name in ("movedim", "moveaxis"):
+        sources, targets = ([each] if isinstance(each, int) else list(each) for each in given)
+        order = [dim for dim in range(ndim) if dim not in [each % ndim for each in sources]]
+        for target, source in sorted(zip([each % ndim for each in targets], sources, strict=True)):
+            order.insert(target, source % ndim)
+        return tuple(order)
+    order, (a, b) = list(range(ndim)), (each % ndim for each in given)
+    order[a], order[b] = order[b], order[a]
+    return tuple(order)
+
+
+def _with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
+    """The logits after one more operation on the rows, which come in the shape of `of`."""
+    logits, steps = of.logits, [replace(step, shape=rows_shape)]
+    if not same_shape(logits.rows_shape, of.rows_shape):
+        steps.insert(0, RowStep("reshape", of.rows_shape, of.rows_shape))
+    return replace(logits, rows=(*logits.rows, *steps))
+
+
+@rule(*PERMUTATIONS)
+def _permute(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: Any) -> Class:
+    of, order = _class(known, input), _order(op)
+    if order is None:
+        raise Unknown
+    rows, dim = tuple(d - (d > of.dim) for d in order if d != of.dim), order.index(of.dim)
+    logits, shape = of.logits, op.output.shape
+    if rows != tuple(range(len(rows))):
+        logits = _with_step(of, RowStep("permute", rows), (*shape[:dim], *shape[dim + 1 :]))
+    return replace(of, logits=logits, dim=dim, shape=shape)
+
+
+@rule("getitem")
+def _getitem(known: "Interpreter", op: Op, input: Tensor, key: Any) -> Value:
+    found = known.get(input)
+    if isinstance(found, Row | Argmax) and keeps_elements(op):
+        return replace(found, shape=op.output.shape)
+    of = _class(known, input)
+    key = key if isinstance(key, tuple) else (key,)
+    if len(key) == input.ndim and isinstance(key[-1], Tensor) and of.dim == input.ndim - 1:
+        if key[:-1] and all(type(part) is int for part in key[:-1]):
+            of, key = _pick(of, (*key[:-1], slice(None)), (of.columns,)), key[-1:]
+        return _indexed(known, op, of, key)
+    if not all(part is None or part is Ellipsis or type(part) is int or _is_slice(part) for part in key):
+        raise Unknown("with an index that is neither an integer nor a slice")
+    dots = next((at for at, part in enumerate(key) if part is Ellipsis), len(key))
+    head, tail = key[:dots], key[dots + 1 :]
+    given = sum(part is not None for part in (*head, *tail))
+    full = (*head, *(slice(None),) * (input.ndim - given), *tail)
+    sizes = iter(op.output.shape)
+    shape = tuple(size for part in full if not isinstance(part, int) for size in [next(sizes)] if part is not None)
+    picked = _pick(of, tuple(part for part in full if part is not None), shape)
+    return picked if None not in full else _in_shape(picked, op.output.shape)
+
+
+def _in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
+    rows_before = math.prod(of.shape[: of.dim])
+    for dim in reversed(range(len(shape))):
+        if same(shape[dim], of.columns) and same(math.prod(shape[:dim]), rows_before):
+            return replace(of, dim=dim, shape=shape)
+    raise Unknown
+
+
+def _is_slice(part: Any) -> bool:
+    sizes = (int, torch.SymInt, type(None))
+    return isinstance(part, slice) and all(isinstance(each, sizes) for each in (part.start, part.stop, part.step))
+
+
+def _pick(of: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
+    """The rows, and the first columns, that numbers and slices pick, one for each dimension."""
+    columns, logits = key[of.dim], of.logits
+    if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
+        raise Unknown
+    dim = of.dim - sum(not isinstance(part, slice) for part in key[: of.dim])
+    if columns.stop is not None and not same(shape[dim], of.columns):
+        # To ask adds the guard that there are so many columns in every call.
+        is_part = type(columns.stop) is int and columns.stop > 0 and bool(columns.stop <= of.columns)
+        kept = columns.stop if is_part else shape[dim]
+        if type(kept) is not int or of.form or value(of.sum) != {"u": 1} or not kept:
+            raise Unknown
+        logits = replace(logits, vocab_size=kept)
+        shape = (*shape[:dim], kept, *shape[dim + 1 :])
+    rows = (*key[: of.dim], *key[of.dim + 1 :])
+    if not all(isinstance(part, slice) and (part.start, part.stop, part.step) in _ALL for part in rows):
+        step = RowStep("index", tuple(rows))
+        logits = _with_step(replace(of, logits=logits), step, (*shape[:dim], *shape[dim + 1 :]))
+        return replace(of, logits=logits, dim=dim, shape=shape)
+    return replace(of, logits=logits, shape=shape)
+
+
+_ALL = ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1))
+
+
+@rule("narrow")
+def _narrow(known: "Interpreter", op: Op, input: Tensor, dim: int, start: Any, length: Any) -> Class:
+    of = _class(known, input)
+    dim %= len(of.shape)
+    if isinstance(start, Tensor) or (type(start) is int and start < 0 and type(of.shape[dim]) is not int):
+        raise Unknown
+    start = start % of.shape[dim] if type(start) is int and start < 0 else start
+    key = [slice(None)] * len(of.shape)
+    key[dim] = slice(start, start + length)
+    return _pick(of, tuple(key), op.output.shape)
+
+
+@rule("select")
+def _select(known: "Interpreter", op: Op, input: Tensor, dim: int, index: Any) -> Value:
+    found = known.get(input)
+    if isinstance(found, Row | Argmax) and same(op.output.numel, input.numel):
+        return replace(found, shape=op.output.shape)
+    of = _class(known, input)
+    if isinstance(index, Tensor):
+        raise Unknown
+    key: list[Any] = [slice(None)] * len(of.shape)
+    key[dim % len(of.shape)] = index
+    return _pick(of, tuple(key), op.output.shape)
+
+
+@rule("split", "chunk", "tensor_split", "unbind")
+def _split(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: Any) -> tuple[Class, ...]:
+    of = _class(known, input)
+    at = 0 if op.name == "unbind" else 1
+    dim = (args[at] if len(args) > at else kwargs.get("dim", 0)) % len(of.shape)
+    if dim == of.dim:
+        raise Unknown("along the vocabulary")
+    parts, start = [], 0
+    for number, out in enumerate(op.output):
+        key: list[Any] = [slice(None)] * len(of.shape)
+        key[dim] = number if op.name == "unbind" else slice(start, start + out.shape[dim])
+        if op.name != "unbind":
+            start = start + out.shape[dim]
+        parts.append(_pick(of, tuple(key), out.shape))
+    return tuple(parts)
+
+
+@rule("stack", "cat", "concat")
+def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Row:
+    """Numbers of the parts into which rows were split, such as the sequences of a batch, put together again."""
+    found, is_stack = [known.get(each) for each in tensors], op.name == "stack"
+    parts = [each for each in found if isinstance(each, Row)]
+    if dim != 0 or not parts or len(parts) < len(found):
+        raise Unknown
+    first = parts[0]
+    whole = replace(first.logits, rows=first.logits.rows[:-1])
+    end: Any = 0
+    for number, part in enumerate(parts):
+        own = part.logits.rows[-1] if part.logits.rows else None
+        alike = (part.sum, part.is_exp, part.factor) == (first.sum, first.is_exp, first.factor)
+        if own is None or own.kind != "index" or not alike:
+            raise Unknown
+        index, *rest = own.argument
+        if replace(part.logits, rows=part.logits.rows[:-1]) != whole:
+            raise Unknown
+        are_all = all(isinstance(each, slice) and (each.start, each.stop, each.step) in _ALL for each in rest)
+        is_next = index == number if is_stack else isinstance(index, slice) and same(index.start or 0, end)
+        if not are_all or not is_next or (part.labels is None) != (first.labels is None):
+            raise Unknown
+        end = number + 1 if is_stack else index.stop
+    # What is cut may have been reshaped before.
+    is_in_shape = is_stack or len(first.shape) == len(first.logits.rows_shape)
+    if not whole.rows_shape or not same(end, whole.rows_shape[0]) or not is_in_shape:
+        raise Unknown
+    all_labels = [part.labels for part in parts if part.labels is not None]
+    if len({each.wraps for each in all_labels}) > 1:
+        raise Unknown
+    numbers = tuple(number for each in all_labels for number in each.numbers)
+    return replace(
+        first, logits=whole, shape=op.output.shape, labels=Labels(numbers, all_labels[0].wraps) if all_labels else None,
+        label_tensors=tuple(each for part in parts for each in part.label_tensors),
+        labels_read=min(part.labels_read for part in parts),
+    )  # fmt: skip
+
+
+@rule("broadcast_tensors")
+def _broadcast_tensors(known: "Interpreter", op: Op, *tensors: Any) -> tuple[Class | None, ...]:
+    """Logits beside labels that are given their shape, as in `Categorical.log_prob`: the logits stay as they are."""
+    operands = op.operands
+    found: list[Class | None] = []
+    for operand, out in zip(operands, op.output, strict=True):
+        of = known.get(operand)
+        if of is not None and not (isinstance(of, Class) and same_shape(out.shape, operand.shape)):
+            raise Unknown
+        found.append(of if isinstance(of, Class) else None)
+        if of is None:
+            # Who reads the whole of it, and not only its first column, needs the logits' shape, which all know.
+            known.broadcast[out] = operand
+    return tuple(found)
+
+
+# Arithmetic.
+
+
+def _scaled(of: Class | Row, factor: Fraction) -> Class | Row:
+    if factor == 0:
+        raise Unknown
+    if isinstance(of, Row):
+        return replace(of, factor=of.factor * factor) if of.is_exp else replace(of, sum=added((factor, of.sum)))
+    if of.form == "exp":
+        return replace(of, factor=of.factor * factor)
+    _, _, rest = parted(of.sum, "u")
+    is_u_alone = of.is_shifted_logits and set(value(rest)) <= {"M"}
+    if not is_u_alone or (factor < 0 and (rest or of.logits.softcap is not None)):
+        return replace(of, sum=added((factor, of.sum)))
+    return replace(of, logits=_scaled_logits(of.logits, factor))
+
+
+def _scaled_logits(logits: Logits, factor: Fraction) -> Logits:
+    if logits.softcap is None:
+        return replace(logits, scale=logits.scale * factor)
+    return replace(logits, softcap=logits.softcap * factor)
+
+
+def _number(given: Any) -> Fraction:
+    if not is_number(given):
+        raise Unknown("with something that is not a number known when the program is compiled")
+    return Fraction(given)
+
+
+@rule("mul", "multiply")
+def _mul(known: "Interpreter", op: Op, input: Any, other: Any) -> Value:
+    a, b = known.get(input), known.get(other)
+    if isinstance(a, Class) and isinstance(b, Class):
+        return _weighted(a, b) if a.form == "exp" else _weighted(b, a)
+    found, factor = (a, other) if a is not None else (b, input)
+    if not isinstance(found, Class | Row) or isinstance(factor, Tensor):
+        raise Unknown
+    return _scaled(found, _number(factor))
+
+
+def _weighted(p: Class, of: Class) -> Class:
+    """The product p (a u + r)."""
+    is_p = p.form == "exp" and value(p.sum) == LOG_PROBABILITY and p.logits == of.logits and p.dim == of.dim
+    if not is_p or of.form or not same_shape(p.shape, of.shape):
+        raise Unknown
+    return replace(of, form="p", sum=added((p.factor, of.sum)), p_has_grad=has_grad(p.sum))
+
+
+@rule("div", "divide")
+def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
+    a, b = known.get(input), known.get(other)
+    if rounding_mode is not None or a is None:
+        raise Unknown
+    if isinstance(a, Class) and isinstance(b, Row):
+        # exp(s) / exp(t), as in a softmax that is spelled out.
+        if a.form != "exp" or not b.is_exp or not known.is_row_of(b, a) or op.output.dtype != input.dtype:
+            raise Unknown
+        return replace(a, sum=added((1, a.sum), (-1, b.sum)), factor=a.factor / b.factor)
+    if isinstance(other, Tensor) or not isinstance(a, Class | Row):
+        raise Unknown
+    number = _number(other)
+    if number == 0:
+        raise Unknown
+    return _scaled(a, 1 / number)
+
+
+@rule("neg", "negative")
+def _neg(known: "Interpreter", op: Op, input: Tensor) -> Value:
+    found = known.get(input)
+    if not isinstance(found, Class | Row):
+        raise Unknown
+    return _scaled(found, Fraction(-1))
+
+
+@rule("add")
+def _add(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
+    return _sum_of(known, op, input, other, alpha, 1)
+
+
+@rule("sub", "subtract")
+def _sub(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
+    return _sum_of(known, op, input, other, alpha, -1)
+
+
+def _sum_of(known: "Interpreter", op: Op, input: Any, other: Any, alpha: Any, sign: int) -> Value:
+    if alpha != 1:
+        raise Unknown
+    a, b = known.get(input), known.get(other)
+    if isinstance(a, Row) and isinstance(b, Row):
+        return _sum_of_rows(a, b, sign)
+    if isinstance(a, Class) and isinstance(b, Row):
+        if not known.is_row_of(b, a) or b.is_exp or a.form or b.labels is not None:
+            raise Unknown
+        return replace(a, sum=added((1, a.sum), (sign, b.sum)))
+    if isinstance(a, Class) and isinstance(b, Class):
+        if a.logits == b.logits and a.dim == b.dim and not a.form and not b.form and same_shape(a.shape, b.shape):
+            return replace(a, sum=added((1, a.sum), (sign, b.sum)))
+        if sign == 1:
+            return _sum_of_linears(known, a, b, op)
+        raise Unknown
+    of, bias = (a, other) if isinstance(a, Class) else (b, input)
+    if not isinstance(of, Class) or not isinstance(bias, Tensor) or sign != 1:
+        raise Unknown
+    return _with_bias(of, bias)
+
+
+def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
+    b = _in_terms_of(b, a.logits) or b
+    a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
+    labels = [row for row in (a, b) if row.labels is not None]
+    is_one = len({row.labels for row in labels}) <= 1
+    if a.logits != b.logits or a.is_exp or b.is_exp or not is_one or not same_shape(a.shape, b.shape):
+        raise Unknown
+    like = labels[0] if labels else a
+    read = (
+        max((row.labels_read for row in labels), default=-1) if len(labels) < 2 else min(a.labels_read, b.labels_read)
+    )
+    return replace(like, sum=added((1, a.sum), (sign, b.sum)), labels_read=read)
+
+
+def _in_terms_of(row: Row, logits: Logits) -> Row | None:
+    """u_y, or a maximum, of the same logits without their last factor; None where that can't be said."""
+    own = row.logits
+    if own.softcap is not None or replace(own, scale=logits.scale) != logits:
+        return None
+    ratio = own.scale / logits.scale
+    if ratio == 1 or not set(value(row.sum)) <= ({"y"} if ratio < 0 else {"y", "M"}):
+        return row if ratio == 1 else None
+    return replace(row, logits=logits, sum=added((ratio, row.sum)))
+
+
+def _with_bias(of: Class, bias: Tensor) -> Class:
+    logits = of.logits
+    is_plain = of.is_logits and of.dim == len(of.shape) - 1 and logits.is_linear and len(of.shape) > 1
+    if not is_plain or not same_shape(bias.shape, (of.columns,)):
+        raise Unknown
+    if logits.bias is not None or logits.scale != 1:
+        raise Unknown("with a bias after another or after a factor")
+    if logits.group is not None:
+        raise Unknown("with a bias that is not divided among ranks")
+    terms = tuple(replace(term, has_grad=term.has_grad and has_grad(of.sum)) for term in logits.terms)
+    logits = replace(logits, terms=terms, bias=bias, bias_has_grad=bias.needs_grad)
+    return replace(of, logits=logits, sum=poly(u=1))
+
+
+def _sum_of_linears(known: "Interpreter", a: Class, b: Class, op: Op) -> Class:
+    """Such as x @ W.T + y @ B.T, a head and its low-rank adapter: the terms of both."""
+    both = (a, b)
+    alike = a.dim == b.dim == len(a.shape) - 1 and same_shape(a.shape, b.shape) and a.logits.group == b.logits.group
+    is_plain = all(of.is_logits and of.logits.is_linear and not of.logits.rows for of in both)
+    if not alike or not is_plain or all(of.logits.bias is not None for of in both):
+        raise Unknown
+    scale = a.logits.scale
+    if scale != b.logits.scale:
+        # The factor of a term multiplies its input, which rounds it; that of a bias has no such place.
+        if any(of.logits.bias is not None and of.logits.scale != 1 for of in both):
+            raise Unknown
+        scale = Fraction(1)
+    terms = [
+        replace(term, factor=term.factor * of.logits.scale / scale, has_grad=term.has_grad and has_grad(of.sum))
+        for of in both
+        for term in of.logits.terms
+    ]
+    head = max(terms, key=lambda term: hint(term.input.shape[-1]))
+    with_bias = a if b.logits.bias is None else b
+    logits = replace(
+        a.logits,
+        terms=(head, *(term for term in terms if term is not head)),
+        scale=scale,
+        bias=with_bias.logits.bias,
+        bias_has_grad=with_bias.logits.bias_has_grad and has_grad(with_bias.sum),
+    )
+    return replace(a, logits=logits, sum=poly(u=1))
+
+
+@rule("tanh")
+def _tanh(known: "Interpreter", op: Op, input: Tensor) -> Class:
+    of = _class(known, input)
+    if not of.is_logits or of.logits.softcap is not None:
+        raise Unknown("after their maximum was subtracted" if "M" in value(of.sum) else "")
+    return replace(of, logits=replace(of.logits, softcap=Fraction(1)))
+
+
+@rule("exp")
+def _exp(known: "Interpreter", op: Op, input: Tensor) -> Value:
+    found = known.get(input)
+    if isinstance(found, Row) and not found.is_exp:
+        return replace(found, is_exp=True)
+    if not isinstance(found, Class) or not found.is_shifted_logits:
+        raise Unknown
+    return replace(found, form="exp")
+
+
+@rule("log")
+def _log(known: "Interpreter", op: Op, input: Tensor) -> Value:
+    """Where a probability underflows, the region has the finite log_softmax, and PyTorch minus infinity."""
+    found = known.get(input)
+    if isinstance(found, Row) and found.is_exp and found.factor == 1:
+        return replace(found, is_exp=False)
+    if not isinstance(found, Class) or found.form != "exp" or found.factor != 1:
+        raise Unknown
+    return replace(found, form="")
+
+
+@rule("clamp", "clamp_min", "clip")
+def _clamp(known: "Interpreter", op: Op, input: Tensor, min: Any = None, max: Any = None) -> Value:
+    """Only -inf is changed, as by `Categorical.entropy`, lest its product with a probability of 0 be NaN."""
+    found = known.get(input)
+    if max is not None or not isinstance(min, float) or min != torch.finfo(op.output.dtype).min:
+        raise Unknown
+    if not isinstance(found, Class):
+        raise Unknown
+    return found
+
+
+# From logits to log-probabilities, and to one number of each row.
+
+
+def _with_own_grad(of: Class, name: str, factor: Any = 1) -> Poly:
+    """An atom that has a gradient where u has one."""
+    return ((Atom(name, has_grad=parted(of.sum, "u")[0] != 0), Fraction(factor)),)
+
+
+@rule("log_softmax")
+def _log_softmax(
+    known: "Interpreter", op: Op, input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+) -> Class:
+    of = _class(known, input)
+    dim = int(len(of.shape) not in (0, 1, 3)) if dim is None else dim
+    if dim % len(of.shape) != of.dim:
+        raise NotFused(Reason.CLASS_DIMENSION, f"{op.name} over dimension {dim}")
+    _copied(known, op, input)
+    if not of.is_shifted_logits:
+        raise Unknown(f"after {'softmax' if of.form else 'a factor'}")
+    return replace(of, sum=added((1, _with_own_grad(of, "u")), (-1, _with_own_grad(of, "L"))))
+
+
+@rule("softmax")
+def _softmax(known: "Interpreter", op: Op, input: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Class:
+    return replace(_log_softmax(known, op, input, dim), form="exp")
+
+
+@rule("logsumexp")
+def _logsumexp(known: "Interpreter", op: Op, input: Tensor, dim: Any, keepdim: bool = False) -> Row:
+    of = _class(known, input)
+    _over_classes(of, dim)
+    if not of.is_shifted_logits:
+        raise Unknown
+    _, _, rest = parted(of.sum, "u")
+    return Row(of.logits, op.output.shape, added((1, rest), (1, _with_own_grad(of, "L"))))
+
+
+@rule("sum")
+def _sum(
+    known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Row:
+    of = _class(known, input)
+    _over_classes(of, dim)
+    return _summed(of, op.output.shape)
+
+
+def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
+    """Σ exp(u + r), or Σ p (a u + r)."""
+    u, cut, rest = parted(of.sum, "u")
+    if of.form == "exp" and of.has_one_u:
+        return Row(of.logits, shape, added((1, rest), (1, _with_own_grad(of, "L"))), is_exp=True, factor=of.factor)
+    if of.form != "p":
+        raise Unknown
+    # Σ p u = E. Without p's gradient, that of Σ p u is p, which is L's; without u's, it is what is left of E's.
+    expected, log_sum = poly(E=1), poly(L=1)
+    parts: list[tuple[Fraction, Poly]] = [(Fraction(1), rest)]
+    for factor, has_u in ((u, True), (cut, False)):
+        if of.p_has_grad:
+            parts.append((factor, expected))
+            if not has_u:
+                parts += [(-factor, log_sum), (factor, without_grad(log_sum))]
+        else:
+            parts.append((factor, without_grad(expected)))
+            if has_u:
+                parts += [(factor, log_sum), (-factor, without_grad(log_sum))]
+    return Row(of.logits, shape, added(*parts))
+
+
+@rule("einsum")
+def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Row:
+    """Σ p log p as in `einsum("btv,btv->bt", p, log_p)`."""
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands
+    if len(tensors) != 2 or not isinstance(equation, str):
+        raise Unknown
+    a, b = (_class(known, each) for each in tensors)
+    of = _weighted(a, b) if a.form == "exp" else _weighted(b, a)
+    names, _, result = equation.replace(" ", "").partition("->")
+    names, _, others = names.partition(",")
+    # As "...v,...v->..." or, with a name for each dimension, as "btv,btv->bt".
+    is_last = names[:3] == result == "..." and len(names) == 4 and of.dim == len(of.shape) - 1
+    is_named = names.isalpha() and len(set(names)) == len(names) == len(of.shape)
+    if names != others or not (is_last or (is_named and result == names[: of.dim] + names[of.dim + 1 :])):
+        raise Unknown
+    return _summed(of, op.output.shape)
+
+
+@rule("special_entr", "entr")
+def _entr(known: "Interpreter", op: Op, input: Tensor) -> Class:
+    of = _class(known, input)
+    if not of.is_probability:
+        raise Unknown
+    return _weighted(of, replace(of, form="", sum=added((-1, of.sum))))
+
+
+@rule("xlogy", "special_xlogy")
+def _xlogy(known: "Interpreter", op: Op, input: Tensor, other: Tensor) -> Class:
+    p, q = _class(known, input), _class(known, other)
+    if q.form != "exp" or q.factor != 1:
+        raise Unknown
+    return _weighted(p, replace(q, form=""))
+
+
+@rule("amax")
+def _amax(known: "Interpreter", op: Op, input: Tensor, dim: Any = (), keepdim: bool = False) -> Row:
+    of = _class(known, input)
+    _over_classes(of, dim)
+    return _maximum(of, op.outs[0].shape)
+
+
+def _maximum(of: Class, shape: tuple[Any, ...]) -> Row:
+    u, cut, rest = parted(of.sum, "u")
+    if of.form == "p" or u + cut <= 0 or (u and cut) or of.factor <= 0:
+        raise Unknown
+    maximum = added((u + cut, _with_own_grad(of, "M")))
+    return Row(of.logits, shape, added((1, rest), (1, maximum)), is_exp=of.form == "exp", factor=of.factor)
+
+
+@rule("max")
+def _max(known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False) -> tuple[Value, ...]:
+    if dim is None or isinstance(dim, Tensor):
+        raise Unknown
+    values, indices = op.output
+    found = _argmax(known, op, input, dim), _amax(known, op, input, dim)
+    return replace(found[1], shape=values.shape), replace(found[0], shape=indices.shape)
+
+
+@rule("argmax")
+def _argmax(known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False) -> Argmax:
+    of = _class(known, input)
+    _over_classes(of, dim)
+    # Several exponentials may be infinite.
+    if of.form == "p" or (of.form == "exp" and not of.is_probability) or not of.of_u:
+        raise Unknown
+    logits = of.logits
+    is_of_smallest = (of.of_u > 0) != (logits.scale > 0)
+    logits = replace(logits, scale=Fraction(1), softcap=None, terms=_without_grad(logits.terms), bias_has_grad=False)
+    return Argmax(logits, is_of_smallest, op.outs[-1].shape)
+
+
+def _without_grad(terms: tuple[Term, ...]) -> tuple[Term, ...]:
+    return tuple(replace(term, has_grad=False) for term in terms)
+
+
+@rule("gather")
+def _gather(known: "Interpreter", op: Op, input: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Row:
+    of = _class(known, input)
+    _over_classes(of, dim)
+    sizes = [size for at, size in enumerate(index.shape) if at != of.dim]
+    is_of_rows = index.ndim == input.ndim and all(map(agree, sizes, of.rows_shape)) and same(index.shape[of.dim], 1)
+    if not is_of_rows:
+        raise Unknown(f"labels of shape {_text(index.shape)} for logits of shape {_text(of.shape)}")
+    return _at_labels(known, op, of, index)
+
+
+@rule("take_along_dim")
+def _take_along_dim(known: "Interpreter", op: Op, input: Tensor, indices: Tensor, dim: int | None = None) -> Row:
+    if dim is None:
+        raise Unknown
+    return _gather(known, op, input, dim, indices)
+
+
+def _text(shape: Sequence[Any]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
+
+
+def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps: bool = False) -> Row:
+    """What is known of each class at one label of each row."""
+    index = known.labels_of(index)
+    if of.form == "p":
+        raise Unknown
+    if known.hangs_on(index, of.logits):
+        # Such as a gate's experts, or a sampled token.
+        raise Unknown("at a choice that depends on the logits")
+    u, cut, rest = parted(of.sum, "u")
+    at_label = added((u, poly(y=1)), (cut, without_grad(poly(y=1))))
+    return Row(
+        of.logits, op.output.shape, added((1, rest), (1, at_label)), is_exp=of.form == "exp", factor=of.factor,
+        labels=Labels((known.program.value_number(index),), wraps), label_tensors=(index,), labels_read=op.position,
+    )  # fmt: skip
+
+
+def _indexed(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Row:
+    """Logits [arange(N), labels] or [arange(B)[:, None], arange(T), labels]."""
+    *rows, labels = key
+    if labels.dtype in (torch.bool, torch.uint8) or not same_shape(op.output.shape, of.rows_shape):
+        raise Unknown("rows picked by an index")
+    if not all(known.is_every_index(part, dim, of.rows_shape) for dim, part in enumerate(rows)):
+        raise Unknown("rows picked by an index")
+    if not all(map(agree, labels.shape, of.rows_shape[len(of.rows_shape) - labels.ndim :])) or labels.ndim < len(rows):
+        raise Unknown(f"labels of shape {_text(labels.shape)} for logits of shape {_text(of.shape)}")
+    return _at_labels(known, op, of, labels, wraps=True)
+
+
+# Losses.
+
+
+@rule("cross_entropy")
+def _cross_entropy(
+    known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
+) -> Loss:  # fmt: skip
+    return _loss(known, op, input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+
+@rule("nll_loss")
+def _nll_loss(
+    known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
+    ignore_index: int | None = -100, reduce: Any = None, reduction: str = "mean",
+) -> Loss:  # fmt: skip
+    # Where nll_loss has no ignore_index, thunder keeps None.
+    ignore_index = -100 if ignore_index is None else ignore_index
+    return _loss(known, op, input, target, weight, size_average, ignore_index, reduce, reduction, 0.0)
+
+
+def _loss(
+    known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None, size_average: Any,
+    ignore_index: Any, reduce: Any, reduction: Any, label_smoothing: Any,
+) -> Loss:  # fmt: skip
+    of = known.get(input)
+    if not isinstance(of, Class):
+        raise known.why_unknown(input)
+    settings = (reduction, label_smoothing)
+    if any(isinstance(each, torch.SymFloat) for each in settings):
+        # AOTAutograd makes Dynamo trace again, with a number, and this graph is dropped.
+        raise Unknown
+    if isinstance(ignore_index, torch.SymInt):
+        ignore_index = int(ignore_index)  # With a guard: another one compiles anew.
+    if any("Proxy" in type(each).__name__ for each in (*settings, ignore_index)):
+        raise NotFused(Reason.DYNAMIC)
+    if size_average is not None or reduce is not None:
+        raise NotFused(Reason.DEPRECATED_ARGUMENT)
+    if target.dtype.is_floating_point or target.ndim == input.ndim:
+        raise NotFused(Reason.CLASS_PROBABILITIES)
+    if of.dim != min(1, input.ndim - 1):
+        raise NotFused(Reason.CLASS_DIMENSION, f"logits of shape {_text(input.shape)}")
+    if of.form:
+        raise NotFused(Reason.TRANSFORMED_LOGITS, "by softmax" if of.is_probability else "by exp")
+    if op.name == "nll_loss" and value(of.sum) != LOG_PROBABILITY:
+        raise NotFused(Reason.NOT_LOG_PROBABILITIES)
+    if not of.is_shifted_logits:
+        raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
+    out = op.output
+    loss = Loss(
+        of.logits, target, out.shape, out.needs_grad, op, weight=weight, ignore_index=ignore_index, reduction=reduction,
+        label_smoothing=float(label_smoothing),
+    )  # fmt: skip
+    check_class_weights(loss)
+    return loss
+
+
+def check_class_weights(loss: Loss) -> None:
+    """Raises for class weights that a region does not take."""
+    weight, dtype = loss.weight, loss.logits.dtype
+    if weight is None:
+        return
+    if weight.needs_grad:
+        raise NotFused(Reason.CLASS_WEIGHTS, "they require a gradient")
+    if loss.logits.vocab_size is not None:
+        raise NotFused(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
+    if weight.dtype != dtype and (weight.dtype is not torch.float32 or dtype is torch.float64):
+        raise NotFused(Reason.CLASS_WEIGHTS, str(weight.dtype).removeprefix("torch."))
+
+
+def has_float_factors(logits: Logits) -> bool:
+    """Whether scale, softcap and the factors of the terms, which may be products, are in the range of floats."""
+    softcap = Fraction(1) if logits.softcap is None else logits.softcap
+    factors = (softcap, logits.scale * softcap, *(term.factor for term in logits.terms))
+    return all(float_info.min <= abs(factor) <= float_info.max for factor in factors)

@@ -1,0 +1,482 @@
+"""What a program makes of its log-probabilities, entropies and losses of tokens, where that is a sum over tokens.
+
+    ratio = (log_prob - old).exp()                                          on single tokens: `operation.pointwise`
+    per_token = -torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)
+    loss = (per_token * mask).sum() / mask.sum()                            linear in these: a weight for each token
+
+Such a sum can be differentiated while the logits are there. What mixes tokens in another way, such as a preference loss
+of whole sequences, has gradients that are known only when all tokens are.
+
+Of the linear part, only that each operation is linear has to be known. The weights are its derivative, which whoever
+writes the graph asks autograd for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from thunder_flce.matching.algebra import Class, Loss, Row
+from thunder_flce.matching.interpreter import Interpreter, Result
+from thunder_flce.matching.program import (
+    COPIES,
+    PERMUTATIONS,
+    RESHAPES,
+    Op,
+    Tensor,
+    is_number,
+    keeps_elements,
+    same,
+    same_shape,
+)
+from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, evaluate, numbered, uses
+
+CASTS = {*COPIES, "double", "bool", "int", "long"}
+"""Operations that change the dtype at most."""
+
+
+class NotASum(Exception):
+    """Raised where gradients have to wait; says why."""
+
+
+@dataclass(eq=False)
+class TokenInput:
+    """A tensor that a token loss reads."""
+
+    tensor: Tensor
+    shape: tuple[Any, ...]
+    """What it is expanded to, of one element a token"""
+    read_at: int
+    """The position of the operation that reads it"""
+    is_valid: int | None = None
+    """Where it is labels: the loss reads whether they are not this one"""
+
+
+@dataclass(eq=False)
+class Summand:
+    """A number of each token that is summed up with weights; or a loss that is a mean or a sum itself."""
+
+    rows: int
+    """The number of its rows among the sources"""
+    tensor: Tensor
+    handle: Handle | None
+    """What it is in the recorder of its rows; None for a loss that is a mean or a sum"""
+
+
+@dataclass(eq=False)
+class Tokens:
+    """The sources of one set of rows, and what is computed of them token by token."""
+
+    results: list[Result]
+    count: Any
+    """How many rows there are"""
+    ignore_index: int | None = None
+    """Of a loss of each token, where its 0 in ignored rows counts"""
+    recorder: Recorder = field(default_factory=Recorder)
+    inputs: dict[Handle, TokenInput] = field(default_factory=dict)
+    own: dict[Tensor, Handle] = field(default_factory=dict)
+    """What each result is in the recorder"""
+
+
+@dataclass(eq=False)
+class TokenSum:
+    """A scalar through which alone gradients reach the sources."""
+
+    place: Tensor
+    summands: list[Summand]
+    ops: list[Op]
+    """The linear operations from the summands to the place, in order"""
+    tokens: list[Tokens]
+    kept: set[Tensor]
+    """The sources that something else needs, without a gradient"""
+
+    def plain_sign(self, rows: int) -> int | None:
+        """Where all summands of some rows are log-probabilities, or all are losses: -1 or 1; None otherwise."""
+        tokens, signs = self.tokens[rows], set[int | None]()
+        for summand in self.of_rows(rows):
+            source = next((each for each, handle in tokens.own.items() if handle == summand.handle), None)
+            found = next((each.value for each in tokens.results if each.tensor is source), None)
+            if summand.handle is None or isinstance(found, Loss):
+                signs.add(1)
+            elif isinstance(found, Row) and not found.is_exp and set(found.variables) == {"log_prob"}:
+                factor, cut = found.variables["log_prob"]
+                signs.add(-int(factor) if abs(factor) == 1 and not cut else None)
+            else:
+                return None
+        return signs.pop() if len(signs) == 1 else None
+
+    def of_rows(self, rows: int) -> list[Summand]:
+        """The summands of some rows."""
+        return [summand for summand in self.summands if summand.rows == rows]
+
+    def texts(self, rows: int) -> list[tuple[str, list[TokenInput]]]:
+        """What each summand of some rows is, and what it reads; nothing of a loss that is a mean or a sum."""
+        tokens = self.tokens[rows]
+        handles = [summand.handle for summand in self.of_rows(rows) if summand.handle is not None]
+        found = (numbered(tokens.recorder.copy().finish(handle)) for handle in handles)
+        inputs = list(tokens.inputs.values())
+        return [(text, [inputs[number] for number in read]) for text, read in found]
+
+    def is_zero_without_loss(self, rows: int) -> bool:
+        """Whether a token whose log-probability is 0 adds nothing, whatever else there is."""
+        losses = self.texts(rows)
+        # While a program is compiled, tensors may be fake.
+        with unset_fake_temporarily():
+            nothing = {"log_prob": torch.zeros(1, device="cpu")}
+            return not any(
+                read or any(uses(loss, name) for name in VARIABLES[1:]) or evaluate(loss, nothing).any()
+                for loss, read in losses
+            )
+
+
+def find_sum(of_rows: Sequence[Tokens], known: Interpreter) -> TokenSum:
+    """The scalar through which alone gradients reach the sources of some sets of rows.
+
+    Raises:
+        NotASum: where gradients reach the sources in another way, too, or tokens are mixed.
+    """
+    search = _Search(of_rows, known)
+    for op in known.program.ops:
+        if search.add(op):
+            return search.finished(op)
+    search.check_results()
+    raise NotASum("they do not become one sum")
+
+
+class _Search:
+    """Follows the program from the sources on."""
+
+    def __init__(self, of_rows: Sequence[Tokens], known: Interpreter):
+        self._known, self._program, self._of_rows = known, known.program, of_rows
+        self._sources = {each.tensor: rows for rows, tokens in enumerate(of_rows) for each in tokens.results}
+        self._tokens: dict[Tensor, tuple[int, Handle]] = {}
+        """What is computed token by token: of which rows, and what it is in their recorder"""
+        self._sums: set[Tensor] = set()
+        """What is linear in numbers of tokens"""
+        self._dependent = set(self._sources)
+        self._with_grad = {each for each in self._sources if each.needs_grad}
+        self._linear: list[Op] = []
+        self._passed: set[Op] = set()
+        self._upstream = _with_upstream_gradients(known)
+        for rows, tokens in enumerate(of_rows):
+            for result in tokens.results:
+                value = result.value
+                if isinstance(value, Loss) and value.reduction != "none":
+                    self._sums.add(result.tensor)
+                    continue
+                handle = _recorded(value, tokens)
+                if not result.tensor.needs_grad:
+                    handle = tokens.recorder.detached(handle)
+                self._tokens[result.tensor] = rows, handle
+                tokens.own[result.tensor] = handle
+
+    def add(self, op: Op) -> bool:
+        """Follows one operation; returns whether it is the sum that all gradients come from."""
+        outs = op.outs
+        if any(out in self._sources for out in outs):
+            return len(outs) == 1 and self._is_place(outs[0])
+        operands = [each for each in dict.fromkeys(op.operands) if each in self._dependent]
+        if not operands or all(out in self._known.values for out in outs) and outs:
+            return False
+        has_grad = any(each in self._with_grad for each in operands) and self._passes_grad(op)
+        try:
+            self._follow(op, operands, has_grad)
+        except NotOfTokens as problem:
+            if has_grad:
+                raise NotASum(f"{problem}{_line(op)} is no operation on single tokens") from problem
+        except NotASum:
+            if has_grad:
+                raise
+        self._dependent.update(outs)
+        self._passed.add(op)
+        if has_grad:
+            self._with_grad.update(out for out in outs if out.needs_grad)
+        return has_grad and len(outs) == 1 and self._is_place(outs[0])
+
+    def _is_place(self, out: Tensor) -> bool:
+        return out in self._sums and out in self._with_grad and out.ndim == 0 and self._is_closed(out)
+
+    def _follow(self, op: Op, operands: list[Tensor], has_grad: bool) -> None:
+        outs = op.outs
+        if not outs:
+            raise NotASum(f"{op.name}{_line(op)} changes a tensor in place")
+        if all(each in self._tokens for each in operands) and len(outs) == 1 and op.name not in ("sum", "mean"):
+            rows = {self._tokens[each][0] for each in operands}
+            if len(rows) == 1 and same(outs[0].numel, self._of_rows[next(iter(rows))].count):
+                try:
+                    self._tokens[outs[0]] = next(iter(rows)), self._written(op, next(iter(rows)), has_grad)
+                    return
+                except NotOfTokens:
+                    if not _is_linear(op, operands, self._is_zero):
+                        raise
+        if not has_grad:
+            raise NotASum(f"{op.name} is of no token")
+        if any(each not in self._tokens and each not in self._sums for each in operands):
+            raise NotASum(f"{op.name}{_line(op)} mixes tokens")
+        if not _is_linear(op, operands, self._is_zero):
+            raise NotASum(f"{op.name}{_line(op)} of a sum over tokens is not linear")
+        for other in op.operands:
+            if other not in operands:
+                self._check_known(other, op)
+        self._check_writes(op)
+        self._linear.append(op)
+        self._sums.update(outs)
+
+    def _written(self, op: Op, rows: int, has_grad: bool) -> Handle:
+        """The result of an operation on single tokens."""
+        recorder = self._of_rows[rows].recorder
+
+        def argument(given: Any) -> Any:
+            if not isinstance(given, Tensor):
+                return [argument(each) for each in given] if isinstance(given, list | tuple) else given
+            return self._tokens[given][1] if given in self._tokens else self._input(given, op, rows, has_grad)
+
+        first = op.operands[0]
+        if first in self._tokens and (op.name in RESHAPES | CASTS or keeps_elements(op)):
+            # Of further operands, such an operation takes only the shape or the dtype.
+            handle = self._tokens[first][1]
+            if op.output.dtype != first.dtype:
+                handle = recorder.cast(handle, op.output.dtype)
+        else:
+            self._check_writes(op)
+            handle = recorder.write(
+                op.name, [argument(each) for each in op.args],
+                {name: argument(each) for name, each in op.kwargs.items() if name != "inplace"},
+            )  # fmt: skip
+        return handle if has_grad else recorder.detached(handle)
+
+    def _input(self, tensor: Tensor, op: Op, rows: int, has_grad: bool) -> Handle:
+        """What a tensor is in the recorder that does not depend on the sources."""
+        self._check_known(tensor, op, has_grad=has_grad)
+        tokens, shape = self._of_rows[rows], op.output.shape
+        for handle, known in tokens.inputs.items():
+            is_same = known.tensor is tensor or self._program.has_same_values(known.tensor, tensor)
+            if known.is_valid is None and same_shape(known.shape, shape) and is_same:
+                return handle
+        handle = tokens.recorder.add_input(tensor.dtype)
+        tokens.inputs[handle] = TokenInput(tensor, shape, op.position)
+        return handle
+
+    def _check_known(self, tensor: Tensor, op: Op, *, has_grad: bool = True) -> None:
+        """Raises for a factor that is not known when the region runs, or needs a gradient itself."""
+        if has_grad and tensor.needs_grad:
+            raise NotASum(f"{_name(tensor)} in {op.name}{_line(op)} needs a gradient, too")
+        values = (result.value for tokens in self._of_rows for result in tokens.results)
+        is_class = isinstance(self._known.get(tensor), Class)
+        if is_class or any(self._known.hangs_on(tensor, value.logits) for value in values):
+            raise NotASum(f"{_name(tensor)} in {op.name}{_line(op)} depends on the logits")
+
+    def _check_writes(self, op: Op) -> None:
+        """Raises for a change in place that somebody else sees: then it is not the same as a new tensor."""
+        for written in op.writes:
+            is_own = written in self._dependent or (self._is_zero(written) and len(written.users) == 1)
+            if not is_own or any(user.position > op.position for user in written.users):
+                raise NotASum(f"{op.name}{_line(op)} changes a tensor in place")
+
+    def _is_zero(self, tensor: Any) -> bool:
+        """Whether it is 0, or a tensor that was just made of zeros."""
+        if not isinstance(tensor, Tensor):
+            return is_number(tensor) and tensor == 0
+        op = tensor.op
+        while op is not None and op.name in CASTS | RESHAPES | {"requires_grad_", "detach"}:
+            op = op.operands[0].op
+        if op is None:
+            return False
+        is_full = op.name in ("full", "new_full", "full_like", "new_tensor", "tensor", "as_tensor", "scalar_tensor")
+        numbers = [each for each in (*op.args[1:], *op.kwargs.values()) if is_number(each)] if is_full else []
+        return op.name in ("zeros", "zeros_like", "new_zeros") or (bool(numbers) and not any(numbers))
+
+    def _is_closed(self, place: Tensor) -> bool:
+        """Whether no gradient reaches the sources but through one sum."""
+        self.check_results(place)
+        done = {op for op in self._passed} | {
+            op for op in self._program.ops if any(o in self._sources for o in op.outs)
+        }
+        users = (user for each in self._with_grad - {place} for user in each.users)
+        return all(
+            user in done or all(out in self._known.values for out in user.outs) or not self._passes_grad(user)
+            for user in users
+        )
+
+    def check_results(self, place: Tensor | None = None) -> None:
+        """Raises where the program returns something else that gradients come from."""
+        if any(each in self._with_grad and each is not place for each in self._program.results):
+            raise NotASum("its result, or what is made of it, is returned and not detached")
+
+    def _passes_grad(self, op: Op) -> bool:
+        """Whether a gradient may come back through an operation."""
+        return any(out in self._upstream for out in op.outs)
+
+    def finished(self, op: Op) -> TokenSum:
+        """The sum, with the factors of a scalar that follow it."""
+        place = self._last_scalar(op.outs[0])
+        self._peel()
+        made = {out for each in self._linear for out in each.outs}
+        starts = [
+            each for step in self._linear for each in step.operands if each in self._with_grad and each not in made
+        ]
+        starts = list(dict.fromkeys(starts)) or [place]
+        summands = []
+        for each in starts:
+            rows, handle = self._tokens.get(each, (self._sources.get(each, 0), None))
+            summands.append(Summand(rows, each, handle))
+        needed = _ops_between(self._linear, place)
+        assert place.op is not None
+        return TokenSum(place, summands, needed, list(self._of_rows), self._kept(place.op))
+
+    def _last_scalar(self, place: Tensor) -> Tensor:
+        while len(place.users) == 1 and place not in self._program.results:
+            (user,) = place.users
+            is_scalar = len(user.outs) == 1 and user.outs[0].ndim == 0 and user.outs[0].needs_grad and not user.writes
+            if not is_scalar or not _is_linear(user, [place], self._is_zero):
+                break
+            try:
+                for other in user.operands:
+                    if other is not place:
+                        self._check_known(other, user)
+            except NotASum:
+                break
+            self._linear.append(user)
+            place = user.outs[0]
+        return place
+
+    def _peel(self) -> None:
+        """Takes the products that come last, as with a mask, for weights: tokens of weight 0 are left out."""
+        while True:
+            made = {out for each in self._linear for out in each.outs}
+            starts = {
+                each for step in self._linear for each in step.operands if each in self._tokens and each not in made
+            }
+            for each in starts:
+                op = each.op
+                if op is None or op not in self._passed or op.writes or each not in self._with_grad:
+                    continue
+                operands = [operand for operand in op.operands if operand in self._dependent]
+                users = [user for user in each.users if self._passes_grad(user)]
+                if len(operands) != 1 or operands[0] not in self._with_grad or not set(users) <= set(self._linear):
+                    continue
+                if _is_linear(op, operands, self._is_zero) and op.output.dtype == operands[0].dtype:
+                    self._linear.insert(0, op)
+                    self._sums.add(each)
+                    break
+            else:
+                self._linear.sort(key=lambda op: op.position)
+                return
+
+    def _kept(self, place: Op) -> set[Tensor]:
+        """The sources that something else than the sum needs."""
+        needed = set(self._program.results)
+        for op in reversed(self._program.ops):
+            if op is place:
+                continue
+            outs = op.outs
+            is_wanted = not needed.isdisjoint(outs) or not outs or (op.writes and op not in self._passed)
+            if is_wanted and not any(out in self._sources for out in outs):
+                needed.update(op.operands)
+        return {each for each in needed if each in self._sources and each is not place.outs[0]}
+
+
+def _ops_between(linear: list[Op], place: Tensor) -> list[Op]:
+    needed, found = {place}, []
+    for op in reversed(linear):
+        if not needed.isdisjoint(op.outs):
+            needed.update(op.operands)
+            found.append(op)
+    return found[::-1]
+
+
+def _recorded(value: Any, tokens: Tokens) -> Handle:
+    """A source in the recorder: the loss of a token is the negative of its log-probability."""
+    recorder = tokens.recorder
+    if isinstance(value, Loss):
+        handle = Handle("log_prob")
+        if tokens.ignore_index is not None:
+            valid = recorder.add_input(torch.bool)
+            tokens.inputs[valid] = TokenInput(value.target, value.shape, value.op.position, tokens.ignore_index)
+            handle = recorder.write("where", (valid, handle, 0.0), {})
+        return recorder.write("neg", (handle,), {})
+    total: Handle | None = None
+    for name, (factor, cut) in value.variables.items():
+        for each, is_cut in ((factor, False), (cut, True)):
+            if each:
+                handle = recorder.detached(Handle(name)) if is_cut else Handle(name)
+                handle = handle if each == 1 else recorder.write("mul", (handle, float(each)), {})
+                total = handle if total is None else recorder.write("add", (total, handle), {})
+    if total is None:
+        raise NotASum("they are numbers that do not depend on the logits")
+    if value.is_exp:
+        total = recorder.write("exp", (total,), {})
+        total = total if value.factor == 1 else recorder.write("mul", (total, float(value.factor)), {})
+    return total
+
+
+# Linear in their first operand, whatever else they are given, if none of that depends on the tokens.
+_LINEAR_IN_FIRST = {
+    *RESHAPES, *PERMUTATIONS, *COPIES, "double", "sum", "mean", "neg", "getitem", "select", "narrow", "split", "chunk",
+    "tensor_split", "unbind", "index_select", "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave",
+    "cumsum", "diagonal", "masked_select", "gather", "take_along_dim", "nansum", "broadcast_to", "sum_to_size", "tile",
+    "diff", "hsplit", "vsplit", "pad", "index_add", "atleast_1d", "atleast_2d", "tril", "triu", "trace", "take",
+}  # fmt: skip
+_PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
+_JOINS = ("cat", "stack", "hstack", "vstack")
+
+
+def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Any) -> bool:
+    """Whether an operation is linear in those of its operands that depend on tokens."""
+    name, args = op.name, op.args
+    if name == "mean" and not _has_elements(operands[0]):
+        return False
+    if name in _LINEAR_IN_FIRST:
+        return len(operands) == 1 and bool(op.operands) and op.operands[0] is operands[0] and _is_sum_of_floats(op)
+    if name in _PRODUCTS:
+        # Of equal factors it would be a square.
+        return len(operands) == 1 and sum(each is operands[0] for each in op.operands) == 1
+    if name == "div":
+        is_exact = op.kwargs.get("rounding_mode") is None
+        return is_exact and len(operands) == 1 and args[0] is operands[0] and args[1] is not operands[0]
+    if name in ("add", "sub"):
+        others = [each for each in args[:2] if not any(each is operand for operand in operands)]
+        return all(map(is_zero, others)) and is_number(op.kwargs.get("alpha", 1))
+    if name in _JOINS:
+        return all(any(each is operand for operand in operands) or is_zero(each) for each in args[0])
+    if name == "where" and len(args) == 3:
+        return args[0] not in operands and all(
+            any(each is operand for operand in operands) or is_zero(each) for each in args[1:]
+        )
+    if name == "masked_fill":
+        return (
+            args[0] is operands[0] and len(operands) == 1 and is_zero(args[2] if len(args) > 2 else op.kwargs["value"])
+        )
+    return False
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    """Whether it has elements, as far as that is known: the mean of none is NaN, and no sum."""
+    count = tensor.numel
+    return count > 0 if isinstance(count, int) else count.node.has_hint()
+
+
+def _is_sum_of_floats(op: Op) -> bool:
+    return all(out.dtype.is_floating_point for out in op.outs)
+
+
+def _with_upstream_gradients(known: Interpreter) -> set[Tensor]:
+    """The tensors that a gradient may come back to, from what the program returns."""
+    found = {each for each in known.program.results if each.needs_grad}
+    for op in reversed(known.program.ops):
+        if any(out in found and out.needs_grad for out in op.outs) or (op.writes and not op.outs):
+            found.update(each for each in op.operands if each.needs_grad)
+    return found
+
+
+def _name(tensor: Tensor) -> str:
+    """A tensor for a user to read, who does not know a compiler's names."""
+    if tensor.op is None:
+        return f"the argument {tensor.name.removeprefix('l_').strip('_')}"
+    return f"the result of {tensor.op.name}{_line(tensor.op)}"
+
+
+def _line(op: Op) -> str:
+    return f" in line {op.source.line}" if op.source.line else ""

@@ -1,0 +1,567 @@
+"""Writes a region in the place of what it computes: the arguments of `linear_cross_entropy`, and its results.
+
+Everything is written in PyTorch's functions, which a `Writer` adds to its graph.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
+from thunder_flce.matching.algebra import Loss, Row, RowStep, Term
+from thunder_flce.matching.decisions import Decision, PlannedRegion
+from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.program import (
+    COPIES,
+    RESHAPES,
+    Op,
+    Program,
+    Tensor,
+    is_number,
+    keeps_elements,
+    same,
+    same_shape,
+)
+from thunder_flce.matching.regions import Part, Region, ignored, is_compared_with_labels
+from thunder_flce.operation.call import named_tensors
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED
+from thunder_flce.operation.loss import Loss as LossSettings
+from thunder_flce.operation.pointwise import VARIABLES, Handle, numbered
+from thunder_flce.options import Options
+
+
+class Writer(Protocol):
+    """Adds operations to a graph."""
+
+    def call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        """The result of a function of PyTorch's, of tensors and sizes of the program."""
+
+    def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor | float]:
+        """The derivative of a scalar with respect to some tensors that it is linear in, by way of some operations."""
+
+    def region(self, arguments: dict[str, Any], needs_grad: tuple[str, ...]) -> tuple[dict[str, Tensor], PlannedRegion]:
+        """The results of the region by name, the loss and its outputs, and how it runs."""
+
+
+class Written(NamedTuple):
+    """What has become of a region."""
+
+    results: dict[Tensor, Tensor]
+    """For each tensor of the program that the region gives: the new one"""
+    decision: Decision
+
+
+def write(region: Region, writer: Writer, known: Interpreter, options: Options) -> Written:
+    """Adds a region to a graph."""
+    return _Writing(region, writer, known, options).write()
+
+
+class _Writing:
+    def __init__(self, region: Region, writer: Writer, known: Interpreter, options: Options):
+        self._region, self._known, self._options = region, known, options
+        self._writer, self._call = writer, writer.call
+        self._logits = region.parts[0].logits
+        self._rows_dtype = torch.float64 if self._logits.dtype is torch.float64 else torch.float32
+        self._is_joined = len(region.parts) > 1
+
+    def write(self) -> Written:
+        region, logits = self._region, self._logits
+        inputs, labels = self._inputs_and_labels()
+        self._rows = tuple(inputs[0].shape[:-1])
+        of_loss = region.parts[0].of_loss
+        arguments: dict[str, Any] = {
+            "input": inputs[0],
+            "linear_weight": self._weight(logits.terms[0]),
+            "target": labels,
+            "linear_bias": self._bias(),
+            "terms": tuple((x, self._weight(t)) for x, t in zip(inputs[1:], logits.terms[1:], strict=True)),
+            "weight": None if of_loss is None else of_loss.weight,
+            "vocab_parallel": logits.group,
+        }
+        # The scale of `LossSettings` is that of all, softcap included.
+        scale = logits.scale if logits.softcap is None else logits.scale * logits.softcap
+        settings: dict[str, Any] = {
+            "logit_scale": float(scale),
+            "softcap": None if logits.softcap is None else float(logits.softcap),
+            "vocab_size": logits.vocab_size,
+        }
+        self._needs_rows = region.total is None and (self._is_joined or bool(region.parts[0].rows))
+        settings |= self._of_total(arguments) if region.total is not None else self._of_rows()
+        outputs = self._outputs()
+        with_grad = {name for name, has_grad in outputs.items() if has_grad}
+        detached = tuple(name for name in outputs if name in DIFFERENTIABLE_OUTPUTS and name not in with_grad)
+        loss = LossSettings(outputs=tuple(outputs), detached=detached, **settings)
+        needs_grad = self._operands_that_need_grad(arguments) if self._is_differentiated() else ()
+        arguments |= loss.non_defaults()
+        if needs_grad:
+            arguments["expected_gradient"] = self._expected_gradient()
+        arguments = {name: value for name, value in arguments.items() if value is not None and value != ()}
+        found, planned = self._writer.region(arguments, needs_grad)
+        waits = planned.plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)
+        part = min(region.parts, key=lambda each: each.first.position)
+        note = region.note if waits else ""
+        decision = Decision(part.first.source, planned, kind=part.kind, note=note)
+        return Written(self._results(found, with_grad), decision)
+
+    # Operands.
+
+    def _inputs_and_labels(self) -> tuple[list[Tensor], Tensor]:
+        """Of each term (..., H), and labels (...): of all parts one after another."""
+        of_parts = [self._of_part(part) for part in self._region.parts]
+        if not self._is_joined:
+            return of_parts[0]
+        columns = zip(*(inputs for inputs, _ in of_parts), strict=True)
+        inputs = [self._call(torch.cat, [self._flat(each, 2) for each in column]) for column in columns]
+        return inputs, self._call(torch.cat, [self._flat(each) for _, each in of_parts])
+
+    def _of_part(self, part: Part) -> tuple[list[Tensor], Tensor]:
+        inputs = [self._input(term, part) for term in part.logits.terms]
+        rows = inputs[0].shape[:-1]
+        if not part.label_tensors:
+            zeros = self._call(torch.zeros, rows, dtype=torch.int64, device=inputs[0].device)
+            return inputs, zeros
+        if len(part.label_tensors) == 1:
+            labels = _before_reshapes(part.label_tensors[0], rows, self._known.program)
+        else:
+            labels = self._call(torch.cat, [self._flat(each) for each in part.label_tensors])
+        if self._keeps_ignored(part):
+            is_valid = self._call(torch.ne, labels, ignored(part))
+            labels = self._call(torch.where, is_valid, labels, 0)
+        if part.labels is not None and part.labels.wraps:
+            vocab = part.logits.vocab_size or self._columns(part)
+            is_negative = self._call(torch.lt, labels, 0)
+            labels = self._call(torch.where, is_negative, self._call(torch.add, labels, vocab), labels)
+        if not same_shape(labels.shape, rows):
+            labels, inputs = self._flat(labels), [self._flat(each, 2) for each in inputs]
+        return inputs, labels
+
+    def _keeps_ignored(self, part: Part) -> bool:
+        """Whether rows whose label is ignored are computed, too."""
+        total = self._region.total
+        if part.of_loss is None:
+            return False
+        if total is None:
+            return bool(part.rows) or self._is_joined
+        number = self._region.parts.index(part)
+        return bool(part.rows) or total.tokens[number].ignore_index is not None
+
+    def _columns(self, part: Part) -> int:
+        term = part.logits.terms[0]
+        return term.weight.shape[1 if term.transposed else 0]
+
+    def _flat(self, tensor: Tensor, ndim: int = 1) -> Tensor:
+        """In one dimension, or in one and the last."""
+        if tensor.ndim == ndim:
+            return tensor
+        if tensor.ndim < ndim:
+            return self._call(torch.unsqueeze, tensor, 0)
+        return self._call(torch.flatten, tensor, 0, tensor.ndim - ndim)
+
+    def _input(self, term: Term, part: Part) -> Tensor:
+        input = term.input
+        if part.logits.has_grad and not term.has_grad and input.needs_grad:
+            input = self._call(torch.detach, input)
+        # After the last operation that is no reshape, rows keep their number and their order.
+        for step in part.logits.rows:
+            input = self._step(step, input)
+        return input if term.factor == 1 else self._call(torch.mul, input, float(term.factor))
+
+    def _step(self, step: RowStep, hidden: Tensor) -> Tensor:
+        if step.kind == "reshape":
+            return self._call(torch.reshape, hidden, (*step.argument, hidden.shape[-1]))
+        if step.kind == "permute":
+            return self._call(torch.permute, hidden, (*step.argument, len(step.argument)))
+        return self._call(_getitem, hidden, step.argument)
+
+    def _weight(self, term: Term) -> Tensor:
+        weight = term.weight
+        if self._logits.has_grad and not term.has_grad and weight.needs_grad:
+            weight = self._call(torch.detach, weight)
+        return self._call(torch.transpose, weight, 0, 1) if term.transposed else weight
+
+    def _bias(self) -> Tensor | None:
+        bias, logits = self._logits.bias, self._logits
+        if bias is not None and logits.has_grad and not logits.bias_has_grad and bias.needs_grad:
+            return self._call(torch.detach, bias)
+        return bias
+
+    def _operands_that_need_grad(self, arguments: dict[str, Any]) -> tuple[str, ...]:
+        tensors = named_tensors({name: arguments[name] for name in ("input", "linear_weight", "linear_bias", "terms")})
+        return tuple(name for name, tensor in tensors.items() if tensor.needs_grad)
+
+    def _is_differentiated(self) -> bool:
+        total = self._region.total
+        return total is not None or any(part.has_grad for part in self._region.parts)
+
+    # What the region computes.
+
+    def _of_rows(self) -> dict[str, Any]:
+        """The loss of a part whose results are given one by one."""
+        loss = self._region.parts[0].of_loss
+        if loss is None or self._needs_rows:
+            smoothing = {} if loss is None else {"label_smoothing": loss.label_smoothing}
+            return {"reduction": "none", "ignore_index": NOTHING_IGNORED, **smoothing}
+        return {
+            "reduction": loss.reduction,
+            "ignore_index": loss.ignore_index,
+            "label_smoothing": loss.label_smoothing,
+        }
+
+    def _of_total(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The loss of a sum over tokens; adds its weights, and what it reads, to the arguments."""
+        region, total = self._region, self._region.total
+        assert total is not None
+        found = self._writer.weights(total.ops, [each.tensor for each in total.summands], total.place)
+        weights = [
+            self._of_mean(weight, region.parts[summand.rows].of_loss) if summand.handle is None else weight
+            for summand, weight in zip(total.summands, found, strict=True)
+        ]
+        signs = [total.plain_sign(number) for number in range(len(region.parts))]
+        is_alone = not total.kept and not any(part.argmaxes for part in region.parts)
+        loss = region.parts[0].of_loss
+        settings: dict[str, Any] = {
+            "reduction": "sum",
+            "ignore_index": NOTHING_IGNORED
+            if loss is None or self._keeps_ignored(region.parts[0])
+            else loss.ignore_index,
+            "label_smoothing": 0.0 if loss is None else loss.label_smoothing,
+        }
+        is_plain = all(sign is not None for sign in signs) and not any(part.rows and part.loss for part in region.parts)
+        if is_plain and is_alone:
+            of_parts = []
+            for number, sign in enumerate(signs):
+                own = [w for w, summand in zip(weights, total.summands, strict=True) if summand.rows == number]
+                weight = reduce(self._added, own)
+                of_parts.append(weight if sign == 1 else self._negated(weight))
+            if self._is_joined or isinstance(of_parts[0], Tensor) or of_parts[0] != 1.0:
+                full = [self._full(weight, part) for weight, part in zip(of_parts, region.parts, strict=True)]
+                arguments["token_weights"] = self._of_all_parts(full)
+            return settings
+        texts, inputs, token_weights = zip(
+            *(self._token_loss(number, weights, is_alone) for number in range(len(region.parts))), strict=True
+        )
+        settings["token_loss"] = texts[0]
+        arguments["token_inputs"] = tuple(map(self._of_all_parts, zip(*inputs, strict=True)))
+        if token_weights[0] is not None:
+            arguments["token_weights"] = self._of_all_parts(token_weights)
+        return settings
+
+    def _of_all_parts(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One number of each token, of all parts one after another."""
+        return self._call(torch.cat, tensors) if self._is_joined else tensors[0]
+
+    def _token_loss(
+        self, number: int, weights: Sequence[Tensor | float], is_alone: bool
+    ) -> tuple[str, tuple[Tensor, ...], Tensor | None]:
+        """What a token of one part adds to the sum, the tensors that this reads, and the weights of the tokens."""
+        total, part = self._region.total, self._region.parts[number]
+        assert total is not None
+        tokens = total.tokens[number]
+        recorder = tokens.recorder.copy()
+        inputs: list[Any] = list(tokens.inputs.values())
+        own = [(s, w) for s, w in zip(total.summands, weights, strict=True) if s.rows == number]
+        factors: list[Tensor | float] = [weight for _, weight in own]
+        token_weights: Tensor | None = None
+        if is_alone and all(isinstance(weight, Tensor) for weight in factors):
+            full = [self._full(each, part) for each in factors]
+            if len(full) == 1:
+                token_weights, factors = full[0], [1.0]
+            else:
+                counts, *others = (self._call(torch.ne, each, 0.0) for each in full)
+                for each in others:
+                    counts = self._call(torch.logical_or, counts, each)
+                factors = [*full]
+                token_weights = self._call(torch.Tensor.to, counts, self._rows_dtype)
+        result: Handle | None = None
+        for (summand, _), factor in zip(own, factors, strict=True):
+            handle = summand.handle
+            if handle is None:
+                handle = recorder.write("neg", (Handle("log_prob"),), {})
+            if isinstance(factor, Tensor):
+                inputs.append(self._full(factor, part))
+                factor_handle: Any = recorder.add_input(torch.float32)
+                handle = recorder.write("mul", (handle, factor_handle), {})
+            elif factor != 1.0:
+                handle = recorder.write("mul", (handle, factor), {})
+            result = handle if result is None else recorder.write("add", (result, handle), {})
+        text, read = numbered(recorder.finish(result))
+        given = tuple(self._token_input(inputs[each]) for each in read)
+        return text, given, token_weights
+
+    def _token_input(self, given: Any) -> Tensor:
+        if isinstance(given, Tensor):
+            return given
+        tensor = given.tensor
+        if given.is_valid is not None:
+            tensor = self._call(torch.ne, tensor, given.is_valid)
+        elif tensor.needs_grad:
+            tensor = self._call(torch.detach, tensor)
+        if not same_shape(tensor.shape, given.shape):
+            tensor = self._call(torch.Tensor.expand, tensor, given.shape)
+        return self._in_rows(tensor)
+
+    def _of_mean(self, weight: Tensor | float, loss: Loss | None) -> Tensor | float:
+        """The weights of the tokens of a loss that is a mean or a sum, from its own."""
+        assert loss is not None
+        is_valid = self._call(torch.ne, loss.target, loss.ignore_index)
+        of_tokens = self._call(torch.Tensor.to, is_valid, self._rows_dtype)
+        if loss.reduction == "mean":
+            of_tokens = self._call(torch.div, of_tokens, self._call(torch.sum, is_valid))
+        return of_tokens if weight == 1.0 else self._call(torch.mul, of_tokens, weight)
+
+    def _added(self, a: Tensor | float, b: Tensor | float) -> Tensor | float:
+        if isinstance(a, Tensor) or isinstance(b, Tensor):
+            return self._call(torch.add, *((a, b) if isinstance(a, Tensor) else (b, a)))
+        return a + b
+
+    def _negated(self, weight: Tensor | float) -> Tensor | float:
+        return self._call(torch.neg, weight) if isinstance(weight, Tensor) else -weight
+
+    def _full(self, weight: Tensor | float, part: Part) -> Tensor:
+        """A weight of each token, where it may be one number for all."""
+        rows = part.logits.rows_shape
+        if not isinstance(weight, Tensor):
+            device = part.logits.terms[0].input.device
+            return self._in_rows(self._call(torch.full, rows, weight, dtype=self._rows_dtype, device=device))
+        if weight.ndim == 0:
+            weight = self._call(torch.Tensor.expand, weight, rows)
+        if weight.dtype != self._rows_dtype:
+            weight = self._call(torch.Tensor.to, weight, self._rows_dtype)
+        return self._in_rows(weight)
+
+    def _in_rows(self, tensor: Tensor) -> Tensor:
+        """One number of each token in the shape of the input's rows; in one dimension where parts are joined."""
+        if self._is_joined:
+            return self._flat(tensor)
+        return tensor if same_shape(tensor.shape, self._rows) else self._call(torch.reshape, tensor, self._rows)
+
+    # What becomes of its results.
+
+    def _outputs(self) -> dict[str, bool]:
+        """The outputs beside the loss that are asked for, and whether a gradient comes back to them."""
+        found: dict[str, bool] = {}
+        total = self._region.total
+        for part in self._region.parts:
+            for result in part.rows if total is None else [each for each in part.rows if each.tensor in total.kept]:
+                row = result.value
+                assert isinstance(row, Row)
+                for name, (factor, _) in row.variables.items():
+                    if name == "log_prob" and total is None:
+                        continue  # The negative of the loss.
+                    found[name] = found.get(name, False) or (factor != 0 and result.tensor.needs_grad and total is None)
+            if total is not None and part.loss is not None and part.loss.tensor in total.kept:
+                found.setdefault("log_prob", False)
+            for name in dict.fromkeys(self._argmax_output(part) for _ in part.argmaxes):
+                found[name] = False
+        return dict(sorted(found.items(), key=lambda item: _ORDER.index(item[0])))
+
+    def _argmax_output(self, part: Part) -> str:
+        """In ignored rows, valid_argmax is -1, which no other label may be."""
+        is_free = not -1 <= ignored(part) < self._columns(part)
+        compared = (is_compared_with_labels(each.tensor, part, self._known.program) for each in part.argmaxes)
+        return "valid_argmax" if is_free and all(compared) else "argmax"
+
+    def _results(self, found: dict[str, Tensor], with_grad: set[str]) -> dict[Tensor, Tensor]:
+        region, total = self._region, self._region.total
+        results: dict[Tensor, Tensor] = {}
+        if total is not None:
+            results[total.place] = self._like(total.place, found["loss"])
+        start: Any = 0
+        for part in region.parts:
+            of_part, start = self._of_one_part(found, part, start)
+            for result in part.argmaxes:
+                results[result.tensor] = self._like(result.tensor, of_part[self._argmax_output(part)])
+            if part.loss is not None and (total is None or part.loss.tensor in total.kept):
+                results[part.loss.tensor] = self._like(part.loss.tensor, self._loss(part, of_part))
+            for result in part.rows:
+                if total is None or result.tensor in total.kept:
+                    row = result.value
+                    assert isinstance(row, Row)
+                    results[result.tensor] = self._like(result.tensor, self._row(row, of_part))
+        return {tensor: results[tensor] for tensor in region.gives}
+
+    def _of_one_part(self, found: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
+        """What the region gives of one part's rows, from a number on; and the number of the first that follows."""
+        if not self._is_joined or self._region.total is not None:
+            return found, start
+        end = start + math.prod(part.logits.rows_shape)
+        return {name: self._call(_getitem, each, (slice(start, end),)) for name, each in found.items()}, end
+
+    def _loss(self, part: Part, found: dict[str, Tensor]) -> Tensor:
+        """The cross-entropy, where the region has given the losses of all rows."""
+        loss = part.of_loss
+        assert loss is not None
+        if self._region.total is not None:
+            losses = self._call(torch.neg, found["log_prob"])
+        else:
+            losses = found["loss"]
+            if not self._needs_rows:
+                return losses
+        is_valid = self._call(torch.ne, loss.target, loss.ignore_index)
+        losses = (
+            losses if same_shape(losses.shape, is_valid.shape) else self._call(torch.reshape, losses, is_valid.shape)
+        )
+        losses = self._call(torch.where, is_valid, losses, 0.0)
+        if loss.reduction == "none":
+            return losses
+        total = self._call(torch.sum, losses)
+        return total if loss.reduction == "sum" else self._call(torch.div, total, self._call(torch.sum, is_valid))
+
+    def _row(self, row: Row, found: dict[str, Tensor]) -> Tensor:
+        """A number of each row, from what the region returns."""
+        total: Tensor | None = None
+        is_sum = self._region.total is not None
+        for name, (factor, cut) in row.variables.items():
+            value, sign = (found["loss"], -1) if name == "log_prob" and not is_sum else (found[name], 1)
+            for each, is_cut in ((factor, False), (cut, True)):
+                if not each:
+                    continue
+                part = self._call(torch.detach, value) if is_cut and factor else value
+                part = self._scaled(part, float(sign * each))
+                total = part if total is None else self._call(torch.add, total, part)
+        assert total is not None
+        if row.is_exp:
+            total = self._scaled(self._call(torch.exp, total), float(row.factor))
+        return total
+
+    def _scaled(self, tensor: Tensor, factor: float) -> Tensor:
+        if factor == -1:
+            return self._call(torch.neg, tensor)
+        return tensor if factor == 1 else self._call(torch.mul, tensor, factor)
+
+    def _like(self, program: Tensor, found: Tensor) -> Tensor:
+        """In the shape and the dtype that the program's tensor has, and without a gradient where that has none."""
+        if found.needs_grad and not program.needs_grad:
+            found = self._call(torch.detach, found)
+        if not same_shape(found.shape, program.shape):
+            found = self._call(torch.reshape, found, program.shape)
+        return found if found.dtype == program.dtype else self._call(torch.Tensor.to, found, program.dtype)
+
+    # The upstream gradient.
+
+    def _expected_gradient(self) -> Tensor | float | None:
+        region, total = self._region, self._region.total
+        loss = region.parts[0].loss
+        result = (
+            total.place if total is not None else loss.tensor if loss is not None and not self._needs_rows else None
+        )
+        found = expected_gradient(result, self._logits.dtype, self._writer, self._options, self._exists)
+        is_token_loss = total is not None and total.plain_sign(0) is None
+        # A token loss in float16 is fused only where the options say the upstream gradient: it is 1.
+        return 1.0 if found is None and is_token_loss and self._logits.dtype is torch.float16 else found
+
+    def _exists(self, factor: Tensor) -> bool:
+        """Whether a tensor is there where the region is, and does not depend on logits."""
+        values = self._known.values
+        waiting, seen = [factor], set()
+        while waiting:
+            each = waiting.pop()
+            if each in values or (each.op is not None and each.op.position > self._region.place.position):
+                return False
+            if each not in seen and each.op is not None:
+                seen.add(each)
+                if each.op.position > min(t.op.position for p in self._region.parts for t in p.linears if t.op):
+                    waiting += each.op.operands
+        return True
+
+
+def expected_gradient(
+    result: Tensor | None, dtype: torch.dtype, writer: Writer, options: Options, exists: Callable[[Tensor], bool]
+) -> Tensor | float | None:
+    """The upstream gradient that the program and the options say; None for 1. May add operations to the graph.
+
+    Args:
+        result: the loss; None where the results are numbers of each row.
+        dtype: of the linear's operands.
+        writer: of the graph.
+        options: may say a factor of their own.
+        exists: whether a tensor is there before the region.
+    """
+    number: float = options.expected_gradient or 1.0
+    tensor: Tensor | None = None
+    call, rows_dtype = writer.call, torch.float64 if dtype is torch.float64 else torch.float32
+    # float16 needs a loss scale, and the factors that follow the loss are none.
+    if dtype is torch.float16 and options.expected_gradient is None:
+        return None
+    for factor, divides in factors_after(result) if result is not None else ():
+        if not isinstance(factor, Tensor):
+            number = number / factor if divides else number * factor
+        elif exists(factor):
+            factor = call(torch.detach, factor)
+            factor = factor if factor.ndim == 0 else call(torch.reshape, factor, ())
+            factor = factor if factor.dtype == rows_dtype else call(torch.Tensor.to, factor, rows_dtype)
+            factor = call(torch.div, 1.0, factor) if divides else factor
+            tensor = factor if tensor is None else call(torch.mul, tensor, factor)
+    if tensor is not None:
+        # The tensor may be 0 when the program runs. Then gradients are finished for 1.
+        tensor = tensor if number == 1 else call(torch.mul, tensor, number)
+        size = call(torch.abs, tensor)
+        is_usable = call(
+            torch.logical_and, call(torch.ge, size, _LEAST_FACTOR), call(torch.le, size, 1 / _LEAST_FACTOR)
+        )
+        return call(torch.where, is_usable, tensor, 1.0)
+    if number == 1 or not _LEAST_FACTOR <= abs(number) <= 1 / _LEAST_FACTOR:
+        return None
+    # A loss in 16 bits rounds its upstream gradient.
+    return number if result is None or result.dtype.itemsize >= 4 else _rounded(number, result.dtype)
+
+
+_ORDER = (*VARIABLES, "argmax", "valid_argmax")
+
+
+def _getitem(tensor: Any, key: Any) -> Any:
+    return tensor[key]
+
+
+GETITEM = _getitem
+
+
+def _before_reshapes(labels: Tensor, rows: Sequence[Any], program: Program) -> Tensor:
+    """The labels, in the shape of the rows if they had it before a reshape."""
+    found: Tensor | None = labels
+    while found is not None and not same_shape(found.shape, rows):
+        is_reshape = found.op is not None and bool(found.op.operands) and keeps_elements(found.op)
+        found = found.op.operands[0] if is_reshape and not program.may_have_changed(found) else None  # type: ignore[union-attr]
+    return labels if found is None or found.dtype.is_floating_point else found
+
+
+def factors_after(loss: Tensor) -> list[tuple[Tensor | float, bool]]:
+    """What a scalar loss is multiplied with, as in `loss * 0.5 / steps + other_loss`, up to where its way divides.
+
+    Returns:
+        Numbers, and tensors of one element; and whether the loss is divided by them.
+    """
+    factors: list[tuple[Tensor | float, bool]] = []
+    tensor = loss
+    while len(users := [user for user in tensor.users if any(out.needs_grad for out in user.outs)]) == 1:
+        (user,) = users
+        if user.kwargs.get("alpha", 1) != 1 or user.kwargs.get("rounding_mode") is not None or len(user.outs) != 1:
+            break
+        others = [each for each in user.args if each is not tensor]
+        is_second = bool(others) and others[0] is user.args[0]
+        is_divided = user.name == "div" and not is_second
+        if user.name == "mul" or is_divided:
+            is_tensor = len(others) == 1 and isinstance(others[0], Tensor) and same(others[0].numel, 1)
+            if len(others) != 1 or not (is_tensor or (is_number(others[0]) and others[0] != 0)):
+                break
+            factors.append((others[0], is_divided))
+        elif user.name == "neg" or (user.name == "sub" and is_second):
+            factors.append((-1.0, False))
+        elif user.name not in ("add", "sub", "double", *COPIES, *RESHAPES):
+            break
+        tensor = user.outs[0]
+    return factors
+
+
+# The least upstream gradient that gradients are finished for, and the reciprocal of the largest: between the two, they
+# neither underflow nor overflow in float32.
+_LEAST_FACTOR = 2.0**-60
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    """A normal number in the precision of a dtype, without a tensor, which may be fake while a program is compiled."""
+    unit, (significand, exponent) = torch.finfo(dtype).eps / 2, math.frexp(number)
+    return math.ldexp(round(significand / unit) * unit, exponent)
