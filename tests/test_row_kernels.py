@@ -5,8 +5,10 @@ interpreter, in a process of its own. On a GPU, all three run themselves.
 """
 
 import itertools
+import sys
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -409,6 +411,31 @@ def test_auto_takes_the_fastest_that_is_there(installed, monkeypatch):
     assert dispatch.missing(**CUDA) == (None if "triton" in installed else dispatch.BACKENDS["triton"])
     assert dispatch.missing(dtype=BF16, device_type="cpu") is None
     assert dispatch.without_nvfuser(**CUDA) == ("torch" if expected == "nvfuser" else "auto")
+
+
+@pytest.mark.parametrize(("version", "library"), [("3.4.0+git1", "PyTorch"), ("3.6.0", "Triton"), ("4.0", "Triton")])
+def test_on_amd(version, library, monkeypatch):
+    """Triton from the version on that compiles for its GPUs, and never nvFuser."""
+    monkeypatch.setattr(dispatch, "is_installed", lambda name: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    dispatch._compiles_for_hip.cache_clear()
+    try:
+        assert dispatch.library("auto", **CUDA) == library
+        with pytest.raises(ValueError, match="there is none for AMD's GPUs"):
+            dispatch.check_available("nvfuser", **CUDA)
+        found = dispatch.missing(**CUDA)
+        if library == "Triton":
+            assert found is None
+            dispatch.check_available("triton", **CUDA)
+        else:
+            assert found.library == "Triton" and "Triton 3.6 or newer" in found.install
+            with pytest.raises(ValueError, match="does not run on AMD's GPUs as it is installed: Triton 3.6 or newer"):
+                dispatch.check_available("triton", **CUDA)
+        divergence = dispatch.divergence_for(dtypes=[BF16], device_type="cuda") if library == "PyTorch" else None
+        assert divergence is None or divergence.__module__.endswith("torch_divergence")
+    finally:
+        dispatch._compiles_for_hip.cache_clear()
 
 
 def test_other_orders_are_heeded(monkeypatch):
