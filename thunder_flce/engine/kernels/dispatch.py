@@ -52,18 +52,14 @@ CHOICES = ("auto", *BACKENDS)
 OLDEST_TRITON_ON_HIP = (3, 6)
 
 
-def kernels_for(
-    choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap, row_by_row: bool = False
-) -> RowKernels:
+def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
     """The row kernels of one of `CHOICES` for logits of such a dtype on such a device; for "auto", of the fastest.
-
-    With `row_by_row`, a row has the same statistics and moments alone and among others also on a CPU.
 
     Raises:
         ValueError: as `check_available`.
     """
     check_available(choice, dtype=dtype, device_type=device_type)
-    return _kernels(_backend(choice, dtype, device_type), logit_map, row_by_row)
+    return _kernels(_backend(choice, dtype, device_type), logit_map)
 
 
 def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> None:
@@ -166,8 +162,6 @@ def _takes(name: str, dtype: torch.dtype, device_type: str) -> bool:
 
 
 @cache
-def _kernels(name: str, logit_map: LogitMap, row_by_row: bool) -> RowKernels:
+def _kernels(name: str, logit_map: LogitMap) -> RowKernels:
     module, _, kernels = BACKENDS[name].kernels.partition(":")
-    # Only PyTorch's sums depend on the number of rows.
-    settings = (row_by_row,) if name == "torch" else ()
-    return getattr(import_module(module), kernels)(logit_map, *settings)
+    return getattr(import_module(module), kernels)(logit_map)
