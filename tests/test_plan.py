@@ -660,3 +660,13 @@ def test_chunks_are_as_large_as_planned(budget):
             divisors=None,
         )  # fmt: skip
         assert max(chunk.stop - chunk.start for chunk in rows.chunks(plan.chunk_rows)) == count
+
+
+def test_what_64_threads_do_at_a_time():
+    """Of 2048 × 128256 × 2048 in float32: bytes of W and dW that the matmuls move."""
+    region, moved = call(2048, 128256, 2048, dtype=torch.float32, device="cpu"), {}
+    for threads in (2, 64):
+        on = replace(CPU, multiprocessors=threads)
+        chunks = -(-2048 // choose(region, Options(), on).chunk_rows)
+        moved[threads] = (4 * chunks - 1) * 128256 * 2048 * 4
+    assert moved[64] / GB < 8 and 120 < moved[2] / GB < 140

@@ -313,6 +313,10 @@ def test_no_kernel_is_left_out():
 @needs_compiler
 def test_rows_that_amd_would_wait_for_are_noticed(launches, monkeypatch):
     """Its compiler takes the load out of the loop: where it no longer does, rows may be divided there, too."""
+    import triton
+
+    if triton.__version__ < "3.6":
+        pytest.skip("Triton 3.5 leaves it there")
     from thunder_flce.engine.kernels import triton_rows
 
     monkeypatch.setattr(triton_rows, "_parts_at_a_time", lambda device: 1000)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.device import ROW_MULTIPLE, TILE_ROWS, Device
+from thunder_flce.device import ABSENT_DEVICE, ROW_MULTIPLE, TILE_ROWS, Device
 from thunder_flce.engine.kernels.dispatch import check_available, library
 from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.engine.matmul.algorithms import TUNED_OPERATIONS
@@ -40,12 +40,12 @@ SMALL_LINEAR = 8
 # Chunks of fewer rows leave the matmuls of an H200 memory-bound: each reads all of W, and reads and writes all of dW.
 # On other devices, as many more or fewer, in powers of two, as they compute more or less while they move a byte.
 CHUNK_ROWS = 2048
-BALANCED_OPERATIONS_PER_BYTE = 680 / 4.1
+BALANCED_OPERATIONS_PER_BYTE = ABSENT_DEVICE.matmul_rate / ABSENT_DEVICE.bandwidth
 # Unless the user gives a budget, chunks are no larger than this part of the device's memory, as far as dW allows.
 PART_OF_MEMORY = 1 / 20
 # Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its matmuls (about 0.1 ms)
 # asks for more rows: enough for this time, as long as the logits stay within a gigabyte, in at least three chunks.
-CHUNK_SECONDS = 2.5e12 / 680e12
+CHUNK_SECONDS = 2.5e12 / ABSENT_DEVICE.matmul_rate
 CHUNK_BYTES = 2**30
 FEWEST_CHUNKS = 3
 SMALLEST_CHUNK = 512

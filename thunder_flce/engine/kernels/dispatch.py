@@ -49,7 +49,7 @@ FASTEST = tuple(BACKENDS)
 """Fastest first, but for moments, where nvFuser would gain 0.6% of a step: "auto" takes the first that is there."""
 CHOICES = ("auto", *BACKENDS)
 # The oldest Triton that is known to compile the kernels for AMD's GPUs (tests/test_targets.py).
-OLDEST_TRITON_ON_HIP = (3, 6)
+OLDEST_TRITON_ON_HIP = (3, 5)
 
 
 def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
@@ -111,7 +111,7 @@ def _described(name: str) -> Backend:
     if torch.version.hip is None:
         return BACKENDS[name]
     numbers = ".".join(map(str, OLDEST_TRITON_ON_HIP))
-    cures = {"triton": f"Triton {numbers} or newer, with PyTorch 2.10 or newer for ROCm"}
+    cures = {"triton": f"Triton {numbers} or newer, with PyTorch 2.9 or newer for ROCm"}
     return BACKENDS[name]._replace(install=cures.get(name, "there is none for AMD's GPUs"))
 
 
