@@ -3,6 +3,7 @@
 # make check    style, the order of imports and types, then all tests: what .ci/run does
 # make lint     the same without the tests
 # make matrix   a short suite on every supported version of Python, PyTorch, thunder and transformers: an hour or so
+# make targets  compiles every Triton kernel for every GPU that README.md names, without one: a few minutes
 # make traces   prints the traces in traces/ anew
 # make mutants  breaks the engine at random places, one at a time, and shows which the tests do not notice
 #
@@ -33,15 +34,19 @@ STAMP := $(VENV)/installed
 GOMP_SPINCOUNT ?= 10000
 export GOMP_SPINCOUNT
 
-.PHONY: check demo lint matrix mutants test traces
+.PHONY: check demo lint matrix mutants targets test traces
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 # Tests run beside each other, on small matrices: with one thread each, they take 18% less time on two cores.
-mutants test: export OMP_NUM_THREADS := 1
+mutants targets test: export OMP_NUM_THREADS := 1
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+targets: export ALL_TARGETS := 1
+targets: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 tests/test_targets.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -11,7 +11,8 @@ from test_plan import call as a_call
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine import printing
 from thunder_flce.engine.choose import choose
-from thunder_flce.engine.matmul import cublaslt
+from thunder_flce.engine.matmul import algorithms, cublaslt
+from thunder_flce.engine.matmul.cublaslt import Matmul, Signature, StoredMatrix
 from thunder_flce.operation.call import Spec
 from thunder_flce.operation.divergence import KINDS
 from thunder_flce.options import STRATEGIES
@@ -179,3 +180,69 @@ def test_the_plan_says_so():
     assert "both_" not in program.primitives and {"results", "gradient_"} <= {*program.primitives}
     logits = [line for line in program.forward if "@ W.t()" in line]
     assert logits and all("in an order that no number of rows changes" in line for line in logits)
+
+
+# The comparison at the first use on a device, of a library that is not there.
+
+
+class StandIn:
+    """In place of cuBLASLt: an algorithm that adds in another order for some numbers of rows."""
+
+    candidates = ("algorithm",)
+    ran: list[int] = []
+    others: tuple[int, ...] = ()
+
+    def __init__(self, signature):
+        pass
+
+    def run(self, matmul, algorithm, *, alpha=1.0):
+        rows = matmul.out.shape[0]
+        self.ran.append(rows)
+        result = matmul.a.double() @ matmul.b.double()
+        matmul.out.copy_(result * (1 + 2**-6) if rows in self.others else result)
+        return True
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    def signature(call):
+        stored = [StoredMatrix.of(m.shape, m.stride(), m.element_size()) for m in (call.out, call.a, call.b)]
+        return Signature(0, call.a.dtype, call.out.dtype, *stored, call.bias is not None)
+
+    for module, name, value in (
+        (algorithms, "_descriptor", StandIn), (algorithms, "_are_invariant", {}), (Signature, "of", signature),
+        (cublaslt, "loaded", lambda: True), (torch.cuda, "get_device_name", lambda device: "a GPU"),
+        (torch.cuda, "is_current_stream_capturing", lambda: False), (StandIn, "ran", []),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    return StandIn
+
+
+def _logits(tokens, hidden=16, columns=24, dtype=torch.bfloat16):
+    x, weight = torch.randn(tokens, hidden, dtype=dtype), torch.randn(columns, hidden, dtype=dtype)
+    algorithms._run_chosen_for_any_rows(Matmul("logits", torch.empty(tokens, columns, dtype=dtype), x, weight.t()))
+
+
+def test_a_row_alone_is_compared_with_the_same_among_others(stand_in):
+    """Once for each size, whatever the first number of rows."""
+    for tokens in (3, 5, 2048):
+        _logits(tokens)
+    assert stand_in.ran == [3, 2048, 1, 1, 1, 5, 2048]
+    stand_in.ran.clear()
+    _logits(3, hidden=32)
+    _logits(3, columns=32)
+    assert stand_in.ran == 2 * [3, 2048, 1, 1, 1]
+
+
+@pytest.mark.parametrize("others", [(1,), (2048,)])
+def test_other_bits_are_an_error(stand_in, others, monkeypatch):
+    """Each time; while a graph is captured, nothing can be compared."""
+    monkeypatch.setattr(stand_in, "others", others)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        _logits(3)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match="on a GPU, cuBLASLt .* 24 logits, hidden size 16, other bits among 2048"
+        ):
+            _logits(3)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,7 @@ from thunder_flce.bench import (
     other_copy,
     predictions,
     profiling,
+    rates,
     records,
     regions,
     small,
@@ -53,9 +55,12 @@ from thunder_flce.bench.methods import METHODS, ONLY_WHEN_NAMED, build, our_func
 from thunder_flce.bench.profiling import exposed, exposed_collectives_ms, slug
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import SHAPES, Inputs, Shape, parse_shape
+from thunder_flce.device import ABSENT_DEVICE
+from thunder_flce.engine.choose import choose
 from thunder_flce.engine.kernels.torch_rows import TorchRowKernels
 from thunder_flce.engine.matmul.algorithms import Tuning
 from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.options import Options
 
 pytest.importorskip("rich", reason="needs the extra 'bench'")
 image = pytest.importorskip("matplotlib.image", reason="needs the extra 'bench'")
@@ -686,6 +691,60 @@ def test_calls_of_python():
     # Its own, the one of the tensor, and what is behind it.
     assert profiling.python_calls(lambda: (x * 2).backward()) > 3
     assert sys.getprofile() is None and profiling.device_operations(lambda: None, device="cpu") is None
+
+
+def test_rates(tmp_path, capsys, monkeypatch):
+    """Plain text, and the same as JSON; without the packages that other subsets show their results with."""
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(rates, "SCHEDULE", replace(Schedule(), rounds=1, calls=2, turn_ms=1, settle_ms=0))
+    monkeypatch.setattr(rates, "MEASURED_ON_CPU", (64, 256, 32))
+    assert main(["bench", "--rates", "--device", "cpu", "--json", str(tmp_path / "rates.jsonl")]) == 0
+    (record,) = records.read([tmp_path / "rates.jsonl"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == json.dumps(record) and record["subset"] == "rates"
+    first_words = {line.split()[0] for line in printed[:-1] if not line.startswith(" ")}
+    assert first_words == {"device", "versions", "rates", "plans", "times", "bits", "better"}
+    assert 1e8 < record["matmul_rate"] < 1e14 and 1e8 < record["bandwidth"] < 1e13
+    assert [way["name"] for way in record["ways"]] == ["default", "chunk_rows=32"]
+    assert all(way["time_ms"] > 0 and way["failed"] is None for way in record["ways"])
+    assert record["batch_invariant"].startswith("yes")
+
+
+def test_which_options_are_tried():
+    """Half and twice the chunk, what the measured rates ask for, the other choice of matmuls, other row kernels."""
+    call = rates.a_call((8192, 128256, 4096), "cuda")
+    h100, amd, l40s = ABSENT_DEVICE, replace(ABSENT_DEVICE, is_hip=True), replace(ABSENT_DEVICE, bandwidth=2e12)
+    chosen, by_rates = (choose(call, Options(), device) for device in (h100, l40s))
+    assert (chosen.chunk_rows, by_rates.chunk_rows) == (2048, 4096)
+    found = rates.ways(chosen, by_rates, tokens=8192, device=h100)
+    of_kernels = ["row_kernels=nvfuser", "row_kernels=torch"]
+    assert list(found) == ["default", "chunk_rows=1024", "chunk_rows=4096", "tune_products=False", *of_kernels]
+    assert found["chunk_rows=1024"] == {"chunk_rows": 1024} and found["default"] == {}
+    found = rates.ways(replace(chosen, tune_products=False), chosen, tokens=2048, device=amd)
+    assert list(found) == ["default", "chunk_rows=1024", *of_kernels]
+    found = rates.ways(replace(chosen, tune_products=False), chosen, tokens=8192, device=h100)
+    assert found["tune_products=True"] == {"tune_products": True}
+
+
+def test_options_that_are_better():
+    def way(time_ms, memory_gb, failed=None):
+        return rates.Measured(name="", options={}, time_ms=time_ms, memory_gb=memory_gb, failed=failed)
+
+    default = way(10.0, 1.0)
+    better = [(9.7, 3.0), (10.1, 0.9), (5.0, 1.0)]
+    assert [rates.is_better(way(*numbers), default) for numbers in better] == [True] * 3
+    assert not any(rates.is_better(way(*numbers), default) for numbers in [(9.9, 1.0), (10.2, 0.5), (10.0, 1.0)])
+    failed = way(None, None, "out of memory")
+    assert not rates.is_better(failed, default) and rates.is_better(default, failed)
+
+
+def test_rates_that_cannot_be_measured(monkeypatch):
+    def fail(*arguments, **settings):
+        raise RuntimeError("no matmuls here")
+
+    monkeypatch.setattr(torch, "mm", fail)
+    with pytest.raises(RuntimeError, match="matmuls cannot be measured here"):
+        rates.measured_rates(session_of(replace(Schedule(), rounds=1, calls=2, turn_ms=1, settle_ms=0)))
 
 
 def test_kernels_and_their_figures(tmp_path):

@@ -27,11 +27,9 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the inte
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """For calls on a CPU; PyTorch's matmuls run."""
-    from thunder_flce.engine.kernels import triton_vectors
     from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
 
     prepare_row_kernels(monkeypatch)
-    monkeypatch.setattr(triton_vectors, "multiprocessors", lambda device: 1)
     row_stride = layout.row_stride
     for module in (layout, plan):
         monkeypatch.setattr(module, "row_stride", lambda v, **of: row_stride(v, **{**of, "device_type": "cuda"}))

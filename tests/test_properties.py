@@ -260,7 +260,8 @@ def run_examples(test: Callable[[Any], None], examples: st.SearchStrategy, count
 @pytest.fixture
 def few_rows_at_a_time(monkeypatch):
     """Where PyTorch's operations are the row kernels."""
-    monkeypatch.setattr(torch_rows, "BLOCK_BYTES", {"cpu": 512, "cuda": 512})
+    monkeypatch.setattr(torch_rows, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(torch_rows, "THREAD_BYTES", 256)
 
 
 def check(problem: Problem, device: str, case: Case | None = None) -> None:

@@ -5,15 +5,19 @@ interpreter, in a process of its own. On a GPU, all three run themselves.
 """
 
 import itertools
+import sys
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fusion_interpreter
 from interpreted import INTERPRETED, needs_compiler, prepare_row_kernels, run_in_the_interpreter
-from thunder_flce.engine.kernels import dispatch, layout
+from thunder_flce.device import ABSENT_DEVICE
+from thunder_flce.engine.kernels import dispatch, layout, torch_rows
 from thunder_flce.engine.kernels.interface import RowStatistics, target_gradient
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS, Moment
@@ -56,9 +60,9 @@ class Backend:
     def __init__(self, name, device):
         self.name, self.device = name, device
 
-    def kernels(self, logit_map, row_by_row=False):
+    def kernels(self, logit_map):
         # Not by `kernels_for`, which knows of no interpreters; new ones, which have no fusions yet.
-        return dispatch._kernels.__wrapped__(self.name, logit_map, row_by_row)
+        return dispatch._kernels.__wrapped__(self.name, logit_map)
 
     def eps(self, dtype):
         """Triton's interpreter truncates to bfloat16, and its functions err by more than a GPU's."""
@@ -341,28 +345,44 @@ def test_in_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
+@pytest.mark.parametrize("logit_map", [MAPS[0], MAPS[2]], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64], ids=str)
-def test_a_row_has_the_same_bits_alone(dtype):
-    """On a CPU, whose threads divide a single row among them, and several rows otherwise."""
+def test_a_row_has_the_same_bits_alone(dtype, logit_map):
+    """On a CPU, whose threads divide a single row among them, and several rows otherwise: in any block of rows."""
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        z, names = (3 * torch.randn(4, 70_001)).to(dtype), tuple(MOMENTS)
-        kernels = Backend("torch", "cpu").kernels(LogitMap(), row_by_row=True)
-        vector = torch.ones(4, dtype=layout.row_dtype(dtype))
-        target, coefficients = torch.arange(4), RowCoefficients(vector, vector)
+        z, names = (3 * torch.randn(10, 70_001)).to(dtype), tuple(MOMENTS)
+        kernels = Backend("torch", "cpu").kernels(logit_map)
+        vector = torch.ones(10, dtype=layout.row_dtype(dtype))
+        target, coefficients = torch.arange(10), RowCoefficients(vector, vector)
 
         def results(rows):
             found = kernels.statistics(z[rows])
             moments = kernels.moments(z[rows], found, None, names)
             of_rows = RowCoefficients(*(None if c is None else c[rows] for c in coefficients))
             gradient = z[rows].clone()
-            return [*found, *moments.values(), *kernels.both_(gradient, target[rows], of_rows)[0], gradient]
+            both = kernels.both_(gradient, target[rows], of_rows)[0]
+            # The slope of a softcap at a target may have other bits.
+            return [*found, *moments.values(), *both, *([] if logit_map.softcap else [gradient])]
 
-        for together, alone in zip(results(slice(0, 4)), results(slice(2, 3)), strict=True):
-            assert torch.equal(together[2:3], alone)
+        together = results(slice(0, 10))
+        for rows in (slice(0, 1), slice(2, 3), slice(9, 10), slice(1, 3), slice(3, 8)):
+            for of_all, of_rows in zip(together, results(rows), strict=True):
+                assert torch.equal(of_all[rows], of_rows)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
+def test_blocks_of_rows_grow_with_the_threads(monkeypatch):
+    """In float32, which 16 bits are computed in; and are as large on a GPU for all."""
+    for kind, threads, rows in (("cpu", 1, 4), ("cpu", 2, 4), ("cpu", 8, 16), ("cpu", 64, 130), ("cuda", 132, 130)):
+        device = replace(ABSENT_DEVICE, kind=kind, multiprocessors=threads)
+        monkeypatch.setattr(torch_rows, "Device", SimpleNamespace(of=lambda _, device=device: device))
+        for z, tensors in ((torch.empty(300, 128256, dtype=BF16), 1), (torch.empty(300, 16032, dtype=FP32), 8)):
+            blocks = [*torch_rows.row_blocks(z, tensors)]
+            assert blocks[0] == slice(0, rows) and blocks[-1].start < 300 <= blocks[-1].stop
 
 
 # What follows is about the dispatch.
@@ -396,7 +416,7 @@ def test_choices_are_checked():
 def test_auto_takes_the_fastest_that_is_there(installed, monkeypatch):
     there = (*installed, "torch")
     monkeypatch.setattr(dispatch, "is_installed", lambda name: name in there)
-    monkeypatch.setattr(dispatch, "_kernels", lambda name, logit_map, row_by_row: name)
+    monkeypatch.setattr(dispatch, "_kernels", lambda name, logit_map: name)
     assert dispatch.FASTEST == ("triton", "nvfuser", "torch")
     expected = next(name for name in dispatch.FASTEST if name in there)
     for choice in ("auto", *there):
@@ -409,6 +429,31 @@ def test_auto_takes_the_fastest_that_is_there(installed, monkeypatch):
     assert dispatch.missing(**CUDA) == (None if "triton" in installed else dispatch.BACKENDS["triton"])
     assert dispatch.missing(dtype=BF16, device_type="cpu") is None
     assert dispatch.without_nvfuser(**CUDA) == ("torch" if expected == "nvfuser" else "auto")
+
+
+@pytest.mark.parametrize(("version", "library"), [("3.4.0+git1", "PyTorch"), ("3.5.1", "Triton"), ("4.0", "Triton")])
+def test_on_amd(version, library, monkeypatch):
+    """Triton from the version on that compiles for its GPUs, and never nvFuser."""
+    monkeypatch.setattr(dispatch, "is_installed", lambda name: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
+    dispatch._compiles_for_hip.cache_clear()
+    try:
+        assert dispatch.library("auto", **CUDA) == library
+        with pytest.raises(ValueError, match="there is none for AMD's GPUs"):
+            dispatch.check_available("nvfuser", **CUDA)
+        found = dispatch.missing(**CUDA)
+        if library == "Triton":
+            assert found is None
+            dispatch.check_available("triton", **CUDA)
+        else:
+            assert found.library == "Triton" and "Triton 3.5 or newer" in found.install
+            with pytest.raises(ValueError, match="does not run on AMD's GPUs as it is installed: Triton 3.5 or newer"):
+                dispatch.check_available("triton", **CUDA)
+        divergence = dispatch.divergence_for(dtypes=[BF16], device_type="cuda") if library == "PyTorch" else None
+        assert divergence is None or divergence.__module__.endswith("torch_divergence")
+    finally:
+        dispatch._compiles_for_hip.cache_clear()
 
 
 def test_other_orders_are_heeded(monkeypatch):

@@ -5,7 +5,7 @@ On a GPU and, in a process of its own, in Triton's interpreter. The rows' result
 
 import math
 import re
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from interpreted import (
     run_in_the_interpreter,
 )
 from test_row_kernels import error, logits
+from thunder_flce.device import ABSENT_DEVICE, Device
 from thunder_flce.engine.kernels import torch_divergence
 from thunder_flce.engine.kernels.torch_rows import TorchRowKernels
 from thunder_flce.operation.divergence import KINDS, Divergence
@@ -116,8 +117,8 @@ def test_rows_divided_among_programs(vocab, logit_map, dtype, monkeypatch):
     z[2, 0] = 0
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 0)
     monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", vocab * dtype.itemsize // 2)
-    monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 2, registers=40))
-    parts = triton_rows._parts(z.stride(0), dtype.itemsize, z.device)
+    monkeypatch.setattr(triton_rows, "_PART_BLOCK", triton_rows._Block(math.inf, 256, 64, programs=24))
+    parts = triton_rows._parts(z.stride(0), dtype.itemsize, Device.of(z.device))
     assert (parts.total, parts.slots) == (3, 4)
     exchange = _Exchange(logit_map(z.float()).split(parts.columns, 1), slots=4)
     monkeypatch.setattr(triton_rows, "_exchange", exchange)
@@ -248,25 +249,25 @@ def test_rows_are_divided_only_where_their_parts_run_at_a_time(monkeypatch):
 
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**10)
     monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", 2**10)
-    for most, parts in [(math.inf, 5), (5, 5), (4, 1)]:
-        monkeypatch.setattr(triton_rows, "_parts_at_a_time", lambda device, most=most: most)
-        assert triton_rows._parts(2048, 2, torch.device("cpu")).total == parts
+    for changes, parts in [({}, 5), ({"multiprocessors": 2}, 5), ({"multiprocessors": 1}, 1), ({"is_hip": True}, 1)]:
+        assert triton_rows._parts(2048, 2, replace(ABSENT_DEVICE, **changes)).total == parts
 
 
 @needs_triton
-def test_how_many_programs_run_at_a_time(monkeypatch):
-    """By the numbers of an H200: 2048 threads and 65536 registers on each of 132 multiprocessors."""
+def test_how_many_programs_run_at_a_time():
+    """As many as a multiprocessor has threads and registers for, and at least two: an H200, a 4090, a T4."""
     from thunder_flce.engine.kernels import triton_rows
 
-    h200 = SimpleNamespace(
-        multi_processor_count=132, max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
-    count = triton_rows._parts_at_a_time.__wrapped__
-    assert count(torch.device("cuda")) == 3 * 132
-    monkeypatch.setattr(triton_rows, "_PART_REGISTERS", 32)
-    assert count(torch.device("cuda")) == 4 * 132
-    assert count(torch.device("cpu")) == math.inf
+    largest = triton_rows._ONE_PASS_BLOCKS[-1]
+    for threads, parts, one_pass in (
+        (2048, (512, 3, 40), (1024, 2, 32)), (1536, (512, 3, 40), (512, 3, 40)), (1024, (512, 2, 64), (512, 2, 64))
+    ):  # fmt: skip
+        device = replace(ABSENT_DEVICE, resident_threads=threads)
+        for block, expected in ((triton_rows._PART_BLOCK, parts), (largest, one_pass)):
+            found = block.on(device)
+            assert (found.threads, found.programs, found.options["maxnreg"]) == expected
+            assert found.options["num_warps"] == found.threads // 32
+        assert triton_rows._parts_at_a_time(device) == 132 * parts[1]
 
 
 @on_device
@@ -323,7 +324,7 @@ class Compiler:
             (at,): [["tt.divisibility", 16]] for at, type in enumerate(signature.values()) if type.startswith("*")
         }
         source = ASTSource(kernel, signature, constants, aligned)
-        options = {"num_warps": block.warps, "maxnreg": getattr(block, "registers", None)}
+        options = block.on(ABSENT_DEVICE).options
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
@@ -444,9 +445,9 @@ def test_compiled_divergence(kind, has_factors):
 @pytest.mark.parametrize("absent", [(), ("token_weight", "class_weight", "num_items", "upstream", "order")], ids=str)
 def test_compiled_vectors(compiler, absent):
     """Without anything spilled to memory; what is asked for changes nothing else."""
-    from thunder_flce.engine.kernels import triton_vectors
+    from thunder_flce.engine.kernels import triton_rows, triton_vectors
 
-    block = SimpleNamespace(elements=triton_vectors._BLOCK, warps=triton_vectors._WARPS)
+    block = triton_rows._Block(math.inf, triton_vectors._BLOCK, triton_vectors._THREADS)
     for is_mean in (True, False):
         of_classes = ("at_target",) if "class_weight" in absent else ()
         constants = {"IGNORES": is_mean, "IS_MEAN": is_mean}
@@ -456,9 +457,8 @@ def test_compiled_vectors(compiler, absent):
         constants = {"REDUCES": is_mean, "Z_LOSS": 1e-4 if is_mean else 0.0}
         assert ".local" not in compiler.ptx(triton_vectors._finish_kernel, block, absent=of_classes, **constants)
     absent = ("valid_count", "expected") if absent else ()
-    ptx = compiler.ptx(
-        triton_vectors._scale_kernel, SimpleNamespace(elements=4096, warps=8), absent=absent, size_1=2**20
-    )
+    block = block._replace(elements=triton_vectors._SCALE_BLOCK)
+    ptx = compiler.ptx(triton_vectors._scale_kernel, block, absent=absent, size_1=2**20)
     assert re.search(LOADS, ptx) and re.search(r"st\.global\S*\.v4\.b32", ptx)
 
 

@@ -4,14 +4,19 @@ On a GPU and, in a process of its own, in Triton's interpreter.
 """
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, prepare_row_kernels, run_in_the_interpreter
+from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import scaling
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.operation.loss import NOTHING_IGNORED, LogitMap
+
+ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 VOCAB = 50
@@ -180,7 +185,7 @@ def test_a_loss_that_is_not_finite_stays_so():
 @pytest.mark.parametrize(("size", "dtype"), [(1, BF16), (64, FP16), (300, FP32), (9000, BF16)], ids=str)
 def test_finished_gradients_are_multiplied(size, grad, expected, count, dtype, monkeypatch):
     """By Triton and by PyTorch; what lies behind them is left alone, and where the factor is 1 all of it."""
-    monkeypatch.setattr(_vectors(), "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(_vectors(), "Device", SimpleNamespace(of=lambda device: ONE_MULTIPROCESSOR))
     monkeypatch.setattr(_vectors(), "_PROGRAMS_PER_MULTIPROCESSOR", 2)
     memory = torch.randn(size + 100, device=DEVICE).to(dtype)
     before, of_torch = memory.clone(), memory[:size].clone()
@@ -202,7 +207,7 @@ def test_finished_gradients_are_multiplied(size, grad, expected, count, dtype, m
 @on_device
 def test_several_gradients_are_multiplied_at_once(monkeypatch):
     """More than one launch takes, of several sizes, one of them empty."""
-    monkeypatch.setattr(_vectors(), "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(_vectors(), "Device", SimpleNamespace(of=lambda device: ONE_MULTIPROCESSOR))
     sizes = (300, 5, 9000, 0, 17, 4096)
     gradients = [torch.randn(size, device=DEVICE).to(BF16) for size in sizes]
     before = [gradient.clone() for gradient in gradients]

@@ -1,6 +1,5 @@
 """What the package knows about devices and about what is installed for them."""
 
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -18,42 +17,8 @@ PADDED_ROW_MULTIPLE = 64
 # Rows of a tile of the large matmuls.
 TILE_ROWS = 128
 
-# The compute capability, its first number, that the choice of cuBLAS's algorithms and the Triton matmul were tried on.
+# The compute capability, its first number, of the GPUs on which the choice among cuBLAS's algorithms was measured.
 HOPPER = 9
-
-
-@cache
-def triton_available() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
-
-
-def is_hopper(device: torch.device | None) -> bool:
-    """Whether a device is a Hopper GPU; for None, the current GPU.
-
-    While a plan is made no GPU need be there. One that is not there counts as Hopper.
-    """
-    # AMD's MI300 has the capability 9.4.
-    if torch.version.hip:
-        return False
-    if device is None:
-        if not torch.cuda.is_available():
-            return True
-        device = torch.device("cuda")
-    if device.type != "cuda":
-        return False
-    return _capability(torch.cuda.current_device() if device.index is None else device.index) == HOPPER
-
-
-@cache
-def _capability(index: int) -> int:
-    return torch.cuda.get_device_capability(index)[0]
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """How many a CUDA device has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -72,7 +37,8 @@ class Rates(NamedTuple):
 
 
 # By a word of the name that the driver reports. Only the first was measured: matmul is 6·T·H·V over the time of "three
-# matmuls" in traces/h200/regions.jsonl, bandwidth what an in-place pass over logits reaches. The others are estimates.
+# matmuls" in traces/h200/regions.jsonl, bandwidth what an in-place pass over logits reaches. The others are estimates,
+# for where PyTorch does not tell the clocks.
 KNOWN_RATES = {
     "H200": Rates(680e12, 4.1e12),
     "H100": Rates(600e12, 2.9e12),
@@ -85,14 +51,21 @@ KNOWN_RATES = {
     "GB10": Rates(90e12, 0.24e12),
     "MI300X": Rates(600e12, 4e12),
 }
+_MEASURED = "H200"
 _H200_MULTIPROCESSORS = 132
+# Operations in 16 bits that a multiprocessor reaches for long in a cycle of the highest clock, by compute capability:
+# 0.65 to 0.8 of the data sheets'. GeForce cards have half as many units where they sum in float32, which reach more.
+_OPERATIONS_A_CYCLE = {
+    (8, 0): 1640, (8, 6): 820, (8, 9): 820, (9, 0): 2600, (10, 0): 5300, (10, 3): 5300, (12, 0): 820, (12, 1): 820,
+}  # fmt: skip
+_GEFORCE_PART = 0.6
 # A thread of a CPU, likewise an estimate.
 _THREAD_RATES = Rates(50e9, 5e9)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a plan asks of a device; a plain value, so that plans can be made for devices that are not there."""
+    """What plans and kernels ask of a device: a plain value, so that both can be made for one that is not there."""
 
     kind: str
     """As `torch.device.type`: "cuda", also for AMD's, "cpu" and so on"""
@@ -106,11 +79,20 @@ class Device:
     is_hip: bool = False
     memory: int | None = None
     """Bytes in total; None where that is unknown, or belongs to everybody, as on a CPU"""
+    warp_size: int = 32
+    """Threads that run in step"""
+    resident_threads: int = 2048
+    """That a multiprocessor has at a time, at most"""
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether NVIDIA's libraries are there."""
+        return self.kind == "cuda" and not self.is_hip
 
     @property
     def is_hopper(self) -> bool:
         """Whether this is a Hopper GPU; AMD's MI300 has the capability 9.4."""
-        return self.capability is not None and self.capability[0] == HOPPER and not self.is_hip
+        return self.is_nvidia and self.capability is not None and self.capability[0] == HOPPER
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
@@ -122,7 +104,7 @@ class Device:
         return _cuda(torch.cuda.current_device()) if torch.cuda.is_available() else ABSENT_DEVICE
 
 
-ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES["H200"], capability=(HOPPER, 0))
+ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES[_MEASURED], capability=(HOPPER, 0))
 
 
 @cache
@@ -134,38 +116,30 @@ def _other(kind: str, threads: int) -> Device:
 
 @cache
 def _cuda(index: int) -> Device:
-    if not torch.cuda.is_available():
-        return ABSENT_DEVICE
-    properties = torch.cuda.get_device_properties(index)
-    rates = next((rates for name, rates in KNOWN_RATES.items() if name in properties.name), None)
+    return described(torch.cuda.get_device_properties(index)) if torch.cuda.is_available() else ABSENT_DEVICE
+
+
+def described(properties: Any) -> Device:
+    """The device that `torch.cuda.get_device_properties` describes."""
     return Device(
-        "cuda", properties.multi_processor_count, *(rates or _estimated_rates(properties)),
-        capability=(properties.major, properties.minor), is_hip=bool(torch.version.hip), memory=properties.total_memory,
+        "cuda", properties.multi_processor_count, *_rates(properties), capability=(properties.major, properties.minor),
+        is_hip=bool(torch.version.hip), memory=properties.total_memory, warp_size=properties.warp_size,
+        resident_threads=properties.max_threads_per_multi_processor,
     )  # fmt: skip
 
 
-def _estimated_rates(properties: Any) -> Rates:
-    """From the clock, in kHz, and the width, in bits, of its memory, or else by its size, in the ratios of an H200."""
-    of_h200 = KNOWN_RATES["H200"]
-    clock, width = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))
-    # Twice a clock, and nine tenths of that are reached.
-    bandwidth = 0.9 * 2 * clock * 1e3 * width / 8
-    bandwidth = bandwidth or of_h200.bandwidth * properties.multi_processor_count / _H200_MULTIPROCESSORS
-    return Rates(bandwidth * of_h200.matmul / of_h200.bandwidth, bandwidth)
-
-
-class DeviceMemory(NamedTuple):
-    """A device's memory in bytes, when a plan is made."""
-
-    total: int
-    free: int
-    """What this process could still allocate"""
-
-    @classmethod
-    def of(cls, device: torch.device) -> "DeviceMemory | None":
-        """The memory of a CUDA device; None for any other device, and without a GPU."""
-        if device.type != "cuda" or not torch.cuda.is_available():
-            return None
-        free, total = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return cls(total, free + cached)
+def _rates(properties: Any) -> Rates:
+    """Those measured, or else by the clocks, the name, or the number of multiprocessors in the ratios of an H200."""
+    by_name = next((rates for name, rates in KNOWN_RATES.items() if name in properties.name), None)
+    if _MEASURED in properties.name and by_name is not None:
+        return by_name
+    count, of_h200 = properties.multi_processor_count, KNOWN_RATES[_MEASURED]
+    # In kHz and bits. Twice a clock, and nine tenths of that are reached; AMD's memory is faster than its clock says.
+    names = "clock_rate", "memory_clock_rate", "memory_bus_width"
+    clock, memory_clock, width = (getattr(properties, name, 0) for name in names)
+    a_cycle: float = _OPERATIONS_A_CYCLE.get((properties.major, properties.minor), 0)
+    a_cycle *= _GEFORCE_PART if "GeForce" in properties.name else 1.0
+    rates = Rates(count * clock * 1e3 * a_cycle, 0.9 * 2 * memory_clock * 1e3 * width / 8)
+    if all(rates) and not torch.version.hip:
+        return rates
+    return by_name or Rates(*(rate * count / _H200_MULTIPROCESSORS for rate in of_h200))

@@ -71,18 +71,20 @@ class Options:
     16-bit gradients are rounded once more. In a jitted program, that of its results: constants that follow the loss in
     the program are found by themselves."""
 
-    tune_products: bool = True
-    """Whether, on a Hopper GPU, the large matmuls of 16-bit operands try the algorithms that cuBLAS proposes when they
-    first run (after a while, when their number of tokens has come often), and then run with the fastest. That waits for
-    the device, and takes a third of a second or so for each kind of matmul, once a process: for logits, dX and dW of
-    some size, for each power of two of tokens (for dX, four sizes between two of them). Without it, and while
+    tune_products: bool | None = None
+    """Whether, on an NVIDIA GPU, the large matmuls of 16-bit operands try the algorithms that cuBLAS proposes when they
+    first run, and then run with the fastest of those that give the same bits. That waits for the device, and takes a
+    third of a second or so for each kind of matmul, once a process: for logits, dX and dW of some size, for each power
+    of two of tokens. None: on Hopper, where it was measured what that gains. Without it, and while
     `torch.use_deterministic_algorithms` is on, PyTorch's run."""
 
     batch_invariant: bool = False
     """Whether a token's log-probability and loss have the same bits in any batch, alone, in any chunk, with gradients
     or without: as a policy's and its trainer's should. The logits' matmul then sums in an order that only V, H and the
     dtype decide, and statistics are made apart from gradients. On a CPU for all operands; on CUDA for those in 16 bits,
-    H a multiple of 8, with Triton's row kernels. Devices, numbers of threads and versions of libraries may differ."""
+    H a multiple of 8, with Triton's row kernels. There, the first call of a size compares a row alone with the same
+    among 2048, in memory of its own for their logits, and raises an error where bits differ. Devices, numbers of
+    threads and versions of libraries may differ."""
 
     def __post_init__(self):
         budget, rows, factor = self.memory_budget, self.chunk_rows, self.expected_gradient
@@ -102,7 +104,7 @@ class Options:
             "ignored_rows": (self.ignored_rows in IGNORED_ROWS, f"one of {IGNORED_ROWS}"),
             "logits_dtype": (self.logits_dtype in LOGITS_DTYPES, f"one of {LOGITS_DTYPES}"),
             "row_kernels": (self.row_kernels in ROW_KERNELS, f"one of {ROW_KERNELS}"),
-            "tune_products": (isinstance(self.tune_products, bool), "True or False"),
+            "tune_products": (isinstance(self.tune_products, bool | None), "None, True or False"),
             "batch_invariant": (isinstance(self.batch_invariant, bool), "True or False"),
         }
         for name, (is_right, expected) in rules.items():

@@ -1,10 +1,11 @@
 """`python -m thunder_flce bench`: which subset is measured, who takes part, and where results go."""
 
 import argparse
+import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from thunder_flce.bench import (
     methods,
     models,
     predictions,
+    rates,
     records,
     regions,
     small,
@@ -66,15 +68,20 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status.
 
     Args:
-        arguments: what comes after `bench`. Without the name of a subset they are for `regions`.
+        arguments: what comes after `bench`. Without the name of a subset they are for `regions`; `--rates` is the
+            subset `rates`.
     """
     arguments = list(arguments)
+    if arguments and arguments[0] == "--rates":
+        arguments[0] = "rates"
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "regions")
     parser = _parser()
     parsed = parser.parse_args(arguments)
     if parsed.subset == "figures":
         return _figures(parsed, parser)
+    if parsed.subset == "rates":
+        return _rates(parsed, arguments)
     try:
         run = _RUNS[parsed.subset](parsed)
     except ValueError as error:
@@ -168,6 +175,21 @@ def _figures(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int
     return 0
 
 
+def _rates(parsed: argparse.Namespace, arguments: list[str]) -> int:
+    """Prints the report as it is made; needs nothing that is not there."""
+    context = records.context(shlex.join([*PROGRAM.split(), *arguments]), device=parsed.device, commit=parsed.commit)
+    *_, everything = _printed(rates.report(parsed.device, context, _ignore))
+    if parsed.json:
+        records.append(parsed.json, json.loads(everything))
+    return 0
+
+
+def _printed(lines: Iterable[str]) -> Iterator[str]:
+    for line in lines:
+        print(line, flush=True)
+        yield line
+
+
 def _need(package: str, parser: argparse.ArgumentParser) -> None:
     if find_spec(package) is None:
         parser.exit(2, f"{PROGRAM} needs {package}: pip install 'thunder-flce[bench]'\n")
@@ -251,6 +273,8 @@ def _parser() -> argparse.ArgumentParser:
     subset.add_argument("--ranks", type=_positive, help="processes, a GPU each (default: torchrun's, or 2)")
     names = list(distributed.METHODS)
     subset.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD", help="; ".join(names))
+
+    subset = _subset(subsets, "rates", "what this device reaches, and which options would be better on it", None)
 
     subset = subsets.add_parser("figures", help="draws figures from what the other subsets have written")
     subset.add_argument("data", nargs="+", type=Path, help="JSON lines")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.device import ROW_MULTIPLE, TILE_ROWS, Device
+from thunder_flce.device import ABSENT_DEVICE, ROW_MULTIPLE, TILE_ROWS, Device
 from thunder_flce.engine.kernels.dispatch import check_available, library
 from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.engine.matmul.algorithms import TUNED_OPERATIONS
@@ -40,10 +40,12 @@ SMALL_LINEAR = 8
 # Chunks of fewer rows leave the matmuls of an H200 memory-bound: each reads all of W, and reads and writes all of dW.
 # On other devices, as many more or fewer, in powers of two, as they compute more or less while they move a byte.
 CHUNK_ROWS = 2048
-BALANCED_OPERATIONS_PER_BYTE = 680 / 4.1
+BALANCED_OPERATIONS_PER_BYTE = ABSENT_DEVICE.matmul_rate / ABSENT_DEVICE.bandwidth
+# Unless the user gives a budget, chunks are no larger than this part of the device's memory, as far as dW allows.
+PART_OF_MEMORY = 1 / 20
 # Larger chunks gain nothing where H is large; where it is small, what a chunk costs beside its matmuls (about 0.1 ms)
 # asks for more rows: enough for this time, as long as the logits stay within a gigabyte, in at least three chunks.
-CHUNK_SECONDS = 2.5e12 / 680e12
+CHUNK_SECONDS = 2.5e12 / ABSENT_DEVICE.matmul_rate
 CHUNK_BYTES = 2**30
 FEWEST_CHUNKS = 3
 SMALLEST_CHUNK = 512
@@ -64,10 +66,9 @@ CPU_CHUNK_BYTES = (2 * CPU_THREAD_BYTES, 32 * CPU_THREAD_BYTES)
 CPU_SMALLEST_CHUNK = 64
 
 # Unless the user gives a budget, logits are saved for upstream gradients of one number a row while a call takes no more
-# than this, and than this part of the device's memory, whatever of it is free: plans must not depend on when they are
-# made. To save the logits of fewer than an eighth of the tokens spares less than 3% of the matmuls.
+# than this, and than `PART_OF_MEMORY`, whatever of it is free: plans must not depend on when they are made. To save the
+# logits of fewer than an eighth of the tokens spares less than 3% of the matmuls.
 SAVED_LOGITS_BYTES = 4 * 2**30
-SAVED_PART_OF_MEMORY = 1 / 16
 SMALLEST_SAVED_PART = 1 / 8
 
 # What a chunk costs beside its matmuls and row work, and dividing the tokens at all. The second is fitted to 4096 ×
@@ -153,7 +154,7 @@ def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
 
 def waits_for_rows(call: Call, device: Device) -> bool:
     """Whether leaving out ignored rows can save more than the wait for their number costs."""
-    return _waits_for_rows(_Sizes(call, float32_logits=False), device)
+    return _waits_for_rows(_Sizes(call, device, float32_logits=False), device)
 
 
 def _waits_for_rows(sizes: "_Sizes", device: Device) -> bool:
@@ -163,15 +164,16 @@ def _waits_for_rows(sizes: "_Sizes", device: Device) -> bool:
 
 def seconds(call: Call, plan: Plan, device: Device) -> float:
     """The time of forward and backward, only to decide between plans: nothing overlaps, all tokens are computed."""
-    return _Sizes(call, float32_logits=plan.float32_logits).seconds(plan, device)
+    return _Sizes(call, device, float32_logits=plan.float32_logits).seconds(plan, device)
 
 
-def temporary_bytes(call: Call, plan: Plan) -> int:
+def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int:
     """The most memory that forward and backward of a call of specs take at a time, beside inputs and gradients.
 
-    It leaves out vectors of one number a token.
+    It leaves out vectors of one number a token. `device` is where it runs, unless that is the call's device.
     """
-    return _Sizes(call, float32_logits=plan.float32_logits).temporary_bytes(plan)
+    device = device or Device.of(call.device)
+    return _Sizes(call, device, float32_logits=plan.float32_logits).temporary_bytes(plan)
 
 
 # Time and memory.
@@ -180,8 +182,8 @@ def temporary_bytes(call: Call, plan: Plan) -> int:
 class _Sizes:
     """What time and memory depend on beside the plan, of one call of specs."""
 
-    def __init__(self, call: Call, *, float32_logits: bool):
-        self.call, dtype, device_type = call, call.dtype, call.device.type
+    def __init__(self, call: Call, device: Device, *, float32_logits: bool):
+        self.call, self.device, dtype, device_type = call, device, call.dtype, call.device.type
         self.tokens, self.vocab, self.itemsize, self.dtype = call.tokens, call.vocab, dtype.itemsize, dtype
         self.logits_dtype = torch.float32 if float32_logits else dtype
         self.stride = row_stride(self.vocab, dtype=self.logits_dtype, device_type=device_type)
@@ -207,8 +209,7 @@ class _Sizes:
             self.frequent_columns = sum(size for size in self.weights if not self._is_small(size))
         self.dw_elements = call.weight_rows * sum(self.weights)
         # Where rows are not padded, no matmul on NVIDIA's devices needs memory of its own.
-        is_nvidia = device_type == "cuda" and torch.version.hip is None
-        self.has_scratch = not is_nvidia or self.vocab % ROW_MULTIPLE != 0
+        self.has_scratch = not device.is_nvidia or self.vocab % ROW_MULTIPLE != 0
 
     def _is_small(self, hidden: int) -> bool:
         return hidden * SMALL_LINEAR <= self.head
@@ -293,7 +294,7 @@ class _Sizes:
         if not self.has_scratch:
             return 0
         call, shard, dtype = self.call, self.call.shard, self.dtype
-        of = partial(scratch_bytes, rows=rows, columns=self.vocab, dtype=dtype, device_type=call.device.type)
+        of = partial(scratch_bytes, rows=rows, columns=self.vocab, dtype=dtype, device=self.device)
         found = [
             of(
                 "logits", hidden=self.widest, out_dtype=self.logits_dtype, has_bias="linear_bias" in call.tensors,
@@ -319,7 +320,7 @@ class _Choice:
     def __init__(self, call: Call, options: Options, device: Device):
         self.call, self.options, self.device, self.tokens = call, options, device, call.tokens
         self.strategy = strategy_of(call, options)
-        self.sizes = sizes = _Sizes(call, float32_logits=options.has_float32_logits(call.dtype))
+        self.sizes = sizes = _Sizes(call, device, float32_logits=options.has_float32_logits(call.dtype))
         self.is_on_cpu = device.kind == "cpu"
         self.smallest = CPU_SMALLEST_CHUNK if self.is_on_cpu else SMALLEST_CHUNK
         self.ranks = 1 if call.shard is None else call.shard.ranks
@@ -333,9 +334,10 @@ class _Choice:
             budget = int(budget * device.memory)
         self.limit = budget
         # The rows from which the largest matmul is worth measuring.
-        is_tuned = options.tune_products and device.is_hopper and sizes.itemsize == 2
+        is_tuned = device.is_hopper if options.tune_products is None else options.tune_products and device.is_nvidia
         per_row = 2 * (sizes.vocab - sizes.vocab % ROW_MULTIPLE) * sizes.widest
-        self.tuned_rows = -(-TUNED_OPERATIONS // per_row) if is_tuned and per_row else inf
+        self.tuned_rows = -(-TUNED_OPERATIONS // per_row) if is_tuned and sizes.itemsize == 2 and per_row else inf
+        self.most_by_default = inf if device.memory is None else int(PART_OF_MEMORY * device.memory)
         ignored_rows = options.ignored_rows
         if ignored_rows == "auto":
             ignored_rows = "skip" if not call.ignores_rows or _waits_for_rows(sizes, device) else "compute"
@@ -390,11 +392,18 @@ class _Choice:
         # A rank's logits are narrower by the number of ranks, so that its chunks may have as many more rows.
         rows = _compute_bound_rows(device) * self.ranks
         if self.tokens <= max(rows, CHUNK_ROWS):
-            return max(rows, CHUNK_ROWS)
-        operations = 6 * max(sizes.hidden, 1) * max(sizes.vocab, 1)
-        enough = int(CHUNK_SECONDS * device.matmul_rate / operations)
-        part = -(-self.tokens // (FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
-        return max(rows, min(enough, CHUNK_BYTES // sizes.row_bytes, part))
+            rows = max(rows, CHUNK_ROWS)
+        else:
+            operations = 6 * max(sizes.hidden, 1) * max(sizes.vocab, 1)
+            enough = int(CHUNK_SECONDS * device.matmul_rate / operations)
+            part = -(-self.tokens // (FEWEST_CHUNKS * TILE_ROWS)) * TILE_ROWS
+            rows = max(rows, min(enough, CHUNK_BYTES // sizes.row_bytes, part))
+        return rows if self.most_by_default == inf else min(rows, max(self._affordable_rows(), SMALLEST_CHUNK))
+
+    def _affordable_rows(self) -> int:
+        """Rows of a chunk that takes no more memory than a call may by default."""
+        fixed, per_row, _ = self.sizes.linear_bytes(self._in_16_bits(1))
+        return int((self.most_by_default - fixed) // per_row)
 
     def _default_rows_with_gradients(self) -> int:
         """The same where the forward computes dX: half of it for a frozen head, if that keeps the device busy."""
@@ -467,7 +476,7 @@ class _Choice:
         sizes, default = self.sizes, self._default_rows_with_gradients()
         is_free = self.chosen_rows is None and self.limit is None
         # All tokens, where their logits take little memory beside the gradients that the forward computes.
-        is_small = self.sizes.row_bytes * self.tokens <= ONE_CHUNK * self.call.gradient_bytes
+        is_small = sizes.row_bytes * self.tokens <= min(ONE_CHUNK * self.call.gradient_bytes, self.most_by_default)
         considers_one = is_free and is_small and self.strategy == GRADIENTS_IN_FORWARD and not self.is_on_cpu
         # A chunk may be as large as the rounded dW, which takes its memory afterwards: at 16384 × 128256 × 4096 that
         # halves what the accumulator costs, 10% of the time, and takes no more memory.
@@ -500,11 +509,11 @@ class _Choice:
 
     def _saving(self) -> Plan | None:
         """A plan that keeps the logits of all rows, or of some; None where too few fit, or none may be kept."""
-        allowed, sizes, memory = self.limit, self.sizes, self.device.memory
+        allowed, sizes = self.limit, self.sizes
         if allowed is None:
-            if memory is None or self.is_on_cpu:
+            if self.most_by_default == inf or self.is_on_cpu:
                 return None
-            allowed = min(SAVED_LOGITS_BYTES, int(memory * SAVED_PART_OF_MEMORY))
+            allowed = min(SAVED_LOGITS_BYTES, int(self.most_by_default))
         whole = replace(self._with(max(self.tokens, 1)), strategy=SAVE_LOGITS)
         if sizes.temporary_bytes(whole) <= allowed:
             return whole

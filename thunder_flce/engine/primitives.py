@@ -49,11 +49,9 @@ class Region:
     @cached_property
     def kernels(self) -> RowKernels:
         """The row kernels of the plan."""
-        row_by_row = self.plan.batch_invariant and self.device_type == "cpu"
         return dispatch.kernels_for(
-            self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type, logit_map=self.logit_map,
-            row_by_row=row_by_row,
-        )  # fmt: skip
+            self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type, logit_map=self.logit_map
+        )
 
     @cached_property
     def vector_kernels(self) -> Any:

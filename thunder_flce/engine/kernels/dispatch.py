@@ -4,6 +4,7 @@ Triton comes with PyTorch on Linux, nvFuser is an extra; PyTorch's operations ru
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
@@ -30,7 +31,12 @@ class Backend(NamedTuple):
 
 
 BACKENDS = {
-    "triton": Backend("Triton", f"{__package__}.triton_rows:TritonRowKernels", "triton", "pip install triton"),
+    "triton": Backend(
+        "Triton",
+        f"{__package__}.triton_rows:TritonRowKernels",
+        "triton",
+        "pip install triton-windows" if sys.platform == "win32" else "pip install triton",
+    ),
     "nvfuser": Backend(
         "nvFuser",
         f"{__package__}.nvfuser_rows:NvFuserRowKernels",
@@ -42,20 +48,18 @@ BACKENDS = {
 FASTEST = tuple(BACKENDS)
 """Fastest first, but for moments, where nvFuser would gain 0.6% of a step: "auto" takes the first that is there."""
 CHOICES = ("auto", *BACKENDS)
+# The oldest Triton that is known to compile the kernels for AMD's GPUs (tests/test_targets.py).
+OLDEST_TRITON_ON_HIP = (3, 5)
 
 
-def kernels_for(
-    choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap, row_by_row: bool = False
-) -> RowKernels:
+def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
     """The row kernels of one of `CHOICES` for logits of such a dtype on such a device; for "auto", of the fastest.
-
-    With `row_by_row`, a row has the same statistics and moments alone and among others also on a CPU.
 
     Raises:
         ValueError: as `check_available`.
     """
     check_available(choice, dtype=dtype, device_type=device_type)
-    return _kernels(_backend(choice, dtype, device_type), logit_map, row_by_row)
+    return _kernels(_backend(choice, dtype, device_type), logit_map)
 
 
 def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> None:
@@ -69,13 +73,15 @@ def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> Non
     if choice == "auto":
         return
     asked = f'row_kernels="{choice}"'
-    if not _runs_on(choice, dtype, device_type):
+    if not _takes(choice, dtype, device_type):
         where = f"the logits are {str(dtype).removeprefix('torch.')} on {device_type!r}"
-        runs = "runs on CUDA, in float32, bfloat16 and float16"
-        raise ValueError(f'{asked} {runs}, but {where}: choose row_kernels="auto" or "torch"')
-    if not is_installed(choice):
-        backend = BACKENDS[choice]
+        takes = "runs on CUDA, in float32, bfloat16 and float16"
+        raise ValueError(f'{asked} {takes}, but {where}: choose row_kernels="auto" or "torch"')
+    if not runs(choice, dtype, device_type):
+        backend = _described(choice)
         needs = f"needs the package {backend.package}, which is not installed"
+        if is_installed(choice):
+            needs = "does not run on AMD's GPUs as it is installed"
         raise ValueError(f'{asked} {needs}: {backend.install}, or choose row_kernels="auto"')
 
 
@@ -85,10 +91,28 @@ def is_installed(name: str) -> bool:
     return importlib.util.find_spec(BACKENDS[name].package) is not None
 
 
+@cache
+def _compiles_for_hip(name: str) -> bool:
+    """Whether a backend that is installed is known to run on AMD's GPUs."""
+    if name == "triton":
+        return tuple(map(int, import_module("triton").__version__.split(".")[:2])) >= OLDEST_TRITON_ON_HIP
+    return name == "torch"
+
+
 def missing(*, dtype: torch.dtype, device_type: str) -> Backend | None:
-    """The fastest backend, where "auto" would use it for these logits if it were installed."""
+    """The fastest backend, where "auto" would use it for these logits if it, or another version, were installed."""
     name = FASTEST[0]
-    return BACKENDS[name] if _runs_on(name, dtype, device_type) and not is_installed(name) else None
+    is_missing = _takes(name, dtype, device_type) and not runs(name, dtype, device_type)
+    return _described(name) if is_missing else None
+
+
+def _described(name: str) -> Backend:
+    """A backend, with what installs it for the GPUs that this PyTorch is made for."""
+    if torch.version.hip is None:
+        return BACKENDS[name]
+    numbers = ".".join(map(str, OLDEST_TRITON_ON_HIP))
+    cures = {"triton": f"Triton {numbers} or newer, with PyTorch 2.9 or newer for ROCm"}
+    return BACKENDS[name]._replace(install=cures.get(name, "there is none for AMD's GPUs"))
 
 
 def without_nvfuser(*, dtype: torch.dtype, device_type: str) -> str:
@@ -110,7 +134,7 @@ def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], devic
         check_available(choice, dtype=dtype, device_type=device_type)
     if choice == "nvfuser":
         raise ValueError('row_kernels="nvfuser" has no divergences: choose row_kernels="auto", "triton" or "torch"')
-    has_triton = is_installed("triton") and all(_runs_on("triton", dtype, device_type) for dtype in dtypes)
+    has_triton = all(runs("triton", dtype, device_type) for dtype in dtypes)
     name = "torch" if choice == "torch" or not has_triton else "triton"
     return import_module(f"{__package__}.{name}_divergence").divergence_
 
@@ -124,16 +148,20 @@ def _backend(choice: str, dtype: torch.dtype, device_type: str) -> str:
     """The backend, one of `BACKENDS`, that runs row work."""
     if choice != "auto":
         return choice
-    return next(name for name in FASTEST if _runs_on(name, dtype, device_type) and is_installed(name))
+    return next(name for name in FASTEST if runs(name, dtype, device_type))
 
 
-def _runs_on(name: str, dtype: torch.dtype, device_type: str) -> bool:
+def runs(name: str, dtype: torch.dtype, device_type: str) -> bool:
+    """Whether a backend is there for such logits."""
+    is_there = _takes(name, dtype, device_type) and is_installed(name)
+    return is_there and (torch.version.hip is None or _compiles_for_hip(name))
+
+
+def _takes(name: str, dtype: torch.dtype, device_type: str) -> bool:
     return name == "torch" or (device_type == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16))
 
 
 @cache
-def _kernels(name: str, logit_map: LogitMap, row_by_row: bool) -> RowKernels:
+def _kernels(name: str, logit_map: LogitMap) -> RowKernels:
     module, _, kernels = BACKENDS[name].kernels.partition(":")
-    # Only PyTorch's sums depend on the number of rows.
-    settings = (row_by_row,) if name == "torch" else ()
-    return getattr(import_module(module), kernels)(logit_map, *settings)
+    return getattr(import_module(module), kernels)(logit_map)

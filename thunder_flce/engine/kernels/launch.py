@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-# A block has 1024 threads at most.
-_MOST_WARPS = 32 if torch.version.hip is None else 16
+from thunder_flce.device import Device
 
 # Kernels that are compiled, by what they were compiled for: what runs them, their constants, and their settings, so
 # that the address of these is not used again. Triton finds out all of that anew at each launch.
@@ -13,10 +12,12 @@ _compiled: dict[Any, tuple[Any, Any, Any, list[Any], dict[str, Any]]] = {}
 _MOST_COMPILED = 1024
 
 
-def options(warps: int, registers: int | None = None) -> dict[str, int]:
-    """What the compiler is told: warps, and registers of a thread at most, which AMD's compiler does not take."""
-    of_registers = {} if registers is None or torch.version.hip is not None else {"maxnreg": registers}
-    return {"num_warps": min(warps, _MOST_WARPS), **of_registers}
+def options(threads: int, registers: int | None = None) -> dict[str, int]:
+    """What the compiler is told: threads, and registers of each at most, which AMD's compiler does not take."""
+    device = Device.of(torch.device("cuda"))
+    of_registers = {} if registers is None or device.is_hip else {"maxnreg": registers}
+    # Multiplications and additions become one operation; newer versions of Triton do so only where they are told.
+    return {"num_warps": threads // device.warp_size, "enable_fp_fusion": True, **of_registers}
 
 
 def launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from thunder_flce.device import triton_available
+from thunder_flce.engine.kernels import dispatch
 
 # Elements converted at a time: temporary memory of 64 MiB.
 _FLOAT32_BLOCK = 2**24
@@ -57,8 +57,7 @@ def usable(expected: Tensor) -> Tensor:
 @cache
 def library(dtype: torch.dtype, device: torch.device) -> str:
     """Who multiplies a contiguous gradient that may be overwritten: "Triton" or "PyTorch"."""
-    is_small_float = dtype in (torch.float32, torch.bfloat16, torch.float16)
-    return "Triton" if device.type == "cuda" and is_small_float and triton_available() else "PyTorch"
+    return "Triton" if dispatch.runs("triton", dtype, device.type) else "PyTorch"
 
 
 def graph_is_kept() -> bool:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.engine.kernels.layout import row_dtype
-from thunder_flce.engine.kernels.torch_rows import row_blocks
+from thunder_flce.engine.kernels.torch_rows import row_blocks, sums_of_rows
 from thunder_flce.operation.divergence import Divergence
 
 
@@ -23,10 +23,11 @@ def divergence_(
         p, q = log_p.exp(), log_q.exp()
         value, of_student = result[rows].zero_(), None
         if divergence.of_teacher:
-            value += divergence.of_teacher * _ratio(log_q, log_p if log_m is None else log_m, q).mul_(q).sum(1)
+            of_teacher = _ratio(log_q, log_p if log_m is None else log_m, q)
+            value += divergence.of_teacher * sums_of_rows(of_teacher.mul_(q))
         if divergence.of_student:
             of_student = _ratio(log_p, log_q if log_m is None else log_m, p)
-            mean = (p * of_student).sum(1)
+            mean = sums_of_rows(p * of_student)
             value += divergence.of_student * mean
             of_student.sub_(mean[:, None])
         if factors is not None:

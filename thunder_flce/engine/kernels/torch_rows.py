@@ -5,47 +5,55 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from thunder_flce.device import Device
 from thunder_flce.engine.kernels.interface import RowStatistics, finite, target_gradient
 from thunder_flce.engine.kernels.layout import row_dtype
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
-# Rows are taken a block at a time, so that the temporaries stay in a CPU's cache and small beside the chunk on CUDA.
-BLOCK_BYTES = {"cpu": 2 * 2**20, "cuda": 64 * 2**20}
+# Rows are taken a block at a time, so that the temporaries stay small beside the chunk and, on a CPU, in the caches of
+# its threads, which have so many bytes each.
+BLOCK_BYTES = 64 * 2**20
+THREAD_BYTES = 2**20
+# What a thread does to a row of a block should take longer than to call it. Two threads have as much as four.
+FEWEST_THREADS = 2
 
 
 def row_blocks(logits: Tensor, tensors: int = 1) -> Iterator[slice]:
-    """Slices over the rows of logits (C, V), of which so many converted `tensors` take about BLOCK_BYTES."""
+    """Slices over the rows of logits (C, V), of which so many converted `tensors` take no more than a block's bytes."""
+    device = Device.of(logits.device)
+    allowed = BLOCK_BYTES
+    if device.kind == "cpu":
+        allowed = max(device.multiprocessors, FEWEST_THREADS) * THREAD_BYTES
     row_bytes = max(logits.shape[1], 1) * tensors * row_dtype(logits.dtype).itemsize
-    rows = max(BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES["cuda"]) // row_bytes, 1)
+    rows = max(allowed // row_bytes, 1)
     for start in range(0, logits.shape[0], rows):
         yield slice(start, start + rows)
 
 
-class TorchRowKernels:
-    """See `RowKernels`.
+def sums_of_rows(values: Tensor) -> Tensor:
+    """(C,) of (C, V). On a CPU, PyTorch divides a sum over a row among threads where there is a single row only."""
+    return values.sum(1) if values.shape[0] > 1 else values.expand(2, -1).sum(1)[:1]
 
-    Args:
-        logit_map: from z to the logits.
-        row_by_row: on a CPU, what is summed over a row has the same bits alone and among others. There, PyTorch divides
-            the sum over a row among threads only where there is a single row.
-    """
+
+class TorchRowKernels:
+    """See `RowKernels`. On a CPU, what is summed over a row has the same bits alone and among others."""
 
     library = "PyTorch"
 
-    def __init__(self, logit_map: LogitMap = LogitMap(), row_by_row: bool = False):  # noqa: B008
-        self.logit_map, self._row_by_row = logit_map, row_by_row
+    def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
+        self.logit_map = logit_map
 
     def statistics(self, z: Tensor) -> RowStatistics:
         row_max = torch.empty(z.shape[0], dtype=row_dtype(z.dtype), device=z.device)
         others = torch.empty_like(row_max)
-        for rows in self._blocks_to_sum(z):
+        for rows in row_blocks(z):
             logits = self._logits(z[rows])
             row_max[rows], column = logits.max(1)
             exponential = torch.sub(logits, row_max[rows, None], out=self._may_overwrite(logits, z[rows])).exp_()
             # The maximum's own is 1, beside which a small sum of the others would lose its digits; or it is NaN.
             at = column[:, None]
-            torch.sum(exponential.scatter_(1, at, exponential.gather(1, at) - 1), 1, out=others[rows])
+            others[rows] = sums_of_rows(exponential.scatter_(1, at, exponential.gather(1, at) - 1))
         return RowStatistics(row_max, others.log1p_())
 
     def moments(
@@ -54,14 +62,14 @@ class TorchRowKernels:
         row_max, row_log_sum = statistics
         sums = {name: torch.empty_like(row_max) for name in names}
         weight = 1.0 if class_weight is None else class_weight
-        for rows in self._blocks_to_sum(z):
+        for rows in row_blocks(z):
             shifted = self._logits(z[rows]) - row_max[rows, None]
             probability = (shifted - row_log_sum[rows, None]).exp_()
             shifted_finite = finite(shifted)
             for name in names:
                 moment = MOMENTS[name]
                 term = moment.term(shifted if moment.keeps_infinity else shifted_finite, probability, weight)
-                torch.sum(term, 1, out=sums[name][rows])
+                sums[name][rows] = sums_of_rows(term)
         return sums
 
     def gradient_(
@@ -92,7 +100,7 @@ class TorchRowKernels:
         row_max = torch.empty(z.shape[0], dtype=row_dtype(z.dtype), device=z.device)
         others, index = torch.empty_like(row_max), target[:, None]
         z_y = z.gather(1, index)[:, 0]
-        for rows in self._blocks_to_sum(z):
+        for rows in row_blocks(z):
             logits = self._logits(z[rows])
             row_max[rows], column = logits.max(1)
             slope = self.logit_map.slope(z[rows].to(row_dtype(z.dtype)))
@@ -100,7 +108,7 @@ class TorchRowKernels:
             # As in `statistics`; the 1 comes back for the gradient.
             at = column[:, None]
             own = gradient.gather(1, at)
-            torch.sum(gradient.scatter_(1, at, own - 1), 1, out=others[rows])
+            others[rows] = sums_of_rows(gradient.scatter_(1, at, own - 1))
             gradient.scatter_(1, at, own).mul_((coefficients.probability[rows] / (1 + others[rows]))[:, None])
             if slope is not None:
                 gradient.mul_(slope)
@@ -110,11 +118,6 @@ class TorchRowKernels:
         entry = target_gradient(self.logit_map, z_y, statistics, coefficients)
         z.scatter_(1, index, entry.to(z.dtype)[:, None])
         return statistics, z_y
-
-    def _blocks_to_sum(self, z: Tensor) -> Iterator[slice]:
-        if self._row_by_row and z.device.type == "cpu":
-            return (slice(row, row + 1) for row in range(z.shape[0]))
-        return row_blocks(z)
 
     def _logits(self, z: Tensor) -> Tensor:
         return self.logit_map(z.to(row_dtype(z.dtype)))

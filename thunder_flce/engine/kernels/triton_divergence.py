@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thunder_flce.engine.kernels.launch import launch, options
+from thunder_flce.engine.kernels.launch import launch
 from thunder_flce.engine.kernels.triton_rows import _STATISTICS_BLOCKS, _block_for, _exp, _logits, _row_statistics
 from thunder_flce.operation.divergence import Divergence
 
@@ -100,7 +100,7 @@ def _settings(vocab: int, student: int, teacher: int, out: int, divergence: Dive
     return {
         "STUDENT_STRIDE": student, "TEACHER_STRIDE": teacher, "OUT_STRIDE": out, "VOCAB": vocab,
         "SCALE": 1 / divergence.temperature, "OF_STUDENT": divergence.of_student, "OF_TEACHER": divergence.of_teacher,
-        "LOG_STUDENT": log_student, "LOG_TEACHER": log_teacher, "BLOCK": block.elements, **options(block.warps),
+        "LOG_STUDENT": log_student, "LOG_TEACHER": log_teacher, "BLOCK": block.elements, **block.options,
     }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE
+from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE, Device
 from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight
 from thunder_flce.engine.kernels.launch import launch, options
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
@@ -358,35 +358,54 @@ class _Block(NamedTuple):
     largest_vocab: float
     """Up to which the choice holds"""
     elements: int
-    warps: int
-    registers: int | None = None
-    """Of a thread, at most; None for as many as the compiler likes"""
+    threads: int
+    """As many, or half of that where a multiprocessor has too few for two programs that are to be there"""
+    programs: int | None = None
+    """How many are to be on a multiprocessor at a time, if it has so many threads; None for as many as there happen"""
+
+    def on(self, device: Device) -> "_Block":
+        """With the threads and the programs that a device's multiprocessors have room for."""
+        if self.programs is None:
+            return self
+        threads = self.threads if 2 * self.threads <= device.resident_threads else self.threads // 2
+        programs = min(self.programs * self.threads, device.resident_threads) // threads
+        return self._replace(threads=threads, programs=programs)
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What the compiler is told."""
+        registers = None
+        if self.programs is not None:
+            # A thread has a multiple of 8 registers.
+            registers = _REGISTERS // (self.threads * self.programs) // 8 * 8
+        return options(self.threads, registers)
 
 
+# Of a multiprocessor, on all GPUs of NVIDIA.
+_REGISTERS = 65536
 # The fastest of those tried on an H200 with 0.5 GiB of bfloat16 logits. Statistics then reach 0.95 to 1.05 times the
 # bandwidth of a copy from a vocabulary of 4099 on (0.79 at 1000). Both at once take 1.05 to 1.2 times as long as a
 # copy: there must be enough programs on a multiprocessor, two to four, for some to load while others compute, but what
 # they all are at, and read a second time, must stay in L2.
-_STATISTICS_BLOCKS = (_Block(16383, 1024, 2), _Block(math.inf, 4096, 8))
+_STATISTICS_BLOCKS = (_Block(16383, 1024, 64), _Block(math.inf, 4096, 256))
 _ONE_PASS_BLOCKS = (
-    _Block(16383, 2048, 4),
-    _Block(40959, 4096, 16, registers=32),
-    _Block(math.inf, 8192, 32, registers=32),
+    _Block(16383, 2048, 128),
+    _Block(40959, 4096, 512, programs=4),
+    _Block(math.inf, 8192, 1024, programs=2),
 )
-_MOMENTS_BLOCK = _Block(math.inf, 2048, 8)
+_MOMENTS_BLOCK = _Block(math.inf, 2048, 256)
 # Longer rows are divided, 128256 columns into three parts: 0.290 ms instead of 0.334 (256000 into seven: 0.291 instead
 # of 0.369). Odd numbers of parts were up to 5% faster than even ones, for a reason not found.
-_PART_WARPS, _PART_REGISTERS = 16, 40
-_PART_BLOCK = _Block(math.inf, 4096, _PART_WARPS, _PART_REGISTERS)
+_PART_BLOCK = _Block(math.inf, 4096, 512, programs=3)
 _LARGEST_ROW_BYTES = 160 * 2**10
 _LARGEST_PART_BYTES = 90 * 2**10
 _MOST_PARTS = 15
 # Of the gradient alone. A row takes whole blocks of it, however few columns it has.
-_GRADIENT_BLOCK = _Block(math.inf, 4096, 8)
+_GRADIENT_BLOCK = _Block(math.inf, 4096, 256)
 # With sums over rows, a program has a block of columns and some rows, of which it takes a few at a time, each thread
 # the same columns of all of them. Programs are enough to fill the device a few times; each writes its sums, and has so
 # many rows, where there are so many, that these are a thirtieth of the gradient at most.
-_SUMS_BLOCK, _SUMS_ROWS = _Block(math.inf, 1024, 4), 8
+_SUMS_BLOCK, _SUMS_ROWS = _Block(math.inf, 1024, 128), 8
 _SUMS_PROGRAMS, _SUMS_FEWEST_ROWS = 2048, 64
 
 
@@ -449,8 +468,9 @@ class TritonRowKernels:
         (rows, vocab), stride = z.shape, z.stride(0)
         settings = self._known.get(key := ("both_", vocab, stride, z.dtype, z.device))
         if settings is None:
-            parts = _parts(stride, z.element_size(), z.device)
-            block = _PART_BLOCK if parts.total > 1 else _block_for(vocab, _ONE_PASS_BLOCKS)
+            device = Device.of(z.device)
+            parts = _parts(stride, z.element_size(), device)
+            block = (_PART_BLOCK if parts.total > 1 else _block_for(vocab, _ONE_PASS_BLOCKS)).on(device)
             constants = {"PARTS": parts.total, "PART": parts.columns, "SLOTS": parts.slots}
             settings = self._remember(key, block, STRIDE=stride, VOCAB=vocab, **constants)
         parts_each, exchange = settings["PARTS"], None
@@ -467,7 +487,7 @@ class TritonRowKernels:
             if constants.get(name, 0) % ROW_MULTIPLE:
                 raise ValueError(f"the stride of rows must be a multiple of {ROW_MULTIPLE}, but is {constants[name]}")
         of_map = {"SCALE": self.logit_map.scale, "SOFTCAP": self.logit_map.softcap}
-        self._known[key] = constants | of_map | {"BLOCK": block.elements} | options(block.warps, block.registers)
+        self._known[key] = constants | of_map | {"BLOCK": block.elements} | block.options
         return self._known[key]
 
 
@@ -484,7 +504,7 @@ class _Parts(NamedTuple):
         return 1 << (self.total - 1).bit_length()
 
 
-def _parts(stride: int, itemsize: int, device: torch.device) -> _Parts:
+def _parts(stride: int, itemsize: int, device: Device) -> _Parts:
     row_bytes, total = stride * itemsize, 1
     if row_bytes > _LARGEST_ROW_BYTES:
         total = min(_ceil(row_bytes, _LARGEST_PART_BYTES) | 1, _MOST_PARTS)
@@ -495,17 +515,11 @@ def _parts(stride: int, itemsize: int, device: torch.device) -> _Parts:
     return _Parts(total, _ceil(stride, total * PADDED_ROW_MULTIPLE) * PADDED_ROW_MULTIPLE)
 
 
-@cache
-def _parts_at_a_time(device: torch.device) -> float:
+def _parts_at_a_time(device: Device) -> int:
     """How many parts run at a time if nothing else does, by their threads and registers: 396 on an H200."""
-    if torch.version.hip is not None:
-        # AMD's compiler takes what waits for other programs out of its loop, and chiplets have caches of their own.
-        return 1
-    if device.type != "cuda":
-        return math.inf
-    properties, threads = torch.cuda.get_device_properties(device), 32 * _PART_WARPS
-    by_registers = getattr(properties, "regs_per_multiprocessor", 65536) // (threads * _PART_REGISTERS)
-    return properties.multi_processor_count * min(properties.max_threads_per_multi_processor // threads, by_registers)
+    # AMD's compiler takes what waits for other programs out of its loop (tests/test_targets.py), and chiplets have
+    # caches of their own.
+    return 1 if device.is_hip else device.multiprocessors * (_PART_BLOCK.on(device).programs or 1)
 
 
 def _exchange(rows: int, slots: int, device: torch.device) -> Tensor:

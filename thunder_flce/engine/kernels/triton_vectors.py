@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thunder_flce.device import multiprocessors
+from thunder_flce.device import Device
 from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
 from thunder_flce.engine.kernels.launch import launch, options
 from thunder_flce.engine.kernels.triton_rows import _logits
@@ -111,7 +111,7 @@ def _prepare_kernel(
             skipped += tl.sum(other, 0)
 
 
-_BLOCK, _WARPS = 2048, 8
+_BLOCK, _THREADS = 2048, 256
 # Settings of launches, by what they depend on.
 _PREPARE: dict[tuple[Any, ...], dict[str, Any]] = {}
 _FINISH: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -143,7 +143,7 @@ def prepare(
     settings = _PREPARE.get(key := (ignores, reduction == "mean"))
     if settings is None:
         constants = {"IGNORES": ignores, "IS_MEAN": reduction == "mean", "BLOCK": _BLOCK}
-        settings = _PREPARE[key] = constants | options(_WARPS)
+        settings = _PREPARE[key] = constants | options(_THREADS)
     # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
     integers = torch.empty(2 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
     floats = torch.empty(2 + tokens * (2 if class_weight is None else 3), dtype=torch.float32, device=device)
@@ -231,7 +231,7 @@ def finish(
     settings = _FINISH.get(key := (logit_map.scale, logit_map.softcap, z_loss, reduces))
     if settings is None:
         constants = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "Z_LOSS": z_loss, "REDUCES": reduces}
-        settings = _FINISH[key] = constants | {"BLOCK": _BLOCK} | options(_WARPS)
+        settings = _FINISH[key] = constants | {"BLOCK": _BLOCK} | options(_THREADS)
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
     given = [None if of is None else of.contiguous() for of in (*statistics, z_y, weight, at_target)]
     if programs := 1 if reduces else -(-rows // _BLOCK):
@@ -273,7 +273,7 @@ def _scale_kernel(first, second, third, grad, valid_count, expected, size_1, siz
 # A few thousand programs saturate the memory of any device, and cost 3 µs where all of them end at once.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _SCALE_BLOCK = 4096
-_SCALE: dict[str, Any] = {"BLOCK": _SCALE_BLOCK, **options(8)}
+_SCALE: dict[str, Any] = {}
 
 
 def scale_(
@@ -287,10 +287,12 @@ def scale_(
         valid_count: (), or more elements, of which the first counts; None for a factor that is never 0 for that.
         expected: () None for 1.
     """
+    if not _SCALE:
+        _SCALE.update({"BLOCK": _SCALE_BLOCK, **options(_THREADS)})
     gradients = [each for each in gradients if each.numel()]
     for number in range(0, len(gradients), 3):
         given: list[Any] = [*gradients[number : number + 3], None, None][:3]
         sizes = [0 if each is None else each.numel() for each in given]
-        most = multiprocessors(given[0].device) * _PROGRAMS_PER_MULTIPROCESSOR
+        most = Device.of(given[0].device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
         programs = min(-(-max(sizes) // _SCALE_BLOCK), most)
         launch(_scale_kernel, programs, [*given, grad, valid_count, expected, *sizes], _SCALE)

@@ -3,8 +3,9 @@
 cuBLAS's first candidate, the one that PyTorch runs, is not the fastest where outputs are large for the operations that
 they take. At 2048 × 128256 × 4096 in bfloat16 on an H200, another takes 11% to 15% less time for what is added to dW
 (15% to 27% at 512 tokens) and up to 8% less for the logits (15%); dX, whose output is small, gains up to 11% where a
-single chunk holds all tokens, and 27% at 512 × 256000 × 2304 (`tuned_products` in traces/h200/regions.jsonl). Only on
-Hopper: elsewhere nobody has looked whether all candidates add in the same order.
+single chunk holds all tokens, and 27% at 512 × 256000 × 2304 (`tuned_products` in traces/h200/regions.jsonl). On GPUs
+other than Hopper nobody has looked what it gains: there it is done where it is asked for. Candidates that do not give
+the bits of the first one are left out.
 """
 
 import math
@@ -17,9 +18,9 @@ from typing import Any
 
 import torch
 
-from thunder_flce.device import ALIGNED_BYTES, ROW_MULTIPLE, is_hopper, on_device
+from thunder_flce.device import ALIGNED_BYTES, ROW_MULTIPLE, on_device
 from thunder_flce.engine.matmul import cublaslt
-from thunder_flce.engine.matmul.cublaslt import DTYPES_16_BIT, Algorithm, Kind, Matmul, MatmulDescriptor, Signature
+from thunder_flce.engine.matmul.cublaslt import Algorithm, Kind, Matmul, MatmulDescriptor, Signature
 
 # Matmuls of so many operations, half a millisecond on an H200, are worth measuring, which takes about 0.15 s. Of 27
 # with 2e11 or more, but fewer, 24 gained 2% or less, the others 3% to 5% (`tuned_products` in traces/h200).
@@ -30,6 +31,8 @@ TUNED_OPERATIONS = 4e11
 _CLOSE = 1.05
 _FINALISTS = 3
 _BURST_SECONDS = 0.015
+# Of so many rows, results of candidates are compared: each row adds as all others do.
+_COMPARED_ROWS = 256
 # What a matmul is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
 # but the sign of a 0 and, in 32 bits, a sum near 0. (cuBLAS need not compute what is multiplied by 0.)
 _MEASURED_FACTOR = 2.0**-149
@@ -38,11 +41,15 @@ _MEASURED_FACTOR = 2.0**-149
 _TOKENS = {"logits": 0, "dX": 0, "dW": 2}
 _MOST_TUNINGS = 256
 
-# For any number of rows, `run_invariant` runs what cuBLASLt proposes for so many; on a CPU, all matmuls have so many.
+# For any number of rows, `run_invariant` runs what cuBLASLt proposes for so many, among which it also looks whether a
+# row has the bits that it has alone; on a CPU, all matmuls have so many.
 _CHOSEN_FOR_ROWS = 2048
 _CPU_ROWS = 64
 
 _descriptor = lru_cache(maxsize=64)(MatmulDescriptor)
+
+# Integers of as many bytes, in which NaN equals NaN.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,19 +82,14 @@ def tunings() -> list[Tuning]:
     return list(_tunings.values())
 
 
-def can_tune(operations: float, *, dtype: torch.dtype, is_hopper: bool) -> bool:
-    """Whether the algorithm of a matmul of 2·M·N·K operations, of operands of a dtype, is measured."""
-    return is_hopper and dtype in DTYPES_16_BIT and operations >= TUNED_OPERATIONS
-
-
 def run_fastest(matmul: Matmul) -> bool:
     """Runs a large matmul by the algorithm that is the fastest for it, measured when the first such one is met.
 
     Measuring runs it some dozens of times into `out` and waits for the device. False where the matmul has not run: if
-    it lies in memory in a way that cuBLASLt cannot read or was not measured, off Hopper, and while PyTorch is asked for
-    deterministic algorithms.
+    it lies in memory in a way that cuBLASLt cannot read or was not measured, without cuBLASLt, and while PyTorch is
+    asked for deterministic algorithms.
     """
-    if not is_hopper(matmul.out.device) or torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled():
         return False
     signature = Signature.of(matmul)
     if signature is None:
@@ -130,7 +132,8 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
     runs = []
     try:
         descriptor = _descriptor(signature)
-        tries = [partial(descriptor.run, measured, each, alpha=_MEASURED_FACTOR) for each in descriptor.candidates]
+        same = _with_the_bits_of_the_first(matmul, descriptor.candidates)
+        tries = [partial(descriptor.run, measured, each, alpha=_MEASURED_FACTOR) for each in same]
         runs = [run for run in tries if run()]
     except RuntimeError as error:
         warnings.warn(f"cuBLASLt cannot be asked for algorithms, PyTorch runs all matmuls: {error}", stacklevel=2)
@@ -141,6 +144,25 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
     (m, n), k = matmul.out.shape, matmul.a.shape[1]
     taken = {"milliseconds": seconds * 1e3, "seconds": time.perf_counter() - start}
     return Tuning(product=matmul.kind, sizes=(m, n, k), algorithm=algorithm, gain=gain, **taken)
+
+
+def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm]) -> list[Algorithm]:
+    """The algorithms with which the first rows of a matmul have the bits that they have with the first of them."""
+    part = matmul._replace(out=matmul.out.new_empty(0), a=matmul.a[:_COMPARED_ROWS], accumulate=False)
+    signature, found, first = None, [], None
+    for algorithm in candidates:
+        # Poisoned, so that nothing is the same that was not written.
+        out = matmul.out.new_full((part.a.shape[0], matmul.out.shape[1]), math.nan)
+        part = part._replace(out=out)
+        signature = signature or Signature.of(part)
+        if signature is None:
+            return list(candidates[:1])
+        if not _descriptor(signature).run(part, algorithm):
+            continue
+        first = out if first is None else first
+        if torch.equal(out.view(_BITS[out.itemsize]), first.view(_BITS[out.itemsize])):
+            found.append(algorithm)
+    return found
 
 
 def fastest(
@@ -224,8 +246,43 @@ def _run_chosen_for_any_rows(matmul: Matmul) -> None:
             "batch_invariant=True: cuBLASLt cannot read these operands; input, weight and bias must be contiguous, on "
             "multiples of 16 bytes, and of one dtype in 16 bits"
         )
-    of_a, of_out = (stored._replace(rows=_CHOSEN_FOR_ROWS) for stored in (signature.a, signature.out))
     with on_device(matmul.out.device):
-        candidates = _descriptor(signature._replace(a=of_a, out=of_out)).candidates
+        of_many = _of_rows(signature, _CHOSEN_FOR_ROWS)
+        candidates = _descriptor(of_many).candidates
         if not candidates or not _descriptor(signature).run(matmul, candidates[0]):
             raise RuntimeError(f"batch_invariant=True: cuBLASLt has no algorithm for any number of rows of {signature}")
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if of_many not in _are_invariant and not is_captured:
+            _are_invariant[of_many] = _is_invariant(matmul, candidates[0])
+        if not _are_invariant.get(of_many, True):
+            hidden, columns = of_many.a.columns, of_many.out.columns
+            raise RuntimeError(
+                f"batch_invariant=True: on {torch.cuda.get_device_name(matmul.out.device)}, cuBLASLt of CUDA "
+                f"{torch.version.cuda} gives a row of {columns} logits, hidden size {hidden}, other bits among "
+                f"{_CHOSEN_FOR_ROWS} rows than alone"
+            )
+
+
+_are_invariant: dict[Signature, bool] = {}
+"""By what a matmul is but for its rows, whether each row has the same bits alone and among others."""
+
+
+def _of_rows(signature: Signature, rows: int) -> Signature:
+    return signature._replace(a=signature.a._replace(rows=rows), out=signature.out._replace(rows=rows))
+
+
+def _is_invariant(matmul: Matmul, algorithm: Algorithm) -> bool:
+    """Whether rows have the same bits alone and among `_CHOSEN_FOR_ROWS`; waits for the device."""
+    generator = torch.Generator(matmul.a.device).manual_seed(0)
+    a = torch.empty(_CHOSEN_FOR_ROWS, matmul.a.shape[1], dtype=matmul.a.dtype, device=matmul.a.device)
+    a.normal_(generator=generator)
+    found = []
+    for rows in (slice(None), *(slice(row, row + 1) for row in (0, 777, _CHOSEN_FOR_ROWS - 1))):
+        out = matmul.out.new_full((a[rows].shape[0], matmul.out.shape[1]), math.nan)
+        part = matmul._replace(out=out, a=a[rows], accumulate=False)
+        signature = Signature.of(part)
+        if signature is None or not _descriptor(signature).run(part, algorithm):
+            return False
+        found.append((rows, out.view(_BITS[out.itemsize])))
+    whole = found[0][1]
+    return all(torch.equal(whole[rows], alone) for rows, alone in found[1:])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce.device import ROW_MULTIPLE
+from thunder_flce.device import ROW_MULTIPLE, Device
 from thunder_flce.engine.matmul import algorithms
 from thunder_flce.engine.matmul.cublaslt import Kind, Matmul
 
@@ -39,7 +39,7 @@ def logits_(
         raise ValueError("a bias is added with the linear term that is written first, not to one that accumulates")
     columns, is_wider = weight.shape[0], out.dtype != x.dtype
     if columns % ROW_MULTIPLE or is_wider:
-        step = _columns_at_once(columns, dtype=x.dtype, out_dtype=out.dtype, is_cuda=x.is_cuda)
+        step = _columns_at_once(columns, dtype=x.dtype, out_dtype=out.dtype, device=x.device)
         if step < columns:
             for block in (slice(start, start + step) for start in range(0, columns, step)):
                 logits_(
@@ -90,30 +90,31 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
 
 def library(device_type: str) -> str:
     """Who runs the matmuls on a type of device."""
-    return "cuBLAS" if device_type == "cuda" else "PyTorch"
+    device = Device.of(torch.device(device_type))
+    return "PyTorch" if device.kind != "cuda" else "cuBLAS" if device.is_nvidia else "hipBLAS"
 
 
 def scratch_bytes(
-    kind: Kind, *, rows: int, columns: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, device_type: str,
+    kind: Kind, *, rows: int, columns: int, hidden: int, dtype: torch.dtype, out_dtype: torch.dtype, device: Device,
     has_bias: bool = False, pads_rows: bool = False, tune: bool = False,
 ) -> int:  # fmt: skip
     """The most memory that a matmul allocates, and frees before it returns; its operands are contiguous.
 
     rows, columns and hidden are C, V and H, dtype is that of the operands. `pads_rows` are logits whose rows are
-    padded; `tune` is to be set for a Hopper GPU only.
+    padded.
     """
-    is_cuda = device_type == "cuda"
+    is_cuda = device.kind == "cuda"
     tail = _tail(columns, dtype=dtype, is_cuda=is_cuda)
     total = 0
     if kind == "dX" and tail and out_dtype.itemsize == 2:
         total, out_dtype = rows * hidden * torch.float32.itemsize, torch.float32
-    if dtype != out_dtype and not _mixes_dtypes(is_cuda):
+    if dtype != out_dtype and not device.is_nvidia:
         block = min(columns, _FLOAT32_COLUMNS) if kind == "logits" else columns
         elements = {"logits": (rows + block) * hidden, "dX": (rows + hidden) * block, "dW": (block + hidden) * rows}
         total += elements[kind] * out_dtype.itemsize
     elif kind == "logits" and has_bias and pads_rows and is_cuda and out_dtype.itemsize == 2:
         main = columns - tail
-        is_tuned = tune and algorithms.can_tune(2 * rows * main * hidden, dtype=dtype, is_hopper=True)
+        is_tuned = tune and dtype.itemsize == 2 and 2 * rows * main * hidden >= algorithms.TUNED_OPERATIONS
         total += rows * max(0 if is_tuned else min(main, _FLOAT32_COLUMNS), tail) * torch.float32.itemsize
     return total
 
@@ -127,16 +128,14 @@ def _tail(columns: int, *, dtype: torch.dtype, is_cuda: bool) -> int:
     return columns % ROW_MULTIPLE if is_cuda and dtype.itemsize == 2 and columns > ROW_MULTIPLE else 0
 
 
-def _columns_at_once(columns: int, *, dtype: torch.dtype, out_dtype: torch.dtype, is_cuda: bool) -> int:
-    """Columns of the logits that are one matmul: all but the tail, or a part where operands have to be converted."""
-    if dtype != out_dtype and not _mixes_dtypes(is_cuda):
+def _columns_at_once(columns: int, *, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> int:
+    """Columns of the logits that are one matmul: all but the tail, or a part where operands have to be converted.
+
+    PyTorch multiplies 16-bit operands into float32 on NVIDIA's GPUs: not on a CPU, nor in all versions for ROCm.
+    """
+    if dtype != out_dtype and not Device.of(device).is_nvidia:
         return _FLOAT32_COLUMNS
-    return columns - _tail(columns, dtype=dtype, is_cuda=is_cuda)
-
-
-def _mixes_dtypes(is_cuda: bool) -> bool:
-    """Whether PyTorch multiplies 16-bit operands into float32: neither on a CPU nor by ROCm."""
-    return is_cuda and torch.version.hip is None
+    return columns - _tail(columns, dtype=dtype, is_cuda=device.type == "cuda")
 
 
 def _multiply(
@@ -156,7 +155,7 @@ def _multiply(
         return
     mixed: dict[str, Any] = {}
     if a.dtype != out.dtype:
-        if _mixes_dtypes(out.is_cuda):
+        if Device.of(out.device).is_nvidia:
             mixed = {"out_dtype": out.dtype}
         else:
             a, b = a.to(out.dtype), b.to(out.dtype)

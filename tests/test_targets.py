@@ -1,0 +1,342 @@
+"""Every Triton kernel, as its launchers ask for it, compiled for GPUs that are not there.
+
+It fails for what does not compile, needs more shared memory, threads or registers than the chip has, spills, or waits
+in a loop that reads nothing. `make targets` (ALL_TARGETS=1) compiles for all of them, in every dtype; `make test` for
+two, in bfloat16. Launchers are called with tensors on a CPU, in place of which a device is described.
+"""
+
+import math
+import os
+import re
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from interpreted import needs_compiler
+from thunder_flce.device import ABSENT_DEVICE, Device
+from thunder_flce.engine.kernels import layout
+from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.operation.divergence import Divergence
+from thunder_flce.operation.loss import LogitMap, RowCoefficients
+from thunder_flce.operation.moments import MOMENTS
+
+KIB = 2**10
+MOST_THREADS = 1024
+SPILLED_BYTES = 16
+"""That a thread may spill: less than a hundredth of what it reads and writes"""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a compiler is asked for, and what a program may use."""
+
+    target: tuple
+    device: Device
+    shared: int
+    registers: int = 65536
+    """Of all threads of a program, 4 bytes each"""
+
+
+def _nvidia(capability: tuple[int, int], multiprocessors: int, shared: int, threads: int = 2048) -> Chip:
+    of = {"multiprocessors": multiprocessors, "resident_threads": threads}
+    device = replace(ABSENT_DEVICE, capability=capability, **of)
+    return Chip(("cuda", 10 * capability[0] + capability[1], 32), device, shared)
+
+
+def _amd(architecture: str, capability: tuple[int, int], shared: int) -> Chip:
+    device = replace(ABSENT_DEVICE, capability=capability, is_hip=True, warp_size=64, multiprocessors=256)
+    return Chip(("hip", architecture, 64), device, shared, 131072)
+
+
+CHIPS = {
+    "sm80": _nvidia((8, 0), 108, 163 * KIB),
+    "sm86": _nvidia((8, 6), 82, 99 * KIB, 1536),
+    "sm89": _nvidia((8, 9), 128, 99 * KIB, 1536),
+    "sm90": _nvidia((9, 0), 132, 227 * KIB),
+    "sm100": _nvidia((10, 0), 148, 227 * KIB),
+    "sm120": _nvidia((12, 0), 170, 99 * KIB, 1536),
+    "sm121": _nvidia((12, 1), 48, 99 * KIB, 1536),
+    "gfx942": _amd("gfx942", (9, 4), 64 * KIB),
+    "gfx950": _amd("gfx950", (9, 5), 160 * KIB),
+}
+SHORT = ("sm80", "gfx942")
+IS_SHORT = not os.environ.get("ALL_TARGETS")
+ROWS = 64
+
+
+@dataclass
+class Launch:
+    """A compiled kernel."""
+
+    kernel: str
+    chip: Chip
+    compiled: object
+
+    @property
+    def text(self) -> str:
+        return self.compiled.asm["amdgcn" if self.chip.device.is_hip else "ptx"]
+
+    @property
+    def threads(self) -> int:
+        return self.compiled.metadata.num_warps * self.chip.device.warp_size
+
+    def registers_and_spills(self) -> tuple[int, int]:
+        """Of a thread, the latter in bytes."""
+        if self.chip.device.is_hip:
+            vgprs, spilled, private = (
+                int(re.search(rf"\.{key}:\s+(\d+)", self.text)[1])
+                for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
+            )
+            return vgprs, 4 * spilled + private
+        import triton
+
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.compiled.asm["cubin"])
+            file.flush()
+            tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+            found = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        registers, stack, local = (int(re.search(rf"{key}:(\d+)", found)[1]) for key in ("REG", "STACK", "LOCAL"))
+        return registers, stack + local
+
+    def waits_blindly(self) -> bool:
+        """Whether a loop waits for other programs without reading what they write.
+
+        Who waits has left its own part before, by an exchange. The loops are those that hold nothing else: behind it,
+        up to the first branch back.
+        """
+        is_hip = self.chip.device.is_hip
+        _, exchanged, rest = self.text.partition("atomic_swap" if is_hip else ".exch.")
+        if not exchanged:
+            return False
+        label, branch = (r"^\.LBB\d+_\d+:", "s_cbranch") if is_hip else (r"^\$L\w+:", "bra")
+        for start in re.finditer(label, rest, re.M):
+            name = start[0][:-1]
+            back = re.search(rf"{branch}\S*\s+{re.escape(name)}\b", rest[start.end() :])
+            if back is not None:
+                loop = rest[start.end() : start.end() + back.start()]
+                return not re.search("load|atomic" if is_hip else r"ld\.volatile|ld\.acquire|atom\.", loop)
+        raise AssertionError(f"{self.kernel} exchanges something, but waits nowhere")
+
+    def faults(self) -> list[str]:
+        (registers, spilled), shared = self.registers_and_spills(), self.compiled.metadata.shared
+        found = {
+            f"{shared} bytes of shared memory": shared > self.chip.shared,
+            f"{self.threads} threads": self.threads > MOST_THREADS,
+            f"{registers} registers of {self.threads} threads": registers * self.threads > self.chip.registers,
+            f"{spilled} bytes spilled": spilled > SPILLED_BYTES,
+            "waits in a loop that reads nothing": self.waits_blindly(),
+        }
+        return [text for text, is_fault in found.items() if is_fault]
+
+
+@contextmanager
+def quiet():
+    """MLIR prints a module of a thousand lines to file descriptor 2 when a pass fails."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+class Launches(list):
+    """What launchers have compiled since they were told the chip."""
+
+    chip: Chip
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import KernelInterface
+
+    from thunder_flce.engine.kernels import triton_divergence, triton_vectors
+
+    found = Launches()
+
+    class Driver:
+        def get_current_device(self):
+            # A device each, or Triton would take what it has compiled for another.
+            return [chip.target for chip in CHIPS.values()].index(found.chip.target)
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_current_target(self):
+            return GPUTarget(*found.chip.target)
+
+    def compile_only(kernel, grid):
+        def launch(*arguments, **settings):
+            with quiet():
+                compiled = kernel.run(*arguments, grid=grid, warmup=True, **settings)
+            found.append(Launch(kernel.fn.__name__, found.chip, compiled))
+
+        return launch
+
+    driver = triton.runtime.driver
+    active = driver._active
+    driver.set_active(Driver())
+    monkeypatch.setattr(KernelInterface, "__getitem__", compile_only)
+    monkeypatch.setattr(Device, "of", lambda device: found.chip.device)
+    kept = triton_vectors._PREPARE, triton_vectors._FINISH, triton_vectors._SCALE
+    for settings in kept:
+        settings.clear()
+    triton_divergence._settings.cache_clear()
+    yield found
+    for settings in kept:
+        settings.clear()
+    triton_divergence._settings.cache_clear()
+    driver._active = active
+
+
+def logits(vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    return layout.empty_logits(ROWS, vocab, dtype=dtype, device="cpu", device_type="cuda")
+
+
+def vector(dtype=torch.float32) -> torch.Tensor:
+    return torch.zeros(ROWS, dtype=dtype)
+
+
+def row_kernels(logit_map=LogitMap()):  # noqa: B008
+    from thunder_flce.engine.kernels.triton_rows import TritonRowKernels
+
+    return TritonRowKernels(logit_map)
+
+
+# What is launched, kernel by kernel: all of it, or what `make test` does.
+
+
+def statistics(dtype):
+    for vocab in (8192, 128257):
+        row_kernels().statistics(logits(vocab, dtype))
+    row_kernels(LogitMap(softcap=30.0)).statistics(logits(128256, dtype))
+
+
+def both(dtype):
+    """A small row, two medium ones, a large one that a program has to itself, and some that are divided."""
+    few = (8192, 32000, 65536, 128257) if IS_SHORT else (8192, 32000, 65536, 81920, 128256, 151936, 262144)
+    plain, target = RowCoefficients(vector(), vector()), vector(torch.int64)
+    for vocab in few:
+        row_kernels().both_(logits(vocab, dtype), target, plain)
+    row_kernels(LogitMap(softcap=30.0)).both_(logits(128256, dtype), target, plain)
+
+
+def moments(dtype):
+    found = RowStatistics(vector(), vector())
+    for names in (tuple(MOMENTS),) if IS_SHORT else (tuple(MOMENTS), *((name,) for name in MOMENTS)):
+        row_kernels().moments(logits(128257, dtype), found, torch.ones(128257), names)
+
+
+def gradient(dtype):
+    found, of = RowStatistics(vector(), vector()), vector
+    everything, plain = RowCoefficients(of(), of(), of(), of()), RowCoefficients(of(), of())
+    z = logits(128257, dtype)
+    for out in {dtype, torch.bfloat16}:
+        for coefficients in (everything,) if IS_SHORT else (everything, plain):
+            for sums in (False, True):
+                row_kernels().gradient_(
+                    z, found, coefficients, class_weight=torch.ones(128257), out=logits(128257, out),
+                    target=of(torch.int64), entry=of(), column_sums=sums,
+                )  # fmt: skip
+
+
+def divergences(dtype):
+    from thunder_flce.engine.kernels.triton_divergence import divergence_
+
+    for kind in ("forward", "reverse", "jensen_shannon"):
+        for vocab in (128256,) if IS_SHORT else (8192, 128256):
+            z, teacher = logits(vocab, dtype), logits(vocab, torch.bfloat16)
+            divergence_(z, teacher, Divergence(kind=kind), factors=vector(), out=z)
+
+
+def vectors(dtype):
+    """What comes before the rows' work, after it, and last of all."""
+    from thunder_flce.engine.kernels import triton_vectors
+
+    for reduction, given in (("mean", {}), ("sum", {"num_items": torch.ones(())})):
+        found = triton_vectors.prepare(
+            vector(torch.int64), vocab=128256, ignore_index=-100, token_weights=vector(), class_weight=torch.ones(99),
+            upstream=torch.ones(()), reduction=reduction, ordered=True, **given,
+        )  # fmt: skip
+        of = RowStatistics(vector(), vector())
+        triton_vectors.finish(
+            of, vector(dtype), weight=found.weight, at_target=found.at_target, divisors=found.divisors,
+            logit_map=LogitMap(softcap=30.0), z_loss=1e-4, reduction=reduction,
+        )  # fmt: skip
+    gradients = [torch.empty(2**16, dtype=dtype) for _ in range(3)]
+    triton_vectors.scale_(gradients, torch.ones(()), torch.ones(2, dtype=torch.int64), torch.ones(()))
+
+
+KERNELS = {
+    statistics: {"_statistics_kernel"},
+    both: {"_both_kernel"},
+    moments: {"_moments_kernel"},
+    gradient: {"_gradient_kernel"},
+    divergences: {"_divergence_kernel"},
+    vectors: {"_prepare_kernel", "_finish_kernel", "_scale_kernel"},
+}
+DTYPES = (torch.bfloat16,) if IS_SHORT else (torch.bfloat16, torch.float16, torch.float32)
+
+
+@needs_compiler
+@pytest.mark.parametrize("launched", KERNELS, ids=lambda launched: launched.__name__)
+@pytest.mark.parametrize("name", SHORT if IS_SHORT else CHIPS)
+def test_kernels_fit_their_target(name, launched, launches):
+    launches.chip = CHIPS[name]
+    for dtype in DTYPES:
+        launched(dtype)
+    faults = [f"{each.kernel} number {at}: {fault}" for at, each in enumerate(launches) for fault in each.faults()]
+    assert not faults
+    assert {each.kernel for each in launches} == KERNELS[launched]
+    if launched is both and not CHIPS[name].device.is_hip:
+        assert any(".exch." in each.text for each in launches)
+
+
+@needs_compiler
+def test_no_kernel_is_left_out():
+    """Every kernel of the package is among those that are compiled here."""
+    package = Path(find_spec("thunder_flce.engine.kernels").submodule_search_locations[0])
+    text = "".join(file.read_text() for file in package.glob("triton_*.py"))
+    assert set(re.findall(r"^def (_\w+_kernel)\(", text, re.M)) == set().union(*KERNELS.values())
+
+
+@needs_compiler
+def test_rows_that_amd_would_wait_for_are_noticed(launches, monkeypatch):
+    """Its compiler takes the load out of the loop: where it no longer does, rows may be divided there, too."""
+    import triton
+
+    if triton.__version__ < "3.6":
+        pytest.skip("Triton 3.5 leaves it there")
+    from thunder_flce.engine.kernels import triton_rows
+
+    monkeypatch.setattr(triton_rows, "_parts_at_a_time", lambda device: 1000)
+    for name, waits_blindly in (("gfx942", True), ("sm80", False)):
+        launches.chip = CHIPS[name]
+        row_kernels().both_(logits(128256, torch.bfloat16), vector(torch.int64), RowCoefficients(vector(), vector()))
+        assert launches[-1].waits_blindly() == waits_blindly
+
+
+@needs_compiler
+def test_what_is_too_much_is_noticed(launches, monkeypatch):
+    from thunder_flce.engine.kernels import triton_rows
+
+    launches.chip = replace(CHIPS["sm80"], shared=16, registers=1024)
+    z, of, block = logits(65536, torch.bfloat16), vector, triton_rows._Block
+    monkeypatch.setattr(triton_rows, "_STATISTICS_BLOCKS", (block(math.inf, 8192, 2048),))
+    row_kernels().statistics(z)
+    assert [fault.partition(" ")[2] for fault in launches[-1].faults()] == [
+        "bytes of shared memory", "threads", "registers of 2048 threads"
+    ]  # fmt: skip
+    monkeypatch.setattr(triton_rows, "_ONE_PASS_BLOCKS", (block(math.inf, 16384, 128, programs=16),))
+    row_kernels().both_(z, of(torch.int64), RowCoefficients(of(), of()))
+    assert "bytes spilled" in launches[-1].faults()[-1]
