@@ -76,7 +76,7 @@ class Coefficients:
         is_one = grad is None and s is not None
         if s is None:
             s = rows.scaled(rows.target.new_zeros((), dtype=call.row_dtype) if grad is None else grad)
-        if call.whole_vocab == 1:
+        if call.whole_vocab == 1 and not loss.token_loss:
             # The only probability is 1, and the gradient of the cross-entropy 0, whatever exponentials round to.
             s = torch.zeros_like(s)
         self._s = s
@@ -126,7 +126,9 @@ class Coefficients:
         entropy = None if self._entropy is None else self._entropy[chunk]
         row_max, log_sum = found.statistics
         if loss.token_loss:
-            of_rows = _of_token_loss(self._s[chunk], found.derivatives)
+            # Of one column, the log-probability and the entropy are 0, whatever exponentials round to.
+            names = VARIABLES if ops.call.whole_vocab > 1 else VARIABLES[2:]
+            of_rows = _of_token_loss(self._s[chunk], {name: found.derivatives.get(name) for name in names})
             if of_rows.entropy is not None:
                 entropy = OUTPUTS["entropy"].of(found.row(ops), ops.call.whole_vocab, torch.log)
         if loss.target_rest:
