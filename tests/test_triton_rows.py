@@ -206,9 +206,10 @@ def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monk
     z, behind = memory[:rows], memory[rows:].clone()
     exact, eager, kernels = z.double(), z.clone(), TorchRowKernels(logit_map)
     statistics = _triton(logit_map).statistics(z)
-    coefficients = RowCoefficients(probability, torch.zeros_like(probability), probability / vocab)
-    targets = {"target": torch.randint(-1, vocab, (rows,), device=DEVICE), "entry": torch.randn(rows, device=DEVICE)}
-    in_double = targets | {"entry": targets["entry"].double()}
+    coefficients = RowCoefficients(probability, torch.randn_like(probability), probability / vocab)
+    targets = {"target": torch.randint(-1, vocab, (rows,), device=DEVICE)}
+    targets["z_y"] = z.gather(1, targets["target"].clamp(min=0)[:, None])[:, 0].clone()
+    in_double = targets | {"z_y": targets["z_y"].double()}
     found = kernels.statistics(exact)
     sums = kernels.gradient_(exact, found, _double(coefficients), out=exact, column_sums=True, **in_double)
     eager_sums = kernels.gradient_(eager, statistics, coefficients, out=eager, column_sums=True, **targets)
@@ -449,7 +450,7 @@ def test_compiled_vectors(compiler, absent):
     block = SimpleNamespace(elements=triton_vectors._BLOCK, warps=triton_vectors._WARPS)
     for is_mean in (True, False):
         of_classes = ("at_target",) if "class_weight" in absent else ()
-        constants = {"IGNORES": is_mean, "IS_MEAN": is_mean}
+        constants = {"IGNORES": is_mean, "IS_MEAN": is_mean, "UPSTREAMS": is_mean and not absent}
         assert ".local" not in compiler.ptx(
             triton_vectors._prepare_kernel, block, absent=(*absent, *of_classes), **constants
         )

@@ -60,7 +60,7 @@ def test_prepare(tokens, reduction, weighted, of_classes, num_items):
         "token_weights": random(tokens).sub(0.3).clamp(min=0) if weighted else None,
         "class_weight": random(VOCAB) if of_classes else None,
         "num_items": torch.tensor(7, device=DEVICE) if num_items else None,
-        "upstream": torch.tensor(-0.75, device=DEVICE) if weighted else None,
+        "upstream": torch.tensor(-0.75, device=DEVICE) if weighted else random(tokens) if of_classes else None,
         "reduction": reduction,
         "ignores": True,
     }

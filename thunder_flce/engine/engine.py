@@ -88,18 +88,17 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
     Saved logits are overwritten.
     """
     call = ops.call
+    if upstream.loss is None:
+        upstream = upstream._replace(loss=torch.zeros((), dtype=call.row_dtype, device=call.device))
     if ops.plan.finishes_in_forward:
         assert saved.unit_gradient is not None
-        rows = ops.prepare_again(None, call.tokens)
-        factors = rows.returned(Coefficients(ops, replace(rows, target_weights=None), upstream).factors)
-        return {"input": ops.scaled_rows(saved.unit_gradient, factors)}
-    grad = upstream.loss
-    has_scalar = grad is not None and grad.ndim == 0
+        rows = ops.prepare_again(upstream.loss, call.tokens)
+        factors = Coefficients(ops, replace(rows, target_weights=None), upstream, s=rows.s).factors
+        return {"input": ops.scaled_rows(saved.unit_gradient, rows.returned(factors))}
     assert saved.computed_rows is not None
-    known = ops.count_of(saved.computed_rows)
-    rows = ops.prepare_again(grad.to(call.row_dtype) if has_scalar and grad is not None else None, known)
+    rows = ops.prepare_again(upstream.loss, ops.count_of(saved.computed_rows))
     entropy = None if saved.entropy is None else rows.received(saved.entropy.reshape(-1))
-    coefficients = Coefficients(ops, rows, upstream, s=rows.s if has_scalar else None, entropy=entropy)
+    coefficients = Coefficients(ops, rows, upstream, s=rows.s, entropy=entropy)
     return run(ops, rows, coefficients, known=saved).gradients
 
 
@@ -193,11 +192,12 @@ def _row_work(
     if coefficients is not None and statistics is None and ops.region.takes_one_pass:
         return ops.both_(z, target, coefficients.of(chunk)), z, None
     if statistics is not None:
-        found = RowResults(statistics.rows(chunk), ops.target_entries(z, target))
+        of_chunk = statistics if chunk.stop - chunk.start == rows.count else statistics.rows(chunk)
+        found = RowResults(of_chunk, ops.target_entries(z, target))
     else:
         found = ops.results(z, target)
         if ops.call.loss.token_loss:
-            inputs = [rows.gather(vector)[chunk] for vector in ops.call.token_inputs]
+            inputs = [rows.of(rows.gather(vector), chunk) for vector in ops.call.token_inputs]
             found = row_loss.with_token_loss(ops, found, inputs, is_needed=coefficients is not None)
     if coefficients is None:
         return found, z, None
@@ -216,9 +216,7 @@ def _known_statistics(rows: Rows, saved: Saved) -> RowStatistics | None:
     """(N,) those that the forward has saved."""
     if saved.row_max is None or saved.row_log_sum is None:
         return None
-    row_max, log_sum = rows.masked(rows.gather(saved.row_max)), rows.gather(saved.row_log_sum)
-    # An ignored row's logits need not match the saved statistics: exp(z - the largest number) is 0.
-    return RowStatistics(row_max, rows.masked(log_sum, fill=torch.finfo(log_sum.dtype).max))
+    return RowStatistics(rows.gather(saved.row_max), rows.gather(saved.row_log_sum))
 
 
 def _results(ops: Primitives, rows: Rows, outcome: Outcome) -> dict[str, Tensor]:

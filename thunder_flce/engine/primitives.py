@@ -134,7 +134,18 @@ class Primitives:
         return self._selected(found, count, has_weights=not are_all_ones)
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
-        """The rows that a forward has computed, `count` of them, in its backward; `upstream` as for `prepare`."""
+        """The rows that a forward has computed, `count` of them, in its backward.
+
+        `upstream` is as for `prepare`, or one number for each of the caller's tokens.
+        """
+        if upstream is not None and upstream.ndim:
+            upstream = upstream.reshape(-1)
+            if self.region.are_parts:
+                from thunder_flce.engine import token_parts
+
+                upstream = token_parts.of_all_parts(self.call, upstream)
+        if upstream is not None and upstream.dtype is not self.call.row_dtype:
+            upstream = upstream.to(self.call.row_dtype)
         return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
 
     def _selected(self, found: Prepared, count: int, *, has_weights: bool = True) -> Rows:
@@ -389,11 +400,9 @@ class Primitives:
         if target.ndim > 1:
             return out, self._gradient_of_several_(out, z, found, coefficients, target)
         column, is_here = self.columns_here(target)
-        at_target = None if of_class is None else of_class[column]
-        entry = target_gradient(self.logit_map, found.z_y, found.statistics, coefficients, at_target)
         sums = self.region.kernels.gradient_(
             z, found.statistics, coefficients, class_weight=of_class, out=out, column_sums=call.bias_grad,
-            target=column if is_here is None else torch.where(is_here, column, -1), entry=entry,
+            target=column if is_here is None else torch.where(is_here, column, -1), z_y=found.z_y,
         )  # fmt: skip
         return out, sums
 

@@ -61,8 +61,8 @@ class Coefficients:
         ops: of the region.
         rows: those that are computed.
         upstream: the gradients of the region's results.
-        s: (N,) the upstream gradient of each row's cross-entropy, where it is known. If upstream has none for the loss,
-            that is 1.
+        s: (N,) the upstream gradient of each row's cross-entropy, where it is known; otherwise it follows from that of
+            the loss, which is 1 if upstream has none.
         entropy: (N,) the entropies, where their upstream gradient is not None.
     """
 
@@ -73,9 +73,10 @@ class Coefficients:
         call, loss = ops.call, ops.call.loss
         self._ops, self._rows, self._entropy = ops, rows, entropy
         grad = None if upstream.loss is None else upstream.loss.to(call.row_dtype)
-        is_one = grad is None and s is not None
         if s is None:
-            s = rows.scaled(rows.target.new_zeros((), dtype=call.row_dtype) if grad is None else grad)
+            assert grad is not None
+            s = rows.scaled(grad)
+        of_z = s
         if call.whole_vocab == 1 and not loss.token_loss:
             # The only probability is 1, and the gradient of the cross-entropy 0, whatever exponentials round to.
             s = torch.zeros_like(s)
@@ -91,9 +92,13 @@ class Coefficients:
         if upstream.entropy is not None:
             found = found._replace(entropy=self._of_rows(upstream.entropy))
         self._of_all, self._of_z = found, None
-        if loss.z_loss and (grad is not None or is_one):
-            grad = torch.ones((), dtype=call.row_dtype, device=s.device) if grad is None else grad
-            self._of_z = 2 * loss.z_loss * rows.scaled(grad, at=1)
+        if loss.z_loss:
+            if rows.at_target is not None:
+                # Class weights divide the cross-entropies by another sum.
+                of_z = rows.scaled(
+                    torch.ones((), dtype=call.row_dtype, device=s.device) if grad is None else grad, at=1
+                )
+            self._of_z = 2 * loss.z_loss * of_z
 
     def _of_rows(self, grad: Tensor) -> Tensor:
         """(N,) an upstream gradient of an output, 0 in ignored rows."""

@@ -22,7 +22,7 @@ from nvfuser_direct import DataType, FusionDefinition
 from torch import Tensor
 
 from thunder_flce.device import ROW_MULTIPLE
-from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight
+from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight, target_gradient
 from thunder_flce.engine.kernels.layout import whole_rows
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
@@ -333,7 +333,7 @@ class NvFuserRowKernels:
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
-        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, z_y: Tensor | None = None,
         column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
         kind, outputs = _kind(z), []
@@ -343,7 +343,9 @@ class NvFuserRowKernels:
         )  # fmt: skip
         weight = padded_weight(class_weight, z.stride(0), is_read="class_weight" in fusions[0].vectors)
         vectors = coefficients._asdict() | {"class_weight": weight}
-        change = None
+        change = entry = None
+        if target is not None and z_y is not None:
+            entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
         if target is not None and column_sums:
             change = self._change_at_targets(z, target, coefficients.one_hot)
         for fusion in fusions:

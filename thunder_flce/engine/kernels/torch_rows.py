@@ -66,10 +66,12 @@ class TorchRowKernels:
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
-        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, z_y: Tensor | None = None,
         column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        dtype = row_dtype(z.dtype)
+        dtype, entry = row_dtype(z.dtype), None
+        if target is not None and z_y is not None:
+            entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
         sums = torch.zeros(z.shape[1], dtype=dtype, device=z.device) if column_sums else None
         coefficients = coefficients._replace(one_hot=None)
         for rows in row_blocks(z):

@@ -310,11 +310,11 @@ def _both_kernel(
 @triton.jit(
     do_not_specialize=["rows", "rows_each"],
     do_not_specialize_on_alignment=[
-        "row_max", "row_log_sum", "probability", "uniform", "entropy", "target", "entry",
+        "row_max", "row_log_sum", "probability", "one_hot", "uniform", "entropy", "target", "z_y",
     ],
 )  # fmt: skip
 def _gradient_kernel(
-    z, out, row_max, row_log_sum, probability, uniform, entropy, class_weight, target, entry, column_sums, rows,
+    z, out, row_max, row_log_sum, probability, one_hot, uniform, entropy, class_weight, target, z_y, column_sums, rows,
     rows_each,
     STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -335,16 +335,25 @@ def _gradient_kernel(
         is_row = index < rows
         row = index.to(tl.int64)[:, None]
         mask = is_row[:, None] & is_column
+        largest, log_sum = _of_rows(row_max, index, is_row), _of_rows(row_log_sum, index, is_row)
+        share = _of_rows(probability, index, is_row)
+        # Each by itself: Triton divides no tuple that has None in it.
+        of_uniform = _of_rows(uniform, index, is_row)
+        of_entropy = _of_rows(entropy, index, is_row)
         gradient = _gradient(
             tl.load(z + row * STRIDE + columns[None, :], mask=mask, other=0.0),
-            _of_rows(row_max, index, is_row), _of_rows(row_log_sum, index, is_row),
-            _of_rows(probability, index, is_row), SCALE, SOFTCAP, IS_EXACT, None,
-            _of_rows(uniform, index, is_row), _of_rows(entropy, index, is_row), weight,
+            largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, None, of_uniform, of_entropy, weight,
         )  # fmt: skip
         if target is not None:
-            offset = tl.load(target + index, mask=is_row, other=-1).to(tl.int32) - tl.program_id(0) % BLOCKS * BLOCK
-            is_target = tl.arange(0, BLOCK)[None, :] == offset[:, None]
-            gradient = tl.where(is_target, _of_rows(entry, index, is_row), gradient)
+            column = tl.load(target + index, mask=is_row, other=-1)[:, None]
+            at_target = None
+            if class_weight is not None:
+                at_target = tl.load(class_weight + column, mask=column >= 0, other=0.0)
+            entry = _gradient(
+                _of_rows(z_y, index, is_row), largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT,
+                _of_rows(one_hot, index, is_row), of_uniform, of_entropy, at_target,
+            )  # fmt: skip
+            gradient = tl.where(columns[None, :] == column, entry, gradient)
         tl.store(out + row * OUT_STRIDE + columns[None, :], gradient.to(out.dtype.element_ty), mask=mask)
         if column_sums is not None:
             sums += tl.sum(gradient, 0)
@@ -426,7 +435,7 @@ class TritonRowKernels:
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
-        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, z_y: Tensor | None = None,
         column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
         (rows, vocab), stride, out_stride = z.shape, z.stride(0), out.stride(0)
@@ -439,9 +448,9 @@ class TritonRowKernels:
         if column_sums:
             rows_each = max(_ceil(rows * programs, _SUMS_PROGRAMS * _SUMS_ROWS) * _SUMS_ROWS, _SUMS_FEWEST_ROWS)
             sums = torch.empty(_ceil(rows, rows_each), vocab, dtype=torch.float32, device=z.device)
-        probability, _, uniform, entropy = coefficients
-        weight = padded_weight(class_weight, stride, is_read=uniform is not None)
-        vectors = _vectors(*statistics, probability, uniform, entropy, weight, target, entry)
+        weight = padded_weight(class_weight, stride, is_read=coefficients.uniform is not None)
+        one_hot = None if target is None else coefficients.one_hot
+        vectors = _vectors(*statistics, *coefficients._replace(one_hot=one_hot), weight, target, z_y)
         launch(_gradient_kernel, _ceil(rows, rows_each) * programs, [z, out, *vectors, sums, rows, rows_each], settings)
         return None if sums is None else sums[0] if sums.shape[0] == 1 else sums.sum(0)
 

@@ -50,9 +50,9 @@ def _prepare_kernel(
     target, token_weight, class_weight, num_items, upstream,
     column, weights, s, at_target, divisors, counts, is_right, order,
     tokens, vocab, ignore_index,
-    IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, UPSTREAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """By one program."""
+    """By one program; UPSTREAMS: whether each token has an upstream gradient of its own."""
     total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     wrong, valid_count = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     before = 0
@@ -94,7 +94,7 @@ def _prepare_kernel(
     tl.store(divisors + 1, divisor_z)
 
     factor = 1.0
-    if upstream is not None:
+    if upstream is not None and not UPSTREAMS:
         factor = tl.load(upstream).to(tl.float32)
     skipped = count
     for start in range(0, tokens, BLOCK):
@@ -102,6 +102,8 @@ def _prepare_kernel(
             target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
         )
         share = factor * weight
+        if UPSTREAMS:
+            share = tl.load(upstream + number, mask=is_token, other=0.0).to(tl.float32) * weight
         if IS_MEAN:
             share = tl.div_rn(share, tl.zeros_like(share) + divisor)
         tl.store(s + number, tl.where(valid, share, 0.0), mask=is_token)
@@ -134,15 +136,16 @@ def prepare(
         token_weights: (T,), None for ones.
         class_weight: (V,), None for ones.
         num_items: () what a mean divides by, in place of the weights' sum; nothing counts where it is 0.
-        upstream: () the upstream gradient of the loss; None for 1.
+        upstream: () or (T,) the upstream gradient of the loss; None for 1.
         reduction: "mean", "sum" or "none".
         ordered: whether to return `order`.
         ignores: whether there is a target that means that a row is ignored.
     """
     tokens, device = target.shape[0], target.device
-    settings = _PREPARE.get(key := (ignores, reduction == "mean"))
+    has_upstreams = upstream is not None and upstream.ndim > 0
+    settings = _PREPARE.get(key := (ignores, reduction == "mean", has_upstreams))
     if settings is None:
-        constants = {"IGNORES": ignores, "IS_MEAN": reduction == "mean", "BLOCK": _BLOCK}
+        constants = {"IGNORES": key[0], "IS_MEAN": key[1], "UPSTREAMS": key[2], "BLOCK": _BLOCK}
         settings = _PREPARE[key] = constants | options(_WARPS)
     # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
     integers = torch.empty(2 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
@@ -153,8 +156,9 @@ def prepare(
         target=column, weight=weight, s=s, at_target=at_target[0] if at_target else None, divisors=divisors,
         counts=counts, is_right=torch.empty((), dtype=torch.bool, device=device), order=order[0] if order else None,
     )  # fmt: skip
-    given = [None if given is None else given.contiguous() for given in (target, token_weights, class_weight)]
-    launch(_prepare_kernel, 1, [*given, num_items, upstream, *found, tokens, vocab, ignore_index], settings)
+    vectors = (target, token_weights, class_weight, num_items, upstream)
+    given = [None if given is None else given.contiguous() for given in vectors]
+    launch(_prepare_kernel, 1, [*given, *found, tokens, vocab, ignore_index], settings)
     return found
 
 
