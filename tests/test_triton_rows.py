@@ -366,7 +366,7 @@ def test_compiled_moments(compiler, absent):
 @needs_compiler
 @pytest.mark.parametrize("column_sums", [False, True])
 @pytest.mark.parametrize(
-    "absent", [(), ("target", "entry"), ("uniform", "entropy", "class_weight"), ("entropy",)], ids=str
+    "absent", [(), ("target", "one_hot", "z_y"), ("uniform", "entropy", "class_weight"), ("entropy",)], ids=str
 )
 def test_compiled_gradient(compiler, absent, column_sums):
     """16 bytes at a time, and nothing to exchange between threads."""

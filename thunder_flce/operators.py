@@ -89,6 +89,17 @@ class Settings:
         return result_names(self.call([None] * len(self.names)), self.plan)
 
     @cached_property
+    def constant_positions(self) -> tuple[int, ...]:
+        """Of the results, those without a gradient."""
+        differentiable = ("loss", *self.loss.differentiable_outputs)
+        return tuple(at for at, name in enumerate(self.result_names) if name not in differentiable)
+
+    @cached_property
+    def saved_positions(self) -> tuple[int, ...]:
+        """Where among the results those are that the backward reads."""
+        return tuple(map(self.result_names.index, self.saved_names))
+
+    @cached_property
     def saved_names(self) -> tuple[str, ...]:
         """The results that the backward reads."""
         names = self.result_names[1 + len(self.loss.outputs) :]

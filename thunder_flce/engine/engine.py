@@ -198,7 +198,10 @@ def _row_work(
         found = ops.results(z, target)
         if ops.call.loss.token_loss:
             inputs = [rows.of(rows.gather(vector), chunk) for vector in ops.call.token_inputs]
-            found = row_loss.with_token_loss(ops, found, inputs, is_needed=coefficients is not None)
+            value, of_rows = ops.token_loss(
+                found, inputs, None if coefficients is None else coefficients.upstream(chunk)
+            )
+            found = found._replace(token_loss=value, coefficients=of_rows)
     if coefficients is None:
         return found, z, None
     return found, *ops.gradient_(z, found, coefficients.of(chunk, found), target)

@@ -67,6 +67,17 @@ class Region:
         return triton_vectors
 
     @cached_property
+    def token_kernel(self) -> Any:
+        """What computes a chunk's token losses and coefficients by one kernel; None where PyTorch's operations do."""
+        if self.vector_kernels is None or self.call.whole_vocab == 1:
+            return None
+        from thunder_flce.engine.kernels.triton_tokens import kernel_for
+
+        return kernel_for(
+            self.call.loss.token_loss, tuple([each.dtype for each in self.call.token_inputs]), self.logit_map
+        )
+
+    @cached_property
     def takes_one_pass(self) -> bool:
         """Whether one kernel makes the statistics of a chunk's rows and, in place of its logits, their gradient.
 
@@ -465,18 +476,28 @@ class Primitives:
             compute(z, teacher, divergence, factors=factors, out=out)
         return value.to(call.row_dtype), out
 
+    def token_loss(
+        self, found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
+    ) -> tuple[Tensor, RowCoefficients | None]:
+        """The token losses of some rows, (C,), and with `s` the coefficients: see `row_loss.token_loss`."""
+        kernel = self.region.token_kernel
+        if kernel is None or s is None:
+            return row_loss.token_loss(self, found, inputs, s)
+        return kernel(found.statistics, found.z_y, found.moments.get("expected"), s, inputs)
+
     # Results.
 
     def loss(self, selected: Rows, found: RowResults) -> Tensor:
         """() the loss or, for reduction "none", (N,), from what is known of all rows."""
         loss = self.call.loss
         # The kernel's map of the logits may differ in the last digit from the one that the outputs take.
-        is_plain = not (loss.label_smoothing or loss.token_loss or loss.target_rest or loss.maps_logits)
+        is_plain = not (loss.label_smoothing or loss.target_rest or loss.maps_logits)
         if self.region.vector_kernels is None or not is_plain or selected.weight is None:
             return row_loss.loss_of(self, selected, found)
         return self.region.vector_kernels.finish(
             found.statistics, found.z_y, weight=selected.weight, at_target=selected.at_target,
             divisors=selected.divisors, logit_map=self.logit_map, z_loss=loss.z_loss, reduction=loss.reduction,
+            of_rows=found.token_loss,
         )  # fmt: skip
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:

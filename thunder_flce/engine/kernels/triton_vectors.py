@@ -164,7 +164,7 @@ def prepare(
 
 @triton.jit
 def _terms(
-    row_max, row_log_sum, z_y, weight, at_target, number, is_row,
+    row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     """What each row adds to the loss: weighted cross-entropies and z terms, float32."""
@@ -175,6 +175,8 @@ def _terms(
     shifted = _logits(tl.load(z_y + number, mask=is_row, other=0.0), SCALE, SOFTCAP, IS_EXACT) - largest
     # A kernel's softcap may differ from PyTorch's in its last digit, which must not make a loss negative. NaN stays.
     loss = log_sum - tl.where(shifted > 0.0, 0.0, shifted)
+    if of_rows is not None:
+        loss = tl.load(of_rows + number, mask=is_row, other=0.0)
     if at_target is not None:
         loss = tl.load(at_target + number, mask=is_row, other=0.0) * loss
     loss = tl.where(of_row != 0.0, of_row * loss, 0.0)
@@ -185,10 +187,10 @@ def _terms(
 
 @triton.jit(
     do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=["row_max", "row_log_sum", "z_y", "weight", "at_target"],
+    do_not_specialize_on_alignment=["row_max", "row_log_sum", "z_y", "weight", "at_target", "of_rows"],
 )
 def _finish_kernel(
-    row_max, row_log_sum, z_y, weight, at_target, divisors, result, rows,
+    row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, rows,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """By one program if it REDUCES."""
@@ -197,7 +199,7 @@ def _finish_kernel(
         for start in range(0, rows, BLOCK):
             number = start + tl.arange(0, BLOCK)
             loss, z_term = _terms(
-                row_max, row_log_sum, z_y, weight, at_target, number, number < rows, SCALE, SOFTCAP, Z_LOSS
+                row_max, row_log_sum, z_y, weight, at_target, of_rows, number, number < rows, SCALE, SOFTCAP, Z_LOSS
             )
             total += loss
             total_z += z_term
@@ -208,7 +210,9 @@ def _finish_kernel(
     else:
         number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         is_row = number < rows
-        loss, z_term = _terms(row_max, row_log_sum, z_y, weight, at_target, number, is_row, SCALE, SOFTCAP, Z_LOSS)
+        loss, z_term = _terms(
+            row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row, SCALE, SOFTCAP, Z_LOSS
+        )
         if Z_LOSS != 0:
             loss += z_term
         tl.store(result + number, loss, mask=is_row)
@@ -217,7 +221,7 @@ def _finish_kernel(
 def finish(
     statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None,
     divisors: Any,
-    logit_map: LogitMap, z_loss: float, reduction: str,
+    logit_map: LogitMap, z_loss: float, reduction: str, of_rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The loss of `operation.loss` without smoothing, float32, in one launch: (), or (N,) for "none".
 
@@ -230,6 +234,7 @@ def finish(
         logit_map: from z to the logits.
         z_loss: ζ.
         reduction: "mean", "sum" or "none".
+        of_rows: (N,) what takes the place of each row's cross-entropy.
     """
     rows, reduces = z_y.shape[0], reduction != "none"
     settings = _FINISH.get(key := (logit_map.scale, logit_map.softcap, z_loss, reduces))
@@ -237,7 +242,7 @@ def finish(
         constants = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "Z_LOSS": z_loss, "REDUCES": reduces}
         settings = _FINISH[key] = constants | {"BLOCK": _BLOCK} | options(_WARPS)
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
-    given = [None if of is None else of.contiguous() for of in (*statistics, z_y, weight, at_target)]
+    given = [None if of is None else of.contiguous() for of in (*statistics, z_y, weight, at_target, of_rows)]
     if programs := 1 if reduces else -(-rows // _BLOCK):
         launch(_finish_kernel, programs, [*given, divisors, result, rows], settings)
     return result
