@@ -302,8 +302,9 @@ class Compiler:
     """Compiles kernels for a GPU that is not there; the interpreter takes more than the compiler does."""
 
     TYPES = dict.fromkeys(("rows", "rows_each", "tokens", "vocab", "ignore_index", "size_1", "size_2", "size_3"), "i32")
-    TYPES |= dict.fromkeys(("target", "exchange", "column", "counts", "order", "num_items", "valid_count"), "*i64")
-    TYPES |= {"is_right": "*i1"}
+    TYPES |= dict.fromkeys(
+        ("target", "exchange", "column", "counts", "is_right", "order", "num_items", "valid_count"), "*i64"
+    )
 
     def __init__(self, dtype, logit_map):
         of_logits = ("z", "z_target", "z_y", "out", "gradient", "student", "teacher")

@@ -44,7 +44,7 @@ def _expected(target, *, ignore_index, token_weights, class_weight, num_items, u
     s = torch.where(valid, weight * (1 if upstream is None else upstream.double()) / divisors[0], 0.0)
     order = torch.cat([valid.nonzero()[:, 0], (~valid).nonzero()[:, 0]])
     counts = torch.stack([valid.sum(), wrong.sum()])
-    return target, weight, s, at_target, divisors, counts, wrong.sum() == 0, order
+    return target, weight, s, at_target, divisors, counts, (~wrong.any())[None].long(), order
 
 
 @on_device

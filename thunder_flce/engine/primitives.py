@@ -266,7 +266,7 @@ class Primitives:
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor in another dtype: itself, or new memory."""
-        return tensor.to(dtype)
+        return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
     # Matmuls.
 

@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
     counts: Tensor
     """(2,) int64 how many rows are valid, and how many have a wrong target"""
     is_right: Tensor
-    """() bool, whether no target is wrong"""
+    """One element, not 0 if no target is wrong"""
     order: Tensor | None
     """(T,) int64 the tokens, valid ones first, both kinds ascending; only where asked for"""
 

@@ -81,7 +81,7 @@ def _prepare_kernel(
     count, wrong_count = tl.sum(valid_count, 0), tl.sum(wrong, 0)
     tl.store(counts, count.to(tl.int64))
     tl.store(counts + 1, wrong_count.to(tl.int64))
-    tl.store(is_right, wrong_count == 0)
+    tl.store(is_right, (wrong_count == 0).to(tl.int64))
     divisor, divisor_z = 1.0, 1.0
     if IS_MEAN:
         if num_items is not None:
@@ -148,13 +148,13 @@ def prepare(
         constants = {"IGNORES": key[0], "IS_MEAN": key[1], "UPSTREAMS": key[2], "BLOCK": _BLOCK}
         settings = _PREPARE[key] = constants | options(_WARPS)
     # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
-    integers = torch.empty(2 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
+    integers = torch.empty(3 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
     floats = torch.empty(2 + tokens * (2 if class_weight is None else 3), dtype=torch.float32, device=device)
-    counts, column, *order = integers.split_with_sizes([2, *[tokens] * (2 if ordered else 1)])
+    counts, is_right, column, *order = integers.split_with_sizes([2, 1, *[tokens] * (2 if ordered else 1)])
     divisors, weight, s, *at_target = floats.split_with_sizes([2, *[tokens] * (2 if class_weight is None else 3)])
     found = Prepared(
         target=column, weight=weight, s=s, at_target=at_target[0] if at_target else None, divisors=divisors,
-        counts=counts, is_right=torch.empty((), dtype=torch.bool, device=device), order=order[0] if order else None,
+        counts=counts, is_right=is_right, order=order[0] if order else None,
     )  # fmt: skip
     vectors = (target, token_weights, class_weight, num_items, upstream)
     given = [None if given is None else given.contiguous() for given in vectors]
