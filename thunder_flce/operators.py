@@ -25,6 +25,7 @@ from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import UpstreamGradients
+from thunder_flce.engine.rows import remember
 from thunder_flce.operation.call import OF_TOKENS, Call, Spec, argument, gradient_name, result_names, result_specs
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
@@ -253,7 +254,14 @@ def _plan(
 
 
 def _forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
-    return forward(Settings.parse(settings), tensors)
+    known = Settings.parse(settings)
+    results = forward(known, tensors)
+    if "computed_rows" in known.result_names:
+        # Programs expect all results on one device.
+        at = known.result_names.index("computed_rows")
+        count, results[at] = int(results[at]), results[at].to(tensors[0].device)
+        remember(results[at], count)
+    return results
 
 
 def _forward_fake(tensors: list[Tensor], settings: str) -> list[Tensor]:

@@ -23,7 +23,7 @@ from thunder_flce.engine.kernels.scaling import usable
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import Coefficients, RowResults, UpstreamGradients
-from thunder_flce.engine.rows import Rows, remember
+from thunder_flce.engine.rows import Rows
 from thunder_flce.engine.sums import GradientSums
 from thunder_flce.operation.call import gradient_name
 
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
     row_log_sum: Tensor | None = None
     """(T,) log Σ exp(logit - row_max); 0 in ignored rows"""
     computed_rows: Tensor | None = None
-    """() int64 how many rows the forward has computed"""
+    """() int64 how many rows the forward has computed; on the CPU, unless the operator has returned it"""
     entropy: Tensor | None = None
     """The output, where a gradient comes back to it"""
     logits: Tensor | None = None
@@ -50,8 +50,8 @@ class Saved(NamedTuple):
 class Outcome(NamedTuple):
     """What a run over all chunks gives."""
 
-    found: RowResults
-    """Of all rows; only without `known`"""
+    found: RowResults | None
+    """Of all rows; None with `known`"""
     logits: Tensor | None
     """(S, V) those that are kept"""
     gradients: dict[str, Tensor]
@@ -133,7 +133,7 @@ def run(ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, known
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     logits.free()
     gradients = {} if sums is None else sums.finish()
-    return Outcome(row_loss.joined(ops, rows, [] if statistics is not None else found), logits.kept, gradients)
+    return Outcome(None if known is not None else row_loss.joined(ops, rows, found), logits.kept, gradients)
 
 
 class _Logits:
@@ -224,6 +224,7 @@ def _known_statistics(rows: Rows, saved: Saved) -> RowStatistics | None:
 
 def _results(ops: Primitives, rows: Rows, outcome: Outcome) -> dict[str, Tensor]:
     call, plan, found = ops.call, ops.plan, outcome.found
+    assert found is not None
     if call.divergence is not None:
         value = row_loss.reduced(ops, rows, found.z_y)
     else:
@@ -238,8 +239,7 @@ def _results(ops: Primitives, rows: Rows, outcome: Outcome) -> dict[str, Tensor]
         if rows.order is not None and (plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)):
             results |= {name: rows.scatter(results[name]) for name in ("row_max", "row_log_sum")}
     if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS):
-        computed = results["computed_rows"] = rows.valid_count.new_full((), rows.count)
-        remember(computed, rows.count)
+        results["computed_rows"] = torch.tensor(rows.count)
     if plan.strategy == SAVE_LOGITS:
         results["logits"] = _padded(ops, outcome.logits)
     return results | {gradient_name(name): gradient for name, gradient in outcome.gradients.items()}

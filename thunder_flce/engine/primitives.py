@@ -192,7 +192,9 @@ class Primitives:
             return torch.cuda.is_current_stream_capturing()
 
     def count_of(self, computed_rows: Tensor) -> int:
-        """How many rows a forward has computed, () int64. The host waits only for a copy of what it returned."""
+        """How many rows a forward has computed, () int64; the host waits only for a copy of what it returned."""
+        if computed_rows.is_cpu:
+            return int(computed_rows)
         known = rows.recalled(computed_rows)
         if known is not None:
             return known
