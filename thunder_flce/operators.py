@@ -214,7 +214,7 @@ def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]
 
 
 # More tokens than these are planned for in whole tiles: lengths that change have few plans.
-_FEW_TOKENS = 256
+_FEW_TOKENS = 512
 
 
 def plan_for(call: Call, options: Options, *, memory: int | None = None) -> Plan:

@@ -193,7 +193,7 @@ def _row_work(
         return ops.both_(z, target, coefficients.of(chunk)), z, None
     if statistics is not None:
         of_chunk = statistics if chunk.stop - chunk.start == rows.count else statistics.rows(chunk)
-        found = RowResults(of_chunk, ops.target_entries(z, target))
+        found = RowResults(of_chunk, None)
     else:
         found = ops.results(z, target)
         if ops.call.loss.token_loss:

@@ -14,7 +14,7 @@ from torch import Tensor
 from thunder_flce.device import on_device
 from thunder_flce.engine import row_loss, rows
 from thunder_flce.engine.kernels import dispatch
-from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
+from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, at_columns, target_gradient
 from thunder_flce.engine.kernels.layout import empty_logits
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import Plan
@@ -370,9 +370,11 @@ class Primitives:
         # Of z: its map to the logits keeps the order, or turns it round.
         largest = torch.argmax if loss.logit_scale > 0 else torch.argmin
         if shard is None:
-            z_y = z.gather(1, target if target.ndim > 1 else target[:, None])
             argmax = largest(z, 1) if loss.needs_argmax else None
-            return RowResults(self.region.kernels.statistics(z), z_y if target.ndim > 1 else z_y.squeeze(1), {}, argmax)
+            if target.ndim > 1:
+                return RowResults(self.region.kernels.statistics(z), z.gather(1, target), {}, argmax)
+            z_y = self.empty((z.shape[0],), z.dtype)
+            return RowResults(self.region.kernels.statistics(z, target, z_y), z_y, {}, argmax)
         from thunder_flce.engine import collectives
 
         if not self.call.vocab:
@@ -395,7 +397,7 @@ class Primitives:
         if not self.call.vocab:
             return torch.zeros_like(target, dtype=z.dtype)
         column, _ = self.columns_here(target)
-        return z.gather(1, column) if target.ndim > 1 else z.gather(1, column[:, None]).squeeze(1)
+        return z.gather(1, column) if target.ndim > 1 else at_columns(z, column)
 
     def gradient_(
         self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
@@ -415,7 +417,7 @@ class Primitives:
         column, is_here = self.columns_here(target)
         sums = self.region.kernels.gradient_(
             z, found.statistics, coefficients, class_weight=of_class, out=out, column_sums=call.bias_grad,
-            target=column if is_here is None else torch.where(is_here, column, -1), z_y=found.z_y,
+            target=column if is_here is None else torch.where(is_here, column, -1),
         )  # fmt: skip
         return out, sums
 

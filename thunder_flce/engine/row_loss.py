@@ -40,8 +40,8 @@ class RowResults(NamedTuple):
     """What the forward computes of some rows, (C,) each; None where the loss does not need it."""
 
     statistics: RowStatistics
-    z_y: Tensor
-    """The linear's output at each row's target; (C, K) with target weights"""
+    z_y: Any
+    """The linear's output at each row's target; (C, K) with target weights; None where statistics were known before"""
     moments: dict[str, Tensor] = {}
     argmax: Tensor | None = None
     token_loss: Tensor | None = None

@@ -60,8 +60,11 @@ class RowKernels(Protocol):
     library: str
     """Who runs them: "Triton", "nvFuser" or "PyTorch"."""
 
-    def statistics(self, z: Tensor) -> RowStatistics:
-        """The maximum of each row, and the log of the sum of exponentials relative to it."""
+    def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
+        """The maximum of each row, and the log of the sum of exponentials relative to it.
+
+        With a `target` (C,) int64, each row's column, z there is written to `z_y` (C,), in z's dtype.
+        """
 
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
@@ -70,14 +73,13 @@ class RowKernels(Protocol):
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
-        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, z_y: Tensor | None = None,
-        column_sums: bool = False,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
         """Writes the gradient of `RowCoefficients` without its one_hot term to `out` (C, V), and sums it over the rows.
 
-        `out` is z itself, or memory of another dtype. With a `target` (C,) int64, -1 for none of these columns, and z
-        there, `z_y` (C,), that column gets the gradient with its one_hot term: `target_gradient`. The sums, (V,) in the
-        row dtype, are of what is written before it is rounded; None unless `column_sums`.
+        `out` is z itself, or memory of another dtype. With a `target` (C,) int64, -1 for none of these columns, that
+        column gets the gradient with its one_hot term: `target_gradient`. The sums, (V,) in the row dtype, are of what
+        is written before it is rounded; None unless `column_sums`.
         """
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
@@ -110,6 +112,14 @@ def target_gradient(
         gradient = gradient - uniform * of_class
     slope = logit_map.slope(z_y.to(row_max.dtype))
     return gradient if slope is None else gradient * slope
+
+
+def at_columns(z: Tensor, column: Tensor, out: Tensor | None = None) -> Tensor:
+    """(C,) z (C, V) at a column of each row, in `out` if it is given."""
+    if out is None:
+        return z.gather(1, column[:, None]).squeeze(1)
+    torch.gather(z, 1, column[:, None], out=out[:, None])
+    return out
 
 
 def finite(shifted: Tensor) -> Tensor:
