@@ -175,7 +175,7 @@ def main() -> None:
         except Exception:
             failed.append(number)
             print(f"call {number}: {call}\n{traceback.format_exc()}", flush=True)
-        if (number + 1) % 1000 == 0:
+        if (number + 1) % (1000 if arguments.device == "cpu" else 50) == 0:
             print(
                 f"{number + 1 - arguments.first} calls, {time.time() - start:.0f} s, {len(failed)} failed", flush=True
             )

@@ -257,9 +257,10 @@ def _forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
     known = Settings.parse(settings)
     results = forward(known, tensors)
     if "computed_rows" in known.result_names:
-        # Programs expect all results on one device.
+        # Programs expect all results on one device; a copy to it would wait, and cannot be captured.
         at = known.result_names.index("computed_rows")
-        count, results[at] = int(results[at]), results[at].to(tensors[0].device)
+        count = int(results[at])
+        results[at] = tensors[0].new_full((), count, dtype=torch.int64)
         remember(results[at], count)
     return results
 
