@@ -35,7 +35,7 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     import triton.language as tl
 
-    from thunder_flce.engine.kernels import triton_rows
+    from thunder_flce.engine.kernels import triton_rows, triton_tokens
 
     def log1p(x):
         # The rounding of 1 + x is in both logarithm and difference.
@@ -47,9 +47,11 @@ def prepare_row_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return 2 * half * sinh
 
     stand_in = SimpleNamespace(
-        exp=lambda x: tl.exp(x), expm1=expm1, log1p=log1p, tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1)
-    )
-    monkeypatch.setattr(triton_rows, "libdevice", stand_in)
+        exp=lambda x: tl.exp(x), log=lambda x: tl.log(x), expm1=expm1, log1p=log1p,
+        tanh=lambda x: 1 - 2 / (tl.exp(2 * x) + 1),
+    )  # fmt: skip
+    for module in (triton_rows, triton_tokens):
+        monkeypatch.setattr(module, "libdevice", stand_in)
     monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**30)
     take_loop_ends(monkeypatch)
 

@@ -1,7 +1,8 @@
 """The truth that tests compare with: eager PyTorch in float64, and its own error in the dtype under test."""
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +47,10 @@ class Case:
 
 
 def doubled(value):
-    """A tensor in float64, or each of a tuple; None for None."""
+    """A tensor with fractions in float64, or each of a tuple; None for None."""
     if value is None or isinstance(value, tuple):
         return None if value is None else tuple(map(doubled, value))
-    return value.detach().double().requires_grad_(value.requires_grad)
+    return value.detach().double().requires_grad_(value.requires_grad) if value.is_floating_point() else value
 
 
 def linear(case: Case) -> Tensor:
@@ -127,11 +128,16 @@ def eager(case: Case, grad: Tensor | None = None, **settings) -> Result:
     return differentiate(results, case, grad, settings.get("outputs", ()))
 
 
+OF_TOKENS = ("token_weights", "target_weights", "token_inputs")
+"""Settings that are tensors of numbers of tokens"""
+
+
 def truth(case: Case, grad: Tensor | None = None, **settings) -> Result:
     """Eager PyTorch in float64."""
     exact = Case(
         *map(doubled, (case.x, case.weight, case.bias)), case.target, doubled(case.class_weight), doubled(case.terms)
     )
+    settings |= {name: doubled(settings[name]) for name in OF_TOKENS if name in settings}
     return eager(exact, None if grad is None else grad.double(), **settings)
 
 
@@ -150,31 +156,57 @@ def composed(
     num_items: Tensor | float | None = None,
     outputs: tuple[str, ...] = (),
     detached: tuple[str, ...] = (),
+    token_weights: Tensor | None = None,
+    target_weights: Tensor | None = None,
+    target_rest: bool = False,
+    token_loss: Callable[..., Tensor] | None = None,
+    token_inputs: tuple[Tensor, ...] = (),
+    expected_gradient: Tensor | float | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """What `linear_cross_entropy` returns, of the products (..., V), by its definition and PyTorch's operations."""
-    shape = target.shape
-    logits, target = logits.reshape(shape.numel(), logits.shape[-1]), target.reshape(-1)
+    shape = logits.shape[:-1]
+    logits = logits.reshape(shape.numel(), logits.shape[-1])
+    target = target.reshape(shape.numel(), *target.shape[len(shape) :])
     logits = map_logits(logits, softcap=softcap, logit_scale=logit_scale, vocab_size=vocab_size)
     if class_weight is not None:
         class_weight = class_weight[:vocab_size].to(logits.dtype)
-    row_loss = F.cross_entropy(
-        logits, target, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
-    )
-    valid = target != ignore_index
+    is_label = target != ignore_index
+    valid = is_label if target_weights is None else is_label.any(1)
+    weights = valid.to(logits.dtype)
+    if token_weights is not None:
+        weights = torch.where(valid, token_weights.reshape(-1).to(logits.dtype), 0)
+        valid = weights != 0
     valid_logits, valid_target = logits[valid], target[valid]
     log_probs = torch.log_softmax(valid_logits, 1)
 
     def of_all(vector: Tensor, fill: float = 0) -> Tensor:
         return vector.new_full(valid.shape, fill).masked_scatter(valid, vector)
 
+    if target_weights is not None:
+        several = Loss(reduction="none", ignore_index=ignore_index, target_rest=target_rest)
+        of_rows = target_weights.reshape(target.shape)[valid]
+        row_loss = of_all(composed_of_several(valid_logits, valid_target, of_rows, several))
+    elif token_loss is not None:
+        of_tokens = (log_probs.gather(1, valid_target[:, None]).squeeze(1), _entropy(log_probs))
+        by_name = {"log_sum_exp": valid_logits.logsumexp(1)}
+        by_name = {name: value for name, value in by_name.items() if name in inspect.signature(token_loss).parameters}
+        row_loss = of_all(token_loss(*of_tokens, *(each.reshape(-1)[valid] for each in token_inputs), **by_name))
+    else:
+        row_loss = F.cross_entropy(
+            logits, target, class_weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+        )
     z_term = of_all(z_loss * torch.logsumexp(valid_logits, 1).square()) if z_loss else torch.zeros_like(row_loss)
+    if token_weights is not None:
+        row_loss, z_term = (torch.where(valid, each * weights, 0) for each in (row_loss, z_term))
     if reduction == "none":
         loss = (row_loss + z_term).reshape(shape)
     elif reduction == "sum":
         loss = row_loss.sum() + z_term.sum()
     elif num_items is None:
-        divisor = valid.sum() if class_weight is None else class_weight[valid_target].sum()
-        loss = row_loss.sum() / divisor + (z_term.sum() / valid.sum() if z_loss else 0)
+        divisor = weights.sum()
+        if class_weight is not None:
+            divisor = (weights[valid] * class_weight[valid_target]).sum()
+        loss = row_loss.sum() / divisor + (z_term.sum() / weights.sum() if z_loss else 0)
     else:
         total = row_loss.sum() + z_term.sum()
         loss = total / num_items if num_items != 0 else total * 0
@@ -185,9 +217,7 @@ def composed(
         if name == "log_prob":
             return of_all(log_probs.gather(1, valid_target[:, None]).squeeze(1)).reshape(shape)
         if name == "entropy":
-            probabilities = log_probs.exp()
-            # p log p is 0 where p is, though log p be -inf.
-            return of_all(-(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)).reshape(shape)
+            return of_all(_entropy(log_probs)).reshape(shape)
         if name == "log_sum_exp":
             return of_all(valid_logits.logsumexp(1)).reshape(shape)
         if name == "argmax":
@@ -201,7 +231,15 @@ def composed(
         return (argmax == valid_target).sum().to(logits.dtype) / valid.sum()
 
     results = {name: output(name) for name in outputs}
+    if token_loss is not None or target_rest:
+        detached = outputs
     return (loss, *(of.detach() if name in detached else of for name, of in results.items())) if outputs else loss
+
+
+def _entropy(log_probs: Tensor) -> Tensor:
+    probabilities = log_probs.exp()
+    # p log p is 0 where p is, though log p be -inf.
+    return -(probabilities * log_probs.masked_fill(probabilities == 0, 0)).sum(1)
 
 
 def composed_of_several(logits: Tensor, target: Tensor, target_weights: Tensor, loss: Loss, token_weights=None):
@@ -242,9 +280,12 @@ def differentiate(
     if not inputs:
         return Result(loss, (), tuple(others))
     grads = [torch.ones_like(loss) if grad is None else grad.to(loss.dtype)]
-    grads += incoming_gradients(case, outputs, loss.dtype)
-    differentiable = [loss, *(other for name, other in zip(outputs, others, strict=True) if name in DIFFERENTIABLE)]
-    gradients = torch.autograd.grad(differentiable, inputs, grads)
+    differentiable = {name: other for name, other in zip(outputs, others, strict=True) if name in DIFFERENTIABLE}
+    incoming = dict(zip(differentiable, incoming_gradients(case, outputs, loss.dtype), strict=True))
+    # Not so what is detached.
+    differentiable = {name: other for name, other in differentiable.items() if other.requires_grad}
+    grads += [incoming[name] for name in differentiable]
+    gradients = torch.autograd.grad([loss, *differentiable.values()], inputs, grads)
     return Result(loss.detach(), gradients, tuple(other.detach() for other in others))
 
 
@@ -256,7 +297,7 @@ CHOICES = ("argmax", "valid_argmax", "accuracy")
 def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype) -> list[Tensor]:
     """Random gradients, always the same ones, for each differentiable output."""
     generator = torch.Generator().manual_seed(len(outputs))
-    shape = case.target.shape
+    shape = case.x.shape[:-1]
     return [
         torch.randn(shape, generator=generator).to(case.x.device, dtype) for name in outputs if name in DIFFERENTIABLE
     ]
@@ -411,13 +452,16 @@ def _largest_is_infinite(case: Case, **settings) -> Tensor:
 
 def _check_choice(name: str, got: Tensor, case: Case, **settings) -> None:
     """Of "argmax", "valid_argmax" and "accuracy", what does not hang on how logits are rounded."""
-    ignore_index = settings.get("ignore_index", -100)
-    target = case.target.reshape(-1).long()
+    ignore_index, token_weights = settings.get("ignore_index", -100), settings.get("token_weights")
+    target = case.target.reshape(case.x.shape[:-1].numel(), *case.target.shape[case.x.ndim - 1 :]).long()
     valid = target != ignore_index
+    valid = valid if target.ndim == 1 else valid.any(1)
+    if token_weights is not None:
+        valid &= token_weights.reshape(-1) != 0
     transforms = {name: settings.get(name) for name in ("softcap", "vocab_size")}
     logit_scale = settings.get("logit_scale", 1.0)
     products = case.exact_products()
-    products = products.reshape(target.numel(), products.shape[-1])
+    products = products.reshape(target.shape[0], products.shape[-1])
     if name == "argmax":
         valid = torch.ones_like(valid)
     products = products[valid]

@@ -108,12 +108,29 @@ def test_divergences(divergence, reduction, as_on_a_gpu):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
+def test_token_losses(ignored_rows, as_on_a_gpu):
+    case, generator = make_case(ignored=0.4, bias=True), torch.Generator().manual_seed(0)
+    inputs = tuple(torch.rand(37, generator=generator) - shift for shift in (5, 0.5))
+    settings = {"token_weights": torch.rand(37, generator=generator), "z_loss": 1e-2, "token_inputs": inputs}
+    options = Options(ignored_rows=ignored_rows, chunk_rows=10)
+    assert_as_exact_as_eager(
+        case, torch.tensor(0.7), factor=2.0, tiny=True, token_loss=ratio, options=options, **settings
+    )
+
+
+def ratio(log_prob, entropy, old, advantage):
+    ratio = torch.exp(log_prob - old)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) - 0.1 * entropy
+
+
+@needs_interpreter
 def test_the_kernels_are_those_of_a_gpu(as_on_a_gpu, monkeypatch):
     """Or the tests above would be those of PyTorch's operations."""
-    from thunder_flce.engine.kernels import launch, triton_rows, triton_vectors
+    from thunder_flce.engine.kernels import launch, triton_rows, triton_tokens, triton_vectors
 
     launched = []
-    for module in (triton_rows, triton_vectors):
+    for module in (triton_rows, triton_tokens, triton_vectors):
         run = launch.launch
 
         def noted(kernel, *arguments, run=run):
@@ -124,6 +141,11 @@ def test_the_kernels_are_those_of_a_gpu(as_on_a_gpu, monkeypatch):
     case = make_case(ignored=0.4)
     linear_cross_entropy(case.x, case.weight, case.target, options=Options(ignored_rows="skip")).backward()
     assert launched == ["_prepare_kernel", "_both_kernel", "_finish_kernel", "_scale_kernel"]
+    launched.clear()
+    settings = {"token_loss": ratio, "token_inputs": (torch.rand(37), torch.rand(37))}
+    linear_cross_entropy(case.x, case.weight, case.target, **settings).backward()
+    of_rows = ["_statistics_kernel", "_moments_kernel", "token_kernel", "_gradient_kernel"]
+    assert launched == ["_prepare_kernel", *of_rows, "_finish_kernel", "_scale_kernel"]
 
 
 @needs_compiler

@@ -29,6 +29,7 @@ ONE_PASS_EXAMPLES = {"cpu": 150, "cuda": 40}
 SPECIAL_EXAMPLES = {"cpu": 20, "cuda": 10}
 TRACED_EXAMPLES = {"cpu": 10, "cuda": 15}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SEEDS = range(2**12)
 SHAPES = ((), (0,), (1,), (2,), (13,), (3, 5), (2, 3, 4))
 LAYOUTS = ("contiguous", "transposed", "sliced", "offset", "expanded")
 
@@ -167,41 +168,41 @@ def gradients_can_come_first(dtype: torch.dtype, reduction: str, outputs: tuple[
     return dtype is not torch.float16 and reduction != "none" and not set(outputs) & set(DIFFERENTIABLE_OUTPUTS)
 
 
-ADAPTERS = st.tuples(st.sampled_from((2, 1, 8)), st.booleans(), st.booleans())
-
-
 def row_kernels(dtype: torch.dtype, device: str) -> list[str]:
     """Every choice of row kernels that can run."""
     runs_on = ["torch"] if device == "cpu" or dtype is torch.float64 else dispatch.BACKENDS
     return ["auto", *(name for name in runs_on if dispatch.is_installed(name))]
 
 
-@st.composite
-def problems(draw: Callable, device: str, vocabularies: tuple[int, ...] = ()) -> Problem:
-    """Everything that the arguments allow; the simplest problem comes first in each choice."""
-    one_of = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+def drawn_problem(one_of: Callable, device: str, vocabularies: tuple[int, ...] = ()) -> Problem:
+    """Everything that the arguments allow; `one_of` chooses among its arguments, of which the simplest comes first."""
+
+    def some_of(*values: Any, most: int) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(one_of(*values) for _ in range(one_of(*range(most + 1)))))
+
     dtype = one_of(*DTYPES)
     vocab = one_of(*(vocabularies or VOCABULARIES[device]))
     reduction = one_of("mean", "sum", "none")
-    outputs = one_of((), tuple(draw(st.lists(st.sampled_from(tuple(OUTPUTS)), unique=True, max_size=4))))
+    outputs = one_of((), some_of(*OUTPUTS, most=4))
     vocab_size = one_of(None, vocab, max(vocab - 2, 1), 1 + vocab // 2)
     in_forward = gradients_can_come_first(dtype, reduction, outputs)
     strategy = one_of(None, *(s for s in STRATEGIES if s != "gradients_in_forward" or in_forward))
+    ranks = [(one_of(2, 1, 8), one_of(False, True), one_of(False, True)) for _ in range(one_of(1, 2, 3))]
     return Problem(
-        seed=draw(st.integers(0, 2**16)),
+        seed=one_of(*SEEDS),
         shape=one_of((13,), (3, 5), *SHAPES),
         hidden=one_of(5, 1, 16),
         vocab=vocab,
         dtype=dtype,
         scale=one_of(1.0, 4.0),
-        bias=draw(st.booleans()),
+        bias=one_of(False, True),
         class_weight=one_of(None, dtype, dtype if dtype is torch.float64 else torch.float32),
         targets=one_of("anywhere", "first", "last"),
         ignored=one_of("none", "some", "some", "first", "last", "all"),
-        needs_grad=draw(st.tuples(*[st.sampled_from((True, False))] * 3)),
-        terms=one_of((), (), tuple(draw(st.lists(ADAPTERS, min_size=1, max_size=3)))),
+        needs_grad=(one_of(True, False), one_of(True, False), one_of(True, False)),
+        terms=one_of((), (), tuple(ranks)),
         grad=one_of("one", "power of two", "random", "expanded", "transposed", "zero first"),
-        layouts=draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 5)),
+        layouts=tuple(one_of(*LAYOUTS) for _ in range(5)),
         num_items=one_of(None, None, 17, 2.5, "5", "0") if reduction == "mean" else None,
         loss={
             "reduction": reduction,
@@ -223,6 +224,12 @@ def problems(draw: Callable, device: str, vocabularies: tuple[int, ...] = ()) ->
             row_kernels=one_of(*row_kernels(dtype, device)),
         ),
     )
+
+
+@st.composite
+def problems(draw: Callable, device: str, vocabularies: tuple[int, ...] = ()) -> Problem:
+    """Those of `drawn_problem`."""
+    return drawn_problem(lambda *values: draw(st.sampled_from(values)), device, vocabularies)
 
 
 @st.composite

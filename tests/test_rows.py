@@ -176,7 +176,7 @@ DOORS = {
 @pytest.mark.parametrize("ignored", [0.0, 0.4])
 @pytest.mark.parametrize("strategy", ["save_logits", "recompute_logits"])
 def test_the_backward_does_not_ask_for_the_number_of_rows(strategy, ignored, door, device, monkeypatch):
-    """The host waited for it in the forward, and knows it by the memory of what the forward saved."""
+    """The host has it in its own memory, or knows it by the memory of what an operator has returned."""
     case = make_case(tokens=33, hidden=16, vocab=64, device=device, ignored=ignored)
     losses = DOORS[door](partial(linear_cross_entropy, reduction="none"), Options(strategy=strategy))
     operands, grad = (case.x, case.weight), torch.randn(33, device=device)
@@ -196,7 +196,7 @@ def test_the_backward_does_not_ask_for_the_number_of_rows(strategy, ignored, doo
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    assert are_known == [True, True]
+    assert are_known == ([True, True] if device == "cuda" and door == "torch.compile" else [])
 
 
 def test_known_counts():

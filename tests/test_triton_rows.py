@@ -207,11 +207,10 @@ def test_gradient_with_column_sums(rows, vocab, programs, logit_map, dtype, monk
     z, behind = memory[:rows], memory[rows:].clone()
     exact, eager, kernels = z.double(), z.clone(), TorchRowKernels(logit_map)
     statistics = _triton(logit_map).statistics(z)
-    coefficients = RowCoefficients(probability, torch.zeros_like(probability), probability / vocab)
-    targets = {"target": torch.randint(-1, vocab, (rows,), device=DEVICE), "entry": torch.randn(rows, device=DEVICE)}
-    in_double = targets | {"entry": targets["entry"].double()}
+    coefficients = RowCoefficients(probability, torch.randn_like(probability), probability / vocab)
+    targets = {"target": torch.randint(-1, vocab, (rows,), device=DEVICE)}
     found = kernels.statistics(exact)
-    sums = kernels.gradient_(exact, found, _double(coefficients), out=exact, column_sums=True, **in_double)
+    sums = kernels.gradient_(exact, found, _double(coefficients), out=exact, column_sums=True, **targets)
     eager_sums = kernels.gradient_(eager, statistics, coefficients, out=eager, column_sums=True, **targets)
     computed = _triton(logit_map).gradient_(z, statistics, coefficients, out=z, column_sums=True, **targets)
     assert computed.shape == (vocab,) and computed.dtype == FP32
@@ -302,8 +301,9 @@ class Compiler:
     """Compiles kernels for a GPU that is not there; the interpreter takes more than the compiler does."""
 
     TYPES = dict.fromkeys(("rows", "rows_each", "tokens", "vocab", "ignore_index", "size_1", "size_2", "size_3"), "i32")
-    TYPES |= dict.fromkeys(("target", "exchange", "column", "counts", "order", "num_items", "valid_count"), "*i64")
-    TYPES |= {"is_right": "*i1"}
+    TYPES |= dict.fromkeys(
+        ("target", "exchange", "column", "counts", "is_right", "order", "num_items", "valid_count"), "*i64"
+    )
 
     def __init__(self, dtype, logit_map):
         of_logits = ("z", "z_target", "z_y", "out", "gradient", "student", "teacher")
@@ -366,7 +366,7 @@ def test_compiled_moments(compiler, absent):
 @needs_compiler
 @pytest.mark.parametrize("column_sums", [False, True])
 @pytest.mark.parametrize(
-    "absent", [(), ("target", "entry"), ("uniform", "entropy", "class_weight"), ("entropy",)], ids=str
+    "absent", [(), ("target", "one_hot"), ("uniform", "entropy", "class_weight"), ("entropy",)], ids=str
 )
 def test_compiled_gradient(compiler, absent, column_sums):
     """16 bytes at a time, and nothing to exchange between threads."""
@@ -380,7 +380,8 @@ def test_compiled_gradient(compiler, absent, column_sums):
     ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, OUT_STRIDE=vocab + 127, VOCAB=vocab, ROWS=rows)
     assert len(re.findall(LOADS, ptx)) >= rows
     assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= rows
-    assert "shfl" not in ptx and ("bar.sync" not in ptx or column_sums)
+    # Threads wait for each other only where one writes what another reads, z at the target.
+    assert "shfl" not in ptx and ("bar.sync" not in ptx or column_sums or "target" not in absent)
 
 
 @needs_compiler
@@ -450,7 +451,7 @@ def test_compiled_vectors(compiler, absent):
     block = triton_rows._Block(math.inf, triton_vectors._BLOCK, triton_vectors._THREADS)
     for is_mean in (True, False):
         of_classes = ("at_target",) if "class_weight" in absent else ()
-        constants = {"IGNORES": is_mean, "IS_MEAN": is_mean}
+        constants = {"IGNORES": is_mean, "IS_MEAN": is_mean, "UPSTREAMS": is_mean and not absent}
         assert ".local" not in compiler.ptx(
             triton_vectors._prepare_kernel, block, absent=(*absent, *of_classes), **constants
         )

@@ -49,7 +49,7 @@ def _expected(target, *, ignore_index, token_weights, class_weight, num_items, u
     s = torch.where(valid, weight * (1 if upstream is None else upstream.double()) / divisors[0], 0.0)
     order = torch.cat([valid.nonzero()[:, 0], (~valid).nonzero()[:, 0]])
     counts = torch.stack([valid.sum(), wrong.sum()])
-    return target, weight, s, at_target, divisors, counts, wrong.sum() == 0, order
+    return target, weight, s, at_target, divisors, counts, (~wrong.any())[None].long(), order
 
 
 @on_device
@@ -65,7 +65,7 @@ def test_prepare(tokens, reduction, weighted, of_classes, num_items):
         "token_weights": random(tokens).sub(0.3).clamp(min=0) if weighted else None,
         "class_weight": random(VOCAB) if of_classes else None,
         "num_items": torch.tensor(7, device=DEVICE) if num_items else None,
-        "upstream": torch.tensor(-0.75, device=DEVICE) if weighted else None,
+        "upstream": torch.tensor(-0.75, device=DEVICE) if weighted else random(tokens) if of_classes else None,
         "reduction": reduction,
         "ignores": True,
     }

@@ -25,7 +25,7 @@ def requires_grad(tensor: Tensor) -> bool:
 
 
 def differentiable_forward(settings: Settings, tensors: Sequence[Tensor], *, is_direct: bool) -> Sequence[Tensor]:
-    """What `torch.ops.thunder_flce.linear_cross_entropy` returns; the loss and its outputs can be differentiated.
+    """What `torch.ops.thunder_flce.linear_cross_entropy` returns, or only the loss and its outputs, differentiable.
 
     Args:
         settings: of the call.
@@ -49,18 +49,14 @@ def _run(settings: Settings, is_direct: bool, tensors: Sequence[Tensor]) -> Sequ
         return torch.ops.thunder_flce.linear_cross_entropy(list(tensors), str(settings))
 
 
-def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Notes what the backward reads. Results beyond the outputs are there to be saved, as torch.func requires."""
-    loss, count = settings.loss, 1 + len(settings.loss.outputs)
+def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequence[Tensor], *, returned: int) -> None:
+    """Notes what the backward reads, and which of the `returned` first results have no gradient."""
     ctx.settings = settings
     ctx.set_materialize_grads(False)
-    differentiable = loss.differentiable_outputs
-    outputs = list(zip(loss.outputs, results[1:], strict=False))
-    ctx.mark_non_differentiable(*[each for name, each in outputs if name not in differentiable], *results[count:])
-    if settings.plan.strategy == "loss_only":
-        return
-    saved = dict(zip(settings.result_names, results, strict=True))
-    ctx.save_for_backward(*[saved[name] for name in settings.saved_names], *tensors)
+    if constant := [results[at] for at in settings.constant_positions if at < returned]:
+        ctx.mark_non_differentiable(*constant)
+    if settings.plan.strategy != "loss_only":
+        ctx.save_for_backward(*[results[at] for at in settings.saved_positions], *tensors)
 
 
 class _Derivatives(torch.autograd.Function):
@@ -97,12 +93,12 @@ class _LinearCrossEntropy(_Derivatives):
     def forward(ctx: Any, settings: Settings, is_direct: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(_run(settings, is_direct, tensors))
         ctx.first, ctx.is_transformed = 2, False
-        kept = tensors
-        if settings.finishes_in_forward:
-            # The operands are in the gradients.
-            kept = _expected(settings, tensors)
-        _save(ctx, settings, kept, results)
-        return results
+        # The operands are in finished gradients.
+        kept = _expected(settings, tensors) if settings.finishes_in_forward else tensors
+        # The operator returns what is saved, too.
+        returned = 1 + len(settings.loss.outputs) if is_direct else len(results)
+        _save(ctx, settings, kept, results, returned=returned)
+        return results[:returned]
 
 
 class _TransformedLinearCrossEntropy(_Derivatives):
@@ -119,7 +115,8 @@ class _TransformedLinearCrossEntropy(_Derivatives):
         # torch.func records each backward. It has to find the operands there, or a second derivative would miss a part
         # instead of raising an error.
         kept = (*_expected(settings, tensors), *tensors) if settings.finishes_in_forward else tensors
-        _save(ctx, settings, kept, results)
+        # What is saved has to be among the results, too.
+        _save(ctx, settings, kept, results, returned=len(results))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.engine.choose import strategy_of
 from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import Call, operand_names
+from thunder_flce.operation.call import OF_TOKENS, Call, argument, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
@@ -35,6 +35,8 @@ class _Known(NamedTuple):
 
 
 _known: dict[Any, _Known] = {}
+_checked: dict[Any, Loss] = {}
+"""What has been checked, for any number of tokens: by the address of the loss, among others, which lives as long"""
 _MOST_KNOWN = 4096
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -55,7 +57,8 @@ def run(
             agree, by `as_literal`.
     """
     tensors = with_tensors(arguments)
-    key = _signature(tensors)
+    # Inside of transforms of torch.func, a tensor does not say whether an outer one needs its gradient.
+    key = None if torch._C._are_functorch_transforms_active() else _signature(tensors)
     if key is not None:
         # A loss that is equal may have a number of another type, which is to be checked.
         key = (*key, id(loss), options, divergence, ranks, torch.is_grad_enabled())
@@ -100,14 +103,42 @@ def _prepared(
     """Checks a call, and plans it."""
     literal, agreement = (ranks, None) if isinstance(ranks, str) else (None, ranks)
     if literal is None:  # Otherwise ranks agree, and check the call, when the operator runs.
-        vocab = None if agreement is None else agreement.weight_rows
-        check_call(tensors, loss=loss, divergence=divergence, vocab=vocab)
+        _check(tensors, loss=loss, divergence=divergence, vocab=None if agreement is None else agreement.weight_rows)
     shard, memory = (None, None) if agreement is None else (agreement.shard, agreement.memory)
     call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors), divergence=divergence, shard=shard)
     if literal is not None or (agreement is None and is_traced(tensors["input"])):
         return _Known(unplanned(call, options, vocab_parallel=literal), False)
     is_direct = all(type(t) in _PLAIN and not t.is_meta and not t.is_neg() for t in tensors.values())
     return _Known(settings_of_call(call, plan_for(call, options, memory=memory)), is_direct)
+
+
+def _check(tensors: Mapping[str, Any], *, loss: Loss, divergence: Divergence | None, vocab: int | None) -> None:
+    """`check_call`, unless such tensors have been checked with another number of tokens."""
+    key = None
+    if all(type(each) in _PLAIN for each in tensors.values()) and "input" in tensors:
+        tokens = tensors["input"].shape[:-1]
+        # A loss that is equal may have a number of another type, which is to be checked.
+        key = (len(tokens), _kinds(tensors, tokens), id(loss), divergence, vocab, torch.is_grad_enabled())
+    try:
+        if key in _checked:
+            return
+    except TypeError:  # Not hashable: the checks say what is wrong.
+        key = None
+    check_call(tensors, loss=loss, divergence=divergence, vocab=vocab)
+    if key is not None:
+        if len(_checked) >= _MOST_KNOWN:
+            _checked.clear()
+        _checked[key] = loss
+
+
+def _kinds(tensors: Mapping[str, Tensor], tokens: Sequence[int]) -> tuple[Any, ...]:
+    """What checks see of tensors, but for the number of tokens."""
+
+    def shape(name: str, tensor: Tensor) -> tuple[Any, ...]:
+        has_tokens = argument(name).role in OF_TOKENS and tensor.shape[: len(tokens)] == tokens
+        return ("tokens", *tensor.shape[len(tokens) :]) if has_tokens else tuple(tensor.shape)
+
+    return tuple([(name, shape(name, t), t.dtype, t.device, t.requires_grad) for name, t in tensors.items()])
 
 
 def settings_of_call(call: Call, plan: Plan) -> Settings:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.calls import autocast, loss_of, run
-from thunder_flce.importing import when_imported
+from thunder_flce.importing import dynamo_is_at_work, when_imported
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.options import Options, as_options
 from thunder_flce.ranks import run_on_ranks
@@ -41,7 +41,7 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
             if callable(kwargs["token_loss"]):
                 kwargs["token_loss"] = token_loss_of(kwargs["token_loss"], kwargs.get("token_inputs", ()))
         if not torch.compiler.is_dynamo_compiling():
-            return eager(*args, **kwargs)  # Dynamo would look into what runs after a graph break.
+            return (eager if dynamo_is_at_work() else function)(*args, **kwargs)
         parallel = kwargs.get("vocab_parallel")
         if has_dtensor((*args, *kwargs.values())) or getattr(parallel, "data_parallel", False):
             return eager(*args, **kwargs)

@@ -8,6 +8,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
 
 def when_imported(
     name: str, then: Callable[[], Any], *, within: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -17,6 +19,11 @@ def when_imported(
         then()
     else:
         sys.meta_path.insert(0, _Finder(name, then, within))
+
+
+def dynamo_is_at_work() -> bool:
+    """Whether Dynamo would look into what runs: inside of a compiled program, after a break of its graph."""
+    return get_eval_frame_callback() is not None
 
 
 class _Finder(MetaPathFinder):

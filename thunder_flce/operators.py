@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from thunder_flce.device import Device
+from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
 from thunder_flce.engine.choose import choose
 from thunder_flce.engine.engine import Saved
@@ -25,7 +25,8 @@ from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import UpstreamGradients
-from thunder_flce.operation.call import Call, Spec, gradient_name, result_names, result_specs
+from thunder_flce.engine.rows import remember
+from thunder_flce.operation.call import OF_TOKENS, Call, Spec, argument, gradient_name, result_names, result_specs
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.operation.shard import Shard
@@ -87,6 +88,17 @@ class Settings:
     def result_names(self) -> tuple[str, ...]:
         """What the forward returns, in order."""
         return result_names(self.call([None] * len(self.names)), self.plan)
+
+    @cached_property
+    def constant_positions(self) -> tuple[int, ...]:
+        """Of the results, those without a gradient."""
+        differentiable = ("loss", *self.loss.differentiable_outputs)
+        return tuple(at for at, name in enumerate(self.result_names) if name not in differentiable)
+
+    @cached_property
+    def saved_positions(self) -> tuple[int, ...]:
+        """Where among the results those are that the backward reads."""
+        return tuple(map(self.result_names.index, self.saved_names))
 
     @cached_property
     def saved_names(self) -> tuple[str, ...]:
@@ -201,12 +213,30 @@ def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]
     return call, plan
 
 
+# More tokens than these are planned for in whole tiles: lengths that change have few plans.
+_FEW_TOKENS = 512
+
+
 def plan_for(call: Call, options: Options, *, memory: int | None = None) -> Plan:
-    """The plan for a call; for a divided vocabulary, with the least memory of all ranks."""
+    """The plan for a call, or for one of up to 127 more tokens; for a divided vocabulary, with the least memory of all.
+
+    The same whichever calls came before.
+    """
     device = Device.of(call.device)
     if memory is not None:
         device = replace(device, memory=memory)
-    specs = tuple((name, spec.shape, spec.dtype, spec.requires_grad) for name, spec in call.specs().tensors.items())
+    tokens, dimensions = call.own_tokens, len(call.shape)
+    if tokens > _FEW_TOKENS:
+        tokens = -(-tokens // TILE_ROWS) * TILE_ROWS
+    specs = tuple(
+        (
+            name,
+            (tokens, *t.shape[dimensions:]) if argument(name).role in OF_TOKENS else t.shape,
+            t.dtype,
+            t.requires_grad,
+        )
+        for name, t in call.tensors.items()
+    )
     return _plan(specs, (call.loss, call.needs_grad, call.divergence, call.shard), options, device, call.device)
 
 
@@ -224,7 +254,15 @@ def _plan(
 
 
 def _forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
-    return forward(Settings.parse(settings), tensors)
+    known = Settings.parse(settings)
+    results = forward(known, tensors)
+    if "computed_rows" in known.result_names:
+        # Programs expect all results on one device; a copy to it would wait, and cannot be captured.
+        at = known.result_names.index("computed_rows")
+        count = int(results[at])
+        results[at] = tensors[0].new_full((), count, dtype=torch.int64)
+        remember(results[at], count)
+    return results
 
 
 def _forward_fake(tensors: list[Tensor], settings: str) -> list[Tensor]:

@@ -114,6 +114,14 @@ class Options:
                 # NumPy's is a float, too, but Dynamo takes it for a tensor.
                 object.__setattr__(self, name, float(number))
 
+    def __hash__(self) -> int:
+        # Each call looks for what is known of its options.
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = hash(tuple([getattr(self, f.name) for f in fields(self)]))
+            object.__setattr__(self, "_hash", found)
+        return found
+
     def non_defaults(self) -> dict[str, Any]:
         """The fields that differ from their defaults, by name."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}

@@ -149,7 +149,7 @@ def _kernel_steps(kernels: RowKernels, z: Tensor) -> dict[str, Step]:
     z_y = z[:, 0].contiguous()
 
     def gradient(coefficients: RowCoefficients, **settings: Any) -> None:
-        kernels.gradient_(z, statistics, coefficients, out=z, target=target, entry=row, **settings)
+        kernels.gradient_(z, statistics, coefficients, out=z, target=target, **settings)
 
     calls: dict[str, Callable[[], object]] = {
         "statistics": lambda: kernels.statistics(z),

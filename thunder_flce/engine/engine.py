@@ -23,7 +23,7 @@ from thunder_flce.engine.kernels.scaling import usable
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import Coefficients, RowResults, UpstreamGradients
-from thunder_flce.engine.rows import Rows, remember
+from thunder_flce.engine.rows import Rows
 from thunder_flce.engine.sums import GradientSums
 from thunder_flce.operation.call import gradient_name
 
@@ -38,7 +38,7 @@ class Saved(NamedTuple):
     row_log_sum: Tensor | None = None
     """(T,) log Σ exp(logit - row_max); 0 in ignored rows"""
     computed_rows: Tensor | None = None
-    """() int64 how many rows the forward has computed"""
+    """() int64 how many rows the forward has computed; on the CPU, unless the operator has returned it"""
     entropy: Tensor | None = None
     """The output, where a gradient comes back to it"""
     logits: Tensor | None = None
@@ -50,8 +50,8 @@ class Saved(NamedTuple):
 class Outcome(NamedTuple):
     """What a run over all chunks gives."""
 
-    found: RowResults
-    """Of all rows; only without `known`"""
+    found: RowResults | None
+    """Of all rows; None with `known`"""
     logits: Tensor | None
     """(S, V) those that are kept"""
     gradients: dict[str, Tensor]
@@ -88,18 +88,17 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
     Saved logits are overwritten.
     """
     call = ops.call
+    if upstream.loss is None:
+        upstream = upstream._replace(loss=torch.zeros((), dtype=call.row_dtype, device=call.device))
     if ops.plan.finishes_in_forward:
         assert saved.unit_gradient is not None
-        rows = ops.prepare_again(None, call.tokens)
-        factors = rows.returned(Coefficients(ops, replace(rows, target_weights=None), upstream).factors)
-        return {"input": ops.scaled_rows(saved.unit_gradient, factors)}
-    grad = upstream.loss
-    has_scalar = grad is not None and grad.ndim == 0
+        rows = ops.prepare_again(upstream.loss, call.tokens)
+        factors = Coefficients(ops, replace(rows, target_weights=None), upstream, s=rows.s).factors
+        return {"input": ops.scaled_rows(saved.unit_gradient, rows.returned(factors))}
     assert saved.computed_rows is not None
-    known = ops.count_of(saved.computed_rows)
-    rows = ops.prepare_again(grad.to(call.row_dtype) if has_scalar and grad is not None else None, known)
+    rows = ops.prepare_again(upstream.loss, ops.count_of(saved.computed_rows))
     entropy = None if saved.entropy is None else rows.received(saved.entropy.reshape(-1))
-    coefficients = Coefficients(ops, rows, upstream, s=rows.s if has_scalar else None, entropy=entropy)
+    coefficients = Coefficients(ops, rows, upstream, s=rows.s, entropy=entropy)
     return run(ops, rows, coefficients, known=saved).gradients
 
 
@@ -134,7 +133,7 @@ def run(ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, known
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     logits.free()
     gradients = {} if sums is None else sums.finish()
-    return Outcome(row_loss.joined(ops, rows, [] if statistics is not None else found), logits.kept, gradients)
+    return Outcome(None if known is not None else row_loss.joined(ops, rows, found), logits.kept, gradients)
 
 
 class _Logits:
@@ -193,12 +192,16 @@ def _row_work(
     if coefficients is not None and statistics is None and ops.region.takes_one_pass:
         return ops.both_(z, target, coefficients.of(chunk)), z, None
     if statistics is not None:
-        found = RowResults(statistics.rows(chunk), ops.target_entries(z, target))
+        of_chunk = statistics if chunk.stop - chunk.start == rows.count else statistics.rows(chunk)
+        found = RowResults(of_chunk, None)
     else:
         found = ops.results(z, target)
         if ops.call.loss.token_loss:
-            inputs = [rows.gather(vector)[chunk] for vector in ops.call.token_inputs]
-            found = row_loss.with_token_loss(ops, found, inputs, is_needed=coefficients is not None)
+            inputs = [rows.of(rows.gather(vector), chunk) for vector in ops.call.token_inputs]
+            value, of_rows = ops.token_loss(
+                found, inputs, None if coefficients is None else coefficients.upstream(chunk)
+            )
+            found = found._replace(token_loss=value, coefficients=of_rows)
     if coefficients is None:
         return found, z, None
     return found, *ops.gradient_(z, found, coefficients.of(chunk, found), target)
@@ -216,13 +219,12 @@ def _known_statistics(rows: Rows, saved: Saved) -> RowStatistics | None:
     """(N,) those that the forward has saved."""
     if saved.row_max is None or saved.row_log_sum is None:
         return None
-    row_max, log_sum = rows.masked(rows.gather(saved.row_max)), rows.gather(saved.row_log_sum)
-    # An ignored row's logits need not match the saved statistics: exp(z - the largest number) is 0.
-    return RowStatistics(row_max, rows.masked(log_sum, fill=torch.finfo(log_sum.dtype).max))
+    return RowStatistics(rows.gather(saved.row_max), rows.gather(saved.row_log_sum))
 
 
 def _results(ops: Primitives, rows: Rows, outcome: Outcome) -> dict[str, Tensor]:
     call, plan, found = ops.call, ops.plan, outcome.found
+    assert found is not None
     if call.divergence is not None:
         value = row_loss.reduced(ops, rows, found.z_y)
     else:
@@ -237,8 +239,7 @@ def _results(ops: Primitives, rows: Rows, outcome: Outcome) -> dict[str, Tensor]
         if rows.order is not None and (plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)):
             results |= {name: rows.scatter(results[name]) for name in ("row_max", "row_log_sum")}
     if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS):
-        computed = results["computed_rows"] = rows.valid_count.new_full((), rows.count)
-        remember(computed, rows.count)
+        results["computed_rows"] = torch.tensor(rows.count)
     if plan.strategy == SAVE_LOGITS:
         results["logits"] = _padded(ops, outcome.logits)
     return results | {gradient_name(name): gradient for name, gradient in outcome.gradients.items()}

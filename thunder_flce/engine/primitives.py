@@ -14,7 +14,7 @@ from torch import Tensor
 from thunder_flce.device import on_device
 from thunder_flce.engine import row_loss, rows
 from thunder_flce.engine.kernels import dispatch
-from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
+from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, at_columns, target_gradient
 from thunder_flce.engine.kernels.layout import empty_logits
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import Plan
@@ -63,6 +63,17 @@ class Region:
         from thunder_flce.engine.kernels import triton_vectors
 
         return triton_vectors
+
+    @cached_property
+    def token_kernel(self) -> Any:
+        """What computes a chunk's token losses and coefficients by one kernel; None where PyTorch's operations do."""
+        if self.vector_kernels is None or self.call.whole_vocab == 1:
+            return None
+        from thunder_flce.engine.kernels.triton_tokens import kernel_for
+
+        return kernel_for(
+            self.call.loss.token_loss, tuple([each.dtype for each in self.call.token_inputs]), self.logit_map
+        )
 
     @cached_property
     def takes_one_pass(self) -> bool:
@@ -132,7 +143,18 @@ class Primitives:
         return self._selected(found, count, has_weights=not are_all_ones)
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
-        """The rows that a forward has computed, `count` of them, in its backward; `upstream` as for `prepare`."""
+        """The rows that a forward has computed, `count` of them, in its backward.
+
+        `upstream` is as for `prepare`, or one number for each of the caller's tokens.
+        """
+        if upstream is not None and upstream.ndim:
+            upstream = upstream.reshape(-1)
+            if self.region.are_parts:
+                from thunder_flce.engine import token_parts
+
+                upstream = token_parts.of_all_parts(self.call, upstream)
+        if upstream is not None and upstream.dtype is not self.call.row_dtype:
+            upstream = upstream.to(self.call.row_dtype)
         return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
 
     def _selected(self, found: Prepared, count: int, *, has_weights: bool = True) -> Rows:
@@ -168,7 +190,9 @@ class Primitives:
             return torch.cuda.is_current_stream_capturing()
 
     def count_of(self, computed_rows: Tensor) -> int:
-        """How many rows a forward has computed, () int64. The host waits only for a copy of what it returned."""
+        """How many rows a forward has computed, () int64; the host waits only for a copy of what it returned."""
+        if computed_rows.is_cpu:
+            return int(computed_rows)
         known = rows.recalled(computed_rows)
         if known is not None:
             return known
@@ -242,7 +266,7 @@ class Primitives:
 
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor in another dtype: itself, or new memory."""
-        return tensor.to(dtype)
+        return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
     # Matmuls.
 
@@ -344,9 +368,11 @@ class Primitives:
         # Of z: its map to the logits keeps the order, or turns it round.
         largest = torch.argmax if loss.logit_scale > 0 else torch.argmin
         if shard is None:
-            z_y = z.gather(1, target if target.ndim > 1 else target[:, None])
             argmax = largest(z, 1) if loss.needs_argmax else None
-            return RowResults(self.region.kernels.statistics(z), z_y if target.ndim > 1 else z_y.squeeze(1), {}, argmax)
+            if target.ndim > 1:
+                return RowResults(self.region.kernels.statistics(z), z.gather(1, target), {}, argmax)
+            z_y = self.empty((z.shape[0],), z.dtype)
+            return RowResults(self.region.kernels.statistics(z, target, z_y), z_y, {}, argmax)
         from thunder_flce.engine import collectives
 
         if not self.call.vocab:
@@ -369,7 +395,7 @@ class Primitives:
         if not self.call.vocab:
             return torch.zeros_like(target, dtype=z.dtype)
         column, _ = self.columns_here(target)
-        return z.gather(1, column) if target.ndim > 1 else z.gather(1, column[:, None]).squeeze(1)
+        return z.gather(1, column) if target.ndim > 1 else at_columns(z, column)
 
     def gradient_(
         self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
@@ -387,11 +413,9 @@ class Primitives:
         if target.ndim > 1:
             return out, self._gradient_of_several_(out, z, found, coefficients, target)
         column, is_here = self.columns_here(target)
-        at_target = None if of_class is None else of_class[column]
-        entry = target_gradient(self.logit_map, found.z_y, found.statistics, coefficients, at_target)
         sums = self.region.kernels.gradient_(
             z, found.statistics, coefficients, class_weight=of_class, out=out, column_sums=call.bias_grad,
-            target=column if is_here is None else torch.where(is_here, column, -1), entry=entry,
+            target=column if is_here is None else torch.where(is_here, column, -1),
         )  # fmt: skip
         return out, sums
 
@@ -454,18 +478,28 @@ class Primitives:
             compute(z, teacher, divergence, factors=factors, out=out)
         return value.to(call.row_dtype), out
 
+    def token_loss(
+        self, found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
+    ) -> tuple[Tensor, RowCoefficients | None]:
+        """The token losses of some rows, (C,), and with `s` the coefficients: see `row_loss.token_loss`."""
+        kernel = self.region.token_kernel
+        if kernel is None or s is None:
+            return row_loss.token_loss(self, found, inputs, s)
+        return kernel(found.statistics, found.z_y, found.moments.get("expected"), s, inputs)
+
     # Results.
 
     def loss(self, selected: Rows, found: RowResults) -> Tensor:
         """() the loss or, for reduction "none", (N,), from what is known of all rows."""
         loss = self.call.loss
         # The kernel's map of the logits may differ in the last digit from the one that the outputs take.
-        is_plain = not (loss.label_smoothing or loss.token_loss or loss.target_rest or loss.maps_logits)
+        is_plain = not (loss.label_smoothing or loss.target_rest or loss.maps_logits)
         if self.region.vector_kernels is None or not is_plain or selected.weight is None:
             return row_loss.loss_of(self, selected, found)
         return self.region.vector_kernels.finish(
             found.statistics, found.z_y, weight=selected.weight, at_target=selected.at_target,
             divisors=selected.divisors, logit_map=self.logit_map, z_loss=loss.z_loss, reduction=loss.reduction,
+            of_rows=found.token_loss,
         )  # fmt: skip
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:

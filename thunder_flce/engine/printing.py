@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thunder_flce.engine import engine, rows
+from thunder_flce.engine import engine, row_loss, rows
 from thunder_flce.engine.engine import Saved
 from thunder_flce.engine.kernels import dispatch, scaling
 from thunder_flce.engine.kernels.interface import RowStatistics
@@ -340,6 +340,11 @@ class _Writer(Primitives):
 
     def target_entries(self, z: Tensor, target: Tensor) -> Tensor:
         return self.empty(target.shape, z.dtype)
+
+    def token_loss(
+        self, found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
+    ) -> tuple[Tensor, RowCoefficients | None]:
+        return row_loss.token_loss(self, found, inputs, s)
 
     def teacher_logits(self, x: Tensor, out: Tensor | None) -> Tensor:
         if out is None:

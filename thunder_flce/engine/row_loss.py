@@ -40,13 +40,13 @@ class RowResults(NamedTuple):
     """What the forward computes of some rows, (C,) each; None where the loss does not need it."""
 
     statistics: RowStatistics
-    z_y: Tensor
-    """The linear's output at each row's target; (C, K) with target weights"""
+    z_y: Any
+    """The linear's output at each row's target; (C, K) with target weights; None where statistics were known before"""
     moments: dict[str, Tensor] = {}
     argmax: Tensor | None = None
     token_loss: Tensor | None = None
-    derivatives: dict[str, Tensor | None] = {}
-    """Of the token loss, by its variables"""
+    coefficients: RowCoefficients | None = None
+    """Of the gradient, where they follow from a token loss"""
 
     def row(self, ops: "Primitives") -> Row:
         """The same for the formulas of `Loss`."""
@@ -61,8 +61,8 @@ class Coefficients:
         ops: of the region.
         rows: those that are computed.
         upstream: the gradients of the region's results.
-        s: (N,) the upstream gradient of each row's cross-entropy, where it is known. If upstream has none for the loss,
-            that is 1.
+        s: (N,) the upstream gradient of each row's cross-entropy, where it is known; otherwise it follows from that of
+            the loss, which is 1 if upstream has none.
         entropy: (N,) the entropies, where their upstream gradient is not None.
     """
 
@@ -73,10 +73,11 @@ class Coefficients:
         call, loss = ops.call, ops.call.loss
         self._ops, self._rows, self._entropy = ops, rows, entropy
         grad = None if upstream.loss is None else upstream.loss.to(call.row_dtype)
-        is_one = grad is None and s is not None
         if s is None:
-            s = rows.scaled(rows.target.new_zeros((), dtype=call.row_dtype) if grad is None else grad)
-        if call.whole_vocab == 1:
+            assert grad is not None
+            s = rows.scaled(grad)
+        of_z = s
+        if call.whole_vocab == 1 and not loss.token_loss:
             # The only probability is 1, and the gradient of the cross-entropy 0, whatever exponentials round to.
             s = torch.zeros_like(s)
         self._s = s
@@ -91,13 +92,21 @@ class Coefficients:
         if upstream.entropy is not None:
             found = found._replace(entropy=self._of_rows(upstream.entropy))
         self._of_all, self._of_z = found, None
-        if loss.z_loss and (grad is not None or is_one):
-            grad = torch.ones((), dtype=call.row_dtype, device=s.device) if grad is None else grad
-            self._of_z = 2 * loss.z_loss * rows.scaled(grad, at=1)
+        if loss.z_loss:
+            if rows.at_target is not None:
+                # Class weights divide the cross-entropies by another sum.
+                of_z = rows.scaled(
+                    torch.ones((), dtype=call.row_dtype, device=s.device) if grad is None else grad, at=1
+                )
+            self._of_z = 2 * loss.z_loss * of_z
 
     def _of_rows(self, grad: Tensor) -> Tensor:
         """(N,) an upstream gradient of an output, 0 in ignored rows."""
         return self._rows.masked(self._rows.received(grad.reshape(-1).to(self._ops.call.row_dtype))).contiguous()
+
+    def upstream(self, chunk: slice) -> Tensor:
+        """(C,) the upstream gradient of each row's loss."""
+        return self._rows.of(self._s, chunk)
 
     @property
     def at_target(self) -> Tensor:
@@ -125,10 +134,8 @@ class Coefficients:
         ops, loss = self._ops, self._ops.call.loss
         entropy = None if self._entropy is None else self._entropy[chunk]
         row_max, log_sum = found.statistics
-        if loss.token_loss:
-            of_rows = _of_token_loss(self._s[chunk], found.derivatives)
-            if of_rows.entropy is not None:
-                entropy = OUTPUTS["entropy"].of(found.row(ops), ops.call.whole_vocab, torch.log)
+        if found.coefficients is not None:
+            of_rows = found.coefficients
         if loss.target_rest:
             targets = _soft_targets(ops, self._rows, found.row(ops), chunk)
             assert targets.rest is not None
@@ -141,30 +148,32 @@ class Coefficients:
         return of_rows
 
 
-def _of_token_loss(s: Tensor, derivatives: dict[str, Tensor | None]) -> RowCoefficients:
-    """From the upstream gradient of each row's loss, (C,), and what the loss's derivatives are there."""
+def token_loss(
+    ops: "Primitives", found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
+) -> tuple[Tensor, RowCoefficients | None]:
+    """The token losses of some rows, from the further inputs, (C,) each.
 
-    def times(derivative: Tensor | None) -> Tensor | None:
+    With the upstream gradient of each row's loss, `s` (C,), the coefficients of its gradient, too.
+    """
+    text, row, columns = ops.call.loss.token_loss, found.row(ops), ops.call.whole_vocab
+    values = {name: OUTPUTS[name].of(row, columns, torch.log) for name in VARIABLES if uses(text, name)}
+    values |= {input_name(number): vector for number, vector in enumerate(inputs)}
+    if s is None:
+        return evaluate(text, values), None
+    value, derivatives = value_and_derivatives(text, values)
+
+    def times(name: str) -> Tensor | None:
+        # Of one column, the log-probability and the entropy are 0, whatever exponentials round to.
+        derivative = None if columns == 1 and name != "log_sum_exp" else derivatives[name]
         # The derivative may be infinite in a row without an upstream gradient.
         return None if derivative is None else torch.where(s == 0, 0.0, s * derivative)
 
-    g_p, g_e, g_l = (times(derivatives.get(name)) for name in VARIABLES)
+    g_p, g_e, g_l = map(times, VARIABLES)
     one_hot = torch.zeros_like(s) if g_p is None else -g_p
-    return RowCoefficients(one_hot if g_l is None else one_hot + g_l, one_hot, entropy=g_e)
-
-
-def with_token_loss(ops: "Primitives", found: RowResults, inputs: Sequence[Tensor], *, is_needed: bool) -> RowResults:
-    """The results of some rows with their token losses, from the further inputs, (C,) each.
-
-    With `is_needed`, the derivatives, too.
-    """
-    token_loss, row, columns = ops.call.loss.token_loss, found.row(ops), ops.call.whole_vocab
-    values = {name: OUTPUTS[name].of(row, columns, torch.log) for name in VARIABLES if uses(token_loss, name)}
-    values |= {input_name(number): vector for number, vector in enumerate(inputs)}
-    if not is_needed:
-        return found._replace(token_loss=evaluate(token_loss, values))
-    value, derivatives = value_and_derivatives(token_loss, values)
-    return found._replace(token_loss=value, derivatives=derivatives)
+    probability = one_hot if g_l is None else one_hot + g_l
+    if g_e is not None:
+        probability = probability + g_e * (row.log_sum - values["entropy"])
+    return value, RowCoefficients(probability, one_hot, entropy=g_e)
 
 
 def _soft_targets(ops: "Primitives", rows: Rows, row: Row, chunk: slice) -> SoftTargets:

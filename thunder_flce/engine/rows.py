@@ -21,7 +21,7 @@ _MOVED_ROWS = 2048
 
 
 def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
-    """`Prepared` by PyTorch's operations, for a flat call and an upstream gradient, (), or None for 1."""
+    """`Prepared` by PyTorch's operations, for a flat call and an upstream gradient, () or (T,), or None for 1."""
     loss, target, row_dtype = call.loss, call.tensors["target"].long(), call.row_dtype
     weights = call.get("token_weights")
     # In a narrow dtype, V and ignore_index would wrap around before they are compared with.

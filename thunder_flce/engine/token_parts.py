@@ -67,6 +67,12 @@ class RowsOfParts(Rows):
         return self.gather(collectives.start_gathering(self.shard, vector).wait())
 
 
+def of_all_parts(call: Call, vector: Tensor) -> Tensor:
+    """(T,) of (P,), one number for each token of this rank."""
+    assert call.shard is not None
+    return collectives.start_gathering(call.shard, vector).wait()
+
+
 def most_valid(call: Call, found: Prepared) -> int:
     """How many rows are computed: as many of each part as the one with the most has valid ones. The host waits."""
     assert call.shard is not None

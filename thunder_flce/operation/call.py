@@ -30,6 +30,8 @@ TOKEN = "token"
 """(...) or (..., K) a number of each token, or of each of its targets"""
 SCALAR = "scalar"
 """() one number"""
+OF_TOKENS = (HIDDEN, TOKEN)
+"""The roles of what has the tokens in its first dimensions"""
 
 
 class Argument(NamedTuple):

@@ -17,7 +17,6 @@ import inspect
 import math
 import operator
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdRef
+
+from thunder_flce.importing import dynamo_is_at_work
 
 VARIABLES = ("log_prob", "entropy", "log_sum_exp")
 """What is known of a row, and has a gradient: outputs of `loss.OUTPUTS`."""
@@ -94,8 +95,7 @@ def written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -
     Raises:
         TypeError: where it takes other arguments, or does what is no operation on single tokens.
     """
-    # Dynamo must not compile this; its import, which takes seconds, is left to those who use it.
-    return (_without_dynamo if "torch._dynamo" in sys.modules else _written)(function, input_dtypes)
+    return (_without_dynamo if dynamo_is_at_work() else _written)(function, input_dtypes)
 
 
 def _written(function: Callable[..., Any], input_dtypes: Sequence[torch.dtype]) -> TokenLoss:

@@ -45,7 +45,7 @@ class Prepared(NamedTuple):
     counts: Tensor
     """(2,) int64 how many rows are valid, and how many have a wrong target"""
     is_right: Tensor
-    """() bool, whether no target is wrong"""
+    """One element, not 0 if no target is wrong"""
     order: Tensor | None
     """(T,) int64 the tokens, valid ones first, both kinds ascending; only where asked for"""
 
@@ -60,8 +60,11 @@ class RowKernels(Protocol):
     library: str
     """Who runs them: "Triton", "nvFuser" or "PyTorch"."""
 
-    def statistics(self, z: Tensor) -> RowStatistics:
-        """The maximum of each row, and the log of the sum of exponentials relative to it."""
+    def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
+        """The maximum of each row, and the log of the sum of exponentials relative to it.
+
+        With a `target` (C,) int64, each row's column, z there is written to `z_y` (C,), in z's dtype.
+        """
 
     def moments(
         self, z: Tensor, statistics: RowStatistics, class_weight: Tensor | None, names: tuple[str, ...]
@@ -70,15 +73,13 @@ class RowKernels(Protocol):
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
-        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
-        column_sums: bool = False,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
         """Writes the gradient of `RowCoefficients` without its one_hot term to `out` (C, V), and sums it over the rows.
 
-        `out` is z itself, or memory of another dtype. With a `target` (C,) int64, -1 for none of these columns, `entry`
-        (C,), in the row dtype, takes the gradient's place in that column: it is that of `target_gradient`, with the
-        one_hot term. The sums, (V,) in the row dtype, are of what is written before it is rounded, entries included;
-        None unless `column_sums`.
+        `out` is z itself, or memory of another dtype. With a `target` (C,) int64, -1 for none of these columns, that
+        column gets the gradient with its one_hot term: `target_gradient`. The sums, (V,) in the row dtype, are of what
+        is written before it is rounded; None unless `column_sums`.
         """
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
@@ -90,16 +91,16 @@ class RowKernels(Protocol):
 
 
 def target_gradient(
-    logit_map: LogitMap, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
-    class_weight: Tensor | None = None,
+    logit_map: LogitMap, z_y: Tensor, statistics: RowStatistics, coefficients: RowCoefficients,
+    class_weight: Tensor | None = None, target: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """(C,) the gradient with its one_hot term in the row dtype, from z and class weights at each row's target, (C,).
+    """(C,) the gradient with its one_hot term in the row dtype, from z at each row's target, (C,).
 
-    Where A = B, it keeps the digits of p - 1.
+    Where A = B, it keeps the digits of p - 1. Class weights (V,) are read at `target`, (C,), -1 where nothing is.
     """
     row_max, row_log_sum = statistics
     factor, one_hot, uniform, entropy = coefficients
-    u = logit_map(z.to(row_max.dtype))
+    u = logit_map(z_y.to(row_max.dtype))
     shifted = u - row_max
     log_p = shifted - row_log_sum
     p = log_p.exp()
@@ -107,9 +108,18 @@ def target_gradient(
     if entropy is not None:
         gradient = gradient - finite(shifted) * p * entropy
     if uniform is not None:
-        gradient = gradient - (uniform if class_weight is None else uniform * class_weight)
-    slope = logit_map.slope(z.to(row_max.dtype))
+        of_class = 1 if class_weight is None or target is None else class_weight[target.clamp(min=0)]
+        gradient = gradient - uniform * of_class
+    slope = logit_map.slope(z_y.to(row_max.dtype))
     return gradient if slope is None else gradient * slope
+
+
+def at_columns(z: Tensor, column: Tensor, out: Tensor | None = None) -> Tensor:
+    """(C,) z (C, V) at a column of each row, in `out` if it is given."""
+    if out is None:
+        return z.gather(1, column[:, None]).squeeze(1)
+    torch.gather(z, 1, column[:, None], out=out[:, None])
+    return out
 
 
 def finite(shifted: Tensor) -> Tensor:

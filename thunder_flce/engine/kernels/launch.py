@@ -37,14 +37,23 @@ def launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str,
             launch(kernel, programs, arguments, settings)
         return
     # Addresses in place of tensors, of which Triton would ask the driver whether their memory is the device's.
-    given = [each if each is None or type(each) is int else each.data_ptr() for each in arguments]
+    given: list[int | None] = []
     # What Triton compiles anew for: dtypes, pointers to multiples of 16 bytes and, since no int is specialised on, the
     # width of ints.
-    kinds = [
-        None if address is None else -(2**31) <= each < 2**31 if type(each) is int else (each.dtype, address % 16 == 0)
-        for each, address in zip(arguments, given, strict=True)
-    ]
-    key = (id(kernel), id(settings), device, *kinds)
+    kinds: list[Any] = [id(kernel), id(settings), device]
+    for each in arguments:
+        if each is None:
+            given.append(None)
+            kinds.append(None)
+        elif type(each) is int:
+            given.append(each)
+            kinds.append(-(2**31) <= each < 2**31)
+        else:
+            address = each.data_ptr()
+            given.append(address)
+            kinds.append(each.dtype)
+            kinds.append(address % 16 == 0)
+    key = tuple(kinds)
     known = _compiled.get(key)
     if known is not None:
         run, function, metadata, constants, _ = known

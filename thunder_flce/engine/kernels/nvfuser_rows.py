@@ -22,7 +22,13 @@ from nvfuser_direct import DataType, FusionDefinition
 from torch import Tensor
 
 from thunder_flce.device import ROW_MULTIPLE
-from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight
+from thunder_flce.engine.kernels.interface import (
+    RowStatistics,
+    at_columns,
+    padded_weight,
+    reads_class_weight,
+    target_gradient,
+)
 from thunder_flce.engine.kernels.layout import whole_rows
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
@@ -314,7 +320,9 @@ class NvFuserRowKernels:
                 self._fused[key] = _fuse(fusion, self.logit_map, key[1])
             return self._fused[key].execute(inputs, _enable_options=["fast_math"] if is_fast else [])
 
-    def statistics(self, z: Tensor) -> RowStatistics:
+    def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
+        if target is not None:
+            at_columns(z, target, z_y)
         return RowStatistics(*self._run(Fusion("merge_parts", *_kind(z)), self._of_parts(z)))
 
     def _of_parts(self, z: Tensor) -> list[Tensor]:
@@ -333,8 +341,7 @@ class NvFuserRowKernels:
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
-        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
-        column_sums: bool = False,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
         kind, outputs = _kind(z), []
         fusions = _gradients(
@@ -343,9 +350,14 @@ class NvFuserRowKernels:
         )  # fmt: skip
         weight = padded_weight(class_weight, z.stride(0), is_read="class_weight" in fusions[0].vectors)
         vectors = coefficients._asdict() | {"class_weight": weight}
-        change = None
-        if target is not None and column_sums:
-            change = self._change_at_targets(z, target, coefficients.one_hot)
+        change = entry = None
+        if target is not None:
+            z_y = at_columns(z, target.clamp(min=0))
+            entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
+            # What it adds to the sums over rows, in which it has not been rounded: the one_hot term.
+            slope = self.logit_map.slope(z_y.float())
+            change = -coefficients.one_hot if slope is None else -coefficients.one_hot * slope
+            change = torch.where(target < 0, 0, change)
         for fusion in fusions:
             outputs += self._run(fusion, _inputs(fusion, z, statistics, vectors))
         if out.dtype != z.dtype:
@@ -359,24 +371,15 @@ class NvFuserRowKernels:
                 sums.index_add_(0, at, change)
         return sums
 
-    def _change_at_targets(self, z: Tensor, target: Tensor, one_hot: Tensor) -> Tensor:
-        """(C,) what targets' entries add to the sums over rows, in which it has not been rounded: the one_hot term."""
-        slope = None
-        if self.logit_map.softcap is not None:
-            z_y = z.gather(1, target.clamp(min=0)[:, None])[:, 0]
-            slope = self.logit_map.slope(z_y.float())
-        return torch.where(target < 0, 0, -one_hot if slope is None else -one_hot * slope)
-
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
         """The target's entry is computed first and written last."""
-        kind, at = _kind(z), target[:, None]
-        z_y = z.gather(1, at)[:, 0]
+        kind, z_y = _kind(z), at_columns(z, target)
         merge = Fusion("merge_parts_and_target_gradient", *kind, _BOTH)
         vectors = [vector.contiguous() for vector in (coefficients.probability, coefficients.one_hot)]
         *found, entry = self._run(merge, [*self._of_parts(z), z_y, *vectors])
         statistics, fusion = RowStatistics(*found), Fusion("gradient", *kind, _BOTH[:1], (), z.dtype)
         self._run(fusion, _inputs(fusion, z, statistics, {"probability": vectors[0]}))
-        z.scatter_(1, at, entry[:, None])
+        z.scatter_(1, target[:, None], entry[:, None])
         return statistics, z_y
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.device import Device
-from thunder_flce.engine.kernels.interface import RowStatistics, finite, target_gradient
+from thunder_flce.engine.kernels.interface import RowStatistics, at_columns, finite, target_gradient
 from thunder_flce.engine.kernels.layout import row_dtype
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
@@ -44,7 +44,9 @@ class TorchRowKernels:
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
 
-    def statistics(self, z: Tensor) -> RowStatistics:
+    def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
+        if target is not None:
+            at_columns(z, target, z_y)
         row_max = torch.empty(z.shape[0], dtype=row_dtype(z.dtype), device=z.device)
         others = torch.empty_like(row_max)
         for rows in row_blocks(z):
@@ -74,10 +76,12 @@ class TorchRowKernels:
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
-        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
-        column_sums: bool = False,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
-        dtype = row_dtype(z.dtype)
+        dtype, entry = row_dtype(z.dtype), None
+        if target is not None:
+            z_y = at_columns(z, target.clamp(min=0))
+            entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
         sums = torch.zeros(z.shape[1], dtype=dtype, device=z.device) if column_sums else None
         coefficients = coefficients._replace(one_hot=None)
         for rows in row_blocks(z):
@@ -98,8 +102,7 @@ class TorchRowKernels:
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:
         row_max = torch.empty(z.shape[0], dtype=row_dtype(z.dtype), device=z.device)
-        others, index = torch.empty_like(row_max), target[:, None]
-        z_y = z.gather(1, index)[:, 0]
+        others, z_y = torch.empty_like(row_max), at_columns(z, target)
         for rows in row_blocks(z):
             logits = self._logits(z[rows])
             row_max[rows], column = logits.max(1)
@@ -116,7 +119,7 @@ class TorchRowKernels:
                 z[rows] = gradient
         statistics = RowStatistics(row_max, others.log1p_())
         entry = target_gradient(self.logit_map, z_y, statistics, coefficients)
-        z.scatter_(1, index, entry.to(z.dtype)[:, None])
+        z.scatter_(1, target[:, None], entry.to(z.dtype)[:, None])
         return statistics, z_y
 
     def _logits(self, z: Tensor) -> Tensor:

@@ -212,13 +212,15 @@ def _row_statistics(row, VOCAB: tl.constexpr, STRIDE: tl.constexpr, SCALE: tl.co
     return largest, _log_sum(others)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["target", "row_max", "row_log_sum", "z_target"])
 def _statistics_kernel(
-    z, row_max, row_log_sum,
+    z, target, row_max, row_log_sum, z_target,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0)
     row = z + index.to(tl.int64) * STRIDE
+    if target is not None:
+        tl.store(z_target + index, tl.load(row + tl.load(target + index)))
     largest, log_sum = _row_statistics(row, VOCAB, STRIDE, SCALE, SOFTCAP, BLOCK)
     tl.store(row_max + index, largest)
     tl.store(row_log_sum + index, log_sum)
@@ -310,11 +312,11 @@ def _both_kernel(
 @triton.jit(
     do_not_specialize=["rows", "rows_each"],
     do_not_specialize_on_alignment=[
-        "row_max", "row_log_sum", "probability", "uniform", "entropy", "target", "entry",
+        "row_max", "row_log_sum", "probability", "one_hot", "uniform", "entropy", "target",
     ],
 )  # fmt: skip
 def _gradient_kernel(
-    z, out, row_max, row_log_sum, probability, uniform, entropy, class_weight, target, entry, column_sums, rows,
+    z, out, row_max, row_log_sum, probability, one_hot, uniform, entropy, class_weight, target, column_sums, rows,
     rows_each,
     STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
@@ -335,16 +337,29 @@ def _gradient_kernel(
         is_row = index < rows
         row = index.to(tl.int64)[:, None]
         mask = is_row[:, None] & is_column
+        largest, log_sum = _of_rows(row_max, index, is_row), _of_rows(row_log_sum, index, is_row)
+        share = _of_rows(probability, index, is_row)
+        # Each by itself: Triton divides no tuple that has None in it.
+        of_uniform = _of_rows(uniform, index, is_row)
+        of_entropy = _of_rows(entropy, index, is_row)
         gradient = _gradient(
             tl.load(z + row * STRIDE + columns[None, :], mask=mask, other=0.0),
-            _of_rows(row_max, index, is_row), _of_rows(row_log_sum, index, is_row),
-            _of_rows(probability, index, is_row), SCALE, SOFTCAP, IS_EXACT, None,
-            _of_rows(uniform, index, is_row), _of_rows(entropy, index, is_row), weight,
+            largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT, None, of_uniform, of_entropy, weight,
         )  # fmt: skip
         if target is not None:
-            offset = tl.load(target + index, mask=is_row, other=-1).to(tl.int32) - tl.program_id(0) % BLOCKS * BLOCK
-            is_target = tl.arange(0, BLOCK)[None, :] == offset[:, None]
-            gradient = tl.where(is_target, _of_rows(entry, index, is_row), gradient)
+            column = tl.load(target + index, mask=is_row, other=-1)[:, None]
+            is_here = (column >= 0) & (column // BLOCK == tl.program_id(0) % BLOCKS)
+            at_target = None
+            if class_weight is not None:
+                at_target = tl.load(class_weight + column, mask=is_here, other=0.0)
+            entry = _gradient(
+                tl.load(z + row * STRIDE + column, mask=is_here, other=0.0),
+                largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT,
+                _of_rows(one_hot, index, is_row), of_uniform, of_entropy, at_target,
+            )  # fmt: skip
+            gradient = tl.where(columns[None, :] == column, entry, gradient)
+            # All threads have read z at the target before one of them writes there.
+            tl.debug_barrier()
         tl.store(out + row * OUT_STRIDE + columns[None, :], gradient.to(out.dtype.element_ty), mask=mask)
         if column_sums is not None:
             sums += tl.sum(gradient, 0)
@@ -422,13 +437,13 @@ class TritonRowKernels:
         # Settings of launches, by the operation and what they depend on, so that a launch takes the host no more.
         self._known: dict[tuple[Any, ...], Any] = {}
 
-    def statistics(self, z: Tensor) -> RowStatistics:
+    def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
         (rows, vocab), stride = z.shape, z.stride(0)
         settings = self._known.get(key := ("statistics", vocab, stride))
         if settings is None:
             settings = self._remember(key, _block_for(vocab, _STATISTICS_BLOCKS), STRIDE=stride, VOCAB=vocab)
-        found = RowStatistics(_row_vector(z), _row_vector(z))
-        launch(_statistics_kernel, rows, [z, *found], settings)
+        found = RowStatistics(*torch.empty(2, rows, dtype=torch.float32, device=z.device).unbind())
+        launch(_statistics_kernel, rows, [z, *_vectors(target), *found, z_y], settings)
         return found
 
     def moments(
@@ -445,8 +460,7 @@ class TritonRowKernels:
 
     def gradient_(
         self, z: Tensor, statistics: RowStatistics, coefficients: RowCoefficients, *,
-        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, entry: Tensor | None = None,
-        column_sums: bool = False,
+        class_weight: Tensor | None = None, out: Tensor, target: Tensor | None = None, column_sums: bool = False,
     ) -> Tensor | None:  # fmt: skip
         (rows, vocab), stride, out_stride = z.shape, z.stride(0), out.stride(0)
         settings = self._known.get(key := ("gradient_", vocab, stride, out_stride, column_sums))
@@ -458,9 +472,9 @@ class TritonRowKernels:
         if column_sums:
             rows_each = max(_ceil(rows * programs, _SUMS_PROGRAMS * _SUMS_ROWS) * _SUMS_ROWS, _SUMS_FEWEST_ROWS)
             sums = torch.empty(_ceil(rows, rows_each), vocab, dtype=torch.float32, device=z.device)
-        probability, _, uniform, entropy = coefficients
-        weight = padded_weight(class_weight, stride, is_read=uniform is not None)
-        vectors = _vectors(*statistics, probability, uniform, entropy, weight, target, entry)
+        weight = padded_weight(class_weight, stride, is_read=coefficients.uniform is not None)
+        one_hot = None if target is None else coefficients.one_hot
+        vectors = _vectors(*statistics, *coefficients._replace(one_hot=one_hot), weight, target)
         launch(_gradient_kernel, _ceil(rows, rows_each) * programs, [z, out, *vectors, sums, rows, rows_each], settings)
         return None if sums is None else sums[0] if sums.shape[0] == 1 else sums.sum(0)
 
@@ -540,10 +554,6 @@ def _terms(names: tuple[str, ...]) -> dict[str, Any]:
 
 def _block_for(vocab: int, blocks: tuple[_Block, ...]) -> _Block:
     return next(block for block in blocks if vocab <= block.largest_vocab)
-
-
-def _row_vector(z: Tensor) -> Tensor:
-    return torch.empty(z.shape[0], dtype=torch.float32, device=z.device)
 
 
 def _vectors(*vectors: Tensor | None) -> list[Tensor | None]:

@@ -50,9 +50,9 @@ def _prepare_kernel(
     target, token_weight, class_weight, num_items, upstream,
     column, weights, s, at_target, divisors, counts, is_right, order,
     tokens, vocab, ignore_index,
-    IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, BLOCK: tl.constexpr,
+    IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, UPSTREAMS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """By one program."""
+    """By one program; UPSTREAMS: whether each token has an upstream gradient of its own."""
     total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     wrong, valid_count = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     before = 0
@@ -81,7 +81,7 @@ def _prepare_kernel(
     count, wrong_count = tl.sum(valid_count, 0), tl.sum(wrong, 0)
     tl.store(counts, count.to(tl.int64))
     tl.store(counts + 1, wrong_count.to(tl.int64))
-    tl.store(is_right, wrong_count == 0)
+    tl.store(is_right, (wrong_count == 0).to(tl.int64))
     divisor, divisor_z = 1.0, 1.0
     if IS_MEAN:
         if num_items is not None:
@@ -94,7 +94,7 @@ def _prepare_kernel(
     tl.store(divisors + 1, divisor_z)
 
     factor = 1.0
-    if upstream is not None:
+    if upstream is not None and not UPSTREAMS:
         factor = tl.load(upstream).to(tl.float32)
     skipped = count
     for start in range(0, tokens, BLOCK):
@@ -102,6 +102,8 @@ def _prepare_kernel(
             target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
         )
         share = factor * weight
+        if UPSTREAMS:
+            share = tl.load(upstream + number, mask=is_token, other=0.0).to(tl.float32) * weight
         if IS_MEAN:
             share = tl.div_rn(share, tl.zeros_like(share) + divisor)
         tl.store(s + number, tl.where(valid, share, 0.0), mask=is_token)
@@ -134,33 +136,35 @@ def prepare(
         token_weights: (T,), None for ones.
         class_weight: (V,), None for ones.
         num_items: () what a mean divides by, in place of the weights' sum; nothing counts where it is 0.
-        upstream: () the upstream gradient of the loss; None for 1.
+        upstream: () or (T,) the upstream gradient of the loss; None for 1.
         reduction: "mean", "sum" or "none".
         ordered: whether to return `order`.
         ignores: whether there is a target that means that a row is ignored.
     """
     tokens, device = target.shape[0], target.device
-    settings = _PREPARE.get(key := (ignores, reduction == "mean"))
+    has_upstreams = upstream is not None and upstream.ndim > 0
+    settings = _PREPARE.get(key := (ignores, reduction == "mean", has_upstreams))
     if settings is None:
-        constants = {"IGNORES": ignores, "IS_MEAN": reduction == "mean", "BLOCK": _BLOCK}
+        constants = {"IGNORES": key[0], "IS_MEAN": key[1], "UPSTREAMS": key[2], "BLOCK": _BLOCK}
         settings = _PREPARE[key] = constants | options(_THREADS)
     # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
-    integers = torch.empty(2 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
+    integers = torch.empty(3 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
     floats = torch.empty(2 + tokens * (2 if class_weight is None else 3), dtype=torch.float32, device=device)
-    counts, column, *order = integers.split_with_sizes([2, *[tokens] * (2 if ordered else 1)])
+    counts, is_right, column, *order = integers.split_with_sizes([2, 1, *[tokens] * (2 if ordered else 1)])
     divisors, weight, s, *at_target = floats.split_with_sizes([2, *[tokens] * (2 if class_weight is None else 3)])
     found = Prepared(
         target=column, weight=weight, s=s, at_target=at_target[0] if at_target else None, divisors=divisors,
-        counts=counts, is_right=torch.empty((), dtype=torch.bool, device=device), order=order[0] if order else None,
+        counts=counts, is_right=is_right, order=order[0] if order else None,
     )  # fmt: skip
-    given = [None if given is None else given.contiguous() for given in (target, token_weights, class_weight)]
-    launch(_prepare_kernel, 1, [*given, num_items, upstream, *found, tokens, vocab, ignore_index], settings)
+    vectors = (target, token_weights, class_weight, num_items, upstream)
+    given = [None if given is None else given.contiguous() for given in vectors]
+    launch(_prepare_kernel, 1, [*given, *found, tokens, vocab, ignore_index], settings)
     return found
 
 
 @triton.jit
 def _terms(
-    row_max, row_log_sum, z_y, weight, at_target, number, is_row,
+    row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     """What each row adds to the loss: weighted cross-entropies and z terms, float32."""
@@ -171,6 +175,8 @@ def _terms(
     shifted = _logits(tl.load(z_y + number, mask=is_row, other=0.0), SCALE, SOFTCAP, IS_EXACT) - largest
     # A kernel's softcap may differ from PyTorch's in its last digit, which must not make a loss negative. NaN stays.
     loss = log_sum - tl.where(shifted > 0.0, 0.0, shifted)
+    if of_rows is not None:
+        loss = tl.load(of_rows + number, mask=is_row, other=0.0)
     if at_target is not None:
         loss = tl.load(at_target + number, mask=is_row, other=0.0) * loss
     loss = tl.where(of_row != 0.0, of_row * loss, 0.0)
@@ -181,10 +187,10 @@ def _terms(
 
 @triton.jit(
     do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=["row_max", "row_log_sum", "z_y", "weight", "at_target"],
+    do_not_specialize_on_alignment=["row_max", "row_log_sum", "z_y", "weight", "at_target", "of_rows"],
 )
 def _finish_kernel(
-    row_max, row_log_sum, z_y, weight, at_target, divisors, result, rows,
+    row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, rows,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """By one program if it REDUCES."""
@@ -193,7 +199,7 @@ def _finish_kernel(
         for start in range(0, rows, BLOCK):
             number = start + tl.arange(0, BLOCK)
             loss, z_term = _terms(
-                row_max, row_log_sum, z_y, weight, at_target, number, number < rows, SCALE, SOFTCAP, Z_LOSS
+                row_max, row_log_sum, z_y, weight, at_target, of_rows, number, number < rows, SCALE, SOFTCAP, Z_LOSS
             )
             total += loss
             total_z += z_term
@@ -204,7 +210,9 @@ def _finish_kernel(
     else:
         number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         is_row = number < rows
-        loss, z_term = _terms(row_max, row_log_sum, z_y, weight, at_target, number, is_row, SCALE, SOFTCAP, Z_LOSS)
+        loss, z_term = _terms(
+            row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row, SCALE, SOFTCAP, Z_LOSS
+        )
         if Z_LOSS != 0:
             loss += z_term
         tl.store(result + number, loss, mask=is_row)
@@ -213,7 +221,7 @@ def _finish_kernel(
 def finish(
     statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None,
     divisors: Any,
-    logit_map: LogitMap, z_loss: float, reduction: str,
+    logit_map: LogitMap, z_loss: float, reduction: str, of_rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The loss of `operation.loss` without smoothing, float32, in one launch: (), or (N,) for "none".
 
@@ -226,6 +234,7 @@ def finish(
         logit_map: from z to the logits.
         z_loss: ζ.
         reduction: "mean", "sum" or "none".
+        of_rows: (N,) what takes the place of each row's cross-entropy.
     """
     rows, reduces = z_y.shape[0], reduction != "none"
     settings = _FINISH.get(key := (logit_map.scale, logit_map.softcap, z_loss, reduces))
@@ -233,7 +242,7 @@ def finish(
         constants = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "Z_LOSS": z_loss, "REDUCES": reduces}
         settings = _FINISH[key] = constants | {"BLOCK": _BLOCK} | options(_THREADS)
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
-    given = [None if of is None else of.contiguous() for of in (*statistics, z_y, weight, at_target)]
+    given = [None if of is None else of.contiguous() for of in (*statistics, z_y, weight, at_target, of_rows)]
     if programs := 1 if reduces else -(-rows // _BLOCK):
         launch(_finish_kernel, programs, [*given, divisors, result, rows], settings)
     return result

@@ -10,6 +10,7 @@ Out has the operands' dtype; of 16-bit operands it may also be float32. With `tu
 algorithm that `algorithms` measures to be the fastest.
 """
 
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -41,10 +42,12 @@ def logits_(
     if columns % ROW_MULTIPLE or is_wider:
         step = _columns_at_once(columns, dtype=x.dtype, out_dtype=out.dtype, device=x.device)
         if step < columns:
-            for block in (slice(start, start + step) for start in range(0, columns, step)):
+            biases = repeat(None) if bias is None else bias.split(step)
+            # Not `strict`: there is no end of None.
+            for of_out, of_weight, of_bias in zip(out.split(step, 1), weight.split(step), biases, strict=False):
                 logits_(
-                    out[:, block], x, weight[block], bias=None if bias is None else bias[block],
-                    accumulate=accumulate, tune=tune, batch_invariant=batch_invariant,
+                    of_out, x, of_weight, bias=of_bias, accumulate=accumulate, tune=tune,
+                    batch_invariant=batch_invariant,
                 )  # fmt: skip
             return
     inner_bias = None if is_wider else bias
@@ -67,8 +70,8 @@ def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor, *, tune: bool 
     # Adding the tail's share to a sum already rounded would round twice.
     total = torch.empty_like(out, dtype=torch.float32) if out.dtype.itemsize == 2 else out
     main = columns - tail
-    _multiply(total, dlogits[:, :main], weight[:main], kind="dX", tune=tune)
-    _multiply(total, dlogits[:, main:], weight[main:], kind="dX", accumulate=True)
+    for number, (of_dlogits, of_weight) in enumerate(zip(dlogits.split(main, 1), weight.split(main), strict=True)):
+        _multiply(total, of_dlogits, of_weight, kind="dX", accumulate=number > 0, tune=tune)
     if total is not out:
         out.copy_(total)
 
@@ -84,8 +87,8 @@ def weight_gradient_(out: Tensor, dlogits: Tensor, x: Tensor, *, accumulate: boo
         _multiply(out, dlogits.t(), x, kind="dW", accumulate=accumulate, tune=tune)
         return
     main = columns - tail
-    _multiply(out[:main], dlogits[:, :main].t(), x, kind="dW", accumulate=accumulate, tune=tune)
-    _multiply(out[main:], dlogits[:, main:].t(), x, kind="dW", accumulate=accumulate)
+    for of_out, of_dlogits in zip(out.split(main), dlogits.split(main, 1), strict=True):
+        _multiply(of_out, of_dlogits.t(), x, kind="dW", accumulate=accumulate, tune=tune)
 
 
 def library(device_type: str) -> str:

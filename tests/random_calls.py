@@ -1,0 +1,188 @@
+"""Any number of random calls over every argument, against eager PyTorch in float64:
+
+    python tests/random_calls.py --count 10000
+    python tests/random_calls.py --count 2000 --device cuda
+
+Beside what `test_properties.drawn_problem` draws, there are token losses, token and target weights, detached outputs,
+expected gradients, and calls that come again. Call N is always the same one: `--first N --count 1` repeats it alone.
+"""
+
+import argparse
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from reference import Case, assert_as_exact_as_eager
+from test_properties import DIFFERENTIABLE_OUTPUTS, Problem, drawn_problem
+from thunder_flce.engine.kernels import torch_rows
+
+
+def grpo(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    """A clipped ratio, with a penalty and a bonus. It has corners, which 16 bits put elsewhere."""
+    ratio = torch.exp(torch.tanh(log_prob - old))
+    clipped = torch.min(ratio * advantage, torch.clamp(ratio, 0.8, 1.2) * advantage)
+    return torch.where(mask, -clipped, 0.1 * log_prob) - 0.01 * entropy
+
+
+def focal(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    return -((1 - log_prob.exp()) ** 2) * log_prob * advantage.abs() * (1 + mask)
+
+
+def with_log_sum_exp(
+    log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, log_sum_exp: Tensor
+) -> Tensor:
+    return -log_prob * advantage + 0.01 * log_sum_exp.square() - entropy * log_sum_exp.tanh()
+
+
+def sigmoids(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
+    return -torch.nn.functional.logsigmoid(0.5 * (log_prob - old)) + torch.sigmoid(entropy) * log_prob.detach()
+
+
+TOKEN_LOSSES = (grpo, focal, with_log_sum_exp, sigmoids)
+SMOOTH = TOKEN_LOSSES[1:]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A problem, and what there may be beside it."""
+
+    problem: Problem
+    token_weights: torch.dtype | None
+    targets: int
+    """K with target weights, or 0"""
+    target_rest: bool
+    token_loss: Callable[..., Tensor] | None
+    expected: str | float | None
+    """The expected gradient: a number, or the name of a tensor's value"""
+    detached: tuple[str, ...]
+    is_repeated: bool
+    """Whether the same call comes a second time, when it is known"""
+
+    def run(self, device: str) -> None:
+        """Compares the results with the truth, and their errors with those of eager PyTorch."""
+        problem = self.problem
+        case, arguments = problem.case(device), problem.settings(device)
+        generator = torch.Generator().manual_seed(problem.seed + 2)
+        tokens = problem.shape
+
+        def rand(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator)
+
+        if self.token_weights is not None:
+            weights = (rand(*tokens) + 0.1).masked_fill(rand(*tokens) < 0.2, 0)
+            arguments["token_weights"] = weights.to(device, self.token_weights)
+        if self.targets:
+            case = with_several_targets(case, problem, rand(*tokens, self.targets), generator)
+            # With some, more than 1 in all.
+            of_targets = rand(*tokens, self.targets) * 1.5 / self.targets
+            arguments |= {"target_weights": of_targets.to(device, problem.dtype), "target_rest": self.target_rest}
+        if self.token_loss is not None:
+            old = (rand(*tokens) - 0.5 - float(torch.tensor(problem.vocab).log())).to(device, problem.dtype)
+            advantage, mask = (rand(*tokens) * 2 - 1).to(device), (rand(*tokens) < 0.5).to(device)
+            arguments |= {"token_loss": self.token_loss, "token_inputs": (old, advantage, mask)}
+        if self.expected is not None:
+            is_number = isinstance(self.expected, float)
+            arguments["expected_gradient"] = (
+                self.expected if is_number else torch.tensor(float(self.expected), device=device)
+            )
+        arguments |= {"detached": self.detached, "options": problem.options}
+        for _ in range(1 + self.is_repeated):
+            assert_as_exact_as_eager(case, problem.incoming(device), factor=2.0, tiny=True, **arguments)
+
+
+def with_several_targets(case: Case, problem: Problem, ignored: Tensor, generator: torch.Generator) -> Case:
+    """A case with K targets a token, some ignored, and some in one column."""
+    columns, ignore_index = problem.loss["vocab_size"] or problem.vocab, problem.loss["ignore_index"]
+    several = torch.randint(0, columns, ignored.shape, generator=generator)
+    first = case.target.detach().cpu().long()
+    several[..., 0] = first
+    if several.shape[-1] > 2:
+        several[..., 2] = several[..., 1]
+    several = several.masked_fill(ignored < 0.2, ignore_index)
+    several = torch.where((first == ignore_index)[..., None], ignore_index, several)
+    return replace(case, target=several.to(case.target.device))
+
+
+def drawn_call(one_of: Callable, device: str) -> Call:
+    """Any call; `one_of` chooses among its arguments."""
+    problem = drawn_problem(one_of, device)
+    kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets")
+    is_half = problem.dtype is torch.float16
+    expected = one_of(None, None, 0.5, "2", "0", "inf")
+    targets, target_rest, token_loss = 0, False, None
+    loss = dict(problem.loss)
+    if kind == "several targets":
+        targets, target_rest = one_of(1, 2, 5), one_of(False, False, True) and problem.vocab > 3
+        outputs = tuple(name for name in loss["outputs"] if name not in ("log_prob", "accuracy"))
+        loss |= {"label_smoothing": 0.0, "outputs": outputs}
+        problem = replace(problem, class_weight=None)
+        if target_rest:
+            # Every column may be a target then, so that little is left: a quotient of rounding errors.
+            loss |= {"reduction": one_of("mean", "sum"), "ignore_index": -100, "vocab_size": None}
+            problem = replace(problem, scale=1.0)
+    elif kind == "token loss":
+        token_loss = one_of(*(TOKEN_LOSSES if problem.dtype.itemsize >= 4 else SMOOTH))
+        loss |= {"label_smoothing": 0.0, "reduction": one_of("mean", "sum")}
+        problem = replace(problem, class_weight=None)
+    only_in_forward = token_loss is not None or target_rest
+    if only_in_forward:
+        strategy = one_of(None, "gradients_in_forward")
+        problem = replace(problem, options=replace(problem.options, strategy=strategy))
+        expected = one_of(1.0, "2") if is_half else expected
+        if loss["reduction"] != "mean":
+            problem = replace(problem, num_items=None)
+    differentiable = [name for name in loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
+    detached = tuple(name for name in differentiable if one_of(False, True))
+    return Call(
+        problem=replace(problem, loss=loss), token_weights=one_of(None, None, torch.float32, problem.dtype),
+        targets=targets, target_rest=target_rest, token_loss=token_loss, expected=expected, detached=detached,
+        is_repeated=one_of(False, False, False, True),
+    )  # fmt: skip
+
+
+def numbered(number: int, device: str, seed: int = 0) -> Call:
+    """One call, by its number."""
+    chooser = random.Random(f"{seed} {number}")
+    return drawn_call(lambda *values: chooser.choice(values), device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first call")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0, help="other calls")
+    arguments = parser.parse_args()
+    torch_rows.BLOCK_BYTES.update(cpu=512, cuda=512)
+    failed, kinds, start = [], Counter[str](), time.time()
+    numbers = range(arguments.first, arguments.first + arguments.count)
+    for number in numbers:
+        call = numbered(number, arguments.device, arguments.seed)
+        kinds[str(call.problem.dtype)] += 1
+        kinds["token losses"] += call.token_loss is not None
+        kinds["several targets"] += call.targets > 0
+        kinds["token weights"] += call.token_weights is not None
+        kinds[f"strategy {call.problem.options.strategy}"] += 1
+        try:
+            call.run(arguments.device)
+        except Exception:
+            failed.append(number)
+            print(f"call {number}: {call}\n{traceback.format_exc()}", flush=True)
+        if (number + 1) % (1000 if arguments.device == "cpu" else 50) == 0:
+            print(
+                f"{number + 1 - arguments.first} calls, {time.time() - start:.0f} s, {len(failed)} failed", flush=True
+            )
+    print(f"{len(numbers)} calls on {arguments.device}: {len(failed)} failed {failed[:50]}")
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

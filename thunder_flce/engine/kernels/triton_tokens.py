@@ -1,0 +1,178 @@
+"""Token losses as Triton kernels: from the text of `operation.pointwise` to one launch for a chunk of rows.
+
+It computes the log-probability, the entropy and the log-sum-exp of each row, the loss of these, and the coefficients of
+the row's gradient. What there is no expression for below is left to PyTorch's operations. Legend: C rows in a chunk.
+"""
+
+import ast
+import inspect
+import linecache
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.kernels.launch import launch, options
+from thunder_flce.engine.kernels.triton_rows import _logits
+from thunder_flce.operation.loss import LogitMap, RowCoefficients
+from thunder_flce.operation.pointwise import VARIABLES, TokenLoss, input_name
+
+_NUMBERS = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "rsub": "{1} - {0}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "neg": "-{0}", "abs": "tl.abs({0})", "square": "{0} * {0}", "reciprocal": "1.0 / {0}",
+    "exp": "libdevice.exp({0})", "expm1": "libdevice.expm1({0})", "log": "libdevice.log({0})",
+    "log1p": "libdevice.log1p({0})", "sqrt": "tl.sqrt_rn({0})", "rsqrt": "1.0 / tl.sqrt_rn({0})",
+    "tanh": "libdevice.tanh({0})", "sigmoid": "1.0 / (1.0 + libdevice.exp(-{0}))",
+    "relu": "tl.where({0} <= 0.0, 0.0, {0})",
+    "minimum": "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})",
+    "maximum": "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})",
+    "sign": "({0} > 0.0).to(tl.float32) - ({0} < 0.0).to(tl.float32)",
+    "sgn": "({0} > 0.0).to(tl.float32) - ({0} < 0.0).to(tl.float32)",
+    "clamp_min": "tl.where({0} < {1}, {1}, {0})", "clamp_max": "tl.where({0} > {1}, {1}, {0})",
+    "tanh_backward": "{0} * (1.0 - {1} * {1})", "sigmoid_backward": "{0} * (1.0 - {1}) * {1}",
+    "threshold_backward": "tl.where({1} <= {2}, 0.0, {0})",
+    "clone": "{0}", "detach": "{0}", "_to_copy": "{0}",
+}  # fmt: skip
+"""What gives a number of each row, of numbers; a mask counts as 1 and 0."""
+_POWERS = {"1": 1, "2": 2, "3": 3, "4": 4, "2.0": 2, "3.0": 3, "4.0": 4}
+_COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_OF_MASKS = {"logical_and": "&", "logical_or": "|", "bitwise_and": "&", "bitwise_or": "|"}
+
+
+class _Written:
+    """The statements of a token loss in Triton's language; a KeyError for what has no expression there."""
+
+    def __init__(self, text: TokenLoss, masks: Sequence[str]):
+        self.lines: list[str] = []
+        self._masks = set(masks)
+        """The names of those that are True or False"""
+        for statement in ast.parse(text.replace("; ", "\n")).body:
+            assert isinstance(statement, ast.Assign) and isinstance(target := statement.targets[0], ast.Name)
+            self.lines.append(f"{target.id} = {self._value(target.id, statement.value)}")
+
+    def _value(self, name: str, node: Any) -> str:
+        if isinstance(node, ast.Name):
+            if node.id in self._masks:
+                self._masks.add(name)
+            return node.id
+        by_name = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        if by_name not in ({}, {"dtype": "row"}):
+            raise KeyError(node.func.attr)
+        operation, given = node.func.attr, [ast.unparse(each) for each in node.args]
+        are_masks = [each in self._masks for each in given]
+        if operation in _OF_MASKS and all(are_masks):
+            self._masks.add(name)
+            return f" {_OF_MASKS[operation]} ".join(given)
+        if operation in ("logical_not", "bitwise_not") and all(are_masks):
+            self._masks.add(name)
+            return f"{given[0]} == 0"
+        if operation == "full_like" and (by_name or not are_masks[0]):
+            return f"tl.full([BLOCK], {self._number(given[1])}, tl.float32)"
+        if operation == "where" and are_masks[0]:
+            return f"tl.where({given[0]}, {self._number(given[1])}, {self._number(given[2])})"
+        if operation == "masked_fill" and are_masks[1]:
+            return f"tl.where({given[1]}, {self._number(given[2])}, {self._number(given[0])})"
+        numbers = [self._number(each) for each in given]
+        if operation in _COMPARED:
+            self._masks.add(name)
+            return f" {_COMPARED[operation]} ".join(numbers)
+        if operation == "clamp":
+            least, most = [*given[1:], "None"][:2]
+            value = numbers[0] if least == "None" else _NUMBERS["clamp_min"].format(numbers[0], self._number(least))
+            return value if most == "None" else _NUMBERS["clamp_max"].format(f"({value})", self._number(most))
+        if operation == "pow" and given[1] in _POWERS:
+            return " * ".join(numbers[:1] * _POWERS[given[1]])
+        if (operation == "_to_copy") != bool(by_name) or (operation in ("add", "mul", "clone") and all(are_masks)):
+            raise KeyError(operation)  # Into another dtype; or a sum of masks, which is a mask.
+        return _NUMBERS[operation].format(*numbers)
+
+    def _number(self, text: str) -> str:
+        if text in self._masks:
+            return f"({text}).to(tl.float32)"
+        return f'float("{text}")' if text in ("inf", "nan") else f'-float("{text[1:]}")' if text == "-inf" else text
+
+
+_KERNEL = """
+def token_kernel(
+    row_max, row_log_sum, z_y, expected, s, {inputs}value, probability, one_hot, of_entropy, rows,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+):
+    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = number < rows
+    largest = tl.load(row_max + number, mask=is_row, other=0.0)
+    log_sum = tl.load(row_log_sum + number, mask=is_row, other=0.0)
+    log_prob = _logits(tl.load(z_y + number, mask=is_row, other=0.0), SCALE, SOFTCAP, True) - largest - log_sum
+    log_sum_exp = largest + log_sum
+    entropy = log_sum_exp
+    if expected is not None:
+        entropy = log_sum - tl.load(expected + number, mask=is_row, other=0.0)
+    {loads}
+    {statements}
+    tl.store(value + number, loss, mask=is_row)
+    # A derivative may be infinite in a row without an upstream gradient.
+    upstream = tl.load(s + number, mask=is_row, other=0.0)
+    of_log_prob = tl.where(upstream == 0.0, 0.0, upstream * ({d_log_prob}))
+    share = tl.where(upstream == 0.0, 0.0, upstream * ({d_log_sum_exp})) - of_log_prob
+    if of_entropy is not None:
+        factor = tl.where(upstream == 0.0, 0.0, upstream * ({d_entropy}))
+        share += factor * (log_sum - entropy)
+        tl.store(of_entropy + number, factor, mask=is_row)
+    tl.store(probability + number, share, mask=is_row)
+    tl.store(one_hot + number, -of_log_prob, mask=is_row)
+"""
+_BLOCK, _THREADS = 512, 128
+
+
+@lru_cache(maxsize=256)
+def kernel_for(
+    token_loss: TokenLoss, input_dtypes: tuple[torch.dtype, ...], logit_map: LogitMap
+) -> Callable[..., tuple[Tensor, RowCoefficients]] | None:
+    """What computes a token loss and its coefficients, (C,) each; None for one that PyTorch's operations compute.
+
+    It takes the statistics, z at the targets, the moment "expected" or None, s, the upstream gradients, and the further
+    inputs, (C,) each, of float32, bool or integers.
+    """
+    names = [input_name(number) for number in range(len(input_dtypes))]
+    try:
+        masks = [name for name, dtype in zip(names, input_dtypes, strict=True) if dtype is torch.bool]
+        lines = _Written(token_loss, masks).lines
+    except (KeyError, SyntaxError):
+        return None
+    loads = [f"{name} = tl.load({name}_of + number, mask=is_row, other=0)" for name in names]
+    # Whatever integers there are, only their values count.
+    loads += [f"{name} = {name}.to(tl.float32)" for name in names if name not in masks]
+    given = {line.partition(" = ")[0] for line in lines}
+    has_entropy = "d_entropy" in given
+    source = _KERNEL.format(
+        inputs="".join(f"{name}_of, " for name in names), loads="\n    ".join(loads), statements="\n    ".join(lines),
+        **{f"d_{name}": f"d_{name}" if f"d_{name}" in given else "0.0" for name in VARIABLES},
+    )  # fmt: skip
+    # Triton reads the source of what it compiles where Python does.
+    file = f"<token loss {abs(hash(source))}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"tl": tl, "libdevice": libdevice, "_logits": _logits, "__name__": __name__}
+    exec(compile(source, file, "exec"), scope)  # noqa: S102 (made of the expressions above)
+    pointers = [name for name in inspect.signature(scope["token_kernel"]).parameters if name not in _OTHERS]
+    kernel = triton.jit(scope["token_kernel"], do_not_specialize=["rows"], do_not_specialize_on_alignment=pointers)
+    settings = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "BLOCK": _BLOCK, **options(_THREADS)}
+
+    def run(
+        statistics: RowStatistics, z_y: Tensor, expected: Tensor | None, s: Tensor, inputs: Sequence[Tensor]
+    ) -> tuple[Tensor, RowCoefficients]:
+        rows = z_y.shape[0]
+        value, probability, one_hot, *of_entropy = z_y.new_empty(3 + has_entropy, rows, dtype=torch.float32).unbind()
+        vectors = [None if each is None else each.contiguous() for each in (*statistics, z_y, expected, s, *inputs)]
+        found = [value, probability, one_hot, of_entropy[0] if has_entropy else None]
+        launch(kernel, -(-rows // _BLOCK), [*vectors, *found, rows], settings)
+        return value, RowCoefficients(probability, one_hot, entropy=found[3])
+
+    return run
+
+
+_OTHERS = ("rows", "SCALE", "SOFTCAP", "BLOCK")
