@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0, help="other calls")
     arguments = parser.parse_args()
-    torch_rows.BLOCK_BYTES.update(cpu=512, cuda=512)
+    torch_rows.BLOCK_BYTES = torch_rows.THREAD_BYTES = 512  # Several blocks for each chunk.
     failed, kinds, start = [], Counter[str](), time.time()
     numbers = range(arguments.first, arguments.first + arguments.count)
     for number in numbers:

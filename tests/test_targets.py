@@ -246,7 +246,7 @@ def gradient(dtype):
             for sums in (False, True):
                 row_kernels().gradient_(
                     z, found, coefficients, class_weight=torch.ones(128257), out=logits(128257, out),
-                    target=of(torch.int64), entry=of(), column_sums=sums,
+                    target=of(torch.int64), column_sums=sums,
                 )  # fmt: skip
 
 

@@ -3,9 +3,10 @@
 On a GPU and, in a process of its own, in Triton's interpreter.
 """
 
-from types import SimpleNamespace
+from types import math
 
 import pytest
+import SimpleNamespace
 import torch
 
 from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, prepare_row_kernels, run_in_the_interpreter
@@ -108,7 +109,7 @@ def test_a_call(monkeypatch):
 def test_compiled(name, monkeypatch):
     """For a GPU that is not there."""
     from test_triton_rows import Compiler
-    from thunder_flce.engine.kernels import triton_tokens
+    from thunder_flce.engine.kernels import triton_rows, triton_tokens
 
     given = []
     monkeypatch.setattr(triton_tokens, "launch", lambda kernel, *others: given.append(kernel))
@@ -117,7 +118,7 @@ def test_compiled(name, monkeypatch):
         token_loss_of(FUNCTIONS[name], [vector] * 3), (torch.float32,) * 3, SimpleNamespace(scale=1.0, softcap=None)
     )
     run(RowStatistics(vector, vector), vector, vector, vector, [vector] * 3)
-    block = SimpleNamespace(elements=triton_tokens._BLOCK, warps=triton_tokens._WARPS)
+    block = triton_rows._Block(math.inf, triton_tokens._BLOCK, triton_tokens._THREADS)
     compiler = Compiler("bf16", SimpleNamespace(scale=1.0, softcap=None))
     assert ".local" not in compiler.ptx(given[0], block)
 

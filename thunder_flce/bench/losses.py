@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import thunder_flce
+from thunder_flce.backend import compile_graph
 from thunder_flce.bench.distillation import DISTILLATIONS, Distillation
 from thunder_flce.bench.measuring import ERROR, GB, TOTAL, Mark, Schedule, Session, Step, TimedRow, column, release
 from thunder_flce.bench.methods import liger_per_token, peer, trl_log_probs
@@ -78,6 +79,8 @@ class Loss:
     """The fraction of the tokens whose weight is not 0."""
     peers: tuple[str, ...] = PER_TOKEN
     """From `WAYS`, of others."""
+    parts: int = 1
+    """How many times the head is called, each time for a part of the tokens, as torchtune and litgpt do it."""
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -98,7 +101,7 @@ class Loss:
 
     def program(self, way: str) -> Program:
         """The loss as it is computed in one of `ways`."""
-        return WAYS[way](self.reduce)
+        return WAYS[way](self.reduce, self.parts)
 
     def reference(self, inputs: Inputs, weights: Tensor) -> Reference:
         """The loss and its gradients, some rows at a time: first all log-probabilities, then what each contributes."""
@@ -151,6 +154,8 @@ def _log_probs(log_probs: Tensor, weights: Tensor) -> Tensor:
 
 LOSSES: dict[str, Loss | Distillation] = {
     "mean": Loss(reduce=_mean, ours="function"),
+    "mean, head in 8 parts": Loss(reduce=_mean, ours="backend", peers=("jit",), parts=8),
+    "GRPO by the backend": Loss(reduce=_grpo, ours="backend", peers=()),
     "GRPO": Loss(reduce=_grpo, ours="jit", peers=("liger", *PER_TOKEN)),
     "DPO": Loss(reduce=_preference, ours="jit", peers=("liger", *PER_TOKEN)),
     "DPO, frozen head": Loss(reduce=_preference, ours="jit", gradients=("dx",), peers=("liger", *FROZEN_HEAD_PEERS)),
@@ -197,16 +202,22 @@ LOG_PROBS: dict[str, Callable[[], LogProbs]] = {
 """From ways to log-probabilities, under which the same lines make every loss."""
 
 
-def _written(reduce: Reduce, way: str = "eager") -> Program:
+def _written(reduce: Reduce, parts: int, *, way: str = "eager") -> Program:
     log_probs = LOG_PROBS[way]()
-    return lambda x, weight, target, weights: reduce(log_probs(x, weight, target), weights)
+
+    def of_parts(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        pairs = zip(x.chunk(parts), target.chunk(parts), strict=True)
+        return torch.cat([log_probs(of_x, weight, of_target) for of_x, of_target in pairs])
+
+    of_all = log_probs if parts == 1 else of_parts
+    return lambda x, weight, target, weights: reduce(of_all(x, weight, target), weights)
 
 
-def _function(reduce: Reduce) -> Program:
+def _function(reduce: Reduce, parts: int) -> Program:
     """Our function, whose own mean needs no log-probabilities."""
     if reduce is _mean:
         return lambda x, weight, target, weights: linear_cross_entropy(x, weight, target)
-    return _written(reduce, "function")
+    return _written(reduce, parts, way="function")
 
 
 def _liger_grpo(reduce: Reduce) -> Program:
@@ -243,12 +254,15 @@ def _liger_preference(reduce: Reduce) -> Program:
     return program
 
 
-WAYS: dict[str, Callable[[Reduce], Program]] = {
+WAYS: dict[str, Callable[[Reduce, int], Program]] = {
     "function": _function,
     # Strict: what is not fused fails, and is not measured as if it were ours.
-    "jit": lambda reduce: thunder_flce.jit(_written(reduce), strict=True),
-    "torch.compile": lambda reduce: torch.compile(_written(reduce), fullgraph=True, dynamic=False),
-    "liger": lambda reduce: _liger_grpo(reduce) if reduce is _grpo else _liger_preference(reduce),
+    "jit": lambda reduce, parts: thunder_flce.jit(_written(reduce, parts), strict=True),
+    "backend": lambda reduce, parts: torch.compile(
+        _written(reduce, parts), backend=compile_graph, fullgraph=True, dynamic=False, options={"strict": True}
+    ),
+    "torch.compile": lambda reduce, parts: torch.compile(_written(reduce, parts), fullgraph=True, dynamic=False),
+    "liger": lambda reduce, parts: _liger_grpo(reduce) if reduce is _grpo else _liger_preference(reduce),
     **{way: partial(_written, way=way) for way in ("eager", *PER_TOKEN)},
 }
 

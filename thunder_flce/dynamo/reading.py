@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -161,7 +162,8 @@ def _tensor(value: Any, node: Node) -> Any:
         return value
     is_plain = value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
     shape = tuple(size if isinstance(size, int) else _plain_size(size) for size in value.shape)
-    return Tensor(node.name, shape, value.dtype, value.device, value.requires_grad, node, is_plain)
+    storage = StorageWeakRef(value.untyped_storage()) if is_plain else None
+    return Tensor(node.name, shape, value.dtype, value.device, value.requires_grad, node, storage, is_plain)
 
 
 def _plain_size(size: Any) -> Any:

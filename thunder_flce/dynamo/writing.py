@@ -267,6 +267,7 @@ class _Graph:
 
     def region(self, arguments: dict[str, Any], needs_grad: tuple[str, ...]) -> tuple[dict[str, Tensor], PlannedRegion]:
         """See `Writer`: the operator, which makes its plan when it runs."""
+        arguments.pop("dtype", None)  # The graph casts the loss itself.
         fields = {name: value for name, value in arguments.items() if name in Loss.__dataclass_fields__}
         loss = Loss(**fields)
         call = Call(tensors=named_tensors(arguments), loss=loss, needs_grad=needs_grad)

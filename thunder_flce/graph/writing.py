@@ -177,7 +177,10 @@ class _Writer:
         region = tree_map(self._argument, arguments)
         if "vocab_parallel" in region:
             region["vocab_parallel"] = as_literal(group=region["vocab_parallel"])
+        dtype = region.pop("dtype", None)
         planned = self._plan(region, needs_grad)
+        if dtype is not None:
+            region["dtype"] = dtypes.to_dtype(dtype)
         found = symbols.linear_cross_entropy(**{**region, "needs_grad": needs_grad, **plan_arguments(planned)})
         names = ("loss", *planned.call.loss.outputs)
         results = found if isinstance(found, tuple) else (found,)

@@ -106,8 +106,8 @@ class Interpreter:
         self.broadcast: dict[Tensor, Tensor] = {}
         """The tensors that `broadcast_tensors` gave the shape of logits, and what they were"""
         self._lost: dict[Tensor, _Lost] = {}
-        self._aliases: dict[Tensor, Tensor] = {}
-        """For a view: the tensor whose memory it is in"""
+        self.followed: list[Op] = []
+        """The changes in place that are described"""
         for op in program.ops:
             self._interpret(op)
         for tensor in dict.fromkeys(program.results):
@@ -150,9 +150,6 @@ class Interpreter:
         for out, each in zip(op.outs, several, strict=True):
             if each is not None:
                 self.values[out] = each if out.needs_grad else each.detached()
-        for out in op.outs:
-            if op.operands and out not in self._aliases:
-                self._aliases[out] = op.operands[0]
         if op.writes:
             self._write(op)
         # What a rule has not described of several operands, such as the labels that are broadcast, is asked for.
@@ -166,30 +163,25 @@ class Interpreter:
     def _is_written_out_of_place(self, op: Op) -> bool:
         """Whether a change in place of logits means the same as a new tensor, for all that share the memory."""
         written = op.operands[0] if op.operands else None
-        of = self.get(written)
-        if op.name not in ("mul", "div", "neg") or len(op.writes) != 1 or op.writes[0] is not written:
+        if op.name not in ("mul", "div", "neg", "add", "sub") or len(op.writes) != 1 or op.writes[0] is not written:
             return False
         # Where gradients are not recorded, a change in place leaves the tensor its gradient.
-        others = (*op.args[1:], *op.kwargs.values())
-        return isinstance(of, Class) and op.grad_mode and not any(isinstance(each, Tensor) for each in others)
+        others = (each for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor))
+        is_known = isinstance(self.get(written), Class) and all(isinstance(self.get(each), Row) for each in others)
+        return is_known and op.grad_mode and written is not None and written.storage is not None
 
     def _write(self, op: Op) -> None:
         """Gives all views of what was written the same change; views of a part of it are not followed."""
         written = op.operands[0]
-        base, new = self._base(written), self.values[op.output]
+        new = self.values[op.output]
+        self.followed.append(op)
         for tensor, known in list(self.values.items()):
-            if tensor is op.output or not isinstance(known, Class) or self._base(tensor) is not base:
+            if tensor is op.output or not isinstance(known, Class) or tensor.storage != written.storage:
                 continue
             if not same(tensor.numel, written.numel) or not isinstance(new, Class):
                 self._escape(tensor, op)
                 continue
             self.values[tensor] = replace(known, logits=replace(new.logits, rows=known.logits.rows), sum=new.sum)
-
-    def _base(self, tensor: Tensor) -> Tensor:
-        """The first tensor in whose memory a view may be: up to an operation that copies."""
-        while tensor in self._aliases and tensor.op is not None and _may_be_view(tensor.op):
-            tensor = self._aliases[tensor]
-        return tensor
 
     # What is asked for.
 
@@ -267,7 +259,9 @@ class Interpreter:
             return index
         source, key = self.broadcast[op.operands[0]], op.args[1]
         is_first_column = isinstance(key, tuple) and key == (Ellipsis, slice(None, 1, None))
-        return source if is_first_column and same(source.shape[-1], 1) and same(source.numel, index.numel) else index
+        if not is_first_column or not same(source.shape[-1], 1) or not same(source.numel, index.numel):
+            raise Unknown("labels that are broadcast to other rows")
+        return source
 
     def hangs_on(self, tensor: Tensor, logits: Logits) -> bool:
         """Whether a tensor is computed from some logits."""
@@ -280,7 +274,7 @@ class Interpreter:
                 return True
             if each not in seen and each.op is not None and each.op.position > first:
                 seen.add(each)
-                waiting += each.op.operands
+                waiting += [self.broadcast[each]] if each in self.broadcast else each.op.operands
         return False
 
     def is_every_index(self, part: Any, dim: int, shape: tuple[Any, ...]) -> bool:
@@ -313,21 +307,6 @@ def is_head(of: Class) -> bool:
     while weight.op is not None and weight.op.name in {*COPIES, *PERMUTATIONS}:
         weight = weight.op.operands[0]
     return hint(of.columns) > hint(head.input.shape[-1]) and weight.op is None and weight is not head.input
-
-
-def _may_be_view(op: Op) -> bool:
-    return op.name not in (
-        "clone",
-        "exp",
-        "log",
-        "softmax",
-        "log_softmax",
-        "tanh",
-        "add",
-        "sub",
-        "linear",
-        "matmul",
-    ) or (bool(op.writes))
 
 
 @lru_cache(maxsize=512)

@@ -41,6 +41,8 @@ class Tensor:
     """Whether a gradient flows back through it: not if it was detached, or computed under `torch.no_grad`."""
     handle: Any = None
     """The graph's own: a node of Dynamo's, or a proxy of thunder's."""
+    storage: Any = None
+    """The same for tensors that share memory; None where nobody knows"""
     is_plain: bool = True
     """False for a DTensor and the like."""
     op: "Op | None" = None

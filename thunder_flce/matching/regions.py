@@ -77,6 +77,8 @@ class Region:
     """The sum that the region computes of the results of its parts, if it does"""
     note: str = ""
     """Why its gradients wait for the backward, where they do"""
+    followed: Sequence[Op] = ()
+    """The program's changes in place of logits that are described"""
 
     @property
     def place(self) -> Op:
@@ -312,7 +314,7 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
         is_one = len(waiting) > 1 and together[0].has_grad
         if is_one:
             parts = [part for region in waiting for part in region.parts]
-            regions.append(Region(parts, note=waiting[0].note))
+            regions.append(Region(parts, note=waiting[0].note, followed=known.followed))
         regions += [region for region in alone if not is_one or region not in waiting]
     return sorted(regions, key=lambda region: region.place.position)
 
@@ -338,7 +340,7 @@ def _head(part: Part) -> Any:
 
 def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region:
     """The region of some parts, with the sum that the program makes of their results, if gradients need not wait."""
-    plain = Region(parts)
+    plain = Region(parts, followed=known.followed)
     if not any(part.has_grad for part in parts):
         return plain
     loss = parts[0].of_loss
@@ -352,7 +354,7 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
             raise NotASum("a tensor is changed in place")
     except NotASum as problem:
         return replace(plain, note=f"its gradients wait for the backward, because {problem}")
-    return Region(parts, total)
+    return Region(parts, total, followed=known.followed)
 
 
 def _begin(parts: Iterable[Part]) -> int:
@@ -485,22 +487,8 @@ def dropped_writes(regions: Sequence[Region]) -> set[Op]:
     found: set[Op] = set()
     for region in regions:
         found.update(op for op in (region.total.ops if region.total else ()) if op.writes)
-        waiting = [result.op for part in region.parts for result in part.results]
-        linears = {tensor.op for part in region.parts for tensor in part.linears}
-        seen: set[Op] = set()
-        while waiting:
-            op = waiting.pop()
-            if op not in seen and op not in linears:
-                seen.add(op)
-                waiting += [each.op for each in op.operands if each.op is not None]
-                waiting += [user for each in op.operands for user in each.users if user.writes and each in user.writes]
-        found.update(
-            op
-            for op in seen
-            if op.writes
-            and any(each.dtype.is_floating_point for each in op.writes)
-            and op.name in ("mul", "div", "neg")
-        )
+        storages = {tensor.storage for part in region.parts for tensor in part.linears}
+        found.update(op for op in region.followed if op.writes[0].storage in storages)
     return found
 
 
@@ -556,6 +544,8 @@ _FRESH = {
 
 def _may_share(written: Tensor, other: Tensor) -> bool:
     """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
+    if written.storage is not None and other.storage is not None:
+        return bool(written.storage == other.storage)
     return written.dtype == other.dtype and not _bases(written).isdisjoint(_bases(other))
 
 
@@ -576,7 +566,7 @@ def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
     if region.total is not None or len(region.parts) > 1:
         note = "its gradients wait for the backward, because its weights depend on what needs its results"
         regions[regions.index(region) : regions.index(region) + 1] = [
-            Region([part], note=note) for part in region.parts
+            Region([part], note=note, followed=region.followed) for part in region.parts
         ]
         return
     for part in region.parts:

@@ -252,7 +252,7 @@ def _pick(of: Class, key: tuple[Any, ...], shape: tuple[Any, ...]) -> Class:
     """The rows, and the first columns, that numbers and slices pick, one for each dimension."""
     columns, logits = key[of.dim], of.logits
     if not isinstance(columns, slice) or columns.step not in (None, 1) or columns.start not in (None, 0):
-        raise Unknown
+        raise Unknown("along the vocabulary")
     dim = of.dim - sum(not isinstance(part, slice) for part in key[: of.dim])
     if columns.stop is not None and not same(shape[dim], of.columns):
         # To ask adds the guard that there are so many columns in every call.

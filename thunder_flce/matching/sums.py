@@ -263,9 +263,8 @@ class _Search:
         """Raises for a factor that is not known when the region runs, or needs a gradient itself."""
         if has_grad and tensor.needs_grad:
             raise NotASum(f"{_name(tensor)} in {op.name}{_line(op)} needs a gradient, too")
-        values = (result.value for tokens in self._of_rows for result in tokens.results)
-        is_class = isinstance(self._known.get(tensor), Class)
-        if is_class or any(self._known.hangs_on(tensor, value.logits) for value in values):
+        # What other regions give is there before this one, or else the two are in a circle, which `regions` finds.
+        if tensor in self._dependent or isinstance(self._known.get(tensor), Class):
             raise NotASum(f"{_name(tensor)} in {op.name}{_line(op)} depends on the logits")
 
     def _check_writes(self, op: Op) -> None:

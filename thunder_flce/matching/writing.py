@@ -98,6 +98,9 @@ class _Writing:
         arguments |= loss.non_defaults()
         if needs_grad:
             arguments["expected_gradient"] = self._expected_gradient()
+        result = self._scalar()
+        if result is not None and result.dtype != self._rows_dtype:
+            arguments["dtype"] = result.dtype
         arguments = {name: value for name, value in arguments.items() if value is not None and value != ()}
         found, planned = self._writer.region(arguments, needs_grad)
         waits = planned.plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)
@@ -442,13 +445,16 @@ class _Writing:
 
     # The upstream gradient.
 
+    def _scalar(self) -> Tensor | None:
+        """The program's tensor that the region's loss is; None where it makes that of numbers of each row."""
+        region, loss = self._region, self._region.parts[0].loss
+        if region.total is not None:
+            return region.total.place
+        return loss.tensor if loss is not None and not self._needs_rows else None
+
     def _expected_gradient(self) -> Tensor | float | None:
-        region, total = self._region, self._region.total
-        loss = region.parts[0].loss
-        result = (
-            total.place if total is not None else loss.tensor if loss is not None and not self._needs_rows else None
-        )
-        found = expected_gradient(result, self._logits.dtype, self._writer, self._options, self._exists)
+        total = self._region.total
+        found = expected_gradient(self._scalar(), self._logits.dtype, self._writer, self._options, self._exists)
         is_token_loss = total is not None and total.plain_sign(0) is None
         # A token loss in float16 is fused only where the options say the upstream gradient: it is 1.
         return 1.0 if found is None and is_token_loss and self._logits.dtype is torch.float16 else found
