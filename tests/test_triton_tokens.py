@@ -3,10 +3,10 @@
 On a GPU and, in a process of its own, in Triton's interpreter.
 """
 
-from types import math
+import math
+from types import SimpleNamespace
 
 import pytest
-import SimpleNamespace
 import torch
 
 from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, prepare_row_kernels, run_in_the_interpreter
