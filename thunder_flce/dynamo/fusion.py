@@ -72,12 +72,14 @@ def _ops_of(region: Region, known: Interpreter) -> list[Op]:
     """From the results of a region up to its linears."""
     found: dict[Op, None] = {}
     linears = {tensor for part in region.parts for tensor in part.linears}
-    waiting = [tensor for tensor in region.gives]
+    waiting = [*region.gives, *(result.tensor for part in region.parts for result in part.results)]
     while waiting:
         tensor = waiting.pop()
         if tensor.op is not None and tensor.op not in found:
             found[tensor.op] = None
-            waiting += [] if tensor in linears else [each for each in tensor.op.operands if each in known.values]
+            # What a sum multiplies its tokens with is read by the region, too.
+            is_read = [each for each in tensor.op.operands if region.total is not None or each in known.values]
+            waiting += [] if tensor in linears else is_read
     return list(found)
 
 

@@ -160,8 +160,8 @@ class _Writer:
                 env.update(zip((out.name for out in op.outs), outs, strict=True))
             return env[result.name]
 
-        # Of the rows themselves, a derivative of something linear has nothing but shapes; dce drops what reads them.
-        rows = [TensorProxy(like=proxy, dtype=_wide(proxy.dtype)) for proxy in starts]
+        # The derivative of something linear is the same at 0. Where it has nothing but shapes, dce drops the zeros.
+        rows = [ltorch.zeros(proxy.shape, device=proxy.device, dtype=_wide(proxy.dtype)) for proxy in starts]
         like = starts[0]
         one = ltorch.full((), 1.0, device=like.device, dtype=_wide(result.handle.dtype))
         scope = self.trace.peek_scope()

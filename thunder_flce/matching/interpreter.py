@@ -108,6 +108,7 @@ class Interpreter:
         self._lost: dict[Tensor, _Lost] = {}
         self.followed: list[Op] = []
         """The changes in place that are described"""
+        self._written = {each.storage for op in program.ops for each in op.writes} - {None}
         for op in program.ops:
             self._interpret(op)
         for tensor in dict.fromkeys(program.results):
@@ -127,6 +128,7 @@ class Interpreter:
         if op.writes and not self._is_written_out_of_place(op):
             self._demand_all(op, described, "")
             self._pass_on(op, operands)
+            self._forget(op)
             return
         detail = ""
         found: Any = None
@@ -134,6 +136,8 @@ class Interpreter:
             rule = RULES.get(op.name)
             if rule is not None and _takes(rule, op):
                 found = rule(self, op, *op.args, **op.kwargs)
+            if isinstance(found, Row | Argmax) and self._is_view_of_written(op):
+                found = None
         except Unknown as problem:
             detail = f" {problem}" if str(problem) else ""
         except NotFused as problem:
@@ -168,7 +172,10 @@ class Interpreter:
         # Where gradients are not recorded, a change in place leaves the tensor its gradient.
         others = (each for each in (*op.args[1:], *op.kwargs.values()) if isinstance(each, Tensor))
         is_known = isinstance(self.get(written), Class) and all(isinstance(self.get(each), Row) for each in others)
-        return is_known and op.grad_mode and written is not None and written.storage is not None
+        if not is_known or not op.grad_mode or written is None or written.storage is None:
+            return False
+        # An alias that was detached, or one that was not, would get another gradient.
+        return all(each.needs_grad == written.needs_grad for each in self.values if each.storage == written.storage)
 
     def _write(self, op: Op) -> None:
         """Gives all views of what was written the same change; views of a part of it are not followed."""
@@ -182,6 +189,19 @@ class Interpreter:
                 self._escape(tensor, op)
                 continue
             self.values[tensor] = replace(known, logits=replace(new.logits, rows=known.logits.rows), sum=new.sum)
+
+    def _is_view_of_written(self, op: Op) -> bool:
+        """Whether the result shares memory with a number of each row, and one of them is changed in place."""
+        storage = op.output.storage
+        return storage in self._written and any(each.storage == storage for each in op.operands)
+
+    def _forget(self, op: Op) -> None:
+        """After a change in place that is not described, a number of each row is no longer what it was."""
+        for tensor in [each for each, known in self.values.items() if isinstance(known, Row | Argmax)]:
+            if any(
+                tensor is each or tensor.storage is not None and tensor.storage == each.storage for each in op.writes
+            ):
+                del self.values[tensor]
 
     # What is asked for.
 

@@ -349,6 +349,7 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
     try:
         _check_gradients_in_forward(parts, options)
         total = _find_sum(parts, known)
+        _check_range(parts, options, total.plain_sign(0))
         _check_sum(parts, total)
         if any(op for op in known.program.writers(_begin(parts), total.place.op.position) if op not in total.ops):  # type: ignore[union-attr]
             raise NotASum("a tensor is changed in place")
@@ -390,7 +391,13 @@ def _find_sum(parts: list[Part], known: Interpreter) -> TokenSum:
 def _check_gradients_in_forward(parts: Sequence[Part], options: Options) -> None:
     if options.strategy not in (None, GRADIENTS_IN_FORWARD):
         raise NotASum(f"the options say {options.strategy}")
-    if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not _is_plain_alone(parts):
+    _check_range(parts, options, 1)
+
+
+def _check_range(parts: Sequence[Part], options: Options, sign: int | None) -> None:
+    """Raises where gradients in float16 might be too small for it: a plain loss alone has a known scale."""
+    is_known = _is_plain_alone(parts) and sign is not None
+    if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not is_known:
         raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
 
 

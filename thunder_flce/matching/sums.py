@@ -30,6 +30,7 @@ from thunder_flce.matching.program import (
     keeps_elements,
     same,
     same_shape,
+    tensors_in,
 )
 from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, evaluate, numbered, uses
 
@@ -270,17 +271,31 @@ class _Search:
     def _check_writes(self, op: Op) -> None:
         """Raises for a change in place that somebody else sees: then it is not the same as a new tensor."""
         for written in op.writes:
-            is_own = written in self._dependent or (self._is_zero(written) and len(written.users) == 1)
-            if not is_own or any(user.position > op.position for user in written.users):
+            is_own = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
+            before = [each for each in self._sharing(written) if each.op is None or each.op.position < op.position]
+            if not is_own or any(user.position > op.position for each in before for user in each.users):
                 raise NotASum(f"{op.name}{_line(op)} changes a tensor in place")
 
-    def _is_zero(self, tensor: Any) -> bool:
-        """Whether it is 0, or a tensor that was just made of zeros."""
+    def _sharing(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors that share the memory of one, which is one of them."""
+        if tensor.storage is None:
+            return [tensor]
+        read = (each for op in self._program.ops for each in (*op.operands, *op.outs))
+        return [each for each in dict.fromkeys(read) if each.storage == tensor.storage]
+
+    def _is_zero(self, tensor: Any, reader: Op) -> bool:
+        """Whether it is 0, or a tensor that was made of zeros, and not changed before an operation reads it."""
         if not isinstance(tensor, Tensor):
             return is_number(tensor) and tensor == 0
-        op = tensor.op
-        while op is not None and op.name in CASTS | RESHAPES | {"requires_grad_", "detach"}:
-            op = op.operands[0].op
+        written = {each for op in self._program.writers(0, reader.position - 1) for each in op.writes}
+        storages = {each.storage for each in written} - {None}
+        while tensor not in written and tensor.storage not in storages:
+            op = tensor.op
+            if op is None or op.name not in CASTS | RESHAPES | {"requires_grad_", "detach"}:
+                break
+            tensor = op.operands[0]
+        else:
+            return False
         if op is None:
             return False
         is_full = op.name in ("full", "new_full", "full_like", "new_tensor", "tensor", "as_tensor", "scalar_tensor")
@@ -416,7 +431,7 @@ _LINEAR_IN_FIRST = {
     *RESHAPES, *PERMUTATIONS, *COPIES, "double", "sum", "mean", "neg", "getitem", "select", "narrow", "split", "chunk",
     "tensor_split", "unbind", "index_select", "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave",
     "cumsum", "diagonal", "masked_select", "gather", "take_along_dim", "nansum", "broadcast_to", "sum_to_size", "tile",
-    "diff", "hsplit", "vsplit", "pad", "index_add", "atleast_1d", "atleast_2d", "tril", "triu", "trace", "take",
+    "diff", "hsplit", "vsplit", "pad", "atleast_1d", "atleast_2d", "tril", "triu", "trace", "take",
 }  # fmt: skip
 _PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
 _JOINS = ("cat", "stack", "hstack", "vstack")
@@ -427,26 +442,45 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Any) -> bool:
     name, args = op.name, op.args
     if name == "mean" and not _has_elements(operands[0]):
         return False
+    if name not in _PRODUCTS and any(tensors_in(each) for each in op.kwargs.values()):
+        # Such as `other=`, `tensors=` and `prepend=`.
+        is_index = name in ("gather", "index_select", "take_along_dim", "masked_select", "repeat_interleave")
+        if not is_index:
+            return False
+    if name == "pad" and (
+        op.kwargs.get("mode", "constant") != "constant" or op.kwargs.get("value", 0) not in (0, None)
+    ):
+        return False
+    if name == "pad" and any(each not in ("constant", 0, None) for each in args[2:]):
+        return False
     if name in _LINEAR_IN_FIRST:
         return len(operands) == 1 and bool(op.operands) and op.operands[0] is operands[0] and _is_sum_of_floats(op)
     if name in _PRODUCTS:
         # Of equal factors it would be a square.
-        return len(operands) == 1 and sum(each is operands[0] for each in op.operands) == 1
+        has_bias = name == "linear" and len(op.operands) > 2
+        return len(operands) == 1 and not has_bias and sum(each is operands[0] for each in op.operands) == 1
     if name == "div":
         is_exact = op.kwargs.get("rounding_mode") is None
-        return is_exact and len(operands) == 1 and args[0] is operands[0] and args[1] is not operands[0]
+        return (
+            is_exact and len(operands) == 1 and len(args) == 2 and args[0] is operands[0] and args[1] is not operands[0]
+        )
     if name in ("add", "sub"):
+        if len(args) < 2:
+            return False
         others = [each for each in args[:2] if not any(each is operand for operand in operands)]
-        return all(map(is_zero, others)) and is_number(op.kwargs.get("alpha", 1))
+        return all(is_zero(each, op) for each in others) and is_number(op.kwargs.get("alpha", 1))
     if name in _JOINS:
-        return all(any(each is operand for operand in operands) or is_zero(each) for each in args[0])
+        return bool(args) and all(any(each is operand for operand in operands) or is_zero(each, op) for each in args[0])
     if name == "where" and len(args) == 3:
         return args[0] not in operands and all(
-            any(each is operand for operand in operands) or is_zero(each) for each in args[1:]
+            any(each is operand for operand in operands) or is_zero(each, op) for each in args[1:]
         )
     if name == "masked_fill":
         return (
-            args[0] is operands[0] and len(operands) == 1 and is_zero(args[2] if len(args) > 2 else op.kwargs["value"])
+            bool(args)
+            and args[0] is operands[0]
+            and len(operands) == 1
+            and is_zero(args[2] if len(args) > 2 else op.kwargs.get("value"), op)
         )
     return False
 
