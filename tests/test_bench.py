@@ -268,7 +268,7 @@ def test_what_the_losses_are():
 
 
 def test_a_loss_that_is_not_fused_fails(tmp_path, monkeypatch):
-    def with_penalty(reduce):
+    def with_penalty(reduce, parts):
         def program(x, weight, target, weights):
             logits = F.linear(x, weight)
             return F.cross_entropy(logits, target) + logits.square().mean()

@@ -123,6 +123,44 @@ def test_numbers_are_those_of_pytorch(program):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [thunder_flce.jit, lambda f: torch.compile(f, backend="thunder_flce")])
+def test_a_mean_of_ignored_labels_beside_another_term(compiled):
+    """The loss is NaN, and the gradients are those of the other term."""
+
+    def program(h, w, y):
+        logits = F.linear(h, w)
+        return F.cross_entropy(logits, y) + logits.logsumexp(-1).square().mean()
+
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    h, w = (torch.randn(*shape, generator=generator) for shape in ((6, 8), (29, 8)))
+    call = compiled(program)
+    for y in (torch.full((6,), -100), torch.tensor([3, -100, 28, 0, -100, 7])):
+        found = []
+        for each in (call, program):
+            given = [x.clone().requires_grad_() for x in (h, w)]
+            loss = each(*given, y)
+            found.append([loss.detach(), *torch.autograd.grad(loss, given)])
+        assert found[0][0].isnan() == (y.max() < 0)
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_float16_waits_where_the_upstream_gradient_is_not_known():
+    def program(h, w, y):
+        loss = F.cross_entropy(F.linear(h, w), y, reduction="none")
+        return ((1 - torch.exp(-loss)) ** 2 * loss).mean() * 1e-4
+
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="thunder_flce")
+    h, w = (torch.randn(*shape, dtype=torch.float16, requires_grad=True) for shape in ((6, 8), (29, 8)))
+    compiled(h, w, torch.randint(29, (6,))).backward()
+    (decision,) = thunder_flce.explain(compiled).decisions
+    assert decision.fused and "float16" in decision.note
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_products_by_other_names_in_thunder():
     """thunder has the gradient of `torch.dot` from PyTorch, which reads the rows."""
     generator = torch.Generator().manual_seed(0)

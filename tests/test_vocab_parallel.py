@@ -592,9 +592,10 @@ def test_weights_that_are_dtensors():
                 assert gradient.placements == operand.placements and error(gradient.full_tensor(), right) < 1e-12
             else:
                 assert error(gradient, 2 * right[tokens]) < 1e-12
+        alone = [dist.new_group([each]) for each in range(2)][rank]  # Each rank makes each group.
         for wrong, message in (
             ({"linear_bias": bias.redistribute(placements=[Replicate()])}, r"linear_bias must be Shard\(0\) over"),
-            ({"vocab_parallel": dist.new_group([rank])}, r"linear_weight must be Shard\(0\) over the ranks"),
+            ({"vocab_parallel": alone}, r"linear_weight must be Shard\(0\) over the ranks"),
             ({"input": on_mesh(case.x)}, "input must be a plain tensor with vocab_parallel"),
             ({"vocab_parallel": None, "terms": []}, r"input must be a DTensor .*group=mesh, data_parallel=True"),
         ):

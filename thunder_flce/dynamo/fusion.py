@@ -1,6 +1,5 @@
 """Fuses linear + cross-entropy in a graph of Dynamo's, before AOTAutograd and Inductor see it."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch._higher_order_ops import wrap
@@ -14,13 +13,6 @@ from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op
 from thunder_flce.matching.regions import Matched, Region, match
 from thunder_flce.options import Options
-
-
-@dataclass(frozen=True)
-class Fusion:
-    """What was done to one graph."""
-
-    decisions: list[Decision]
 
 
 def fuse(gm: GraphModule, options: Options, *, strict: bool) -> list[Decision]:

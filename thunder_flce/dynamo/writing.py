@@ -25,13 +25,12 @@ from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, hint
 from thunder_flce.matching.regions import Region, dropped_writes, ordered
-from thunder_flce.matching.writing import GETITEM, write
+from thunder_flce.matching.writing import write
 from thunder_flce.operation.call import Call, Spec, argument, named_tensors
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
 
-_FUNCTIONS: dict[Any, Callable] = {GETITEM: operator.getitem}
 _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 
@@ -147,7 +146,7 @@ class _Graph:
         """See `Writer`."""
         with self._graph.inserting_before(self._end):
             given = tree_map(self._argument, (args, kwargs))
-            node = self._graph.call_function(_FUNCTIONS.get(function, function), *given)
+            node = self._graph.call_function(function, *given)
         values: Any = map_arg(given, value_of)
         with self._fake_mode, torch.enable_grad(), torch.autocast("cpu", enabled=False):
             value = node.target(*values[0], **values[1])  # type: ignore[operator]

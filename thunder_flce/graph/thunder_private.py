@@ -24,7 +24,7 @@ def _missing(what: object) -> ImportError:
 
 
 try:
-    from thunder.core.compile_data import compile_data_and_stats, get_compile_data
+    from thunder.core.compile_data import get_compile_data
     from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, unwrap, wrap_const
     from thunder.core.interpreter import _interpret_call as interpret_call
     from thunder.core.jit_ext import _general_jit_lookaside_map as general_jit_lookasides
@@ -38,23 +38,18 @@ try:
     )
     from thunder.core.symbol import default_python_printer
     from thunder.core.trace import get_tracectx
-    from thunder.core.trace_interpreter import TraceSubstitutionProcessor
     from thunder.core.transforms import (
         get_grad,
         put_grad,
-        register_augmented_forward,
-        register_backward,
         register_grad,
         vjp,
     )
     from thunder.distributed import get_skip_data_parallel_grad_sync
-    from thunder.distributed import prims as distributed_prims
-    from thunder.distributed.prims import PrimIDs as DistributedPrimIDs
     from thunder.distributed.tensor_parallel.common import TensorParallelLayerType, TransformForTensorParallel
     from thunder.distributed.transforms.ddp_v2 import DDPTransform
     from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
-    from thunder.dynamo.utils import CompilerType, auto_register_ops, get_torch_compile_kwargs
+    from thunder.dynamo.utils import get_torch_compile_kwargs
     from thunder.executors.nvfuserex import nvfuser_available
     from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
     from thunder.torch.langctx import register_method
@@ -68,25 +63,3 @@ except ImportError as error:
 # A lazy graph module writes its code when it is first called. By then thunder's interpreter is at work, and it cannot
 # run what torch 2.13 and newer write it with. This is for thunder's own thunderfx and recipes, too.
 ThunderCompiler.__call__ = _use_lazy_graph_module(False)(ThunderCompiler.__call__)
-
-
-@contextmanager
-def with_defaults() -> Iterator[dict[str, Any]]:
-    """Has thunder know PyTorch's default dtype and device, which it asks for where a program makes a tensor."""
-    known = {"default_dtype": torch.get_default_dtype(), "default_device": torch.get_default_device()}
-    token = thunder._cache_info_ctx.set(known)
-    try:
-        yield known
-    finally:
-        thunder._cache_info_ctx.reset(token)
-
-
-def build_cache_entry(data: Any, stats: Any, traces: Any) -> Any:
-    """What thunder compiles from a prologue, a computation and an epilogue trace, with its `compile_data` and stats."""
-    name = "apply_transforms_and_build_cache_entry"
-    if not hasattr(data, name):
-        raise _missing(f"{type(data).__name__}.{name}")
-    with with_defaults() as known:
-        # Everything else that thunder asks of a compilation is read from the traces themselves.
-        known |= {"no_grad_sync": False, "alias_tensor_indices": ""}
-        return getattr(data, name)(data, stats, known, *traces)

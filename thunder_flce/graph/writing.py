@@ -1,5 +1,6 @@
 """Writes a trace anew: a region in place of each linear and what is computed from its logits, each with its plan."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, tensors_in
 from thunder_flce.matching.regions import Region, ordered
-from thunder_flce.matching.writing import GETITEM, expected_gradient, write
+from thunder_flce.matching.writing import expected_gradient, write
 from thunder_flce.operation.call import named_tensors, operand_names
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import as_literal
@@ -28,7 +29,7 @@ Planner = Callable[[Mapping[str, Any], tuple[str, ...]], PlannedRegion]
 """From the arguments of a region, and the names of the operands that need a gradient, to its plan."""
 
 _FUNCTIONS: dict[Any, Callable] = {
-    GETITEM: ltorch.getitem, torch.Tensor.to: ltorch.to, torch.Tensor.expand: ltorch.expand,
+    operator.getitem: ltorch.getitem, torch.Tensor.to: ltorch.to, torch.Tensor.expand: ltorch.expand,
     torch.detach: ltorch.detach, torch.where: ltorch.where,
 }  # fmt: skip
 

@@ -108,7 +108,7 @@ class Interpreter:
         self._lost: dict[Tensor, _Lost] = {}
         self.followed: list[Op] = []
         """The changes in place that are described"""
-        self._written = {each.storage for op in program.ops for each in op.writes} - {None}
+        self._written = [each for op in program.ops for each in op.writes]
         for op in program.ops:
             self._interpret(op)
         for tensor in dict.fromkeys(program.results):
@@ -175,7 +175,7 @@ class Interpreter:
         if not is_known or not op.grad_mode or written is None or written.storage is None:
             return False
         # An alias that was detached, or one that was not, would get another gradient.
-        return all(each.needs_grad == written.needs_grad for each in self.values if each.storage == written.storage)
+        return all(each.needs_grad == written.needs_grad for each in self.values if each.shares_memory(written))
 
     def _write(self, op: Op) -> None:
         """Gives all views of what was written the same change; views of a part of it are not followed."""
@@ -183,7 +183,7 @@ class Interpreter:
         new = self.values[op.output]
         self.followed.append(op)
         for tensor, known in list(self.values.items()):
-            if tensor is op.output or not isinstance(known, Class) or tensor.storage != written.storage:
+            if tensor is op.output or not isinstance(known, Class) or not tensor.shares_memory(written):
                 continue
             if not same(tensor.numel, written.numel) or not isinstance(new, Class):
                 self._escape(tensor, op)
@@ -192,15 +192,13 @@ class Interpreter:
 
     def _is_view_of_written(self, op: Op) -> bool:
         """Whether the result shares memory with a number of each row, and one of them is changed in place."""
-        storage = op.output.storage
-        return storage in self._written and any(each.storage == storage for each in op.operands)
+        is_view = any(each.shares_memory(op.output) for each in op.operands)
+        return is_view and any(each.shares_memory(op.output) for each in self._written)
 
     def _forget(self, op: Op) -> None:
         """After a change in place that is not described, a number of each row is no longer what it was."""
         for tensor in [each for each, known in self.values.items() if isinstance(known, Row | Argmax)]:
-            if any(
-                tensor is each or tensor.storage is not None and tensor.storage == each.storage for each in op.writes
-            ):
+            if any(tensor.shares_memory(each) for each in op.writes):
                 del self.values[tensor]
 
     # What is asked for.

@@ -59,6 +59,10 @@ class Tensor:
         """The number of elements."""
         return math.prod(self.shape)
 
+    def shares_memory(self, other: "Tensor") -> bool:
+        """Whether both are known to have the same memory: they are one tensor, or have one storage."""
+        return self is other or (self.storage is not None and self.storage == other.storage)
+
     def __repr__(self) -> str:
         return self.name
 

@@ -347,10 +347,10 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
     if len(parts) == 1 and loss is not None and loss.reduction != "none" and not parts[0].rows:
         return plain
     try:
-        _check_gradients_in_forward(parts, options)
+        if options.strategy not in (None, GRADIENTS_IN_FORWARD):
+            raise NotASum(f"the options say {options.strategy}")
         total = _find_sum(parts, known)
-        _check_range(parts, options, total.plain_sign(0))
-        _check_sum(parts, total)
+        _check_sum(parts, total, options)
         if any(op for op in known.program.writers(_begin(parts), total.place.op.position) if op not in total.ops):  # type: ignore[union-attr]
             raise NotASum("a tensor is changed in place")
     except NotASum as problem:
@@ -388,26 +388,13 @@ def _find_sum(parts: list[Part], known: Interpreter) -> TokenSum:
     return find_sum([sources(part, index) for part, index in zip(parts, indices, strict=True)], known)
 
 
-def _check_gradients_in_forward(parts: Sequence[Part], options: Options) -> None:
-    if options.strategy not in (None, GRADIENTS_IN_FORWARD):
-        raise NotASum(f"the options say {options.strategy}")
-    _check_range(parts, options, 1)
-
-
-def _check_range(parts: Sequence[Part], options: Options, sign: int | None) -> None:
-    """Raises where gradients in float16 might be too small for it: a plain loss alone has a known scale."""
-    is_known = _is_plain_alone(parts) and sign is not None
-    if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not is_known:
-        raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
-
-
-def _is_plain_alone(parts: Sequence[Part]) -> bool:
-    return len(parts) == 1 and parts[0].of_loss is not None and not parts[0].rows
-
-
-def _check_sum(parts: Sequence[Part], total: TokenSum) -> None:
+def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
     """Raises for a sum that no region computes."""
     signs = [total.plain_sign(number) for number in range(len(parts))]
+    # Of a plain loss alone, the upstream gradient has a known scale.
+    is_plain_alone = len(parts) == 1 and parts[0].of_loss is not None and not parts[0].rows and signs[0] is not None
+    if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not is_plain_alone:
+        raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
     for part, sign in zip(parts, signs, strict=True):
         loss = part.of_loss
         if loss is None or sign is not None and not part.rows:

@@ -11,7 +11,7 @@ Of the linear part, only that each operation is linear has to be known. The weig
 writes the graph asks autograd for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,31 +272,26 @@ class _Search:
         """Raises for a change in place that somebody else sees: then it is not the same as a new tensor."""
         for written in op.writes:
             is_own = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
-            before = [each for each in self._sharing(written) if each.op is None or each.op.position < op.position]
-            if not is_own or any(user.position > op.position for each in before for user in each.users):
+            if not is_own or self._is_read_after(written, op):
                 raise NotASum(f"{op.name}{_line(op)} changes a tensor in place")
 
-    def _sharing(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors that share the memory of one, which is one of them."""
-        if tensor.storage is None:
-            return [tensor]
-        read = (each for op in self._program.ops for each in (*op.operands, *op.outs))
-        return [each for each in dict.fromkeys(read) if each.storage == tensor.storage]
+    def _is_read_after(self, written: Tensor, op: Op) -> bool:
+        """Whether a tensor of before an operation, which shares the memory that it changes, is read after it."""
+        return any(
+            each.shares_memory(written) and each not in op.outs and (each.op is None or each.op.position < op.position)
+            for later in self._program.ops[op.position + 1 :]
+            for each in later.operands
+        )
 
     def _is_zero(self, tensor: Any, reader: Op) -> bool:
         """Whether it is 0, or a tensor that was made of zeros, and not changed before an operation reads it."""
         if not isinstance(tensor, Tensor):
             return is_number(tensor) and tensor == 0
-        written = {each for op in self._program.writers(0, reader.position - 1) for each in op.writes}
-        storages = {each.storage for each in written} - {None}
-        while tensor not in written and tensor.storage not in storages:
-            op = tensor.op
-            if op is None or op.name not in CASTS | RESHAPES | {"requires_grad_", "detach"}:
-                break
-            tensor = op.operands[0]
-        else:
-            return False
-        if op is None:
+        written = [each for op in self._program.writers(0, reader.position - 1) for each in op.writes]
+        views = [tensor]
+        while (op := views[-1].op) is not None and op.name in CASTS | RESHAPES | {"requires_grad_", "detach"}:
+            views.append(op.operands[0])
+        if op is None or any(view.shares_memory(each) for view in views for each in written):
             return False
         is_full = op.name in ("full", "new_full", "full_like", "new_tensor", "tensor", "as_tensor", "scalar_tensor")
         numbers = [each for each in (*op.args[1:], *op.kwargs.values()) if is_number(each)] if is_full else []
@@ -437,52 +432,48 @@ _PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "oute
 _JOINS = ("cat", "stack", "hstack", "vstack")
 
 
-def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Any) -> bool:
+def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], bool]) -> bool:
     """Whether an operation is linear in those of its operands that depend on tokens."""
     name, args = op.name, op.args
-    if name == "mean" and not _has_elements(operands[0]):
-        return False
-    if name not in _PRODUCTS and any(tensors_in(each) for each in op.kwargs.values()):
-        # Such as `other=`, `tensors=` and `prepend=`.
-        is_index = name in ("gather", "index_select", "take_along_dim", "masked_select", "repeat_interleave")
-        if not is_index:
-            return False
-    if name == "pad" and (
-        op.kwargs.get("mode", "constant") != "constant" or op.kwargs.get("value", 0) not in (0, None)
-    ):
-        return False
-    if name == "pad" and any(each not in ("constant", 0, None) for each in args[2:]):
-        return False
-    if name in _LINEAR_IN_FIRST:
-        return len(operands) == 1 and bool(op.operands) and op.operands[0] is operands[0] and _is_sum_of_floats(op)
     if name in _PRODUCTS:
-        # Of equal factors it would be a square.
+        # Of equal factors it would be a square; a bias would be added.
         has_bias = name == "linear" and len(op.operands) > 2
-        return len(operands) == 1 and not has_bias and sum(each is operands[0] for each in op.operands) == 1
+        return len(operands) == 1 and sum(each is operands[0] for each in op.operands) == 1 and not has_bias
+    if name in _LINEAR_IN_FIRST:
+        if len(operands) > 1 or op.operands[0] is not operands[0] or not _is_sum_of_floats(op):
+            return False
+        if name == "mean":
+            return _has_elements(operands[0])
+        if name == "diff":
+            return len(op.operands) == 1  # Others are put before it or behind it.
+        if name == "pad":
+            # It takes a mode and a value.
+            return all(each in ("constant", 0, None) for each in (*args[2:], *_others(op.kwargs, "input", "pad")))
+        return True
+    if tensors_in(op.kwargs):
+        return False  # What is linear is told by an argument's place.
+
+    def is_token_or_zero(each: Any) -> bool:
+        return any(each is operand for operand in operands) or is_zero(each, op)
+
     if name == "div":
         is_exact = op.kwargs.get("rounding_mode") is None
-        return (
-            is_exact and len(operands) == 1 and len(args) == 2 and args[0] is operands[0] and args[1] is not operands[0]
-        )
+        return is_exact and len(operands) == 1 and len(args) == 2 and args[0] is operands[0] and args[1] is not args[0]
     if name in ("add", "sub"):
-        if len(args) < 2:
-            return False
-        others = [each for each in args[:2] if not any(each is operand for operand in operands)]
-        return all(is_zero(each, op) for each in others) and is_number(op.kwargs.get("alpha", 1))
+        return len(args) == 2 and all(map(is_token_or_zero, args)) and is_number(op.kwargs.get("alpha", 1))
     if name in _JOINS:
-        return bool(args) and all(any(each is operand for operand in operands) or is_zero(each, op) for each in args[0])
+        return all(map(is_token_or_zero, args[0]))
     if name == "where" and len(args) == 3:
-        return args[0] not in operands and all(
-            any(each is operand for operand in operands) or is_zero(each, op) for each in args[1:]
-        )
+        return args[0] not in operands and all(map(is_token_or_zero, args[1:]))
     if name == "masked_fill":
-        return (
-            bool(args)
-            and args[0] is operands[0]
-            and len(operands) == 1
-            and is_zero(args[2] if len(args) > 2 else op.kwargs.get("value"), op)
-        )
+        filled, _, value = (*args, *_others(op.kwargs))
+        return len(operands) == 1 and filled is operands[0] and is_zero(value, op)
     return False
+
+
+def _others(kwargs: Mapping[str, Any], *names: str) -> list[Any]:
+    """The keyword arguments but some."""
+    return [each for name, each in kwargs.items() if name not in names]
 
 
 def _has_elements(tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@ Everything is written in PyTorch's functions, which a `Writer` adds to its graph
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, Protocol
@@ -66,6 +67,8 @@ class _Writing:
         self._logits = region.parts[0].logits
         self._rows_dtype = torch.float64 if self._logits.dtype is torch.float64 else torch.float32
         self._is_joined = len(region.parts) > 1
+        self._reciprocals: list[Tensor] = []
+        """Of the number of valid labels of each mean that is in the sum"""
 
     def write(self) -> Written:
         region, logits = self._region, self._logits
@@ -177,7 +180,7 @@ class _Writing:
             return self._call(torch.reshape, hidden, (*step.argument, hidden.shape[-1]))
         if step.kind == "permute":
             return self._call(torch.permute, hidden, (*step.argument, len(step.argument)))
-        return self._call(_getitem, hidden, step.argument)
+        return self._call(operator.getitem, hidden, step.argument)
 
     def _weight(self, term: Term) -> Tensor:
         weight = term.weight
@@ -310,9 +313,13 @@ class _Writing:
         """The weights of the tokens of a loss that is a mean or a sum, from its own."""
         assert loss is not None
         is_valid = self._call(torch.ne, loss.target, loss.ignore_index)
-        of_tokens = self._call(torch.Tensor.to, is_valid, self._rows_dtype)
         if loss.reduction == "mean":
-            of_tokens = self._call(torch.div, of_tokens, self._call(torch.sum, is_valid))
+            count = self._call(torch.Tensor.to, self._call(torch.sum, is_valid), self._rows_dtype)
+            self._reciprocals.append(self._call(torch.reciprocal, count))
+            # Ignored rows have a gradient of 0, also where all are ignored.
+            of_tokens = self._call(torch.where, is_valid, self._reciprocals[-1], 0.0)
+        else:
+            of_tokens = self._call(torch.Tensor.to, is_valid, self._rows_dtype)
         return of_tokens if weight == 1.0 else self._call(torch.mul, of_tokens, weight)
 
     def _added(self, a: Tensor | float, b: Tensor | float) -> Tensor | float:
@@ -371,7 +378,11 @@ class _Writing:
         region, total = self._region, self._region.total
         results: dict[Tensor, Tensor] = {}
         if total is not None:
-            results[total.place] = self._like(total.place, found["loss"])
+            loss = found["loss"]
+            for reciprocal in self._reciprocals:
+                # NaN where there is no valid label, as the mean is.
+                loss = self._call(torch.add, loss, self._call(torch.mul, reciprocal, 0.0))
+            results[total.place] = self._like(total.place, loss)
         start: Any = 0
         for part in region.parts:
             of_part, start = self._of_one_part(found, part, start)
@@ -391,7 +402,7 @@ class _Writing:
         if not self._is_joined or self._region.total is not None:
             return found, start
         end = start + math.prod(part.logits.rows_shape)
-        return {name: self._call(_getitem, each, (slice(start, end),)) for name, each in found.items()}, end
+        return {name: self._call(operator.getitem, each, (slice(start, end),)) for name, each in found.items()}, end
 
     def _loss(self, part: Part, found: dict[str, Tensor]) -> Tensor:
         """The cross-entropy, where the region has given the losses of all rows."""
@@ -516,13 +527,6 @@ def expected_gradient(
 
 
 _ORDER = (*VARIABLES, "argmax", "valid_argmax")
-
-
-def _getitem(tensor: Any, key: Any) -> Any:
-    return tensor[key]
-
-
-GETITEM = _getitem
 
 
 def _before_reshapes(labels: Tensor, rows: Sequence[Any], program: Program) -> Tensor:
