@@ -22,7 +22,6 @@ from thunder_flce.engine.choose import (
     seconds,
     strategy_of,
     temporary_bytes,
-    waits_for_rows,
 )
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.rows import Rows
@@ -545,8 +544,6 @@ def test_a_new_number_of_tokens_takes_microseconds(options):
 )  # fmt: skip
 def test_the_host_waits_for_the_number_of_rows_where_that_pays(sizes, changes, waits):
     assert plan_of(*sizes, **changes).ignored_rows == ("skip" if waits else "compute")
-    on = changes.get("on", ABSENT_DEVICE)
-    assert waits_for_rows(call(*sizes, **{k: v for k, v in changes.items() if k != "on"}), on) == waits
     for asked in ("skip", "compute"):
         assert plan_of(*sizes, options=Options(ignored_rows=asked), **changes).ignored_rows == asked
     # Nothing to leave out.
