@@ -181,6 +181,27 @@ def test_thunder_knows_of_us_in_both_orders(imports):
     _run(WITH.format(imports=imports))
 
 
+def test_importing_changes_nothing_of_thunder():
+    """What thunder has wrong is mended when the fusion is first used."""
+    if not hasattr(torch.Tensor, "align_as"):
+        pytest.skip("with torch 2.13 and newer, thunder can be imported after thunder_flce only")
+    _run("""
+import thunder
+from thunder.dynamo import ThunderCompiler
+from thunder.transforms.autocast import autocast_impls
+
+def now():
+    functions = thunder.clang.maybe_broadcast, ThunderCompiler.__call__
+    return functions, {name for name in autocast_impls if "flce" not in str(name)}
+
+before = now()
+import thunder_flce
+assert now() == before
+thunder_flce.FuseLinearCrossEntropy()
+assert not any(mine is its for mine, its in zip(now()[0], before[0])) and now()[1] > before[1]
+""")
+
+
 # As it is since torch 2.14: without what thunder's import reads of it.
 BUILTIN_APPLY = """
 torch.autograd.Function.apply = builtin = torch._C._FunctionBase.__dict__["apply"]

@@ -59,7 +59,3 @@ try:
         from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
 except ImportError as error:
     raise _missing(error) from error
-
-# A lazy graph module writes its code when it is first called. By then thunder's interpreter is at work, and it cannot
-# run what torch 2.13 and newer write it with. This is for thunder's own thunderfx and recipes, too.
-ThunderCompiler.__call__ = _use_lazy_graph_module(False)(ThunderCompiler.__call__)

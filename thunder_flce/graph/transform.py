@@ -10,7 +10,7 @@ from thunder.core.proxies import ProxyTag
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.transform_common import Transform, dce
 
-from thunder_flce.graph import symbols
+from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.reading import is_static, read, source_of
 from thunder_flce.graph.rules import plan_region
@@ -56,6 +56,7 @@ class FuseLinearCrossEntropy(Transform):
     """
 
     def __init__(self, options: Options | None = None, *, strict: bool = False):
+        thunder_fixes.apply()
         self.options = as_options(options)
         self.strict = strict
         self.compilations: list[Compilation] = []
