@@ -388,6 +388,18 @@ def test_frozen_parameters_get_no_gradient_and_no_computation(frozen):
     assert bsym.kwargs["needs_grad"] == expected
 
 
+@pytest.mark.parametrize("front_end", [thunder_flce.jit, thunder_flce.thunderfx])
+def test_many_lengths_bring_one_warning(front_end, recwarn):
+    step = front_end(lambda h, w, y: F.cross_entropy(F.linear(h, w), y))
+    weight, found = torch.randn(11, 8, requires_grad=True), []
+    for tokens in range(3, 16):
+        step(torch.randn(tokens, 8), weight, torch.randint(11, (tokens,)))
+        found.append(sum("for the 8th time" in str(each.message) for each in recwarn))
+    # Dynamo makes a second graph for all lengths, which thunder compiles for each.
+    first = 7 if front_end is thunder_flce.jit else 8
+    assert found == [0] * first + [1] * (len(found) - first)
+
+
 def test_no_grad_computes_the_loss_only():
     model = Head(litgpt_loss)
     jitted = thunder_flce.jit(model)

@@ -24,6 +24,7 @@ def _missing(what: object) -> ImportError:
 
 
 try:
+    from thunder.core.compile_data import _compile_data as compile_data_and_stats
     from thunder.core.compile_data import get_compile_data
     from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, unwrap, wrap_const
     from thunder.core.interpreter import _interpret_call as interpret_call
