@@ -60,7 +60,7 @@ def train(mesh: DeviceMesh, *, divides_vocab: bool) -> tuple[list[float], float,
     """The loss of each step, the mean over the tokens of all ranks; the milliseconds and the peak MiB of a step."""
     model = sharded(mesh, divides_vocab=divides_vocab)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # Ranks have tokens of their own, and those of the first are fewer. The length may differ, too.
+    # Each rank has other tokens, and the first has fewer that count. The length may differ as well.
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(VOCAB, (TOKENS,), device=mesh.device_type)
     labels = thunder_flce.shift_labels(tokens)

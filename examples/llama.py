@@ -1,6 +1,6 @@
 """A Llama of transformers, tiny and with random parameters, with the backend of torch.compile.
 
-The model returns its logits beside the loss, so that they would have to be there in full: `loss_only` leaves them out.
+The model returns its logits with the loss, which forces them into memory: `loss_only` leaves them out.
 
     python examples/llama.py
 """
