@@ -82,7 +82,7 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, ...]:
     """Cross-entropy of a linear layer's output, chunk by chunk, so that the logits are not materialised.
 
-    Computes ``cross_entropy(logits, target, ...)`` chunk by chunk of tokens, for
+    Computes ``cross_entropy(logits, target, ...)`` for
 
         logits = softcap * tanh(logit_scale * linear(input, linear_weight, linear_bias).float() / softcap)
 
