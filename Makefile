@@ -4,6 +4,7 @@
 # make lint     the same without the tests
 # make matrix   a short suite on every supported version of Python, PyTorch, thunder and transformers: an hour or so
 # make targets  compiles every Triton kernel for every GPU that README.md names, without one: a few minutes
+# make docs     builds the pages in docs/ with an API reference, as a site in build/site
 # make traces   prints the traces in traces/ anew
 # make mutants  breaks the engine at random places, one at a time, and shows which the tests do not notice
 #
@@ -34,7 +35,7 @@ STAMP := $(VENV)/installed
 GOMP_SPINCOUNT ?= 10000
 export GOMP_SPINCOUNT
 
-.PHONY: check demo lint matrix mutants targets test traces
+.PHONY: check demo docs lint matrix mutants targets test traces
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -57,6 +58,10 @@ lint: $(STAMP)
 check: lint
 	$(MAKE) test
 
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --group docs
+	$(BIN)/mkdocs build --strict $(ARGS)
+
 matrix: $(STAMP)
 	$(BIN)/nox $(ARGS)
 
@@ -70,5 +75,6 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "found no Python from 3.10 to 3.13 with venv; name one: make PYTHON=…" >&2; exit 1; }
 	@echo "Installing into $(VENV) with $(PYTHON): some minutes, the first time"
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[nvfuser,examples,test,dev]'
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'  # The first that knows --group.
+	@$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[nvfuser,examples]' --group lint --group test --group matrix
 	@touch $@

@@ -98,7 +98,7 @@ for folder in Path.home().glob(".pyenv/versions/3.*/bin"):
 @nox.parametrize("python, versions", MATRIX)
 def matrix(session: nox.Session, versions: Versions) -> None:
     """The short suite, with the models that `thunder.jit` traces."""
-    _install(session, versions, extras=["examples", "test"])
+    _install(session, versions, extras=["examples"])
     _test(session, *SHORT_SUITE)
 
 
@@ -109,7 +109,7 @@ def models(session: nox.Session, versions: Versions) -> None:
 
     thunder's nightly is what `thunderfx` needs for 4.57.6.
     """
-    _install(session, versions, extras=["test"] if versions.transformers else ["examples", "test"])
+    _install(session, versions, extras=[] if versions.transformers else ["examples"])
     if versions.transformers:
         session.install(f"transformers=={versions.transformers}", "accelerate", "tqdm")
     _test(session, "tests/test_model_zoo.py", "tests/test_examples.py")
@@ -117,7 +117,8 @@ def models(session: nox.Session, versions: Versions) -> None:
 
 def _install(session: nox.Session, versions: Versions, *, extras: list[str]) -> None:
     extras = [*extras, "nvfuser"] if versions.nvfuser else extras
-    session.install(f"torch=={versions.torch}.*", f"lightning-thunder=={versions.thunder}", f".[{','.join(extras)}]")
+    package = f".[{','.join(extras)}]"
+    session.install(f"torch=={versions.torch}.*", f"lightning-thunder=={versions.thunder}", package, "--group", "test")
     session.run("python", "-c", "import torch, thunder_flce; print(torch.__version__, thunder_flce.__file__)")
 
 

@@ -270,3 +270,23 @@ def test_names(name):
     exec(f"from thunder_flce import {name}", namespace)
     assert namespace[name] is getattr(thunder_flce, name)
     assert name in dir(thunder_flce)
+
+
+def test_a_command_that_needs_thunder_says_so():
+    _run("""
+import sys
+
+class Absent:
+    def find_spec(self, name, *_):
+        if name == "thunder":
+            raise ModuleNotFoundError(f"no {name} here", name=name)
+
+sys.meta_path.insert(0, Absent())
+from thunder_flce.__main__ import main
+try:
+    main(["trace", "litgpt"])
+except SystemExit as exit:
+    assert exit.code == 2
+else:
+    raise AssertionError("it ran")
+""")

@@ -1,5 +1,6 @@
 """Fused linear + cross-entropy for PyTorch and lightning-thunder; ARCHITECTURE.md says where to read on."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from thunder_flce.modules import LinearCrossEntropyLoss, loss_only
 from thunder_flce.options import Options
 from thunder_flce.registration import register_with_thunder
 from thunder_flce.vocab_parallel import VocabParallel
+
+__version__ = "0.2.0"
 
 __all__ = [
     "FlcePlugin",
@@ -55,7 +58,10 @@ else:
         if name not in _NEED_THUNDER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            value = getattr(import_module(f"{__name__}.{_NEED_THUNDER[name]}"), name)
+            with warnings.catch_warnings():
+                # thunder warns of an executor that is not used here.
+                warnings.filterwarnings("ignore", message="transformer_engine module not found")
+                value = getattr(import_module(f"{__name__}.{_NEED_THUNDER[name]}"), name)
         except Exception as error:
             without = [other for other in __all__ if other not in _NEED_THUNDER]
             raise ImportError(

@@ -42,8 +42,8 @@ class LinearCrossEntropyLoss(nn.Module):
         dtype: of the parameters.
         weight: (V,) class weights, kept as a buffer of that name.
         ignore_index: as in `thunder_flce.linear_cross_entropy`; None for -100.
-        reduction, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, detached,
-            target_rest, token_loss, options: as in `thunder_flce.linear_cross_entropy`.
+        reduction: as in `thunder_flce.linear_cross_entropy`, as are label_smoothing, softcap, logit_scale, z_loss,
+            vocab_size, outputs, detached, target_rest, token_loss and options.
         vocab_parallel: the ranks that divide the vocabulary. Assign weight and bias of `linear` as DTensors, `Shard(0)`
             over them; they are cast to input's dtype, as the mixed precision of FSDP casts those of its units.
 

@@ -32,7 +32,7 @@ EXACT_TOKENS_PER_COLUMN = 1 / 15
 FREQUENT_ROWS = 256
 FREQUENT_BYTES = 3 * 2**20
 # With K targets a token, most columns are the target of several tokens of a text: as many times more rows. What is left
-# is the error of columns that are about equally frequent (docs/performance.md, "Losses over log-probabilities").
+# is the error of columns that are about equally frequent (lab/performance.md, "Losses over log-probabilities").
 FREQUENT_OF_SEVERAL = 4
 # A further linear of at most this part of the head's hidden size is summed in float32 anyway: see `sums`.
 SMALL_LINEAR = 8

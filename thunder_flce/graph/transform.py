@@ -137,7 +137,7 @@ def _warn_of_many_compilations() -> None:
     if stats is not None and stats.cache_misses == MANY:
         warnings.warn(
             f"thunder_flce: thunder compiles this program for the {MANY}th time, as it does for each new shape of the "
-            "inputs. Pad batches to a few lengths, or use torch.compile(model, backend=\"thunder_flce\"), which "
+            'inputs. Pad batches to a few lengths, or use torch.compile(model, backend="thunder_flce"), which '
             "compiles a program twice for all lengths",
             stacklevel=2,
         )
