@@ -15,7 +15,7 @@ from torch import Tensor
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.engine.choose import strategy_of
 from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import OF_TOKENS, Call, argument, operand_names
+from thunder_flce.operation.call import Call, has_tokens, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
@@ -135,8 +135,8 @@ def _kinds(tensors: Mapping[str, Tensor], tokens: Sequence[int]) -> tuple[Any, .
     """What checks see of tensors, but for the number of tokens."""
 
     def shape(name: str, tensor: Tensor) -> tuple[Any, ...]:
-        has_tokens = argument(name).role in OF_TOKENS and tensor.shape[: len(tokens)] == tokens
-        return ("tokens", *tensor.shape[len(tokens) :]) if has_tokens else tuple(tensor.shape)
+        rest = tensor.shape[len(tokens) :]
+        return ("tokens", *rest) if has_tokens(name, tensor.shape, tokens) else tuple(tensor.shape)
 
     return tuple([(name, shape(name, t), t.dtype, t.device, t.requires_grad) for name, t in tensors.items()])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from thunder_flce.device import on_device
 from thunder_flce.engine import row_loss, rows
 from thunder_flce.engine.kernels import dispatch
-from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, at_columns, target_gradient
+from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
 from thunder_flce.engine.kernels.layout import empty_logits
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import Plan
@@ -149,10 +149,10 @@ class Primitives:
         """
         if upstream is not None and upstream.ndim:
             upstream = upstream.reshape(-1)
-            if self.region.are_parts:
-                from thunder_flce.engine import token_parts
+            if self.region.are_parts and self.call.shard is not None:
+                from thunder_flce.engine import collectives
 
-                upstream = token_parts.of_all_parts(self.call, upstream)
+                upstream = collectives.start_gathering(self.call.shard, upstream).wait()
         if upstream is not None and upstream.dtype is not self.call.row_dtype:
             upstream = upstream.to(self.call.row_dtype)
         return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
@@ -389,13 +389,6 @@ class Primitives:
             entry = z.gather(1, argmax[:, None]).squeeze(1).to(self.call.row_dtype)
             part = part._replace(argmax=argmax + shard.start, argmax_entry=entry if loss.logit_scale > 0 else -entry)
         return _of_part(collectives.combined(shard, part))
-
-    def target_entries(self, z: Tensor, target: Tensor) -> Tensor:
-        """z (C, V) at the targets, (C,) or (C, K), as far as these are among its columns."""
-        if not self.call.vocab:
-            return torch.zeros_like(target, dtype=z.dtype)
-        column, _ = self.columns_here(target)
-        return z.gather(1, column) if target.ndim > 1 else at_columns(z, column)
 
     def gradient_(
         self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
