@@ -19,7 +19,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from hashlib import blake2b
 from numbers import Real
@@ -133,7 +133,7 @@ class Agreement:
     """Rows of the whole weight"""
     memory: int | None
     """The least total memory of all ranks' devices, in bytes; None for a CPU"""
-    most_tokens: int
+    most_tokens: int = field(compare=False)
     """Those of the rank with the most; with `data_parallel`, ranks have different numbers"""
 
 
