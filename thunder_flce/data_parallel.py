@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce.operation.call import HIDDEN, INTEGERS, TOKEN, argument
+from thunder_flce.operation.call import INTEGERS, has_tokens
 from thunder_flce.operation.loss import Loss
 from thunder_flce.vocab_parallel import Agreement
 
@@ -45,8 +45,7 @@ class AveragedCall:
 
         def padded(name: str, tensor: Any) -> Any:
             """(most, ...) where the tensor has this rank's tokens."""
-            is_of_tokens = isinstance(tensor, Tensor) and argument(name).role in (HIDDEN, TOKEN)
-            if not is_of_tokens or tensor.shape[: len(shape)] != shape:
+            if not isinstance(tensor, Tensor) or not has_tokens(name, tensor.shape, shape):
                 return tensor
             flat, fill = tensor.reshape(count, *tensor.shape[len(shape) :]), 0
             if name == "target" and tensor.dtype in _INTEGERS:

@@ -23,7 +23,7 @@ from thunder_flce.engine.choose import choose
 from thunder_flce.engine.engine import Saved
 from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.engine.plan import Plan
-from thunder_flce.engine.primitives import Primitives
+from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import UpstreamGradients
 from thunder_flce.engine.rows import remember
 from thunder_flce.operation.call import OF_TOKENS, Call, Spec, argument, gradient_name, result_names, result_specs
@@ -136,19 +136,21 @@ def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
-    """The primitives of a call. Where the plan is made, what follows from the shapes is found out once."""
-    region = settings.__dict__.get("_region")
-    if region is not None and region.fits(tensors):
-        call = region.call.with_tensors(dict(zip(settings.names, tensors, strict=True)))
-        return Primitives(call, region.plan, region=region)
+    """The primitives of a call. What follows from the sizes but the number of tokens is found out once."""
+    region: Region | None = settings.__dict__.get("_region")
+    is_planned = settings.options is None and settings.shard is None
+    if region is not None and is_planned and (found := region.call_of(tensors)) is not None:
+        return Primitives(found, region.plan, region=region)
     call, plan = _planned(settings, tensors)
-    flat = call.flat()
-    ops = Primitives(flat, plan)
-    # It is kept if the engine takes the tensors as they are.
-    is_flat = all([flat.tensors[name] is each for name, each in call.tensors.items()])
-    if settings.options is None and call.shard is None and is_flat:
-        settings.__dict__["_region"] = ops.region
-    return ops
+    found = call = call.flat()
+    if region is not None and (region.plan, region.call.shard) == (plan, call.shard):
+        found = region.call_of([*call.tensors.values()])
+    else:
+        region = None
+    if region is None or found is None:
+        found, region = call, Region(call.specs(), plan)
+        settings.__dict__["_region"] = region
+    return Primitives(found, plan, region=region)
 
 
 def _in_shape(call: Call, name: str, result: Tensor) -> Tensor:
@@ -217,6 +219,11 @@ def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]
 _FEW_TOKENS = 512
 
 
+def planned_tokens(tokens: int) -> int:
+    """The number of tokens for which a call of so many is planned."""
+    return tokens if tokens <= _FEW_TOKENS else -(-tokens // TILE_ROWS) * TILE_ROWS
+
+
 def plan_for(call: Call, options: Options, *, memory: int | None = None) -> Plan:
     """The plan for a call, or for one of up to 127 more tokens; for a divided vocabulary, with the least memory of all.
 
@@ -225,9 +232,7 @@ def plan_for(call: Call, options: Options, *, memory: int | None = None) -> Plan
     device = Device.of(call.device)
     if memory is not None:
         device = replace(device, memory=memory)
-    tokens, dimensions = call.own_tokens, len(call.shape)
-    if tokens > _FEW_TOKENS:
-        tokens = -(-tokens // TILE_ROWS) * TILE_ROWS
+    tokens, dimensions = planned_tokens(call.own_tokens), len(call.shape)
     specs = tuple(
         (
             name,

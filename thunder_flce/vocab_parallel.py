@@ -19,7 +19,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from hashlib import blake2b
 from numbers import Real
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import COLUMN, HIDDEN, TOKEN, Call, argument
+from thunder_flce.operation.call import COLUMN, Call, argument, has_tokens
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
@@ -133,7 +133,7 @@ class Agreement:
     """Rows of the whole weight"""
     memory: int | None
     """The least total memory of all ranks' devices, in bytes; None for a CPU"""
-    most_tokens: int
+    most_tokens: int = field(compare=False)
     """Those of the rank with the most; with `data_parallel`, ranks have different numbers"""
 
 
@@ -346,7 +346,7 @@ def _described(
         known, shape = argument(name), tuple[Any, ...](value.shape)
         if known.role == COLUMN and (is_dtensor(value) or _rows(value) == rows):
             shape = ("V", *shape[1:])
-        elif known.role in (HIDDEN, TOKEN) and tokens is not None and shape[: len(tokens)] == tokens:
+        elif tokens is not None and has_tokens(name, shape, tokens):
             shape = ("T", *shape[len(tokens) :])
         needs = value.requires_grad and (torch.is_grad_enabled() or not known.differentiable)
         if known.differentiable and needs_grad is not None:

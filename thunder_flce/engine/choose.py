@@ -152,12 +152,8 @@ def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
     return [other for at, other in enumerate(plans) if other not in (plan, *plans[:at])]
 
 
-def waits_for_rows(call: Call, device: Device) -> bool:
-    """Whether leaving out ignored rows can save more than the wait for their number costs."""
-    return _waits_for_rows(_Sizes(call, device, float32_logits=False), device)
-
-
 def _waits_for_rows(sizes: "_Sizes", device: Device) -> bool:
+    """Whether leaving out ignored rows can save more than the wait for their number costs."""
     of_each_matmul = Plan(strategy=GRADIENTS_IN_FORWARD)
     return device.kind == "cpu" or sizes.matmul_seconds(of_each_matmul, device) >= WAIT_SECONDS
 
@@ -345,6 +341,7 @@ class _Choice:
             "strategy": self.strategy, "float32_logits": sizes.logits_dtype is not call.dtype,
             "ignored_rows": ignored_rows, "row_kernels": options.row_kernels,
             "batch_invariant": options.batch_invariant,
+            "is_estimated": not (self.is_on_cpu or device.is_measured),
         }  # fmt: skip
 
     def plan(self) -> Plan:

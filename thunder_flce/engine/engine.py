@@ -75,9 +75,9 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
     if plan.finishes_in_forward and call.loss.has_row_gradients:
         # Class weights are among the factors that the backward multiplies rows by; the weights of targets are not.
         ones = torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
-        coefficients = Coefficients(ops, replace(rows, at_target=None), UpstreamGradients(ones), s=ones)
+        coefficients = Coefficients(ops, replace(rows, at_target=None, s=ones), UpstreamGradients(ones))
     elif plan.finishes_in_forward:
-        coefficients = Coefficients(ops, rows, UpstreamGradients(upstream), s=rows.s)
+        coefficients = Coefficients(ops, rows, UpstreamGradients(upstream))
     outcome = run(ops, rows, coefficients)
     return _results(ops, rows, outcome)
 
@@ -93,12 +93,12 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
     if ops.plan.finishes_in_forward:
         assert saved.unit_gradient is not None
         rows = ops.prepare_again(upstream.loss, call.tokens)
-        factors = Coefficients(ops, replace(rows, target_weights=None), upstream, s=rows.s).factors
+        factors = Coefficients(ops, replace(rows, target_weights=None), upstream).factors
         return {"input": ops.scaled_rows(saved.unit_gradient, rows.returned(factors))}
     assert saved.computed_rows is not None
     rows = ops.prepare_again(upstream.loss, ops.count_of(saved.computed_rows))
     entropy = None if saved.entropy is None else rows.received(saved.entropy.reshape(-1))
-    coefficients = Coefficients(ops, rows, upstream, s=rows.s, entropy=entropy)
+    coefficients = Coefficients(ops, rows, upstream, entropy=entropy)
     return run(ops, rows, coefficients, known=saved).gradients
 
 

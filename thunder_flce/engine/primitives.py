@@ -14,37 +14,54 @@ from torch import Tensor
 from thunder_flce.device import on_device
 from thunder_flce.engine import row_loss, rows
 from thunder_flce.engine.kernels import dispatch
-from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, at_columns, target_gradient
+from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
 from thunder_flce.engine.kernels.layout import empty_logits
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Prepared, Rows
-from thunder_flce.operation.call import Call, Linear
+from thunder_flce.operation.call import Call, Linear, are_of_tokens
 from thunder_flce.operation.loss import RowCoefficients, RowWeights
+
+# What of a call follows from its sizes, but for the number of tokens.
+_OF_SIZES = [name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name]
 
 
 class Region:
-    """What is known of a region without its tensors, and kept for further calls of the same shapes: who runs what."""
+    """What is known of a region but for its tensors and their number of tokens, and kept for further calls."""
 
     def __init__(self, call: Call, plan: Plan, *, device_type: str | None = None):
         """The call is a flat one, of specs; `device_type` is that of its device, unless it stands for another."""
         self.call, self.plan = call, plan
-        for name, value in vars(Call).items():
-            if isinstance(value, cached_property):
-                # What follows from the sizes is found out once, for all calls that are made of this one.
-                getattr(call, name)
+        for name in _OF_SIZES:
+            # Found out once, for all calls that are made of this one.
+            getattr(call, name)
         self.device_type = device_type or call.device.type
         self.logit_map = call.loss.logit_map
         self.logits_dtype = plan.logits_dtype(call.dtype)
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are such tensors, in their order, which the engine takes as they are."""
-        return self._layouts == [(each.shape, each.dtype, each.device, each.is_contiguous()) for each in tensors]
+    def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
+        """The flat call of such tensors, in their order; None for those that the engine does not take as they are."""
+        layouts = [
+            (each.shape[start:], each.dtype, each.device, each.is_contiguous())
+            for each, start in zip(tensors, self._starts, strict=True)
+        ]
+        if layouts != self._layouts:
+            return None
+        shard, own = self.call.shard, tensors[0].shape[0]
+        tokens = own if shard is None else own * shard.token_parts
+        return self.call.with_tensors(
+            dict(zip(self.call.tensors, tensors, strict=True)), own_tokens=own, tokens=tokens
+        )  # fmt: skip
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [int(is_of_tokens) for is_of_tokens in are_of_tokens(tuple(self.call.tensors))]
 
     @cached_property
     def _layouts(self) -> list[tuple[Any, ...]]:
-        return [(spec.shape, spec.dtype, spec.device, True) for spec in self.call.tensors.values()]
+        specs = zip(self.call.tensors.values(), self._starts, strict=True)
+        return [(spec.shape[start:], spec.dtype, spec.device, True) for spec, start in specs]
 
     @cached_property
     def kernels(self) -> RowKernels:
@@ -149,10 +166,10 @@ class Primitives:
         """
         if upstream is not None and upstream.ndim:
             upstream = upstream.reshape(-1)
-            if self.region.are_parts:
-                from thunder_flce.engine import token_parts
+            if self.region.are_parts and self.call.shard is not None:
+                from thunder_flce.engine import collectives
 
-                upstream = token_parts.of_all_parts(self.call, upstream)
+                upstream = collectives.start_gathering(self.call.shard, upstream).wait()
         if upstream is not None and upstream.dtype is not self.call.row_dtype:
             upstream = upstream.to(self.call.row_dtype)
         return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
@@ -389,13 +406,6 @@ class Primitives:
             entry = z.gather(1, argmax[:, None]).squeeze(1).to(self.call.row_dtype)
             part = part._replace(argmax=argmax + shard.start, argmax_entry=entry if loss.logit_scale > 0 else -entry)
         return _of_part(collectives.combined(shard, part))
-
-    def target_entries(self, z: Tensor, target: Tensor) -> Tensor:
-        """z (C, V) at the targets, (C,) or (C, K), as far as these are among its columns."""
-        if not self.call.vocab:
-            return torch.zeros_like(target, dtype=z.dtype)
-        column, _ = self.columns_here(target)
-        return z.gather(1, column) if target.ndim > 1 else at_columns(z, column)
 
     def gradient_(
         self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor

@@ -338,9 +338,6 @@ class _Writer(Primitives):
         self._write("gradient_", f"{self._named('dlogits', out)} = {words}    {note}", self._row_library)
         return out, self.empty((call.vocab,), call.row_dtype) if call.bias_grad else None
 
-    def target_entries(self, z: Tensor, target: Tensor) -> Tensor:
-        return self.empty(target.shape, z.dtype)
-
     def token_loss(
         self, found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
     ) -> tuple[Tensor, RowCoefficients | None]:

@@ -66,8 +66,8 @@ class Rows:
     """() int64 how many rows are valid"""
     weight: Tensor | None
     """(N,) what multiplies a row's loss, 0 in ignored rows; None where all are 1"""
-    s: Tensor | None
-    """(N,) the upstream gradient of each row's cross-entropy, where it is known"""
+    s: Tensor
+    """(N,) the upstream gradient of each row's cross-entropy: of a forward, that which gradients are computed for"""
     at_target: Tensor | None
     """(N,) class weights"""
     divisors: tuple[Tensor, Tensor] | Tensor | None
@@ -178,14 +178,14 @@ def valid_rows(found: Prepared, count: int, *, has_weights: bool) -> Rows:
     """The first `count` tokens of the order; `has_weights` says whether rows have weights other than 1."""
     assert found.order is not None
     index = found.order[:count]
-    target, weight, s, at_target = (
+    weight, at_target = (
         None if vector is None else vector.index_select(0, index)
-        for vector in (found.target, found.weight if has_weights else None, found.s, found.at_target)
+        for vector in (found.weight if has_weights else None, found.at_target)
     )
-    assert target is not None
     return Rows(
-        count=count, total=found.target.shape[0], target=target, valid_count=found.counts[0], weight=weight, s=s,
-        at_target=at_target, divisors=found.divisors, order=found.order,
+        count=count, total=found.target.shape[0], target=found.target.index_select(0, index),
+        valid_count=found.counts[0], weight=weight, s=found.s.index_select(0, index), at_target=at_target,
+        divisors=found.divisors, order=found.order,
     )  # fmt: skip
 
 

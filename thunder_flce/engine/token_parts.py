@@ -67,12 +67,6 @@ class RowsOfParts(Rows):
         return self.gather(collectives.start_gathering(self.shard, vector).wait())
 
 
-def of_all_parts(call: Call, vector: Tensor) -> Tensor:
-    """(T,) of (P,), one number for each token of this rank."""
-    assert call.shard is not None
-    return collectives.start_gathering(call.shard, vector).wait()
-
-
 def most_valid(call: Call, found: Prepared) -> int:
     """How many rows are computed: as many of each part as the one with the most has valid ones. The host waits."""
     assert call.shard is not None
@@ -107,14 +101,12 @@ def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -
     chosen = (order[:, :count] + offsets).split(part_chunk, 1)
     index = torch.cat([part.reshape(-1) for part in chosen])
     own = Rows(
-        count=count, total=tokens, target=found.target[:0], valid_count=whole.valid_count, weight=None, s=None,
-        at_target=None, divisors=None, order=None if count == tokens else order[shard.rank],
+        count=count, total=tokens, target=found.target[:0], valid_count=whole.valid_count, weight=None,
+        s=found.s[:0], at_target=None, divisors=None, order=None if count == tokens else order[shard.rank],
     )  # fmt: skip
-    target, weight, s, at_target = (
-        None if vector is None else vector[index] for vector in (found.target, whole.weight, found.s, found.at_target)
-    )
-    assert target is not None
+    weight, at_target = (None if vector is None else vector[index] for vector in (whole.weight, found.at_target))
     return RowsOfParts(
-        count=shard.ranks * count, total=total, target=target, valid_count=whole.valid_count, weight=weight, s=s,
-        at_target=at_target, divisors=whole.divisors, order=index, shard=shard, own=own, part_chunk=part_chunk,
+        count=shard.ranks * count, total=total, target=found.target[index], valid_count=whole.valid_count,
+        weight=weight, s=found.s[index], at_target=at_target, divisors=whole.divisors, order=index, shard=shard,
+        own=own, part_chunk=part_chunk,
     )  # fmt: skip

@@ -74,6 +74,17 @@ def argument(name: str) -> Argument:
     return ARGUMENTS[base + rest.partition("]")[2] if bracket else name]
 
 
+@cache
+def are_of_tokens(names: tuple[str, ...]) -> tuple[bool, ...]:
+    """Which of some tensors, by their names, have something of each of the tokens."""
+    return tuple([argument(name).role in OF_TOKENS for name in names])
+
+
+def has_tokens(name: str, shape: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether a tensor of this name and shape has something of each of the tokens (...)."""
+    return argument(name).role in OF_TOKENS and shape[: len(tokens)] == tokens
+
+
 def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors among the arguments of a function, by name: those that are given, in the order of `ARGUMENTS`.
 
@@ -291,10 +302,10 @@ class Call:
         """Tokens in one dimension, of all ranks where these have been gathered; numbers of tokens in the row dtype."""
         return self.with_tensors({name: self._flat(name, tensor) for name, tensor in self.tensors.items()})
 
-    def with_tensors(self, tensors: Mapping[str, Any]) -> "Call":
-        """The same call with tensors of the same sizes: what is known already stays."""
+    def with_tensors(self, tensors: Mapping[str, Any], **tokens: int) -> "Call":
+        """The same call with tensors of the same sizes, or other `tokens`: what is known already stays."""
         found = object.__new__(Call)
-        found.__dict__.update(self.__dict__, tensors=tensors)
+        found.__dict__.update(self.__dict__, tensors=tensors, **tokens)
         return found
 
     def _flat(self, name: str, tensor: Any) -> Any:
