@@ -311,6 +311,8 @@ class Model(nn.Module):
 
 
 TOKENS = torch.arange(6).view(2, 3)
+
+
 class NanoGPT(Model):
     """Takes and returns what Karpathy's nanoGPT does."""
 
