@@ -82,13 +82,8 @@ class LossTrainerMixin:
         modules = [module for module in self.model.modules() if hasattr(module, "_gradient_checkpointing_func")]
         if any(module._gradient_checkpointing_func.keywords.get("use_reentrant", True) for module in modules):
             raise ValueError(
-<<<<<<< HEAD
-                'gradient_checkpointing_kwargs must be {"use_reentrant": False}: the hook that reentrant checkpoints '
-                "of this model need (enable_input_require_grads) cannot be compiled"
-=======
                 'gradient_checkpointing_kwargs must be {"use_reentrant": False}: the hook that this model has for '
                 "reentrant checkpoints (enable_input_require_grads) cannot be compiled"
->>>>>>> trainers
             )
         self.model.disable_input_require_grads()
 
