@@ -82,9 +82,9 @@ class OurTrainer(thunder_flce.LossTrainerMixin, transformers.Trainer):
     backend_options = {"strict": True}
 
 
-def train(trainer_class, folder, *, model=None, resume=None, settings=None, **others):
+def train(trainer_class, folder, *, model=None, resume=None, settings=None, rows=None, **others):
     model = tiny.model(num_hidden_layers=0) if model is None else model
-    rows = tiny.rows(16)
+    rows = tiny.rows(16) if rows is None else rows
     trainer = trainer_class(
         model=model,
         args=arguments(folder, **(settings or {})),
@@ -135,7 +135,7 @@ def test_predictions_and_metrics(tmp_path):
         return {"accuracy": (predicted == labels)[labels != -100].mean()}
 
     expected, ours = (
-        train(each, tmp_path, settings={"max_steps": 1}, compute_metrics=accuracy)
+        train(each, tmp_path, settings={"max_steps": 1, "gradient_accumulation_steps": 1}, compute_metrics=accuracy)
         for each in (transformers.Trainer, OurTrainer)
     )
     assert_same(expected, ours)
@@ -148,8 +148,9 @@ def test_predictions_and_metrics(tmp_path):
 
 def test_resumes(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2}
-    whole = train(OurTrainer, tmp_path, settings=settings)
-    resumed = train(OurTrainer, tmp_path, settings=settings, resume=str(tmp_path / "checkpoint-2"))
+    rows = [{"input_ids": row["input_ids"][:4]} for row in tiny.rows(16)]
+    whole = train(OurTrainer, tmp_path, settings=settings, rows=rows)
+    resumed = train(OurTrainer, tmp_path, settings=settings, rows=rows, resume=str(tmp_path / "checkpoint-2"))
     assert_same(whole, resumed)
 
 
@@ -387,3 +388,111 @@ def test_trl(name, tmp_path, monkeypatch):
     utils._ChunkedLogProbFunction = SimpleNamespace(apply=lambda *given: (calls.append(given), head.apply(*given))[1])
     assert_same(expected, run(), rtol=2e-2 if "bf16" in config else 2e-4)
     assert len(calls) >= 5
+
+
+# litgpt and Lightning. Its Trainer is that of lightning 2.6.
+
+
+class Loss(torch.nn.Module):
+    """litgpt's model and its loss, as in its `pretrain`."""
+
+    def __init__(self):
+        super().__init__()
+        litgpt = pytest.importorskip("litgpt", reason="needs the extra 'examples'")
+        sizes = {"block_size": 32, "vocab_size": 61, "padded_vocab_size": 64, "n_layer": 0, "n_head": 4, "n_embd": 32}
+        torch.manual_seed(0)
+        self.gpt = litgpt.GPT(litgpt.Config(**sizes, intermediate_size=48))
+
+    def forward(self, tokens, targets):
+        """Without chunks of its own."""
+        from litgpt.utils import chunked_cross_entropy
+
+        return chunked_cross_entropy(self.gpt(tokens), targets, chunk_size=0)
+
+
+def batches_of(lengths):
+    """Tokens, and the next ones, of which the first are a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    for length in lengths:
+        tokens = torch.randint(61, (3, length + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:].clone().index_fill_(1, torch.arange(2), -100)
+
+
+def by_backend(module):
+    return torch.compile(module, backend="thunder_flce")
+
+
+FABRIC = {
+    "jit, then setup": (thunder_flce.jit, True, "32-true"),
+    "setup, then the backend": (by_backend, False, "32-true"),
+    "the backend, then setup, bf16": (by_backend, True, "bf16-mixed"),
+}
+
+
+@pytest.mark.parametrize("name", FABRIC)
+def test_fabric(name):
+    fabric_of = pytest.importorskip("lightning.fabric", reason="needs the extra 'examples'").Fabric
+    compiled_by, is_first, precision = FABRIC[name]
+
+    def run(compiled_by):
+        fabric, module = fabric_of(accelerator="cpu", devices=1, precision=precision), Loss()
+        if is_first:
+            module = compiled_by(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        step, optimizer = fabric.setup(module, optimizer)
+        if not is_first:
+            step = compiled_by(step)
+        logged = []
+        for tokens, targets in batches_of((12, 12) if "jit" in name else (12, 17, 9)):
+            loss = step(tokens, targets)
+            fabric.backward(loss)
+            norm = torch.nn.utils.clip_grad_norm_(step.parameters(), 100)
+            logged += [loss.item(), norm.item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return logged, step
+
+    expected, _ = run(lambda module: module)
+    got, step = run(compiled_by)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2e-2 if "bf16" in name else 1e-4, atol=0)
+    decisions = thunder_flce.explain(step).decisions
+    assert decisions and all(decision.fused for decision in decisions)
+
+
+def test_trainer_of_lightning(tmp_path):
+    lightning = pytest.importorskip("lightning", reason="needs the extra 'examples'")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, compiled_by):
+            super().__init__()
+            self.loss, self.logged = Loss(), []
+            self.compiled_loss = compiled_by(self.loss_of)
+
+        def loss_of(self, batch):
+            """What is compiled: no module, so that the state dict has no parameter twice."""
+            return self.loss(*batch)
+
+        def training_step(self, batch, _):
+            loss = self.compiled_loss(batch)
+            self.logged.append(loss.item())
+            return loss
+
+        def on_before_optimizer_step(self, _):
+            self.logged.append(torch.nn.utils.clip_grad_norm_(self.parameters(), 100).item())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def run(compiled_by):
+        module = Module(compiled_by)
+        quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar")}
+        trainer = lightning.Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(list(batches_of((12, 17, 9))), batch_size=None))
+        return module
+
+    expected = run(lambda function: function)
+    ours = run(lambda function: torch.compile(function, backend="thunder_flce", options={"strict": True}))
+    assert len(expected.logged) == 6
+    torch.testing.assert_close(torch.tensor(ours.logged), torch.tensor(expected.logged), rtol=1e-4, atol=0)
+    assert all(decision.fused for decision in thunder_flce.explain(ours.compiled_loss).decisions)
+    assert expected.state_dict().keys() == ours.state_dict().keys()
