@@ -4,9 +4,11 @@ Skipped where a library is not installed: `make matrix` has an environment with 
 """
 
 import importlib
+import re
 import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -496,3 +498,74 @@ def test_trainer_of_lightning(tmp_path):
     torch.testing.assert_close(torch.tensor(ours.logged), torch.tensor(expected.logged), rtol=1e-4, atol=0)
     assert all(decision.fused for decision in thunder_flce.explain(ours.compiled_loss).decisions)
     assert expected.state_dict().keys() == ours.state_dict().keys()
+
+
+def test_torchtitan():
+    losses = pytest.importorskip("torchtitan.components.loss", reason="needs torchtitan")
+    program = next(program for title, program in PROGRAMS if title == "torchtitan")
+    ours = {"torch": torch}
+    exec(program, ours)
+    hidden, head = torch.randn(2, 16, 8, requires_grad=True), torch.nn.Linear(8, 50, bias=False)
+    labels = torch.randint(50, (2, 16)).index_fill_(1, torch.arange(3), -100)
+    results = []
+    for config in (losses.ChunkedLossWrapper.Config(num_chunks=4), ours["FusedLoss"].Config()):
+        loss = config.build()
+        loss.set_lm_head(head)
+        hidden.grad, head.weight.grad = None, None
+        value, _ = loss(hidden, labels, torch.tensor(26))
+        value.backward()
+        results.append((value.detach(), hidden.grad, head.weight.grad))
+    assert type(loss).__name__ == "FusedLoss"
+    torch.testing.assert_close(*results)
+
+
+# The page.
+
+PAGE = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text(encoding="utf-8")
+PROGRAMS = [
+    (section.partition("\n")[0], program)
+    for section in PAGE.split("\n## ")[1:]
+    for program in re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("title", "program"), PROGRAMS, ids=[title for title, _ in PROGRAMS])
+def test_programs_of_the_page(title, program, tmp_path, monkeypatch, capsys):
+    """What the page says is yours, they are given here."""
+    for library in re.findall(r"^(?:from|import) (\w+)", program, re.MULTILINE):
+        pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    model = tiny.model(num_hidden_layers=1 if "peft" in title else 0)
+    model.save_pretrained("model")
+    yours = {"model": transformers.AutoModelForCausalLM.from_pretrained("model"), "tokenizer": tiny.tokenizer()}
+    if title == "TRL":
+        import trl
+        from datasets import Dataset
+
+        utils = importlib.import_module("trl.trainer.utils")
+        monkeypatch.setattr(utils, our_trl._NAME, utils._ChunkedLogProbFunction)
+        columns = {"texts": ("text",), "preferences": ("prompt", "chosen", "rejected"), "prompts": ("prompt",)}
+        for name, of_row in columns.items():
+            yours[name] = Dataset.from_list([dict.fromkeys(of_row, text) for text in tiny.sentences(8)])
+        for kind in ("SFT", "DPO"):
+            yours[f"{kind.lower()}_arguments"] = arguments(tmp_path, getattr(trl, f"{kind}Config"), max_steps=1)
+        of_grpo = {"num_generations": 2, "max_completion_length": 4, "max_steps": 1}
+        yours["grpo_arguments"] = arguments(tmp_path, trl.GRPOConfig, **of_grpo)
+        yours["reward"] = lambda completions, **_: list(map(len, completions))
+    elif "litgpt" in title:
+        yours |= {"gpt": Loss().gpt, "token_batches": batches_of((12, 17))}
+    else:
+        rows = tiny.rows(6)
+        batches = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate)
+        yours |= {"batches": batches, "optimizer": torch.optim.SGD(yours["model"].parameters(), lr=0.1)}
+        yours |= {"arguments": arguments(tmp_path), "dataset": rows, "collate": collate, "torch": torch}
+    before = len(thunder_flce.explain().decisions)
+    module = ModuleType("program")
+    vars(module).update(yours)
+    monkeypatch.setitem(sys.modules, "program", module)  # Dynamo looks there for what a function reads.
+    exec(program, vars(module))
+    decisions = thunder_flce.explain().decisions[before:]
+    assert all(decision.fused for decision in decisions)
+    assert bool(decisions) == (title not in ("TRL", "torchtitan"))
+    assert ("gradients in forward" in capsys.readouterr().out) == ("explain(" in program)
