@@ -4,9 +4,11 @@ Skipped where a library is not installed: `make matrix` has an environment with 
 """
 
 import importlib
+import re
 import sys
 from importlib.util import find_spec
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -82,9 +84,9 @@ class OurTrainer(thunder_flce.LossTrainerMixin, transformers.Trainer):
     backend_options = {"strict": True}
 
 
-def train(trainer_class, folder, *, model=None, resume=None, settings=None, **others):
+def train(trainer_class, folder, *, model=None, resume=None, settings=None, rows=None, **others):
     model = tiny.model(num_hidden_layers=0) if model is None else model
-    rows = tiny.rows(16)
+    rows = tiny.rows(16) if rows is None else rows
     trainer = trainer_class(
         model=model,
         args=arguments(folder, **(settings or {})),
@@ -135,7 +137,7 @@ def test_predictions_and_metrics(tmp_path):
         return {"accuracy": (predicted == labels)[labels != -100].mean()}
 
     expected, ours = (
-        train(each, tmp_path, settings={"max_steps": 1}, compute_metrics=accuracy)
+        train(each, tmp_path, settings={"max_steps": 1, "gradient_accumulation_steps": 1}, compute_metrics=accuracy)
         for each in (transformers.Trainer, OurTrainer)
     )
     assert_same(expected, ours)
@@ -148,8 +150,9 @@ def test_predictions_and_metrics(tmp_path):
 
 def test_resumes(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2}
-    whole = train(OurTrainer, tmp_path, settings=settings)
-    resumed = train(OurTrainer, tmp_path, settings=settings, resume=str(tmp_path / "checkpoint-2"))
+    rows = [{"input_ids": row["input_ids"][:4]} for row in tiny.rows(16)]
+    whole = train(OurTrainer, tmp_path, settings=settings, rows=rows)
+    resumed = train(OurTrainer, tmp_path, settings=settings, rows=rows, resume=str(tmp_path / "checkpoint-2"))
     assert_same(whole, resumed)
 
 
@@ -387,3 +390,182 @@ def test_trl(name, tmp_path, monkeypatch):
     utils._ChunkedLogProbFunction = SimpleNamespace(apply=lambda *given: (calls.append(given), head.apply(*given))[1])
     assert_same(expected, run(), rtol=2e-2 if "bf16" in config else 2e-4)
     assert len(calls) >= 5
+
+
+# litgpt and Lightning. Its Trainer is that of lightning 2.6.
+
+
+class Loss(torch.nn.Module):
+    """litgpt's model and its loss, as in its `pretrain`."""
+
+    def __init__(self):
+        super().__init__()
+        litgpt = pytest.importorskip("litgpt", reason="needs the extra 'examples'")
+        sizes = {"block_size": 32, "vocab_size": 61, "padded_vocab_size": 64, "n_layer": 0, "n_head": 4, "n_embd": 32}
+        torch.manual_seed(0)
+        self.gpt = litgpt.GPT(litgpt.Config(**sizes, intermediate_size=48))
+
+    def forward(self, tokens, targets):
+        """Without chunks of its own."""
+        from litgpt.utils import chunked_cross_entropy
+
+        return chunked_cross_entropy(self.gpt(tokens), targets, chunk_size=0)
+
+
+def batches_of(lengths):
+    """Tokens, and the next ones, of which the first are a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    for length in lengths:
+        tokens = torch.randint(61, (3, length + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:].clone().index_fill_(1, torch.arange(2), -100)
+
+
+def by_backend(module):
+    return torch.compile(module, backend="thunder_flce")
+
+
+FABRIC = {
+    "jit, then setup": (thunder_flce.jit, True, "32-true"),
+    "setup, then the backend": (by_backend, False, "32-true"),
+    "the backend, then setup, bf16": (by_backend, True, "bf16-mixed"),
+}
+
+
+@pytest.mark.parametrize("name", FABRIC)
+def test_fabric(name):
+    fabric_of = pytest.importorskip("lightning.fabric", reason="needs the extra 'examples'").Fabric
+    compiled_by, is_first, precision = FABRIC[name]
+
+    def run(compiled_by):
+        fabric, module = fabric_of(accelerator="cpu", devices=1, precision=precision), Loss()
+        if is_first:
+            module = compiled_by(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        step, optimizer = fabric.setup(module, optimizer)
+        if not is_first:
+            step = compiled_by(step)
+        logged = []
+        for tokens, targets in batches_of((12, 12) if "jit" in name else (12, 17, 9)):
+            loss = step(tokens, targets)
+            fabric.backward(loss)
+            norm = torch.nn.utils.clip_grad_norm_(step.parameters(), 100)
+            logged += [loss.item(), norm.item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return logged, step
+
+    expected, _ = run(lambda module: module)
+    got, step = run(compiled_by)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2e-2 if "bf16" in name else 1e-4, atol=0)
+    decisions = thunder_flce.explain(step).decisions
+    assert decisions and all(decision.fused for decision in decisions)
+
+
+def test_trainer_of_lightning(tmp_path):
+    lightning = pytest.importorskip("lightning", reason="needs the extra 'examples'")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, compiled_by):
+            super().__init__()
+            self.loss, self.logged = Loss(), []
+            self.compiled_loss = compiled_by(self.loss_of)
+
+        def loss_of(self, batch):
+            """What is compiled: no module, so that the state dict has no parameter twice."""
+            return self.loss(*batch)
+
+        def training_step(self, batch, _):
+            loss = self.compiled_loss(batch)
+            self.logged.append(loss.item())
+            return loss
+
+        def on_before_optimizer_step(self, _):
+            self.logged.append(torch.nn.utils.clip_grad_norm_(self.parameters(), 100).item())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def run(compiled_by):
+        module = Module(compiled_by)
+        quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar")}
+        trainer = lightning.Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(list(batches_of((12, 17, 9))), batch_size=None))
+        return module
+
+    expected = run(lambda function: function)
+    ours = run(lambda function: torch.compile(function, backend="thunder_flce", options={"strict": True}))
+    assert len(expected.logged) == 6
+    torch.testing.assert_close(torch.tensor(ours.logged), torch.tensor(expected.logged), rtol=1e-4, atol=0)
+    assert all(decision.fused for decision in thunder_flce.explain(ours.compiled_loss).decisions)
+    assert expected.state_dict().keys() == ours.state_dict().keys()
+
+
+def test_torchtitan():
+    losses = pytest.importorskip("torchtitan.components.loss", reason="needs torchtitan")
+    program = next(program for title, program in PROGRAMS if title == "torchtitan")
+    ours = {"torch": torch}
+    exec(program, ours)
+    hidden, head = torch.randn(2, 16, 8, requires_grad=True), torch.nn.Linear(8, 50, bias=False)
+    labels = torch.randint(50, (2, 16)).index_fill_(1, torch.arange(3), -100)
+    results = []
+    for config in (losses.ChunkedLossWrapper.Config(num_chunks=4), ours["FusedLoss"].Config()):
+        loss = config.build()
+        loss.set_lm_head(head)
+        hidden.grad, head.weight.grad = None, None
+        value, _ = loss(hidden, labels, torch.tensor(26))
+        value.backward()
+        results.append((value.detach(), hidden.grad, head.weight.grad))
+    assert type(loss).__name__ == "FusedLoss"
+    torch.testing.assert_close(*results)
+
+
+# The page.
+
+PAGE = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text(encoding="utf-8")
+PROGRAMS = [
+    (section.partition("\n")[0], program)
+    for section in PAGE.split("\n## ")[1:]
+    for program in re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("title", "program"), PROGRAMS, ids=[title for title, _ in PROGRAMS])
+def test_programs_of_the_page(title, program, tmp_path, monkeypatch, capsys):
+    """What the page says is yours, they are given here."""
+    for library in re.findall(r"^(?:from|import) (\w+)", program, re.MULTILINE):
+        pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    model = tiny.model(num_hidden_layers=1 if "peft" in title else 0)
+    model.save_pretrained("model")
+    yours = {"model": transformers.AutoModelForCausalLM.from_pretrained("model"), "tokenizer": tiny.tokenizer()}
+    if title == "TRL":
+        import trl
+        from datasets import Dataset
+
+        utils = importlib.import_module("trl.trainer.utils")
+        monkeypatch.setattr(utils, our_trl._NAME, utils._ChunkedLogProbFunction)
+        columns = {"texts": ("text",), "preferences": ("prompt", "chosen", "rejected"), "prompts": ("prompt",)}
+        for name, of_row in columns.items():
+            yours[name] = Dataset.from_list([dict.fromkeys(of_row, text) for text in tiny.sentences(8)])
+        for kind in ("SFT", "DPO"):
+            yours[f"{kind.lower()}_arguments"] = arguments(tmp_path, getattr(trl, f"{kind}Config"), max_steps=1)
+        of_grpo = {"num_generations": 2, "max_completion_length": 4, "max_steps": 1}
+        yours["grpo_arguments"] = arguments(tmp_path, trl.GRPOConfig, **of_grpo)
+        yours["reward"] = lambda completions, **_: list(map(len, completions))
+    elif "litgpt" in title:
+        yours |= {"gpt": Loss().gpt, "token_batches": batches_of((12, 17))}
+    else:
+        rows = tiny.rows(6)
+        batches = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate)
+        yours |= {"batches": batches, "optimizer": torch.optim.SGD(yours["model"].parameters(), lr=0.1)}
+        yours |= {"arguments": arguments(tmp_path), "dataset": rows, "collate": collate, "torch": torch}
+    before = len(thunder_flce.explain().decisions)
+    module = ModuleType("program")
+    vars(module).update(yours)
+    monkeypatch.setitem(sys.modules, "program", module)  # Dynamo looks there for what a function reads.
+    exec(program, vars(module))
+    decisions = thunder_flce.explain().decisions[before:]
+    assert all(decision.fused for decision in decisions)
+    assert bool(decisions) == (title not in ("TRL", "torchtitan"))
+    assert ("gradients in forward" in capsys.readouterr().out) == ("explain(" in program)
