@@ -3,7 +3,7 @@
 # make check    style, the order of imports and types, then all tests: what .ci/run does
 # make lint     the same without the tests
 # make matrix   a short suite on every supported version of Python, PyTorch, thunder and transformers: an hour or so
-# make targets  compiles every Triton kernel for every GPU that README.md names, without one: a few minutes
+# make targets  compiles every Triton kernel for every GPU that docs/support.md names, without one: a few minutes
 # make docs     builds the pages in docs/ with an API reference, as a site in build/site
 # make traces   prints the traces in traces/ anew
 # make mutants  breaks the engine at random places, one at a time, and shows which the tests do not notice
@@ -60,7 +60,7 @@ check: lint
 
 docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --group docs
-	$(BIN)/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 matrix: $(STAMP)
 	$(BIN)/nox $(ARGS)

@@ -1,4 +1,4 @@
-"""`make matrix`: a short suite on the versions that README.md names, each in an environment of its own.
+"""`make matrix`: a short suite on the versions that docs/support.md names, each in an environment of its own.
 
     nox --list                                      the sessions
     nox -s "matrix(python 3.11, torch 2.8)"         one of them

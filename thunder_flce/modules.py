@@ -157,7 +157,7 @@ class LinearCrossEntropyLoss(nn.Module):
             target: (...) integers in [0, V), or ignore_index; with target_weights (..., K).
             token_weights: (...) what multiplies each token's loss.
             target_weights: (..., K) what each of K targets of a token counts.
-            token_inputs: (...) each, what token_loss takes beside.
+            token_inputs: (...) each, further arguments of token_loss.
             num_items: what "mean" divides by, in place of the number of valid targets.
             expected_gradient: the upstream gradient that gradients in the forward are finished for.
 
@@ -240,7 +240,7 @@ def _check_linear(linear: nn.Module) -> None:
 
 
 def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "loss") -> nn.Module:
-    """A model that returns only its loss, of one that returns it beside the logits, as those of transformers do.
+    """A model that returns only its loss, of one that returns it with the logits, as those of transformers do.
 
     Logits that a program returns must be there in full, so this is what to compile:
     `thunder_flce.jit(thunder_flce.loss_only(model))`. It is called as the model is, with `labels=`.

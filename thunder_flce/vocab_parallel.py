@@ -72,7 +72,7 @@ class VocabParallel:
     rank's tokens. The input's gradient is that of this rank's part."""
 
     data_parallel: bool = False
-    """Whether each rank has tokens of its own, as many as it likes, and the gradients of what comes before are averaged
+    """Whether each rank has other tokens, as many as it likes, and the gradients of what comes before are averaged
     over the ranks, as FSDP and DDP do. The loss is the mean over ranks of their losses, so that averaged gradients are
     its own: input's gradient is that of this rank's loss, and linear_weight's is already averaged. "mean" is the mean
     over the tokens of all ranks; with num_items, the same on all ranks, as `count_items` has it."""

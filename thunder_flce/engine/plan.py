@@ -25,7 +25,7 @@ LOSS_ONLY = "loss_only"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a region runs: the same loop over chunks of tokens for every strategy."""
+    """How a fused loss runs: the same loop over chunks of tokens for every strategy."""
 
     strategy: str
     chunk_rows: int = 0
@@ -42,7 +42,7 @@ class Plan:
     """"skip": ignored rows are left out before the first matmul, for which the host waits for their number. "compute":
     they are computed, with a gradient of 0."""
     row_kernels: str = "auto"
-    """Who runs the row work: see `Options.row_kernels`."""
+    """Which softmax kernels run: see `Options.row_kernels`."""
     tune_products: bool = False
     """Whether large matmuls run by the fastest of cuBLAS's algorithms, measured when the first of them runs."""
     batch_invariant: bool = False

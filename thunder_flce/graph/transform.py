@@ -39,7 +39,7 @@ class Compilation:
 class FuseLinearCrossEntropy(Transform):
     """Replaces linear → … → cross_entropy by `linear_cross_entropy`, before autograd.
 
-    The same for log-probabilities and entropies that are spelled out (`matching.readings`). The region takes the place
+    The same for log-probabilities and entropies that are spelled out (`matching.rules`). The fused op takes the place
     of the loss, because the labels may be computed between the two:
 
         # before                                              # after
