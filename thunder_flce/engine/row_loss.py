@@ -172,11 +172,9 @@ def token_loss(
 
 def _soft_targets(ops: "Primitives", rows: Rows, row: Row, chunk: slice) -> SoftTargets:
     """The targets of the rows of `chunk`, where a row has several; `row` is what is known of these rows."""
-    weights, first = rows.target_weights, rows.first_targets
-    assert weights is not None
-    if first is None:
-        return SoftTargets(weights[chunk])
-    return SoftTargets(weights[chunk], Rest.of(row, weights[chunk], first[chunk], let=lambda name, value: value))
+    assert rows.target_weights is not None
+    weights, first = rows.target_weights[chunk], rows.first_targets
+    return SoftTargets(weights, None if first is None else Rest.of(row, weights, first[chunk]))
 
 
 def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResults:

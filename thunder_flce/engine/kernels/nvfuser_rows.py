@@ -301,8 +301,6 @@ _lock = threading.Lock()
 class NvFuserRowKernels:
     """See `RowKernels`; logits in 16 or 32 bits. A gradient in another dtype than z's is copied once."""
 
-    library = "nvFuser"
-
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
         self._fused: dict[tuple[Fusion, int], FusionDefinition] = {}
