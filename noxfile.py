@@ -85,6 +85,10 @@ MODELS = _parameters(
     )
 )
 
+NEWEST_TRAINERS = ("transformers==5.23.0", "trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2")
+TORCHTITAN = ("torchtitan==0.3.0", "spmd_types==0.2.3", "tyro", "docstring_parser")
+"""What its loss imports: all that it asks for cannot be installed beside TRL."""
+
 nox.options.error_on_missing_interpreters = False
 nox.options.default_venv_backend = "uv"
 nox.needs_version = ">=2025.2.9"
@@ -105,14 +109,23 @@ def matrix(session: nox.Session, versions: Versions) -> None:
 @nox.session
 @nox.parametrize("python, versions", MODELS)
 def models(session: nox.Session, versions: Versions) -> None:
-    """The zoo and the Trainer, also with newer versions of transformers, which litgpt cannot be installed beside.
+    """The zoo and trainers, also with newer versions of transformers, which litgpt cannot be installed beside.
 
     thunder's nightly is what `thunderfx` needs for 4.57.6.
     """
     _install(session, versions, extras=[] if versions.transformers else ["examples"])
     if versions.transformers:
         session.install(f"transformers=={versions.transformers}", "accelerate", "tqdm")
-    _test(session, "tests/test_model_zoo.py", "tests/test_examples.py")
+    _test(session, "tests/test_model_zoo.py", "tests/test_examples.py", "tests/test_integrations.py")
+
+
+@nox.session(python="3.12")
+def trainers(session: nox.Session) -> None:
+    """The newest transformers, TRL and peft, and torchtitan's loss; `models` runs what litgpt is there for."""
+    _install(session, Versions(torch="2.10"), extras=["test"])
+    session.install(*NEWEST_TRAINERS, "tqdm")
+    session.install("--no-deps", *TORCHTITAN)
+    _test(session, "tests/test_integrations.py")
 
 
 def _install(session: nox.Session, versions: Versions, *, extras: list[str]) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from thunder_flce.engine.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.inspection.report import Report, explain
+from thunder_flce.integrations.transformers import LossTrainerMixin
+from thunder_flce.integrations.trl import replace_trl_head
 from thunder_flce.kl_divergence import linear_kl_divergence
 from thunder_flce.labels import count_items, shift_labels
 from thunder_flce.matching.decisions import NotFusedError, NotFusedWarning
@@ -21,6 +23,7 @@ __all__ = [
     "FlcePlugin",
     "FuseLinearCrossEntropy",
     "LinearCrossEntropyLoss",
+    "LossTrainerMixin",
     "NotFusedError",
     "NotFusedWarning",
     "Options",
@@ -34,6 +37,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl_divergence",
     "loss_only",
+    "replace_trl_head",
     "shift_labels",
     "thunderfx",
 ]

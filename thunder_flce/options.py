@@ -36,9 +36,9 @@ class Options:
 
     memory_budget: int | float | None = None
     """Temporary memory of the loss above its gradients: bytes (int), or a fraction of the device's memory (float
-    in (0, 1)). None: chunks as small as they can be without costing more than 3% of the time; and logits are saved for
-    a backward that would compute them again while they take at most 4 GiB and a twentieth of the device's memory,
-    whatever of it is free (never on a CPU)."""
+    in (0, 1)). None: chunks as small as they can be without costing more than 3% of the time, which take at most a
+    twentieth of the device's memory, down to 512 rows; and logits are saved for a backward that would compute them
+    again while they take at most 4 GiB and such a twentieth, whatever of it is free (never on a CPU)."""
 
     strategy: str | None = None
     """One of `STRATEGIES`, or None to let the plan choose."""
@@ -121,6 +121,10 @@ class Options:
             found = hash(tuple([getattr(self, f.name) for f in fields(self)]))
             object.__setattr__(self, "_hash", found)
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the hash: that of a text differs from one process to the next.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def non_defaults(self) -> dict[str, Any]:
         """The fields that differ from their defaults, by name."""

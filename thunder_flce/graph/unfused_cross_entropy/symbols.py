@@ -47,9 +47,9 @@ def _backward_impl(
 ) -> Tensor:  # fmt: skip
     """The logits' gradient, (N, V) in the logits' dtype; grad is () or, for reduction "none", (N,)."""
     ops = _primitives(logits, target, weight, settings)
-    rows = ops.prepare_again(None, logits.shape[0])
+    rows = ops.prepare_again(grad, logits.shape[0])
     z = ops.logits_buffer(logits.shape[0]).copy_(logits)
-    found = RowResults(RowStatistics(row_max, row_log_sum), ops.target_entries(z, rows.target))
+    found = RowResults(RowStatistics(row_max, row_log_sum), None)
     coefficients = Coefficients(ops, rows, UpstreamGradients(grad))
     return ops.gradient_(z, found, coefficients.of(slice(0, rows.count), found), rows.target)[0]
 
