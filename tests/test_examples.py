@@ -26,7 +26,7 @@ NEEDS = {
     "thunder_jit": [],
     "torch_compile": [],
     "train_gpt": ["litgpt", "rich", "tokenizers", "tqdm"],
-    "trainer": ["accelerate", "rich", "tokenizers", "transformers"],
+    "trainer": ["accelerate", "tokenizers", "transformers"],
 }
 
 
@@ -106,12 +106,13 @@ def test_llama(load, capsys, without_inductor):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_trainer(load, capsys, monkeypatch, without_inductor):
+    """That losses are the same, the example checks for itself."""
     example = load("trainer")
-    small = replace(example.SETUPS["cpu"], text_bytes=2**16, vocab=512, batch=2, length=32)
-    monkeypatch.setitem(example.SETUPS, "cpu", small)
-    monkeypatch.setattr(sys, "argv", ["trainer.py", "--device", "cpu", "--steps", "2"])
+    monkeypatch.setattr(example, "VOCAB", 512)
+    monkeypatch.setattr(example, "TEXT_BYTES", 2**15)
     assert example.main() == 0
-    assert "their peak memory" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "gradients in forward" in out and "evaluation" in out
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
