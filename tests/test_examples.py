@@ -125,4 +125,4 @@ def test_demo(load, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--device", "cpu", "--steps", "3", "--text", str(text)])
     assert demo.main() == 0
     printed = capsys.readouterr().out
-    assert "peak memory of head and loss" in printed and "scale_gradients" in printed
+    assert "peak memory of head and loss" in printed and "flce_scale_gradients" in printed

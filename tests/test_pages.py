@@ -33,7 +33,7 @@ def test_snippets_of_readme_run(tmp_path, capsys, monkeypatch, without_inductor)
     printed = capsys.readouterr().out
     expected = re.findall(r"^# …(/model\.py:.*)$", program.read_text(encoding="utf-8"), re.MULTILINE)
     assert expected and all(f"{line}\n" in printed for line in expected), printed
-    assert "scale_gradients(" in printed
+    assert "flce_scale_gradients(" in printed
 
 
 def test_readme_is_short():

@@ -119,8 +119,8 @@ def test_fused(loss, options, bias, device):
     (decision,) = compilation.decisions
     source = "loss.py:" if loss is late_labels_loss else "test_thunder.py:"
     assert decision.fused and source in decision.source
-    assert _symbols(thunder.last_traces(jitted)[-1]).count("linear_cross_entropy_fwd") == 1
-    assert "linear_cross_entropy_fwd" not in _symbols(thunder.last_backward_traces(jitted)[-1])
+    assert _symbols(thunder.last_traces(jitted)[-1]).count("flce_linear_cross_entropy_fwd") == 1
+    assert "flce_linear_cross_entropy_fwd" not in _symbols(thunder.last_backward_traces(jitted)[-1])
 
 
 @pytest.mark.parametrize("loss", FUSED)
@@ -157,7 +157,7 @@ def test_not_fused(loss, reason):
         _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
     ((decision,),) = (compilation.decisions for compilation in thunder_flce.explain(jitted))
     assert not decision.fused and decision.reason is reason and reason.value in str(decision)
-    assert "linear_cross_entropy_fwd" not in _symbols(thunder.last_traces(jitted)[-1])
+    assert "flce_linear_cross_entropy_fwd" not in _symbols(thunder.last_traces(jitted)[-1])
 
 
 def _program_agrees(program, *, decision=None, **jit_settings):
@@ -224,7 +224,8 @@ def test_detached_operands_get_no_gradient(which, needs_grad):
         return F.cross_entropy(F.linear(hidden, weight), y) + h.sum() * w.sum()
 
     jitted = _program_agrees(program)
-    (bsym,) = [b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
+    bsyms = thunder.last_traces(jitted)[-1].bound_symbols
+    (bsym,) = [each for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd"]
     assert bsym.kwargs["needs_grad"] == needs_grad
 
 
@@ -286,7 +287,7 @@ def test_returned_logits_are_not_fused():
     expected_loss, expected_logits = model(*batch)
     torch.testing.assert_close((loss, logits), (expected_loss, expected_logits))
     # The unfused loss still runs our symbols, which save statistics instead of log-probabilities.
-    assert "cross_entropy_fwd" in _symbols(thunder.last_traces(jitted)[-1])
+    assert "flce_cross_entropy_fwd" in _symbols(thunder.last_traces(jitted)[-1])
     (loss + logits.sum()).backward()
     got = model.lm_head.weight.grad.clone()
     model.zero_grad()
@@ -331,7 +332,7 @@ def test_cross_entropy_alone_saves_statistics():
     logits = torch.randn(53, V, requires_grad=True)
     jitted(logits, torch.randint(0, V, (53,)))
     backward = thunder.last_backward_traces(jitted)[-1]
-    (bsym,) = [bsym for bsym in backward.bound_symbols if bsym.sym.name == "cross_entropy_bwd"]
+    (bsym,) = [bsym for bsym in backward.bound_symbols if bsym.sym.name == "flce_cross_entropy_bwd"]
     _, _, _, row_max, row_log_sum, valid_count = bsym.args
     assert row_max.shape == row_log_sum.shape == (53,) and valid_count.shape == ()
     assert valid_count.dtype is thunder.dtypes.int64
@@ -379,7 +380,8 @@ def test_frozen_parameters_get_no_gradient_and_no_computation(frozen):
         torch.testing.assert_close(jitted(*batch), model(*batch))
     else:
         _assert_agrees(model, jitted, batch, rtol=1e-4, atol=1e-5)
-    (bsym,) = [b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
+    bsyms = thunder.last_traces(jitted)[-1].bound_symbols
+    (bsym,) = [each for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd"]
     expected = {
         "lm_head": ("input",),
         "embedding and hidden": ("linear_weight", "linear_bias"),
@@ -506,7 +508,7 @@ with FakeTensorMode(), torch.device("cuda"):
     thunder.compile_data(step).get_computation_and_inputs(tokens, tokens)
 assert thunder_flce.explain(step)[0].decisions[0].fused
 names = [bsym.sym.name for bsym in thunder.last_traces(step)[-1].bound_symbols]
-assert names.count("linear_cross_entropy_fwd") == 1 and "nvFusion0" in names, names
+assert names.count("flce_linear_cross_entropy_fwd") == 1 and "nvFusion0" in names, names
 """
 
 

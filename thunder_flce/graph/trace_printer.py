@@ -1,6 +1,6 @@
 """How traces print a region: its line and, beneath it as comments, what one chunk of it runs.
 
-    (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, …, chunk_rows=2048)
+    (t2, t3, t4, t5) = flce_linear_cross_entropy_fwd(hidden, weight, t1, None, …, chunk_rows=2048)
       # x = hidden, W = weight, y = t1
       # loss = t2: bf16[], valid_count = t3: i64[], dX = t4: bf16[2, 4096, 4096], dW = t5: bf16[128256, 4096]
       # for each chunk of 2048 tokens, 4 in all:
@@ -31,7 +31,7 @@ STATISTICS = ("row_max", "row_log_sum", "valid_count")
 
 
 def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The python_printer of `linear_cross_entropy_fwd`."""
+    """The python_printer of `flce_linear_cross_entropy_fwd`."""
     yield from _call(bsym, *printables)
     region = region_arguments(*bsym.args, **bsym.kwargs)
     names = result_names(call_of(region), Plan.of(region))
@@ -39,7 +39,7 @@ def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
 
 
 def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The python_printer of `linear_cross_entropy_bwd`."""
+    """The python_printer of `flce_linear_cross_entropy_bwd`."""
     yield from _call(bsym, *printables)
     grad, *tensors = bsym.args
     region = region_arguments(*tensors, **bsym.kwargs)
@@ -50,7 +50,7 @@ def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
 
 
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The python_printer of `scale_gradients`."""
+    """The python_printer of `flce_scale_gradients`."""
     yield from _call(bsym, *printables)
     _, _, *gradients = bsym.args
     names, spec = [each.name for each in gradients], spec_of(gradients[0])

@@ -23,7 +23,7 @@ def readable(trace: TraceCtx) -> str:
             if not is_fusion:
                 continue
         elif not line.startswith("    "):  # which goes on with a call
-            is_fusion = re.search(r"= (nvFusion\d+|TorchCompile\d+|linear_cross_entropy_\w+|scale_gradients)\(", line)
+            is_fusion = re.search(r"= (nvFusion\d+|TorchCompile\d+|flce_\w+)\(", line)
         line = re.sub(r" \(took \d+ milliseconds\)", "", line).rstrip()
         if found := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
             if found[1] == source:

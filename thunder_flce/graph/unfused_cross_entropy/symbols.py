@@ -1,4 +1,4 @@
-"""`cross_entropy_fwd` and `cross_entropy_bwd`: cross-entropy on logits that have other users.
+"""`flce_cross_entropy_fwd` and `flce_cross_entropy_bwd`: cross-entropy on logits that have other users.
 
 They are primitives of the executor `flce`, for targets that are indices of classes, and run on the region's own row
 kernels, with logits in place of a linear. On CUDA, thunder's nvFuser executor translates them instead (`nvfuser_impl`),
@@ -83,10 +83,10 @@ def _cross_entropy_fwd_meta(
 
 
 cross_entropy_fwd = executor.register_operator(
-    "cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=_forward_impl, tags=FORWARD_TAGS
+    "flce_cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=_forward_impl, tags=FORWARD_TAGS
 )
 cross_entropy_bwd = executor.register_operator(
-    "cross_entropy_bwd",
+    "flce_cross_entropy_bwd",
     meta=lambda grad, logits, *others, **settings: TensorProxy(like=logits, requires_grad=False),
     fn=_backward_impl,
 )
