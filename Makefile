@@ -1,12 +1,14 @@
-# make demo     trains a small GPT with and without the executor and shows what changes
-# make test     all tests; those that need a GPU skip without one
-# make check    style, the order of imports and types, then all tests: what .ci/run does
-# make lint     the same without the tests
-# make matrix   a short suite on every supported version of Python, PyTorch, thunder and transformers: an hour or so
-# make targets  compiles every Triton kernel for every GPU that docs/support.md names, without one: a few minutes
-# make docs     builds the pages in docs/ with an API reference, as a site in build/site
-# make traces   prints the traces in traces/ anew
-# make mutants  breaks the engine at random places, one at a time, and shows which the tests do not notice
+# make demo       trains a small GPT with and without the executor and shows what changes
+# make test       the tests; those that need a GPU skip without one
+# make test-fast  those of them without thunder, processes of their own, Triton's interpreter and the benchmark
+# make test-all   also those that repeat others at a larger scale, such as all models through all front ends
+# make check      style, the order of imports and types, then `make test`: what .ci/run does
+# make lint       the same without the tests
+# make matrix     a short suite on every supported version of Python, PyTorch, thunder and transformers: an hour or so
+# make targets    compiles every Triton kernel for every GPU that docs/support.md names, without one: a few minutes
+# make docs       builds the pages in docs/ with an API reference, as a site in build/site
+# make traces     prints the traces in traces/ anew
+# make mutants    breaks the engine at random places, one at a time, and shows which the tests do not notice
 #
 # Each of them first makes the environment in .venv, and installs again when pyproject.toml has changed.
 #
@@ -35,15 +37,25 @@ STAMP := $(VENV)/installed
 GOMP_SPINCOUNT ?= 10000
 export GOMP_SPINCOUNT
 
-.PHONY: check demo docs lint matrix mutants targets test traces
+.PHONY: check demo docs lint matrix mutants targets test test-all test-fast traces
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 # Tests run beside each other, on small matrices: with one thread each, they take 18% less time on two cores.
-mutants targets test: export OMP_NUM_THREADS := 1
+mutants targets test test-all test-fast: export OMP_NUM_THREADS := 1
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+LONGER := agreement bench examples fx imports interpreted model_zoo models modules opinfo pages patterns processes \
+	thunder thunder_ranks trace_command traces two_ranks
+
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-fast: $(STAMP)
+	$(PYTEST) -m "not slow and not inductor" $(LONGER:%=--ignore=tests/test_%.py) $(ARGS)
+
+test-all: $(STAMP)
+	$(PYTEST) $(ARGS)
 
 targets: export ALL_TARGETS := 1
 targets: $(STAMP)

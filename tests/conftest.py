@@ -59,7 +59,7 @@ def pytest_configure(config):
 
 
 # They take minutes together, or a minute alone: they come first, so that no process has one left when others are done.
-FIRST = ("test_two_ranks.py", "test_engine_interpreted.py", "test_properties.py")
+FIRST = ("test_two_ranks.py", "test_interpreted.py", "test_properties.py")
 
 
 def pytest_collection_modifyitems(items):
@@ -142,12 +142,13 @@ def unchanged_registry():
     assert thunder.get_default_executors() == before
 
 
-@pytest.fixture
-def without_inductor(monkeypatch):
-    """Inductor takes long. And after a few programs with one code, Dynamo would run the others as they are."""
-    from torch._dynamo.backends.debugging import aot_eager
-    from torch._inductor import compile_fx
+@pytest.fixture(autouse=True)
+def without_inductor(request, monkeypatch):
+    """What Dynamo gives to Inductor, which needs seconds for each graph, runs as it is, but in tests marked `inductor`.
 
+    And Dynamo forgets the programs of other tests: after a few with one code, it would run more of them uncompiled.
+    """
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
-    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs, **_: aot_eager(graph, inputs))
+    if not request.node.get_closest_marker("inductor"):
+        monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, **_: graph)
+        monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda self, graph, inputs: graph)

@@ -1,8 +1,6 @@
 """Runs tests of Triton kernels on a GPU or, in a process of their own, in the interpreter that the environment sets."""
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -67,16 +65,3 @@ def take_loop_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_too)
-
-
-def run_in_the_interpreter(file: str) -> None:
-    """Runs the tests of `file` there; it is chosen when kernels are imported."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", file, "-x", "-q", "-p", "no:cacheprovider"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-4000:]
-    assert " passed" in run.stdout and "skipped" in run.stdout

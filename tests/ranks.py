@@ -63,7 +63,7 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
             errors[rank] = error
         # Each rank may raise for itself before the others are ended.
         try:
-            barrier.wait(timeout=2 if errors else 180)
+            barrier.wait(timeout=2 if errors else 600)
         except threading.BrokenBarrierError:
             ProcessLocalGroup.exception_handle(RuntimeError("a rank has failed"))
         dist.destroy_process_group()
@@ -73,7 +73,7 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=180)
+            thread.join(timeout=600)
             assert not thread.is_alive(), "a rank hangs"
     finally:
         isolate(False)
@@ -83,7 +83,7 @@ def as_threads(count: int, run: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 120) -> list[Any]:
+def as_processes(count: int, run: Callable[[int], Any], *, device: str = "cpu", timeout_s: int = 300) -> list[Any]:
     """What a function of a module returns for each rank, a process each; None for one that has died.
 
     Args:

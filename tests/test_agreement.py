@@ -36,7 +36,7 @@ def _outcome(call) -> str:
         found = call()
     except Exception as failure:
         found = f"{type(failure).__name__}: {failure}"
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 55, "the timeout of the group"
     return str(found)
 
 

@@ -1,5 +1,7 @@
 """Losses computed in several steps: which become one region, which do not, and that results agree with eager."""
 
+from functools import partial
+
 import pytest
 import thunder
 import torch
@@ -7,7 +9,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
-from front_ends import FRONT_ENDS, decisions
+from front_ends import decisions
+from thunder_flce.backend import compile_graph
 
 V, H, N = 33, 16, 20
 
@@ -100,11 +103,19 @@ def _program(loss):
     return lambda hidden, weight, labels: loss(F.linear(hidden, weight), labels)
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS.values(), ids=FRONT_ENDS)
-@pytest.mark.parametrize("loss", ONE_REGION, ids=lambda loss: loss.__name__)
-def test_one_region(loss, front_end):
-    torch._dynamo.reset()
-    compiled = front_end(_program(loss))
+IN_THUNDER = (sum_of_chunks, a_loss_for_each_chunk)
+
+
+@pytest.mark.parametrize(
+    ("loss", "compile"),
+    [
+        *((loss, partial(torch.compile, backend=compile_graph)) for loss in ONE_REGION),
+        *((loss, thunder_flce.jit) for loss in IN_THUNDER),
+    ],
+    ids=lambda each: getattr(each, "__name__", "torch.compile"),
+)
+def test_one_region(loss, compile):
+    compiled = compile(_program(loss))
     arguments = _arguments()
     torch.testing.assert_close(_results(compiled, *arguments), _results(_program(loss), *arguments))
     (decision,) = decisions(compiled)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interpreted import INTERPRETED, needs_compiler, prepare_row_kernels, run_in_the_interpreter
+from interpreted import INTERPRETED, prepare_row_kernels
 from reference import assert_as_exact_as_eager, make_case
 from test_kl_divergence import composed
 from test_properties import Problem, one_pass_problems, problems, run_examples
@@ -20,7 +20,7 @@ from thunder_flce.operation.divergence import KINDS
 from thunder_flce.options import STRATEGIES
 
 VOCABULARIES = (2, 7, 33, 101)
-EXAMPLES = 24
+EXAMPLES = 12
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
 
@@ -146,9 +146,3 @@ def test_the_kernels_are_those_of_a_gpu(as_on_a_gpu, monkeypatch):
     linear_cross_entropy(case.x, case.weight, case.target, **settings).backward()
     of_rows = ["_statistics_kernel", "_moments_kernel", "token_kernel", "_gradient_kernel"]
     assert launched == ["_prepare_kernel", *of_rows, "_finish_kernel", "_scale_kernel"]
-
-
-@needs_compiler
-def test_in_the_interpreter():
-    """The tests above."""
-    run_in_the_interpreter(__file__)

@@ -236,7 +236,6 @@ class Model(nn.Module):
 
 
 def _explained_fx(**settings):
-    torch._dynamo.reset()
     compiled = thunder_flce.thunderfx(Model(**settings))
     tokens = torch.randint(0, V, (2, 24))
     compiled(tokens, tokens).backward()
@@ -254,7 +253,7 @@ def test_thunderfx_names_the_users_line():
     assert compilation.saved is None and "saved for backward" not in str(report)
 
 
-def test_thunderfx_where_inductor_compiles_a_part(without_inductor):
+def test_thunderfx_where_inductor_compiles_a_part():
     assert [decision.fused for decision in _explained_fx(unsupported="before").decisions] == [True]
 
 
@@ -277,7 +276,6 @@ def test_thunders_own_thunderfx():
     """Without our transform it has nothing to say; with it, what the transform decided about thunder's parts."""
     with pytest.raises(ValueError, match="compile it with thunder_flce.thunderfx"):
         thunder_flce.explain(thunderfx(Model()))
-    torch._dynamo.reset()
     executors = [thunder_flce.executor, *thunder.get_default_executors()]
     compiled = thunderfx(Model(), executors=executors, transforms=[FuseLinearCrossEntropy()])
     tokens = torch.randint(0, V, (2, 24))
@@ -290,7 +288,7 @@ def test_thunders_own_thunderfx():
 
 
 @pytest.fixture
-def compiled(without_inductor):
+def compiled():
     """A model that the backend of torch.compile has compiled."""
     compiled = torch.compile(Model(), backend=compile_graph)
     tokens = torch.randint(0, V, (2, 24))
@@ -354,7 +352,7 @@ def test_a_module_that_wraps_itself():
         thunder_flce.explain(wrapped)
 
 
-def test_all_of_the_process(without_inductor):
+def test_all_of_the_process():
     """The latest decisions, whoever compiled."""
     decisions.LOG.clear()
     report = thunder_flce.explain()

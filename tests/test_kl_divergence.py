@@ -65,7 +65,6 @@ WAYS = {
 @pytest.mark.parametrize("divergence", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_function(way, divergence, reduction):
-    torch._dynamo.reset()
     *tensors, target = operands()
     settings = {"divergence": divergence, "reduction": reduction, "beta": 0.3, "temperature": 1.7}
     for targets in (target, None):

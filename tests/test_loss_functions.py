@@ -144,14 +144,14 @@ def check(program, strict=True):
 
 
 @pytest.mark.parametrize("program", IN_FORWARD, ids=lambda program: program.__name__)
-def test_gradients_in_the_forward_at_every_length(program, without_inductor):
+def test_gradients_in_the_forward_at_every_length(program):
     decisions = check(program)
     # One region, at the first length and, compiled once more, at all others.
     assert [each.plan.strategy for each in decisions] == ["gradients_in_forward"] * len(decisions)
     assert len(decisions) <= (4 if program in (losses_of_chunks, added_in_place) else 2)
 
 
-def test_no_sum_over_tokens_waits(without_inductor):
+def test_no_sum_over_tokens_waits():
     decisions = check(preferences)
     assert all("log_sigmoid in line" in each.note and "of a sum over tokens" in each.note for each in decisions)
 
@@ -162,7 +162,7 @@ def test_no_sum_over_tokens_waits(without_inductor):
     [(smoothing_by_hand, Reason.LOGITS_USED), (after_a_graph_break, Reason.ARGUMENT)],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_never_silent(program, reason, without_inductor):
+def test_never_silent(program, reason):
     assert {each.reason for each in check(program, strict=False)} == {reason}
     with pytest.raises(NotFusedError):
         check(program)

@@ -47,10 +47,7 @@ def llama_loss(**config):
 
 
 MODELS = {
-    "litgpt": lambda: LitGPTLoss(n_layer=1),
-    "litgpt, lm_head bias": lambda: LitGPTLoss(lm_head_bias=True),
     "litgpt, padded vocabulary": lambda: LitGPTLoss(padded_vocab_size=128),
-    "transformers Llama": llama_loss,
     "transformers Llama, tied": lambda: llama_loss(tie_word_embeddings=True),
 }
 

@@ -75,7 +75,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_compiled(way, without_inductor):
+def test_compiled(way):
     loss = LinearCrossEntropyLoss(H, V, bias=True, softcap=5.0, weight=torch.rand(V))
     case = _case(loss)
     result = differentiate(WAYS[way](loss)(case.x, case.target), case, None)

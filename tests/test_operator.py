@@ -26,16 +26,14 @@ from reference import (
     differentiate,
     error,
     make_case,
-    run_inside,
     truth,
 )
 from thunder_flce import Options, inductor, linear_cross_entropy, operators
 from thunder_flce.calls import settings_of_call, unplanned
-from thunder_flce.engine.kernels.torch_rows import TorchRowKernels
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.divergence import Divergence
-from thunder_flce.operation.loss import Loss, RowCoefficients
+from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
 from thunder_flce.operators import Settings
 from thunder_flce.options import STRATEGIES
@@ -51,11 +49,6 @@ EVERYTHING = {
     "vocab_size": 97,
     "outputs": ("entropy", "argmax", "accuracy", "log_prob"),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch.compiler.reset()
 
 
 @pytest.fixture(params=WAYS)
@@ -342,6 +335,7 @@ def test_a_compiled_backward_reads_what_is_saved_more_than_once(settings):
 
 
 # The caches on disk know programs by their operators, and not by what these are lowered to.
+@pytest.mark.inductor
 @torch._inductor.config.patch(fx_graph_cache=False)
 @torch._functorch.config.patch(enable_autograd_cache=False)
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpoint"])
@@ -558,41 +552,6 @@ def test_checkpoint(use_reentrant, backend, settings):
     assert_right_after_backward(loss, case, **settings)
 
 
-class Operations(torch.utils._python_dispatch.TorchDispatchMode):
-    """Names what is dispatched, also by the forward operator, but for views and for what poisons new memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        is_view = any(result.alias_info and not result.alias_info.is_write for result in func._schema.returns)
-        if func not in (OPERATOR, torch.ops.aten.fill_.Scalar) and not is_view:
-            self.names.append(func.name())
-        return run_inside(self, func, args, kwargs)
-
-
-def test_operations_of_a_plain_call():
-    """Each takes the host several microseconds, which is what small models wait for.
-
-    Those of the row kernels, which are one launch on CUDA, are counted apart.
-    """
-    case = make_case(tokens=16, vocab=64, ignored=0.0)
-    linear_cross_entropy(*head(case)).backward()
-    with Operations() as forward:
-        loss = linear_cross_entropy(*head(case))
-    with Operations() as backward:
-        loss.backward()
-    logits, ones = torch.randn(16, 64), torch.ones(16)
-    with Operations() as row_kernels:
-        TorchRowKernels().both_(logits, case.target, RowCoefficients(ones, ones))
-    assert len(forward.names) - len(row_kernels.names) <= FORWARD_OPERATIONS, forward.names
-    assert len(backward.names) <= BACKWARD_OPERATIONS, backward.names
-
-
-FORWARD_OPERATIONS, BACKWARD_OPERATIONS = 26, 9
-
-
 def test_who_needs_the_operator(monkeypatch):
     """Modes, subclasses, tensors without values, those to be negated when read, transforms, and the profiler."""
     direct, run = [], thunder_flce.calls.differentiable_forward
@@ -750,6 +709,7 @@ def test_distributed(wrapper, backend, process_group):
 # CUDA graphs.
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in WAYS])
 def test_reduce_overhead(name):
     """Inductor's CUDA graphs, replayed with other values and other ignored rows."""
@@ -767,6 +727,7 @@ def test_reduce_overhead(name):
             assert error(got, exact) < 1e-4
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in WAYS])
 def test_captured_after_compilation(name):
     """A compiled program in a CUDA graph of the user's own."""

@@ -78,6 +78,10 @@ FUNCTIONS = {
     "infinities": lambda p, e, a, *_: p.masked_fill(p > a, -math.inf).exp() + e.clamp(0.1, math.inf) * p,
     "constants": with_constants,
     "a constant derivative": lambda p, e, a, *_: p * 0 + a - e,
+    "unary": lambda p, e, *_: p.expm1() + torch.log1p(e) * e.sqrt() + p.abs() * p.tanh() - (e + 3).log(),
+    "bounds": lambda p, e, a, *_: p.clamp(max=-1).clip(-9, -2) * a - e.clamp_min(0.5) + p.clamp_max(-0.5),
+    "sums of masks": lambda p, e, a, *_: p * (e > 1) + e * ((p > -2) + (a > 0)) + p * ((e > 1) * (a > -1)),
+    "dtypes": lambda p, e, a, *_: (p < a).to(e.dtype) * p + e.type_as(p < a).to(p) + (e > a).type_as(p),
     "identity": lambda p, e, *_: p,
     "a mask": lambda p, e, *_: p > -1,
 }
@@ -265,7 +269,9 @@ def test_recorder():
 
 
 # thunder's derivatives differ at bounds, of x**0, and it has none of lerp; a mask has none.
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("ties", "numbers", "lerp", "a mask")])
+@pytest.mark.parametrize(
+    "name", [name for name in FUNCTIONS if name not in ("ties", "bounds", "numbers", "lerp", "a mask")]
+)
 def test_by_thunder(name):
     """Its operations give the same, and thunder differentiates these."""
     values = values_of(torch.float64)

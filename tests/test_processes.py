@@ -200,7 +200,7 @@ def _call(rank: int, group, **settings) -> str:
     try:
         loss = linear_cross_entropy(part.x, part.weight, case.target, vocab_parallel=group, **settings)
     except Exception as failure:
-        assert time.monotonic() - started < 20
+        assert time.monotonic() - started < 100, "the timeout of the default group"
         return f"{type(failure).__name__}: {failure}"
     return f"{loss:.4f}"
 

@@ -80,10 +80,9 @@ def of_strategies(names, others):
     return [(name, case) for name in names for case in CASES if name not in others or "rest" not in case]
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
 @pytest.mark.parametrize(("way", "case"), of_strategies(WAYS, ("recomputed", "saved")))
-def test_function(way, case, bias):
-    torch._dynamo.reset()
+def test_function(way, case):
+    bias = case != "sum"
     settings, (hidden, weight, of_bias, *targets) = CASES[case], operands()
     tensors = [hidden, weight, of_bias if bias else None]
     loss = WAYS[way](lambda *a, **given: ours(*a, **settings, **given))(*tensors, *targets)
@@ -180,17 +179,6 @@ def test_without_a_target_left():
     gradients = torch.autograd.grad(loss, (hidden, weight))
     assert loss.isnan() and not any(gradient.any() for gradient in gradients)
     assert ours(hidden[:0], weight, None, target[:0], target_weights[:0], reduction="none").shape == (0, T)
-
-
-def test_one_pass(device):
-    """Statistics and gradients by one kernel."""
-    dtype = torch.float64 if device == "cpu" else torch.float32
-    hidden, weight, _, *targets = operands(dtype, device)
-    loss = ours(hidden, weight, None, *targets, options=Options(strategy="gradients_in_forward", chunk_rows=7))
-    right = exact(hidden.double(), weight.double(), None, targets[0], targets[1].double())
-    torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=1e-5)
-    for got, gradient in zip(*(torch.autograd.grad(of, (hidden, weight)) for of in (loss, right)), strict=True):
-        torch.testing.assert_close(got, gradient, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import test_patterns  # noqa: F401 (finds traces/patterns.py)
 import thunder_flce
-from front_ends import FRONT_ENDS, decisions
+from front_ends import decisions
 from test_backend import compiled_with
 from test_readings import regions
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
@@ -72,7 +72,6 @@ WAYS = {
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("way", WAYS)
 def test_function(way, settings):
-    torch._dynamo.reset()
     tensors = operands()
     loss = WAYS[way](lambda *a, **given: ours(*a, **settings, **given))(*tensors)
     right = exact(*tensors, **settings)
@@ -85,7 +84,6 @@ def test_function(way, settings):
 @pytest.mark.parametrize("way", WAYS)
 def test_outputs_of_tokens_of_weight_0(way):
     """They are those of ignored tokens."""
-    torch._dynamo.reset()
     hidden, weight, _ = operands()
     logits = F.linear(hidden, weight)
     labels = torch.where(WEIGHTS > 0.6, logits.argmax(-1), 0)
@@ -140,11 +138,11 @@ SUMS = (weighted_mean, masked_log_probs, weighted_log_probs, weighted_sequences,
 
 
 @pytest.mark.parametrize("program", SUMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize("compiled", FRONT_ENDS.values(), ids=FRONT_ENDS)
+@pytest.mark.parametrize("compiled", [thunder_flce.jit, compiled_with], ids=["thunder.jit", "backend"])
 def test_found_in_a_trace(compiled, program):
     """Any upstream gradient is right, and the program's own factors, which weights have, need no second rounding."""
     tensors = (*operands(), WEIGHTS)
-    jitted = compiled(program, strict=True)
+    jitted = compiled(program, **({"strict": True} if compiled is thunder_flce.jit else {"options": {"strict": True}}))
     loss, right = jitted(*tensors), program(*tensors)
     torch.testing.assert_close(loss, right)
     for upstream in (1.0, -0.3):
@@ -195,8 +193,8 @@ def weighted_by_other_rows(hidden, weight, labels, w):
 
 
 @pytest.mark.parametrize("program", [weighted_by_entropies, weighted_by_other_rows], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("compiled", [*FRONT_ENDS.values(), compiled_with], ids=[*FRONT_ENDS, "backend"])
-def test_weights_of_the_same_logits(compiled, program, without_inductor):
+@pytest.mark.parametrize("compiled", [thunder_flce.jit, compiled_with], ids=["thunder.jit", "backend"])
+def test_weights_of_the_same_logits(compiled, program):
     """Another region gives them, so that this one still makes its gradients in the forward."""
     tensors = (*operands(), WEIGHTS)
     jitted = compiled(program)

@@ -17,7 +17,6 @@ from interpreted import (
     needs_triton,
     on_device,
     prepare_row_kernels,
-    run_in_the_interpreter,
 )
 from test_row_kernels import error, logits
 from thunder_flce.device import ABSENT_DEVICE, Device
@@ -461,9 +460,3 @@ def test_compiled_vectors(compiler, absent):
     block = block._replace(elements=triton_vectors._SCALE_BLOCK)
     ptx = compiler.ptx(triton_vectors._scale_kernel, block, absent=absent, size_1=2**20)
     assert re.search(LOADS, ptx) and re.search(r"st\.global\S*\.v4\.b32", ptx)
-
-
-@needs_compiler
-def test_in_the_interpreter():
-    """The tests above without a GPU."""
-    run_in_the_interpreter(__file__)

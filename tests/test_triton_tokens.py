@@ -6,11 +6,13 @@ On a GPU and, in a process of its own, in Triton's interpreter.
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
-from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, prepare_row_kernels, run_in_the_interpreter
-from test_token_loss import FUNCTIONS, TWO, clipped
+from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, prepare_row_kernels
+from test_token_loss import TWO, clipped
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import row_loss
 from thunder_flce.engine.kernels.interface import RowStatistics
@@ -18,6 +20,44 @@ from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.token_losses import token_loss_of
+
+
+def without_gradients(tensor):
+    with torch.no_grad():
+        return tensor * 2
+
+
+def with_z_loss(log_prob, entropy, a, *_, log_sum_exp):
+    return -log_prob * a + 0.1 * log_sum_exp**2 - entropy * log_sum_exp.tanh()
+
+
+FUNCTIONS = {
+    "clipped ratio": clipped,
+    "z-loss": with_z_loss,
+    "z-loss alone": lambda p, e, *_, log_sum_exp: log_sum_exp**2,
+    "focal": lambda p, e, *_: -((1 - p.exp()) ** 2) * p,
+    "fractions": lambda p, e, a, *_: 1 / p + a / (e + 1) - p.reciprocal() * torch.rsqrt(e + 2),
+    "unary": lambda p, e, *_: p.expm1() + torch.log1p(e) * e.sqrt() + p.abs() * p.tanh() - (e + 3).log(),
+    "sigmoids": lambda p, e, a, *_: F.logsigmoid(p - a) * torch.sigmoid(e) + F.relu(p + 2) + torch.square(e),
+    "ties": lambda p, e, *_: torch.maximum(p, p.detach()) * 3 + torch.minimum(2 * e, e + e) + p.clamp(min=-3),
+    "bounds": lambda p, e, a, *_: p.clamp(max=-1).clip(-9, -2) * a - e.clamp_min(0.5) + p.clamp_max(-0.5),
+    "choices": lambda p, e, a, b, *_: torch.where((p < a) & ~(e >= b) | (p != p), p * e, e).masked_fill(p > -1, 0.5),
+    "casts": lambda p, e, a, *_: (p > a).float() * p + (e.to(torch.float64) > 3).double() * e * torch.sign(a),
+    "larger": lambda p, e, a, *_: torch.maximum(p, a) * e + torch.max(a, 2 - p),
+    "without gradients": lambda p, e, *_: p * without_gradients(p.exp() * e),
+    "constant": lambda p, e, a, *_: p * 0 + a,
+    "identity": lambda p, e, *_: p,
+    "infinities": lambda p, e, a, *_: p.masked_fill(p > a - 3, -math.inf).exp() + e.clamp(0.1, math.inf) * p,
+    "methods": lambda p, e, a, *_: p.where(p < a, e * 2) + (p > a).type_as(p) * e,
+    "dtypes": lambda p, e, a, *_: (p < a).to(e.dtype) * p + e.type_as(p < a).to(p) + (e > a).type_as(p),
+    "sums of masks": lambda p, e, a, *_: (
+        p * (e > 1) + p * (a > -1) + e * ((p > -2) + (a > 0)) + p * ((e > 1) * (a > -1))
+    ),
+    "choices of masks": lambda p, e, a, *_: p * torch.where(a > 0, e > 1, True) + p * torch.maximum(e > 1, a > -1),
+    "captured": lambda p, e, *_: torch.minimum(p * TWO, -TWO) + torch.max(TWO, e) + p**TWO + p * (torch.tensor(3) - e),
+    "captured conditions": lambda p, e, *_: torch.where(TWO > 1, p, e) * e.masked_fill(TWO > 1, 0.5) * p**TWO,
+    "numbers": lambda p, e, *_: (p - p.detach()) ** 0 + p * np.float64(2) - e * np.float32(0.5),
+}
 
 ROWS, V = 700, 50
 LEFT_TO_PYTORCH = ("sums of masks", "dtypes", "captured", "captured conditions", "numbers")
@@ -129,9 +169,3 @@ def test_what_there_is_no_expression_for():
     assert _kernel_for(FUNCTIONS["clipped ratio"], inputs) is not None
     assert _kernel_for(lambda p, e, *_: p * torch.sin(e), inputs) is None
     assert _kernel_for(lambda p, e, *_: p ** TWO.item() + torch.floor(e), inputs) is None
-
-
-@needs_compiler
-def test_in_the_interpreter():
-    """The tests above without a GPU."""
-    run_in_the_interpreter(__file__)

@@ -589,7 +589,7 @@ def _run(rank: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def outcomes():
-    found = as_processes(2, _run, timeout_s=240)
+    found = as_processes(2, _run, timeout_s=900)
     assert all(isinstance(each, dict) for each in found), found
     return found
 

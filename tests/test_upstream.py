@@ -1,13 +1,11 @@
 """Gradients that the forward finishes for the upstream gradient that is to come."""
 
 import re
-from unittest import mock
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from torch._dynamo.backends.debugging import aot_eager
 
 import thunder_flce
 from reference import Case, error, make_case, truth
@@ -52,20 +50,9 @@ WAYS = {
     "divided": lambda g: thunder_flce.jit(lambda *a: fused(*a) / (1 / g)),
     "function in jit": lambda g: thunder_flce.jit(lambda *a: 2 * (linear_cross_entropy(*a) * (g / 2))),
     "16-bit loss": lambda g: thunder_flce.jit(lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * g),
-    "divided, backend": lambda g: _with_backend(lambda *a: fused(*a) / (1 / g)),
+    "divided, backend": lambda g: torch.compile(lambda *a: fused(*a) / (1 / g), backend=compile_graph, fullgraph=True),
     "scale": lambda g: _with_scale(thunder_flce.jit(lambda scale, *a: scale * fused(*a)), g),
 }
-
-
-def _with_backend(program):
-    """With `aot_eager` in place of Inductor, which would need seconds."""
-
-    def call(*arguments):
-        torch._dynamo.reset()
-        with mock.patch("torch._inductor.compile_fx.compile_fx", lambda gm, inputs, **others: aot_eager(gm, inputs)):
-            return torch.compile(program, backend=compile_graph, fullgraph=True)(*arguments)
-
-    return call
 
 
 def _module(arguments, **settings):

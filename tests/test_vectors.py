@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, prepare_row_kernels, run_in_the_interpreter
+from interpreted import DEVICE, INTERPRETED, on_device, prepare_row_kernels
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import scaling
 from thunder_flce.engine.kernels.interface import RowStatistics
@@ -228,9 +228,3 @@ def test_factors_are_not_rounded_to_16_bits():
     strided = torch.ones(4, 6, dtype=BF16).t()
     assert _scaled(strided, torch.tensor(2.0), may_overwrite=False).eq(2).all()
     assert scaling.library(BF16, torch.device("cpu")) == "PyTorch" and scaling.graph_is_kept()
-
-
-@needs_compiler
-def test_in_the_interpreter():
-    """The tests above without a GPU."""
-    run_in_the_interpreter(__file__)

@@ -47,7 +47,7 @@ from thunder_flce import (
 )
 from thunder_flce.calls import unplanned
 from thunder_flce.device import ABSENT_DEVICE
-from thunder_flce.engine.choose import choose, temporary_bytes
+from thunder_flce.engine.choose import choose
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.printing import program
 from thunder_flce.operation.call import Call, Spec
@@ -125,13 +125,6 @@ def test_every_division(sizes, strategy):
     check(case, sizes, options=Options(strategy=strategy, chunk_rows=10))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_every_dtype(dtype, strategy):
-    case = make_case(tokens=96, vocab=256, hidden=64, dtype=dtype, bias=True)
-    check(case, (100, 28, 0, 128), options=Options(strategy=strategy, chunk_rows=40))
-
-
 def test_any_problem():
     """Whatever the arguments allow on one device."""
 
@@ -141,7 +134,7 @@ def test_any_problem():
         result = divided(case, sizes, grad, options=problem.options, **given)
         assert_close_to_truth(result, case, grad, 2.0, True, **given)
 
-    run_examples(run, DIVIDED_PROBLEMS, 30)
+    run_examples(run, DIVIDED_PROBLEMS, 80)
 
 
 # No vocabulary is as large as a dimension of tokens.
@@ -167,28 +160,6 @@ def test_logits_that_are_not_ordinary(special, ranks):
         run_examples(run, drawn_from("cpu", tuple(SIZES)), 5)
 
 
-LOSSES = [
-    {"reduction": "sum", "softcap": 5.0, "logit_scale": -1.5},
-    {"label_smoothing": 0.1, "z_loss": 0.01},
-    {"num_items": 50.0, "logit_scale": 2.0},
-    {"vocab_size": 70, "label_smoothing": 0.2},
-    {"vocab_size": 30},
-    {"reduction": "none", "z_loss": 0.01, "outputs": ("log_prob", "entropy", "argmax", "accuracy")},
-    {"outputs": ("valid_argmax", "mean_logit", "log_sum_sq_probs", "accuracy"), "logit_scale": -1.0},
-    {"reduction": "sum", "outputs": ("entropy",), "vocab_size": 39, "softcap": 3.0},
-]
-
-
-@pytest.mark.parametrize("settings", LOSSES, ids=str)
-def test_every_loss(settings):
-    case = make_case(bias=True, class_weight=True, vocab=101)
-    case.target.clamp_(max=settings.get("vocab_size", 101) - 1)
-    grad = torch.rand(case.target.shape) if settings.get("reduction") == "none" else None
-    strategies = STRATEGIES if grad is None and "entropy" not in settings.get("outputs", ()) else STRATEGIES[1:]
-    for strategy in strategies:
-        check(case, UNEVEN, grad, options=Options(strategy=strategy, chunk_rows=16), **settings)
-
-
 def test_rows_of_every_kind():
     case = make_case(tokens=12, vocab=101, ignored=0.0)
     case.target[:] = torch.tensor([0, 39, 40, 100, 99, 41, 40, 39, -100, 0, 100, 5])
@@ -201,15 +172,6 @@ def test_rows_of_every_kind():
         case.target = target
         check(case, UNEVEN, options=Options(chunk_rows=5))
         check(case, UNEVEN, options=Options(chunk_rows=5, ignored_rows="compute"))
-
-
-def test_a_part_whose_logits_are_all_minus_infinity():
-    case = make_case(bias=True, ignored=0.0)
-    case.target.clamp_(max=39)
-    with torch.no_grad():
-        case.bias[40:] = float("-inf")
-    check(case, UNEVEN)
-    check(case, (60, 41), options=Options(strategy="recompute_logits"))
 
 
 def test_of_equal_logits_the_argmax_is_the_lowest_column():
@@ -247,15 +209,6 @@ def test_parts_in_another_order_and_the_same_bits_again(strategy):
             assert error(found, right) < 1e-5
 
     as_threads(3, run)
-
-
-def test_gradients_that_are_not_needed():
-    for needed in itertools.product((False, True), repeat=3):
-        case = make_case(bias=True)
-        for operand, is_needed in zip(case.operands(), needed, strict=True):
-            operand.requires_grad_(is_needed)
-        for strategy in STRATEGIES:
-            check(case, UNEVEN, options=Options(strategy=strategy, chunk_rows=16))
 
 
 @pytest.mark.parametrize("settings", [{"reduction": "none"}, {"outputs": ("log_prob",), "logit_scale": 2.0}], ids=str)
@@ -663,15 +616,6 @@ def call_of_a_part(*, tokens: int = 8192, ranks: int = 4, loss: Loss | None = No
     return Call(
         tensors=specs, loss=loss or Loss(), needs_grad=("input", "linear_weight"), shard=of_rank if ranks > 1 else None
     )
-
-
-def test_memory_of_a_part():
-    """dW is summed in 16 bits where one device would: targets are spread over the whole vocabulary."""
-    part = call_of_a_part(ranks=2)
-    plan = choose(part, Options(), ABSENT_DEVICE)
-    assert plan.chunk_rows == 4096 and not plan.float32_accumulator
-    logits, dx_part, frequent = 2 * 4096 * 64128, 4 * 4096 * 4096, 4 * plan.float32_rows * 4096
-    assert temporary_bytes(part, plan) == pytest.approx(logits + dx_part + frequent, rel=0.01)
 
 
 def test_the_printed_program_says_what_ranks_exchange():
