@@ -101,11 +101,12 @@ def train(trainer_class, folder, *, model=None, resume=None, settings=None, rows
     return trainer
 
 
-def assert_fused(trainer, compilations=3):
-    """One for the first length, one for all others, one for the evaluation."""
+def assert_fused(trainer):
+    """Once for the first length, once for all others, and once in the evaluation, which needs no gradient."""
     report = thunder_flce.explain(trainer.compiled_loss)
-    assert report.decisions and all(decision.fused for decision in report.decisions)
-    assert len(report) <= compilations
+    strategies = [decision.region.plan.strategy for decision in report.decisions]
+    assert strategies in (["gradients_in_forward"] * count + ["loss_only"] for count in (1, 2)), strategies
+    assert len(report) == len(strategies)
 
 
 SETTINGS = {
@@ -220,6 +221,22 @@ def test_reentrant_checkpoints_of_a_frozen_trunk(tmp_path):
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(ValueError, match='gradient_checkpointing_kwargs must be {"use_reentrant": False}'):
         train(OurTrainer, tmp_path, model=model, settings=settings)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["then prepare", "prepared"])
+def test_accelerate(is_first):
+    """Mixed precision sets a forward on the model."""
+    model = tiny.model(num_hidden_layers=0)
+    only = thunder_flce.loss_only(model) if is_first else None
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    only = thunder_flce.loss_only(model) if only is None else only
+    batch = collate(tiny.rows(2))
+    step = torch.compile(only, backend="thunder_flce", options={"strict": True})
+    for loss in (only(**batch), step(**batch)):
+        torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-2, atol=0)
+    float32 = tiny.model(num_hidden_layers=0)(**batch).loss
+    assert not torch.allclose(only(**batch), float32, rtol=1e-6)
+    assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
 
 
 # TRL.
@@ -390,6 +407,16 @@ def test_trl(name, tmp_path, monkeypatch):
     utils._ChunkedLogProbFunction = SimpleNamespace(apply=lambda *given: (calls.append(given), head.apply(*given))[1])
     assert_same(expected, run(), rtol=2e-2 if "bf16" in config else 2e-4)
     assert len(calls) >= 5
+
+
+@needs_trl
+def test_loss_only_of_what_trl_holds(tmp_path):
+    model = make_trl_trainer("SFT", tmp_path).model
+    assert "forward" in vars(model)
+    batch = collate(tiny.rows(2))
+    step = torch.compile(thunder_flce.loss_only(model), backend="thunder_flce", options={"strict": True})
+    torch.testing.assert_close(step(**batch), tiny.model()(**batch).loss, rtol=1e-4, atol=0)
+    assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
 
 
 # litgpt and Lightning. Its Trainer is that of lightning 2.6.

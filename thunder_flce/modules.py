@@ -294,8 +294,10 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
         returns_loss_only = True
 
         # Not in place of `forward`: whatever sets that on the model, as accelerate and TRL do, takes the place of both.
+        # It is bound to the model, and Dynamo does not trace it through another object.
         def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-            return loss_of(super().__call__(*args, **kwargs))
+            call = model if "forward" in self.__dict__ else super().__call__
+            return loss_of(call(*args, **kwargs))
 
         def __reduce__(self) -> tuple[Any, ...]:
             # This class cannot be found by its name.
