@@ -115,7 +115,7 @@ def _saved_logits(forward) -> list[tuple[int, ...]]:
 
 
 def _assert_statistics_saved(forward, backward, name) -> None:
-    statistics = _find(forward, f"{name}_fwd").output[1:4]
+    statistics = _find(forward, f"flce_{name}_fwd").output[1:4]
     assert [(tuple(t.shape), t.dtype) for t in statistics] == [
         ((SIZES.tokens,), dtypes.float32),
         ((SIZES.tokens,), dtypes.float32),
@@ -123,7 +123,7 @@ def _assert_statistics_saved(forward, backward, name) -> None:
     ]
     names = [tensor.name for tensor in statistics]
     assert set(names) <= {tensor.name for tensor in saved_for_backward(forward)}
-    used = [tensor.name for tensor in _find(backward, f"{name}_bwd").flat_proxy_args]
+    used = [tensor.name for tensor in _find(backward, f"flce_{name}_bwd").flat_proxy_args]
     assert [name for name in used if name in names] == names
 
 
