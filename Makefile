@@ -5,7 +5,8 @@
 # make check      style, the order of imports and types, then `make test`: what .ci/run does
 # make lint       the same without the tests
 # make matrix     a short suite on every supported version of Python, PyTorch, thunder and transformers: an hour or so
-# make targets    compiles every Triton kernel for every GPU that README.md names, without one: a few minutes
+# make targets    compiles every Triton kernel for every GPU that docs/support.md names, without one: a few minutes
+# make docs       builds the pages in docs/ with an API reference, as a site in build/site
 # make traces     prints the traces in traces/ anew
 # make mutants    breaks the engine at random places, one at a time, and shows which the tests do not notice
 #
@@ -36,7 +37,7 @@ STAMP := $(VENV)/installed
 GOMP_SPINCOUNT ?= 10000
 export GOMP_SPINCOUNT
 
-.PHONY: check demo lint matrix mutants targets test test-all test-fast traces
+.PHONY: check demo docs lint matrix mutants targets test test-all test-fast traces
 
 demo: $(STAMP)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -69,6 +70,10 @@ lint: $(STAMP)
 check: lint
 	$(MAKE) test
 
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 matrix: $(STAMP)
 	$(BIN)/nox $(ARGS)
 
@@ -82,5 +87,6 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "found no Python from 3.10 to 3.13 with venv; name one: make PYTHON=…" >&2; exit 1; }
 	@echo "Installing into $(VENV) with $(PYTHON): some minutes, the first time"
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[nvfuser,examples,test,dev]'
+	@$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'  # The first that knows --group.
+	@$(BIN)/python -m pip install --quiet $(TORCH) --editable '.[nvfuser,examples]' --group lint --group test --group matrix
 	@touch $@

@@ -1,4 +1,4 @@
-"""`make matrix`: a short suite on the versions that README.md names, each in an environment of its own.
+"""`make matrix`: a short suite on the versions that docs/support.md names, each in an environment of its own.
 
     nox --list                                      the sessions
     nox -s "matrix(python 3.11, torch 2.8)"         one of them
@@ -85,6 +85,10 @@ MODELS = _parameters(
     )
 )
 
+NEWEST_TRAINERS = ("transformers==5.23.0", "trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2")
+TORCHTITAN = ("torchtitan==0.3.0", "spmd_types==0.2.3", "tyro", "docstring_parser")
+"""What its loss imports: all that it asks for cannot be installed beside TRL."""
+
 nox.options.error_on_missing_interpreters = False
 nox.options.default_venv_backend = "uv"
 nox.needs_version = ">=2025.2.9"
@@ -98,26 +102,36 @@ for folder in Path.home().glob(".pyenv/versions/3.*/bin"):
 @nox.parametrize("python, versions", MATRIX)
 def matrix(session: nox.Session, versions: Versions) -> None:
     """The short suite, with the models that `thunder.jit` traces."""
-    _install(session, versions, extras=["examples", "test"])
+    _install(session, versions, extras=["examples"])
     _test(session, *SHORT_SUITE)
 
 
 @nox.session
 @nox.parametrize("python, versions", MODELS)
 def models(session: nox.Session, versions: Versions) -> None:
-    """The zoo and the Trainer, also with newer versions of transformers, which litgpt cannot be installed beside.
+    """The zoo and trainers, also with newer versions of transformers, which litgpt cannot be installed beside.
 
     thunder's nightly is what `thunderfx` needs for 4.57.6.
     """
-    _install(session, versions, extras=["test"] if versions.transformers else ["examples", "test"])
+    _install(session, versions, extras=[] if versions.transformers else ["examples"])
     if versions.transformers:
         session.install(f"transformers=={versions.transformers}", "accelerate", "tqdm")
-    _test(session, "tests/test_model_zoo.py", "tests/test_examples.py")
+    _test(session, "tests/test_model_zoo.py", "tests/test_examples.py", "tests/test_integrations.py")
+
+
+@nox.session(python="3.12")
+def trainers(session: nox.Session) -> None:
+    """The newest transformers, TRL and peft, and torchtitan's loss; `models` runs what litgpt is there for."""
+    _install(session, Versions(torch="2.10"), extras=["test"])
+    session.install(*NEWEST_TRAINERS, "tqdm")
+    session.install("--no-deps", *TORCHTITAN)
+    _test(session, "tests/test_integrations.py")
 
 
 def _install(session: nox.Session, versions: Versions, *, extras: list[str]) -> None:
     extras = [*extras, "nvfuser"] if versions.nvfuser else extras
-    session.install(f"torch=={versions.torch}.*", f"lightning-thunder=={versions.thunder}", f".[{','.join(extras)}]")
+    package = f".[{','.join(extras)}]"
+    session.install(f"torch=={versions.torch}.*", f"lightning-thunder=={versions.thunder}", package, "--group", "test")
     session.run("python", "-c", "import torch, thunder_flce; print(torch.__version__, thunder_flce.__file__)")
 
 

@@ -1,26 +1,25 @@
 """DPO on a tiny language model, with the loss in plain PyTorch and fused: the same losses, no logits when fused.
 
 A preference loss adds up the log-probabilities of a sequence inside a log-sigmoid, so that no token's gradient is known
-before all sequences are done. With a head that is trained, the log-probabilities are the region's results, and their
-gradients wait for the backward. With a head that is frozen, as in a LoRA run, whose adapters are in the layers, they
-need not wait: two matmuls in place of three, and no logits kept.
+before all sequences are done. With a head that is trained, the gradients of the log-probabilities wait for the
+backward. With a head that is frozen, as in a LoRA run whose adapters are in the layers, they need not wait: two matmuls
+in place of three, and no logits kept.
 
     python examples/dpo.py
 """
 
 import copy
-import warnings
 from collections.abc import Callable
-
-warnings.filterwarnings("ignore", message="transformer_engine module not found")
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thunder_flce
+from gain import print_gain
 
-VOCAB, HIDDEN = 512, 64
+VOCAB, HIDDEN = 8192, 64
 PAIRS, LENGTH = 32, 12
 STEPS = 8
 BETA = 0.1
@@ -93,7 +92,22 @@ def main() -> None:
             print(f"{number:<14}" + "".join(f"{value:10.4f}" for value in (*left, *right)))
         torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), rtol=1e-3, atol=1e-4)
         (decision,) = thunder_flce.explain(fused_loss)[-1].decisions
-        print(f"The {decision.kind} was {str(decision).partition(': ')[2]}.\n")
+        print(f"The {decision.kind} was {str(decision).partition(': ')[2]}.")
+
+        hidden = torch.randn(2 * PAIRS, LENGTH, HIDDEN, requires_grad=True)
+        weight = torch.randn(VOCAB, HIDDEN, requires_grad=head == "trained")
+        trained = [tensor for tensor in (hidden, weight) if tensor.requires_grad]
+        batch = torch.randint(VOCAB, hidden.shape[:2]), torch.ones(hidden.shape[:2]), torch.zeros(2 * PAIRS)
+        steps = {
+            name: partial(gradients, partial(loss_fn, hidden, weight, *batch), trained)
+            for name, loss_fn in {"plain PyTorch": dpo_loss, "thunder_flce.jit": fused_loss}.items()
+        }
+        print_gain(f"the loss alone, {batch[0].numel()} tokens", steps, "cpu")
+        print()
+
+
+def gradients(loss_fn: Callable[[], tuple[Tensor, Tensor]], trained: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(loss_fn()[0], trained)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import thunder_flce
+from gain import measure
 from thunder_flce import LinearCrossEntropyLoss, VocabParallel, count_items
 
 TOKENS, HIDDEN, VOCAB, STEPS = 256, 128, 10007, 8
@@ -55,25 +56,26 @@ def sharded(mesh: DeviceMesh, *, divides_vocab: bool) -> Model:
     return model
 
 
-def train(mesh: DeviceMesh, *, divides_vocab: bool) -> list[float]:
-    """The loss of each step, the mean over the tokens of all ranks."""
+def train(mesh: DeviceMesh, *, divides_vocab: bool) -> tuple[list[float], float, float]:
+    """The loss of each step, the mean over the tokens of all ranks; the milliseconds and the peak MiB of a step."""
     model = sharded(mesh, divides_vocab=divides_vocab)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # Ranks have tokens of their own, and those of the first are fewer. The length may differ, too.
+    # Each rank has other tokens, and the first has fewer that count. The length may differ as well.
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(VOCAB, (TOKENS,), device=mesh.device_type)
     labels = thunder_flce.shift_labels(tokens)
     if dist.get_rank() == 0:
         labels[: TOKENS // 2] = -100
-    losses = []
-    for _ in range(STEPS):
+
+    def step() -> float:
         loss = model(tokens, labels, count_items(labels, group=mesh))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss.detach()))
-    return losses
+        return mean_over_ranks(loss.detach())
+
+    return [step() for _ in range(STEPS)], *measure(step, mesh.device_type)
 
 
 def mean_over_ranks(loss: Tensor) -> float:
@@ -86,11 +88,13 @@ def run_rank(device: str) -> None:
     """Trains in both ways on one rank of the default process group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("dp",))
-    gathered, divided = (train(mesh, divides_vocab=divides_vocab) for divides_vocab in (False, True))
+    (gathered, *gain_of_gathered), (divided, *gain) = (train(mesh, divides_vocab=divides) for divides in (False, True))
     if rank == 0:
         print(f"{ranks} ranks on {device}:")
         for step, losses in enumerate(zip(gathered, divided, strict=True)):
             print("step {}: loss {:.5f}, with the vocabulary divided {:.5f}".format(step, *losses))
+        text = "{:.1f} ms and {:.1f} MiB a step, with the vocabulary divided {:.1f} ms and {:.1f} MiB"
+        print(text.format(*gain_of_gathered, *gain))
     torch.testing.assert_close(divided, gathered, rtol=1e-4, atol=1e-5)
 
 

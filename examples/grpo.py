@@ -6,18 +6,16 @@ made of them token by token, and computes the gradients a chunk of logits at a t
     python examples/grpo.py
 """
 
-import warnings
 from collections.abc import Callable
-
-warnings.filterwarnings("ignore", message="transformer_engine module not found")
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thunder_flce
+from gain import print_gain
 
-VOCAB, HIDDEN = 512, 64
+VOCAB, HIDDEN = 8192, 64
 PROMPTS, GROUP, LENGTH = 4, 16, 12
 STEPS, UPDATES = 6, 2
 
@@ -64,8 +62,8 @@ def completions(policy: Policy) -> Tensor:
 
 
 def rewards(tokens: Tensor) -> Tensor:
-    """How many tokens of a completion are among the first 64 of the vocabulary."""
-    return (tokens[:, 1:] < 64).float().mean(1)
+    """The fraction of a completion's tokens that are in the first eighth of the vocabulary."""
+    return (tokens[:, 1:] < VOCAB // 8).float().mean(1)
 
 
 def train(loss_fn: Callable[..., tuple[Tensor, Tensor]]) -> list[tuple[float, float, float]]:
@@ -79,8 +77,8 @@ def train(loss_fn: Callable[..., tuple[Tensor, Tensor]]) -> list[tuple[float, fl
         reward = rewards(tokens)
         groups = reward.view(PROMPTS, GROUP)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
-        # Completions end after their first token above 500.
-        mask = (tokens[:, 1:-1] <= 500).float().cumprod(1)
+        # Completions end after their first token of the last fortieth of the vocabulary.
+        mask = (tokens[:, 1:-1] < VOCAB - VOCAB // 40).float().cumprod(1)
         mask = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
         with torch.no_grad():
             old = log_probabilities(policy(tokens[:, :-1]), policy.head.weight, tokens[:, 1:])
@@ -104,6 +102,15 @@ def main() -> None:
     torch.testing.assert_close(torch.tensor(fused), torch.tensor(plain), rtol=1e-3, atol=1e-4)
     (decision,) = thunder_flce.explain(fused_loss)[-1].decisions
     print(f"\nThe {decision.kind} was {str(decision).partition(': ')[2]}.")
+
+    shape = PROMPTS * GROUP, LENGTH
+    hidden, weight = (torch.randn(*size, HIDDEN, requires_grad=True) for size in (shape, (VOCAB,)))
+    batch = torch.randint(VOCAB, shape), torch.full(shape, -9.0), torch.randn(shape[0]), torch.ones(shape)
+    steps = {
+        name: lambda loss_fn=loss_fn: torch.autograd.grad(loss_fn(hidden, weight, *batch)[0], (hidden, weight))
+        for name, loss_fn in {"plain PyTorch": grpo_loss, "thunder_flce.jit": fused_loss}.items()
+    }
+    print_gain(f"the loss alone, {batch[0].numel()} tokens", steps, "cpu")
 
 
 if __name__ == "__main__":

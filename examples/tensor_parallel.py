@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
+from gain import measure
 
 # 10007 rows are 5004 for the first of two ranks and 5003 for the second.
 TOKENS, HIDDEN, VOCAB, STEPS = 256, 128, 10007, 8
@@ -36,22 +37,23 @@ class Model(nn.Module):
         return thunder_flce.linear_cross_entropy(hidden, self.head, labels, vocab_parallel=group)
 
 
-def train(rows: slice, device: str, group=None) -> list[float]:
-    """The loss of each step."""
+def train(rows: slice, device: str, group=None) -> tuple[list[float], float, float]:
+    """The loss of each step, and the milliseconds and the peak MiB of one."""
     torch.manual_seed(1)
     model = Model(rows).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = torch.randint(VOCAB, (TOKENS,)).to(device)
     labels = thunder_flce.shift_labels(tokens)
-    losses = []
-    for _ in range(STEPS):
+
+    def step() -> float:
         # The gradient of the trunk is the same on all ranks, since that of the hidden states is the whole one.
         loss = model(tokens, labels, group)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return loss.item()
+
+    return [step() for _ in range(STEPS)], *measure(step, device)
 
 
 def run_rank(device: str) -> None:
@@ -59,12 +61,14 @@ def run_rank(device: str) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device, (ranks,), mesh_dim_names=("tp",))
     size = -(-VOCAB // ranks)
-    losses = train(slice(rank * size, (rank + 1) * size), device, mesh["tp"])
-    whole = train(slice(None), device)
+    losses, *gain = train(slice(rank * size, (rank + 1) * size), device, mesh["tp"])
+    whole, *gain_of_whole = train(slice(None), device)
     if rank == 0:
         print(f"{ranks} ranks on {device}:")
         for step, (divided, alone) in enumerate(zip(losses, whole, strict=True)):
             print(f"step {step}: loss {divided:.5f}, with the whole weight {alone:.5f}")
+        text = "{:.1f} ms and {:.1f} MiB a step, with the whole weight {:.1f} ms and {:.1f} MiB"
+        print(text.format(*gain, *gain_of_whole))
     torch.testing.assert_close(losses, whole, rtol=1e-4, atol=1e-5)
 
 

@@ -221,7 +221,7 @@ def report_numbers(console: Console, seconds: list[float], peaks: list[int], los
         table.add_column(title, justify="right" if title else "left")
     speed, memory = seconds[0] / seconds[1], peaks[1] / peaks[0]
     table.add_row("time per step, median", *(f"{s * 1e3:.1f} ms" for s in seconds), f"{speed:.2f} × as fast")
-    table.add_row("peak memory of the loss region", *map(format_bytes, peaks), f"{memory:.2f} × the memory")
+    table.add_row("peak memory of head and loss", *map(format_bytes, peaks), f"{memory:.2f} × the memory")
     table.add_row(
         "loss after training",
         *(f"{loss:.5f}" for loss in losses),

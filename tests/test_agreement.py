@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,7 +125,8 @@ def test_what_is_agreed(monkeypatch):
     """By numbers in which ranks may differ: rows, tokens and memory."""
     memory = {0: 9_000, 1: 7_000}
     rank_of = threading.local()
-    monkeypatch.setattr(thunder_flce.vocab_parallel, "_total_memory", lambda device: memory[rank_of.rank])
+    devices = SimpleNamespace(of=lambda device: SimpleNamespace(memory=memory[rank_of.rank]))
+    monkeypatch.setattr(thunder_flce.vocab_parallel, "Device", devices)
 
     def run(rank):
         rank_of.rank = rank

@@ -3,6 +3,7 @@
 Inductor itself, which needs seconds for each program on a CPU, runs where a test is marked so.
 """
 
+import functools
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -357,6 +358,25 @@ def test_inductor_on_a_gpu(mode):
     assert_fused(compiled, times=1)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gradients_accumulate_with_cuda_graphs():
+    """Three micro-batches a step, as a trainer has them."""
+    model = Model().cuda()
+    compiled = compiled_with(model, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        batches = [[tensor.cuda() for tensor in batch()] for _ in range(3)]
+        found = []
+        for run in (compiled, model):
+            model.zero_grad()
+            for arguments in batches:
+                torch.compiler.cudagraph_mark_step_begin()
+                (run(*arguments) / 3).backward()
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
+        torch.testing.assert_close(*found, **CLOSE)
+    assert_fused(compiled, times=1)
+
+
 @pytest.mark.inductor
 def test_inductor():
     """With sizes that it has to ask for."""
@@ -496,20 +516,37 @@ def test_loss_in_autocast_of_a_head_outside():
     assert_fused(compiled, times=1)
 
 
-def test_checkpoint():
+def _checkpointed(function, *args):
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+def _of_trunk(model, tokens, labels):
+    """As gradient checkpointing of a model's layers is; what the head reads, the checkpoint returns."""
+    hidden = _checkpointed(lambda tokens: model.embedding(tokens).sin().cos(), tokens)
+    return F.cross_entropy(model.lm_head(hidden).view(-1, V), labels.view(-1))
+
+
+def _of_head(model, tokens, labels):
+    logits = _checkpointed(model.logits, tokens)
+    return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+
+def _of_losses(model, tokens, labels):
+    """It reads what a region gives that stands behind it, where the sum of losses is: it moves there."""
+    logits = model.logits(tokens).view(-1, V)
+    losses = F.cross_entropy(logits, labels.view(-1), reduction="none")
+    order = _checkpointed(lambda losses: losses.detach().sort().values.cos(), losses)
+    return (losses * tokens.view(-1)).sum() + order.sum() * F.cross_entropy(logits, labels.view(-1).flip(0))
+
+
+@pytest.mark.parametrize("step", [_of_trunk, _of_head, _of_losses])
+def test_checkpoint(step):
     model = Model()
-
-    def step(tokens, labels):
-        def body(tokens):
-            return model.logits(tokens)
-
-        logits = checkpoint(body, tokens, use_reentrant=False)
-        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
-
+    step = functools.partial(step, model)
     compiled = compiled_with(step, fullgraph=True)
     arguments = batch()
     assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
-    assert_fused(compiled, times=1)
+    assert all(decision.fused for decision in thunder_flce.explain(compiled).decisions)
 
 
 @pytest.mark.parametrize("model", [PrintsBeforeHead, BreaksBeforeHead, BreaksAfterHead], ids=lambda m: m.__name__)

@@ -702,7 +702,7 @@ def test_rates_that_cannot_be_measured(monkeypatch):
         raise RuntimeError("no matmuls here")
 
     monkeypatch.setattr(torch, "mm", fail)
-    with pytest.raises(RuntimeError, match="matmuls cannot be measured here"):
+    with pytest.raises(RuntimeError, match="matmuls cannot be measured here: .*no matmuls here"):
         rates.measured_rates(session_of(replace(Schedule(), rounds=1, calls=2, turn_ms=1, settle_ms=0)))
 
 
@@ -712,7 +712,6 @@ def test_kernels_and_their_figures(tmp_path):
     assert [(row["vocab"], row["method"]) for row in rows] == [(v, n) for v in (1000, 4099) for n in kernels.KERNELS]
     for row in rows:
         moved = row["rows"] * row["vocab"] * 2 * (1 if row["method"] in ("statistics", "moments") else 2)
-        moved = row["rows"] * 22 if row["method"] == "target entries" else moved
         assert row["gb_per_s"] == pytest.approx(moved / row["time_ms"] / 1e6)
         assert row["ratio"] == pytest.approx(row["gb_per_s"] / row["copy_gb_per_s"])
         assert row["backend"] == "torch"

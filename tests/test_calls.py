@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from thunder_flce import linear_cross_entropy
+from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import rows
 
 V, H = 11, 8
@@ -36,6 +36,25 @@ def test_results_may_change_in_place(shape, outputs, is_frozen):
         torch.testing.assert_close(gradient, right)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shapes_and_dtypes_that_alternate(compiled):
+    """What is known of one number of tokens serves others, of as many dimensions and of other dtypes of weights."""
+
+    def loss(*tensors, **weights):
+        return linear_cross_entropy(*tensors, **weights, reduction="none", options=Options(strategy="save_logits"))
+
+    run = torch.compile(loss, backend="eager", dynamic=True) if compiled else loss
+    for shape in [(650,), (700,), (2, 350), (650,), (3, 5), (1,), (7, 100), (640,), (15,)]:
+        for dtype in (torch.float64, torch.float32):
+            hidden, weight, target = operands(*shape)
+            token_weights = torch.rand(shape, dtype=dtype)
+            run(hidden, weight, target, token_weights=token_weights).sum().backward()
+            with torch.no_grad():
+                p = (hidden @ weight.T).softmax(-1) - torch.nn.functional.one_hot(target, V)
+            right = (p * token_weights[..., None]) @ weight
+            torch.testing.assert_close(hidden.grad, right, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("outputs", [(), ("log_prob",)])
 def test_no_tokens_and_a_frozen_head(outputs):
     hidden, weight, target = operands(0)
@@ -53,6 +72,14 @@ def test_equal_values_of_other_types(name, good, bad):
     linear_cross_entropy(*tensors, **{name: good})
     with pytest.raises(TypeError, match=name):
         linear_cross_entropy(*tensors, **{name: bad})
+
+
+def test_other_numbers_of_tokens_are_checked():
+    hidden, weight, target = operands(6)
+    linear_cross_entropy(hidden, weight, target, token_weights=torch.ones(6))
+    for name, others in (("target", (target[:5], torch.ones(6))), ("token_weights", (target, torch.ones(7)))):
+        with pytest.raises(ValueError, match=f"{name} must have"):
+            linear_cross_entropy(hidden, weight, others[0], token_weights=others[1])
 
 
 @pytest.mark.parametrize(("name", "bad"), [("num_items", -1), ("expected_gradient", 0.0)])

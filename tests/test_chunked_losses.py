@@ -153,4 +153,4 @@ def test_checkpointed_chunks_are_computed_once():
     (decision,) = decisions(compiled)
     assert decision.fused
     backward = thunder.last_backward_traces(compiled)[-1]
-    assert "linear_cross_entropy_fwd" not in [bsym.sym.name for bsym in backward.bound_symbols]
+    assert "flce_linear_cross_entropy_fwd" not in [bsym.sym.name for bsym in backward.bound_symbols]

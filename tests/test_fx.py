@@ -421,7 +421,7 @@ def test_functional_form_behind_dynamo(compile, reduction):
         (graph,) = compiled._backend.subgraph_infos
         (fused,) = graph.thunder_compiled_fns
         symbols = [bsym.sym.name for bsym in thunder.last_traces(fused)[-1].bound_symbols]
-        assert "linear_cross_entropy_fwd" in symbols
+        assert "flce_linear_cross_entropy_fwd" in symbols
 
 
 def test_functional_form_with_options_behind_thunderfx():

@@ -227,6 +227,37 @@ def test_cuda_graph_of_each_backend(backend):
         torch.testing.assert_close(got, right)
 
 
+@pytest.mark.parametrize("captured", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_cuda_graph_of_one_pass(strategy, captured):
+    """The other pass runs without one, where the host may wait for the number of valid rows."""
+    case = make_case(tokens=300, hidden=64, vocab=1009, dtype=torch.float32, device="cuda", ignored=0.4)
+    operands, grad = (case.x, case.weight), torch.tensor(0.5, device="cuda")
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+
+    def forward():
+        return linear_cross_entropy(case.x, case.weight, case.target, options=Options(strategy=strategy))
+
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(forward(), operands, grad)
+        loss = None if captured == "forward" else forward()
+    if loss is None:
+        with torch.cuda.graph(graph, stream=stream):
+            loss = forward()
+        graph.replay()
+        gradients = torch.autograd.grad(loss, operands, grad)
+    else:
+        with torch.cuda.graph(graph, stream=stream):
+            gradients = torch.autograd.grad(loss, operands, grad)
+        graph.replay()
+    torch.cuda.synchronize()
+    exact = truth(case, grad)
+    assert error(loss, exact.loss) < 1e-5
+    for got, right in zip(gradients, exact.gradients[:2], strict=True):
+        assert error(got, right) < 1e-5
+
+
 @pytest.mark.parametrize("backend", [None, *(name for name in BACKENDS if is_installed(name))])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rows", IGNORED_ROWS)

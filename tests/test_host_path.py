@@ -45,6 +45,30 @@ def test_calls_of_an_eager_step(strategy, most):
     assert found <= most, found
 
 
+@pytest.mark.parametrize(
+    ("options", "reduction"),
+    [
+        (Options(), "mean"),
+        (Options(), "none"),
+        (Options(memory_budget=2**18), "mean"),
+        (Options(chunk_rows=256), "mean"),
+    ],
+    ids=str,
+)
+def test_a_new_number_of_tokens_in_a_known_tile(options, reduction):
+    """Above 512 tokens, plans are for whole tiles: a new number costs nothing more."""
+    weight = torch.randn(100, 32).requires_grad_()
+
+    def step(tokens):
+        x = torch.randn(tokens, 32).requires_grad_()
+        target = torch.randint(100, (tokens,))
+        linear_cross_entropy(x, weight, target, reduction=reduction, options=options).sum().backward()
+
+    for tokens in (1000, 999, 998):
+        step(tokens)
+    assert calls(lambda: step(997)) <= calls(lambda: step(998))
+
+
 def test_a_new_number_of_tokens():
     """It is checked and planned anew, by arithmetic; of the sizes of operands nothing else is found out again."""
     weight = torch.randn(100, 32).requires_grad_()

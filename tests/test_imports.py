@@ -33,7 +33,7 @@ ours = {name.removeprefix("thunder_flce.") for name in sys.modules if name.start
 heavy = {"graph", "inspection.thunder_report", "bench", "engine.kernels.nvfuser_rows", "engine.kernels.triton_rows"}
 assert not ours & heavy, ours & heavy
 assert set(thunder_flce.__all__) <= set(dir(thunder_flce))
-classes = ["LinearCrossEntropyLoss", "NotFusedError", "NotFusedWarning", "Options", "Plan", "Report", "VocabParallel"]
+classes = ["LinearCrossEntropyLoss", "LossTrainerMixin", "NotFusedError", "NotFusedWarning", "Options", "Plan"]
 for attempt in range(2):
     for name in ("jit", "thunderfx", "executor", "FuseLinearCrossEntropy"):
         try:
@@ -42,8 +42,9 @@ for attempt in range(2):
             cause = "failed with ModuleNotFoundError: no thunder here"
             assert f"thunder_flce.{name} needs lightning-thunder" in str(error) and cause in str(error), error
             without = str(error).rpartition("works without it: ")[2].split(", ")
-            functions = ["explain", "linear_cross_entropy", "linear_kl_divergence", "loss_only", "shift_labels"]
-            assert without == [*classes, "count_items", *functions], error
+            functions = ["explain", "linear_cross_entropy", "linear_kl_divergence", "loss_only"]
+            others = ["replace_trl_head", "shift_labels"]
+            assert without == [*classes, "Report", "VocabParallel", "count_items", *functions, *others], error
         else:
             raise AssertionError(name)
 assert not hasattr(thunder_flce, "jitt")
@@ -202,6 +203,27 @@ def test_thunder_knows_of_us_in_both_orders(imports):
     _run(WITH.format(imports=imports))
 
 
+def test_importing_changes_nothing_of_thunder():
+    """What thunder has wrong is mended when the fusion is first used."""
+    if not hasattr(torch.Tensor, "align_as"):
+        pytest.skip("with torch 2.13 and newer, thunder can be imported after thunder_flce only")
+    _run("""
+import thunder
+from thunder.dynamo import ThunderCompiler
+from thunder.transforms.autocast import autocast_impls
+
+def now():
+    functions = thunder.clang.maybe_broadcast, ThunderCompiler.__call__
+    return functions, {name for name in autocast_impls if "flce" not in str(name)}
+
+before = now()
+import thunder_flce
+assert now() == before
+thunder_flce.FuseLinearCrossEntropy()
+assert not any(mine is its for mine, its in zip(now()[0], before[0])) and now()[1] > before[1]
+""")
+
+
 # As it is since torch 2.14: without what thunder's import reads of it.
 BUILTIN_APPLY = """
 torch.autograd.Function.apply = builtin = torch._C._FunctionBase.__dict__["apply"]
@@ -270,3 +292,23 @@ def test_names(name):
     exec(f"from thunder_flce import {name}", namespace)
     assert namespace[name] is getattr(thunder_flce, name)
     assert name in dir(thunder_flce)
+
+
+def test_a_command_that_needs_thunder_says_so():
+    _run("""
+import sys
+
+class Absent:
+    def find_spec(self, name, *_):
+        if name == "thunder":
+            raise ModuleNotFoundError(f"no {name} here", name=name)
+
+sys.meta_path.insert(0, Absent())
+from thunder_flce.__main__ import main
+try:
+    main(["trace", "litgpt"])
+except SystemExit as exit:
+    assert exit.code == 2
+else:
+    raise AssertionError("it ran")
+""")

@@ -47,7 +47,7 @@ def _loss(result):
 
 def _regions(compiled, front_end) -> list[thunder.core.symbol.BoundSymbol]:
     traces = [thunder.last_traces(compiled)[-1]] if front_end == "thunder.jit" else compiled.last_traces
-    return [b for trace in traces for b in trace.bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
+    return [b for trace in traces for b in trace.bound_symbols if b.sym.name == "flce_linear_cross_entropy_fwd"]
 
 
 def _settings(region) -> dict:

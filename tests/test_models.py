@@ -73,7 +73,7 @@ def test_loss_and_gradients_equal_eager(name, device):
     (decision,) = thunder_flce.explain(jitted)[0].decisions
     assert decision.fused and (name.startswith("litgpt") or "/loss_utils.py:" in decision.source)
     names = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
-    assert names.count("linear_cross_entropy_fwd") == 1
+    assert names.count("flce_linear_cross_entropy_fwd") == 1
 
 
 def test_a_few_steps_of_training_agree(device):

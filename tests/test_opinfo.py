@@ -91,7 +91,7 @@ def _forward_symbols(bound_symbols: Iterable) -> set[str]:
     """Our symbol, and thunder's own, on their own or in a fusion."""
     found = set()
     for bsym in bound_symbols:
-        found |= {bsym.sym.name} & {"cross_entropy_fwd", "cross_entropy"}
+        found |= {bsym.sym.name} & {"flce_cross_entropy_fwd", "cross_entropy"}
         found |= _forward_symbols(bsym.subsymbols)
     return found
 
@@ -99,7 +99,7 @@ def _forward_symbols(bound_symbols: Iterable) -> set[str]:
 def _assert_ours(jitted: Callable, logits: Tensor, target: Tensor) -> None:
     """That our symbol ran, or our operations for class probabilities; an empty batch is left to thunder."""
     found = _forward_symbols(thunder.last_traces(jitted)[-1].bound_symbols)
-    assert found == ({"cross_entropy_fwd"} if logits.numel() and not target.is_floating_point() else set())
+    assert found == ({"flce_cross_entropy_fwd"} if logits.numel() and not target.is_floating_point() else set())
 
 
 def _thunder_samples(name: str, device: str, dtype: torch.dtype) -> Iterable[Sample]:

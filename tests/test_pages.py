@@ -1,35 +1,51 @@
 """What README.md and the other pages say is there: snippets run, links lead somewhere, and numbers are counted."""
 
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
+from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
+
+import thunder_flce
+from thunder_flce.backend import compile_graph
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [
     *ROOT.glob("*.md"),
     *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "lab").glob("*.md"),
+    ROOT / "examples/README.md",
     ROOT / "traces/README.md",
     ROOT / "traces/h200/README.md",
 ]
 
 
-def test_snippets_of_readme_run(tmp_path):
+def test_snippets_of_readme_run(tmp_path, capsys, monkeypatch, without_inductor):
     """One after another, as one program; what the comments say it prints is what it prints."""
+    for registry in (_BACKENDS, _COMPILER_FNS):  # Whatever entry point is installed.
+        monkeypatch.setitem(registry, "thunder_flce", compile_graph)
     snippets = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     program = tmp_path / "model.py"
     program.write_text("\n".join(snippets), encoding="utf-8")
-    run = subprocess.run([sys.executable, program.name], capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert run.returncode == 0, run.stderr[-4000:]
+    runpy.run_path(str(program))
+    printed = capsys.readouterr().out
     expected = re.findall(r"^# …(/model\.py:.*)$", program.read_text(encoding="utf-8"), re.MULTILINE)
-    assert expected and all(f"{line}\n" in run.stdout for line in expected), run.stdout
+    assert expected and all(f"{line}\n" in printed for line in expected), printed
+    assert "flce_scale_gradients(" in printed
 
 
 def test_readme_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 110
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_tables_have_the_numbers_of_the_rows(page, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "lab"))
+    import pages
+
+    assert (ROOT / page).read_text(encoding="utf-8") == pages.written(page)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -37,17 +53,21 @@ def test_what_a_page_names_is_there(page):
     text = page.read_text(encoding="utf-8")
     links = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
     assert [target for target in links if not (page.parent / target).exists()] == []
-    named = re.findall(r"`((?:thunder_flce|tests|traces|examples|docs)/[\w./-]+)(?:::(\w+))?`", text)
+    named = re.findall(r"`((?:thunder_flce|tests|traces|examples|docs|lab)/[\w./-]+)(?:::(\w+))?`", text)
     assert [path for path, _ in named if not (ROOT / path).exists()] == []
     tests = [(path, test) for path, test in named if test]
     assert [test for path, test in tests if f"def {test}(" not in (ROOT / path).read_text(encoding="utf-8")] == []
 
 
-def test_counts_of_readme(monkeypatch):
+def test_the_changelog_has_the_version():
+    assert f"\n## {thunder_flce.__version__}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_counts_of_the_support_page(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "traces"))
     from patterns import FUSED, NOT_FUSED
 
     zoo = pytest.importorskip("zoo")
-    text = README.read_text(encoding="utf-8")
+    text = " ".join((ROOT / "docs/support.md").read_text(encoding="utf-8").split())
     assert f"{len(FUSED)} programs that are fused and {len(NOT_FUSED)} that are not" in text
     assert f"{len(zoo.ENTRIES)} configurations" in text

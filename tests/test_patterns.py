@@ -139,7 +139,8 @@ def test_arguments_of_the_region(program, expected):
     """The last two factors of a softcap multiply exactly, so that none is left over."""
     jitted = thunder_flce.jit(program)
     jitted(*_arguments(program))
-    (bsym,) = [b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
+    bsyms = thunder.last_traces(jitted)[-1].bound_symbols
+    (bsym,) = [each for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd"]
     optional = ("logit_scale", "softcap", "vocab_size", "label_smoothing", "outputs")
     assert {name: value for name, value in bsym.kwargs.items() if name in optional} == expected
 
@@ -285,7 +286,7 @@ def test_sum_of_linears(program, options):
     jitted = thunder_flce.jit(program, options=options)
     torch.testing.assert_close(_run(jitted, tensors), _run(program, tensors), rtol=1e-4, atol=1e-5)
     forward, backward = thunder.last_traces(jitted)[-1], thunder.last_backward_traces(jitted)[-1]
-    (region,) = [bsym for bsym in forward.bound_symbols if bsym.sym.name == "linear_cross_entropy_fwd"]
+    (region,) = [bsym for bsym in forward.bound_symbols if bsym.sym.name == "flce_linear_cross_entropy_fwd"]
     assert region.kwargs["needs_grad"] == _SUMS[program]
     assert region.args[1].shape == (SIZES.vocab, SIZES.hidden)
     for term_input, term_weight in region.kwargs["terms"]:

@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import os
+import pickle
 import random
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -658,3 +662,22 @@ def test_what_64_threads_do_at_a_time():
         chunks = -(-2048 // choose(region, Options(), on).chunk_rows)
         moved[threads] = (4 * chunks - 1) * 128256 * 2048 * 4
     assert moved[64] / GB < 8 and 120 < moved[2] / GB < 140
+
+
+def test_a_plan_says_where_rates_are_estimates():
+    says = {
+        name: "estimates" in plan_of(on=on, **({"device": "cpu"} if name == "CPU" else {})).describe()
+        for name, on in DEVICES.items()
+    }
+    assert says == {name: name not in ("H200", "CPU") for name in DEVICES}
+
+
+def test_options_are_equal_in_every_process():
+    """Their hash is kept, and that of a text differs from one process to the next."""
+    options = Options(strategy="save_logits")
+    assert hash(options) == hash(replace(options))
+    program = "import pickle, sys; from thunder_flce.options import Options; found = pickle.load(sys.stdin.buffer); "
+    program += "assert found in {Options(strategy='save_logits')}, found"
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", program], input=pickle.dumps(options), env=environment, check=True)

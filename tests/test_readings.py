@@ -39,7 +39,7 @@ def results(fn, tensors):
 def regions(jitted):
     """The arguments of the regions in the final trace."""
     bsyms = thunder.last_traces(jitted)[-1].bound_symbols
-    return [bsym.kwargs for bsym in bsyms if bsym.sym.name == "linear_cross_entropy_fwd"]
+    return [bsym.kwargs for bsym in bsyms if bsym.sym.name == "flce_linear_cross_entropy_fwd"]
 
 
 READINGS = (

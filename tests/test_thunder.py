@@ -118,8 +118,8 @@ def test_fused(loss, options, device):
     (decision,) = compilation.decisions
     source = "loss.py:" if loss is late_labels_loss else "test_thunder.py:"
     assert decision.fused and source in decision.source
-    assert _symbols(thunder.last_traces(jitted)[-1]).count("linear_cross_entropy_fwd") == 1
-    assert "linear_cross_entropy_fwd" not in _symbols(thunder.last_backward_traces(jitted)[-1])
+    assert _symbols(thunder.last_traces(jitted)[-1]).count("flce_linear_cross_entropy_fwd") == 1
+    assert "flce_linear_cross_entropy_fwd" not in _symbols(thunder.last_backward_traces(jitted)[-1])
 
 
 @pytest.mark.parametrize("loss", [litgpt_loss, per_token_loss])
@@ -156,7 +156,7 @@ def test_not_fused(loss, reason):
         _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
     ((decision,),) = (compilation.decisions for compilation in thunder_flce.explain(jitted))
     assert not decision.fused and decision.reason is reason and reason.value in str(decision)
-    assert "linear_cross_entropy_fwd" not in _symbols(thunder.last_traces(jitted)[-1])
+    assert "flce_linear_cross_entropy_fwd" not in _symbols(thunder.last_traces(jitted)[-1])
 
 
 def _program_agrees(program, *, decision=None, **jit_settings):
@@ -223,7 +223,8 @@ def test_detached_operands_get_no_gradient(which, needs_grad):
         return F.cross_entropy(F.linear(hidden, weight), y) + h.sum() * w.sum()
 
     jitted = _program_agrees(program)
-    (bsym,) = [b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
+    bsyms = thunder.last_traces(jitted)[-1].bound_symbols
+    (bsym,) = [each for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd"]
     assert bsym.kwargs["needs_grad"] == needs_grad
 
 
@@ -254,17 +255,26 @@ def test_symbolic_values_are_not_fused():
     _program_agrees(lambda h, w, y: thunder_flce.linear_cross_entropy(h, w, y), cache="symbolic values")
 
 
-def test_autocast():
-    """Under autocast, thunder makes the linear a primitive on bfloat16 copies of its operands."""
-    model = Head(litgpt_loss)
-    jitted = thunder_flce.jit(model)
-    batch = _batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, expected = jitted(*batch), model(*batch)
-    torch.testing.assert_close(loss.float(), expected.float(), rtol=2e-2, atol=2e-2)
-    loss.backward()
+def log_softmax_loss(logits, labels):
+    return F.nll_loss(F.log_softmax(logits.flatten(0, 1), -1), labels.flatten())
+
+
+def gathered_loss(logits, labels):
+    return -F.log_softmax(logits, -1).gather(-1, labels.clamp(0).unsqueeze(-1)).mean()
+
+
+@pytest.mark.parametrize("loss", [litgpt_loss, flattened_loss, log_softmax_loss, gathered_loss])
+def test_autocast(loss, device):
+    """The loss has the dtype that eager PyTorch gives, which depends on the device; gradients have the parameters'."""
+    model = Head(loss).to(device)
+    jitted = thunder_flce.jit(model, strict=True)
+    batch = _batch(device)
+    with torch.autocast(device, torch.bfloat16):
+        value, expected = jitted(*batch), model(*batch)
+    assert value.dtype == expected.dtype
+    torch.testing.assert_close(value, expected, rtol=2e-2, atol=2e-2)
+    value.backward()
     assert model.lm_head.weight.grad.dtype == torch.float32
-    assert thunder_flce.explain(jitted)[0].decisions[0].fused
 
 
 def test_returned_logits_are_not_fused():
@@ -276,7 +286,7 @@ def test_returned_logits_are_not_fused():
     expected_loss, expected_logits = model(*batch)
     torch.testing.assert_close((loss, logits), (expected_loss, expected_logits))
     # The unfused loss still runs our symbols, which save statistics instead of log-probabilities.
-    assert "cross_entropy_fwd" in _symbols(thunder.last_traces(jitted)[-1])
+    assert "flce_cross_entropy_fwd" in _symbols(thunder.last_traces(jitted)[-1])
     (loss + logits.sum()).backward()
     got = model.lm_head.weight.grad.clone()
     model.zero_grad()
@@ -297,7 +307,7 @@ def test_cross_entropy_alone_saves_statistics():
     logits = torch.randn(53, V, requires_grad=True)
     jitted(logits, torch.randint(0, V, (53,)))
     backward = thunder.last_backward_traces(jitted)[-1]
-    (bsym,) = [bsym for bsym in backward.bound_symbols if bsym.sym.name == "cross_entropy_bwd"]
+    (bsym,) = [bsym for bsym in backward.bound_symbols if bsym.sym.name == "flce_cross_entropy_bwd"]
     _, _, _, row_max, row_log_sum, valid_count = bsym.args
     assert row_max.shape == row_log_sum.shape == (53,) and valid_count.shape == ()
     assert valid_count.dtype is thunder.dtypes.int64
@@ -345,13 +355,26 @@ def test_frozen_parameters_get_no_gradient_and_no_computation(frozen):
         torch.testing.assert_close(jitted(*batch), model(*batch))
     else:
         _assert_agrees(model, jitted, batch, rtol=1e-4, atol=1e-5)
-    (bsym,) = [b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name == "linear_cross_entropy_fwd"]
+    bsyms = thunder.last_traces(jitted)[-1].bound_symbols
+    (bsym,) = [each for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd"]
     expected = {
         "lm_head": ("input",),
         "embedding and hidden": ("linear_weight", "linear_bias"),
         "all": (),
     }[frozen]
     assert bsym.kwargs["needs_grad"] == expected
+
+
+@pytest.mark.parametrize("front_end", [thunder_flce.jit, thunder_flce.thunderfx])
+def test_many_lengths_bring_one_warning(front_end, recwarn):
+    step = front_end(lambda h, w, y: F.cross_entropy(F.linear(h, w), y))
+    weight, found = torch.randn(11, 8, requires_grad=True), []
+    for tokens in range(3, 16):
+        step(torch.randn(tokens, 8), weight, torch.randint(11, (tokens,)))
+        found.append(sum("for the 8th time" in str(each.message) for each in recwarn))
+    # Dynamo makes a second graph for all lengths, which thunder compiles for each.
+    first = 7 if front_end is thunder_flce.jit else 8
+    assert found == [0] * first + [1] * (len(found) - first)
 
 
 def test_no_grad_computes_the_loss_only():
@@ -460,7 +483,7 @@ with FakeTensorMode(), torch.device("cuda"):
     thunder.compile_data(step).get_computation_and_inputs(tokens, tokens)
 assert thunder_flce.explain(step)[0].decisions[0].fused
 names = [bsym.sym.name for bsym in thunder.last_traces(step)[-1].bound_symbols]
-assert names.count("linear_cross_entropy_fwd") == 1 and "nvFusion0" in names, names
+assert names.count("flce_linear_cross_entropy_fwd") == 1 and "nvFusion0" in names, names
 """
 
 

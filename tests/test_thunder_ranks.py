@@ -220,7 +220,7 @@ def test_another_input_grad_dtype(monkeypatch):
                 monkeypatch.setattr(f"{__name__}.WIDTH", width)
                 jitted(case.x, case.weight, case.target, group, width)
                 bsyms = thunder.last_traces(jitted)[-1].bound_symbols
-                (shard,) = (each.kwargs["shard"] for each in bsyms if each.sym.name == "linear_cross_entropy_fwd")
+                (shard,) = (each.kwargs["shard"] for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd")
                 assert shard.get("float32_input_grad", True) == (width is None)
             assert thunder.cache_misses(jitted) == 2
 

@@ -37,8 +37,8 @@ CASES = [
 each_case = pytest.mark.parametrize(("program", "strategy"), CASES, ids=lambda x: getattr(x, "__name__", x))
 needs_nvfuser = pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
 
-FORWARD = {"linear_cross_entropy_fwd", "cross_entropy_fwd"}
-BACKWARD = {"linear_cross_entropy_bwd", "cross_entropy_bwd", "scale_gradients"}
+FORWARD = {"flce_linear_cross_entropy_fwd", "flce_cross_entropy_fwd"}
+BACKWARD = {"flce_linear_cross_entropy_bwd", "flce_cross_entropy_bwd", "flce_scale_gradients"}
 UNFUSED = {"linear", "cross_entropy", "log_softmax", "logsumexp", "nll_loss"}
 
 
@@ -115,7 +115,7 @@ def _saved_logits(forward) -> list[tuple[int, ...]]:
 
 
 def _assert_statistics_saved(forward, backward, name) -> None:
-    statistics = _find(forward, f"{name}_fwd").output[1:4]
+    statistics = _find(forward, f"flce_{name}_fwd").output[1:4]
     assert [(tuple(t.shape), t.dtype) for t in statistics] == [
         ((SIZES.tokens,), dtypes.float32),
         ((SIZES.tokens,), dtypes.float32),
@@ -123,7 +123,7 @@ def _assert_statistics_saved(forward, backward, name) -> None:
     ]
     names = [tensor.name for tensor in statistics]
     assert set(names) <= {tensor.name for tensor in saved_for_backward(forward)}
-    used = [tensor.name for tensor in _find(backward, f"{name}_bwd").flat_proxy_args]
+    used = [tensor.name for tensor in _find(backward, f"flce_{name}_bwd").flat_proxy_args]
     assert [name for name in used if name in names] == names
 
 
@@ -131,12 +131,12 @@ def _assert_statistics_saved(forward, backward, name) -> None:
 def test_what_is_computed_and_saved(program, strategy):
     forward, backward, _ = _compile(program, options=Options(strategy=strategy))
     in_forward = strategy == "gradients_in_forward"
-    assert _count(forward) == {"linear_cross_entropy_fwd": 1}
-    assert _count(backward) == {"scale_gradients" if in_forward else "linear_cross_entropy_bwd": 1}
+    assert _count(forward) == {"flce_linear_cross_entropy_fwd": 1}
+    assert _count(backward) == {"flce_scale_gradients" if in_forward else "flce_linear_cross_entropy_bwd": 1}
     assert _saved_logits(forward) == ([(SIZES.tokens, SIZES.vocab)] if strategy == "save_logits" else [])
     if in_forward:
         # The backward needs the gradients and the number of valid targets.
-        needed = _find(forward, "linear_cross_entropy_fwd").output[1:]
+        needed = _find(forward, "flce_linear_cross_entropy_fwd").output[1:]
         assert {tensor.name for tensor in saved_for_backward(forward)} == {tensor.name for tensor in needed}
     else:
         _assert_statistics_saved(forward, backward, "linear_cross_entropy")
@@ -145,7 +145,7 @@ def test_what_is_computed_and_saved(program, strategy):
 @each_case
 def test_recompute_option_brings_no_forward_back(program, strategy):
     forward, backward, _ = _compile(program, options=Options(strategy=strategy), auto_recompute_intermediates=True)
-    assert _count(forward) == {"linear_cross_entropy_fwd": 1}
+    assert _count(forward) == {"flce_linear_cross_entropy_fwd": 1}
     assert not _count(backward).keys() & (FORWARD | UNFUSED)
     if strategy != "gradients_in_forward":
         _assert_statistics_saved(forward, backward, "linear_cross_entropy")
@@ -161,7 +161,7 @@ def test_checkpoint_brings_no_forward_back(strategy):
         return checkpoint(loss, hidden, weight, labels, use_reentrant=False)
 
     forward, backward, _ = _compile(program, options=Options(strategy=strategy))
-    assert _count(forward) == {"linear_cross_entropy_fwd": 1}
+    assert _count(forward) == {"flce_linear_cross_entropy_fwd": 1}
     assert not _count(backward).keys() & (FORWARD | UNFUSED)
 
 
@@ -169,8 +169,8 @@ def test_checkpoint_brings_no_forward_back(strategy):
 @pytest.mark.parametrize("settings", [{}, {"auto_recompute_intermediates": True}], ids=["", "recompute"])
 def test_standalone_cross_entropy(settings):
     forward, backward, _ = _compile(STANDALONE, **settings)
-    assert _count(forward) == {"linear": 1, "cross_entropy_fwd": 1}
-    assert _count(backward) == {"cross_entropy_bwd": 1}
+    assert _count(forward) == {"linear": 1, "flce_cross_entropy_fwd": 1}
+    assert _count(backward) == {"flce_cross_entropy_bwd": 1}
     assert len(_saved_logits(forward)) == 1
     _assert_statistics_saved(forward, backward, "cross_entropy")
 
@@ -195,8 +195,8 @@ def test_region_stands_where_the_loss_stood():
 def test_executor_without_the_transform():
     executors = [thunder_flce.executor, *thunder.get_default_executors()]
     forward, backward, _ = _compile(programs.functional, jit=thunder.jit, executors=executors)
-    assert _count(forward) == {"linear_cross_entropy_fwd": 1}
-    assert _count(backward) == {"scale_gradients": 1}
+    assert _count(forward) == {"flce_linear_cross_entropy_fwd": 1}
+    assert _count(backward) == {"flce_scale_gradients": 1}
 
 
 # Traces for CUDA, which need no GPU. They are read as text, because they come from another process.
@@ -240,8 +240,8 @@ def test_cuda_traces_are_current(cuda_traces):
 @pytest.mark.parametrize("program", ["litgpt", "reduction_none", "functional"])
 def test_cuda_region_has_no_logits(cuda_traces, program):
     forward, backward = _split(cuda_traces[f"cuda/{program}_flce.py"])
-    assert forward.count("linear_cross_entropy_fwd(") == 1
-    assert backward.count("linear_cross_entropy_bwd(") + backward.count("scale_gradients(") == 1
+    assert forward.count("flce_linear_cross_entropy_fwd(") == 1
+    assert backward.count("flce_linear_cross_entropy_bwd(") + backward.count("flce_scale_gradients(") == 1
     shapes = re.findall(r"\[([\d, ]+)\]\"", forward + backward)
     sizes = [torch.Size(map(int, shape.split(", "))).numel() for shape in shapes]
     assert sizes and max(sizes) < CUDA_SIZES.tokens * CUDA_SIZES.vocab
@@ -253,17 +253,17 @@ def test_cuda_standalone_is_fused_by_nvfuser(cuda_traces):
     types = _types(forward + backward)
     logits = f"bf16[{CUDA_SIZES.batch}, {CUDA_SIZES.sequence}, {CUDA_SIZES.vocab}]"
 
-    outputs, inputs, lines = _fusion_around("cross_entropy_fwd", forward)
+    outputs, inputs, lines = _fusion_around("flce_cross_entropy_fwd", forward)
     assert [types[name] for name in inputs] == [logits, types["labels"]]
     assert any("convert_element_type" in line for line in lines)
 
     # The outputs are the loss and the statistics; those are saved and read by the backward's fusion.
     statistics = outputs[1:]
     assert [types[name] for name in statistics] == [f"f32[{CUDA_SIZES.tokens}]"] * 2 + ["i64[]"]
-    outputs, inputs, lines = _fusion_around("cross_entropy_bwd", backward)
+    outputs, inputs, lines = _fusion_around("flce_cross_entropy_bwd", backward)
     assert set(statistics) <= set(inputs)
     assert logits in [types[name] for name in inputs]
     assert {types[name].partition("[")[0] for name in (*inputs, *outputs)} <= {"bf16", "i64", "f32"}
     large = [types[name] for name in (*inputs, *outputs) if str(CUDA_SIZES.vocab) in types[name]]
     assert large and all(type_.startswith("bf16") for type_ in large)
-    assert "cross_entropy_fwd(" not in backward and "exp(" not in backward
+    assert "flce_cross_entropy_fwd(" not in backward and "exp(" not in backward

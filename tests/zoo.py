@@ -213,7 +213,7 @@ ENTRIES = [
     Entry(
         "litgpt Llama 3",
         _litgpt("Llama-3.2-1B", chunk_size=8),
-        head="`chunk_size=8`, 3 chunks that become one region",
+        head="`chunk_size=8`, 3 chunks that become one op",
     ),
     Entry(
         "litgpt Llama 3",

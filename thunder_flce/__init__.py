@@ -1,11 +1,14 @@
 """Fused linear + cross-entropy for PyTorch and lightning-thunder; ARCHITECTURE.md says where to read on."""
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from thunder_flce.engine.plan import Plan
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.inspection.report import Report, explain
+from thunder_flce.integrations.transformers import LossTrainerMixin
+from thunder_flce.integrations.trl import replace_trl_head
 from thunder_flce.kl_divergence import linear_kl_divergence
 from thunder_flce.labels import count_items, shift_labels
 from thunder_flce.matching.decisions import NotFusedError, NotFusedWarning
@@ -14,10 +17,13 @@ from thunder_flce.options import Options
 from thunder_flce.registration import register_with_thunder
 from thunder_flce.vocab_parallel import VocabParallel
 
+__version__ = "0.2.0"
+
 __all__ = [
     "FlcePlugin",
     "FuseLinearCrossEntropy",
     "LinearCrossEntropyLoss",
+    "LossTrainerMixin",
     "NotFusedError",
     "NotFusedWarning",
     "Options",
@@ -31,6 +37,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl_divergence",
     "loss_only",
+    "replace_trl_head",
     "shift_labels",
     "thunderfx",
 ]
@@ -55,7 +62,10 @@ else:
         if name not in _NEED_THUNDER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
-            value = getattr(import_module(f"{__name__}.{_NEED_THUNDER[name]}"), name)
+            with warnings.catch_warnings():
+                # thunder warns of an executor that is not used here.
+                warnings.filterwarnings("ignore", message="transformer_engine module not found")
+                value = getattr(import_module(f"{__name__}.{_NEED_THUNDER[name]}"), name)
         except Exception as error:
             without = [other for other in __all__ if other not in _NEED_THUNDER]
             raise ImportError(

@@ -18,7 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own; see COMMAND --help")
     parsed = parser.parse_args(arguments)
-    return import_module(COMMANDS[parsed.command]).main(parsed.arguments)
+    try:
+        command = import_module(COMMANDS[parsed.command])
+    except ModuleNotFoundError as error:
+        if error.name != "thunder":
+            raise
+        parser.exit(2, f"{parser.prog} {parsed.command} needs lightning-thunder: pip install lightning-thunder\n")
+    return command.main(parsed.arguments)
 
 
 if __name__ == "__main__":

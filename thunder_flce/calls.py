@@ -1,7 +1,7 @@
 """From the tensors of a call, by name, to one that is checked and planned, and runs.
 
-What was found out about a call is kept for its signature, the shapes, dtypes and settings: a call of a known signature
-is neither checked nor planned again.
+What was found out about a call is kept for all that differ from it in the number of tokens alone: they are not checked
+again, and planned again for each number as far as plans depend on it (`operators.planned_tokens`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from torch import Tensor
 from thunder_flce.autograd import differentiable_forward, requires_grad
 from thunder_flce.engine.choose import strategy_of
 from thunder_flce.engine.plan import LOSS_ONLY, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import OF_TOKENS, Call, argument, operand_names
+from thunder_flce.operation.call import Call, are_of_tokens, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operators import Settings, is_traced, plan_for
+from thunder_flce.operators import Settings, is_traced, plan_for, planned_tokens
 from thunder_flce.options import Options
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Known(NamedTuple):
-    """What is known of calls of one signature."""
+    """What is known of calls that run alike."""
 
     settings: Settings
     is_direct: bool
@@ -35,8 +35,9 @@ class _Known(NamedTuple):
 
 
 _known: dict[Any, _Known] = {}
+"""By what such calls have in common, and the number of tokens that their plan is for"""
 _checked: dict[Any, Loss] = {}
-"""What has been checked, for any number of tokens: by the address of the loss, among others, which lives as long"""
+"""What has been checked, for any number of tokens. The address of the loss is in the key, so that it has to live."""
 _MOST_KNOWN = 4096
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -58,31 +59,47 @@ def run(
     """
     tensors = with_tensors(arguments)
     # Inside of transforms of torch.func, a tensor does not say whether an outer one needs its gradient.
-    key = None if torch._C._are_functorch_transforms_active() else _signature(tensors)
-    if key is not None:
+    kind = key = known = None
+    if not torch._C._are_functorch_transforms_active():
+        kind = _kind(tensors)
+    if kind is not None:
         # A loss that is equal may have a number of another type, which is to be checked.
-        key = (*key, id(loss), options, divergence, ranks, torch.is_grad_enabled())
-    try:
-        known = _known.get(key)
-    except TypeError:  # Not hashable: the checks say what is wrong.
-        key = known = None
+        kind = (kind, id(loss), divergence, options, ranks, torch.is_grad_enabled())
+        key = (kind, planned_tokens(tensors["input"].shape[:-1].numel()))
+        try:
+            known = _known.get(key)
+        except TypeError:  # Not hashable: the checks say what is wrong.
+            kind = key = None
     if known is None:
-        known = _prepared(tensors, loss, options, divergence=divergence, ranks=ranks)
-        if key is not None and known.is_direct:
+        known = _prepared(tensors, loss, options, divergence=divergence, ranks=ranks, is_checked=kind in _checked)
+        if kind is not None and known.is_direct:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
-            _known[key] = known
+                _checked.clear()
+            _known[key], _checked[kind] = known, loss
     is_direct = known.is_direct and not _is_watched()
     return differentiable_forward(known.settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
 
 
-def _signature(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """What calls that run alike have in common; None where something is no tensor, or of a class of its own."""
-    found: list[Any] = []
-    for name, value in tensors.items():
+def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """What tensors have in common that differ in their number of tokens alone.
+
+    None where something is no tensor, of a class of its own, or of other tokens than the input.
+    """
+    input = tensors.get("input")
+    if input is None or type(input) not in _PLAIN:
+        return None
+    names, dimensions = tuple(tensors), input.ndim - 1
+    tokens, found = input.shape[:dimensions], [names, dimensions]
+    for value, is_of_tokens in zip(tensors.values(), are_of_tokens(names), strict=True):
         if type(value) not in _PLAIN:
             return None
-        found += (name, value.shape, value.dtype, value.device, value.requires_grad, value.is_neg())
+        shape = value.shape
+        if is_of_tokens:
+            if shape[:dimensions] != tokens:
+                return None
+            shape = shape[dimensions:]
+        found += (shape, value.dtype, value.device, value.requires_grad, value.is_neg())
     return tuple(found)
 
 
@@ -98,47 +115,19 @@ def _is_watched() -> bool:
 
 def _prepared(
     tensors: Mapping[str, Any], loss: Loss, options: Options, *, divergence: Divergence | None,
-    ranks: "Agreement | str | None",
+    ranks: "Agreement | str | None", is_checked: bool,
 ) -> _Known:  # fmt: skip
-    """Checks a call, and plans it."""
+    """Plans a call, and checks it unless such ones have been checked."""
     literal, agreement = (ranks, None) if isinstance(ranks, str) else (None, ranks)
-    if literal is None:  # Otherwise ranks agree, and check the call, when the operator runs.
-        _check(tensors, loss=loss, divergence=divergence, vocab=None if agreement is None else agreement.weight_rows)
+    if literal is None and not is_checked:  # Otherwise ranks agree, and check the call, when the operator runs.
+        vocab = None if agreement is None else agreement.weight_rows
+        check_call(tensors, loss=loss, divergence=divergence, vocab=vocab)
     shard, memory = (None, None) if agreement is None else (agreement.shard, agreement.memory)
     call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors), divergence=divergence, shard=shard)
     if literal is not None or (agreement is None and is_traced(tensors["input"])):
         return _Known(unplanned(call, options, vocab_parallel=literal), False)
-    is_direct = all(type(t) in _PLAIN and not t.is_meta and not t.is_neg() for t in tensors.values())
+    is_direct = all([type(t) in _PLAIN and not t.is_meta and not t.is_neg() for t in tensors.values()])
     return _Known(settings_of_call(call, plan_for(call, options, memory=memory)), is_direct)
-
-
-def _check(tensors: Mapping[str, Any], *, loss: Loss, divergence: Divergence | None, vocab: int | None) -> None:
-    """`check_call`, unless such tensors have been checked with another number of tokens."""
-    key = None
-    if all(type(each) in _PLAIN for each in tensors.values()) and "input" in tensors:
-        tokens = tensors["input"].shape[:-1]
-        # A loss that is equal may have a number of another type, which is to be checked.
-        key = (len(tokens), _kinds(tensors, tokens), id(loss), divergence, vocab, torch.is_grad_enabled())
-    try:
-        if key in _checked:
-            return
-    except TypeError:  # Not hashable: the checks say what is wrong.
-        key = None
-    check_call(tensors, loss=loss, divergence=divergence, vocab=vocab)
-    if key is not None:
-        if len(_checked) >= _MOST_KNOWN:
-            _checked.clear()
-        _checked[key] = loss
-
-
-def _kinds(tensors: Mapping[str, Tensor], tokens: Sequence[int]) -> tuple[Any, ...]:
-    """What checks see of tensors, but for the number of tokens."""
-
-    def shape(name: str, tensor: Tensor) -> tuple[Any, ...]:
-        has_tokens = argument(name).role in OF_TOKENS and tensor.shape[: len(tokens)] == tokens
-        return ("tokens", *tensor.shape[len(tokens) :]) if has_tokens else tuple(tensor.shape)
-
-    return tuple([(name, shape(name, t), t.dtype, t.device, t.requires_grad) for name, t in tensors.items()])
 
 
 def settings_of_call(call: Call, plan: Plan) -> Settings:

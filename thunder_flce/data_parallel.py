@@ -6,14 +6,15 @@ ranks have as many tokens: to those with fewer, ignored ones are added.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thunder_flce.operation.call import HIDDEN, INTEGERS, TOKEN, argument
+from thunder_flce.calls import loss_of
+from thunder_flce.operation.call import INTEGERS, has_tokens
 from thunder_flce.operation.loss import Loss
 from thunder_flce.vocab_parallel import Agreement
 
@@ -45,8 +46,7 @@ class AveragedCall:
 
         def padded(name: str, tensor: Any) -> Any:
             """(most, ...) where the tensor has this rank's tokens."""
-            is_of_tokens = isinstance(tensor, Tensor) and argument(name).role in (HIDDEN, TOKEN)
-            if not is_of_tokens or tensor.shape[: len(shape)] != shape:
+            if not isinstance(tensor, Tensor) or not has_tokens(name, tensor.shape, shape):
                 return tensor
             flat, fill = tensor.reshape(count, *tensor.shape[len(shape) :]), 0
             if name == "target" and tensor.dtype in _INTEGERS:
@@ -58,7 +58,7 @@ class AveragedCall:
         changed = {name: padded(name, tensor) for name, tensor in tensors.items()}
         # The mean over the ranks divides by their number, too.
         if loss.reduction == "sum" and "num_items" not in tensors:
-            loss, changed["num_items"] = replace(loss, reduction="mean"), float(ranks)
+            loss, changed["num_items"] = loss_of(**asdict(loss) | {"reduction": "mean"}), float(ranks)
         elif loss.reduction == "mean" and "num_items" in tensors:
             changed["num_items"] = _times(tensors["num_items"], ranks)
         return cls(tensors=changed, loss=loss, ranks=ranks, shape=shape)

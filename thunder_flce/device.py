@@ -83,6 +83,8 @@ class Device:
     """Threads that run in step"""
     resident_threads: int = 2048
     """That a multiprocessor has at a time, at most"""
+    is_measured: bool = False
+    """Whether both rates were measured on such a device; otherwise they are estimates"""
 
     @property
     def is_nvidia(self) -> bool:
@@ -104,7 +106,7 @@ class Device:
         return _cuda(torch.cuda.current_device()) if torch.cuda.is_available() else ABSENT_DEVICE
 
 
-ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES[_MEASURED], capability=(HOPPER, 0))
+ABSENT_DEVICE = Device("cuda", _H200_MULTIPROCESSORS, *KNOWN_RATES[_MEASURED], capability=(HOPPER, 0), is_measured=True)
 
 
 @cache
@@ -124,7 +126,7 @@ def described(properties: Any) -> Device:
     return Device(
         "cuda", properties.multi_processor_count, *_rates(properties), capability=(properties.major, properties.minor),
         is_hip=bool(torch.version.hip), memory=properties.total_memory, warp_size=properties.warp_size,
-        resident_threads=properties.max_threads_per_multi_processor,
+        resident_threads=properties.max_threads_per_multi_processor, is_measured=_MEASURED in properties.name,
     )  # fmt: skip
 
 

@@ -80,9 +80,9 @@ def linear_cross_entropy(
     vocab_parallel: "VocabParallel | ProcessGroup | DeviceMesh | None" = None,
     options: Options | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Cross-entropy of a linear layer's output, without ever holding all of that output.
+    """Cross-entropy of a linear layer's output, chunk by chunk, so that the logits are not materialised.
 
-    Computes ``cross_entropy(logits, target, ...)`` a chunk of tokens at a time, for
+    Computes ``cross_entropy(logits, target, ...)`` for
 
         logits = softcap * tanh(logit_scale * linear(input, linear_weight, linear_bias).float() / softcap)
 
@@ -120,35 +120,36 @@ def linear_cross_entropy(
             the forward, and outputs get none. Below 6e-8, 1 - Σ_k p_k counts as that.
         token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
             function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. One that has an
-            argument log_sum_exp gets that by name, as for a z-loss of its own. It is called once, with stand-ins, and
+            argument log_sum_exp gets that by name, as for a z-loss. It is called once, with stand-ins, and
             must be made of PyTorch's operations on single tokens (those of `operation.token_loss`; no sums, no
-            branches). Gradients are still computed in the forward; outputs get none beside it.
-        token_inputs: (...) each, of any floating-point dtype, integers or bool: what token_loss takes beside, such as
-            old log-probabilities and advantages. They get no gradient.
+            branches). Gradients are still computed in the forward; outputs get none then.
+        token_inputs: (...) each, of any floating-point dtype, integers or bool: further arguments of token_loss, such
+            as old log-probabilities and advantages. They get no gradient.
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
-        outputs: names of what is to be returned beside the loss, from the same logits. (...) each in the loss's dtype
+        outputs: names of what is to be returned with the loss, from the same logits. (...) each in the loss's dtype
             and 0 for ignored tokens: "log_prob", the target's log-probability, "entropy", and "log_sum_exp", that of
             the logits, which are differentiable; "mean_logit", the mean of the logits over their columns (this one and
             log_sum_exp are NaN where the largest is infinite), and "log_sum_sq_probs", the logarithm of the sum of the
             squared probabilities, without gradients. "argmax", (...) int64, the column of the largest logit before a
-            softcap, which keeps their order but may make equals of the largest; for it, ignored tokens are computed,
-            too; "valid_argmax", the same for less, since it is -1 for ignored tokens; "accuracy", (), the fraction of
-            the valid tokens whose argmax is their target. These three have no gradient, and take a pass of their own.
+            softcap, which keeps their order but may make equals of the largest; for it, ignored tokens are also
+            computed; "valid_argmax", the same for less, since it is -1 for ignored tokens; "accuracy", (), the fraction
+            of the valid tokens whose argmax is their target. These three have no gradient, and take another pass over
+            the logits.
         detached: those of "log_prob", "entropy" and "log_sum_exp" that get no gradient, as what is only logged: then
             gradients need not wait for theirs.
-        terms: further linears that are added to the logits, such as a low-rank adapter beside the head: pairs of an
+        terms: further linears that are added to the logits, such as LoRA on the head: pairs of an
             input (..., H_i) and a weight (V, H_i), of input's dtype and device.
         expected_gradient: the upstream gradient of the loss that gradients in the forward are finished for, where it is
             not 1: a number, or a tensor without dimensions on input's device, such as a `GradScaler`'s scale, which the
-            host never waits for; neither 0 nor infinite. Another upstream gradient is right, too, but then 16-bit
-            gradients are rounded once more. With it, float16 gradients may be computed in the forward, too.
+            host never waits for; neither 0 nor infinite. Another upstream gradient is also right, but then 16-bit
+            gradients are rounded once more. With it, float16 gradients may also be computed in the forward.
         vocab_parallel: the process group, the one-dimensional device mesh or the `VocabParallel` of the ranks that
             divide the vocabulary. linear_weight, linear_bias and the weights of terms are then this rank's rows, V
             those of all; weight is the whole vector, and input and target are the same on all ranks. Loss, outputs and
             the input's gradient are those of the whole vocabulary, with the same bits on all ranks. The weights may be
-            DTensors, Shard(0) over these ranks. Where input is one, too, placements take its place: see `dtensor`.
+            DTensors, Shard(0) over these ranks. Where input is also one, placements take its place: see `dtensor`.
         options: choices about time and memory; eager calls only. Inside `thunder.jit`, give them to `thunder_flce.jit`
             or to `FuseLinearCrossEntropy`.
 

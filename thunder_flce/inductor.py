@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_flce.engine.kernels.scaling import scaled_gradients, usable
+from thunder_flce.engine.kernels.scaling import factor_of, scaled_gradients
 from thunder_flce.operators import define
 
 _LARGE = 2**23
@@ -51,9 +51,7 @@ def scaled(
         gradients: those that the forward has finished.
         expected: () the upstream gradient that they are finished for; None for 1.
     """
-    factor = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    factor = factor if expected is None else factor / usable(expected.to(factor.dtype))
-    factor = torch.where(valid_count == 0, 0, factor)
+    factor = factor_of(grad, valid_count, expected)
     return [torch.ops.thunder_flce.scale_gradient(gradient, factor) for gradient in gradients]
 
 

@@ -27,7 +27,7 @@ def count_items(target: Tensor, ignore_index: int = -100, group: "ProcessGroup |
 
     Returns:
         () float32 on target's device, for which the host never waits; 0 where no target counts, for which the loss and
-        its gradients are 0, too.
+        its gradients are 0.
 
     Raises:
         TypeError: where target is not a tensor of integers, or group is none.
@@ -50,7 +50,7 @@ def shift_labels(labels: Tensor, ignore_index: int = -100) -> Tensor:
     """The token after each token, which is what a language model predicts there.
 
     To be called before tokens are divided among ranks, as context parallelism does: a part does not know the first
-    token of the next one. The loss then takes these labels and all hidden states, without a shift of its own.
+    token of the next one. The loss then takes these labels and all hidden states, without another shift.
 
     Args:
         labels: (..., T) integers.

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from functools import wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -42,8 +42,8 @@ class LinearCrossEntropyLoss(nn.Module):
         dtype: of the parameters.
         weight: (V,) class weights, kept as a buffer of that name.
         ignore_index: as in `thunder_flce.linear_cross_entropy`; None for -100.
-        reduction, label_smoothing, softcap, logit_scale, z_loss, vocab_size, outputs, detached,
-            target_rest, token_loss, options: as in `thunder_flce.linear_cross_entropy`.
+        reduction: as in `thunder_flce.linear_cross_entropy`, as are label_smoothing, softcap, logit_scale, z_loss,
+            vocab_size, outputs, detached, target_rest, token_loss and options.
         vocab_parallel: the ranks that divide the vocabulary. Assign weight and bias of `linear` as DTensors, `Shard(0)`
             over them; they are cast to input's dtype, as the mixed precision of FSDP casts those of its units.
 
@@ -157,7 +157,7 @@ class LinearCrossEntropyLoss(nn.Module):
             target: (...) integers in [0, V), or ignore_index; with target_weights (..., K).
             token_weights: (...) what multiplies each token's loss.
             target_weights: (..., K) what each of K targets of a token counts.
-            token_inputs: (...) each, what token_loss takes beside.
+            token_inputs: (...) each, further arguments of token_loss.
             num_items: what "mean" divides by, in place of the number of valid targets.
             expected_gradient: the upstream gradient that gradients in the forward are finished for.
 
@@ -239,61 +239,70 @@ def _check_linear(linear: nn.Module) -> None:
         raise TypeError("linear must have no forward hooks, which would be lost")
 
 
-def loss_only(model: nn.Module) -> nn.Module:
-    """A model that returns only its loss, of one that returns it beside the logits, as those of transformers do.
+def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "loss") -> nn.Module:
+    """A model that returns only its loss, of one that returns it with the logits, as those of transformers do.
 
     Logits that a program returns must be there in full, so this is what to compile:
     `thunder_flce.jit(thunder_flce.loss_only(model))`. It is called as the model is, with `labels=`.
 
     Compile it by a function, such as `torch.compile`: `Module.compile` replaces the call of both. It is the same model
-    but for the forward: the two share parameters, buffers and their names, submodules, hooks, mode and every other
-    attribute, so that what is set on one is set on the other.
+    but for the call: the two share parameters, buffers and their names, submodules, hooks, mode and every other
+    attribute, so that what is set on one is set on the other; also a forward, as accelerate and TRL set it.
 
     Args:
-        model: its forward takes `labels`, and returns the loss as the attribute or the item "loss" of its output, or as
-            the first item of a tuple.
+        model: its forward takes labels, and returns the loss, or an output that has it.
+        labels: the argument of its forward that has the labels, such as "targets" of nanoGPT's.
+        loss: where the output has the loss: the name of an attribute or item; a model whose output is a tuple has it
+            first. Or the number of an item of a tuple, such as 1 where that is (logits, loss).
 
     Raises:
-        TypeError: where model is no module, its forward takes no `labels`, or it was compiled before; and when it is
-            called, where the model returns no loss.
+        TypeError: where model is no module, its forward takes no such argument, or it was compiled before; and when it
+            is called, where the model returns no loss.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")
     model_class = type(model)
     name = model_class.__name__
-    if getattr(model_class.forward, "returns_loss_only", False):
+    if getattr(model_class, "returns_loss_only", False):
         return model
-    if "forward" in vars(model) or getattr(model, "_compiled_call_impl", None) is not None:
-        raise TypeError(f"the forward of this {name} was compiled or replaced; call loss_only before that")
-    if "labels" not in inspect.signature(model.forward).parameters:
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise TypeError(f"this {name} was compiled; call loss_only before that")
+    if labels not in inspect.signature(model.forward).parameters:
         raise TypeError(
-            f"the forward of {name} takes no labels, so it computes no loss; give loss_only the model that does, "
-            "before it is compiled or wrapped, or return the loss from a module of your own"
+            f"the forward of {name} takes no {labels}, so it computes no loss; give loss_only the name of the argument "
+            "that has the labels, as labels=…, or the model that computes the loss, before it is compiled or wrapped, "
+            "or return the loss from a module of your own"
         )
 
     def raise_no_loss(output: Any) -> NoReturn:
         raise TypeError(
-            f"{name} returned no loss; call it with labels=…, and have it return the loss as .loss of its output, as "
-            f'the item "loss", or as a scalar that is first in a tuple; this is a {type(output).__name__}'
+            f"{name} returned no loss; call it with {labels}=…, and have it return the loss as .loss of its output, as "
+            'the item "loss", or as a scalar that is first in a tuple, or say where it is: loss_only(model, loss=…); '
+            f"this is a {type(output).__name__}, and loss={loss!r}"
         )
 
     # Where Dynamo traces into a raise, it never compiles that frame again, though the next call may have labels.
     raise_no_loss = torch.compiler.disable(raise_no_loss, reason="raises an error")
 
+    def loss_of(output: Any) -> Tensor:
+        found = _loss_of(output, loss)
+        if found is None:
+            raise_no_loss(output)
+        return found
+
     class LossOnly(model_class):  # type: ignore[misc, valid-type]
-        @wraps(model_class.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            output = super().forward(*args, **kwargs)
-            loss = _loss_of(output)
-            if loss is None:
-                raise_no_loss(output)
-            return loss
+        returns_loss_only = True
+
+        # Not in place of `forward`: whatever sets that on the model, as accelerate and TRL do, takes the place of both.
+        # It is bound to the model, and Dynamo does not trace it through another object.
+        def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+            call = model if "forward" in self.__dict__ else super().__call__
+            return loss_of(call(*args, **kwargs))
 
         def __reduce__(self) -> tuple[Any, ...]:
             # This class cannot be found by its name.
-            return loss_only, (_same(self, model_class),)
+            return partial(loss_only, labels=labels, loss=loss), (_same(self, model_class),)
 
-    LossOnly.forward.returns_loss_only = True  # type: ignore[attr-defined]
     # transformers writes a class's name into checkpoints.
     for attribute in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(LossOnly, attribute, getattr(model_class, attribute))
@@ -307,12 +316,13 @@ def _same(module: nn.Module, as_class: type[nn.Module]) -> nn.Module:
     return same
 
 
-def _loss_of(output: Any) -> Tensor | None:
+def _loss_of(output: Any, loss: str | int) -> Tensor | None:
     """The loss among what a model returned; None where there is none."""
-    if isinstance(output, dict):
-        return output.get("loss")
-    if hasattr(output, "loss"):
-        return output.loss
-    # Without labels, the first are the logits.
-    is_loss = isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].ndim == 0
-    return output[0] if is_loss else None
+    if isinstance(output, Tensor):
+        return output if output.ndim == 0 else None
+    if isinstance(output, tuple) and not hasattr(output, str(loss)):
+        # Without labels, the first are the logits.
+        at = loss if isinstance(loss, int) else 0
+        found = output[at] if -len(output) <= at < len(output) else None
+        return found if isinstance(found, Tensor) and found.ndim == 0 else None
+    return output.get(loss) if isinstance(output, dict) else getattr(output, str(loss), None)

@@ -20,17 +20,18 @@ from torch._subclasses.fake_tensor import is_fake
 from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
 from thunder_flce.engine.choose import choose
+from thunder_flce.engine.collectives import gathered
 from thunder_flce.engine.engine import Saved
-from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.engine.plan import Plan
-from thunder_flce.engine.primitives import Primitives
+from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import UpstreamGradients
 from thunder_flce.engine.rows import remember
-from thunder_flce.operation.call import OF_TOKENS, Call, Spec, argument, gradient_name, result_names, result_specs
+from thunder_flce.operation.call import Call, gradient_name, result_names, result_specs
 from thunder_flce.operation.divergence import Divergence
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
+from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
 from thunder_flce.options import Options
+from thunder_flce.vocab_parallel import VocabParallel, agreed_call
 
 _SCHEMA = 2
 """Of the settings. PyTorch keeps compiled graphs on disk, and finds them by their arguments, not by what an operator
@@ -136,19 +137,21 @@ def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
-    """The primitives of a call. Where the plan is made, what follows from the shapes is found out once."""
-    region = settings.__dict__.get("_region")
-    if region is not None and region.fits(tensors):
-        call = region.call.with_tensors(dict(zip(settings.names, tensors, strict=True)))
-        return Primitives(call, region.plan, region=region)
+    """The primitives of a call. What follows from the sizes but the number of tokens is found out once."""
+    region: Region | None = settings.__dict__.get("_region")
+    is_planned = settings.options is None and settings.shard is None
+    if region is not None and is_planned and (found := region.call_of(tensors)) is not None:
+        return Primitives(found, region.plan, region=region)
     call, plan = _planned(settings, tensors)
-    flat = call.flat()
-    ops = Primitives(flat, plan)
-    # It is kept if the engine takes the tensors as they are.
-    is_flat = all([flat.tensors[name] is each for name, each in call.tensors.items()])
-    if settings.options is None and call.shard is None and is_flat:
-        settings.__dict__["_region"] = ops.region
-    return ops
+    found = call = call.flat()
+    if region is not None and (region.plan, region.call.shard) == (plan, call.shard):
+        found = region.call_of([*call.tensors.values()])
+    else:
+        region = None
+    if region is None or found is None:
+        found, region = call, Region(call.specs(), plan)
+        settings.__dict__["_region"] = region
+    return Primitives(found, plan, region=region)
 
 
 def _in_shape(call: Call, name: str, result: Tensor) -> Tensor:
@@ -165,7 +168,7 @@ def backward(
     settings: Settings, upstream: Sequence[Tensor | None], saved: Sequence[Tensor], tensors: Sequence[Tensor], *,
     may_overwrite: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Runs the backward: the needed gradients, in their order and the shapes of their operands.
+    """Runs the backward, unless the forward has finished it: the needed gradients, in their order and shapes.
 
     Args:
         settings: those of the forward.
@@ -175,13 +178,6 @@ def backward(
         may_overwrite: whether what is saved may be used up.
     """
     known = dict(zip(settings.saved_names, saved, strict=True))
-    if settings.finishes_in_forward:
-        expected = dict(zip(settings.names, tensors, strict=False)).get("expected_gradient")
-        gradients = [known[gradient_name(name)] for name in settings.needs_grad]
-        assert upstream[0] is not None
-        return scaled_gradients(
-            gradients, upstream[0], valid_count=known["valid_count"], expected=expected, may_overwrite=may_overwrite
-        )
     ops = _primitives(settings, tensors)
     if ops.plan.finishes_in_forward:
         known["unit_gradient"] = known.pop("dX").reshape(-1, *ops.call.tensors["input"].shape[-1:])
@@ -198,8 +194,6 @@ def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]
     """The call, with the numbers of all ranks' tokens, and its plan."""
     call, options = settings.call(tensors), settings.options
     if settings.vocab_parallel is not None:
-        from thunder_flce.vocab_parallel import agreed_call
-
         call, memory = agreed_call(call, settings.vocab_parallel, options or Options())
     else:
         memory = None
@@ -207,14 +201,17 @@ def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]
     if options is not None:
         plan = plan_for(call, options, memory=memory)
     if call.shard is not None and call.shard.sequence_parallel:
-        from thunder_flce.engine.collectives import gathered
-
         call = gathered(call)
     return call, plan
 
 
 # More tokens than these are planned for in whole tiles: lengths that change have few plans.
 _FEW_TOKENS = 512
+
+
+def planned_tokens(tokens: int) -> int:
+    """The number of tokens that a call of so many is planned for."""
+    return tokens if tokens <= _FEW_TOKENS else -(-tokens // TILE_ROWS) * TILE_ROWS
 
 
 def plan_for(call: Call, options: Options, *, memory: int | None = None) -> Plan:
@@ -225,29 +222,12 @@ def plan_for(call: Call, options: Options, *, memory: int | None = None) -> Plan
     device = Device.of(call.device)
     if memory is not None:
         device = replace(device, memory=memory)
-    tokens, dimensions = call.own_tokens, len(call.shape)
-    if tokens > _FEW_TOKENS:
-        tokens = -(-tokens // TILE_ROWS) * TILE_ROWS
-    specs = tuple(
-        (
-            name,
-            (tokens, *t.shape[dimensions:]) if argument(name).role in OF_TOKENS else t.shape,
-            t.dtype,
-            t.requires_grad,
-        )
-        for name, t in call.tensors.items()
-    )
-    return _plan(specs, (call.loss, call.needs_grad, call.divergence, call.shard), options, device, call.device)
+    return _plan(call.specs(tokens=planned_tokens(call.own_tokens)).key, options, device)
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    specs: tuple[Any, ...], others: tuple[Any, ...], options: Options, device: Device, torch_device: torch.device
-) -> Plan:
-    loss, needs_grad, divergence, shard = others
-    tensors = {name: Spec(shape, dtype, torch_device, requires) for name, shape, dtype, requires in specs}
-    call = Call(tensors=tensors, loss=loss, needs_grad=needs_grad, divergence=divergence, shard=shard)
-    return choose(call.largest_part, options, device)
+def _plan(key: tuple[Any, ...], options: Options, device: Device) -> Plan:
+    return choose(Call.of_key(key), options, device)
 
 
 # The operators.
@@ -269,8 +249,6 @@ def _forward_fake(tensors: list[Tensor], settings: str) -> list[Tensor]:
     known = Settings.parse(settings)
     call = known.call(tensors)
     if known.vocab_parallel is not None:
-        from thunder_flce.vocab_parallel import VocabParallel
-
         parallel = VocabParallel.of(known.vocab_parallel)
         if parallel.sequence_parallel:
             call = replace(call, shard=_unknown_shard(call, parallel.process_group.size()))
@@ -315,9 +293,6 @@ define(
     _backward,
     _backward_fake,
 )
-
-UPSTREAM = ("loss", *DIFFERENTIABLE_OUTPUTS)
-"""The order of upstream gradients, those of `UpstreamGradients`."""
 
 
 def is_traced(tensor: Any) -> bool:

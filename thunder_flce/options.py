@@ -35,10 +35,10 @@ class Options:
     """
 
     memory_budget: int | float | None = None
-    """Temporary memory of the region on top of its gradients: bytes (int), or a fraction of the device's memory (float
-    in (0, 1)). None: chunks as small as they can be without costing more than 3% of the time; and logits are saved for
-    a backward that would compute them again while they take at most 4 GiB and a sixteenth of the device's memory,
-    whatever of it is free (never on a CPU, whose memory belongs to everybody)."""
+    """Temporary memory of the loss above its gradients: bytes (int), or a fraction of the device's memory (float
+    in (0, 1)). None: chunks as small as they can be without costing more than 3% of the time, which take at most a
+    twentieth of the device's memory, down to 512 rows; and logits are saved for a backward that would compute them
+    again while they take at most 4 GiB and such a twentieth, whatever of it is free (never on a CPU)."""
 
     strategy: str | None = None
     """One of `STRATEGIES`, or None to let the plan choose."""
@@ -61,13 +61,13 @@ class Options:
     as an unfused model does, or "float32", as the matmul has summed them, for three times the memory a chunk."""
 
     row_kernels: str = "auto"
-    """Who runs the row work, which is everything but the matmuls: "triton", "nvfuser" or "torch" (PyTorch operations),
-    each alone, or "auto": the fastest that is installed. Neither Triton nor nvFuser runs
+    """Selects the softmax kernels, which are everything but the matmuls: "triton", "nvfuser" or "torch" (PyTorch
+    operations), or "auto": the fastest that is installed. Neither Triton nor nvFuser runs
     float64, or on a CPU; to ask for them there is an error."""
 
     expected_gradient: float | None = None
     """The upstream gradient that gradients in the forward are finished for, where it is not 1: such as the reciprocal
-    of the number of accumulation steps by which a training loop divides the loss. Another one is right, too, but then
+    of the number of accumulation steps by which a training loop divides the loss. Another one is also right, but then
     16-bit gradients are rounded once more. In a jitted program, that of its results: constants that follow the loss in
     the program are found by themselves."""
 
@@ -83,7 +83,7 @@ class Options:
     or without: as a policy's and its trainer's should. The logits' matmul then sums in an order that only V, H and the
     dtype decide, and statistics are made apart from gradients. On a CPU for all operands; on CUDA for those in 16 bits,
     H a multiple of 8, with Triton's row kernels. There, the first call of a size compares a row alone with the same
-    among 2048, in memory of its own for their logits, and raises an error where bits differ. Devices, numbers of
+    among 2048, with memory for their logits, and raises an error where bits differ. Devices, numbers of
     threads and versions of libraries may differ."""
 
     def __post_init__(self):
@@ -121,6 +121,10 @@ class Options:
             found = hash(tuple([getattr(self, f.name) for f in fields(self)]))
             object.__setattr__(self, "_hash", found)
         return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the hash: that of a text differs from one process to the next.
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def non_defaults(self) -> dict[str, Any]:
         """The fields that differ from their defaults, by name."""

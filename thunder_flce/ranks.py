@@ -1,12 +1,11 @@
 """Calls of several ranks: who has which part of them, before the part of this rank runs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
-from thunder_flce.calls import loss_of, run
+from thunder_flce.calls import run
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import is_traced
@@ -48,9 +47,7 @@ def run_on_ranks(
     from thunder_flce.data_parallel import AveragedCall
 
     averaged = AveragedCall.of(tensors, loss, agreement)
-    # The same object for each call.
-    loss = loss_of(**{field.name: getattr(averaged.loss, field.name) for field in fields(Loss)})
-    return averaged.own(tuple(run(averaged.tensors, loss, options, ranks=agreement)))
+    return averaged.own(tuple(run(averaged.tensors, averaged.loss, options, ranks=agreement)))
 
 
 def _agreed_parts(

@@ -19,8 +19,7 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard, cast
@@ -30,8 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thunder_flce.device import Device
 from thunder_flce.importing import when_imported
-from thunder_flce.operation.call import COLUMN, HIDDEN, TOKEN, Call, argument
+from thunder_flce.operation.call import COLUMN, Call, argument, has_tokens
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
@@ -72,7 +72,7 @@ class VocabParallel:
     rank's tokens. The input's gradient is that of this rank's part."""
 
     data_parallel: bool = False
-    """Whether each rank has tokens of its own, as many as it likes, and the gradients of what comes before are averaged
+    """Whether each rank has other tokens, as many as it likes, and the gradients of what comes before are averaged
     over the ranks, as FSDP and DDP do. The loss is the mean over ranks of their losses, so that averaged gradients are
     its own: input's gradient is that of this rank's loss, and linear_weight's is already averaged. "mean" is the mean
     over the tokens of all ranks; with num_items, the same on all ranks, as `count_items` has it."""
@@ -133,7 +133,7 @@ class Agreement:
     """Rows of the whole weight"""
     memory: int | None
     """The least total memory of all ranks' devices, in bytes; None for a CPU"""
-    most_tokens: int
+    most_tokens: int = field(compare=False)
     """Those of the rank with the most; with `data_parallel`, ranks have different numbers"""
 
 
@@ -215,7 +215,7 @@ def agree(
         digest=int.from_bytes(blake2b(repr(sorted(call.items())).encode(), digest_size=8).digest(), "big", signed=True),
         rows=_rows(weight),
         start=_NONE if parallel.start is None else parallel.start,
-        memory=_NONE if device is None else _total_memory(device),
+        memory=_NONE if device is None else Device.of(device).memory or _NONE,
         tokens=input.shape[:-1].numel() if isinstance(input, Tensor) else 0,
     )
     if _is_capturing(group):
@@ -346,7 +346,7 @@ def _described(
         known, shape = argument(name), tuple[Any, ...](value.shape)
         if known.role == COLUMN and (is_dtensor(value) or _rows(value) == rows):
             shape = ("V", *shape[1:])
-        elif known.role in (HIDDEN, TOKEN) and tokens is not None and shape[: len(tokens)] == tokens:
+        elif tokens is not None and has_tokens(name, shape, tokens):
             shape = ("T", *shape[len(tokens) :])
         needs = value.requires_grad and (torch.is_grad_enabled() or not known.differentiable)
         if known.differentiable and needs_grad is not None:
@@ -379,12 +379,6 @@ def _rows(weight: Any) -> int:
     """Rows of this rank's part of a weight, whatever it is."""
     local = weight.to_local() if is_dtensor(weight) else weight
     return local.shape[0] if isinstance(local, Tensor) and local.ndim else 0
-
-
-@cache
-def _total_memory(device: torch.device) -> int:
-    is_there = device.type == "cuda" and torch.cuda.is_available()
-    return torch.cuda.get_device_properties(device).total_memory if is_there else _NONE
 
 
 # The parts of the vocabulary.

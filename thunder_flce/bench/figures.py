@@ -93,7 +93,7 @@ def _time_against_memory(title: str, records: list[Record]) -> Figure:
 
 
 def _sweep(axis: str, records: list[Record]) -> Figure:
-    """Latency and memory side by side; where a line ends, the method could not go on."""
+    """Latency and memory side by side; where a line ends, the method could not go on or was not run further."""
     field, label = {"context": ("tokens", "context length, tokens"), "vocabulary": ("vocab", "vocabulary")}[axis]
     figure, (latency, memory) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
     groups = _grouped(records, lambda record: record["method"])

@@ -1,8 +1,8 @@
 """The row kernels alone: bytes a second of each backend, against a device copy of as many bytes.
 
 "statistics" and "moments" read the logits of a chunk once; "dlogits" reads and writes them, and "statistics and
-dlogits" do both, which are held to the bytes that they have to move, one read and one write. "target entries" are a few
-numbers a row. A copy reads half of its bytes and writes the other half.
+dlogits" do both, which are held to the bytes that they have to move, one read and one write. A copy reads half of its
+bytes and writes the other half.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch import Tensor
 from thunder_flce.bench.measuring import TOTAL, Mark, Session, Step, TimedRow, column, release
 from thunder_flce.bench.shapes import dtype_name
 from thunder_flce.engine.kernels.dispatch import BACKENDS, check_available, kernels_for
-from thunder_flce.engine.kernels.interface import RowKernels, target_gradient
+from thunder_flce.engine.kernels.interface import RowKernels
 from thunder_flce.engine.kernels.layout import empty_logits, row_stride, whole_rows
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
@@ -35,7 +35,6 @@ KERNELS = [
     "dlogits",
     "dlogits, every term",
     "dlogits, column sums",
-    "target entries",
 ]
 
 
@@ -133,9 +132,6 @@ def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
 
 def _bytes_moved(name: str, z: Tensor) -> int:
     """What a kernel has to read and write at least."""
-    if name == "target entries":
-        # Row maximum and sum, two coefficients, z and its gradient.
-        return z.shape[0] * (5 * 4 + z.element_size())
     return z.numel() * z.element_size() * (1 if name in ("statistics", "moments") else 2)
 
 
@@ -146,7 +142,6 @@ def _kernel_steps(kernels: RowKernels, z: Tensor) -> dict[str, Step]:
     statistics = kernels.statistics(z)
     plain, everything = RowCoefficients(row, row), RowCoefficients(row, row, row, row)
     target, class_weight = torch.zeros_like(row, dtype=torch.long), row.new_ones(vocab)
-    z_y = z[:, 0].contiguous()
 
     def gradient(coefficients: RowCoefficients, **settings: Any) -> None:
         kernels.gradient_(z, statistics, coefficients, out=z, target=target, **settings)
@@ -158,7 +153,6 @@ def _kernel_steps(kernels: RowKernels, z: Tensor) -> dict[str, Step]:
         "dlogits": lambda: gradient(plain),
         "dlogits, every term": lambda: gradient(everything, class_weight=class_weight),
         "dlogits, column sums": lambda: gradient(plain, column_sums=True),
-        "target entries": lambda: target_gradient(kernels.logit_map, z_y, statistics, plain),
     }
     return {name: _timed(call) for name, call in calls.items()}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench.measuring import TOTAL, Outcome, Schedule, Session, Step, TimedRow, peak_bytes, release
+from thunder_flce.bench.measuring import TOTAL, Schedule, Session, Step, peak_bytes, release
 from thunder_flce.bench.methods import ours
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape, dtype_name
@@ -73,8 +73,7 @@ def report(device: str, context: dict[str, str], progress: Callable[[str], None]
     versions = {name: value for name, value in context.items() if name not in ("device", "command", "date")}
     yield f"versions   {', '.join(f'{name} {value}' for name, value in versions.items() if value)}"
     progress("rates")
-    failures: list[TimedRow] = []
-    session = Session(device=device, schedule=SCHEDULE, progress=progress, write=failures.append)
+    session = Session(device=device, schedule=SCHEDULE, progress=progress, write=lambda row: None)
     found = measured_rates(session)
     yield f"rates      {_rates_words(found)} measured; plans count on {_rates_words(_rates_of(known))}"
     measured = replace(known, matmul_rate=found.matmul, bandwidth=found.bandwidth)
@@ -138,11 +137,18 @@ def measured_rates(session: Session) -> Rates:
         memory.mul_(1.0)
         mark("pass")
 
-    found: dict[str, Outcome] = session.take_turns({"matmuls": matmuls, "pass": in_place})
-    if missing := {"matmuls", "pass"} - found.keys():
-        raise RuntimeError(f"{' and '.join(sorted(missing))} cannot be measured here")
+    session, failed = _noting_failures(session)
+    found = session.take_turns({"matmuls": matmuls, "pass": in_place})
+    if failed:
+        raise RuntimeError("; ".join(f"{name} cannot be measured here: {cause}" for name, cause in failed.items()))
     seconds = {name: outcome.median(TOTAL) / 1e3 for name, outcome in found.items()}
     return Rates(6 * tokens * vocab * hidden / seconds["matmuls"], 2 * memory.nbytes / seconds["pass"])
+
+
+def _noting_failures(session: Session) -> tuple[Session, dict[str, str]]:
+    """The session, and where it then puts the causes of failures, by the names of what fails."""
+    failed: dict[str, str] = {}
+    return replace(session, write=lambda row: failed.update({row.method: row.failed or ""})), failed
 
 
 def ways(chosen: Plan, by_rates: Plan, *, tokens: int, device: Device) -> dict[str, dict[str, Any]]:
@@ -162,8 +168,7 @@ def measured_ways(tried: dict[str, dict[str, Any]], sizes: tuple[int, int, int],
     """Time and memory of each, in turns."""
     tokens, vocab, hidden = sizes
     shape = Shape(name="", tokens=tokens, vocab=vocab, hidden=hidden, dtype=_dtype(session.device))
-    failed: dict[str, str] = {}
-    session = replace(session, write=lambda row: failed.update({row.method: row.failed or ""}))
+    session, failed = _noting_failures(session)
     steps: dict[str, Step] = {}
     memory: dict[str, float] = {}
     inputs = Inputs.random(shape, session.device)

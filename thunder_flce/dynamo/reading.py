@@ -96,10 +96,12 @@ class _Reader:
         body, (_, *operands) = body_of(gm, node), node.args
         arguments = dict(zip(body.graph.find_nodes(op="placeholder"), map_arg(tuple(operands), self._of), strict=True))
         self._values[node] = self.read(body, arguments, inside or node)
-        # The results of the node have the tensors of the body.
+        # The results of the node are the tensors of the body, which outside of it have nodes of their own.
         for user in node.users:
             if user.target is operator.getitem:
-                self._values[user] = self._values[node][user.args[1]]
+                result = self._values[user] = self._values[node][user.args[1]]
+                if isinstance(result, Tensor) and result.handle.graph is body.graph:
+                    result.handle = user
 
     def _add(self, node: Node, inside: Node | None, grad_mode: bool) -> None:
         value = value_of(node)

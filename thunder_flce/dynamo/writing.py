@@ -79,7 +79,7 @@ class _Graph:
 
     def keep(self, op: Op) -> None:
         """Leaves the node of an operation where it is, or moves it behind what it reads."""
-        node = op.handle
+        node = op.handle if op.inside is None else op.inside
         if node is None:
             return
         if self._positions[node] < self._at:
@@ -128,7 +128,7 @@ class _Graph:
         """Erases operations that nothing needs any more; sizes that are read of them are read elsewhere."""
         for op in reversed(ops):
             node = op.handle
-            if node is None or node.op in ("placeholder", "get_attr"):
+            if op.inside is not None or node is None or node.op in ("placeholder", "get_attr"):
                 continue
             for user in _readers_of_parts(node)[::-1]:
                 if isinstance(value_of(user), torch.SymInt) and user.users:

@@ -18,7 +18,7 @@ from thunder_flce.engine.kernels.dispatch import check_available, library
 from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.engine.matmul.algorithms import TUNED_OPERATIONS
 from thunder_flce.engine.matmul.matmul import scratch_bytes
-from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan
+from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan, is_small
 from thunder_flce.operation.call import COLUMN, Call, argument
 from thunder_flce.options import STRATEGIES, Options
 
@@ -32,10 +32,8 @@ EXACT_TOKENS_PER_COLUMN = 1 / 15
 FREQUENT_ROWS = 256
 FREQUENT_BYTES = 3 * 2**20
 # With K targets a token, most columns are the target of several tokens of a text: as many times more rows. What is left
-# is the error of columns that are about equally frequent (docs/performance.md, "Losses over log-probabilities").
+# is the error of columns that are about equally frequent (lab/performance.md, "Losses over log-probabilities").
 FREQUENT_OF_SEVERAL = 4
-# A further linear of at most this part of the head's hidden size is summed in float32 anyway: see `sums`.
-SMALL_LINEAR = 8
 
 # Chunks of fewer rows leave the matmuls of an H200 memory-bound: each reads all of W, and reads and writes all of dW.
 # On other devices, as many more or fewer, in powers of two, as they compute more or less while they move a byte.
@@ -152,15 +150,9 @@ def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
     return [other for at, other in enumerate(plans) if other not in (plan, *plans[:at])]
 
 
-def _waits_for_rows(sizes: "_Sizes", device: Device) -> bool:
-    """Whether leaving out ignored rows can save more than the wait for their number costs."""
-    of_each_matmul = Plan(strategy=GRADIENTS_IN_FORWARD)
-    return device.kind == "cpu" or sizes.matmul_seconds(of_each_matmul, device) >= WAIT_SECONDS
-
-
 def seconds(call: Call, plan: Plan, device: Device) -> float:
     """The time of forward and backward, only to decide between plans: nothing overlaps, all tokens are computed."""
-    return _Sizes(call, device, float32_logits=plan.float32_logits).seconds(plan, device)
+    return _Sizes(call, device, float32_logits=plan.float32_logits).seconds(plan)
 
 
 def temporary_bytes(call: Call, plan: Plan, device: Device | None = None) -> int:
@@ -202,30 +194,21 @@ class _Sizes:
         self.frequent_columns = 0
         """Columns of all dW that chunks are summed to in 16 bits, where nothing wider was planned"""
         if self.itemsize == 2:
-            self.frequent_columns = sum(size for size in self.weights if not self._is_small(size))
+            self.frequent_columns = sum(size for size in self.weights if not is_small(call, size))
         self.dw_elements = call.weight_rows * sum(self.weights)
         # Where rows are not padded, no matmul on NVIDIA's devices needs memory of its own.
         self.has_scratch = not device.is_nvidia or self.vocab % ROW_MULTIPLE != 0
 
-    def _is_small(self, hidden: int) -> bool:
-        return hidden * SMALL_LINEAR <= self.head
-
-    def saved_rows(self, plan: Plan) -> int:
-        """S, of a plan."""
-        if plan.strategy != SAVE_LOGITS:
-            return 0
-        return self.tokens if plan.saved_rows is None else min(plan.saved_rows, self.tokens)
-
-    def matmul_seconds(self, plan: Plan, device: Device) -> float:
+    def matmul_seconds(self, plan: Plan) -> float:
         """The logits, as often as they are computed, dX and dW."""
         logits, again = self.hidden + self.teacher_hidden, plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)
         operations = 2.0 * self.vocab * self.tokens * (logits + sum(self.inputs) + sum(self.weights))
-        operations += again * 2.0 * self.vocab * (self.tokens - self.saved_rows(plan)) * logits
-        return operations * SLOWER_MATMULS.get(self.itemsize, 1.0) / device.matmul_rate
+        operations += again * 2.0 * self.vocab * (self.tokens - plan.rows_saved(self.tokens)) * logits
+        return operations * SLOWER_MATMULS.get(self.itemsize, 1.0) / self.device.matmul_rate
 
-    def seconds(self, plan: Plan, device: Device) -> float:
+    def seconds(self, plan: Plan) -> float:
         """See the function."""
-        saved = self.saved_rows(plan)
+        saved = plan.rows_saved(self.tokens)
         chunks = (saved > 0) + -(-(self.tokens - saved) // max(plan.chunk_rows, 1))
         moved = self.logits_bytes * self.tokens * (1.0 if plan.strategy == LOSS_ONLY else 3.0)
         overhead = chunks * CHUNK_OVERHEAD_SECONDS
@@ -234,11 +217,11 @@ class _Sizes:
             sums *= TUNED_SUM_PART if plan.tune_products else 1.0
             moved += self.dw_elements * (sums + plan.float32_accumulator * (4 + self.itemsize))
             overhead += DIVISION_SECONDS
-        return self.matmul_seconds(plan, device) + moved / device.bandwidth + overhead
+        return self.matmul_seconds(plan) + moved / self.device.bandwidth + overhead
 
     def temporary_bytes(self, plan: Plan) -> int:
         """See the function. A forward that is not the whole takes less than its backward, which has the gradients."""
-        saved = self.saved_rows(plan)
+        saved = plan.rows_saved(self.tokens)
         rows = min(plan.chunk_rows, self.tokens - saved)
         fixed, per_row, least = self.linear_bytes(plan)
         most = fixed + rows * per_row + self.scratch_bytes(plan, rows)
@@ -254,7 +237,7 @@ class _Sizes:
         is_divided = plan.chunk_rows < self.tokens
         sums = least = frequent_columns = 0
         for hidden in reversed(self.weights):
-            if self._is_wide_sum(plan, hidden):
+            if plan.sum_dtype(call, hidden, rows=self.tokens) != self.dtype:
                 # The float32 sum and the rounded dW, beside the sums that are rounded later.
                 elements = call.weight_rows * hidden
                 least = max(least, 4 * elements + sums)
@@ -263,7 +246,7 @@ class _Sizes:
                 frequent_columns += hidden
         frequent_rows = min(plan.float32_rows, self.vocab) if is_divided and frequent_columns else 0
         fixed = sums + 4 * frequent_rows * frequent_columns + 4 * call.bias_grad * call.weight_rows
-        if has_units := plan.finishes_in_forward and call.loss.has_row_gradients and itemsize < 4:
+        if has_units := plan.saves_unit_gradients(call) and itemsize < 4:
             # dX for units is float32, and the backward multiplies it by the factors of its rows into new memory.
             fixed += (4 - itemsize) * call.own_tokens * self.hidden
             least = max(least, 4 * call.own_tokens * self.hidden)
@@ -281,10 +264,6 @@ class _Sizes:
             per_row += itemsize * (self.hidden if has_units else self.hidden - sum(self.inputs))
         return fixed, per_row, least
 
-    def _is_wide_sum(self, plan: Plan, hidden: int) -> bool:
-        is_sum = self.itemsize == 2 and plan.chunk_rows < self.tokens
-        return is_sum and (plan.float32_accumulator or self._is_small(hidden))
-
     def scratch_bytes(self, plan: Plan, rows: int) -> int:
         """The most that a matmul of so many rows allocates."""
         if not self.has_scratch:
@@ -298,12 +277,12 @@ class _Sizes:
             )
         ]  # fmt: skip
         if self.inputs:
-            is_wide = plan.finishes_in_forward and call.loss.has_row_gradients
+            is_wide = plan.saves_unit_gradients(call)
             if shard is not None and shard.reduces_input_grad:
                 is_wide = shard.float32_input_grad
             found.append(of("dX", hidden=max(self.inputs), out_dtype=call.row_dtype if is_wide else dtype))
         for hidden in self.weights:
-            found.append(of("dW", hidden=hidden, out_dtype=torch.float32 if self._is_wide_sum(plan, hidden) else dtype))
+            found.append(of("dW", hidden=hidden, out_dtype=plan.sum_dtype(call, hidden, rows=self.tokens)))
         return max(found)
 
 
@@ -336,11 +315,14 @@ class _Choice:
         self.most_by_default = inf if device.memory is None else int(PART_OF_MEMORY * device.memory)
         ignored_rows = options.ignored_rows
         if ignored_rows == "auto":
-            ignored_rows = "skip" if not call.ignores_rows or _waits_for_rows(sizes, device) else "compute"
+            # Whether leaving ignored rows out can save more than the wait for their number costs.
+            pays = self.is_on_cpu or sizes.matmul_seconds(Plan(strategy=GRADIENTS_IN_FORWARD)) >= WAIT_SECONDS
+            ignored_rows = "skip" if pays or not call.ignores_rows else "compute"
         self.common = {
             "strategy": self.strategy, "float32_logits": sizes.logits_dtype is not call.dtype,
             "ignored_rows": ignored_rows, "row_kernels": options.row_kernels,
             "batch_invariant": options.batch_invariant,
+            "is_estimated": not (self.is_on_cpu or device.is_measured),
         }  # fmt: skip
 
     def plan(self) -> Plan:
@@ -484,7 +466,7 @@ class _Choice:
         if considers_one and plan.chunk_rows < self.tokens:
             one = self._in_16_bits(self.tokens)
             is_exact = self._is_exact(plan.chunk_rows)
-            if not is_exact or sizes.seconds(plan, self.device) > WORTH_MEMORY * sizes.seconds(one, self.device):
+            if not is_exact or sizes.seconds(plan) > WORTH_MEMORY * sizes.seconds(one):
                 return one
         if self._is_exact(plan.chunk_rows):
             return plan

@@ -65,19 +65,19 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
             device-side assertion instead).
     """
-    call, plan, upstream = ops.call, ops.plan, None
-    if plan.finishes_in_forward:
-        expected = call.get("expected_gradient")
-        # Where each row has an upstream gradient of its own, dX is computed for 1 at each row.
-        upstream = None if expected is None or call.loss.has_row_gradients else usable(expected)
-    rows = ops.prepare(upstream)
-    coefficients = None
-    if plan.finishes_in_forward and call.loss.has_row_gradients:
+    call, plan = ops.call, ops.plan
+    if plan.saves_unit_gradients(call):
+        rows = ops.prepare(None)
         # Class weights are among the factors that the backward multiplies rows by; the weights of targets are not.
         ones = torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
-        coefficients = Coefficients(ops, replace(rows, at_target=None), UpstreamGradients(ones), s=ones)
+        coefficients = Coefficients(ops, replace(rows, at_target=None, s=ones), UpstreamGradients(ones))
     elif plan.finishes_in_forward:
-        coefficients = Coefficients(ops, rows, UpstreamGradients(upstream), s=rows.s)
+        expected = call.get("expected_gradient")
+        upstream = None if expected is None else usable(expected)
+        rows = ops.prepare(upstream)
+        coefficients = Coefficients(ops, rows, UpstreamGradients(upstream))
+    else:
+        rows, coefficients = ops.prepare(None), None
     outcome = run(ops, rows, coefficients)
     return _results(ops, rows, outcome)
 
@@ -93,12 +93,12 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
     if ops.plan.finishes_in_forward:
         assert saved.unit_gradient is not None
         rows = ops.prepare_again(upstream.loss, call.tokens)
-        factors = Coefficients(ops, replace(rows, target_weights=None), upstream, s=rows.s).factors
+        factors = Coefficients(ops, replace(rows, target_weights=None), upstream).factors
         return {"input": ops.scaled_rows(saved.unit_gradient, rows.returned(factors))}
     assert saved.computed_rows is not None
     rows = ops.prepare_again(upstream.loss, ops.count_of(saved.computed_rows))
     entropy = None if saved.entropy is None else rows.received(saved.entropy.reshape(-1))
-    coefficients = Coefficients(ops, rows, upstream, s=rows.s, entropy=entropy)
+    coefficients = Coefficients(ops, rows, upstream, entropy=entropy)
     return run(ops, rows, coefficients, known=saved).gradients
 
 
@@ -140,16 +140,13 @@ class _Logits:
     """The logits of one chunk after the other: in memory that chunks share, or where they are kept for the backward."""
 
     def __init__(self, ops: Primitives, rows: Rows, known: Saved | None):
-        plan = ops.plan
         self._ops, self._rows, self._known = ops, rows, known
         self._buffer: Tensor | None = None
         self._of_teacher: Tensor | None = None
         self.kept: Tensor | None = None
         """(S, V) those of the first chunk, if they are kept"""
-        self.saved_rows = 0
+        self.saved_rows = ops.plan.rows_saved(rows.count)
         """S"""
-        if plan.strategy == SAVE_LOGITS:
-            self.saved_rows = rows.count if plan.saved_rows is None else min(plan.saved_rows, rows.count)
 
     def of(self, chunk: slice, xs: list[Tensor]) -> Tensor:
         """(C, V) those of a chunk, computed from its xs, (C, H) each, unless the forward has saved them."""
@@ -170,10 +167,14 @@ class _Logits:
 
     def of_teacher(self, chunk: slice) -> Tensor:
         """(C, V) the teacher's."""
-        ops = self._ops
+        ops, count = self._ops, chunk.stop - chunk.start
         x = ops.gather(self._rows, ops.call.tensors["teacher_input"], chunk)
-        self._of_teacher = ops.teacher_logits(x, self._of_teacher)
-        return self._of_teacher[: chunk.stop - chunk.start]
+        if self._of_teacher is None:
+            self._of_teacher = ops.logits_buffer(count, ops.plan.logits_dtype(x.dtype))
+        # The last chunk may have fewer rows.
+        z = self._of_teacher[:count]
+        ops.teacher_logits_(z, x)
+        return z
 
     def free(self) -> None:
         """Lets go of what chunks have shared."""

@@ -23,9 +23,19 @@ LOSS_ONLY = "loss_only"
 """No gradient is needed."""
 
 
+# A further linear of at most this part of the head's hidden size, a low-rank adapter, is summed in float32 anyway: that
+# takes little memory. In 16 bits its error is 2.1 times that of a single matmul (rank 16, 8192 × 128256, four chunks).
+SMALL_LINEAR = 8
+
+
+def is_small(call: Call, hidden: int) -> bool:
+    """Whether a linear of a call, of this hidden size, is small beside the head."""
+    return hidden * SMALL_LINEAR <= call.tensors["input"].shape[-1]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a region runs: the same loop over chunks of tokens for every strategy."""
+    """How a fused loss runs: the same loop over chunks of tokens for every strategy."""
 
     strategy: str
     chunk_rows: int = 0
@@ -42,30 +52,46 @@ class Plan:
     """"skip": ignored rows are left out before the first matmul, for which the host waits for their number. "compute":
     they are computed, with a gradient of 0."""
     row_kernels: str = "auto"
-    """Who runs the row work: see `Options.row_kernels`."""
+    """Which softmax kernels run: see `Options.row_kernels`."""
     tune_products: bool = False
     """Whether large matmuls run by the fastest of cuBLAS's algorithms, measured when the first of them runs."""
     batch_invariant: bool = False
     """Whether a row's log-probability has the same bits in any batch: see `Options.batch_invariant`."""
+    is_estimated: bool = False
+    """Whether it was chosen by estimates of what a GPU reaches, since nobody has measured that; nothing runs by it."""
 
     @cached_property
     def finishes_in_forward(self) -> bool:
         """Whether gradients are computed in the forward."""
         return self.strategy == GRADIENTS_IN_FORWARD
 
+    def saves_unit_gradients(self, call: Call) -> bool:
+        """Whether the forward computes dX for an upstream gradient of 1 at each row."""
+        return self.finishes_in_forward and call.loss.has_row_gradients
+
     def reads_statistics(self, call: Call) -> bool:
         """Whether the backward reads the statistics of rows that the forward has computed."""
         return self.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS) and call.divergence is None
 
+    def sum_dtype(self, call: Call, hidden: int, *, rows: int) -> torch.dtype:
+        """What dW of a linear of this hidden size is summed in over chunks of so many rows."""
+        is_sum = call.dtype.itemsize == 2 and self.chunk_rows < rows
+        return torch.float32 if is_sum and (self.float32_accumulator or is_small(call, hidden)) else call.dtype
+
     def logits_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What the logits of operands of a dtype are rounded to."""
-        return torch.float32 if self.float32_logits else dtype
+        return torch.promote_types(dtype, torch.float32) if self.float32_logits else dtype
+
+    def rows_saved(self, rows: int) -> int:
+        """S, of how many of so many rows logits are kept."""
+        if self.strategy != SAVE_LOGITS:
+            return 0
+        return rows if self.saved_rows is None else min(self.saved_rows, rows)
 
     def saved_logits_shape(self, call: Call) -> tuple[int, int]:
         """The rows of logits that are kept, and their stride."""
-        rows = call.tokens if self.saved_rows is None else min(self.saved_rows, call.tokens)
         dtype = self.logits_dtype(call.dtype)
-        return rows, row_stride(call.vocab, dtype=dtype, device_type=call.device.type)
+        return self.rows_saved(call.tokens), row_stride(call.vocab, dtype=dtype, device_type=call.device.type)
 
     def non_defaults(self) -> dict[str, Any]:
         """The fields that differ from their defaults: what a trace carries."""
@@ -94,5 +120,6 @@ class Plan:
             f"row kernels by {self.row_kernels}": self.row_kernels != "auto",
             "products tuned": self.tune_products,
             "batch invariant": self.batch_invariant,
+            "chosen by estimates of the device's rates": self.is_estimated,
         }
         return ", ".join([words[self.strategy], *(text for text, holds in others.items() if holds)])

@@ -12,39 +12,68 @@ import torch
 from torch import Tensor
 
 from thunder_flce.device import on_device
-from thunder_flce.engine import row_loss, rows
+from thunder_flce.engine import collectives, row_loss, rows, token_parts
 from thunder_flce.engine.kernels import dispatch
-from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, at_columns, target_gradient
+from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
 from thunder_flce.engine.kernels.layout import empty_logits
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Prepared, Rows
-from thunder_flce.operation.call import Call, Linear
+from thunder_flce.operation.call import Call, Linear, are_of_tokens
 from thunder_flce.operation.loss import RowCoefficients, RowWeights
+
+# What of a call follows from its sizes, but for the number of tokens.
+_OF_SIZES = [name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name]
 
 
 class Region:
-    """What is known of a region without its tensors, and kept for further calls of the same shapes: who runs what."""
+    """What is known of a region but for its tensors and their number of tokens, and kept for further calls."""
 
     def __init__(self, call: Call, plan: Plan, *, device_type: str | None = None):
         """The call is a flat one, of specs; `device_type` is that of its device, unless it stands for another."""
         self.call, self.plan = call, plan
-        for name, value in vars(Call).items():
-            if isinstance(value, cached_property):
-                # What follows from the sizes is found out once, for all calls that are made of this one.
-                getattr(call, name)
+        for name in _OF_SIZES:
+            # Found out once, for all calls that are made of this one.
+            getattr(call, name)
         self.device_type = device_type or call.device.type
         self.logit_map = call.loss.logit_map
         self.logits_dtype = plan.logits_dtype(call.dtype)
 
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are such tensors, in their order, which the engine takes as they are."""
-        return self._layouts == [(each.shape, each.dtype, each.device, each.is_contiguous()) for each in tensors]
+    def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
+        """The flat call of such tensors, in their order; None for those that the engine does not take as they are."""
+        layouts = [
+            (each.shape[start:], each.dtype, each.device, each.is_contiguous())
+            for each, start in zip(tensors, self._starts, strict=True)
+        ]
+        if layouts != self._layouts:
+            return None
+        shard, own = self.call.shard, tensors[0].shape[0]
+        tokens = own if shard is None else own * shard.token_parts
+        return self.call.with_tensors(
+            dict(zip(self.call.tensors, tensors, strict=True)), own_tokens=own, tokens=tokens
+        )  # fmt: skip
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [int(is_of_tokens) for is_of_tokens in are_of_tokens(tuple(self.call.tensors))]
 
     @cached_property
     def _layouts(self) -> list[tuple[Any, ...]]:
-        return [(spec.shape, spec.dtype, spec.device, True) for spec in self.call.tensors.values()]
+        specs = zip(self.call.tensors.values(), self._starts, strict=True)
+        return [(spec.shape[start:], spec.dtype, spec.device, True) for spec, start in specs]
+
+    @cached_property
+    def row_library(self) -> str:
+        """Who runs the row work."""
+        return dispatch.library(self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type)
+
+    @cached_property
+    def has_vector_kernels(self) -> bool:
+        """Whether one of Triton's kernels prepares rows, and one finishes the loss; otherwise PyTorch's operations."""
+        call = self.call
+        is_plain = call.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
+        return self.device_type == "cuda" and is_plain and self.row_library == "Triton"
 
     @cached_property
     def kernels(self) -> RowKernels:
@@ -55,10 +84,8 @@ class Region:
 
     @cached_property
     def vector_kernels(self) -> Any:
-        """What prepares rows by one kernel, and finishes the loss by one; None where PyTorch's operations do that."""
-        call = self.call
-        is_plain = call.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
-        if self.device_type != "cuda" or not is_plain or self.kernels.library != "Triton":
+        """The module of these kernels; None where PyTorch's operations run."""
+        if not self.has_vector_kernels:
             return None
         from thunder_flce.engine.kernels import triton_vectors
 
@@ -133,14 +160,9 @@ class Primitives:
             torch._assert_async(found.is_right, self.region.wrong_target)
             return self._selected(found, call.tokens)
         count = self._checked_count(found)
-        are_all_ones = count == call.tokens and call.get("token_weights") is None
-        if not skips:
-            count = call.tokens
-        elif self.region.are_parts:
-            from thunder_flce.engine import token_parts
-
+        if skips and self.region.are_parts:
             count = token_parts.most_valid(call, found)
-        return self._selected(found, count, has_weights=not are_all_ones)
+        return self._selected(found, count if skips else call.tokens)
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
         """The rows that a forward has computed, `count` of them, in its backward.
@@ -149,29 +171,20 @@ class Primitives:
         """
         if upstream is not None and upstream.ndim:
             upstream = upstream.reshape(-1)
-            if self.region.are_parts:
-                from thunder_flce.engine import token_parts
-
-                upstream = token_parts.of_all_parts(self.call, upstream)
+            if self.region.are_parts and self.call.shard is not None:
+                upstream = collectives.start_gathering(self.call.shard, upstream).wait()
         if upstream is not None and upstream.dtype is not self.call.row_dtype:
             upstream = upstream.to(self.call.row_dtype)
         return self._selected(self._prepared(upstream, ordered=count < self.call.tokens), count)
 
-    def _selected(self, found: Prepared, count: int, *, has_weights: bool = True) -> Rows:
-        """The first rows of the order, or all; `has_weights` says whether some may count other than 1."""
-        call = self.call
+    def _selected(self, found: Prepared, count: int) -> Rows:
+        """The first rows of the order, or all."""
         selected: Rows
         if self.region.are_parts:
-            from thunder_flce.engine import token_parts
-
-            selected = token_parts.rows_of_parts(call, found, chunk_rows=self.plan.chunk_rows, count=count)
-        elif count < call.tokens:
-            has_weights = call.get("token_weights") is not None or self.region.vector_kernels is not None
-            selected = rows.valid_rows(found, count, has_weights=has_weights)
+            selected = token_parts.rows_of_parts(self.call, found, chunk_rows=self.plan.chunk_rows, count=count)
         else:
-            keeps_weights = self.region.vector_kernels is not None or (has_weights and call.ignores_rows)
-            selected = rows.all_rows(found, has_weights=keeps_weights)
-        return rows.with_target_weights(call, selected)
+            selected = rows.selected(found, count)
+        return rows.with_target_weights(self.call, selected)
 
     def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
         call, loss = self.call, self.call.loss
@@ -257,6 +270,10 @@ class Primitives:
         """Uninitialised memory."""
         return torch.empty(shape, dtype=dtype, device=self.call.device)
 
+    def dlogits_buffer(self, z: Tensor) -> Tensor:
+        """(C, V) memory for the gradient of z: its own, where it has x's dtype."""
+        return z if z.dtype == self.call.dtype else self.logits_buffer(z.shape[0], self.call.dtype)
+
     def logits_buffer(self, count: int, dtype: torch.dtype | None = None) -> Tensor:
         """(C, V) memory for the logits of so many rows."""
         dtype = dtype or self.logits_dtype
@@ -303,8 +320,6 @@ class Primitives:
         weight, shard = self._columns(self.call.tensors[linear.weight]), self.call.shard
         if shard is None or not shard.reduces_input_grad:
             return lambda out: self._input_gradient_(out, dlogits, weight)
-        from thunder_flce.engine import collectives
-
         dtype = self.call.row_dtype if shard.float32_input_grad else self.call.dtype
         part = self.empty((dlogits.shape[0], weight.shape[1]), dtype)
         self._input_gradient_(part, dlogits, weight)
@@ -357,8 +372,6 @@ class Primitives:
         else:
             moments = dict.fromkeys(names, torch.zeros_like(found.statistics.row_max))
         if call.shard is not None:
-            from thunder_flce.engine import collectives
-
             summed = collectives.summed(call.shard, [moments[name] for name in names])
             moments = dict(zip(names, summed, strict=True))
         return found._replace(moments=moments)
@@ -373,8 +386,6 @@ class Primitives:
                 return RowResults(self.region.kernels.statistics(z), z.gather(1, target), {}, argmax)
             z_y = self.empty((z.shape[0],), z.dtype)
             return RowResults(self.region.kernels.statistics(z, target, z_y), z_y, {}, argmax)
-        from thunder_flce.engine import collectives
-
         if not self.call.vocab:
             part = collectives.part_without_columns(target, self.call.row_dtype, has_argmax=loss.needs_argmax)
             return _of_part(collectives.combined(shard, part))
@@ -390,13 +401,6 @@ class Primitives:
             part = part._replace(argmax=argmax + shard.start, argmax_entry=entry if loss.logit_scale > 0 else -entry)
         return _of_part(collectives.combined(shard, part))
 
-    def target_entries(self, z: Tensor, target: Tensor) -> Tensor:
-        """z (C, V) at the targets, (C,) or (C, K), as far as these are among its columns."""
-        if not self.call.vocab:
-            return torch.zeros_like(target, dtype=z.dtype)
-        column, _ = self.columns_here(target)
-        return z.gather(1, column) if target.ndim > 1 else at_columns(z, column)
-
     def gradient_(
         self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -406,7 +410,7 @@ class Primitives:
         z as it was before: (p − 1) in float32 keeps the digits that p, rounded to 16 bits, has lost near 1.
         """
         call = self.call
-        out = z if z.dtype == call.dtype else self.logits_buffer(z.shape[0], call.dtype)
+        out = self.dlogits_buffer(z)
         if not call.vocab:
             return out, self.empty((0,), call.row_dtype) if call.bias_grad else None
         of_class = self.class_weight if coefficients.uniform is not None else None
@@ -451,17 +455,11 @@ class Primitives:
         entry = target_gradient(self.logit_map, z_y.reshape(-1), each, of_each)
         dlogits.scatter_(1, column, entry.view(column.shape).to(dlogits.dtype))
 
-    def teacher_logits(self, x: Tensor, out: Tensor | None) -> Tensor:
-        """The teacher's logits of some rows, from its hidden states (C, H′): in the first C rows of `out`, if given."""
-        plan, weight = self.plan, self.call.tensors["teacher_weight"]
-        if out is None:
-            dtype = torch.promote_types(x.dtype, torch.float32) if plan.float32_logits else x.dtype
-            out = self.logits_buffer(x.shape[0], dtype)
+    def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
+        """Fills out (C, V) with the teacher's logits of some rows, from its hidden states (C, H′)."""
+        plan, weight = self.plan, self._columns(self.call.tensors["teacher_weight"])
         tune = plan.tune_products and not plan.batch_invariant
-        # The last chunk may have fewer rows than the memory.
-        z = out[: x.shape[0]]
-        matmul.logits_(z, x, self._columns(weight), tune=tune, batch_invariant=plan.batch_invariant)
-        return out
+        matmul.logits_(out, x, weight, tune=tune, batch_invariant=plan.batch_invariant)
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         """(C,) each row's divergence from the teacher's logits and, with factors (C,), its gradient in place of z."""
@@ -470,7 +468,7 @@ class Primitives:
         compute = dispatch.divergence_for(
             self.plan.row_kernels, dtypes=(z.dtype, teacher.dtype), device_type=self.region.device_type
         )
-        out = z if factors is None or z.dtype == call.dtype else self.logits_buffer(z.shape[0], call.dtype)
+        out = z if factors is None else self.dlogits_buffer(z)
         is_invariant = self.plan.batch_invariant and factors is not None
         value = compute(z, teacher, divergence, factors=None if is_invariant else factors, out=out)
         if is_invariant:
@@ -494,7 +492,7 @@ class Primitives:
         loss = self.call.loss
         # The kernel's map of the logits may differ in the last digit from the one that the outputs take.
         is_plain = not (loss.label_smoothing or loss.target_rest or loss.maps_logits)
-        if self.region.vector_kernels is None or not is_plain or selected.weight is None:
+        if self.region.vector_kernels is None or not is_plain:
             return row_loss.loss_of(self, selected, found)
         return self.region.vector_kernels.finish(
             found.statistics, found.z_y, weight=selected.weight, at_target=selected.at_target,

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from thunder_flce.engine import engine, row_loss, rows
 from thunder_flce.engine.engine import Saved
-from thunder_flce.engine.kernels import dispatch, scaling
+from thunder_flce.engine.kernels import scaling
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.row_loss import RowResults, UpstreamGradients
 from thunder_flce.engine.rows import Rows
-from thunder_flce.operation.call import Call, Linear, Spec
+from thunder_flce.operation.call import TOKEN, Call, Linear, Spec, argument
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, RowCoefficients
 
 WIDTH = 112
@@ -73,38 +73,27 @@ class Program:
 
 def program(call: Call, plan: Plan) -> Program:
     """What a call of specs runs."""
-    specs = tuple((name, spec.shape, spec.dtype, spec.device.type) for name, spec in call.specs().tensors.items())
-    return _program(specs, (call.loss, call.needs_grad, call.divergence, call.shard), plan)
+    return _program(call.specs().key, plan)
 
 
 @lru_cache(maxsize=256)
-def _program(specs: tuple[Any, ...], others: tuple[Any, ...], plan: Plan) -> Program:
-    loss, needs_grad, divergence, shard = others
-    meta = torch.device("meta")
-    tensors = {name: torch.empty(shape, dtype=dtype, device=meta) for name, shape, dtype, _ in specs}
-    call = Call(tensors=tensors, loss=loss, needs_grad=needs_grad, divergence=divergence, shard=shard)
+def _program(key: tuple[Any, ...], plan: Plan) -> Program:
+    call = Call.of_key(key)
+    shard, device_type = call.shard, call.device.type
+    call = call.map(lambda name, spec: torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
     if shard is not None and shard.sequence_parallel:
-        call = call.map(lambda name, t: _of_all_parts(call, name, t))
-    ops = _Writer(call.flat(), plan, device_type=specs[0][3])
+        own = len(call.shape)
+        call = call.map(lambda name, t: t.new_empty(call.tokens, *t.shape[own:]) if argument(name).role == TOKEN else t)
+    ops = _Writer(call.flat(), plan, device_type=device_type)
     with torch.no_grad():
         results = engine.forward(ops)
         forward = ops.take()
-        if plan.finishes_in_forward and not loss.has_row_gradients:
+        if plan.finishes_in_forward and not plan.saves_unit_gradients(call):
             ops.scale(sorted(name for name in results if name[0] == "d"))
         elif plan.strategy != LOSS_ONLY:
             _run_backward(ops, results)
         backward = ops.take()
     return Program(_formatted(forward), _formatted(backward), tuple(ops.primitives))
-
-
-def _of_all_parts(call: Call, name: str, tensor: Tensor) -> Tensor:
-    from thunder_flce.operation.call import TOKEN, argument
-
-    if argument(name).role is not TOKEN:
-        return tensor
-    several = 1 if call.targets_per_token is None or name not in ("target", "target_weights") else 2
-    last = tensor.shape[-1:] if several == 2 else ()
-    return tensor.new_empty((call.tokens, *last))
 
 
 def _run_backward(ops: "_Writer", results: dict[str, Tensor]) -> None:
@@ -149,7 +138,7 @@ class _Writer(Primitives):
         self.primitives: list[str] = []
         self._found: list[Line | _Loop] = []
         self._lines: list[Line] = []
-        self._logits = "logits" if call.loss.logit_scale == 1 and call.loss.softcap is None else "z"
+        self._logits = "z" if call.loss.maps_logits else "logits"
 
     def take(self) -> list[Line | _Loop]:
         """What was written since the last time."""
@@ -165,15 +154,8 @@ class _Writer(Primitives):
         self._lines.append(Line("", text, library))
 
     @property
-    def _row_library(self) -> str:
-        return dispatch.library(self.plan.row_kernels, dtype=self.logits_dtype, device_type=self.device_type)
-
-    @property
     def _vector_library(self) -> str:
-        call = self.call
-        is_plain = call.divergence is None and call.targets_per_token is None and call.row_dtype is torch.float32
-        is_triton = self.device_type == "cuda" and is_plain and self._row_library == "Triton"
-        return "Triton" if is_triton else "PyTorch"
+        return "Triton" if self.region.has_vector_kernels else "PyTorch"
 
     @property
     def _network(self) -> str:
@@ -206,7 +188,7 @@ class _Writer(Primitives):
             waits = "the host waits for their number" if self.device_type == "cuda" and not is_again else ""
             self._add(f"{names} = rows of {names} that are valid    {waits}".rstrip())
         found = rows.prepare(call, upstream=upstream, ordered=False)
-        return rows.with_target_weights(call, rows.all_rows(found, has_weights=call.ignores_rows and not skips))
+        return rows.with_target_weights(call, rows.selected(found, call.tokens))
 
     def chunks(self, selected: Rows, first: int = 0) -> Iterator[slice]:
         self._found += self._lines
@@ -281,7 +263,7 @@ class _Writer(Primitives):
     # The row work.
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> RowResults:
-        library = self._row_library
+        library = self.region.row_library
         found = self._results_of(z, target)
         self._statistics("both_", z, target, library)
         note = "in place, same kernel" if library == "Triton" else "in place"
@@ -303,18 +285,18 @@ class _Writer(Primitives):
         if loss.softcap is not None:
             self._add(f"u = {loss.softcap:g} tanh(z {loss.logit_scale / loss.softcap:g})    wherever z is read")
         elif loss.logit_scale != 1:
-            self._lines.append(Line("", f"u = {loss.logit_scale:g} z    wherever z is read"))
+            self._add(f"u = {loss.logit_scale:g} z    wherever z is read")
 
     def _results_of(self, z: Tensor, target: Tensor) -> RowResults:
         vector = self.empty(z.shape[:1], self.call.row_dtype)
         return RowResults(RowStatistics(vector, vector), self.empty(target.shape, z.dtype))
 
     def results(self, z: Tensor, target: Tensor) -> RowResults:
-        loss, library = self.call.loss, self._row_library
+        loss, library = self.call.loss, self.region.row_library
         found = self._results_of(z, target)
         self._statistics("results", z, target, library)
         if self.call.shard is not None:
-            self._lines.append(Line("", "row_max, row_log_sum = combined over the ranks", self._network))
+            self._add("row_max, row_log_sum = combined over the ranks", self._network)
         if loss.moments:
             names = ", ".join(loss.moments)
             self._add(f"{names} {_type(z.shape[:1], self.call.row_dtype)} = sums over {self._u()}", library)
@@ -327,7 +309,7 @@ class _Writer(Primitives):
         self, z: Tensor, found: RowResults, coefficients: RowCoefficients, target: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         call = self.call
-        out = z if z.dtype == call.dtype else self.logits_buffer(z.shape[0], call.dtype)
+        out = self.dlogits_buffer(z)
         terms = [f"A softmax({self._u()})", "B one_hot(y)"]
         terms += ["C w" if coefficients.uniform is not None and call.get("weight") is not None else "C"] * (
             coefficients.uniform is not None
@@ -335,27 +317,20 @@ class _Writer(Primitives):
         words = " - ".join(terms) + (" - entropy's" if coefficients.entropy is not None else "")
         note = "in place" if out is z else "in new memory"
         note += ", with its sums over the rows" if call.bias_grad else ""
-        self._write("gradient_", f"{self._named('dlogits', out)} = {words}    {note}", self._row_library)
+        self._write("gradient_", f"{self._named('dlogits', out)} = {words}    {note}", self.region.row_library)
         return out, self.empty((call.vocab,), call.row_dtype) if call.bias_grad else None
-
-    def target_entries(self, z: Tensor, target: Tensor) -> Tensor:
-        return self.empty(target.shape, z.dtype)
 
     def token_loss(
         self, found: RowResults, inputs: Sequence[Tensor], s: Tensor | None
     ) -> tuple[Tensor, RowCoefficients | None]:
         return row_loss.token_loss(self, found, inputs, s)
 
-    def teacher_logits(self, x: Tensor, out: Tensor | None) -> Tensor:
-        if out is None:
-            dtype = torch.promote_types(x.dtype, torch.float32) if self.plan.float32_logits else x.dtype
-            out = self.logits_buffer(x.shape[0], dtype)
-        self._write("teacher_logits", f"{self._named('teacher', out)} = x' @ W'.t()", matmul.library(self.device_type))
-        return out
+    def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
+        self._write("teacher_logits_", f"{self._named('teacher', out)} = x' @ W'.t()", matmul.library(self.device_type))
 
     def divergence_(self, z: Tensor, teacher: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor]:
         assert self.call.divergence is not None
-        kind, library = self.call.divergence.kind, "Triton" if self._row_library == "Triton" else "PyTorch"
+        kind, library = self.call.divergence.kind, "Triton" if self.region.row_library == "Triton" else "PyTorch"
         gradient = "" if factors is None else ", dlogits in place"
         of_rows = _type(z.shape[:1], self.call.row_dtype)
         words = f"divergence {of_rows}{gradient} = {kind} divergence of logits from teacher"

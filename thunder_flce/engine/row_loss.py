@@ -61,22 +61,16 @@ class Coefficients:
         ops: of the region.
         rows: those that are computed.
         upstream: the gradients of the region's results.
-        s: (N,) the upstream gradient of each row's cross-entropy, where it is known; otherwise it follows from that of
-            the loss, which is 1 if upstream has none.
         entropy: (N,) the entropies, where their upstream gradient is not None.
     """
 
     def __init__(
-        self, ops: "Primitives", rows: Rows, upstream: UpstreamGradients, *, s: Tensor | None = None,
-        entropy: Tensor | None = None,
+        self, ops: "Primitives", rows: Rows, upstream: UpstreamGradients, *, entropy: Tensor | None = None
     ):  # fmt: skip
         call, loss = ops.call, ops.call.loss
         self._ops, self._rows, self._entropy = ops, rows, entropy
         grad = None if upstream.loss is None else upstream.loss.to(call.row_dtype)
-        if s is None:
-            assert grad is not None
-            s = rows.scaled(grad)
-        of_z = s
+        of_z = s = rows.s
         if call.whole_vocab == 1 and not loss.token_loss:
             # The only probability is 1, and the gradient of the cross-entropy 0, whatever exponentials round to.
             s = torch.zeros_like(s)
@@ -178,11 +172,9 @@ def token_loss(
 
 def _soft_targets(ops: "Primitives", rows: Rows, row: Row, chunk: slice) -> SoftTargets:
     """The targets of the rows of `chunk`, where a row has several; `row` is what is known of these rows."""
-    weights, first = rows.target_weights, rows.first_targets
-    assert weights is not None
-    if first is None:
-        return SoftTargets(weights[chunk])
-    return SoftTargets(weights[chunk], Rest.of(row, weights[chunk], first[chunk], let=lambda name, value: value))
+    assert rows.target_weights is not None
+    weights, first = rows.target_weights[chunk], rows.first_targets
+    return SoftTargets(weights, None if first is None else Rest.of(row, weights, first[chunk]))
 
 
 def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResults:

@@ -7,6 +7,7 @@ with a gradient of 0. Legend: T tokens, N rows computed, C rows in a chunk, K ta
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,10 +65,10 @@ class Rows:
     """(N,) int64 in [0, V), 0 in ignored rows; with target weights (N, K), 0 where ignored"""
     valid_count: Tensor
     """() int64 how many rows are valid"""
-    weight: Tensor | None
-    """(N,) what multiplies a row's loss, 0 in ignored rows; None where all are 1"""
-    s: Tensor | None
-    """(N,) the upstream gradient of each row's cross-entropy, where it is known"""
+    weight: Tensor
+    """(N,) what multiplies a row's loss, 0 in ignored rows"""
+    s: Tensor
+    """(N,) the upstream gradient of each row's cross-entropy: of a forward, that which gradients are computed for"""
     at_target: Tensor | None
     """(N,) class weights"""
     divisors: tuple[Tensor, Tensor] | Tensor | None
@@ -148,11 +149,11 @@ class Rows:
 
     def masked(self, vector: Tensor, fill: float = 0) -> Tensor:
         """(N,) with `fill` in ignored rows."""
-        return vector if self.weight is None else torch.where(self.weight != 0, vector, fill)
+        return torch.where(self.weight != 0, vector, fill)
 
     def weighted(self, vector: Tensor) -> Tensor:
         """(N,) times the rows' weights, 0 in ignored rows."""
-        return vector if self.weight is None else torch.where(self.weight != 0, vector * self.weight, 0)
+        return torch.where(self.weight != 0, vector * self.weight, 0)
 
     def scaled(self, grad: Tensor, at: int = 0) -> Tensor:
         """(N,) an upstream gradient of the loss, () or one number for each of the caller's tokens, times weight / D.
@@ -165,28 +166,23 @@ class Rows:
         return self.weighted(grad.expand(self.count)).contiguous()
 
 
-def all_rows(found: Prepared, *, has_weights: bool) -> Rows:
-    """All tokens, in their order; `has_weights` says whether some may count other than 1, as ignored ones do."""
-    total = found.target.shape[0]
-    return Rows(
-        count=total, total=total, target=found.target, valid_count=found.counts[0],
-        weight=found.weight if has_weights else None, s=found.s, at_target=found.at_target, divisors=found.divisors,
-    )  # fmt: skip
+def selected(found: Prepared, count: int) -> Rows:
+    """The first `count` tokens of the order, or all of them, in their own."""
+    if found.order is None or count == found.target.shape[0]:
+        return Rows(count=count, order=None, **of_rows(found, None))
+    return Rows(count=count, order=found.order, **of_rows(found, found.order[:count]))
 
 
-def valid_rows(found: Prepared, count: int, *, has_weights: bool) -> Rows:
-    """The first `count` tokens of the order; `has_weights` says whether rows have weights other than 1."""
-    assert found.order is not None
-    index = found.order[:count]
+def of_rows(found: Prepared, index: Tensor | None) -> dict[str, Any]:
+    """The fields of `Rows` for some of the tokens, by their `index`, or for all."""
     target, weight, s, at_target = (
-        None if vector is None else vector.index_select(0, index)
-        for vector in (found.target, found.weight if has_weights else None, found.s, found.at_target)
+        vector if vector is None or index is None else vector.index_select(0, index)
+        for vector in (found.target, found.weight, found.s, found.at_target)
     )
-    assert target is not None
-    return Rows(
-        count=count, total=found.target.shape[0], target=target, valid_count=found.counts[0], weight=weight, s=s,
-        at_target=at_target, divisors=found.divisors, order=found.order,
-    )  # fmt: skip
+    return {
+        "total": found.target.shape[0], "target": target, "valid_count": found.counts[0], "weight": weight, "s": s,
+        "at_target": at_target, "divisors": found.divisors,
+    }  # fmt: skip
 
 
 def with_target_weights(call: Call, rows: Rows) -> Rows:
@@ -194,9 +190,7 @@ def with_target_weights(call: Call, rows: Rows) -> Rows:
     if call.targets_per_token is None:
         return rows
     weights = call.tensors["target_weights"]
-    counts = rows.gather(call.tensors["target"]) != call.loss.ignore_index
-    if rows.weight is not None:
-        counts = counts & (rows.weight != 0).unsqueeze(1)
+    counts = (rows.gather(call.tensors["target"]) != call.loss.ignore_index) & (rows.weight != 0).unsqueeze(1)
     weights = torch.where(counts, rows.gather(weights), 0)
     first = _first_in_column(rows.target, counts).to(weights.dtype) if call.loss.target_rest else None
     return replace(rows, target=torch.where(counts, rows.target, 0), target_weights=weights, first_targets=first)

@@ -14,9 +14,6 @@ from thunder_flce.operation.call import Linear
 if TYPE_CHECKING:
     from thunder_flce.engine.primitives import Primitives
 
-# A further linear of at most this part of the head's hidden size is summed in float32.
-_SMALL_LINEAR = 8
-
 
 class GradientSums:
     """dX, dW and db while chunks of tokens add to them; no memory for those that are not needed."""
@@ -27,7 +24,7 @@ class GradientSums:
         self._ops, self._rows, self._is_first = ops, rows, True
         # dX for an upstream gradient of 1 is rounded to 16 bits after it is multiplied by that of its row. Rounded
         # before, too, its error was up to 1.4 times that of PyTorch (DPO, 8192 × 128256 × 4096).
-        is_unit = ops.plan.finishes_in_forward and call.loss.has_row_gradients
+        is_unit = ops.plan.saves_unit_gradients(call)
         self._inputs: dict[Linear, Tensor] = {}
         self._weights: dict[Linear, Tensor] = {}
         for linear in call.linears:
@@ -35,8 +32,11 @@ class GradientSums:
             if linear.x in call.needs_grad:
                 self._inputs[linear] = ops.empty(tuple(x.shape), call.row_dtype if is_unit else call.dtype)
             if linear.weight in call.needs_grad:
-                memory = self._weights[linear] = ops.empty(tuple(weight.shape), self._sum_dtype(linear, rows.count))
-                _zero_unused(memory, call.vocab)
+                dtype = ops.plan.sum_dtype(call, x.shape[1], rows=rows.count)
+                memory = self._weights[linear] = ops.empty(tuple(weight.shape), dtype)
+                if call.vocab < memory.shape[0]:
+                    # Rows of the weight that are no columns of the logits.
+                    memory[call.vocab :] = 0
         self._bias: Tensor | None = None
         if call.bias_grad:
             self._bias = ops.empty((call.weight_rows,), call.row_dtype)
@@ -45,18 +45,6 @@ class GradientSums:
         in_16_bits = [memory.dtype.itemsize == 2 for memory in self._weights.values()]
         self._has_frequent = bool(ops.plan.float32_rows and any(in_16_bits) and call.vocab)
         self._frequent: FrequentRows | None = None
-
-    def _sum_dtype(self, linear: Linear, rows: int) -> torch.dtype:
-        """The dtype in which dW of a linear is summed over the chunks.
-
-        A low-rank adapter's takes little memory in float32. In 16 bits its error is 2.1 times that of a single matmul
-        (rank 16, 8192 × 128256 in four chunks).
-        """
-        call, plan = self._ops.call, self._ops.plan
-        is_sum = call.dtype.itemsize == 2 and plan.chunk_rows < rows
-        hidden, of_head = call.tensors[linear.x].shape[1], call.tensors["input"].shape[1]
-        is_wide = plan.float32_accumulator or hidden * _SMALL_LINEAR <= of_head
-        return torch.float32 if is_sum and is_wide else call.dtype
 
     def memory_for_inputs(self, chunk: slice) -> list[Tensor | None]:
         """For copies of the rows of each linear's x that belong to `chunk`, (C, H), where dX takes their place later.
@@ -115,12 +103,6 @@ class GradientSums:
         if self._bias is not None:
             gradients["linear_bias"] = self._bias.to(call.tensors["linear_bias"].dtype)
         return {name: gradients[name] for name in call.needs_grad}
-
-
-def _zero_unused(gradient: Tensor, vocab: int) -> None:
-    """Zeros for the rows of a weight's gradient that are no columns of the logits."""
-    if vocab < gradient.shape[0]:
-        gradient[vocab:] = 0
 
 
 class FrequentRows:

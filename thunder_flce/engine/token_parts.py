@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.engine import collectives
-from thunder_flce.engine.rows import Prepared, Rows, all_rows
+from thunder_flce.engine.rows import Prepared, Rows, of_rows
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.shard import Shard
 
@@ -67,12 +67,6 @@ class RowsOfParts(Rows):
         return self.gather(collectives.start_gathering(self.shard, vector).wait())
 
 
-def of_all_parts(call: Call, vector: Tensor) -> Tensor:
-    """(T,) of (P,), one number for each token of this rank."""
-    assert call.shard is not None
-    return collectives.start_gathering(call.shard, vector).wait()
-
-
 def most_valid(call: Call, found: Prepared) -> int:
     """How many rows are computed: as many of each part as the one with the most has valid ones. The host waits."""
     assert call.shard is not None
@@ -81,8 +75,7 @@ def most_valid(call: Call, found: Prepared) -> int:
 
 def _valid(found: Prepared, ranks: int) -> Tensor:
     """(R, P) which tokens are valid."""
-    valid = found.weight != 0 if found.weight is not None else torch.ones_like(found.target, dtype=torch.bool)
-    return valid.view(ranks, -1) if valid.numel() else valid.view(ranks, 0)
+    return (found.weight != 0).view(ranks, found.weight.shape[0] // ranks)
 
 
 def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -> RowsOfParts:
@@ -97,7 +90,6 @@ def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -
     shard, total = call.shard, found.target.shape[0]
     assert shard is not None
     tokens, count = total // shard.ranks, count // shard.ranks
-    whole = all_rows(found, has_weights=True)
     valid_first = torch.argsort(_valid(found, shard.ranks), dim=1, descending=True, stable=True)
     # Ascending, as `Rows.scatter_` needs it.
     order = torch.cat([valid_first[:, :count].sort(1).values, valid_first[:, count:]], 1)
@@ -106,15 +98,10 @@ def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -
     offsets = torch.arange(shard.ranks, device=found.target.device)[:, None] * tokens
     chosen = (order[:, :count] + offsets).split(part_chunk, 1)
     index = torch.cat([part.reshape(-1) for part in chosen])
+    # Of these, only where they are in x and dX is asked for.
     own = Rows(
-        count=count, total=tokens, target=found.target[:0], valid_count=whole.valid_count, weight=None, s=None,
-        at_target=None, divisors=None, order=None if count == tokens else order[shard.rank],
+        count=count, order=None if count == tokens else order[shard.rank], **of_rows(found, None) | {"total": tokens}
     )  # fmt: skip
-    target, weight, s, at_target = (
-        None if vector is None else vector[index] for vector in (found.target, whole.weight, found.s, found.at_target)
-    )
-    assert target is not None
     return RowsOfParts(
-        count=shard.ranks * count, total=total, target=target, valid_count=whole.valid_count, weight=weight, s=s,
-        at_target=at_target, divisors=whole.divisors, order=index, shard=shard, own=own, part_chunk=part_chunk,
+        count=shard.ranks * count, order=index, shard=shard, own=own, part_chunk=part_chunk, **of_rows(found, index)
     )  # fmt: skip

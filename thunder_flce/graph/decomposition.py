@@ -87,7 +87,7 @@ def loss_and_outputs(
         rest = None
         if loss.target_rest:
             first = ltorch.to(_first_in_column(target, is_label), logits.dtype)
-            rest = Rest.of(row, target_weights, first, library=ltorch, let=lambda name, value: value)
+            rest = Rest.of(row, target_weights, first, library=ltorch)
         targets = None if target_weights is None else SoftTargets(target_weights, rest)
         of_rows = loss.cross_entropy(row, weights, columns, targets=targets, exact=True, log=ltorch.log)
     terms = [(of_rows, divisor)]

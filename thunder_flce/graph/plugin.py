@@ -37,7 +37,7 @@ def jit(
 
     Args:
         fn: the function or module to compile.
-        options: choices about the time and memory of the fused regions.
+        options: choices about the time and memory of the fused losses.
         strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
         executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
         transforms: as in `thunder.jit`; the fusion runs before them, on the program as the user wrote it.
@@ -76,7 +76,7 @@ class FlcePlugin(thunder.Plugin):
     """Makes `thunder.compile(model, plugins="flce")` work.
 
     Args:
-        options: choices about the time and memory of the fused regions.
+        options: choices about the time and memory of the fused losses.
         strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
     """
 

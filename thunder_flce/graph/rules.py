@@ -13,9 +13,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 import torch
-import torch.nn.functional as F
-from thunder import clang
-from thunder.core import devices, dtypes, prims
+from thunder.core import dtypes
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy, TensorProxy
 from thunder.extend import get_executor
@@ -27,7 +25,7 @@ from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.graph import symbols
 from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
-from thunder_flce.graph.reading import carries_grad, is_static
+from thunder_flce.graph.reading import is_static
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
     do_raise,
@@ -42,8 +40,6 @@ from thunder_flce.graph.thunder_private import (
     recursively_proxy,
     register_autocast_rule,
     register_general_jit_lookaside,
-    register_grad,
-    register_method,
     should_register_for_prologue,
     torch_to_thunder_functions,
     unwrap,
@@ -276,61 +272,6 @@ def _items(wrapped: Any) -> Sequence[Any]:
         return ()
     wrapped.track_items()
     return wrapped.item_wrappers
-
-
-def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
-    """The derivative of minimum, which thunder 0.2.6 lacks. As in its maximum, equal operands share the gradient."""
-    smaller = prims.minimum(a, b)
-    grad = get_grad(smaller)
-    shared = prims.where(a == b, grad / 2, grad)
-    put_grad(a, prims.where(a > b, 0.0, shared))
-    put_grad(b, prims.where(b > a, 0.0, shared))
-    return smaller
-
-
-register_grad(prims.PrimIDs.MINIMUM, _minimum_grad)
-
-
-def _where_method(self: TensorProxy, condition: TensorProxy, other: Any, /) -> TensorProxy:
-    """`Tensor.where`, for which thunder 0.2.6 takes `torch.where`, whose first argument is the condition."""
-    return ltorch.where(condition, self, other)
-
-
-register_method("where", _where_method)
-# `labels % 3`: thunder 0.2.6 has the function alone.
-register_method("mod", ltorch.remainder)
-
-
-def _log_softmax(input: TensorProxy, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None) -> TensorProxy:
-    """As `nn.LogSoftmax` calls it: thunder 0.2.6 knows neither `_stacklevel`, for a warning, nor a missing `dim`."""
-    return ltorch.log_softmax(input, int(input.ndim not in (0, 1, 3)) if dim is None else dim, dtype=dtype)
-
-
-torch_to_thunder_functions[F.log_softmax] = _log_softmax
-
-
-@register_general_jit_lookaside(F.log_softmax)
-def _log_softmax_lookaside(*args: Any, **kwargs: Any) -> Any:
-    recursively_proxy(*args, **kwargs)
-    return interpreter_needs_wrap(record_source_loc_in_symbol_header(_log_softmax))(*args, **kwargs)
-
-
-_maybe_broadcast = clang.maybe_broadcast
-
-
-def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
-    """`loss + losses` on a CPU, where thunder 0.2.6 takes the scalar for a number and does not sum its gradient."""
-    tensors = [each for each in args if isinstance(each, TensorProxy)]
-    on_cpu = all(each.device.devicetype is devices.DeviceType.CPU for each in tensors)
-    # Arguments, which alone have a history, say whether they require a gradient.
-    scalars = [each for each in tensors if each.ndim == 0 and (each.requires_grad or each.history is None)]
-    is_number = not (on_cpu and any(map(carries_grad, scalars)))
-    return _maybe_broadcast(
-        *args, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and is_number
-    )
-
-
-clang.maybe_broadcast = _broadcast_differentiated_scalars
 
 
 @register_autocast_rule(symbols.linear_cross_entropy.id)

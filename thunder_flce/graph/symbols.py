@@ -1,13 +1,13 @@
 """The thunder symbols of this project and what runs them on torch tensors.
 
-==========================  ======================================================================================
-symbol                      what it stands for
-==========================  ======================================================================================
-linear_cross_entropy        the region; its subsymbols are the plain decomposition, linear then cross_entropy
-linear_cross_entropy_fwd    its forward: what `operation.call.result_names` names
-linear_cross_entropy_bwd    its backward, for plans that compute the gradients there
-scale_gradients             its backward, for plans that computed the gradients in the forward
-==========================  ======================================================================================
+=============================  ===================================================================================
+symbol                         what it stands for
+=============================  ===================================================================================
+linear_cross_entropy           the region; its subsymbols are the plain decomposition, linear then cross_entropy
+flce_linear_cross_entropy_fwd  its forward: what `operation.call.result_names` names
+flce_linear_cross_entropy_bwd  its backward, for plans that compute the gradients there
+flce_scale_gradients           its backward, for plans that computed the gradients in the forward
+=============================  ===================================================================================
 
 All but the first belong to the executor `flce` and are primitives: opaque to every pass, and tagged so that no pass
 computes a forward again in the backward. `operators` runs them.
@@ -20,6 +20,7 @@ from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import devices, dtypes
+from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from torch import Tensor
@@ -178,22 +179,23 @@ def _scaling_impl(
 
 
 linear_cross_entropy_fwd = executor.register_operator(
-    "linear_cross_entropy_fwd",
+    "flce_linear_cross_entropy_fwd",
     meta=_forward_meta,
     fn=_forward_impl,
     tags=FORWARD_TAGS,
     python_printer=trace_printer.print_forward,
 )
 linear_cross_entropy_bwd = executor.register_operator(
-    "linear_cross_entropy_bwd",
+    "flce_linear_cross_entropy_bwd",
     meta=_backward_meta,
     fn=_backward_impl,
     python_printer=trace_printer.print_backward,
 )
 scale_gradients = executor.register_operator(
-    "scale_gradients",
+    "flce_scale_gradients",
     meta=lambda grad, valid_count, *gradients, **expected: tuple(TensorProxy(like=each) for each in gradients),
     fn=_scaling_impl,
+    tags=(OpTags.IN_PLACE,),
     python_printer=trace_printer.print_scaling,
 )
 

@@ -24,6 +24,7 @@ def _missing(what: object) -> ImportError:
 
 
 try:
+    from thunder.core.compile_data import _compile_data as compile_data_and_stats
     from thunder.core.compile_data import get_compile_data
     from thunder.core.interpreter import INTERPRETER_SIGNALS, do_raise, unwrap, wrap_const
     from thunder.core.interpreter import _interpret_call as interpret_call
@@ -59,7 +60,3 @@ try:
         from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
 except ImportError as error:
     raise _missing(error) from error
-
-# A lazy graph module writes its code when it is first called. By then thunder's interpreter is at work, and it cannot
-# run what torch 2.13 and newer write it with. This is for thunder's own thunderfx and recipes, too.
-ThunderCompiler.__call__ = _use_lazy_graph_module(False)(ThunderCompiler.__call__)

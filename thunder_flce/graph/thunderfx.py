@@ -36,11 +36,11 @@ def thunderfx(
 
     Args:
         fn: the function or module to compile.
-        options: choices about the time and memory of the fused regions; not the `options` of `torch.compile`, which
+        options: choices about the time and memory of the fused losses; not the `options` of `torch.compile`, which
             are for other backends.
         strict: raise a `NotFusedError`, with the reason, where a cross-entropy is not fused with its linear.
         executors: as in `thunder.jit`; `thunder_flce.executor` is put before them.
-        transforms: as in `thunder.jit`; they see the fused regions.
+        transforms: as in `thunder.jit`; they see the fused losses.
         **compile_options: passed on to `torch.compile` or `thunder.jit`, whichever has them.
     """
     torch_options = get_torch_compile_kwargs(**compile_options)

@@ -1,6 +1,6 @@
 """How traces print a region: its line and, beneath it as comments, what one chunk of it runs.
 
-    (t2, t3, t4, t5) = linear_cross_entropy_fwd(hidden, weight, t1, None, …, chunk_rows=2048)
+    (t2, t3, t4, t5) = flce_linear_cross_entropy_fwd(hidden, weight, t1, None, …, chunk_rows=2048)
       # x = hidden, W = weight, y = t1
       # loss = t2: bf16[], valid_count = t3: i64[], dX = t4: bf16[2, 4096, 4096], dW = t5: bf16[128256, 4096]
       # for each chunk of 2048 tokens, 4 in all:
@@ -11,6 +11,7 @@ thunder prints the contents of a fusion in this way, from its subsymbols. A regi
 so its symbols print their comments themselves, at every print depth.
 """
 
+import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,16 +31,16 @@ STATISTICS = ("row_max", "row_log_sum", "valid_count")
 
 
 def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The python_printer of `linear_cross_entropy_fwd`."""
-    yield default_python_printer(bsym, *printables)
+    """The python_printer of `flce_linear_cross_entropy_fwd`."""
+    yield from _call(bsym, *printables)
     region = region_arguments(*bsym.args, **bsym.kwargs)
     names = result_names(call_of(region), Plan.of(region))
     yield from _region_comments(bsym, region, {}, names, "forward")
 
 
 def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The python_printer of `linear_cross_entropy_bwd`."""
-    yield default_python_printer(bsym, *printables)
+    """The python_printer of `flce_linear_cross_entropy_bwd`."""
+    yield from _call(bsym, *printables)
     grad, *tensors = bsym.args
     region = region_arguments(*tensors, **bsym.kwargs)
     saved = settings_of_call(call_of(region), Plan.of(region)).saved_names
@@ -49,8 +50,8 @@ def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
 
 
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
-    """The python_printer of `scale_gradients`."""
-    yield default_python_printer(bsym, *printables)
+    """The python_printer of `flce_scale_gradients`."""
+    yield from _call(bsym, *printables)
     _, _, *gradients = bsym.args
     names, spec = [each.name for each in gradients], spec_of(gradients[0])
     yield from _commented(scaling_lines(names, spec, has_expected=bool(bsym.kwargs)))
@@ -59,6 +60,19 @@ def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
 def type_of(proxy: TensorProxy) -> str:
     """A tensor's dtype and shape, such as "bf16[2, 4096]"."""
     return f"{dtypes.to_strong_dtype(proxy.dtype).shortname()}[{', '.join(map(str, proxy.shape))}]"
+
+
+def _call(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
+    """The call that runs; where its line is long, the arguments are on lines of their own."""
+    line = default_python_printer(bsym, *printables)
+    if len(line) <= WIDTH:
+        yield line
+        return
+    call: Any = ast.parse(line).body[0]
+    arguments = [ast.get_source_segment(line, each) or "" for each in (*call.value.args, *call.value.keywords)]
+    yield line.partition(f"({arguments[0]}")[0] + "("
+    *lines, last = _filled(arguments)
+    yield from (f"  {each}" for each in (*lines, f"{last})"))
 
 
 def _region_comments(

@@ -1,6 +1,7 @@
 """The transform: makes a linear and what is computed from its logits one region, and gives every region its plan."""
 
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,11 @@ from thunder.core.proxies import ProxyTag
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.transform_common import Transform, dce
 
-from thunder_flce.graph import symbols
+from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.reading import is_static, read, source_of
 from thunder_flce.graph.rules import plan_region
-from thunder_flce.graph.thunder_private import disable_autocast
+from thunder_flce.graph.thunder_private import compile_data_and_stats, disable_autocast
 from thunder_flce.graph.writing import write_regions
 from thunder_flce.matching.decisions import Decision, PlannedRegion, Reason, report
 from thunder_flce.matching.interpreter import LOSSES, Interpreter
@@ -38,7 +39,7 @@ class Compilation:
 class FuseLinearCrossEntropy(Transform):
     """Replaces linear → … → cross_entropy by `linear_cross_entropy`, before autograd.
 
-    The same for log-probabilities and entropies that are spelled out (`matching.readings`). The region takes the place
+    The same for log-probabilities and entropies that are spelled out (`matching.rules`). The fused op takes the place
     of the loss, because the labels may be computed between the two:
 
         # before                                              # after
@@ -56,6 +57,7 @@ class FuseLinearCrossEntropy(Transform):
     """
 
     def __init__(self, options: Options | None = None, *, strict: bool = False):
+        thunder_fixes.apply()
         self.options = as_options(options)
         self.strict = strict
         self.compilations: list[Compilation] = []
@@ -81,6 +83,7 @@ class FuseLinearCrossEntropy(Transform):
         """
         start = time.perf_counter()
         warn_of_gradients_that_are_not_summed()
+        _warn_of_many_compilations()
         compilation = Compilation(computation_trace)
         self.compilations.append(compilation)
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
@@ -123,6 +126,21 @@ class FuseLinearCrossEntropy(Transform):
     def plan(self, region: Mapping[str, Any], needs_grad: tuple[str, ...]) -> PlannedRegion:
         """The plan of a region, from its arguments and the names of the operands that need a gradient."""
         return plan_region(region, needs_grad, self.options)
+
+
+MANY = 8
+"""Dynamo, too, gives up after so many compilations of one function by default."""
+
+
+def _warn_of_many_compilations() -> None:
+    _, stats = compile_data_and_stats.get()
+    if stats is not None and stats.cache_misses == MANY:
+        warnings.warn(
+            f"thunder_flce: thunder compiles this program for the {MANY}th time, as it does for each new shape of the "
+            'inputs. Pad batches to a few lengths, or use torch.compile(model, backend="thunder_flce"), which '
+            "compiles a program twice for all lengths",
+            stacklevel=2,
+        )
 
 
 def _in_order(decisions: list[Decision]) -> list[Decision]:

@@ -38,12 +38,12 @@ class SavedTensor:
 
 
 class PredictedPlan(NamedTuple):
-    """A way to run a region, and what it is predicted to take."""
+    """A way to run a fused loss, and what it is predicted to take."""
 
     plan: Plan
     chosen: bool
     temporary_bytes: int
-    """Peak memory above the region's inputs and gradients"""
+    """Peak memory above the loss's inputs and gradients"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Compilation:
 
     @staticmethod
     def plans(decision: Decision) -> list[PredictedPlan]:
-        """The plan of a region, and its alternatives; nothing where it was not fused."""
+        """The plan of a fused loss, and its alternatives; nothing where it was not fused."""
         if decision.region is None:
             return []
         call, chosen = decision.region
@@ -274,7 +274,7 @@ def _missing_row_kernels(region: PlannedRegion) -> str | None:
         return None
     instead = dispatch.library(plan.row_kernels, **logits)
     what = f"{missing.library} ({missing.install})"
-    return f"row kernels: not installed: {what}; {instead} runs their share, and the region {_SLOWER[instead]}"
+    return f"row kernels: not installed: {what}; {instead} runs their share, and the loss {_SLOWER[instead]}"
 
 
 # A large model saves hundreds of tensors; text shows the largest, and `to_dict` has all.

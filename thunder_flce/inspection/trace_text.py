@@ -22,8 +22,8 @@ def readable(trace: TraceCtx) -> str:
         if line.startswith("    #"):
             if not is_fusion:
                 continue
-        else:
-            is_fusion = re.search(r"= (nvFusion\d+|TorchCompile\d+|linear_cross_entropy_\w+|scale_gradients)\(", line)
+        elif not line.startswith("    "):  # which goes on with a call
+            is_fusion = re.search(r"= (nvFusion\d+|TorchCompile\d+|flce_\w+)\(", line)
         line = re.sub(r" \(took \d+ milliseconds\)", "", line).rstrip()
         if found := re.match(r"  # .*\.py:\d+: \t\s*(.*)", line):
             if found[1] == source:

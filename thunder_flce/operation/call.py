@@ -74,6 +74,17 @@ def argument(name: str) -> Argument:
     return ARGUMENTS[base + rest.partition("]")[2] if bracket else name]
 
 
+@cache
+def are_of_tokens(names: tuple[str, ...]) -> tuple[bool, ...]:
+    """Which of some tensors, by their names, have something of each of the tokens."""
+    return tuple([argument(name).role in OF_TOKENS for name in names])
+
+
+def has_tokens(name: str, shape: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether a tensor of this name and shape has something of each of the tokens (...)."""
+    return argument(name).role in OF_TOKENS and shape[: len(tokens)] == tokens
+
+
 def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors among the arguments of a function, by name: those that are given, in the order of `ARGUMENTS`.
 
@@ -247,11 +258,6 @@ class Call:
         """Whether db is needed."""
         return "linear_bias" in self.needs_grad
 
-    def grad_elements(self, *, of_weights: bool) -> int:
-        """Columns of the gradients of the weights, or of the inputs, of all linears together."""
-        names = [(linear.weight if of_weights else linear.x) for linear in self.linears]
-        return sum(self.tensors[name].shape[-1] for name in names if name in self.needs_grad)
-
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that are needed: what every method has to write."""
@@ -283,18 +289,37 @@ class Call:
         shard = replace(self.shard, rank=0, start=0, columns=most)
         return replace(self.specs().map(widened), shard=shard)
 
-    def specs(self) -> "Call":
-        """The same call without numbers."""
-        return self.map(lambda name, t: Spec(tuple(t.shape), t.dtype, t.device, t.requires_grad))
+    def specs(self, *, tokens: int | None = None) -> "Call":
+        """The same call without numbers; with `tokens`, of so many, in one dimension."""
+        own = len(self.shape)
+
+        def spec(name: str, t: Any) -> Spec:
+            shape = tuple(t.shape)
+            if tokens is not None and argument(name).role in OF_TOKENS:
+                shape = (tokens, *shape[own:])
+            return Spec(shape, t.dtype, t.device, t.requires_grad)
+
+        return self.map(spec)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What is equal for equal calls of specs."""
+        return tuple(self.tensors.items()), self.loss, self.needs_grad, self.divergence, self.shard
+
+    @classmethod
+    def of_key(cls, key: tuple[Any, ...]) -> "Call":
+        """The call, of specs."""
+        specs, loss, needs_grad, divergence, shard = key
+        return cls(tensors=dict(specs), loss=loss, needs_grad=needs_grad, divergence=divergence, shard=shard)
 
     def flat(self) -> "Call":
         """Tokens in one dimension, of all ranks where these have been gathered; numbers of tokens in the row dtype."""
         return self.with_tensors({name: self._flat(name, tensor) for name, tensor in self.tensors.items()})
 
-    def with_tensors(self, tensors: Mapping[str, Any]) -> "Call":
-        """The same call with tensors of the same sizes: what is known already stays."""
+    def with_tensors(self, tensors: Mapping[str, Any], **tokens: int) -> "Call":
+        """The same call with tensors of the same sizes, or other `tokens`: what is known already stays."""
         found = object.__new__(Call)
-        found.__dict__.update(self.__dict__, tensors=tensors)
+        found.__dict__.update(self.__dict__, tensors=tensors, **tokens)
         return found
 
     def _flat(self, name: str, tensor: Any) -> Any:

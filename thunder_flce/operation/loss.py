@@ -293,16 +293,16 @@ class Rest(NamedTuple):
     """(N, K) p at each target, 0 for ignored ones and for further ones in the same column"""
 
     @classmethod
-    def of(cls, row: Row, weights: Any, first: Any, *, library: Any = torch, let: Callable[[str, Any], Any]) -> "Rest":
+    def of(cls, row: Row, weights: Any, first: Any, *, library: Any = torch) -> "Rest":
         """From the row, with u at its targets, their weights, and 1 for the first target in each column, (N, K).
 
-        `library` is what has exp and where, `torch` or thunder's; `let` gives a value a name where it is written down.
+        `library` is what has exp and where, `torch` or thunder's.
         """
         log_probability = row.target_logit - row.max.unsqueeze(-1) - row.log_sum.unsqueeze(-1)
-        of_targets = let("p_y", first * library.exp(log_probability))
-        total, weight = let("p_k", of_targets.sum(-1)), let("q_k", weights.sum(-1))
-        probability = let("r", library.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM))
-        return cls(probability, let("q_r", library.where(weight < 1, 1 - weight, 0.0)), of_targets)
+        of_targets = first * library.exp(log_probability)
+        total, weight = of_targets.sum(-1), weights.sum(-1)
+        probability = library.where(total < _LARGEST_SUM, 1 - total, 1 - _LARGEST_SUM)
+        return cls(probability, library.where(weight < 1, 1 - weight, 0.0), of_targets)
 
 
 class SoftTargets(NamedTuple):

@@ -24,7 +24,9 @@ def computation(hidden, weight, labels):
   # labels: "cpu i64[2, 4096]"
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-  (t0, t1, t2, t3) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
+  (t0, t1, t2, t3) = flce_linear_cross_entropy_fwd(
+    hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100,
+    strategy='gradients_in_forward', chunk_rows=65)
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[], valid_count = t1: i64[], dX = t2: f32[2, 4096, 4096], dW = t3: f32[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                     PyTorch
@@ -64,7 +66,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t3: "cpu f32[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t5, t6) = scale_gradients(t4, t1, t2, t3)
+  (t5, t6) = flce_scale_gradients(t4, t1, t2, t3)
     # t2 *= grad    skipped where that is 1  PyTorch
     # t3 *= grad    skipped where that is 1  PyTorch
   del t4, t1, t2, t3

@@ -32,7 +32,7 @@ def computation(hidden, weight, labels):
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1)), logits
   t1 = torch_prims_reshape_impl(t0, (8192, 128256))  # t1: "cpu f32[8192, 128256]"
   t2 = Tensor.view(labels, -1)  # t2: "cpu i64[8192]"
-  (t3, t4, t5, t6) = cross_entropy_fwd(t1, t2, reduction='mean', ignore_index=-100)
+  (t3, t4, t5, t6) = flce_cross_entropy_fwd(t1, t2, reduction='mean', ignore_index=-100)
   return {'output': (t3, t0), 'flat_args': [hidden, weight, labels], 'flat_output': (t3, t0)}, ((t1, t2, t4, t5, t6, weight, hidden), ())
 
 
@@ -66,7 +66,7 @@ def backward_fn(saved_for_backward, cotangents):
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)
   del C0
-  t9 = cross_entropy_bwd(t7, t1, t2, t4, t5, t6, reduction='mean', ignore_index=-100)  # t9: "cpu f32[8192, 128256]"
+  t9 = flce_cross_entropy_bwd(t7, t1, t2, t4, t5, t6, reduction='mean', ignore_index=-100)  # t9: "cpu f32[8192, 128256]"
   del t7, t1, t2, t4, t5, t6
   t10 = torch_prims_reshape_impl(t9, (2, 4096, 128256))  # t10: "cpu f32[2, 4096, 128256]"
   del t9

@@ -25,7 +25,9 @@ def computation(hidden, weight, labels):
   # labels: "cpu i64[2, 4096]"
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
-  (t0, t1, t2, t3, t4) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65)
+  (t0, t1, t2, t3, t4) = flce_linear_cross_entropy_fwd(
+    hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100,
+    strategy='recompute_logits', chunk_rows=65)
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
     # computed_rows = t4: i64[]
@@ -71,7 +73,9 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t7 = torch_prims_reshape_impl(t6, (2, 4096))  # t7: "cpu f32[2, 4096]"
   del t6
-  (t8, t9) = linear_cross_entropy_bwd(t7, hidden, weight, labels, None, t1, t2, t3, t4, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=65)
+  (t8, t9) = flce_linear_cross_entropy_bwd(
+    t7, hidden, weight, labels, None, t1, t2, t3, t4, needs_grad=("input", "linear_weight"), reduction='none',
+    ignore_index=-100, strategy='recompute_logits', chunk_rows=65)
     # x = hidden, W = weight, y = labels, grad = t7, row_max = t1, row_log_sum = t2, valid_count = t3,
     # computed_rows = t4
     # dX = t8: f32[2, 4096, 4096], dW = t9: f32[128256, 4096]

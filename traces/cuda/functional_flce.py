@@ -23,7 +23,9 @@ def computation(hidden, weight, labels):
   # labels: "cuda:0 i64[2, 4096]"
 
   # return thunder_flce.linear_cross_entropy(hidden, weight, labels)
-  (t0, t1, t2, t3) = linear_cross_entropy_fwd(hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=192, tune_products=True)
+  (t0, t1, t2, t3) = flce_linear_cross_entropy_fwd(
+    hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100,
+    strategy='gradients_in_forward', chunk_rows=2048, float32_rows=192, tune_products=True)
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[], valid_count = t1: i64[], dX = t2: bf16[2, 4096, 4096], dW = t3: bf16[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
@@ -64,7 +66,7 @@ def backward_fn(saved_for_backward, cotangents):
   # t3: "cuda:0 bf16[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t5, t6) = scale_gradients(t4, t1, t2, t3)
+  (t5, t6) = flce_scale_gradients(t4, t1, t2, t3)
     # t2 *= grad    skipped on the device where that is 1  Triton
     # t3 *= grad    skipped on the device where that is 1  Triton
   del t4, t1, t2, t3

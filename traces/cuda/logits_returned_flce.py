@@ -31,7 +31,7 @@ def computation(hidden, weight, labels):
     # t5 = prims.reshape(t0, (8192, 128256))  # t5: "cuda:0 bf16[8192, 128256]"
     # t6 = prims.convert_element_type(t5, dtypes.float32)  # t6: "cuda:0 f32[8192, 128256]"
     # t7 = prims.reshape(labels, (8192,))  # t7: "cuda:0 i64[8192]"
-    # (t1, t2, t3, t4) = cross_entropy_fwd(t6, t7, reduction='mean', ignore_index=-100)
+    # (t1, t2, t3, t4) = flce_cross_entropy_fwd(t6, t7, reduction='mean', ignore_index=-100)
   return {'output': (t1, t0), 'flat_args': [hidden, weight, labels], 'flat_output': (t1, t0)}, ((t0, labels, t2, t3, t4, weight, hidden), ())
 
 
@@ -69,7 +69,7 @@ def backward_fn(saved_for_backward, cotangents):
     # t5 = prims.reshape(t0, (8192, 128256))  # t5: "cuda:0 bf16[8192, 128256]"
     # t7 = prims.reshape(labels, (8192,))  # t7: "cuda:0 i64[8192]"
     # t6 = prims.convert_element_type(t5, dtypes.float32)  # t6: "cuda:0 f32[8192, 128256]"
-    # t12 = cross_entropy_bwd(t8, t6, t7, t2, t3, t4, reduction='mean', ignore_index=-100)  # t12: "cuda:0 f32[8192, 128256]"
+    # t12 = flce_cross_entropy_bwd(t8, t6, t7, t2, t3, t4, reduction='mean', ignore_index=-100)  # t12: "cuda:0 f32[8192, 128256]"
     # t13 = prims.convert_element_type(t12, dtypes.bfloat16)  # t13: "cuda:0 bf16[8192, 128256]"
     # t14 = prims.reshape(t13, (2, 4096, 128256))  # t14: "cuda:0 bf16[2, 4096, 128256]"
     # t15 = prims.convert_element_type(t14, dtypes.float32)  # t15: "cuda:0 f32[2, 4096, 128256]"

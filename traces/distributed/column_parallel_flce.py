@@ -31,7 +31,10 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   t0 = torch.nn.functional.linear(hidden, t_layer_weight, None)  # t0: "cpu f32[2, 4096, 4096]"
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-  (t1, t2, t3, t4) = linear_cross_entropy_fwd(t0, t_lm_head_weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=128, shard={'group': "1", 'ranks': 2, 'rank': 0, 'start': 0, 'columns': 64128, 'largest': 64128, 'vocab': 128256})
+  (t1, t2, t3, t4) = flce_linear_cross_entropy_fwd(
+    t0, t_lm_head_weight, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100,
+    strategy='gradients_in_forward', chunk_rows=128,
+    shard={'group': "1", 'ranks': 2, 'rank': 0, 'start': 0, 'columns': 64128, 'largest': 64128, 'vocab': 128256})
     # x = t0, W = t_lm_head_weight, y = labels
     # loss = t1: f32[], valid_count = t2: i64[], dX = t3: f32[2, 4096, 4096], dW = t4: f32[64128, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                      PyTorch
@@ -75,7 +78,7 @@ def backward_fn(saved_for_backward, cotangents):
   # hidden: "cpu f32[2, 4096, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t6, t7) = scale_gradients(t5, t2, t3, t4)
+  (t6, t7) = flce_scale_gradients(t5, t2, t3, t4)
     # t3 *= grad    skipped where that is 1  PyTorch
     # t4 *= grad    skipped where that is 1  PyTorch
   del t5, t2, t3, t4

@@ -40,7 +40,9 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   del ft115
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
-  (t3, t4, t5, t6) = linear_cross_entropy_fwd(t1, t2, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=65)
+  (t3, t4, t5, t6) = flce_linear_cross_entropy_fwd(
+    t1, t2, labels, None, needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100,
+    strategy='gradients_in_forward', chunk_rows=65)
     # x = t1, W = t2, y = labels
     # loss = t3: f32[], valid_count = t4: i64[], dX = t5: f32[2, 4096, 4096], dW = t6: f32[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                     PyTorch
@@ -84,7 +86,7 @@ def backward_fn(saved_for_backward, cotangents):
   del C0
   t8 = torch.reshape(hidden, (-1, 4096))  # t8: "cpu f32[8192, 4096]"
   del hidden
-  (t9, t10) = scale_gradients(t7, t4, t5, t6)
+  (t9, t10) = flce_scale_gradients(t7, t4, t5, t6)
     # t5 *= grad    skipped where that is 1  PyTorch
     # t6 *= grad    skipped where that is 1  PyTorch
   del t7, t4, t5, t6

@@ -34,8 +34,8 @@ class Prepared(NamedTuple):
 
     target: Tensor
     """(T,) or (T, K) int64, 0 where ignored or wrong"""
-    weight: Tensor | None
-    """(T,) what multiplies a row's loss: its token weight or 1, and 0 in ignored rows; None where all are 1"""
+    weight: Tensor
+    """(T,) what multiplies a row's loss: its token weight or 1, and 0 in ignored rows"""
     s: Tensor
     """(T,) upstream · weight / D, 0 in ignored rows"""
     at_target: Tensor | None
@@ -57,8 +57,6 @@ class RowKernels(Protocol):
     """
 
     logit_map: LogitMap
-    library: str
-    """Who runs them: "Triton", "nvFuser" or "PyTorch"."""
 
     def statistics(self, z: Tensor, target: Tensor | None = None, z_y: Tensor | None = None) -> RowStatistics:
         """The maximum of each row, and the log of the sum of exponentials relative to it.

@@ -301,8 +301,6 @@ _lock = threading.Lock()
 class NvFuserRowKernels:
     """See `RowKernels`; logits in 16 or 32 bits. A gradient in another dtype than z's is copied once."""
 
-    library = "nvFuser"
-
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
         self._fused: dict[tuple[Fusion, int], FusionDefinition] = {}
@@ -350,25 +348,24 @@ class NvFuserRowKernels:
         )  # fmt: skip
         weight = padded_weight(class_weight, z.stride(0), is_read="class_weight" in fusions[0].vectors)
         vectors = coefficients._asdict() | {"class_weight": weight}
-        change = entry = None
+        z_y = entry = None
         if target is not None:
             z_y = at_columns(z, target.clamp(min=0))
             entry = target_gradient(self.logit_map, z_y, statistics, coefficients, class_weight, target)
-            # What it adds to the sums over rows, in which it has not been rounded: the one_hot term.
-            slope = self.logit_map.slope(z_y.float())
-            change = -coefficients.one_hot if slope is None else -coefficients.one_hot * slope
-            change = torch.where(target < 0, 0, change)
         for fusion in fusions:
             outputs += self._run(fusion, _inputs(fusion, z, statistics, vectors))
         if out.dtype != z.dtype:
             out.copy_(outputs[-1][:, : z.shape[1]])
         sums = outputs[0][: z.shape[1]] if column_sums else None
-        if target is not None and entry is not None:
+        if target is not None and entry is not None and z_y is not None:
             at = target.clamp(min=0)
             index = at[:, None]
             out.scatter_(1, index, torch.where(target[:, None] < 0, out.gather(1, index), entry[:, None].to(out.dtype)))
-            if sums is not None and change is not None:
-                sums.index_add_(0, at, change)
+            if sums is not None:
+                # What it adds to the sums over rows, in which it has not been rounded: the one_hot term.
+                slope = self.logit_map.slope(z_y.float())
+                change = -coefficients.one_hot if slope is None else -coefficients.one_hot * slope
+                sums.index_add_(0, at, torch.where(target < 0, 0, change))
         return sums
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:

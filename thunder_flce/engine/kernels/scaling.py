@@ -36,9 +36,7 @@ def scaled_gradients(
 
         scale_(gradients, grad.to(first.device), valid_count, expected)
         return list(gradients)
-    factor = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    factor = factor if expected is None else factor / usable(expected.to(factor.dtype))
-    factor = factor if valid_count is None else torch.where(valid_count == 0, 0, factor)
+    factor = factor_of(grad, valid_count, expected)
     if may_overwrite and not factor.is_cuda and factor == 1:
         return list(gradients)
     results = []
@@ -47,6 +45,13 @@ def scaled_gradients(
         _multiply(gradient, factor.to(gradient.device), result)
         results.append(result)
     return results
+
+
+def factor_of(grad: Tensor, valid_count: Tensor | None, expected: Tensor | None) -> Tensor:
+    """() grad / expected, or 0 without a valid row, in float32 or float64."""
+    factor = grad.to(torch.promote_types(grad.dtype, torch.float32))
+    factor = factor if expected is None else factor / usable(expected.to(factor.dtype))
+    return factor if valid_count is None else torch.where(valid_count == 0, 0, factor)
 
 
 def usable(expected: Tensor) -> Tensor:

@@ -39,8 +39,6 @@ def sums_of_rows(values: Tensor) -> Tensor:
 class TorchRowKernels:
     """See `RowKernels`. On a CPU, what is summed over a row has the same bits alone and among others."""
 
-    library = "PyTorch"
-
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
 

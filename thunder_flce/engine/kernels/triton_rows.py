@@ -430,8 +430,6 @@ class TritonRowKernels:
     Each sum is of the same terms in the same order from one run to the next.
     """
 
-    library = "Triton"
-
     def __init__(self, logit_map: LogitMap = LogitMap()):  # noqa: B008
         self.logit_map = logit_map
         # Settings of launches, by the operation and what they depend on, so that a launch takes the host no more.

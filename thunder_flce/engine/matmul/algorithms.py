@@ -148,7 +148,7 @@ def _measure(matmul: Matmul, signature: Signature) -> Tuning:
 
 def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm]) -> list[Algorithm]:
     """The algorithms with which the first rows of a matmul have the bits that they have with the first of them."""
-    part = matmul._replace(out=matmul.out.new_empty(0), a=matmul.a[:_COMPARED_ROWS], accumulate=False)
+    part = matmul._replace(a=matmul.a[:_COMPARED_ROWS], accumulate=False)
     signature, found, first = None, [], None
     for algorithm in candidates:
         # Poisoned, so that nothing is the same that was not written.

@@ -1,4 +1,4 @@
-"""`cross_entropy_fwd` and `cross_entropy_bwd` for thunder's nvFuser executor.
+"""`flce_cross_entropy_fwd` and `flce_cross_entropy_bwd` for thunder's nvFuser executor.
 
 nvFuser fuses them with the operations around them, such as casts: logits are read in the dtype that the linear wrote,
 and their gradient is written in the dtype that its users read.

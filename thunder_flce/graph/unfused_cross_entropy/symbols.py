@@ -1,4 +1,4 @@
-"""`cross_entropy_fwd` and `cross_entropy_bwd`: cross-entropy on logits that have other users.
+"""`flce_cross_entropy_fwd` and `flce_cross_entropy_bwd`: cross-entropy on logits that have other users.
 
 They are primitives of the executor `flce`, for targets that are indices of classes, and run on the region's own row
 kernels, with logits in place of a linear. On CUDA, thunder's nvFuser executor translates them instead (`nvfuser_impl`),
@@ -47,9 +47,9 @@ def _backward_impl(
 ) -> Tensor:  # fmt: skip
     """The logits' gradient, (N, V) in the logits' dtype; grad is () or, for reduction "none", (N,)."""
     ops = _primitives(logits, target, weight, settings)
-    rows = ops.prepare_again(None, logits.shape[0])
+    rows = ops.prepare_again(grad, logits.shape[0])
     z = ops.logits_buffer(logits.shape[0]).copy_(logits)
-    found = RowResults(RowStatistics(row_max, row_log_sum), ops.target_entries(z, rows.target))
+    found = RowResults(RowStatistics(row_max, row_log_sum), None)
     coefficients = Coefficients(ops, rows, UpstreamGradients(grad))
     return ops.gradient_(z, found, coefficients.of(slice(0, rows.count), found), rows.target)[0]
 
@@ -83,10 +83,10 @@ def _cross_entropy_fwd_meta(
 
 
 cross_entropy_fwd = executor.register_operator(
-    "cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=_forward_impl, tags=FORWARD_TAGS
+    "flce_cross_entropy_fwd", meta=_cross_entropy_fwd_meta, fn=_forward_impl, tags=FORWARD_TAGS
 )
 cross_entropy_bwd = executor.register_operator(
-    "cross_entropy_bwd",
+    "flce_cross_entropy_bwd",
     meta=lambda grad, logits, *others, **settings: TensorProxy(like=logits, requires_grad=False),
     fn=_backward_impl,
 )

@@ -1,0 +1,41 @@
+"""What a training step takes, with and without thunder_flce: time and peak memory, for the other examples."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # The profiler complains of GPUs that are not there.
+
+import torch
+
+from thunder_flce.bench.measuring import TOTAL, Mark, peak_bytes
+
+
+def measure(step: Callable[[], object], device: str) -> tuple[float, float]:
+    """The median milliseconds of a step, and the most MiB that it holds at a time. It runs once before, to compile."""
+    step()
+
+    def marked(mark: Mark) -> None:
+        step()
+        mark("step")
+
+    peak = peak_bytes(marked, device)[TOTAL]
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) * 1e3, peak / 2**20
+
+
+def print_gain(title: str, steps: dict[str, Callable[[], object]], device: str) -> None:
+    """Prints a line for each step, by its name; the first one is what the others are compared with."""
+    print(f"\n{title:44}{'ms':>10}{'peak MiB':>12}{'memory':>10}")
+    peaks = []
+    for name, step in steps.items():
+        milliseconds, peak = measure(step, device)
+        peaks.append(peak)
+        print(f"{name:44}{milliseconds:10.1f}{peak:12.1f}{peak / peaks[0]:9.2f}x")

@@ -1,0 +1,330 @@
+"""The tables and pictures of README.md and docs/performance.md, from the measured rows in traces/h200/.
+
+    python lab/pages.py            says which pages are out of date
+    python lab/pages.py --write    writes the tables anew, and draws the pictures
+
+A table stands between two comments of its page, `<!-- NAME: python lab/pages.py -->` and `<!-- end of NAME -->`. Every
+number is that of a row, but for memory that is called computed: that of the plan for an H200.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from thunder_flce.bench.rates import a_call
+from thunder_flce.device import ABSENT_DEVICE
+from thunder_flce.engine.choose import choose, temporary_bytes
+from thunder_flce.options import Options
+
+ROOT = Path(__file__).parent.parent
+DATA = ROOT / "traces" / "h200"
+PICTURES = ROOT / "docs" / "pictures"
+H200 = replace(ABSENT_DEVICE, memory=141 * 10**9)
+
+Row = dict[str, Any]
+
+MODELS = {
+    "GPT-2 XL": (50257, 1600),
+    "Llama 3.2 1B": (128256, 2048),
+    "Llama 3.1 8B": (128256, 4096),
+    "Qwen 3 8B": (151936, 4096),
+    "Gemma 2 2B": (256000, 2304),
+    "DeepSeek V3": (129280, 7168),
+}
+"""Vocabulary and hidden size."""
+
+# Other names than those of `python -m thunder_flce bench`.
+LABELS = {
+    "three matmuls": "the three matmuls alone, by cuBLAS",
+    "flce": "**thunder_flce**",
+    "flce, 512 rows": "thunder_flce, `chunk_rows=512`",
+    "auto chunker": "torch.compile, Inductor's auto chunker",
+    "liger, hopper": "Liger 0.8.5, function for Hopper",
+    "liger, chunk 8": "Liger 0.8.5, `chunk_mem_const=8`",
+    "liger": "Liger 0.8.5, default",
+    "trl": "TRL 1.16, its trainers' head",
+    "quack": "quack 0.6.5",
+    "cut-cross-entropy": "cut-cross-entropy 25.1.1, default",
+    "eager": "eager PyTorch",
+}
+
+
+def rows(file: str, **wanted: Any) -> list[Row]:
+    """The rows with a time in a file of traces/h200/ that have these fields; a commit by its beginning."""
+    commit = wanted.pop("commit")
+    found = [json.loads(line) for line in (DATA / file).read_text(encoding="utf-8").splitlines()]
+    return [
+        row
+        for row in found
+        if "time_ms" in row and row["commit"].startswith(commit) and all(row.get(k) == v for k, v in wanted.items())
+    ]
+
+
+def first_of_each(found: Iterable[Row]) -> dict[str, Row]:
+    """By method: of what was run again in other processes, the first run."""
+    of_methods: dict[str, Row] = {}
+    for row in found:
+        of_methods.setdefault(row["method"], row)
+    return of_methods
+
+
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *lines))
+
+
+def source(file: str, commit: str) -> str:
+    """Where numbers are from."""
+    row = rows(file, commit=commit)[0]
+    return f"`traces/h200/{file}` at {commit}: one {row['device']}, torch {row['torch']}, {row['dtype']}."
+
+
+def gb(number: float | None) -> str:
+    return "–" if number is None else f"{number:.2f} GB"
+
+
+# README.md and its picture.
+
+ONE_RUN = "regions-s1.jsonl", "e3c959d"
+OF_README = [
+    "three matmuls", "flce", "flce, 512 rows", "liger, hopper", "torch.compile", "liger, chunk 8", "quack",
+    "auto chunker", "eager", "liger", "trl", "cut-cross-entropy",
+]  # fmt: skip
+
+
+def one_shape() -> str:
+    """Every method at Llama 3.1 8B's head, in one run."""
+    file, commit = ONE_RUN
+    found = first_of_each(rows(file, commit=commit))
+    lines = []
+    for method in OF_README:
+        row = found[method]
+        error = f"{row['dw_error']:.1e}".replace("e-0", "e-") if "dw_error" in row else "–"
+        lines.append((LABELS.get(method, method), f"{row['time_ms']:.1f} ms", gb(row.get("above_outputs_gb")), error))
+    text = table(("", "time", "memory above the gradients", "error of dW"), lines)
+    return f"{text}\n\n{source(file, commit)}"
+
+
+MEASURED = (
+    ("Llama 3.1 8B", 2048, "sweep.jsonl", "893eb32"),
+    ("Llama 3.1 8B", 8192, "regions-s1.jsonl", "e3c959d"),
+    ("Gemma 2 2B", 8192, "regions-peers.jsonl", "e3c959d"),
+    ("GPT-2 XL", 8192, "regions-peers.jsonl", "e3c959d"),
+)
+"""Where torch.compile and ours were measured at a model's own head, with random data."""
+TOKENS = 2048, 8192, 32768
+
+
+def savings() -> str:
+    """Computed memory of each model's loss, and times where they were measured."""
+    times = {}
+    for model, tokens, file, commit in MEASURED:
+        vocab, hidden = MODELS[model]
+        found = [
+            row
+            for row in rows(file, commit=commit, tokens=tokens, vocab=vocab, hidden=hidden)
+            if row.get("data", "random") == "random" and not row["ignored"]
+        ]
+        of_methods = first_of_each(found)
+        times[model, tokens] = [of_methods[method]["time_ms"] for method in ("torch.compile", "flce")]
+    lines = []
+    for model, (vocab, hidden) in MODELS.items():
+        cells = []
+        for tokens in TOKENS:
+            call = a_call((tokens, vocab, hidden), "cuda")
+            held = temporary_bytes(call, choose(call, Options(), H200), H200)
+            cell = f"{tokens * vocab * 2 / 1e9:.2f} → {held / 1e9:.2f} GB"
+            if (model, tokens) in times:
+                cell += ", {:.1f} → {:.1f} ms".format(*times[model, tokens])
+            cells.append(cell)
+        lines.append((f"{model}, {vocab} × {hidden}", *cells))
+    return table(("head: vocabulary × hidden size", *(f"{tokens:,} tokens" for tokens in TOKENS)), lines)
+
+
+# docs/performance.md
+
+SHAPES = {
+    "Llama 3.1 8B": {"name": "S1"},
+    "the same, 60% of the targets ignored": {"name": "S1i"},
+    "Gemma 2 2B": {"name": "S3"},
+    "Qwen 2.5 7B": {"name": "S4"},
+    "DeepSeek V3": {"vocab": 129280},
+    "GPT-2 XL, an odd vocabulary": {"name": "U2"},
+    "hidden size 768, with a bias": {"name": "S2"},
+}
+PEERS = ["three matmuls", "flce", "torch.compile", "liger, chunk 8", "liger, hopper", "trl", "cut-cross-entropy"]
+
+
+def shapes() -> str:
+    """Ours and the peers at several heads, in one run."""
+    file, commit = "regions-peers.jsonl", "e3c959d"
+    lines = []
+    for name, wanted in SHAPES.items():
+        found = first_of_each(r for r in rows(file, commit=commit, **wanted) if "peaked" not in r["shape"])
+        first = next(iter(found.values()))
+        cells = []
+        for method in PEERS:
+            row = found.get(method)
+            memory = f" / {row['above_outputs_gb']:.2f}" if row and "above_outputs_gb" in row else ""
+            cells.append(f"{row['time_ms']:.1f}{memory}" if row else "–")
+        lines.append((f"{name}: {first['tokens']} × {first['vocab']} × {first['hidden']}", *cells))
+    header = ("tokens × vocabulary × hidden size", *(LABELS.get(method, method).split(", by")[0] for method in PEERS))
+    return f"{table(header, lines)}\n\n{source(file, commit)}"
+
+
+LOSSES = {
+    "mean": ("mean", "6287b3c"),
+    "GRPO": ("GRPO", "6287b3c"),
+    "tokens with weights": ("weighted tokens", "6287b3c"),
+    "DPO": ("DPO", "6287b3c"),
+    "DPO, frozen head": ("DPO, frozen head", "2437930"),
+    "log-probabilities alone": ("log-probabilities alone", "6287b3c"),
+    "a teacher's 64 largest": ("top-64 teacher", "6287b3c"),
+    "forward KL from a teacher": ("KL from a teacher", "6287b3c"),
+}
+WAYS = {
+    "thunder_flce": ("function", "jit"),
+    "torch.compile": ("torch.compile",),
+    "Liger": ("liger", "liger, per token"),
+    "TRL": ("trl",),
+}
+
+
+def losses() -> str:
+    """Other losses than the mean, at Llama 3.1 8B's head; of two functions of Liger's, the faster one."""
+    lines = []
+    for name, (loss, commit) in LOSSES.items():
+        found = first_of_each(rows("losses.jsonl", commit=commit, vocab=128256))
+        cells = []
+        for ways in WAYS.values():
+            timed = [found[key] for way in ways if (key := f"{loss}, {way}") in found]
+            fastest = min(timed, key=lambda row: row["time_ms"], default=None)
+            cells.append(f"{fastest['time_ms']:.1f} / {fastest['memory_gb']:.2f}" if fastest else "–")
+        lines.append((name, *cells))
+    text = table(("loss", *WAYS), lines)
+    return f"{text}\n\n{source('losses.jsonl', '6287b3c')} With a frozen head, at 2437930."
+
+
+WHOLE = (
+    ("Llama 3.2 1B, 16 layers", "litgpt-llama-3.2-1b", 16, "ee0c33f"),
+    ("Llama 3.2 1B, 4 layers", "litgpt-llama-3.2-1b", 4, "cf39459"),
+    ("Qwen 2.5 0.5B, 4 layers", "litgpt-qwen2.5-0.5b", 4, "7227603"),
+    ("Gemma 2 2B, 4 layers", "litgpt-gemma-2-2b", 4, "ee0c33f"),
+)
+
+
+def models() -> str:
+    """Training steps of whole models."""
+    lines = []
+    for name, model, layers, commit in WHOLE:
+        found = first_of_each(rows("models-backend.jsonl", commit=commit, model=model, layers=layers))
+        first = found["torch.compile"]
+        cells = [
+            f"{row['forward_ms'] + row['backward_ms']:.1f} ms, {gb(row['memory_gb'])}"
+            for row in (found["torch.compile"], found["flce backend"])
+        ]
+        lines.append((f"{name}, at {commit}", str(first["batch"] * first["length"]), *cells))
+    text = table(("model", "tokens", "torch.compile", "the same with backend thunder_flce"), lines)
+    return f"{text}\n\n`traces/h200/models-backend.jsonl`: one NVIDIA H200, bfloat16."
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"savings": savings},
+    "docs/performance.md": {"methods": one_shape, "shapes": shapes, "losses": losses, "models": models},
+}
+
+
+def written(page: str) -> str:
+    """The text of a page with its tables made anew."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, make in TABLES[page].items():
+        between = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        text, count = between.subn(lambda match, make=make: f"{match[1]}{make()}\n{match[2]}", text)
+        assert count == 1, f"{page} has {count} tables {name}"
+    return text
+
+
+# Pictures.
+
+
+def draw() -> None:
+    """Draws README's picture, and the sweep over the number of tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    PICTURES.mkdir(exist_ok=True)
+    _draw_methods(PICTURES / "methods.png")
+    _draw_sweep(PICTURES / "tokens.png")
+
+
+def _draw_methods(path: Path) -> None:
+    """Time and memory of each method, the matmuls as a line that no method can cross."""
+    from matplotlib import pyplot as plt
+
+    file, commit = ONE_RUN
+    found = first_of_each(rows(file, commit=commit))
+    least = found["three matmuls"]["time_ms"]
+    methods = [method for method in OF_README if method != "three matmuls"][::-1]
+    names = [LABELS.get(method, method).replace("*", "").replace("`", "") for method in methods]
+    colours = ["tab:blue" if method.startswith("flce") else "lightgrey" for method in methods]
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", sharey=True)
+    for axes, field, label, style in (
+        (panels[0], "time_ms", "forward + backward of the loss, ms", "{:.1f}"),
+        (panels[1], "above_outputs_gb", "memory above the gradients, GB", "{:.2f}"),
+    ):
+        bars = axes.barh(names, [found[method][field] for method in methods], color=colours)
+        axes.bar_label(bars, fmt=style, padding=3, fontsize="small")
+        axes.set_xlabel(label)
+        axes.margins(x=0.12)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].axvline(least, color="black", linestyle="--", linewidth=1)
+    panels[0].set_title(f"dashed: the three matmuls alone, {least:.1f} ms", fontsize="small")
+    panels[1].set_title("all logits in bfloat16 are 2.10 GB", fontsize="small")
+    figure.suptitle(f"Llama 3.1 8B's head and loss: 8192 × 128256 × 4096, {found['flce']['device']}", fontsize="medium")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_sweep(path: Path) -> None:
+    """Time over that of the matmuls, and memory, from 1024 to 65536 tokens."""
+    from matplotlib import pyplot as plt
+
+    found = rows("sweep.jsonl", commit="893eb32", vocab=128256)
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    counts = sorted({row["tokens"] for row in found})
+    for method, colour in {"flce": "tab:blue", "torch.compile": "tab:orange", "liger, chunk 8": "tab:green"}.items():
+        latest = {row["tokens"]: row for row in found if row["method"] == method}
+        label = LABELS.get(method, method).replace("*", "").replace("`", "")
+        time.plot([*latest], [row["ratio"] for row in latest.values()], "o-", color=colour, label=label)
+        memory.plot([*latest], [row["above_outputs_gb"] for row in latest.values()], "o-", color=colour)
+    logits = [count * 128256 * 2 / 1e9 for count in counts]
+    memory.plot(counts, logits, ":", color="grey", label="all logits in bfloat16")
+    memory.set_yscale("log")
+    time.set_ylabel("time over that of the three matmuls")
+    memory.set_ylabel("memory above the gradients, GB")
+    for axes in (time, memory):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [f"{count // 1024}k" for count in counts])
+        axes.set_xlabel("tokens")
+        axes.legend(fontsize="small")
+    figure.suptitle("128256 × 4096, NVIDIA H200; torch.compile was run up to 8k tokens", fontsize="medium")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str]) -> int:
+    stale = [page for page in TABLES if written(page) != (ROOT / page).read_text(encoding="utf-8")]
+    if "--write" in arguments:
+        for page in stale:
+            (ROOT / page).write_text(written(page), encoding="utf-8")
+        draw()
+        return 0
+    print("\n".join(f"{page} is out of date" for page in stale) or "all pages are as the rows say")
+    return len(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

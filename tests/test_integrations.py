@@ -1,0 +1,598 @@
+"""Trainers of other libraries: each run is compared, step by step, with the same run without us.
+
+Skipped where a library is not installed: `make matrix` has an environment with the newest ones.
+"""
+
+import importlib
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import thunder_flce
+from thunder_flce.integrations import trl as our_trl
+
+transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
+accelerate = pytest.importorskip("accelerate", reason="needs the extra 'examples'")
+
+import tiny  # noqa: E402
+
+V5 = int(transformers.__version__.partition(".")[0]) >= 5
+needs_peft = pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
+needs_trl = pytest.mark.skipif(not find_spec("trl"), reason="needs TRL")
+pytestmark = [
+    pytest.mark.usefixtures("without_inductor"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def state_of_accelerate(monkeypatch):
+    """The process keeps the mixed precision of the last trainer."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def history(trainer):
+    """What was logged, but for times: losses, norms of gradients, metrics."""
+    ignored = ("time", "second", "flos", "train_loss", "epoch")
+    logged = [
+        (name, float(value))
+        for entry in trainer.state.log_history
+        for name, value in sorted(entry.items())
+        if not any(word in name for word in ignored)
+    ]
+    assert len(logged) > 3
+    return logged
+
+
+def assert_same(trainer, of_ours, rtol=1e-4):
+    """All that was logged."""
+    (names, expected), (our_names, got) = zip(*history(trainer)), zip(*history(of_ours))  # noqa: B905
+    assert names == our_names
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=rtol, atol=1e-5)
+
+
+def arguments(folder, config=transformers.TrainingArguments, **settings):
+    """Of a run of three steps, of two micro-batches each."""
+    return config(
+        **{
+            "output_dir": str(folder), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+            "max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "use_cpu": True, "bf16": False, "logging_steps": 1,
+            "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 0, **settings,
+        }
+    )  # fmt: skip
+
+
+def collate(rows):
+    """Padded on the right; padding is no label."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    tokens = [torch.tensor(row["input_ids"]) for row in rows]
+    ids, mask = pad(tokens, batch_first=True), pad(list(map(torch.ones_like, tokens)), batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+class OurTrainer(thunder_flce.LossTrainerMixin, transformers.Trainer):
+    """What a user writes; in these tests, what is not fused is an error."""
+
+    backend_options = {"strict": True}
+
+
+def train(trainer_class, folder, *, model=None, resume=None, settings=None, rows=None, **others):
+    model = tiny.model(num_hidden_layers=0) if model is None else model
+    rows = tiny.rows(16) if rows is None else rows
+    trainer = trainer_class(
+        model=model,
+        args=arguments(folder, **(settings or {})),
+        train_dataset=rows,
+        eval_dataset=rows[:6],
+        data_collator=collate,
+        **others,
+    )
+    transformers.set_seed(0)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.evaluate()
+    return trainer
+
+
+def assert_fused(trainer):
+    """Once for the first length, once for all others, and once in the evaluation, which needs no gradient."""
+    report = thunder_flce.explain(trainer.compiled_loss)
+    strategies = [decision.region.plan.strategy for decision in report.decisions]
+    assert strategies in (["gradients_in_forward"] * count + ["loss_only"] for count in (1, 2)), strategies
+    assert len(report) == len(strategies)
+
+
+SETTINGS = {
+    "lengths": ({}, 1e-4),
+    "bf16": ({"bf16": True}, 2e-2),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, 1e-4),
+    "gradient checkpointing": ({"gradient_checkpointing": True}, 1e-4),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_trainer(name, tmp_path):
+    settings, rtol = SETTINGS[name]
+
+    def model():
+        return tiny.model(num_hidden_layers=int(name == "gradient checkpointing"))
+
+    expected = train(transformers.Trainer, tmp_path, model=model(), settings=settings)
+    ours = train(OurTrainer, tmp_path, model=model(), settings=settings)
+    assert_same(expected, ours, rtol)
+    assert_fused(ours)
+
+
+def test_predictions_and_metrics(tmp_path):
+    """They need the logits."""
+
+    def accuracy(results):
+        predicted, labels = results.predictions.argmax(-1)[:, :-1], results.label_ids[:, 1:]
+        return {"accuracy": (predicted == labels)[labels != -100].mean()}
+
+    expected, ours = (
+        train(each, tmp_path, settings={"max_steps": 1, "gradient_accumulation_steps": 1}, compute_metrics=accuracy)
+        for each in (transformers.Trainer, OurTrainer)
+    )
+    assert_same(expected, ours)
+    assert "eval_accuracy" in ours.state.log_history[-1]
+    rows = tiny.rows(4)
+    torch.testing.assert_close(
+        torch.tensor(ours.predict(rows).predictions), torch.tensor(expected.predict(rows).predictions)
+    )
+
+
+def test_resumes(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    rows = [{"input_ids": row["input_ids"][:4]} for row in tiny.rows(16)]
+    whole = train(OurTrainer, tmp_path, settings=settings, rows=rows)
+    resumed = train(OurTrainer, tmp_path, settings=settings, rows=rows, resume=str(tmp_path / "checkpoint-2"))
+    assert_same(whole, resumed)
+
+
+@pytest.mark.skipif(not V5, reason="transformers 4 breaks the graph before it")
+def test_loss_function_of_the_user(tmp_path):
+    def loss(outputs, labels, num_items_in_batch=None):
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch + 1
+
+    expected, ours = (
+        train(each, tmp_path, compute_loss_func=loss, settings={"max_steps": 2})
+        for each in (transformers.Trainer, OurTrainer)
+    )
+    assert_same(expected, ours)
+    assert_fused(ours)
+
+
+def test_the_mixin_with_trl(tmp_path):
+    def compute_loss(self, *args, **kwargs):
+        """Of TRL."""
+
+    compute_loss.__module__ = "trl.trainer.sft_trainer"
+    of_trl = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": compute_loss})
+    ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, of_trl), {})
+    with pytest.raises(TypeError, match=r"MyTrainer has LossTrainerMixin, but TRL .*replace_trl_head\(\)"):
+        ours(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
+
+
+ADAPTERS = {
+    "of the head": ({}, {"target_modules": ["q_proj", "lm_head"]}),
+    "trained head": ({}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "tied head": ({"tie_word_embeddings": True}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "frozen head": ({}, {"target_modules": ["q_proj"]}),
+}
+
+
+@needs_peft
+@pytest.mark.filterwarnings("ignore:.*tie_word_embeddings")
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_peft(name, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    of_model, of_adapter = ADAPTERS[name]
+
+    def model():
+        made = tiny.model(**of_model)
+        torch.manual_seed(1)
+        return get_peft_model(made, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **of_adapter))
+
+    settings = {
+        "of the head": {"label_smoothing_factor": 0.1},
+        "frozen head": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    }.get(name)
+    expected, ours = (
+        train(each, tmp_path, model=model(), settings=settings) for each in (transformers.Trainer, OurTrainer)
+    )
+    assert_same(expected, ours)
+    assert_fused(ours)
+
+
+def test_reentrant_checkpoints_of_a_frozen_trunk(tmp_path):
+    model = tiny.model()
+    model.requires_grad_(False).lm_head.requires_grad_(True)
+    model.enable_input_require_grads()
+    settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match='gradient_checkpointing_kwargs must be {"use_reentrant": False}'):
+        train(OurTrainer, tmp_path, model=model, settings=settings)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["then prepare", "prepared"])
+def test_accelerate(is_first):
+    """Mixed precision sets a forward on the model."""
+    model = tiny.model(num_hidden_layers=0)
+    only = thunder_flce.loss_only(model) if is_first else None
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    only = thunder_flce.loss_only(model) if only is None else only
+    batch = collate(tiny.rows(2))
+    step = torch.compile(only, backend="thunder_flce", options={"strict": True})
+    for loss in (only(**batch), step(**batch)):
+        torch.testing.assert_close(loss, model(**batch).loss, rtol=1e-2, atol=0)
+    float32 = tiny.model(num_hidden_layers=0)(**batch).loss
+    assert not torch.allclose(only(**batch), float32, rtol=1e-6)
+    assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
+
+
+# TRL.
+
+
+def head_of_trl(given):
+    """What its documentation says, in float64."""
+    hidden, weight, bias, targets, temperature, _, softcap, scale, _ = given
+    z = F.linear(hidden.double(), weight.double(), None if bias is None else bias.double()) * scale
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    log_p = z.log_softmax(-1)
+    return (
+        log_p.gather(-1, targets[:, None])[:, 0],
+        -(log_p.exp() * log_p).sum(-1),
+        (2 * log_p).logsumexp(-1),
+        z.mean(-1),
+        z.argmax(-1) == targets,
+    )
+
+
+def replace_head(monkeypatch, head, version="1.16.0"):
+    """In a package that has nothing of TRL but its head, and its version."""
+    utils = SimpleNamespace(_ChunkedLogProbFunction=head)
+    monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(__version__=version, trainer=SimpleNamespace(utils=utils)))
+    monkeypatch.setitem(sys.modules, "trl.trainer", SimpleNamespace(utils=utils))
+    thunder_flce.replace_trl_head()
+    return utils._ChunkedLogProbFunction
+
+
+class HeadOfTrl:
+    """TRL's, but for its body."""
+
+    apply = staticmethod(lambda *given: "TRL's own")
+
+    @staticmethod
+    def forward(
+        ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+    ):
+        """Not called."""
+
+
+@pytest.mark.parametrize("dtypes", [("float64", "float64"), ("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(("temperature", "softcap", "scale"), [(1.0, None, 1.0), (0.7, None, 0.5), (0.7, 3.0, 1.5)])
+def test_numbers_of_the_head(monkeypatch, dtypes, temperature, softcap, scale):
+    head = replace_head(monkeypatch, HeadOfTrl)
+    of_hidden, of_weight = (getattr(torch, dtype) for dtype in dtypes)
+    hidden = torch.randn(11, 16, dtype=of_hidden, requires_grad=True)
+    weight = torch.randn(23, 16, dtype=of_weight, requires_grad=True)
+    bias = torch.randn(23, dtype=of_weight, requires_grad=True)
+    names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    given = (hidden, weight, bias, torch.randint(23, (11,)), temperature, 32768, softcap, scale, names)
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2}[of_hidden]
+    rounded = [each.to(of_hidden) for each in given[1:3]]
+    results, expected = head.apply(*given), head_of_trl((hidden, *rounded, *given[3:]))
+    for result, of_float64 in zip(results[:4], expected, strict=False):
+        torch.testing.assert_close(result.double(), of_float64, rtol=tolerance, atol=4 * tolerance)
+    assert results[4].dtype == torch.bool
+    if of_hidden == torch.float64:
+        assert torch.equal(results[4], expected[4])
+    weights = torch.randn(2, 11, dtype=torch.float64)
+    for each in (results, expected):
+        for operand in given[:3]:
+            operand.grad = None
+        (weights[0] * each[0] + weights[1] * each[1]).sum().backward()
+        gradients = [operand.grad.double() for operand in given[:3]]
+        if each is results:
+            ours = gradients
+    torch.testing.assert_close(ours, gradients, rtol=tolerance, atol=20 * tolerance)
+
+
+def test_calls_of_the_head(monkeypatch):
+    head = replace_head(monkeypatch, HeadOfTrl)
+    hidden, weight = torch.randn(0, 4, requires_grad=True), torch.randn(9, 4)
+    given = (hidden, weight, None, torch.empty(0, dtype=torch.int64), 1.0, 32768, None, 1.0)
+    log_probs, *others = head.apply(*given, ("log_probs",))
+    assert log_probs.shape == (0,) and log_probs.requires_grad and others == [None] * 4
+    weight.ds_id = 3  # As DeepSpeed's ZeRO-3 marks what it divides.
+    with pytest.warns(UserWarning, match="with ZeRO-3, TRL's own head"):
+        assert head.apply(*given, ()) == "TRL's own"
+    thunder_flce.replace_trl_head(options=thunder_flce.Options(chunk_rows=4))  # Again is fine.
+    with pytest.raises(TypeError, match="options must be thunder_flce.Options"):
+        thunder_flce.replace_trl_head(options={"chunk_rows": 4})
+
+
+@pytest.mark.parametrize("head", [None, SimpleNamespace(forward=lambda ctx, hidden, weight, targets: None)])
+def test_another_trl(monkeypatch, head):
+    found = "does not exist" if head is None else "takes hidden, weight, targets"
+    with pytest.raises(ImportError, match=f"needs trl.trainer.utils._Chunked.*in TRL 9.0, it {found}. Install trl=="):
+        replace_head(monkeypatch, head, version="9.0")
+
+
+def make_trl_trainer(name, folder, *, config=None, model=None, **others):
+    """A trainer of TRL with a model from a folder, as TRL loads its reference model, and data as it takes them."""
+    import trl
+    from datasets import Dataset
+
+    folder.mkdir(exist_ok=True)
+    (tiny.model() if model is None else model).save_pretrained(folder / "model")
+    texts = tiny.sentences(24)
+    columns = {
+        "SFT": ("text",),
+        "DPO": ("prompt", "chosen", "rejected"),
+        "KTO": ("prompt", "completion"),
+        "GRPO": ("prompt",),
+        "RLOO": ("prompt",),
+    }[name]
+    rows = [dict(zip(columns, each, strict=True)) for each in zip(*(texts[i:] for i in range(len(columns))))]  # noqa: B905
+    rows = [{**row, "label": bool(i % 2)} for i, row in enumerate(rows)] if name == "KTO" else rows
+    if (config or {}).get("assistant_only_loss"):
+        roles = ("user", "assistant")
+        rows = [
+            {"messages": [{"role": role, "content": text} for role, text in zip(roles, pair, strict=True)]}
+            for pair in zip(texts[::2], texts[1::2], strict=True)
+        ]
+    if name in ("GRPO", "RLOO"):
+        others["reward_funcs"] = lambda completions, **_: [float(len(each.split()) % 5) for each in completions]
+        config = {"num_generations": 2, "max_completion_length": 8, "beta": 0.04, "num_iterations": 2, **config}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    return getattr(trl, f"{name}Trainer")(
+        model=loaded,
+        args=arguments(folder, getattr(trl, f"{name}Config"), **(config or {})),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tiny.tokenizer(),
+        **others,
+    )
+
+
+TRL_RUNS = {
+    "SFT": ("SFT", {}),
+    "SFT, packing": ("SFT", {"packing": True, "max_length": 32}),
+    "SFT, padding-free": ("SFT", {"padding_free": True, "max_length": None}),
+    "SFT, assistant only": ("SFT", {"assistant_only_loss": True}),
+    "SFT, dft": ("SFT", {"loss_type": "dft"}),
+    "SFT, bf16": ("SFT", {"bf16": True}),
+    "SFT, LoRA": ("SFT", {}),
+    "DPO": ("DPO", {}),
+    "DPO, weighting": ("DPO", {"use_weighting": True}),
+    "KTO": ("KTO", {}),
+    "GRPO, two iterations": ("GRPO", {"temperature": 0.7}),
+    "GRPO, Gemma 2": ("GRPO", {"temperature": 0.7}),
+    "RLOO": ("RLOO", {}),
+}
+
+
+@needs_trl
+@pytest.mark.parametrize("name", TRL_RUNS)
+def test_trl(name, tmp_path, monkeypatch):
+    """All that TRL logs: losses, norms of gradients, entropies, accuracies, rewards, divergences."""
+    kind, config = TRL_RUNS[name]
+    utils = importlib.import_module("trl.trainer.utils")
+    monkeypatch.setattr(utils, our_trl._NAME, utils._ChunkedLogProbFunction)
+    others = {}
+    if name == "SFT, LoRA":
+        from peft import LoraConfig
+
+        others["peft_config"] = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = tiny.model("Gemma2", head_dim=8, final_logit_softcapping=5.0) if "Gemma" in name else None
+
+    def run():
+        transformers.set_seed(0)
+        trainer = make_trl_trainer(kind, tmp_path, config=config, model=model, **others)
+        trainer.train()
+        return trainer
+
+    expected, calls = run(), []
+    thunder_flce.replace_trl_head()
+    head = utils._ChunkedLogProbFunction
+    utils._ChunkedLogProbFunction = SimpleNamespace(apply=lambda *given: (calls.append(given), head.apply(*given))[1])
+    assert_same(expected, run(), rtol=2e-2 if "bf16" in config else 2e-4)
+    assert len(calls) >= 5
+
+
+@needs_trl
+def test_loss_only_of_what_trl_holds(tmp_path):
+    model = make_trl_trainer("SFT", tmp_path).model
+    assert "forward" in vars(model)
+    batch = collate(tiny.rows(2))
+    step = torch.compile(thunder_flce.loss_only(model), backend="thunder_flce", options={"strict": True})
+    torch.testing.assert_close(step(**batch), tiny.model()(**batch).loss, rtol=1e-4, atol=0)
+    assert [decision.fused for decision in thunder_flce.explain(step).decisions] == [True]
+
+
+# litgpt and Lightning. Its Trainer is that of lightning 2.6.
+
+
+class Loss(torch.nn.Module):
+    """litgpt's model and its loss, as in its `pretrain`."""
+
+    def __init__(self):
+        super().__init__()
+        litgpt = pytest.importorskip("litgpt", reason="needs the extra 'examples'")
+        sizes = {"block_size": 32, "vocab_size": 61, "padded_vocab_size": 64, "n_layer": 0, "n_head": 4, "n_embd": 32}
+        torch.manual_seed(0)
+        self.gpt = litgpt.GPT(litgpt.Config(**sizes, intermediate_size=48))
+
+    def forward(self, tokens, targets):
+        """Without chunks of its own."""
+        from litgpt.utils import chunked_cross_entropy
+
+        return chunked_cross_entropy(self.gpt(tokens), targets, chunk_size=0)
+
+
+def batches_of(lengths):
+    """Tokens, and the next ones, of which the first are a prompt."""
+    generator = torch.Generator().manual_seed(0)
+    for length in lengths:
+        tokens = torch.randint(61, (3, length + 1), generator=generator)
+        yield tokens[:, :-1], tokens[:, 1:].clone().index_fill_(1, torch.arange(2), -100)
+
+
+def by_backend(module):
+    return torch.compile(module, backend="thunder_flce")
+
+
+FABRIC = {
+    "jit, then setup": (thunder_flce.jit, True, "32-true"),
+    "setup, then the backend": (by_backend, False, "32-true"),
+    "the backend, then setup, bf16": (by_backend, True, "bf16-mixed"),
+}
+
+
+@pytest.mark.parametrize("name", FABRIC)
+def test_fabric(name):
+    fabric_of = pytest.importorskip("lightning.fabric", reason="needs the extra 'examples'").Fabric
+    compiled_by, is_first, precision = FABRIC[name]
+
+    def run(compiled_by):
+        fabric, module = fabric_of(accelerator="cpu", devices=1, precision=precision), Loss()
+        if is_first:
+            module = compiled_by(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        step, optimizer = fabric.setup(module, optimizer)
+        if not is_first:
+            step = compiled_by(step)
+        logged = []
+        for tokens, targets in batches_of((12, 12) if "jit" in name else (12, 17, 9)):
+            loss = step(tokens, targets)
+            fabric.backward(loss)
+            norm = torch.nn.utils.clip_grad_norm_(step.parameters(), 100)
+            logged += [loss.item(), norm.item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return logged, step
+
+    expected, _ = run(lambda module: module)
+    got, step = run(compiled_by)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=2e-2 if "bf16" in name else 1e-4, atol=0)
+    decisions = thunder_flce.explain(step).decisions
+    assert decisions and all(decision.fused for decision in decisions)
+
+
+def test_trainer_of_lightning(tmp_path):
+    lightning = pytest.importorskip("lightning", reason="needs the extra 'examples'")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, compiled_by):
+            super().__init__()
+            self.loss, self.logged = Loss(), []
+            self.compiled_loss = compiled_by(self.loss_of)
+
+        def loss_of(self, batch):
+            """What is compiled: no module, so that the state dict has no parameter twice."""
+            return self.loss(*batch)
+
+        def training_step(self, batch, _):
+            loss = self.compiled_loss(batch)
+            self.logged.append(loss.item())
+            return loss
+
+        def on_before_optimizer_step(self, _):
+            self.logged.append(torch.nn.utils.clip_grad_norm_(self.parameters(), 100).item())
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def run(compiled_by):
+        module = Module(compiled_by)
+        quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar")}
+        trainer = lightning.Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(list(batches_of((12, 17, 9))), batch_size=None))
+        return module
+
+    expected = run(lambda function: function)
+    ours = run(lambda function: torch.compile(function, backend="thunder_flce", options={"strict": True}))
+    assert len(expected.logged) == 6
+    torch.testing.assert_close(torch.tensor(ours.logged), torch.tensor(expected.logged), rtol=1e-4, atol=0)
+    assert all(decision.fused for decision in thunder_flce.explain(ours.compiled_loss).decisions)
+    assert expected.state_dict().keys() == ours.state_dict().keys()
+
+
+def test_torchtitan():
+    losses = pytest.importorskip("torchtitan.components.loss", reason="needs torchtitan")
+    program = next(program for title, program in PROGRAMS if title == "torchtitan")
+    ours = {"torch": torch}
+    exec(program, ours)
+    hidden, head = torch.randn(2, 16, 8, requires_grad=True), torch.nn.Linear(8, 50, bias=False)
+    labels = torch.randint(50, (2, 16)).index_fill_(1, torch.arange(3), -100)
+    results = []
+    for config in (losses.ChunkedLossWrapper.Config(num_chunks=4), ours["FusedLoss"].Config()):
+        loss = config.build()
+        loss.set_lm_head(head)
+        hidden.grad, head.weight.grad = None, None
+        value, _ = loss(hidden, labels, torch.tensor(26))
+        value.backward()
+        results.append((value.detach(), hidden.grad, head.weight.grad))
+    assert type(loss).__name__ == "FusedLoss"
+    torch.testing.assert_close(*results)
+
+
+# The page.
+
+PAGE = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text(encoding="utf-8")
+PROGRAMS = [
+    (section.partition("\n")[0], program)
+    for section in PAGE.split("\n## ")[1:]
+    for program in re.findall(r"^```python\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("title", "program"), PROGRAMS, ids=[title for title, _ in PROGRAMS])
+def test_programs_of_the_page(title, program, tmp_path, monkeypatch, capsys):
+    """What the page says is yours, they are given here."""
+    for library in re.findall(r"^(?:from|import) (\w+)", program, re.MULTILINE):
+        pytest.importorskip(library)
+    monkeypatch.chdir(tmp_path)
+    model = tiny.model(num_hidden_layers=1 if "peft" in title else 0)
+    model.save_pretrained("model")
+    yours = {"model": transformers.AutoModelForCausalLM.from_pretrained("model"), "tokenizer": tiny.tokenizer()}
+    if title == "TRL":
+        import trl
+        from datasets import Dataset
+
+        utils = importlib.import_module("trl.trainer.utils")
+        monkeypatch.setattr(utils, our_trl._NAME, utils._ChunkedLogProbFunction)
+        columns = {"texts": ("text",), "preferences": ("prompt", "chosen", "rejected"), "prompts": ("prompt",)}
+        for name, of_row in columns.items():
+            yours[name] = Dataset.from_list([dict.fromkeys(of_row, text) for text in tiny.sentences(8)])
+        for kind in ("SFT", "DPO"):
+            yours[f"{kind.lower()}_arguments"] = arguments(tmp_path, getattr(trl, f"{kind}Config"), max_steps=1)
+        of_grpo = {"num_generations": 2, "max_completion_length": 4, "max_steps": 1}
+        yours["grpo_arguments"] = arguments(tmp_path, trl.GRPOConfig, **of_grpo)
+        yours["reward"] = lambda completions, **_: list(map(len, completions))
+    elif "litgpt" in title:
+        yours |= {"gpt": Loss().gpt, "token_batches": batches_of((12, 17))}
+    else:
+        rows = tiny.rows(6)
+        batches = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate)
+        yours |= {"batches": batches, "optimizer": torch.optim.SGD(yours["model"].parameters(), lr=0.1)}
+        yours |= {"arguments": arguments(tmp_path), "dataset": rows, "collate": collate, "torch": torch}
+    before = len(thunder_flce.explain().decisions)
+    module = ModuleType("program")
+    vars(module).update(yours)
+    monkeypatch.setitem(sys.modules, "program", module)  # Dynamo looks there for what a function reads.
+    exec(program, vars(module))
+    decisions = thunder_flce.explain().decisions[before:]
+    assert all(decision.fused for decision in decisions)
+    assert bool(decisions) == (title not in ("TRL", "torchtitan"))
+    assert ("gradients in forward" in capsys.readouterr().out) == ("explain(" in program)

@@ -1,0 +1,102 @@
+"""What lightning-thunder 0.2.6 and 0.2.7.dev20260201 have wrong for programs that end in a loss.
+
+Each is mended for all programs of the process once the fusion is used, and not by an import. A version of thunder that
+has a repair of its own needs none of ours.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import thunder.torch as ltorch
+import torch.nn.functional as F
+from thunder import clang
+from thunder.core import devices, dtypes, prims
+from thunder.core.proxies import TensorProxy
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+from thunder_flce.graph.reading import carries_grad
+from thunder_flce.graph.thunder_private import (
+    ThunderCompiler,
+    get_grad,
+    interpreter_needs_wrap,
+    maybe_downcast_to,
+    put_grad,
+    record_source_loc_in_symbol_header,
+    recursively_proxy,
+    register_autocast_rule,
+    register_general_jit_lookaside,
+    register_grad,
+    register_method,
+    torch_to_thunder_functions,
+)
+
+_maybe_broadcast = clang.maybe_broadcast
+
+
+@lru_cache(maxsize=1)
+def apply() -> None:
+    """Mends all of them, once."""
+    register_grad(prims.PrimIDs.MINIMUM, _minimum_grad)
+    register_method("where", _where_method)
+    # `labels % 3`: there is the function alone.
+    register_method("mod", ltorch.remainder)
+    torch_to_thunder_functions[F.log_softmax] = _log_softmax
+    register_general_jit_lookaside(F.log_softmax)(_log_softmax_lookaside)
+    clang.maybe_broadcast = _broadcast_differentiated_scalars
+    # The losses that autocast computes in float32: on every device, and on GPUs only.
+    for loss in (ltorch.cross_entropy, ltorch.nll_loss):
+        register_autocast_rule(loss.id)(_in_float32(loss))
+    for loss in (ltorch.log_softmax, ltorch._softmax):
+        register_autocast_rule(loss.id)(_in_float32(loss, except_on=devices.DeviceType.CPU))
+    # A lazy graph module writes its code when it is first called. By then thunder's interpreter is at work, and it
+    # cannot run what torch 2.13 and newer write it with.
+    ThunderCompiler.__call__ = _use_lazy_graph_module(False)(ThunderCompiler.__call__)
+
+
+def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
+    """The derivative of minimum, which is missing. As in thunder's maximum, equal operands share the gradient."""
+    smaller = prims.minimum(a, b)
+    grad = get_grad(smaller)
+    shared = prims.where(a == b, grad / 2, grad)
+    put_grad(a, prims.where(a > b, 0.0, shared))
+    put_grad(b, prims.where(b > a, 0.0, shared))
+    return smaller
+
+
+def _where_method(self: TensorProxy, condition: TensorProxy, other: Any, /) -> TensorProxy:
+    """`Tensor.where`, for which thunder takes `torch.where`, whose first argument is the condition."""
+    return ltorch.where(condition, self, other)
+
+
+def _log_softmax(input: TensorProxy, dim: int | None = None, _stacklevel: int = 3, *, dtype: Any = None) -> TensorProxy:
+    """As `nn.LogSoftmax` calls it: thunder knows neither `_stacklevel`, for a warning, nor a missing `dim`."""
+    return ltorch.log_softmax(input, int(input.ndim not in (0, 1, 3)) if dim is None else dim, dtype=dtype)
+
+
+def _log_softmax_lookaside(*args: Any, **kwargs: Any) -> Any:
+    recursively_proxy(*args, **kwargs)
+    return interpreter_needs_wrap(record_source_loc_in_symbol_header(_log_softmax))(*args, **kwargs)
+
+
+def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_numbers: bool = True) -> Any:
+    """`loss + losses` on a CPU, where thunder takes the scalar for a number and does not sum its gradient."""
+    tensors = [each for each in args if isinstance(each, TensorProxy)]
+    on_cpu = all(each.device.devicetype is devices.DeviceType.CPU for each in tensors)
+    # Arguments, which alone have a history, say whether they require a gradient.
+    scalars = [each for each in tensors if each.ndim == 0 and (each.requires_grad or each.history is None)]
+    is_number = not (on_cpu and any(map(carries_grad, scalars)))
+    return _maybe_broadcast(
+        *args, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and is_number
+    )
+
+
+def _in_float32(loss: Callable, except_on: devices.DeviceType | None = None) -> Callable:
+    """A loss under `torch.autocast`, which thunder computes in the dtype of the logits."""
+
+    def cast(input: TensorProxy, *args: Any, dtype: dtypes.dtype, **settings: Any) -> TensorProxy:
+        if input.device.devicetype is not except_on:
+            (input,) = maybe_downcast_to(dtypes.float32, (input,))
+        return loss(input, *args, **settings)
+
+    return cast

@@ -1,0 +1,120 @@
+"""transformers' Trainer: compiles the loss in place of the model, whose output has the logits, too."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LossTrainerMixin:
+    """Makes a Trainer of transformers compile its loss with the backend "thunder_flce", so that it needs no logits.
+
+    `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass` is all. Training, and evaluation without metrics,
+    fuse the loss: the model's own, a `compute_loss_func` (with transformers 5), or that of `label_smoothing_factor`.
+    Predictions, and evaluation with `compute_metrics`, need the logits, and are the Trainer's. Leave `torch_compile`
+    off. Numbers, checkpoints and everything else stay as they are. `thunder_flce.explain(trainer.compiled_loss)` says
+    what was fused.
+
+    Attributes:
+        backend_options: of the backend: `strict` and the fields of `thunder_flce.Options`; set it in the class.
+        compiled_loss: what torch.compile returned.
+
+    Raises:
+        TypeError: for a trainer of TRL's, which has a head of its own: call `thunder_flce.replace_trl_head()` instead.
+        ValueError: in training, for reentrant gradient checkpointing of a model that needs a hook for it, as with peft.
+    """
+
+    backend_options: Mapping[str, Any] = {}
+    # The Trainer's.
+    model: Any
+    label_smoother: Any
+    compute_loss_func: Any
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if super().compute_loss.__module__.startswith("trl.trainer."):  # type: ignore[misc]
+            raise TypeError(
+                f"{type(self).__name__} has LossTrainerMixin, but TRL computes its losses in a head of its own; leave "
+                "the mixin out, and call thunder_flce.replace_trl_head()"
+            )
+        self.compiled_loss = torch.compile(self._loss, backend="thunder_flce", options=dict(self.backend_options))
+        self._needs_loss_only = False
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model  # peft's
+        self._shifts_labels = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As the Trainer's: the loss, and with return_outputs what the model returned."""
+        if return_outputs and not self._needs_loss_only:
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            )
+        if getattr(self.model, "is_gradient_checkpointing", False):
+            self._trace_through_checkpoints()
+        loss = self.compiled_loss(model, inputs, num_items_in_batch)
+        return (loss, {}) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """As the Trainer's, which asks `compute_loss` for outputs, though it may drop them."""
+        self._needs_loss_only = prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
+        finally:
+            self._needs_loss_only = False
+
+    def _trace_through_checkpoints(self) -> None:
+        """Takes away what would break the graph, so that its first part would have to return the logits."""
+        self.model.config.use_cache = False  # As the model does, with a warning that Dynamo cannot trace.
+        if getattr(self.model, "_require_grads_hook", None) is None:
+            return
+        modules = [module for module in self.model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+        if any(module._gradient_checkpointing_func.keywords.get("use_reentrant", True) for module in modules):
+            raise ValueError(
+                'gradient_checkpointing_kwargs must be {"use_reentrant": False}: the hook that this model has for '
+                "reentrant checkpoints (enable_input_require_grads) cannot be compiled"
+            )
+        self.model.disable_input_require_grads()
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
+        call: Any = model
+        if self.label_smoother is not None and self.compute_loss_func is None and "labels" in inputs:
+            # Trainer asks accelerate for the class of the model, where Dynamo breaks the graph, and sums up the
+            # log-probabilities of the whole vocabulary.
+            labels = inputs["labels"]
+            inputs = {name: value for name, value in inputs.items() if name != "labels"}
+            loss = self._smoothed(model(**inputs), labels, num_items_in_batch)
+
+            def call(**_: Any) -> dict[str, Tensor]:
+                return {"loss": loss}
+
+        return super().compute_loss(call, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
+
+    def _smoothed(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """What the Trainer's label smoother returns, as a loss that is fused."""
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        if self._shifts_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        smoother = self.label_smoother
+        # transformers 4 divides by the labels of the micro-batch.
+        if "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters:
+            num_items_in_batch = None
+        loss = F.cross_entropy(
+            logits.flatten(0, -2).float(),
+            labels.flatten(),
+            ignore_index=smoother.ignore_index,
+            label_smoothing=smoother.epsilon,
+            reduction="mean" if num_items_in_batch is None else "sum",
+        )
+        return loss if num_items_in_batch is None else loss / num_items_in_batch

@@ -1,0 +1,88 @@
+"""TRL: the head of its trainers, which computes log-probabilities in chunks, replaced by `linear_cross_entropy`."""
+
+import inspect
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from thunder_flce.functional import linear_cross_entropy
+from thunder_flce.options import Options, as_options
+
+_NAME = "_ChunkedLogProbFunction"
+_PARAMETERS = (
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
+    "outputs",
+)  # fmt: skip
+_OUTPUTS = {
+    "entropy": "entropy",
+    "log_sum_sq_probs": "log_sum_sq_probs",
+    "mean_logits": "mean_logit",
+    "is_top1": "valid_argmax",
+}
+"""Ours by TRL's names, in TRL's order."""
+
+
+def replace_trl_head(*, options: Options | None = None) -> None:
+    """Has the trainers of TRL compute log-probabilities, entropies and their other metrics by `linear_cross_entropy`.
+
+    Call it once, before training; it holds for the process. SFT, DPO, KTO, GRPO and RLOO go through TRL's head, with
+    and without peft. Temperatures, softcaps and scales of logits are TRL's. Nothing is compiled.
+
+    Args:
+        options: choices about time and memory.
+
+    Raises:
+        ImportError: where TRL is not installed, or has another head than that of TRL 1.16.
+        TypeError: where options are none.
+    """
+    from trl import __version__
+    from trl.trainer import utils
+
+    options = as_options(options)
+    head = getattr(utils, _NAME, None)
+    if isinstance(head, _Head):
+        head = head.of_trl
+    parameters = () if head is None else tuple(inspect.signature(head.forward).parameters)[1:]
+    if parameters != _PARAMETERS:
+        found = f"takes {', '.join(parameters)}" if parameters else "does not exist"
+        raise ImportError(
+            f"replace_trl_head needs trl.trainer.utils.{_NAME} of TRL 1.16, which takes {', '.join(_PARAMETERS)}; in "
+            f"TRL {__version__}, it {found}. Install trl==1.16.*, or train without the call"
+        )
+    setattr(utils, _NAME, _Head(head, options))
+
+
+class _Head:
+    """What TRL calls in place of its autograd function."""
+
+    def __init__(self, of_trl: Any, options: Options):
+        self.of_trl, self._options = of_trl, options
+
+    def apply(self, *given: Any) -> tuple[Tensor | None, ...]:
+        """Takes `_PARAMETERS`; returns log-probabilities (N,), and those of `_OUTPUTS` that are asked for, or None."""
+        call = dict(zip(_PARAMETERS, given, strict=True))
+        hidden, weight, bias = call["hidden"], call["weight"], call["bias"]
+        if hasattr(weight, "ds_id"):
+            # DeepSpeed's ZeRO-3 takes the weight away between forward and backward, and TRL's backward asks for it.
+            warnings.warn("with ZeRO-3, TRL's own head computes the log-probabilities", stacklevel=2)
+            return self.of_trl.apply(*given)
+        names = [name for name in _OUTPUTS if name in call["outputs"]]
+        softcap, scale = call["final_logit_softcapping"], call["logit_scale"]
+        # c tanh(s z / c) / T, with the softcap c and the scale s, is that of the softcap c / T and the scale s / T.
+        results = linear_cross_entropy(
+            hidden,
+            weight.to(hidden.dtype),
+            call["targets"],
+            linear_bias=None if bias is None else bias.to(hidden.dtype),
+            reduction="none",
+            softcap=None if softcap is None else softcap / call["temperature"],
+            logit_scale=scale / call["temperature"],
+            outputs=("log_prob", *(_OUTPUTS[name] for name in names)),
+            options=self._options,
+        )
+        _, log_probs, *others = results
+        found = dict(zip(names, others, strict=True))
+        if "is_top1" in found:
+            found["is_top1"] = found["is_top1"] == call["targets"]
+        return log_probs, *(found.get(name) for name in _OUTPUTS)
