@@ -359,6 +359,7 @@ def test_inductor_on_a_gpu(mode):
 
 
 @pytest.mark.gpu
+@pytest.mark.inductor
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gradients_accumulate_with_cuda_graphs():
     """Three micro-batches a step, as a trainer has them."""

@@ -126,7 +126,7 @@ def test_torch_compile(load, capsys, monkeypatch, our_backend):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_llama(load, capsys, without_inductor):
+def test_llama(load, capsys, our_backend):
     """That losses and gradients are the same, the example checks for itself."""
     load("llama").main()
     printed = capsys.readouterr().out

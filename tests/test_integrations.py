@@ -25,10 +25,7 @@ import tiny  # noqa: E402
 V5 = int(transformers.__version__.partition(".")[0]) >= 5
 needs_peft = pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
 needs_trl = pytest.mark.skipif(not find_spec("trl"), reason="needs TRL")
-pytestmark = [
-    pytest.mark.usefixtures("without_inductor"),
-    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 @pytest.fixture(autouse=True)
