@@ -19,7 +19,7 @@ import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, Options
 from thunder_flce.backend import compile_graph
 from thunder_flce.engine import printing
-from thunder_flce.engine.kernels import dispatch
+from thunder_flce.engine.kernels import dispatch, scaling
 from thunder_flce.engine.matmul import algorithms
 from thunder_flce.engine.matmul.algorithms import Tuning
 from thunder_flce.inspection import formatting, programs
@@ -397,7 +397,9 @@ def test_missing_row_kernels(installed, instead, slower, monkeypatch):
     if "nvfuser" in installed:
         pytest.importorskip("nvfuser_direct")
     monkeypatch.setattr(dispatch, "is_installed", lambda name: name in installed)
-    printing._program.cache_clear()
+    kept = (printing._program, scaling.library)
+    for each in kept:
+        each.cache_clear()
     try:
         for row_kernels in ("auto", "torch"):
             report = _compiled_for_cuda(Options(row_kernels=row_kernels))
@@ -409,7 +411,8 @@ def test_missing_row_kernels(installed, instead, slower, monkeypatch):
                 assert "Triton (pip install triton)" in missing and missing in str(report)
                 assert f"{instead} runs their share" in missing and slower in missing
     finally:
-        printing._program.cache_clear()
+        for each in kept:
+            each.cache_clear()
 
 
 def test_no_row_kernels_are_missing_on_a_cpu():

@@ -7,7 +7,7 @@ again, and planned again for each number as far as plans depend on it (`operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,16 +26,8 @@ if TYPE_CHECKING:
     from thunder_flce.vocab_parallel import Agreement
 
 
-class _Known(NamedTuple):
-    """What is known of calls that run alike."""
-
-    settings: Settings
-    is_direct: bool
-    """Whether the engine may run without the dispatcher, unless something listens to that."""
-
-
-_known: dict[Any, _Known] = {}
-"""By what such calls have in common, and the number of tokens that their plan is for"""
+_known: dict[Any, Settings] = {}
+"""Of direct calls, by what those have in common that run alike, and the number of tokens that their plan is for"""
 _checked: dict[Any, Loss] = {}
 """What has been checked, for any number of tokens. The address of the loss is in the key, so that it has to live."""
 _MOST_KNOWN = 4096
@@ -59,7 +51,7 @@ def run(
     """
     tensors = with_tensors(arguments)
     # Inside of transforms of torch.func, a tensor does not say whether an outer one needs its gradient.
-    kind = key = known = None
+    kind = key = settings = None
     if not torch._C._are_functorch_transforms_active():
         kind = _kind(tensors)
     if kind is not None:
@@ -67,18 +59,20 @@ def run(
         kind = (kind, id(loss), divergence, options, ranks, torch.is_grad_enabled())
         key = (kind, planned_tokens(tensors["input"].shape[:-1].numel()))
         try:
-            known = _known.get(key)
+            settings = _known.get(key)
         except TypeError:  # Not hashable: the checks say what is wrong.
             kind = key = None
-    if known is None:
-        known = _prepared(tensors, loss, options, divergence=divergence, ranks=ranks, is_checked=kind in _checked)
-        if kind is not None and known.is_direct:
+    is_direct = settings is not None
+    if settings is None:
+        settings = _prepared(tensors, loss, options, divergence=divergence, ranks=ranks, is_checked=kind in _checked)
+        is_direct = settings.options is None and all(map(_is_direct, tensors.values()))
+        if kind is not None and is_direct:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
                 _checked.clear()
-            _known[key], _checked[kind] = known, loss
-    is_direct = known.is_direct and not _is_watched()
-    return differentiable_forward(known.settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
+            _known[key], _checked[kind] = settings, loss
+    is_direct = is_direct and not _is_watched()
+    return differentiable_forward(settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
 
 
 def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -103,6 +97,11 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     return tuple(found)
 
 
+def _is_direct(tensor: Tensor) -> bool:
+    """Whether the engine may run on a tensor without the dispatcher, unless something listens to that."""
+    return type(tensor) in _PLAIN and not tensor.is_meta and not tensor.is_neg()
+
+
 def _is_watched() -> bool:
     """Whether a mode, a profiler or a transform of torch.func has to see the operator."""
     return (
@@ -116,7 +115,7 @@ def _is_watched() -> bool:
 def _prepared(
     tensors: Mapping[str, Any], loss: Loss, options: Options, *, divergence: Divergence | None,
     ranks: "Agreement | str | None", is_checked: bool,
-) -> _Known:  # fmt: skip
+) -> Settings:  # fmt: skip
     """Plans a call, and checks it unless such ones have been checked."""
     literal, agreement = (ranks, None) if isinstance(ranks, str) else (None, ranks)
     if literal is None and not is_checked:  # Otherwise ranks agree, and check the call, when the operator runs.
@@ -125,9 +124,8 @@ def _prepared(
     shard, memory = (None, None) if agreement is None else (agreement.shard, agreement.memory)
     call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors), divergence=divergence, shard=shard)
     if literal is not None or (agreement is None and is_traced(tensors["input"])):
-        return _Known(unplanned(call, options, vocab_parallel=literal), False)
-    is_direct = all([type(t) in _PLAIN and not t.is_meta and not t.is_neg() for t in tensors.values()])
-    return _Known(settings_of_call(call, plan_for(call, options, memory=memory)), is_direct)
+        return unplanned(call, options, vocab_parallel=literal)
+    return settings_of_call(call, plan_for(call, options, memory=memory))
 
 
 def settings_of_call(call: Call, plan: Plan) -> Settings:
@@ -151,17 +149,13 @@ def unplanned(call: Call, options: Options, *, vocab_parallel: str | None = None
             "which has to know how many columns of the logits this rank saves"
         )
     if strategy != LOSS_ONLY:
-        options = _with_strategy(options, strategy)
+        given = {name: plain(value) for name, value in options.non_defaults().items()}
+        options = Options(**given | {"strategy": strategy})
     plan = Plan(strategy=strategy, float32_logits=options.has_float32_logits(call.dtype))
     return Settings(
         names=tuple(call.tensors), loss=call.loss, needs_grad=call.needs_grad, plan=plan, options=options,
         divergence=call.divergence, vocab_parallel=vocab_parallel,
     )  # fmt: skip
-
-
-def _with_strategy(options: Options, strategy: str) -> Options:
-    given = {name: plain(value) for name, value in options.non_defaults().items()}
-    return Options(**{**given, "strategy": strategy})
 
 
 def needed(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -79,11 +79,6 @@ def combined(shard: Shard, part: PartOfRows) -> PartOfRows:
     return whole._replace(argmax=torch.where(is_largest, columns, NO_COLUMN).amin(0))
 
 
-def summed(shard: Shard, vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Each of some vectors (C,) summed over the ranks, in their order. One all-gather."""
-    return [parts.sum(0) for parts in all_gathered(shard, vectors)]
-
-
 def all_gathered(shard: Shard, vectors: Sequence[Tensor]) -> list[Tensor]:
     """(R, C) of all ranks, of each of some vectors (C,) of one dtype."""
     packed = torch.stack(list(vectors))

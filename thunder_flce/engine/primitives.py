@@ -157,7 +157,8 @@ class Primitives:
         skips = self.region.may_skip and host_waits
         found = self._prepared(upstream, ordered=skips)
         if not host_waits:
-            torch._assert_async(found.is_right, self.region.wrong_target)
+            is_right = found.counts[1] == 0 if found.is_right is None else found.is_right
+            torch._assert_async(is_right, self.region.wrong_target)
             return self._selected(found, call.tokens)
         count = self._checked_count(found)
         if skips and self.region.are_parts:
@@ -372,8 +373,8 @@ class Primitives:
         else:
             moments = dict.fromkeys(names, torch.zeros_like(found.statistics.row_max))
         if call.shard is not None:
-            summed = collectives.summed(call.shard, [moments[name] for name in names])
-            moments = dict(zip(names, summed, strict=True))
+            parts = collectives.all_gathered(call.shard, [moments[name] for name in names])
+            moments = {name: each.sum(0) for name, each in zip(names, parts, strict=True)}
         return found._replace(moments=moments)
 
     def _whole_rows(self, z: Tensor, target: Tensor) -> RowResults:

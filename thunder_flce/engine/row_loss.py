@@ -69,8 +69,7 @@ class Coefficients:
     ):  # fmt: skip
         call, loss = ops.call, ops.call.loss
         self._ops, self._rows, self._entropy = ops, rows, entropy
-        grad = None if upstream.loss is None else upstream.loss.to(call.row_dtype)
-        of_z = s = rows.s
+        s = rows.s
         if call.whole_vocab == 1 and not loss.token_loss:
             # The only probability is 1, and the gradient of the cross-entropy 0, whatever exponentials round to.
             s = torch.zeros_like(s)
@@ -87,11 +86,11 @@ class Coefficients:
             found = found._replace(entropy=self._of_rows(upstream.entropy))
         self._of_all, self._of_z = found, None
         if loss.z_loss:
+            of_z = rows.s
             if rows.at_target is not None:
                 # Class weights divide the cross-entropies by another sum.
-                of_z = rows.scaled(
-                    torch.ones((), dtype=call.row_dtype, device=s.device) if grad is None else grad, at=1
-                )
+                grad = torch.ones((), device=s.device) if upstream.loss is None else upstream.loss
+                of_z = rows.of_z_terms(grad.to(call.row_dtype))
             self._of_z = 2 * loss.z_loss * of_z
 
     def _of_rows(self, grad: Tensor) -> Tensor:

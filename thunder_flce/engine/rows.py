@@ -26,14 +26,13 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     loss, target, row_dtype = call.loss, call.tensors["target"].long(), call.row_dtype
     weights = call.get("token_weights")
     # In a narrow dtype, V and ignore_index would wrap around before they are compared with.
-    is_label = target != loss.ignore_index
-    is_wrong = is_label & (target != target.clamp(0, call.whole_vocab - 1))
+    is_label, column = target != loss.ignore_index, target.clamp(0, call.whole_vocab - 1)
+    is_wrong = is_label & (target != column)
     valid = is_label if target.ndim == 1 else is_label.any(1)
     if weights is not None:
         valid = valid & (weights != 0)
     counts = torch.stack([valid.sum(), (is_wrong if target.ndim == 1 else is_wrong.any(1)).sum()])
-    is_used = is_label & ~is_wrong if target.ndim > 1 else valid & ~is_wrong
-    target = torch.where(is_used, target, 0)
+    target = torch.where(is_label if target.ndim > 1 else valid, column, 0)
     weight = valid.to(row_dtype) if weights is None else torch.where(valid, weights, 0)
     at_target, divisors = None, None
     if (of_class := call.get("weight")) is not None:
@@ -50,7 +49,7 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     if divisors is not None:
         s = torch.where(valid, s / divisors[0], 0)
     order = torch.argsort(valid, descending=True, stable=True) if ordered else None
-    return Prepared(target, weight, s, at_target, divisors, counts, counts[1] == 0, order)
+    return Prepared(target, weight, s, at_target, divisors, counts, None, order)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -155,14 +154,11 @@ class Rows:
         """(N,) times the rows' weights, 0 in ignored rows."""
         return torch.where(self.weight != 0, vector * self.weight, 0)
 
-    def scaled(self, grad: Tensor, at: int = 0) -> Tensor:
-        """(N,) an upstream gradient of the loss, () or one number for each of the caller's tokens, times weight / D.
-
-        With `at` = 1, divided by D_z in place of D.
-        """
+    def of_z_terms(self, grad: Tensor) -> Tensor:
+        """(N,) weight / D_z times the loss's upstream gradient, () or one number for each of the caller's tokens."""
         grad = self.received(grad.reshape(-1)) if grad.ndim else grad
         if self.divisors is not None:
-            grad = grad / self.divisors[at]
+            grad = grad / self.divisors[1]
         return self.weighted(grad.expand(self.count)).contiguous()
 
 
@@ -175,14 +171,10 @@ def selected(found: Prepared, count: int) -> Rows:
 
 def of_rows(found: Prepared, index: Tensor | None) -> dict[str, Any]:
     """The fields of `Rows` for some of the tokens, by their `index`, or for all."""
-    target, weight, s, at_target = (
-        vector if vector is None or index is None else vector.index_select(0, index)
-        for vector in (found.target, found.weight, found.s, found.at_target)
-    )
-    return {
-        "total": found.target.shape[0], "target": target, "valid_count": found.counts[0], "weight": weight, "s": s,
-        "at_target": at_target, "divisors": found.divisors,
-    }  # fmt: skip
+    vectors = {"target": found.target, "weight": found.weight, "s": found.s, "at_target": found.at_target}
+    if index is not None:
+        vectors = {name: v if v is None else v.index_select(0, index) for name, v in vectors.items()}
+    return {"total": found.target.shape[0], "valid_count": found.counts[0], "divisors": found.divisors, **vectors}
 
 
 def with_target_weights(call: Call, rows: Rows) -> Rows:

@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     """What follows from the targets of all tokens, before their logits are there."""
 
     target: Tensor
-    """(T,) or (T, K) int64, 0 where ignored or wrong"""
+    """(T,) or (T, K) int64 in [0, V), 0 where ignored"""
     weight: Tensor
     """(T,) what multiplies a row's loss: its token weight or 1, and 0 in ignored rows"""
     s: Tensor
@@ -44,8 +44,8 @@ class Prepared(NamedTuple):
     """D and D_z, () each: what "mean" divides the sums of the cross-entropies and of the z terms by; None for 1"""
     counts: Tensor
     """(2,) int64 how many rows are valid, and how many have a wrong target"""
-    is_right: Tensor
-    """One element, not 0 if no target is wrong"""
+    is_right: Tensor | None
+    """One element, not 0 if no target is wrong; None: the counts say it"""
     order: Tensor | None
     """(T,) int64 the tokens, valid ones first, both kinds ascending; only where asked for"""
 
@@ -110,6 +110,12 @@ def target_gradient(
         gradient = gradient - uniform * of_class
     slope = logit_map.slope(z_y.to(row_max.dtype))
     return gradient if slope is None else gradient * slope
+
+
+def write_at_targets_(out: Tensor, target: Tensor, entry: Tensor) -> None:
+    """Writes the entries (C,) into out (C, V), at each row's target (C,) unless that is -1."""
+    at = target.clamp(min=0)[:, None]
+    out.scatter_(1, at, torch.where(target[:, None] < 0, out.gather(1, at), entry[:, None].to(out.dtype)))
 
 
 def at_columns(z: Tensor, column: Tensor, out: Tensor | None = None) -> Tensor:

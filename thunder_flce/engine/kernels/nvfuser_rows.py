@@ -28,6 +28,7 @@ from thunder_flce.engine.kernels.interface import (
     padded_weight,
     reads_class_weight,
     target_gradient,
+    write_at_targets_,
 )
 from thunder_flce.engine.kernels.layout import whole_rows
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
@@ -358,14 +359,12 @@ class NvFuserRowKernels:
             out.copy_(outputs[-1][:, : z.shape[1]])
         sums = outputs[0][: z.shape[1]] if column_sums else None
         if target is not None and entry is not None and z_y is not None:
-            at = target.clamp(min=0)
-            index = at[:, None]
-            out.scatter_(1, index, torch.where(target[:, None] < 0, out.gather(1, index), entry[:, None].to(out.dtype)))
+            write_at_targets_(out, target, entry)
             if sums is not None:
                 # What it adds to the sums over rows, in which it has not been rounded: the one_hot term.
                 slope = self.logit_map.slope(z_y.float())
                 change = -coefficients.one_hot if slope is None else -coefficients.one_hot * slope
-                sums.index_add_(0, at, torch.where(target < 0, 0, change))
+                sums.index_add_(0, target.clamp(min=0), torch.where(target < 0, 0, change))
         return sums
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:

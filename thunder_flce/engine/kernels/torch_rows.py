@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from thunder_flce.device import Device
-from thunder_flce.engine.kernels.interface import RowStatistics, at_columns, finite, target_gradient
+from thunder_flce.engine.kernels.interface import RowStatistics, at_columns, finite, target_gradient, write_at_targets_
 from thunder_flce.engine.kernels.layout import row_dtype
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
@@ -89,9 +89,7 @@ class TorchRowKernels:
             slope, of_block = self.logit_map.slope(z[rows].to(dtype)), statistics.rows((rows, None))
             gradient = self._gradient(logits, slope, of_block, of_rows, class_weight, memory)
             if target is not None and entry is not None:
-                column = target[rows, None]
-                at = column.clamp(min=0)
-                gradient.scatter_(1, at, torch.where(column < 0, gradient.gather(1, at), entry[rows, None]))
+                write_at_targets_(gradient, target[rows], entry[rows])
             if sums is not None:
                 sums.add_(gradient.sum(0))
             if gradient is not written:
