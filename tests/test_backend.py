@@ -550,6 +550,30 @@ def test_checkpoint(step):
     assert all(decision.fused for decision in thunder_flce.explain(compiled).decisions)
 
 
+def _mask_by_vmap(model, tokens, labels):
+    """As transformers 4.57 makes masks of padded batches."""
+    is_token = torch.vmap(torch.vmap(lambda token: token > 5))(tokens)
+    hidden = model.embedding(tokens) * is_token[..., None]
+    return F.cross_entropy(model.lm_head(hidden).view(-1, V), labels.view(-1))
+
+
+def _loss_in_vmap(model, tokens, labels):
+    def of_row(tokens, labels):
+        return F.cross_entropy(model.lm_head(model.embedding(tokens)), labels)
+
+    return torch.vmap(of_row)(tokens, labels).sum()
+
+
+@pytest.mark.parametrize(("step", "is_fused"), [(_mask_by_vmap, True), (_loss_in_vmap, False)])
+def test_vmap(step, is_fused):
+    model = Model()
+    step = functools.partial(step, model)
+    compiled = compiled_with(step, fullgraph=True)
+    arguments = batch()
+    assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
+    assert all(decision.fused == is_fused for decision in thunder_flce.explain(compiled).decisions)
+
+
 @pytest.mark.parametrize("model", [PrintsBeforeHead, BreaksBeforeHead, BreaksAfterHead], ids=lambda m: m.__name__)
 def test_graph_breaks(model):
     """Of a callee, Dynamo breaks the graph around all of it, so the head of the second one is in another graph."""

@@ -313,7 +313,12 @@ def test_calls_of_the_head(monkeypatch):
     weight.ds_id = 3  # As DeepSpeed's ZeRO-3 marks what it divides.
     with pytest.warns(UserWarning, match="with ZeRO-3, TRL's own head"):
         assert head.apply(*given, ()) == "TRL's own"
-    thunder_flce.replace_trl_head(options=thunder_flce.Options(chunk_rows=4))  # Again is fine.
+    thunder_flce.replace_trl_head(options=thunder_flce.Options(row_kernels="triton"))  # Again is fine.
+    utils = sys.modules["trl.trainer"].utils
+    with pytest.raises(ValueError, match='row_kernels="triton" runs on CUDA'):
+        utils._ChunkedLogProbFunction.apply(
+            torch.randn(2, 4), torch.randn(9, 4), None, torch.tensor([1, 2]), *given[4:], ()
+        )
     with pytest.raises(TypeError, match="options must be thunder_flce.Options"):
         thunder_flce.replace_trl_head(options={"chunk_rows": 4})
 

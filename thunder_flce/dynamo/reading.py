@@ -162,7 +162,9 @@ def _tensor(value: Any, node: Node) -> Any:
     """What stands for a value; symbolic sizes and other values stay as they are."""
     if not isinstance(value, torch.Tensor):
         return value
-    is_plain = value.layout is torch.strided and not is_traceable_wrapper_subclass(value)
+    # Those inside of a vmap have no storage that could be asked for.
+    is_wrapped = is_traceable_wrapper_subclass(value) or torch._C._functorch.is_functorch_wrapped_tensor(value)
+    is_plain = value.layout is torch.strided and not is_wrapped
     shape = tuple(size if isinstance(size, int) else _plain_size(size) for size in value.shape)
     storage = StorageWeakRef(value.untyped_storage()) if is_plain else None
     return Tensor(node.name, shape, value.dtype, value.device, value.requires_grad, node, storage, is_plain)
