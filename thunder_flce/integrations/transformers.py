@@ -13,7 +13,7 @@ class LossTrainerMixin:
     """Makes a Trainer of transformers compile its loss with the backend "thunder_flce", so that it needs no logits.
 
     `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass` is all. Training, and evaluation without metrics,
-    fuse the loss: the model's own, a `compute_loss_func` (with transformers 5), or that of `label_smoothing_factor`.
+    fuse the loss: the model's own, a `compute_loss_func` (with transformers 5.23), or that of `label_smoothing_factor`.
     Predictions, and evaluation with `compute_metrics`, need the logits, and are the Trainer's. Leave `torch_compile`
     off. Numbers, checkpoints and everything else stay as they are. `thunder_flce.explain(trainer.compiled_loss)` says
     what was fused.
@@ -61,7 +61,21 @@ class LossTrainerMixin:
             )
         if getattr(self.model, "is_gradient_checkpointing", False):
             self._trace_through_checkpoints()
-        loss = self.compiled_loss(model, inputs, num_items_in_batch)
+        labels = None
+        if self.label_smoother is not None and self.compute_loss_func is None and "labels" in inputs:
+            # The Trainer's smoother sums up the log-probabilities of the whole vocabulary; it is not to see them.
+            labels = inputs["labels"]
+            inputs = {name: value for name, value in inputs.items() if name != "labels"}
+
+        def call(**inputs: Any) -> dict[str, Tensor]:
+            loss = self.compiled_loss(model, inputs, labels, num_items_in_batch)
+            return {} if loss is None else {"loss": loss}
+
+        if self.compute_loss_func is None:
+            # Not compiled: what the Trainer does beside, Dynamo does not trace in each version.
+            loss = super().compute_loss(call, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
+        else:
+            loss = self.compiled_loss(model, inputs, None, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
     def prediction_step(
@@ -87,26 +101,19 @@ class LossTrainerMixin:
             )
         self.model.disable_input_require_grads()
 
-    def _loss(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None) -> Tensor:
-        call: Any = model
-        if self.label_smoother is not None and self.compute_loss_func is None and "labels" in inputs:
-            # Trainer asks accelerate for the class of the model, where Dynamo breaks the graph, and sums up the
-            # log-probabilities of the whole vocabulary.
-            labels = inputs["labels"]
-            inputs = {name: value for name, value in inputs.items() if name != "labels"}
-            loss = self._smoothed(model(**inputs), labels, num_items_in_batch)
-
-            def call(**_: Any) -> dict[str, Tensor]:
-                return {"loss": loss}
-
-        return super().compute_loss(call, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
-
-    def _smoothed(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """What the Trainer's label smoother returns, as a loss that is fused."""
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    def _loss(
+        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None, num_items_in_batch: Tensor | int | None
+    ) -> Tensor | None:
+        """What is compiled. Labels are there to be smoothed; None where the model returns no loss."""
+        if self.compute_loss_func is not None:
+            return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
+        outputs = model(**inputs)
+        is_dict = isinstance(outputs, dict)
+        if labels is None:
+            return outputs.get("loss") if is_dict else outputs[0]
+        logits, smoother = outputs["logits"] if is_dict else outputs[0], self.label_smoother
         if self._shifts_labels:
             logits, labels = logits[..., :-1, :], labels[..., 1:]
-        smoother = self.label_smoother
         # transformers 4 divides by the labels of the micro-batch.
         if "num_items_in_batch" not in inspect.signature(type(smoother).__call__).parameters:
             num_items_in_batch = None
