@@ -3,6 +3,7 @@
 Skipped where a library is not installed: `make matrix` has an environment with the newest ones.
 """
 
+import contextlib
 import importlib
 import re
 import sys
@@ -21,6 +22,9 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'exam
 accelerate = pytest.importorskip("accelerate", reason="needs the extra 'examples'")
 
 import tiny  # noqa: E402
+
+with contextlib.suppress(ImportError):
+    import lightning.fabric  # noqa: F401  It has to come before the first torch.compile of the process.
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 needs_peft = pytest.mark.skipif(not find_spec("peft"), reason="needs peft")

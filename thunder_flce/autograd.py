@@ -51,7 +51,7 @@ def _run(settings: Settings, is_direct: bool, tensors: Sequence[Tensor]) -> Sequ
 
 def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequence[Tensor], *, returned: int) -> None:
     """Notes what the backward reads, and which of the `returned` first results have no gradient."""
-    ctx.settings = settings
+    ctx.settings, ctx.grad_positions = settings, settings.grad_positions
     ctx.set_materialize_grads(False)
     if constant := [results[at] for at in settings.constant_positions if at < returned]:
         ctx.mark_non_differentiable(*constant)
@@ -81,7 +81,7 @@ class _Derivatives(torch.autograd.Function):
             raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
         run = _Backward.apply if is_recorded else _Backward.forward
         found = run(settings, *upstream, *ctx.saved_tensors)
-        for position, gradient in zip(settings.grad_positions, found, strict=True):
+        for position, gradient in zip(ctx.grad_positions, found, strict=True):
             gradients[first + position] = gradient
         return tuple(gradients)
 
