@@ -185,13 +185,16 @@ def test_batches_without_labels(tmp_path):
 
 
 def test_the_mixin_with_trl(tmp_path):
-    def compute_loss(self, *args, **kwargs):
-        """Of TRL."""
-
-    compute_loss.__module__ = "trl.trainer.sft_trainer"
-    of_trl = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": compute_loss})
+    of_trl = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.sft_trainer"})
     ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, of_trl), {})
     with pytest.raises(TypeError, match=r"MyTrainer has LossTrainerMixin, but TRL .*replace_trl_head\(\)"):
+        ours(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
+
+
+def test_the_mixin_with_a_loss_of_its_own(tmp_path):
+    own = type("Own", (transformers.Trainer,), {"compute_loss": lambda self, model, inputs, **_: model(**inputs).loss})
+    ours = type("MyTrainer", (thunder_flce.LossTrainerMixin, own), {})
+    with pytest.raises(TypeError, match="MyTrainer has LossTrainerMixin before a compute_loss of its own"):
         ours(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
 
 
@@ -548,7 +551,7 @@ def test_trainer_of_lightning(tmp_path):
 def test_torchtitan():
     losses = pytest.importorskip("torchtitan.components.loss", reason="needs torchtitan")
     program = next(program for title, program in PROGRAMS if title == "torchtitan")
-    ours = {"torch": torch}
+    ours = {}
     exec(program, ours)
     hidden, head = torch.randn(2, 16, 8, requires_grad=True), torch.nn.Linear(8, 50, bias=False)
     labels = torch.randint(50, (2, 16)).index_fill_(1, torch.arange(3), -100)
@@ -604,7 +607,7 @@ def test_programs_of_the_page(title, program, tmp_path, monkeypatch, capsys):
         rows = tiny.rows(6)
         batches = torch.utils.data.DataLoader(rows, batch_size=2, collate_fn=collate)
         yours |= {"batches": batches, "optimizer": torch.optim.SGD(yours["model"].parameters(), lr=0.1)}
-        yours |= {"arguments": arguments(tmp_path), "dataset": rows, "collate": collate, "torch": torch}
+        yours |= {"arguments": arguments(tmp_path), "dataset": rows, "collate": collate}
     before = len(thunder_flce.explain().decisions)
     module = ModuleType("program")
     vars(module).update(yours)

@@ -410,6 +410,9 @@ def test_loss_only_is_the_same_model():
     only.to(torch.bfloat16)
     assert model.lm_head.bias.dtype == torch.bfloat16
     assert isinstance(only, Model) and type(only).__name__ == "Model" and repr(only) == repr(model)
+    assert loss_only(only) is only
+    with pytest.raises(ValueError, match="model is a loss_only model already, with labels='labels', loss='loss'"):
+        loss_only(only, loss=1)
     assert isinstance(model(TOKENS, TOKENS), Output)
 
 

@@ -263,6 +263,36 @@ def gathered_loss(logits, labels):
     return -F.log_softmax(logits, -1).gather(-1, labels.clamp(0).unsqueeze(-1)).mean()
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.float32, torch.bfloat16])
+def test_a_softmax_with_a_dtype_under_autocast(dtype, device):
+    """As attention has it; not as a loss."""
+
+    def program(q):
+        scores = q @ q.transpose(-1, -2)
+        return (
+            scores.softmax(-1, dtype=dtype),
+            F.softmax(scores, -1, dtype=dtype),
+            F.log_softmax(scores, -1, dtype=dtype),
+        )
+
+    q = torch.randn(4, 6, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        found, expected = thunder_flce.jit(program)(q), program(q)
+    assert [each.dtype for each in found] == [each.dtype for each in expected]
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_an_argument_named_as_a_result():
+    """The printed call is split into lines."""
+    weight, labels = torch.randn(50, 8, requires_grad=True), torch.randint(50, (6,))
+    hidden = torch.randn(6, 8)
+
+    def program(t, w, y):
+        return F.cross_entropy(F.linear(t, w), y)
+
+    torch.testing.assert_close(thunder_flce.jit(program)(hidden, weight, labels), program(hidden, weight, labels))
+
+
 @pytest.mark.parametrize("loss", [litgpt_loss, flattened_loss, log_softmax_loss, gathered_loss])
 def test_autocast(loss, device):
     """The loss has the dtype that eager PyTorch gives, which depends on the device; gradients have the parameters'."""

@@ -247,7 +247,8 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
 
     Compile it by a function, such as `torch.compile`: `Module.compile` replaces the call of both. It is the same model
     but for the call: the two share parameters, buffers and their names, submodules, hooks, mode and every other
-    attribute, so that what is set on one is set on the other; also a forward, as accelerate and TRL set it.
+    attribute, so that what is set on one is set on the other; also a forward, as accelerate and TRL set it. Call it
+    before `fully_shard`, which keeps what its methods need by the object.
 
     Args:
         model: its forward takes labels, and returns the loss, or an output that has it.
@@ -258,12 +259,15 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
     Raises:
         TypeError: where model is no module, its forward takes no such argument, or it was compiled before; and when it
             is called, where the model returns no loss.
+        ValueError: where model is a `loss_only` model of other labels or another loss.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but got {type(model).__name__}")
     model_class = type(model)
     name = model_class.__name__
-    if getattr(model_class, "returns_loss_only", False):
+    if (made_with := getattr(model_class, "loss_only_made_with", None)) is not None:
+        if made_with != (labels, loss):
+            raise ValueError(f"model is a loss_only model already, with labels={made_with[0]!r}, loss={made_with[1]!r}")
         return model
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise TypeError(f"this {name} was compiled; call loss_only before that")
@@ -291,7 +295,7 @@ def loss_only(model: nn.Module, *, labels: str = "labels", loss: str | int = "lo
         return found
 
     class LossOnly(model_class):  # type: ignore[misc, valid-type]
-        returns_loss_only = True
+        loss_only_made_with = (labels, loss)
 
         # Not in place of `forward`: whatever sets that on the model, as accelerate and TRL do, takes the place of both.
         # It is bound to the model, and Dynamo does not trace it through another object.

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import thunder.torch as ltorch
+import torch
 import torch.nn.functional as F
 from thunder import clang
 from thunder.core import devices, dtypes, prims
@@ -94,7 +95,10 @@ def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_nu
 def _in_float32(loss: Callable, except_on: devices.DeviceType | None = None) -> Callable:
     """A loss under `torch.autocast`, which thunder computes in the dtype of the logits."""
 
-    def cast(input: TensorProxy, *args: Any, dtype: dtypes.dtype, **settings: Any) -> TensorProxy:
+    def cast(input: TensorProxy, *args: Any, dtype: Any, **settings: Any) -> TensorProxy:
+        # thunder gives autocast's dtype, one of its own, as an argument of the name that a user's has, too.
+        if isinstance(dtype, torch.dtype):
+            return loss(input, *args, dtype=dtype, **settings)
         if input.device.devicetype is not except_on:
             (input,) = maybe_downcast_to(dtypes.float32, (input,))
         return loss(input, *args, **settings)

@@ -68,9 +68,11 @@ def _call(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     if len(line) <= WIDTH:
         yield line
         return
-    call: Any = ast.parse(line).body[0]
-    arguments = [ast.get_source_segment(line, each) or "" for each in (*call.value.args, *call.value.keywords)]
-    yield line.partition(f"({arguments[0]}")[0] + "("
+    statement: Any = ast.parse(line).body[0]
+    call = statement.value
+    arguments = [ast.get_source_segment(line, each) or "" for each in (*call.args, *call.keywords)]
+    # Columns of Python's syntax trees are bytes.
+    yield line.encode()[: call.func.end_col_offset].decode() + "("
     *lines, last = _filled(arguments)
     yield from (f"  {each}" for each in (*lines, f"{last})"))
 

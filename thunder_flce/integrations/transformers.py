@@ -1,7 +1,8 @@
 """transformers' Trainer: compiles the loss in place of the model, whose output has the logits, too."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,16 +15,17 @@ class LossTrainerMixin:
 
     `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass` is all. Training, and evaluation without metrics,
     fuse the loss: the model's own, a `compute_loss_func` (with transformers 5.23), or that of `label_smoothing_factor`.
-    Predictions, and evaluation with `compute_metrics`, need the logits, and are the Trainer's. Leave `torch_compile`
-    off. Numbers, checkpoints and everything else stay as they are. `thunder_flce.explain(trainer.compiled_loss)` says
-    what was fused.
+    Predictions, evaluation with `compute_metrics` and a label smoother of your own need the logits, and are the
+    Trainer's. Leave `torch_compile` off. Numbers, checkpoints and everything else stay as they are.
+    `thunder_flce.explain(trainer.compiled_loss)` says what was fused.
 
     Attributes:
         backend_options: of the backend: `strict` and the fields of `thunder_flce.Options`; set it in the class.
         compiled_loss: what torch.compile returned.
 
     Raises:
-        TypeError: for a trainer of TRL's, which has a head of its own: call `thunder_flce.replace_trl_head()` instead.
+        TypeError: for a trainer of TRL's, which has a head of its own: call `thunder_flce.replace_trl_head()` instead;
+            for a class that has a `compute_loss` of its own.
         ValueError: in training, for reentrant gradient checkpointing of a model that needs a hook for it, as with peft.
     """
 
@@ -35,10 +37,17 @@ class LossTrainerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if super().compute_loss.__module__.startswith("trl.trainer."):  # type: ignore[misc]
+        from transformers import Trainer
+
+        if any(each.__module__.startswith("trl.") for each in type(self).__mro__):
             raise TypeError(
                 f"{type(self).__name__} has LossTrainerMixin, but TRL computes its losses in a head of its own; leave "
                 "the mixin out, and call thunder_flce.replace_trl_head()"
+            )
+        if super().compute_loss.__func__ is not Trainer.compute_loss:  # type: ignore[misc]
+            raise TypeError(
+                f"{type(self).__name__} has LossTrainerMixin before a compute_loss of its own, which takes the model "
+                "and its output; leave the mixin out, and compile that loss by the backend thunder_flce"
             )
         self.compiled_loss = torch.compile(self._loss, backend="thunder_flce", options=dict(self.backend_options))
         self._needs_loss_only = False
@@ -55,15 +64,14 @@ class LossTrainerMixin:
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """As the Trainer's: the loss, and with return_outputs what the model returned."""
-        if return_outputs and not self._needs_loss_only:
-            return super().compute_loss(  # type: ignore[misc]
-                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
-            )
-        if getattr(self.model, "is_gradient_checkpointing", False):
-            self._trace_through_checkpoints()
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        needs_logits = return_outputs and not self._needs_loss_only
+        if needs_logits or type(self.label_smoother) not in (type(None), LabelSmoother):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         labels = None
         if self.label_smoother is not None and self.compute_loss_func is None and "labels" in inputs:
-            # The Trainer's smoother sums up the log-probabilities of the whole vocabulary; it is not to see them.
+            # The smoother sums up the log-probabilities of the whole vocabulary, so it is not to see them.
             labels = inputs["labels"]
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
 
@@ -71,11 +79,12 @@ class LossTrainerMixin:
             loss = self.compiled_loss(model, inputs, labels, num_items_in_batch)
             return {} if loss is None else {"loss": loss}
 
-        if self.compute_loss_func is None:
-            # Not compiled: what the Trainer does beside, Dynamo does not trace in each version.
-            loss = super().compute_loss(call, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
-        else:
-            loss = self.compiled_loss(model, inputs, None, num_items_in_batch)
+        with self._traceable_checkpoints():
+            if self.compute_loss_func is None:
+                # Not compiled: what the Trainer does beside, Dynamo does not trace in each version.
+                loss = super().compute_loss(call, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
+            else:
+                loss = self.compiled_loss(model, inputs, None, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
     def prediction_step(
@@ -88,18 +97,27 @@ class LossTrainerMixin:
         finally:
             self._needs_loss_only = False
 
-    def _trace_through_checkpoints(self) -> None:
+    @contextmanager
+    def _traceable_checkpoints(self) -> Iterator[None]:
         """Takes away what would break the graph, so that its first part would have to return the logits."""
-        self.model.config.use_cache = False  # As the model does, with a warning that Dynamo cannot trace.
-        if getattr(self.model, "_require_grads_hook", None) is None:
+        if not getattr(self.model, "is_gradient_checkpointing", False):
+            yield
             return
-        modules = [module for module in self.model.modules() if hasattr(module, "_gradient_checkpointing_func")]
-        if any(module._gradient_checkpointing_func.keywords.get("use_reentrant", True) for module in modules):
-            raise ValueError(
-                'gradient_checkpointing_kwargs must be {"use_reentrant": False}: the hook that this model has for '
-                "reentrant checkpoints (enable_input_require_grads) cannot be compiled"
-            )
-        self.model.disable_input_require_grads()
+        if getattr(self.model, "_require_grads_hook", None) is not None:
+            modules = [module for module in self.model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+            if any(module._gradient_checkpointing_func.keywords.get("use_reentrant", True) for module in modules):
+                raise ValueError(
+                    'gradient_checkpointing_kwargs must be {"use_reentrant": False}: the hook that this model has for '
+                    "reentrant checkpoints (enable_input_require_grads) cannot be compiled"
+                )
+            self.model.disable_input_require_grads()
+        # The model does not use its cache either, but says so in a warning that Dynamo cannot trace.
+        config = self.model.config
+        before, config.use_cache = getattr(config, "use_cache", None), False
+        try:
+            yield
+        finally:
+            config.use_cache = before
 
     def _loss(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None, num_items_in_batch: Tensor | int | None

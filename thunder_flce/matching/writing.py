@@ -436,7 +436,9 @@ class _Writing:
                 part = self._call(torch.detach, value) if is_cut and factor else value
                 part = self._scaled(part, float(sign * each))
                 total = part if total is None else self._call(torch.add, total, part)
-        assert total is not None
+        if total is None:  # All has cancelled, as in the sum of a softmax.
+            device = self._logits.terms[0].input.device
+            total = self._call(torch.zeros, row.shape, dtype=self._rows_dtype, device=device)
         if row.is_exp:
             total = self._scaled(self._call(torch.exp, total), float(row.factor))
         return total
