@@ -358,26 +358,6 @@ def test_inductor_on_a_gpu(mode):
     assert_fused(compiled, times=1)
 
 
-@pytest.mark.gpu
-@pytest.mark.inductor
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_gradients_accumulate_with_cuda_graphs():
-    """Three micro-batches a step, as a trainer has them."""
-    model = Model().cuda()
-    compiled = compiled_with(model, mode="reduce-overhead", fullgraph=True)
-    for _ in range(4):
-        batches = [[tensor.cuda() for tensor in batch()] for _ in range(3)]
-        found = []
-        for run in (compiled, model):
-            model.zero_grad()
-            for arguments in batches:
-                torch.compiler.cudagraph_mark_step_begin()
-                (run(*arguments) / 3).backward()
-            found.append([parameter.grad.clone() for parameter in model.parameters()])
-        torch.testing.assert_close(*found, **CLOSE)
-    assert_fused(compiled, times=1)
-
-
 @pytest.mark.inductor
 def test_inductor():
     """With sizes that it has to ask for."""

@@ -3,7 +3,6 @@
 Skipped where a library is not installed: `make matrix` has an environment with the newest ones.
 """
 
-import contextlib
 import importlib
 import re
 import sys
@@ -22,9 +21,6 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'exam
 accelerate = pytest.importorskip("accelerate", reason="needs the extra 'examples'")
 
 import tiny  # noqa: E402
-
-with contextlib.suppress(ImportError):
-    import lightning.fabric  # noqa: F401  It has to come before the first torch.compile of the process.
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 needs_peft = pytest.mark.skipif(not find_spec("peft"), reason="needs peft")
@@ -480,8 +476,11 @@ FABRIC = {
 
 
 @pytest.mark.parametrize("name", FABRIC)
-def test_fabric(name):
+def test_fabric(name, monkeypatch):
     fabric_of = pytest.importorskip("lightning.fabric", reason="needs the extra 'examples'").Fabric
+    # As lightning has it, until a use of thunder's thunderfx in the same process takes that away.
+    capturing = importlib.import_module("lightning.fabric.wrappers")._capture_compile_kwargs
+    monkeypatch.setattr(torch, "compile", capturing(torch.compile))
     compiled_by, is_first, precision = FABRIC[name]
 
     def run(compiled_by):

@@ -50,7 +50,6 @@ try:
     from thunder.distributed.transforms.ddp_v2 import DDPTransform
     from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
     from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
-    from thunder.dynamo.utils import get_torch_compile_kwargs
     from thunder.executors.nvfuserex import nvfuser_available
     from thunder.torch import _torch_to_thunder_function_map as torch_to_thunder_functions
     from thunder.torch.langctx import register_method

@@ -1,5 +1,6 @@
 """`thunderfx`, thunder behind `torch.compile`: the fusion is done in Dynamo's graphs, before thunder sees them."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from thunder.extend import Executor
 from thunder_flce.backend import raising
 from thunder_flce.dynamo.fusion import fuse
 from thunder_flce.graph.plugin import with_fusion
-from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject, get_torch_compile_kwargs
+from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Decision, NotFusedError
 from thunder_flce.matching.interpreter import Interpreter
@@ -43,7 +44,9 @@ def thunderfx(
         transforms: as in `thunder.jit`; they see the fused losses.
         **compile_options: passed on to `torch.compile` or `thunder.jit`, whichever has them.
     """
-    torch_options = get_torch_compile_kwargs(**compile_options)
+    # Not by thunder's `get_torch_compile_kwargs`, which takes away what lightning has wrapped around torch.compile.
+    of_torch = inspect.signature(torch.compile).parameters
+    torch_options = {name: value for name, value in compile_options.items() if name in of_torch}
     thunder_options = {name: value for name, value in compile_options.items() if name not in torch_options}
     fusion = _PlanRegions(options, strict=strict)
     backend = _Compiler(options, strict=strict, **with_fusion(fusion, executors, transforms), **thunder_options)
