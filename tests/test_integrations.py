@@ -125,6 +125,20 @@ def test_trainer(name, tmp_path):
     ours = train(OurTrainer, tmp_path, model=model(), settings=settings)
     assert_same(expected, ours, rtol)
     assert_fused(ours)
+    assert ours.model.config.to_dict() == expected.model.config.to_dict()
+
+
+def test_a_label_smoother_of_ones_own(tmp_path):
+    class Twice(transformers.trainer_pt_utils.LabelSmoother):
+        def __call__(self, *args, **settings):
+            return 2 * super().__call__(*args, **settings)
+
+    batch, losses = collate(tiny.rows(3)), []
+    for trainer_class in (transformers.Trainer, OurTrainer):
+        trainer = trainer_class(model=tiny.model(num_hidden_layers=0), args=arguments(tmp_path))
+        trainer.label_smoother = Twice(epsilon=0.1)
+        losses.append(trainer.compute_loss(trainer.model, dict(batch)))
+    torch.testing.assert_close(*losses)
 
 
 def test_predictions_and_metrics(tmp_path):

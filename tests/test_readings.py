@@ -525,6 +525,29 @@ def test_entropy_of_a_single_row(compiled):
         torch.testing.assert_close(step(hidden[0], weight), program(hidden[0], weight))
 
 
+CANCELLED = {
+    "sum of a softmax": lambda z, y: (F.cross_entropy(z, y), z.softmax(-1).sum(-1)),
+    "log-sum-exp of a log-softmax": lambda z, y: (F.cross_entropy(z, y), 2 * z.log_softmax(-1).logsumexp(-1)),
+    "a log-probability less itself": lambda z, y: (-_log_prob(z, y).mean(), (_log_prob(z, y) - _log_prob(z, y)).exp()),
+}
+
+
+@pytest.mark.parametrize("compiled", ALL_FRONT_ENDS.values(), ids=ALL_FRONT_ENDS)
+@pytest.mark.parametrize("name", CANCELLED)
+def test_a_number_of_a_row_that_does_not_depend_on_the_logits(name, compiled):
+    """As the ratio of an on-policy step has it."""
+    hidden, weight = (torch.randn(*shape, requires_grad=True) for shape in ((6, 8), (29, 8)))
+    labels, found = torch.tensor([3, 28, 0, 11, 7, 7]), []
+
+    def program(hidden, weight, labels):
+        return CANCELLED[name](F.linear(hidden, weight), labels)
+
+    for step in (program, compiled(program)):
+        loss, other = step(hidden, weight, labels)
+        found.append((loss, other, *torch.autograd.grad(loss, (hidden, weight))))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
 # One matcher decides. What thunder's traces have in another way than Dynamo's graphs goes through both.
 IN_THUNDER = [name for name in LOOKALIKES if any(word in name for word in ("constant", "row", "label", "without"))]
 
