@@ -51,6 +51,7 @@ def _run(settings: Settings, is_direct: bool, tensors: Sequence[Tensor]) -> Sequ
 
 def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequence[Tensor], *, returned: int) -> None:
     """Notes what the backward reads, and which of the `returned` first results have no gradient."""
+    # Dynamo, which compiles the backward with compiled autograd, cannot fill a cached property.
     ctx.settings, ctx.grad_positions = settings, settings.grad_positions
     ctx.set_materialize_grads(False)
     if constant := [results[at] for at in settings.constant_positions if at < returned]:

@@ -129,7 +129,7 @@ class FuseLinearCrossEntropy(Transform):
 
 
 MANY = 8
-"""Dynamo, too, gives up after so many compilations of one function by default."""
+"""Compilations of one program; after as many, Dynamo gives a function up by default."""
 
 
 def _warn_of_many_compilations() -> None:
