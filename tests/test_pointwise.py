@@ -15,6 +15,7 @@ from packaging.version import Version
 from thunder.core.symbol import Symbol
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from thunder_flce.graph import thunder_fixes
 from thunder_flce.operation import pointwise
 from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, input_name, written
 from thunder_flce.token_losses import check_function, token_loss_of
@@ -274,6 +275,7 @@ def test_recorder():
 )
 def test_by_thunder(name):
     """Its operations give the same, and thunder differentiates these."""
+    thunder_fixes.apply()
     values = values_of(torch.float64)
     token_loss = written(FUNCTIONS[name], DTYPES)
     right, derivatives = by_autograd(FUNCTIONS[name], values)

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten
 from thunder_flce import calls, functional
 from thunder_flce.engine.kernels.dispatch import without_nvfuser
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
-from thunder_flce.graph import symbols
+from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.executor import executor, executors_allow_nvfuser
 from thunder_flce.graph.reading import is_static
@@ -158,6 +158,7 @@ executor.register_implementation(ltorch.zeros, checker=lambda *shape, **settings
 @register_general_jit_lookaside(inspect.unwrap(functional.linear_cross_entropy))  # In Dynamo's graphs.
 def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
+    thunder_fixes.apply()  # Without the executor, what the function consists of runs in thunder's own operations.
     if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
         return do_raise(NotImplementedError(ONLY_EAGER))
     token_loss = kwargs.get("token_loss")
