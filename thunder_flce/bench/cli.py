@@ -160,7 +160,7 @@ def _go_on_without(method: str, run: Run, arguments: list[str]) -> int:
         print(f"{method} has left the device unusable", file=sys.stderr)
         return 1
     print(f"{method} has left the device unusable; going on without it in a new process", file=sys.stderr)
-    options = [f"--{run.case_option}", *(case.text for case in run.cases), "--methods", *rest]
+    options = [f"--{run.case_option}", *dict.fromkeys(case.text for case in run.cases), "--methods", *rest]
     sys.stdout.flush()
     # In place of this process, which would keep its memory on the device.
     os.execv(sys.executable, [sys.executable, "-m", "thunder_flce", "bench", *arguments, *options])
@@ -235,7 +235,12 @@ def _parser() -> argparse.ArgumentParser:
     subset = _subset(subsets, "models", "training steps of whole models, and the time to the first one")
     subset.add_argument("--models", nargs="+", choices=models.MODELS, metavar="MODEL", help=", ".join(models.MODELS))
     subset.add_argument("--layers", type=_positive, help="instead of the models' own, which thunder takes minutes for")
-    subset.add_argument("--methods", nargs="+", choices=models.METHODS, default=list(models.METHODS), metavar="METHOD")
+    subset.add_argument("--tokens", nargs="+", type=_positive, help="in a batch, instead of the models' own")
+    subset.add_argument("--lengths", nargs="+", choices=("one", "changing"), default=["one"], help="of the sequences")
+    names = list(models.METHODS)
+    subset.add_argument(
+        "--methods", nargs="+", choices=names, default=models.DEFAULT, metavar="METHOD", help="; ".join(names)
+    )
 
     subset = _subset(subsets, "convergence", "loss curves of training runs from several seeds", None)
     subset.add_argument("--models", nargs="+", choices=convergence.SETUPS, metavar="MODEL", help="which is trained")
@@ -390,7 +395,16 @@ def _predictions(parsed: argparse.Namespace) -> Run:
 def _models(parsed: argparse.Namespace) -> Run:
     sizes = ["litgpt-llama-3.2-1b", "transformers-llama-3.2-1b"]
     names = parsed.models or (sizes if parsed.device == "cuda" else ["litgpt-tiny", "transformers-tiny"])
-    cases = [Case(name, name, partial(models.measure, name, layers=parsed.layers)) for name in names]
+    cases = [
+        Case(
+            name,
+            f"{name}{f', {tokens} tokens' if tokens else ''}{', lengths change' if lengths == 'changing' else ''}",
+            partial(models.measure, name, layers=parsed.layers, tokens=tokens, lengths=lengths),
+        )
+        for name in names
+        for tokens in parsed.tokens or [None]
+        for lengths in parsed.lengths
+    ]
     return Run("models", cases, parsed.methods, models.Row)
 
 

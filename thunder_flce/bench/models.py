@@ -2,11 +2,16 @@
 
 All methods share one model, whose parameters stay as they are: the optimizer does all its work at a learning rate of 0.
 So each computes the same loss, and their order does not matter.
+
+A batch has at least four sequences, of at most `Model.length` tokens. Where lengths change, each step has another one,
+`LENGTHS` of them in turn, as of padded batches of texts.
 """
 
 import copy
+import itertools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -15,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.utils import fresh_cache
 
 import thunder_flce
 from thunder_flce.backend import compile_graph
@@ -49,9 +55,10 @@ class Model:
     """Arguments of litgpt's Config, or of its `from_name` where they have a name; of transformers' LlamaConfig."""
 
     layers: int
-    batch: int
-    length: int
-    """Tokens in a sequence."""
+    tokens: int = 8192
+    """In a batch, where nothing else is asked for."""
+    length: int = 2048
+    """Tokens in a sequence, at most."""
     dtype: torch.dtype = torch.bfloat16
 
 
@@ -70,26 +77,38 @@ _GEMMA_2B = {"name": "Gemma-2-2b", "sliding_window_size": None, "sliding_window_
 _TINY_LITGPT = {"padded_vocab_size": 1000, "n_embd": 64, "n_head": 4}
 _TINY_LLAMA = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 
+_litgpt_model = partial(Model, library="litgpt")
 MODELS = {
-    "litgpt-llama-3.2-1b": Model(library="litgpt", config={"name": "Llama-3.2-1B"}, layers=16, batch=4, length=2048),
-    "litgpt-qwen2.5-0.5b": Model(library="litgpt", config={"name": "Qwen2.5-0.5B"}, layers=24, batch=8, length=2048),
-    "litgpt-gemma-2-2b": Model(library="litgpt", config=_GEMMA_2B, layers=26, batch=2, length=2048),
-    "transformers-llama-3.2-1b": Model(library="transformers", config=_LLAMA_1B, layers=16, batch=4, length=2048),
-    "litgpt-tiny": Model(library="litgpt", config=_TINY_LITGPT, layers=1, batch=2, length=32, dtype=torch.float32),
-    "transformers-tiny": Model(
-        library="transformers", config=_TINY_LLAMA, layers=1, batch=2, length=32, dtype=torch.float32
-    ),
+    "litgpt-llama-3.2-1b": _litgpt_model(config={"name": "Llama-3.2-1B"}, layers=16),
+    "litgpt-llama-3.2-3b": _litgpt_model(config={"name": "Llama-3.2-3B"}, layers=28),
+    "litgpt-qwen2.5-0.5b": _litgpt_model(config={"name": "Qwen2.5-0.5B"}, layers=24, tokens=16384),
+    "litgpt-qwen3-4b": _litgpt_model(config={"name": "Qwen3-4B"}, layers=36, tokens=4096),
+    "litgpt-gemma-2-2b": _litgpt_model(config=_GEMMA_2B, layers=26, tokens=4096),
+    "litgpt-pythia-160m": _litgpt_model(config={"name": "pythia-160m"}, layers=12, tokens=2048),
+    "litgpt-smollm2-135m": _litgpt_model(config={"name": "SmolLM2-135M"}, layers=30),
+    "transformers-llama-3.2-1b": Model(library="transformers", config=_LLAMA_1B, layers=16),
+    "litgpt-tiny": _litgpt_model(config=_TINY_LITGPT, layers=1, tokens=64, dtype=torch.float32),
+    "transformers-tiny": Model(library="transformers", config=_TINY_LLAMA, layers=1, tokens=64, dtype=torch.float32),
 }
+
+LENGTHS = 8
+"""How many lengths a run has, where they change: evenly spaced from three to five quarters of the length."""
 
 METHODS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "eager": lambda module: module,
-    "torch.compile": partial(torch.compile, dynamic=False),
-    "flce backend": partial(torch.compile, dynamic=False, backend=compile_graph),
-    "function": lambda module: torch.compile(_CallsFunction(module), dynamic=False),
+    "torch.compile": torch.compile,
+    "flce backend": partial(torch.compile, backend=compile_graph),
+    "torch.compile, reduce-overhead": partial(torch.compile, mode="reduce-overhead"),
+    "flce backend, reduce-overhead": partial(torch.compile, mode="reduce-overhead", backend=compile_graph),
+    "function": lambda module: torch.compile(_CallsFunction(module)),
     "thunder": lambda module: import_module("thunder").jit(module),
     "flce": lambda module: thunder_flce.jit(module),
     "thunderfx": lambda module: thunder_flce.thunderfx(module),
 }
+
+
+DEFAULT = ["torch.compile", "flce backend", "torch.compile, reduce-overhead", "flce backend, reduce-overhead"]
+"""The methods that a user would choose from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +119,9 @@ class Row(PhasedRow):
     layers: int
     batch: int
     length: int
+    """Of the sequences; where lengths change, about the mean."""
+    lengths: str
+    """"one" or "changing"."""
     dtype: str
     vocab: int = 0
     parameters: int = 0
@@ -109,9 +131,14 @@ class Row(PhasedRow):
     optimizer_ms_p20: float | None = None
     optimizer_ms_p80: float | None = None
     memory_gb: float | None = column("peak, GB", GB)
-    """Peak above the parameters and the optimizer's state, in 10⁹ bytes."""
+    """Peak above the parameters and the optimizer's state, in 10⁹ bytes; of the longest length. Of two steps, the first
+    of which records the CUDA graph, if there is one: what a recorded graph holds is not counted afterwards."""
     first_call_s: float | None = column("first step, s", "{:.1f}")
     """The first step, with all that is compiled for it."""
+    second_length_s: float | None = column("second length, s", "{:.1f}")
+    """The first step of another length, with all that is compiled for it. Of one length, None, as the next."""
+    new_length_ms: float | None = column("new length, ms", TIME)
+    """The median step of a length that is new, after the second, until the device has done it."""
     loss: float | None = None
     loss_error: float | None = column("loss error", ERROR)
     """|loss − loss of eager| / loss of eager."""
@@ -119,7 +146,9 @@ class Row(PhasedRow):
     """Whether this project fused the loss; "flce", "thunderfx" and "flce backend" only."""
 
 
-def measure(name: str, methods: list[str], session: Session, *, layers: int | None) -> None:
+def measure(
+    name: str, methods: list[str], session: Session, *, layers: int | None, tokens: int | None, lengths: str
+) -> None:
     """Measures methods on one model.
 
     Args:
@@ -127,16 +156,26 @@ def measure(name: str, methods: list[str], session: Session, *, layers: int | No
         methods: names from `METHODS`.
         session: where, for how long, and who is told.
         layers: instead of the model's own number.
+        tokens: in a batch, instead of the model's own number.
+        lengths: "one", or "changing".
     """
     torch.compiler.reset()
     release(session.device)
     model = MODELS[name]
-    layers = layers or model.layers
-    row = partial(Row, model=name, layers=layers, batch=model.batch, length=model.length, dtype=dtype_name(model.dtype))
-    session = replace(session, row=row)
+    layers, tokens = layers or model.layers, tokens or model.tokens
+    length = min(model.length, tokens // 4)
+    batch, lengths_of_steps = tokens // length, [length]
+    if lengths == "changing":
+        lengths_of_steps = torch.linspace(0.75 * length, 1.25 * length, LENGTHS).int().tolist()
+        # Each turn has each length once.
+        session = replace(session, schedule=replace(session.schedule, calls=LENGTHS, turn_ms=1e9))
+    row = partial(Row, model=name, layers=layers, batch=batch, length=length, lengths=lengths)
+    session = replace(session, row=partial(row, dtype=dtype_name(model.dtype)))
     session.progress("model")
     with session.attempt(*methods) as tried:
-        training = _Training(model, layers, session.device)
+        # So that no method pays for Inductor's own start.
+        torch.compile(lambda x: x.exp().sum())(torch.ones(64, device=session.device, requires_grad=True)).backward()
+        training = _Training(model, layers, batch=batch, lengths=lengths_of_steps, device=session.device)
     if tried.failed:
         return
     session = session.with_fields(vocab=training.vocab, parameters=training.parameters)
@@ -144,12 +183,15 @@ def measure(name: str, methods: list[str], session: Session, *, layers: int | No
     numbers: dict[str, dict[str, Any]] = {}
     for method in methods:
         session.progress(f"{method}: first step")
-        with session.attempt(method):
+        # What one method has compiled, the next would find on the disk.
+        with session.attempt(method), fresh_cache():
+            # Dynamo remembers which sizes have changed, so a second method would not meet its first length alone.
+            torch._dynamo.pgo.reset_code_state()
             program = METHODS[method](training.module)
             numbers[method] = training.first_steps(program)
-            if method in ("flce", "thunderfx", "flce backend"):
+            if method.startswith("flce") or method == "thunderfx":
                 numbers[method]["fused"] = _is_fused(program)
-            steps[method] = partial(training.step, program)
+            steps[method] = partial(training.step, program, itertools.cycle(training.batches))
     for method, outcome in session.take_turns(steps).items():
         session.report(method=method, **outcome.spread("forward", "backward", "optimizer"), **numbers[method])
 
@@ -160,44 +202,51 @@ def _is_fused(program: Callable[..., Tensor]) -> bool:
 
 
 class _Training:
-    """A model with its optimizer and one batch."""
+    """A model with its optimizer, and a batch of each length."""
 
-    def __init__(self, model: Model, layers: int, device: str):
+    def __init__(self, model: Model, layers: int, *, batch: int, lengths: list[int], device: str):
         torch.manual_seed(0)
         before = torch.get_default_dtype()
         torch.set_default_dtype(model.dtype)
         try:
             with torch.device(device):
-                self.module, self.vocab = _LIBRARIES[model.library](model, layers)
+                self.module, self.vocab = _LIBRARIES[model.library](model, layers, max(lengths))
         finally:
             torch.set_default_dtype(before)
         self.parameters = sum(parameter.numel() for parameter in self.module.parameters())
         self._device = device
         self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.0, fused=True)
-        self._tokens, self._labels = torch.randint(self.vocab, (2, model.batch, model.length), device=device)
+        self.batches = [torch.randint(self.vocab, (2, batch, length), device=device) for length in lengths]
         # So that no method pays for making the optimizer's state.
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._update()
         with torch.no_grad():
-            self._eager_loss = self.module(self._tokens, self._labels).item()
+            self._eager_loss = self.module(*self.batches[0]).item()
 
     def first_steps(self, program: Callable[..., Tensor]) -> dict[str, Any]:
-        start = time.perf_counter()
-        loss = self.step(program, lambda phase: None)
-        synchronize(self._device)
-        first_call_s = time.perf_counter() - start
-        peaks = peak_bytes(partial(self.step, program), self._device)
-        return {
-            "first_call_s": first_call_s,
-            "memory_gb": peaks[TOTAL] / 1e9,
-            "loss": loss.item(),
-            "loss_error": abs(loss.item() - self._eager_loss) / self._eager_loss,
+        first_calls_s, losses = [], []
+        for batch in self.batches:
+            start = time.perf_counter()
+            losses.append(self.step(program, iter([batch]), lambda phase: None).item())
+            synchronize(self._device)
+            first_calls_s.append(time.perf_counter() - start)
+        longest = partial(self.step, program, itertools.repeat(self.batches[-1]))
+        found = {
+            "first_call_s": first_calls_s[0],
+            "memory_gb": max(peak_bytes(longest, self._device)[TOTAL] for _ in range(2)) / 1e9,
+            "loss": losses[0],
+            "loss_error": abs(losses[0] - self._eager_loss) / self._eager_loss,
         }
+        if len(self.batches) > 1:
+            found["second_length_s"] = first_calls_s[1]
+            found["new_length_ms"] = 1e3 * statistics.median(first_calls_s[2:])
+        return found
 
-    def step(self, program: Callable[..., Tensor], mark: Mark) -> Tensor:
+    def step(self, program: Callable[..., Tensor], batches: Iterator[Tensor], mark: Mark) -> Tensor:
+        """Returns the loss, which the next step may overwrite: a CUDA graph writes it into the same memory."""
         try:
-            loss = program(self._tokens, self._labels)
+            loss = program(*next(batches))
             mark("forward")
             loss.backward()
             mark("backward")
@@ -254,17 +303,17 @@ class _Transformers(nn.Module):
         return self.model(input_ids=tokens, labels=labels, use_cache=False).loss
 
 
-def _litgpt(model: Model, layers: int) -> tuple[nn.Module, int]:
+def _litgpt(model: Model, layers: int, length: int) -> tuple[nn.Module, int]:
     litgpt = peer("litgpt", extra="examples")
     make = litgpt.Config.from_name if "name" in model.config else litgpt.Config
-    config = make(**model.config, n_layer=layers, block_size=model.length)
+    config = make(**model.config, n_layer=layers, block_size=length)
     return _LitGPT(litgpt.GPT(config)), config.padded_vocab_size
 
 
-def _llama(model: Model, layers: int) -> tuple[nn.Module, int]:
+def _llama(model: Model, layers: int, length: int) -> tuple[nn.Module, int]:
     transformers = peer("transformers", extra="examples")
     config = transformers.LlamaConfig(
-        **model.config, num_hidden_layers=layers, max_position_embeddings=model.length, attn_implementation="sdpa"
+        **model.config, num_hidden_layers=layers, max_position_embeddings=length, attn_implementation="sdpa"
     )
     return _Transformers(transformers.LlamaForCausalLM(config)), config.vocab_size
 
