@@ -20,12 +20,11 @@ from thunder.extend import get_executor
 from torch.utils._pytree import tree_flatten
 
 from thunder_flce import calls, functional
-from thunder_flce.engine.kernels.dispatch import without_nvfuser
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.distributed import agreement_on
-from thunder_flce.graph.executor import executor, executors_allow_nvfuser
 from thunder_flce.graph.reading import is_static
+from thunder_flce.graph.symbols import executor
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
     do_raise,
@@ -81,9 +80,6 @@ def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options:
     if agreement is not None:
         check_call(region, loss=call.loss, vocab=agreement.weight_rows)
         call, memory = replace(call, shard=agreement.shard), agreement.memory
-    if options.row_kernels == "auto" and not executors_allow_nvfuser():
-        dtype = torch.float32 if options.has_float32_logits(call.dtype) else call.dtype
-        options = replace(options, row_kernels=without_nvfuser(dtype=dtype, device_type=call.device.type))
     return PlannedRegion(call, plan_for(call, options, memory=memory))
 
 
