@@ -83,6 +83,15 @@ def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options:
     return PlannedRegion(call, plan_for(call, options, memory=memory))
 
 
+def add_region(
+    region: Mapping[str, Any], needs_grad: tuple[str, ...], options: Options
+) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
+    """Adds a region to a trace, with its plan; returns its loss and outputs, and how it runs."""
+    planned = plan_region(region, needs_grad, options)
+    found = symbols.linear_cross_entropy(**{**region, "needs_grad": needs_grad, **plan_arguments(planned)})
+    return found if isinstance(found, tuple) else (found,), planned
+
+
 def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
     """The region without gradients, whether or not it was planned with them."""
     region = region_arguments(*tensors, **settings)
@@ -203,9 +212,7 @@ def _of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorP
     """The loss and its outputs, as the operator returns them."""
     known = Settings.parse(settings)
     region = {**dict(zip(known.names, tensors, strict=True)), **known.loss.non_defaults()}
-    planned = plan_region(region, known.needs_grad, known.options or Options())
-    found = symbols.linear_cross_entropy(**in_sequences(region), needs_grad=known.needs_grad, **plan_arguments(planned))
-    return found if isinstance(found, tuple) else (found,)
+    return add_region(in_sequences(region), known.needs_grad, known.options or Options())[0]
 
 
 torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _of_operator

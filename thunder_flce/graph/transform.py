@@ -1,8 +1,6 @@
 """The transform: makes a linear and what is computed from its logits one region, and gives every region its plan."""
 
-import time
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +12,9 @@ from thunder.core.transform_common import Transform, dce
 from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.reading import is_static, read, source_of
-from thunder_flce.graph.rules import plan_region
 from thunder_flce.graph.thunder_private import compile_data_and_stats, disable_autocast
 from thunder_flce.graph.writing import write_regions
-from thunder_flce.matching.decisions import Decision, PlannedRegion, Reason, report
+from thunder_flce.matching.decisions import Decision, Reason, report
 from thunder_flce.matching.interpreter import LOSSES, Interpreter
 from thunder_flce.matching.regions import Matched, match
 from thunder_flce.options import Options, as_options
@@ -31,9 +28,6 @@ class Compilation:
     """The trace before the transform."""
 
     decisions: list[Decision] = field(default_factory=list)
-
-    seconds: float = 0.0
-    """Time that the transform took."""
 
 
 class FuseLinearCrossEntropy(Transform):
@@ -81,7 +75,6 @@ class FuseLinearCrossEntropy(Transform):
         Raises:
             NotFusedError: see `transform_traces_pre_prologue`.
         """
-        start = time.perf_counter()
         warn_of_gradients_that_are_not_summed()
         _warn_of_many_compilations()
         compilation = Compilation(computation_trace)
@@ -100,12 +93,11 @@ class FuseLinearCrossEntropy(Transform):
             matched = self.match(known)
             compilation.decisions += matched.refused
             if matched.regions or any(map(symbols.is_region, trace.bound_symbols)):
-                trace, decisions = write_regions(trace, matched.regions, known, plan=self.plan, options=self.options)
+                trace, decisions = write_regions(trace, matched.regions, known, options=self.options)
                 compilation.decisions = _in_order([*decisions, *matched.refused])
                 computation_trace = dce(trace)
                 computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
         report(compilation.decisions, strict=self.strict)
-        compilation.seconds = time.perf_counter() - start
         return computation_trace
 
     def match(self, known: Interpreter) -> Matched:
@@ -122,10 +114,6 @@ class FuseLinearCrossEntropy(Transform):
                     "but knows linears only. Write the linear and the loss, which will be fused; or divide the weight "
                     "yourself, and say so by vocab_parallel"
                 )
-
-    def plan(self, region: Mapping[str, Any], needs_grad: tuple[str, ...]) -> PlannedRegion:
-        """The plan of a region, from its arguments and the names of the operands that need a gradient."""
-        return plan_region(region, needs_grad, self.options)
 
 
 MANY = 8
