@@ -14,7 +14,7 @@ from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of
 from thunder_flce.graph.reading import is_static, read, source_of
 from thunder_flce.graph.thunder_private import compile_data_and_stats, disable_autocast
 from thunder_flce.graph.writing import write_regions
-from thunder_flce.matching.decisions import Decision, Reason, report
+from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import LOSSES, Interpreter
 from thunder_flce.matching.regions import Matched, match
 from thunder_flce.options import Options, as_options
@@ -91,12 +91,13 @@ class FuseLinearCrossEntropy(Transform):
         with disable_autocast():
             known = Interpreter(program)
             matched = self.match(known)
-            compilation.decisions += matched.refused
+            decisions = matched.refused
             if matched.regions or any(map(symbols.is_region, trace.bound_symbols)):
-                trace, decisions = write_regions(trace, matched.regions, known, options=self.options)
-                compilation.decisions = _in_order([*decisions, *matched.refused])
+                trace, written = write_regions(trace, matched.regions, known, options=self.options)
+                decisions = [*written, *decisions]
                 computation_trace = dce(trace)
                 computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
+        compilation.decisions += in_order(decisions)
         report(compilation.decisions, strict=self.strict)
         return computation_trace
 
@@ -129,10 +130,6 @@ def _warn_of_many_compilations() -> None:
             "compiles a program twice for all lengths",
             stacklevel=2,
         )
-
-
-def _in_order(decisions: list[Decision]) -> list[Decision]:
-    return sorted(decisions, key=lambda decision: (decision.line.file or "", decision.line.line or 0))
 
 
 def dynamic_losses(trace: TraceCtx) -> list[Decision]:
