@@ -4,7 +4,8 @@ All other nodes stay as they are, but where they use a result before the region 
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -90,28 +91,23 @@ class _Graph:
         else:
             self._at, self._last = self._positions[node], node
 
-    def behind(self, op: Op) -> "_Graph":
-        """To add nodes behind an operation, and behind all that are done."""
+    @contextmanager
+    def behind(self, op: Op) -> Iterator[None]:
+        """Nodes that are added meanwhile stand behind an operation, and behind all that are done."""
         if self._positions[op.handle] > self._at:
             self._at, self._last = self._positions[op.handle], op.handle
-        self._source: Node = op.handle
-        return self
-
-    def __enter__(self) -> None:
         assert self._last is not None
-        self._first, self._end = self._last, self._last.next
+        node, self._end = self._last, self._last.next
         # What is not to have a gradient is detached.
-        self._is_off = not self._has_grad[min(self._positions, key=lambda node: abs(self._positions[node] - self._at))]
-        if self._is_off:
+        is_off = not self._has_grad[min(self._positions, key=lambda node: abs(self._positions[node] - self._at))]
+        if is_off:
             self._set_grad(True)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._is_off:
+        yield
+        if is_off:
             self._set_grad(False)
-        node = self._first
         while node.next is not self._end:
             node = node.next
-            node.meta.update({name: value for name, value in self._source.meta.items() if name in _SOURCE_META})
+            node.meta.update({name: value for name, value in op.handle.meta.items() if name in _SOURCE_META})
         self._last = node
 
     def _set_grad(self, is_on: bool) -> None:

@@ -86,10 +86,9 @@ class FuseLinearCrossEntropy(Transform):
             compilation.decisions += decisions
             report(decisions, strict=self.strict)
             return computation_trace
-        program, _ = read(trace)
         # The trace has its casts already; the region's symbol would be cast by them once more.
         with disable_autocast():
-            known = Interpreter(program)
+            known = Interpreter(read(trace))
             matched = self.match(known)
             decisions = matched.refused
             if matched.regions or any(map(symbols.is_region, trace.bound_symbols)):
