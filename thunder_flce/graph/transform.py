@@ -1,8 +1,7 @@
 """The transform: makes a linear and what is computed from its logits one region, and gives every region its plan."""
 
 import warnings
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core.proxies import ProxyTag
@@ -20,14 +19,13 @@ from thunder_flce.matching.regions import Matched, match
 from thunder_flce.options import Options, as_options
 
 
-@dataclass
-class Compilation:
+class Compilation(NamedTuple):
     """The decisions about one trace: a jitted function has one for each set of shapes that it was called with."""
 
-    trace: TraceCtx = field(repr=False)
+    trace: TraceCtx
     """The trace before the transform."""
 
-    decisions: list[Decision] = field(default_factory=list)
+    decisions: list[Decision]
 
 
 class FuseLinearCrossEntropy(Transform):
@@ -77,28 +75,27 @@ class FuseLinearCrossEntropy(Transform):
         """
         warn_of_gradients_that_are_not_summed()
         _warn_of_many_compilations()
-        compilation = Compilation(computation_trace)
-        self.compilations.append(compilation)
+        fused, decisions = self._fused(computation_trace)
+        self.compilations.append(Compilation(computation_trace, decisions))
+        report(decisions, strict=self.strict)
+        return fused
+
+    def _fused(self, computation_trace: TraceCtx) -> tuple[TraceCtx, list[Decision]]:
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
         trace = dce(_open_checkpoints(computation_trace))
         _keep_forwards_out_of_backward(trace)
         if decisions := dynamic_losses(trace):
-            compilation.decisions += decisions
-            report(decisions, strict=self.strict)
-            return computation_trace
+            return computation_trace, decisions
         # The trace has its casts already; the region's symbol would be cast by them once more.
         with disable_autocast():
             known = Interpreter(read(trace))
             matched = self.match(known)
-            decisions = matched.refused
-            if matched.regions or any(map(symbols.is_region, trace.bound_symbols)):
-                trace, written = write_regions(trace, matched.regions, known, options=self.options)
-                decisions = [*written, *decisions]
-                computation_trace = dce(trace)
-                computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
-        compilation.decisions += in_order(decisions)
-        report(compilation.decisions, strict=self.strict)
-        return computation_trace
+            if not matched.regions and not any(map(symbols.is_region, trace.bound_symbols)):
+                return computation_trace, in_order(matched.refused)
+            trace, decisions = write_regions(trace, matched.regions, known, options=self.options)
+        trace = dce(trace)
+        trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
+        return trace, in_order([*decisions, *matched.refused])
 
     def match(self, known: Interpreter) -> Matched:
         """What can be fused in a program."""
