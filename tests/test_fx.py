@@ -191,8 +191,13 @@ def test_autocast_of_products(product):
     assert_fused(compiled, times=1)
 
 
+def spelled_out(hidden, weight, labels):
+    return F.cross_entropy(F.linear(hidden, weight).view(-1, V), labels.view(-1))
+
+
 @both_front_ends
-def test_checkpointed_loss(front_end):
+@pytest.mark.parametrize("of_hidden", [spelled_out, thunder_flce.linear_cross_entropy])
+def test_checkpointed_loss(front_end, of_hidden):
     model = Model()
     arguments = batch()
 
@@ -200,7 +205,7 @@ def test_checkpointed_loss(front_end):
         hidden = torch.tanh(model.hidden(model.embedding(tokens)))
 
         def loss(hidden, labels):
-            return F.cross_entropy(F.linear(hidden, model.lm_head.weight).view(-1, V), labels.view(-1))
+            return of_hidden(hidden, model.lm_head.weight, labels)
 
         return checkpoint(loss, hidden, labels, use_reentrant=False)
 

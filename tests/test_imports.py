@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import thunder_flce
-from thunder_flce import compatibility
+from thunder_flce import registration
 
 WITHOUT = """
 import sys, warnings
@@ -243,9 +243,9 @@ def test_thunder_is_imported_where_apply_is_a_builtin():
 
 def test_removed_methods_are_there_for_thunder_only(monkeypatch):
     """Each with a function of its own; those that are not removed stay what they are."""
-    monkeypatch.setattr(compatibility, "REMOVED_METHODS", ("gone", "gone_too", "rename_"))
+    monkeypatch.setattr(registration, "REMOVED_METHODS", ("gone", "gone_too", "rename_"))
     monkeypatch.setattr(torch.Tensor, "rename_", rename := lambda self: self, raising=False)
-    with compatibility.names_for_thunder():
+    with registration.names_for_thunder():
         assert torch.Tensor.gone is not torch.Tensor.gone_too and torch.Tensor.rename_ is rename
         with pytest.raises(NotImplementedError, match=f"torch {re.escape(torch.__version__)} has no torch.Tensor.gone"):
             torch.ones(2).gone()
@@ -265,7 +265,7 @@ def test_autograd_functions_work_while_thunder_is_imported(monkeypatch):
 
     monkeypatch.setattr(torch.autograd.Function, "apply", torch._C._FunctionBase.__dict__["apply"])
     x = torch.randn(3, requires_grad=True)
-    with compatibility.names_for_thunder():
+    with registration.names_for_thunder():
         torch.testing.assert_close(torch.autograd.grad(Square.apply(x).sum(), x)[0], 2 * x)
 
 

@@ -10,13 +10,11 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from thunder.extend import OperatorExecutor
 from thunder.recipes import BaseRecipe
 from torch import nn
 
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options
-from thunder_flce.graph.executor import executors_allow_nvfuser
 from thunder_flce.matching.decisions import Reason
 from thunder_flce.operation.loss import OUTPUTS
 from thunder_flce.options import STRATEGIES
@@ -600,24 +598,6 @@ def test_terms_of_the_functional_form(jit, reduction, autocast):
     for got, right in zip(*gradients, strict=True):
         largest = float(right.abs().max())
         torch.testing.assert_close(got, right, rtol=tolerances["rtol"], atol=tolerances["atol"] * max(1.0, largest))
-
-
-@pytest.mark.parametrize("listed", [False, True])
-@pytest.mark.parametrize("exists", [False, True])
-def test_executors_allow_nvfuser(monkeypatch, exists, listed):
-    """As the list says that was given to thunder, where thunder has an nvFuser executor at all."""
-    nvfuser, found = OperatorExecutor("nvfuser"), []
-    monkeypatch.setattr("thunder_flce.graph.executor.get_executor", lambda name: nvfuser if exists else None)
-
-    class Probe(FuseLinearCrossEntropy):
-        def transform_traces_pre_prologue(self, *traces, **kwargs):
-            found.append(executors_allow_nvfuser())
-            return super().transform_traces_pre_prologue(*traces, **kwargs)
-
-    executors = [thunder_flce.executor, *([nvfuser] if listed else [])]
-    thunder.jit(lambda x: x * 2, executors=executors, transforms=[Probe()])(torch.ones(3))
-    assert found == [listed or not exists]
-    assert executors_allow_nvfuser()
 
 
 def test_a_private_name_that_thunder_lacks():

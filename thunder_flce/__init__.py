@@ -43,8 +43,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from thunder_flce.graph.executor import executor
     from thunder_flce.graph.plugin import FlcePlugin, jit
+    from thunder_flce.graph.symbols import executor
     from thunder_flce.graph.thunderfx import thunderfx
     from thunder_flce.graph.transform import FuseLinearCrossEntropy
 else:
@@ -53,7 +53,7 @@ else:
     _NEED_THUNDER = {
         "FlcePlugin": "graph.plugin",
         "FuseLinearCrossEntropy": "graph.transform",
-        "executor": "graph.executor",
+        "executor": "graph.symbols",
         "jit": "graph.plugin",
         "thunderfx": "graph.thunderfx",
     }

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from thunder_flce.dynamo.reading import body_of, is_checkpoint, read
 from thunder_flce.dynamo.writing import write_regions
-from thunder_flce.matching.decisions import Decision, report
+from thunder_flce.matching.decisions import Decision, in_order, report
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op
 from thunder_flce.matching.regions import Matched, Region, match
@@ -49,10 +49,11 @@ def _fuse(gm: GraphModule, options: Options) -> list[Decision]:
         for checkpoint in checkpoints:
             _open(gm, checkpoint)
         known, matched = _matched(gm, options)
-    decisions = write_regions(gm, matched.regions, known, options) if matched.regions else []
-    if matched.regions:
-        gm.recompile()
-    return sorted([*decisions, *matched.refused], key=lambda each: (each.line.file or "", each.line.line or 0))
+    if not matched.regions:
+        return in_order(matched.refused)
+    decisions = write_regions(gm, matched.regions, known, options)
+    gm.recompile()
+    return in_order([*decisions, *matched.refused])
 
 
 def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, Matched]:

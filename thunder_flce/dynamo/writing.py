@@ -4,7 +4,8 @@ All other nodes stay as they are, but where they use a result before the region 
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -90,28 +91,23 @@ class _Graph:
         else:
             self._at, self._last = self._positions[node], node
 
-    def behind(self, op: Op) -> "_Graph":
-        """To add nodes behind an operation, and behind all that are done."""
+    @contextmanager
+    def behind(self, op: Op) -> Iterator[None]:
+        """Nodes that are added meanwhile stand behind an operation, and behind all that are done."""
         if self._positions[op.handle] > self._at:
             self._at, self._last = self._positions[op.handle], op.handle
-        self._source: Node = op.handle
-        return self
-
-    def __enter__(self) -> None:
         assert self._last is not None
-        self._first, self._end = self._last, self._last.next
+        node, self._end = self._last, self._last.next
         # What is not to have a gradient is detached.
-        self._is_off = not self._has_grad[min(self._positions, key=lambda node: abs(self._positions[node] - self._at))]
-        if self._is_off:
+        is_off = not self._has_grad[min(self._positions, key=lambda node: abs(self._positions[node] - self._at))]
+        if is_off:
             self._set_grad(True)
-
-    def __exit__(self, *error: Any) -> None:
-        if self._is_off:
+        yield
+        if is_off:
             self._set_grad(False)
-        node = self._first
         while node.next is not self._end:
             node = node.next
-            node.meta.update({name: value for name, value in self._source.meta.items() if name in _SOURCE_META})
+            node.meta.update({name: value for name, value in op.handle.meta.items() if name in _SOURCE_META})
         self._last = node
 
     def _set_grad(self, is_on: bool) -> None:
@@ -227,10 +223,7 @@ class _Graph:
         with tracing(None), self._fake_mode, torch.autocast("cpu", enabled=False):
             traced = make_fx(derivative)(wide, given)
         placeholders = traced.graph.find_nodes(op="placeholder")
-        inlined: dict[Node, Any] = {
-            placeholder: self._argument(self._tensor_of(node))
-            for placeholder, node in zip(placeholders[len(starts) :], others, strict=True)
-        }
+        inlined: dict[Node, Any] = dict(zip(placeholders[len(starts) :], others, strict=True))
         (output,) = traced.graph.find_nodes(op="output")
         with self._graph.inserting_before(self._end):
             return [self._inlined(each, inlined, set(placeholders[: len(starts)])) for each in output.args[0]]
@@ -260,19 +253,15 @@ class _Graph:
                     inlined[node].target = name
         return self._made(inlined[result], result.meta["val"])
 
-    def _tensor_of(self, node: Node) -> Any:
-        replaced = {tensor.handle: new for tensor, new in self._replaced.items()}
-        return replaced.get(node, node)
-
     def region(self, arguments: dict[str, Any], needs_grad: tuple[str, ...]) -> tuple[dict[str, Tensor], PlannedRegion]:
         """See `Writer`: the operator, which makes its plan when it runs."""
         arguments.pop("dtype", None)  # The graph casts the loss itself.
         fields = {name: value for name, value in arguments.items() if name in Loss.__dataclass_fields__}
         loss = Loss(**fields)
         call = Call(tensors=named_tensors(arguments), loss=loss, needs_grad=needs_grad)
-        known = call.map(lambda name, value: self._spec(value, call, lambda size: size))
+        known = call.map(lambda _, value: self._spec(value, call))
         settings = calls.unplanned(known, self._options)
-        tensors = [self._operand(name, call, known) for name in settings.names]
+        tensors = [self._operand(name, call) for name in settings.names]
         with self._graph.inserting_before(self._end):
             node = self._graph.call_function(
                 torch.ops.thunder_flce.linear_cross_entropy.default, (tensors, str(settings))
@@ -284,23 +273,20 @@ class _Graph:
             parts = [self._graph.call_function(operator.getitem, (node, at)) for at in range(len(names))]
         node.meta["example_value"] = tuple(results)
         made = [self._made(part, results[at]) for at, part in enumerate(parts)]
-        hinted = call.map(lambda name, value: self._spec(value, call, hint))
-        planned = PlannedRegion(
-            hinted, plan_for(hinted, calls.unplanned(hinted, self._options).options or self._options)
-        )
+        planned = PlannedRegion(known, plan_for(known, settings.options or self._options))
         return dict(zip(names, made, strict=True)), planned
 
-    def _spec(self, value: Any, call: Call, size: Callable[[Any], Any]) -> Spec:
+    def _spec(self, value: Any, call: Call) -> Spec:
+        """With the sizes of this call: its plan is reported, and the operator's settings depend on no size."""
         if isinstance(value, Tensor):
-            return Spec(tuple(map(size, value.shape)), value.dtype, value.device)
-        like = call.tensors["input"]
-        return Spec((), torch.float64 if like.dtype is torch.float64 else torch.float32, like.device)
+            return Spec(tuple(map(hint, value.shape)), value.dtype, value.device)
+        return Spec((), call.row_dtype, call.device)
 
-    def _operand(self, name: str, call: Call, known: Call) -> Node:
+    def _operand(self, name: str, call: Call) -> Node:
         """A tensor or a number of a call as the operator takes it."""
-        given, spec = call.tensors[name], known.tensors[name]
+        given = call.tensors[name]
         if not isinstance(given, Tensor):
-            return self.call(torch.full, (), given, dtype=spec.dtype, device=spec.device).handle
+            return self.call(torch.full, (), given, dtype=call.row_dtype, device=call.device).handle
         if argument(name).differentiable and name not in call.needs_grad and given.needs_grad:
             # The operator raises where an operand requires a gradient that needs_grad does not name.
             return self.call(torch.detach, given).handle

@@ -1,4 +1,7 @@
-"""`jit` and the plugin "flce": two ways to use the fusion with thunder. To import this module registers all rules."""
+"""Three ways to use the fusion with thunder: `jit`, the plugin "flce", and the executor alone.
+
+To import this module registers all rules.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -7,6 +10,7 @@ from typing import Any
 
 import thunder
 import torch
+import torch.nn.functional as F
 from looseversion import LooseVersion
 from thunder.core.transform_common import Transform
 from thunder.extend import Executor
@@ -14,9 +18,10 @@ from thunder.plugins import register_plugin
 
 import thunder_flce.graph.rules
 import thunder_flce.graph.unfused_cross_entropy.rules  # noqa: F401
-from thunder_flce.graph.executor import executor
-from thunder_flce.graph.executor_alone import bring_fusion_along
+from thunder_flce.graph.symbols import executor
+from thunder_flce.graph.thunder_private import general_jit_lookasides, get_compile_data, register_general_jit_lookaside
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
+from thunder_flce.matching.decisions import NotFusedWarning
 from thunder_flce.options import Options
 
 # thunder's interpreter does not know the decorators of newer versions.
@@ -94,4 +99,41 @@ class FlcePlugin(thunder.Plugin):
 
 
 register_plugin("flce", FlcePlugin)
-bring_fusion_along()
+
+
+# The executor alone: `thunder.jit(model, executors=[thunder_flce.executor, …])`. thunder asks a table how to trace a
+# function. What stands there for a linear and for a loss first sees to it that the program's list of transforms, which
+# thunder reads once the program is traced, has a fusion.
+
+
+def add_fusion() -> None:
+    """Puts a fusion before the other transforms of the program that is traced, if it has the executor but no fusion."""
+    data = get_compile_data()
+    if executor not in getattr(data, "executors_list", ()):
+        return
+    transforms = getattr(data, "transforms", ())
+    # `thunderfx` and the plugin have one; so has a program whose fusion waits until thunder has distributed it.
+    if any(isinstance(each, FuseLinearCrossEntropy) or hasattr(each, "fusion") for each in transforms):
+        return
+    if isinstance(transforms, list):
+        transforms.insert(0, FuseLinearCrossEntropy())
+    else:
+        warnings.warn(
+            "thunder_flce: give thunder.jit its transforms as a list, or FuseLinearCrossEntropy() among them; of a "
+            f"{type(transforms).__name__}, the executor cannot fuse linear + cross-entropy",
+            NotFusedWarning,
+            stacklevel=2,
+        )
+
+
+def _with_fusion(trace: Callable) -> Callable:
+    def lookaside(*args: Any, **kwargs: Any) -> Any:
+        add_fusion()
+        return trace(*args, **kwargs)
+
+    return lookaside
+
+
+# One of them is in every language model: methods such as `logits.log_softmax(-1)` thunder looks up elsewhere.
+for _function in (F.linear, F.embedding, torch.matmul, F.cross_entropy, F.nll_loss, F.log_softmax, torch.logsumexp):
+    register_general_jit_lookaside(_function)(_with_fusion(general_jit_lookasides[_function]))

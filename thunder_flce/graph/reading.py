@@ -1,6 +1,5 @@
 """A trace of thunder's as a `Program`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from thunder.core import devices, dtypes, prims
@@ -20,8 +19,8 @@ _NAMES = {
 _NLL_LOSS = ("weight", "ignore_index", "reduction")
 
 
-def read(trace: TraceCtx) -> tuple[Program, dict[str, Tensor]]:
-    """The program of a trace, and its tensors by the names of their proxies."""
+def read(trace: TraceCtx) -> Program:
+    """The program of a trace."""
     with_grad = tensors_that_need_grad(trace)
     tensors: dict[str, Tensor] = {}
 
@@ -63,7 +62,7 @@ def read(trace: TraceCtx) -> tuple[Program, dict[str, Tensor]]:
                 handle=bsym,
             )  # fmt: skip
         )
-    return Program(ops, results), tensors
+    return Program(ops, results)
 
 
 def _tensor(proxy: TensorProxy, *, needs_grad: bool) -> Tensor:
@@ -119,8 +118,4 @@ def tensors_written(bsym: BoundSymbol) -> list[TensorProxy]:
         written.append(bsym.args[1])
     elif bsym.sym.name.endswith("_") or "setitem" in bsym.sym.name:
         written.append(bsym.args[0])
-    return _unique([each for each in written if isinstance(each, TensorProxy)])
-
-
-def _unique(proxies: Sequence[TensorProxy]) -> list[TensorProxy]:
-    return list({proxy.name: proxy for proxy in proxies}.values())
+    return list({each.name: each for each in written if isinstance(each, TensorProxy)}.values())

@@ -20,12 +20,11 @@ from thunder.extend import get_executor
 from torch.utils._pytree import tree_flatten
 
 from thunder_flce import calls, functional
-from thunder_flce.engine.kernels.dispatch import without_nvfuser
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.distributed import agreement_on
-from thunder_flce.graph.executor import executor, executors_allow_nvfuser
 from thunder_flce.graph.reading import is_static
+from thunder_flce.graph.symbols import executor
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
     do_raise,
@@ -81,10 +80,16 @@ def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options:
     if agreement is not None:
         check_call(region, loss=call.loss, vocab=agreement.weight_rows)
         call, memory = replace(call, shard=agreement.shard), agreement.memory
-    if options.row_kernels == "auto" and not executors_allow_nvfuser():
-        dtype = torch.float32 if options.has_float32_logits(call.dtype) else call.dtype
-        options = replace(options, row_kernels=without_nvfuser(dtype=dtype, device_type=call.device.type))
     return PlannedRegion(call, plan_for(call, options, memory=memory))
+
+
+def add_region(
+    region: Mapping[str, Any], needs_grad: tuple[str, ...], options: Options
+) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
+    """Adds a region to a trace, with its plan; returns its loss and outputs, and how it runs."""
+    planned = plan_region(region, needs_grad, options)
+    found = symbols.linear_cross_entropy(**{**region, "needs_grad": needs_grad, **plan_arguments(planned)})
+    return found if isinstance(found, tuple) else (found,), planned
 
 
 def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
@@ -207,9 +212,7 @@ def _of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorP
     """The loss and its outputs, as the operator returns them."""
     known = Settings.parse(settings)
     region = {**dict(zip(known.names, tensors, strict=True)), **known.loss.non_defaults()}
-    planned = plan_region(region, known.needs_grad, known.options or Options())
-    found = symbols.linear_cross_entropy(**in_sequences(region), needs_grad=known.needs_grad, **plan_arguments(planned))
-    return found if isinstance(found, tuple) else (found,)
+    return add_region(in_sequences(region), known.needs_grad, known.options or Options())[0]
 
 
 torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _of_operator

@@ -1,4 +1,4 @@
-"""The thunder symbols of this project and what runs them on torch tensors.
+"""The executor `flce`, the symbols of a region, and what runs them on torch tensors.
 
 =============================  ===================================================================================
 symbol                         what it stands for
@@ -23,19 +23,26 @@ from thunder.core import devices, dtypes
 from thunder.core.prims import OpTags
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
+from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
 
 from thunder_flce import calls, functional, operators
 from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.graph import decomposition, trace_printer
-from thunder_flce.graph.executor import FORWARD_TAGS, executor
 from thunder_flce.graph.reading import loss_dtype
 from thunder_flce.graph.trace_arguments import OUTPUT_GRADS, POSITIONAL, call_of, region_arguments, specs
 from thunder_flce.operation.call import ARGUMENTS, Call, Spec, named_tensors, result_specs
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import Settings
+
+executor = OperatorExecutor("flce", version="0.1")
+register_executor(executor)
+
+# No pass may run a forward again in the backward: nvFuser's rematerialisation skips REDUCTION_OP, thunder's own skips
+# DONT_RECOMPUTE_IN_BACKWARD.
+FORWARD_TAGS = (OpTags.REDUCTION_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD)
 
 
 @ltorch.torchsymbol(

@@ -4,24 +4,9 @@
 All other modules import them from here, so that a missing name is one clear error.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
-
-import thunder
-import torch
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 SUPPORTED_VERSIONS = ">=0.2.6,<0.3"
-
-
-def _missing(what: object) -> ImportError:
-    return ImportError(
-        f"thunder_flce works with lightning-thunder {SUPPORTED_VERSIONS}; version {version('lightning-thunder')} lacks "
-        f"a name that it uses: {what}"
-    )
-
 
 try:
     from thunder.core.compile_data import _compile_data as compile_data_and_stats
@@ -58,4 +43,7 @@ try:
     if nvfuser_available():
         from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
 except ImportError as error:
-    raise _missing(error) from error
+    raise ImportError(
+        f"thunder_flce works with lightning-thunder {SUPPORTED_VERSIONS}; version {version('lightning-thunder')} lacks "
+        f"a name that it uses: {error}"
+    ) from error

@@ -4,7 +4,7 @@
 name.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -41,41 +41,26 @@ def in_sequences(region: Mapping[str, Any]) -> dict[str, Any]:
 
 def call_of(region: Mapping[str, Any], needs_grad: tuple[str, ...] | None = None) -> Call:
     """The call, of the tensors and numbers of a region; needs_grad, if given, in place of what the region says."""
-    return Call(
-        tensors=named_tensors(region), loss=loss_of(region), shard=shard_of(region),
-        needs_grad=(region.get("needs_grad") or ()) if needs_grad is None else needs_grad,
-    )  # fmt: skip
+    # None is the default of every field of a loss that may be None.
+    loss = Loss(**{each.name: region[each.name] for each in fields(Loss) if region.get(each.name) is not None})
+    shard = Shard(**region["shard"]) if region.get("shard") else None
+    needs_grad = (region.get("needs_grad") or ()) if needs_grad is None else needs_grad
+    return Call(tensors=named_tensors(region), loss=loss, shard=shard, needs_grad=needs_grad)
 
 
-def specs(call: Call, size: Callable[[Any], int] = int) -> Call:
-    """The same without proxies; `size` gives the number that a size stands for."""
+def specs(call: Call) -> Call:
+    """The same without proxies."""
     like = call.tensors["input"]
     number = Spec((), dtypes.to_torch_dtype(loss_dtype(like)), devices.to_torch_device(like.device))
-    return call.map(lambda name, value: spec_of(value, size) if isinstance(value, TensorProxy) else number)
+    return call.map(lambda name, value: spec_of(value) if isinstance(value, TensorProxy) else number)
 
 
-def spec_of(proxy: TensorProxy, size: Callable[[Any], int] = int) -> Spec:
+def spec_of(proxy: TensorProxy) -> Spec:
     """What is known of a tensor."""
-    shape = tuple(map(size, proxy.shape))
-    return Spec(shape, dtypes.to_torch_dtype(proxy.dtype), devices.to_torch_device(proxy.device))
-
-
-def loss_of(region: Mapping[str, Any]) -> Loss:
-    """The loss, from those of its fields that are among the arguments; None is the default of all that may be None."""
-    return Loss(**{field.name: region[field.name] for field in fields(Loss) if region.get(field.name) is not None})
-
-
-def plain_values(shard: Shard) -> dict[str, Any]:
-    """The fields of a shard that differ from their defaults, by name."""
-    return {f.name: value for f in fields(shard) if (value := getattr(shard, f.name)) != f.default}
+    return Spec(tuple(map(int, proxy.shape)), dtypes.to_torch_dtype(proxy.dtype), devices.to_torch_device(proxy.device))
 
 
 def plan_arguments(planned: PlannedRegion) -> dict[str, Any]:
-    """The plan and the shard as arguments of a region."""
+    """The plan and the shard as arguments of a region: the fields that differ from their defaults."""
     shard = planned.call.shard
-    return {"plan": planned.plan.non_defaults(), **({"shard": plain_values(shard)} if shard else {})}
-
-
-def shard_of(region: Mapping[str, Any]) -> Shard | None:
-    """This rank's columns, where ranks divide the vocabulary."""
-    return Shard(**region["shard"]) if region.get("shard") else None
+    return {"plan": planned.plan.non_defaults(), **({"shard": shard.non_defaults()} if shard else {})}

@@ -1,10 +1,7 @@
 """The transform: makes a linear and what is computed from its logits one region, and gives every region its plan."""
 
-import time
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core.proxies import ProxyTag
@@ -14,26 +11,21 @@ from thunder.core.transform_common import Transform, dce
 from thunder_flce.graph import symbols, thunder_fixes
 from thunder_flce.graph.distributed import divided_weights, fuses_later, warn_of_gradients_that_are_not_summed
 from thunder_flce.graph.reading import is_static, read, source_of
-from thunder_flce.graph.rules import plan_region
 from thunder_flce.graph.thunder_private import compile_data_and_stats, disable_autocast
 from thunder_flce.graph.writing import write_regions
-from thunder_flce.matching.decisions import Decision, PlannedRegion, Reason, report
+from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import LOSSES, Interpreter
 from thunder_flce.matching.regions import Matched, match
 from thunder_flce.options import Options, as_options
 
 
-@dataclass
-class Compilation:
+class Compilation(NamedTuple):
     """The decisions about one trace: a jitted function has one for each set of shapes that it was called with."""
 
-    trace: TraceCtx = field(repr=False)
+    trace: TraceCtx
     """The trace before the transform."""
 
-    decisions: list[Decision] = field(default_factory=list)
-
-    seconds: float = 0.0
-    """Time that the transform took."""
+    decisions: list[Decision]
 
 
 class FuseLinearCrossEntropy(Transform):
@@ -81,32 +73,29 @@ class FuseLinearCrossEntropy(Transform):
         Raises:
             NotFusedError: see `transform_traces_pre_prologue`.
         """
-        start = time.perf_counter()
         warn_of_gradients_that_are_not_summed()
         _warn_of_many_compilations()
-        compilation = Compilation(computation_trace)
-        self.compilations.append(compilation)
+        fused, decisions = self._fused(computation_trace)
+        self.compilations.append(Compilation(computation_trace, decisions))
+        report(decisions, strict=self.strict)
+        return fused
+
+    def _fused(self, computation_trace: TraceCtx) -> tuple[TraceCtx, list[Decision]]:
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
         trace = dce(_open_checkpoints(computation_trace))
         _keep_forwards_out_of_backward(trace)
         if decisions := dynamic_losses(trace):
-            compilation.decisions += decisions
-            report(decisions, strict=self.strict)
-            return computation_trace
-        program, _ = read(trace)
+            return computation_trace, decisions
         # The trace has its casts already; the region's symbol would be cast by them once more.
         with disable_autocast():
-            known = Interpreter(program)
+            known = Interpreter(read(trace))
             matched = self.match(known)
-            compilation.decisions += matched.refused
-            if matched.regions or any(map(symbols.is_region, trace.bound_symbols)):
-                trace, decisions = write_regions(trace, matched.regions, known, plan=self.plan, options=self.options)
-                compilation.decisions = _in_order([*decisions, *matched.refused])
-                computation_trace = dce(trace)
-                computation_trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
-        report(compilation.decisions, strict=self.strict)
-        compilation.seconds = time.perf_counter() - start
-        return computation_trace
+            if not matched.regions and not any(map(symbols.is_region, trace.bound_symbols)):
+                return computation_trace, in_order(matched.refused)
+            trace, decisions = write_regions(trace, matched.regions, known, options=self.options)
+        trace = dce(trace)
+        trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
+        return trace, in_order([*decisions, *matched.refused])
 
     def match(self, known: Interpreter) -> Matched:
         """What can be fused in a program."""
@@ -123,10 +112,6 @@ class FuseLinearCrossEntropy(Transform):
                     "yourself, and say so by vocab_parallel"
                 )
 
-    def plan(self, region: Mapping[str, Any], needs_grad: tuple[str, ...]) -> PlannedRegion:
-        """The plan of a region, from its arguments and the names of the operands that need a gradient."""
-        return plan_region(region, needs_grad, self.options)
-
 
 MANY = 8
 """Compilations of one program; after as many, Dynamo gives a function up by default."""
@@ -141,10 +126,6 @@ def _warn_of_many_compilations() -> None:
             "compiles a program twice for all lengths",
             stacklevel=2,
         )
-
-
-def _in_order(decisions: list[Decision]) -> list[Decision]:
-    return sorted(decisions, key=lambda decision: (decision.line.file or "", decision.line.line or 0))
 
 
 def dynamic_losses(trace: TraceCtx) -> list[Decision]:

@@ -1,7 +1,7 @@
 """Writes a trace anew: a region in place of each linear and what is computed from its logits, each with its plan."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import thunder.torch as ltorch
@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_map
 
 from thunder_flce.graph import symbols
 from thunder_flce.graph.reading import is_static, tensors_that_need_grad
+from thunder_flce.graph.rules import add_region
 from thunder_flce.graph.thunder_private import torch_to_thunder_functions, vjp
-from thunder_flce.graph.trace_arguments import plan_arguments, region_arguments
+from thunder_flce.graph.trace_arguments import region_arguments
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, tensors_in
@@ -25,9 +26,6 @@ from thunder_flce.operation.call import named_tensors, operand_names
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import as_literal
 
-Planner = Callable[[Mapping[str, Any], tuple[str, ...]], PlannedRegion]
-"""From the arguments of a region, and the names of the operands that need a gradient, to its plan."""
-
 _FUNCTIONS: dict[Any, Callable] = {
     operator.getitem: ltorch.getitem, torch.Tensor.to: ltorch.to, torch.Tensor.expand: ltorch.expand,
     torch.detach: ltorch.detach, torch.where: ltorch.where,
@@ -35,10 +33,10 @@ _FUNCTIONS: dict[Any, Callable] = {
 
 
 def write_regions(
-    trace: TraceCtx, regions: Sequence[Region], known: Interpreter, *, plan: Planner, options: Options
+    trace: TraceCtx, regions: Sequence[Region], known: Interpreter, *, options: Options
 ) -> tuple[TraceCtx, list[Decision]]:
     """The trace with regions, and with a plan for those that the user wrote; and what was decided about each."""
-    writer = _Writer(trace, known, plan, options)
+    writer = _Writer(trace, known, options)
     order, _ = ordered(regions, known.program)
     for item in order:
         if isinstance(item, Op):
@@ -52,10 +50,10 @@ def write_regions(
 class _Writer:
     """The `Writer` of a trace."""
 
-    def __init__(self, trace: TraceCtx, known: Interpreter, plan: Planner, options: Options):
+    def __init__(self, trace: TraceCtx, known: Interpreter, options: Options):
         self.trace = from_trace(trace)
         self.decisions: list[Decision] = []
-        self._known, self._plan, self._options = known, plan, options
+        self._known, self._options = known, options
         self._need_grad = tensors_that_need_grad(trace)
         self._swapped: dict[Any, Proxy] = {}
 
@@ -108,10 +106,8 @@ class _Writer:
                 lambda factor: factor.op is None or factor.op.position < op.position,
             )  # fmt: skip
             region["expected_gradient"] = found.handle if isinstance(found, Tensor) else found
-        planned = self._plan(region, needs_grad)
+        results, planned = add_region(region, needs_grad, self._options)
         self.decisions.append(Decision(op.source, planned))
-        found = symbols.linear_cross_entropy(**{**region, "needs_grad": needs_grad, **plan_arguments(planned)})
-        results = found if isinstance(found, tuple) else (found,)
         return {out: self._made(each, out.needs_grad) for out, each in zip(op.outs, results, strict=True)}
 
     # See `matching.writing.Writer`.
@@ -178,19 +174,13 @@ class _Writer:
         region = tree_map(self._argument, arguments)
         if "vocab_parallel" in region:
             region["vocab_parallel"] = as_literal(group=region["vocab_parallel"])
-        dtype = region.pop("dtype", None)
-        planned = self._plan(region, needs_grad)
-        if dtype is not None:
-            region["dtype"] = dtypes.to_dtype(dtype)
-        found = symbols.linear_cross_entropy(**{**region, "needs_grad": needs_grad, **plan_arguments(planned)})
-        names = ("loss", *planned.call.loss.outputs)
-        results = found if isinstance(found, tuple) else (found,)
+        if "dtype" in region:
+            region["dtype"] = dtypes.to_dtype(region["dtype"])
+        results, planned = add_region(region, needs_grad, self._options)
         loss = planned.call.loss
-        has_grad = {
-            "loss": bool(needs_grad),
-            **{n: bool(needs_grad) and n in loss.differentiable_outputs for n in names[1:]},
-        }
-        return {name: self._made(each, has_grad[name]) for name, each in zip(names, results, strict=True)}, planned
+        with_grad = ("loss", *loss.differentiable_outputs) if needs_grad else ()
+        named = zip(("loss", *loss.outputs), results, strict=True)
+        return {name: self._made(each, name in with_grad) for name, each in named}, planned
 
 
 def _wide(dtype: dtypes.dtype) -> dtypes.dtype:

@@ -1,1 +1,1 @@
-"""Looking at what was compiled: `report` (explain), what is saved and what nvFuser runs in it, `trace_command`."""
+"""Looking at what was compiled: `report` (explain), `thunder_report` (what thunder saves), `trace_command`."""

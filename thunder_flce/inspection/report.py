@@ -4,18 +4,20 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from thunder_flce.backend import compiled_graphs
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import alternatives, temporary_bytes
 from thunder_flce.engine.kernels import dispatch
+from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.engine.matmul.algorithms import tunings
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.printing import program
 from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
-from thunder_flce.inspection.fusions import definitions
 from thunder_flce.matching.decisions import LOG, PLURALS, Decision, PlannedRegion
+from thunder_flce.operation.loss import RowCoefficients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,16 @@ class Report(Sequence):
 
         Where two of one name differ, the names are numbered.
         """
-        return definitions(decision.region for decision in self.decisions if decision.region)
+        texts: dict[str, dict[str, None]] = {}
+        for region in (decision.region for decision in self.decisions if decision.region):
+            for direction, fusions in _fusions(region):
+                for name, fusion in fusions.items():
+                    texts.setdefault(f"{direction}: {name}", {})[str(fusion).strip()] = None
+        return {
+            f"{name} {number}" if number > 1 else name: text
+            for name, of_name in texts.items()
+            for number, text in enumerate(of_name, 1)
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for `json.dump`; sizes in bytes, times in seconds."""
@@ -258,6 +269,31 @@ def _runs(region: PlannedRegion) -> dict[str, list[str]]:
     """What runs in each direction, as lines of text."""
     found = program(*region)
     return {name: list(lines) for name, lines in (("forward", found.forward), ("backward", found.backward)) if lines}
+
+
+def _fusions(region: PlannedRegion) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What nvFuser runs of a region: directions and fusions; none where others run the row work."""
+    call, plan = region
+    loss, dtype, device_type = call.loss, plan.logits_dtype(call.dtype), call.device.type
+    if dispatch.library(plan.row_kernels, dtype=dtype, device_type=device_type) != "nvFuser":
+        return
+    from thunder_flce.engine.kernels import nvfuser_rows
+
+    stride, primitives = row_stride(call.vocab, dtype=dtype, device_type=device_type), program(call, plan).primitives
+    kind: dict[str, Any] = {"dtype": dtype, "stride": stride, "vocab": call.vocab}
+    made_by = partial(nvfuser_rows.definitions, loss.logit_map, **kind, has_class_weight="weight" in call.tensors)
+    if "both_" in primitives:
+        yield "forward", made_by(method="both_")
+    if "results" in primitives:
+        yield "forward", made_by(method="statistics")
+        if loss.moments:
+            yield "forward", made_by(method="moments", names=loss.moments)
+    if "gradient_" in primitives:
+        has_entropy = "entropy" in loss.differentiable_outputs or (loss.token_loss and "expected" in loss.moments)
+        coefficients = RowCoefficients(1, 1, 1 if loss.label_smoothing else None, 1 if has_entropy else None)
+        of_call = partial(made_by, out_dtype=call.dtype, column_sums=call.bias_grad)
+        direction = "backward" if plan.reads_statistics(call) else "forward"
+        yield direction, of_call(method="gradient_", coefficients=coefficients)
 
 
 # Of the default plan on an H200: with PyTorch's operations 39% (S1) to 96% (U2) longer than with Triton's kernels, with

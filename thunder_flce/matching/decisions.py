@@ -119,6 +119,11 @@ class NotFusedError(RuntimeError):
     """With `strict=True`, raised in place of a `NotFusedWarning`."""
 
 
+def in_order(decisions: Iterable[Decision]) -> list[Decision]:
+    """By the user's lines."""
+    return sorted(decisions, key=lambda decision: (decision.line.file or "", decision.line.line or 0))
+
+
 LOG: deque[Decision] = deque(maxlen=1024)
 """The decisions of this process, the latest last."""
 

@@ -1,6 +1,7 @@
 """A vocabulary that is divided among the ranks of a process group; plain values, which an operator's settings carry."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,10 @@ class Shard:
     """Whether each rank has a part of the tokens, too: equal parts, in the order of ranks."""
     input_grad_factor: int = 1
     """What the sum of dX over the ranks is multiplied by: their number, where others will average it."""
+
+    def non_defaults(self) -> dict[str, Any]:
+        """The fields that differ from their defaults: what a trace carries."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     @property
     def token_parts(self) -> int:

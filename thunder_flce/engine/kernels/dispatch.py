@@ -112,11 +112,6 @@ def _described(name: str) -> Backend:
     return BACKENDS[name]._replace(install=cures.get(name, "there is none for AMD's GPUs"))
 
 
-def without_nvfuser(*, dtype: torch.dtype, device_type: str) -> str:
-    """What "auto" amounts to where nvFuser is not to be used."""
-    return "torch" if _backend("auto", dtype, device_type) == "nvfuser" else "auto"
-
-
 def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], device_type: str) -> Callable[..., Tensor]:
     """What computes a student's divergences from a teacher, for logits of such dtypes.
 

@@ -3,26 +3,22 @@
 Indices of classes take symbols of ours. Class probabilities take thunder's own operations, which other executors fuse;
 nvFuser's cross_entropy itself would take them for indices, and fail.
 
-thunder calls the checker and the rules with the arguments of `torch.nn.functional.cross_entropy`.
+thunder calls the checker and the rules with the arguments of `torch.nn.functional.cross_entropy`, which it has checked.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 
-from thunder_flce.graph.executor import executor
 from thunder_flce.graph.reading import is_static, loss_dtype
+from thunder_flce.graph.symbols import executor
 from thunder_flce.graph.thunder_private import get_grad, nvfuser_available, put_grad
 from thunder_flce.graph.unfused_cross_entropy import symbols
 
-_NAMES = "logits target weight size_average ignore_index reduce reduction label_smoothing".split()
 
-
-@dataclass(frozen=True, eq=False)
-class CrossEntropy:
+class CrossEntropy(NamedTuple):
     """The arguments of a `torch.nn.functional.cross_entropy` in a trace."""
 
     logits: TensorProxy
@@ -31,19 +27,12 @@ class CrossEntropy:
     """(N,), () or (B, …), or class probabilities in the logits' shape"""
     weight: TensorProxy | None = None
     """(V,)"""
+    size_average: None = None
+    """thunder takes no other, as of `reduce`"""
     ignore_index: int = -100
+    reduce: None = None
     reduction: str = "mean"
     label_smoothing: float = 0.0
-    is_deprecated: bool = False
-    """Whether it has the argument size_average or reduce"""
-
-    @classmethod
-    def call(cls, *args: Any, **kwargs: Any) -> "CrossEntropy":
-        """From the arguments of a loss, as thunder passes them on."""
-        given = dict(zip(_NAMES, args, strict=False)) | kwargs
-        given = {name: value for name, value in given.items() if value is not None}
-        deprecated = [given.pop(name) for name in ("size_average", "reduce") if name in given]
-        return cls(**given, is_deprecated=bool(deprecated))
 
     @property
     def class_dimension(self) -> int:
@@ -53,31 +42,24 @@ class CrossEntropy:
     @property
     def has_probabilities(self) -> bool:
         """Whether the targets are class probabilities."""
-        return tuple(self.logits.shape) == tuple(self.target.shape)
+        return dtypes.is_float_dtype(self.target.dtype)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keyword arguments that the symbols share; class weights and label smoothing only where there are any."""
+        settings: dict[str, Any] = {"reduction": self.reduction, "ignore_index": self.ignore_index}
+        if self.weight is not None:
+            settings["weight"] = self.weight
+        if self.label_smoothing:
+            settings["label_smoothing"] = self.label_smoothing
+        return settings
 
 
 def _is_supported(*args: Any, **kwargs: Any) -> bool:
     """Whether the symbols compute it."""
-    call = CrossEntropy.call(*args, **kwargs)
-    logits, target = call.logits, call.target
-    if call.is_deprecated or not is_static(logits, target, call.ignore_index, call.label_smoothing):
-        return False
-    if logits.ndim == 0 or logits.numel == 0 or not dtypes.is_float_dtype(logits.dtype):
-        return False
-    if dtypes.is_float_dtype(target.dtype) != call.has_probabilities:
-        return False
-    rows = tuple(size for dimension, size in enumerate(logits.shape) if dimension != call.class_dimension)
-    return call.has_probabilities or tuple(target.shape) == rows
-
-
-def _settings(call: CrossEntropy) -> dict[str, Any]:
-    """The keyword arguments that the symbols share; class weights and label smoothing only where there are any."""
-    settings: dict[str, Any] = {"reduction": call.reduction, "ignore_index": call.ignore_index}
-    if call.weight is not None:
-        settings["weight"] = call.weight
-    if call.label_smoothing:
-        settings["label_smoothing"] = call.label_smoothing
-    return settings
+    call = CrossEntropy(*args, **kwargs)
+    is_known = is_static(call.logits, call.target, call.ignore_index, call.label_smoothing)
+    return is_known and call.logits.numel > 0 and dtypes.is_float_dtype(call.logits.dtype)
 
 
 def _to_rows(tensor: TensorProxy) -> TensorProxy:
@@ -105,7 +87,7 @@ def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
     """The symbol for indices of classes."""
     logits = _to_rows(call.logits)
     target = call.target if call.target.ndim == 1 else ltorch.reshape(call.target, (-1,))
-    loss, *statistics = symbols.cross_entropy_fwd(logits, target, **_settings(call))
+    loss, *statistics = symbols.cross_entropy_fwd(logits, target, **call.settings)
     if call.reduction == "none":
         loss = ltorch.reshape(loss, tuple(call.target.shape))
     return loss, (logits, target, *statistics)
@@ -113,7 +95,7 @@ def _forward(call: CrossEntropy) -> tuple[TensorProxy, tuple[TensorProxy, ...]]:
 
 def _backward(call: CrossEntropy, grad: TensorProxy, saved: tuple[TensorProxy, ...]) -> None:
     grad = ltorch.reshape(grad, (-1,)) if call.reduction == "none" and grad.ndim != 1 else grad
-    gradient = symbols.cross_entropy_bwd(grad, *saved, **_settings(call))
+    gradient = symbols.cross_entropy_bwd(grad, *saved, **call.settings)
     put_grad(call.logits, _from_rows(gradient, call.logits))
 
 
@@ -161,13 +143,13 @@ def _along_classes(call: CrossEntropy) -> TensorProxy:
 
 
 def _transform(*args: Any, **kwargs: Any) -> TensorProxy:
-    call = CrossEntropy.call(*args, **kwargs)
+    call = CrossEntropy(*args, **kwargs)
     forward = _probabilities_forward if call.has_probabilities else _forward
     return forward(call)[0]
 
 
 def _grad(*args: Any, **kwargs: Any) -> TensorProxy:
-    call = CrossEntropy.call(*args, **kwargs)
+    call = CrossEntropy(*args, **kwargs)
     forward, backward = _forward, _backward
     if call.has_probabilities:
         forward, backward = _probabilities_forward, _probabilities_backward

@@ -17,8 +17,8 @@ from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.plan import LOSS_ONLY, Plan
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import Coefficients, RowResults, UpstreamGradients
-from thunder_flce.graph.executor import FORWARD_TAGS, executor
 from thunder_flce.graph.reading import loss_dtype
+from thunder_flce.graph.symbols import FORWARD_TAGS, executor
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
 
