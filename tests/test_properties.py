@@ -143,7 +143,9 @@ class Problem:
         num_items = self.num_items
         if isinstance(num_items, str):
             num_items = torch.tensor(int(num_items), device=device)
-        return {**self.loss, "num_items": num_items}
+        weighs_smoothing = self.class_weight is not None and self.loss["label_smoothing"]
+        detached = ("mean_logit",) if weighs_smoothing and "mean_logit" in self.loss["outputs"] else ()
+        return {**self.loss, "detached": detached, "num_items": num_items}
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:

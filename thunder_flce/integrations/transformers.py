@@ -71,7 +71,7 @@ class LossTrainerMixin:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         labels = None
         if self.label_smoother is not None and self.compute_loss_func is None and "labels" in inputs:
-            # The smoother sums up the log-probabilities of the whole vocabulary, so it is not to see them.
+            # The smoother changes tensors in place, for which gradients would wait; `_loss` computes the same.
             labels = inputs["labels"]
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
 
