@@ -471,6 +471,11 @@ def test_traced_with_everything(num_items, compiled, device):
     check_traced(replace(EVERYTHING, num_items=num_items), compiled, device)
 
 
+def test_class_weights_beside_the_mean_logit(device):
+    """Which they do not weigh."""
+    check(replace(EVERYTHING, loss={**EVERYTHING.loss, "label_smoothing": 0.0}), device)
+
+
 @each_way
 def test_traced_with_masked_columns(compiled, device):
     """Logits of -inf, whose probability is 0, add nothing to an entropy and its gradient."""

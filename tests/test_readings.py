@@ -510,6 +510,7 @@ LOOKALIKES = {
     "sum of constants": lambda z, y: z.detach().log_softmax(-1).sum(-1, keepdim=True) * _log_prob(z, y)[:, None],
     "mean less a constant log-sum-exp": lambda z, y: z.mean(-1) - z.detach().logsumexp(-1),
     "constant mean less the log-sum-exp": lambda z, y: _without_gradients(torch.mean, z, -1) - z.logsumexp(-1),
+    "mean of constants less the log-sum-exp": lambda z, y: (z.detach() - z.logsumexp(-1, keepdim=True)).mean(-1),
     "mean of a factor": lambda z, y: (2 * z).mean(-1) - (z / 3).sum(-1) + _log_prob(z / 3, y),
     "mean of half of the rows": lambda z, y: z[:3].mean(-1).repeat(2) + _log_prob(z, y),
     "mean over the rows": lambda z, y: z.log_softmax(-1).mean(0).sum() + _log_prob(z, y),
@@ -541,7 +542,7 @@ def test_entropy_of_a_single_row(compiled):
 
 
 def test_means_of_a_layer():
-    """Which is no head: its linear stays, and nothing is said of it."""
+    """Which is no head: its linear stays, and nothing is said of it. Only the loss behind it is fused."""
 
     def program(hidden, weight, labels):
         inner = F.linear(hidden, weight)
@@ -555,6 +556,7 @@ def test_means_of_a_layer():
         with warnings.catch_warnings():
             warnings.simplefilter("error", NotFusedWarning)
             torch.testing.assert_close(step(hidden, weight, torch.arange(6)), program(hidden, weight, torch.arange(6)))
+        assert [decision.kind for decision in decisions(step) if decision.fused] == ["cross-entropy"]
 
 
 CANCELLED = {
