@@ -35,17 +35,19 @@ def focal(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mas
     return -((1 - log_prob.exp()) ** 2) * log_prob * advantage.abs() * (1 + mask)
 
 
-def with_log_sum_exp(
-    log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, log_sum_exp: Tensor
-) -> Tensor:
-    return -log_prob * advantage + 0.01 * log_sum_exp.square() - entropy * log_sum_exp.tanh()
+def of_all(
+    log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor, *, log_sum_exp: Tensor,
+    mean_logit: Tensor,
+) -> Tensor:  # fmt: skip
+    value = -log_prob * advantage + 0.01 * log_sum_exp.square() - entropy * log_sum_exp.tanh()
+    return value + advantage * (log_sum_exp - mean_logit)
 
 
 def sigmoids(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
     return -torch.nn.functional.logsigmoid(0.5 * (log_prob - old)) + torch.sigmoid(entropy) * log_prob.detach()
 
 
-TOKEN_LOSSES = (grpo, focal, with_log_sum_exp, sigmoids)
+TOKEN_LOSSES = (grpo, focal, of_all, sigmoids)
 SMOOTH = TOKEN_LOSSES[1:]
 
 
@@ -92,7 +94,8 @@ class Call:
             arguments["expected_gradient"] = (
                 self.expected if is_number else torch.tensor(float(self.expected), device=device)
             )
-        arguments |= {"detached": self.detached, "options": problem.options}
+        detached = tuple(dict.fromkeys((*self.detached, *arguments["detached"])))
+        arguments |= {"detached": detached, "options": problem.options}
         for _ in range(1 + self.is_repeated):
             assert_as_exact_as_eager(case, problem.incoming(device), factor=2.0, tiny=True, **arguments)
 

@@ -188,7 +188,7 @@ def composed(
         row_loss = of_all(composed_of_several(valid_logits, valid_target, of_rows, several))
     elif token_loss is not None:
         of_tokens = (log_probs.gather(1, valid_target[:, None]).squeeze(1), _entropy(log_probs))
-        by_name = {"log_sum_exp": valid_logits.logsumexp(1)}
+        by_name = {"log_sum_exp": valid_logits.logsumexp(1), "mean_logit": valid_logits.mean(1)}
         by_name = {name: value for name, value in by_name.items() if name in inspect.signature(token_loss).parameters}
         row_loss = of_all(token_loss(*of_tokens, *(each.reshape(-1)[valid] for each in token_inputs), **by_name))
     else:
@@ -289,7 +289,7 @@ def differentiate(
     return Result(loss.detach(), gradients, tuple(other.detach() for other in others))
 
 
-DIFFERENTIABLE = ("log_prob", "entropy", "log_sum_exp")
+DIFFERENTIABLE = ("log_prob", "entropy", "log_sum_exp", "mean_logit")
 CHOICES = ("argmax", "valid_argmax", "accuracy")
 """Outputs that hang on how logits are rounded"""
 

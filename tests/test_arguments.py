@@ -65,6 +65,11 @@ BAD = [
     ({"outputs": ("entropie",)}, ValueError, "outputs must be a tuple of names among"),
     ({"outputs": "entropy"}, ValueError, "outputs must be a tuple of names among"),
     ({"outputs": ("entropy", "entropy")}, ValueError, "outputs must name each output once"),
+    (
+        {"outputs": ("mean_logit",), "weight": torch.ones(9), "label_smoothing": 0.1},
+        ValueError,
+        r'outputs has "mean_logit", which gets no gradient with both weight and label_smoothing; pass detached=\(',
+    ),
 ]
 TERM = (torch.zeros(6, 3), torch.zeros(9, 3))
 BAD_TERMS = [

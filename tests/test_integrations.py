@@ -6,6 +6,7 @@ Skipped where a library is not installed: `make matrix` has an environment with 
 import importlib
 import re
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import thunder_flce
+from ranks import as_processes
 from thunder_flce.integrations import trl as our_trl
 
 transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
@@ -126,6 +128,46 @@ def test_trainer(name, tmp_path):
     assert_same(expected, ours, rtol)
     assert_fused(ours)
     assert ours.model.config.to_dict() == expected.model.config.to_dict()
+
+
+def _on_a_rank(rank, names, folder):
+    """What the Trainer logs with these `SETTINGS`, and what ours does, as torchrun starts them."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._TorchCompileInductorWrapper, "__call__", lambda self, graph, inputs: graph)
+        for name, value in environment.items():
+            patch.setenv(name, str(value))
+        for name in names:
+            settings = {"average_tokens_across_devices": True, "ddp_backend": "gloo", **SETTINGS[name][0]}
+            layers = int(name == "gradient checkpointing")
+            trainers = [
+                train(each, folder, model=tiny.model(num_hidden_layers=layers), settings=settings, rows=tiny.rows(32))
+                for each in (transformers.Trainer, OurTrainer)
+            ]
+            # Mixed precision of accelerate has a forward of its own there.
+            assert len({"forward" in vars(each.model) for each in trainers}) == 1
+            assert_fused(trainers[1])
+            found[name] = [history(each) for each in trainers]
+            accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+            torch._dynamo.reset()
+    return found
+
+
+def test_two_processes(tmp_path):
+    """The same as without us and, but for the evaluation, as one process with the same batches."""
+    found = as_processes(2, partial(_on_a_rank, names=list(SETTINGS), folder=str(tmp_path)))
+    assert all(isinstance(each, dict) for each in found), found
+    for name, (theirs, ours) in found[0].items():
+        assert [each for each, _ in ours] == [each for each, _ in theirs]
+        torch.testing.assert_close(
+            *(torch.tensor([value for _, value in each]) for each in (ours, theirs)), rtol=SETTINGS[name][1], atol=1e-5
+        )
+    one = train(transformers.Trainer, tmp_path, settings={"gradient_accumulation_steps": 4}, rows=tiny.rows(32))
+    of_one, of_two = (
+        [value for name, value in each if "eval" not in name] for each in (history(one), found[0]["lengths"][1])
+    )
+    torch.testing.assert_close(torch.tensor(of_two), torch.tensor(of_one), rtol=1e-4, atol=1e-5)
 
 
 def test_a_label_smoother_of_ones_own(tmp_path):

@@ -124,7 +124,7 @@ def test_opcheck(plan, is_planned):
         pytest.skip("a part of the logits is saved only where that was planned")
     names = {**EVERYTHING, "reduction": "mean"}
     if plan.finishes_in_forward:
-        names["outputs"] = ("argmax", "valid_argmax", "accuracy", "mean_logit")
+        names |= {"outputs": ("argmax", "valid_argmax", "accuracy", "mean_logit"), "detached": ("mean_logit",)}
     loss = Loss(**names)
     # Of logits that are saved, the rows after those of valid targets are never written.
     saves_logits = plan.strategy == SAVE_LOGITS
@@ -148,7 +148,7 @@ def test_opcheck(plan, is_planned):
         return
     found = dict(zip(settings.result_names, results, strict=True))
     saved = [found[name].detach() for name in settings.saved_names]
-    upstream = [torch.tensor(0.7), found["log_prob"], found["entropy"] + 1, None]
+    upstream = [torch.tensor(0.7), found["log_prob"], found["entropy"] + 1, None, None]
     args = (upstream, saved, [tensor.detach() for tensor in tensors], str(settings))
     torch.library.opcheck(BACKWARD, args)
     # It leaves what was saved as it is, even in a backward pass whose graph goes.

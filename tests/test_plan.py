@@ -113,9 +113,10 @@ def nothing_warned(monkeypatch):
     ("changes", "options", "strategy"),
     [
         ({}, Options(), "gradients_in_forward"),
-        ({"loss": Loss(reduction="sum", outputs=("argmax", "mean_logit"))}, Options(), "gradients_in_forward"),
+        ({"loss": Loss(reduction="sum", outputs=("argmax", "log_sum_sq_probs"))}, Options(), "gradients_in_forward"),
         ({"loss": EACH_ROW}, Options(), "recompute_logits"),
         ({"loss": Loss(outputs=("log_prob",))}, Options(), "recompute_logits"),
+        ({"loss": Loss(outputs=("mean_logit",))}, Options(), "recompute_logits"),
         ({"loss": EACH_ROW, **FROZEN}, Options(), "gradients_in_forward"),
         ({"loss": EACH_ROW, "rank": 16, **FROZEN}, Options(), "recompute_logits"),
         ({"dtype": torch.float16}, Options(), "recompute_logits"),

@@ -67,6 +67,7 @@ FUNCTIONS = {
     "masks": lambda p, e, a, o, m, *_: -p * m.to(torch.float32) + e.masked_fill(~m, 0.0) + (1 - m.long()) * p,
     "logsigmoid": lambda p, e, *_: -F.logsigmoid(p - 1),
     "log_sum_exp": lambda p, e, *_, log_sum_exp: log_sum_exp**2 - e.tanh(),
+    "mean_logit": lambda p, e, a, *_, log_sum_exp, mean_logit: 0.1 * (log_sum_exp - mean_logit) - mean_logit * p * a,
     "rare": lambda p, e, a, *_: torch.erf(p) + torch.sin(a * p) * torch.log2(e + 1) + p.sign(),
     "lerp": lambda p, e, a, *_: torch.lerp(p, e, a),
     "activations": lambda p, e, *_: F.gelu(p) + F.silu(e) + F.elu(p) + F.leaky_relu(p) * F.mish(e) + F.hardtanh(p),
@@ -93,6 +94,7 @@ def values_of(dtype):
     generator = torch.Generator().manual_seed(5)
     random = [torch.rand(T, generator=generator, dtype=torch.float64) for _ in range(6)]
     found = {"log_prob": -4 * random[0] - 0.05, "entropy": 4 * random[1], "log_sum_exp": 2 * random[2]}
+    found["mean_logit"] = found["log_sum_exp"] - 3
     found["log_prob"][:3] = torch.tensor([-3.0, -1.0, -2.0])
     found |= {"i0": 2 * random[3] - 1, "i1": -4 * random[4], "i2": random[5] > 0.5, "i3": 1 + torch.arange(T) % 5}
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
@@ -138,7 +140,7 @@ def test_the_text():
         pointwise._TEXTS.clear()
         with mode():
             assert written(function, [torch.bfloat16] * 2) == text
-    assert [pointwise.uses(text, name) for name in VARIABLES] == [True, False, False]
+    assert [pointwise.uses(text, name) for name in VARIABLES] == [True, False, False, False]
     assert pointwise.numbered(text.replace("i1", "i7")) == (text, [0, 7])
     assert not pointwise.uses("", "entropy")
 
@@ -287,7 +289,7 @@ def test_by_thunder(name):
     symbol = Symbol(name="losses", meta=losses, id=f"test.losses.{name}")
     value = thunder.jit(lambda *given: symbol(*given))(*leaves)
     torch.testing.assert_close(value.detach(), right, rtol=1e-9, atol=1e-9)
-    found = torch.autograd.grad(value.sum(), leaves[:3], allow_unused=True, materialize_grads=True)
+    found = torch.autograd.grad(value.sum(), leaves[: len(VARIABLES)], allow_unused=True, materialize_grads=True)
     torch.testing.assert_close(found, tuple(derivatives.values()), rtol=1e-9, atol=1e-9, equal_nan=True)
     if name == "rare":
         with pytest.raises(NotImplementedError, match="has no special_i0e"):

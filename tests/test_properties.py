@@ -143,7 +143,9 @@ class Problem:
         num_items = self.num_items
         if isinstance(num_items, str):
             num_items = torch.tensor(int(num_items), device=device)
-        return {**self.loss, "num_items": num_items}
+        weighs_smoothing = self.class_weight is not None and self.loss["label_smoothing"]
+        detached = ("mean_logit",) if weighs_smoothing and "mean_logit" in self.loss["outputs"] else ()
+        return {**self.loss, "detached": detached, "num_items": num_items}
 
 
 def laid_out(tensor: Tensor, layout: str) -> Tensor:
@@ -467,6 +469,11 @@ EVERYTHING = Problem(
 @pytest.mark.parametrize("num_items", [None, 17, "5", "0"])
 def test_traced_with_everything(num_items, compiled, device):
     check_traced(replace(EVERYTHING, num_items=num_items), compiled, device)
+
+
+def test_class_weights_beside_the_mean_logit(device):
+    """Which they do not weigh."""
+    check(replace(EVERYTHING, loss={**EVERYTHING.loss, "label_smoothing": 0.0}), device)
 
 
 @each_way

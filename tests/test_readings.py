@@ -54,6 +54,8 @@ READINGS = (
     patterns.entropy_as_verl_has_it,
     patterns.entropy_of_probabilities,
     patterns.entropy_in_chunks,
+    patterns.label_smoothing_by_hand,
+    patterns.mean_logit_beside_cross_entropy,
 )
 
 
@@ -81,6 +83,8 @@ def test_as_exact_as_eager(program):
         (patterns.entropy_beside_cross_entropy, [()]),
         (patterns.z_term_beside_cross_entropy, [()]),
         (patterns.entropy_logged_beside_cross_entropy, [("entropy",), ()]),
+        (patterns.label_smoothing_by_hand, [()]),
+        (patterns.mean_logit_beside_cross_entropy, [()]),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
@@ -502,6 +506,18 @@ LOOKALIKES = {
     "labels that stay broadcast": _of_broadcast_labels,
     "weighted by a constant entropy": _weighted_by_entropy,
     "weighted by a constant log-sum-exp": lambda z, y: z.detach().logsumexp(-1) * _log_prob(z, y),
+    "mean of all classes": lambda z, y: z.log_softmax(-1).mean(-1) * _log_prob(z, y),
+    "sum of constants": lambda z, y: z.detach().log_softmax(-1).sum(-1, keepdim=True) * _log_prob(z, y)[:, None],
+    "mean less a constant log-sum-exp": lambda z, y: z.mean(-1) - z.detach().logsumexp(-1),
+    "constant mean less the log-sum-exp": lambda z, y: _without_gradients(torch.mean, z, -1) - z.logsumexp(-1),
+    "mean of constants less the log-sum-exp": lambda z, y: (z.detach() - z.logsumexp(-1, keepdim=True)).mean(-1),
+    "mean of a factor": lambda z, y: (2 * z).mean(-1) - (z / 3).sum(-1) + _log_prob(z / 3, y),
+    "mean of half of the rows": lambda z, y: z[:3].mean(-1).repeat(2) + _log_prob(z, y),
+    "mean over the rows": lambda z, y: z.log_softmax(-1).mean(0).sum() + _log_prob(z, y),
+    "mean of all classes and rows": lambda z, y: z.log_softmax(-1).mean() * _log_prob(z, y),
+    "less the mean of the row": lambda z, y: _log_prob((z - z.mean(-1, keepdim=True)) / 0.7, y),
+    "mean of probabilities": lambda z, y: (z.softmax(-1) * z).mean(-1) + z.softmax(-1).mean(-1),
+    "exponential of the row's mean": lambda z, y: z.mean(-1).exp() * _log_prob(z, y),
 }
 
 
@@ -525,7 +541,26 @@ def test_entropy_of_a_single_row(compiled):
         torch.testing.assert_close(step(hidden[0], weight), program(hidden[0], weight))
 
 
+def test_means_of_a_layer():
+    """Which is no head: its linear stays, and nothing is said of it. Only the loss behind it is fused."""
+
+    def program(hidden, weight, labels):
+        inner = F.linear(hidden, weight)
+        gate = F.linear(hidden, weight + 1).mean(-1, keepdim=True).sigmoid()
+        normed = (inner - inner.mean(-1, keepdim=True)) * (inner.var(-1, keepdim=True) + 1e-5).rsqrt()
+        return F.cross_entropy((normed * gate) @ torch.ones(29, 31), labels)
+
+    hidden, weight = torch.randn(6, 8), torch.randn(29, 8, requires_grad=True)
+    for compile in ALL_FRONT_ENDS.values():
+        step = compile(program)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", NotFusedWarning)
+            torch.testing.assert_close(step(hidden, weight, torch.arange(6)), program(hidden, weight, torch.arange(6)))
+        assert [decision.kind for decision in decisions(step) if decision.fused] == ["cross-entropy"]
+
+
 CANCELLED = {
+    "sum of centered logits": lambda z, y: (F.cross_entropy(z, y), (z - z.mean(-1, keepdim=True)).sum(-1)),
     "sum of a softmax": lambda z, y: (F.cross_entropy(z, y), z.softmax(-1).sum(-1)),
     "log-sum-exp of a log-softmax": lambda z, y: (F.cross_entropy(z, y), 2 * z.log_softmax(-1).logsumexp(-1)),
     "a log-probability less itself": lambda z, y: (-_log_prob(z, y).mean(), (_log_prob(z, y) - _log_prob(z, y)).exp()),

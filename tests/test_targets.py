@@ -282,16 +282,17 @@ def tokens(dtype):
     from thunder_flce.engine.kernels.triton_tokens import kernel_for
     from thunder_flce.token_losses import token_loss_of
 
-    def ratio(log_prob, entropy, old, advantage, *, log_sum_exp):
+    def ratio(log_prob, entropy, old, advantage, *, log_sum_exp, mean_logit):
         ratio = torch.exp(log_prob - old)
         clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-        return 1e-4 * log_sum_exp.square() - clipped - 0.1 * entropy * torch.sigmoid(advantage)
+        return 1e-4 * log_sum_exp.square() - clipped - 0.1 * entropy * torch.sigmoid(advantage) + mean_logit * old
 
     inputs = [vector(), vector()]
     token_loss = token_loss_of(ratio, inputs)
     for logit_map in (LogitMap(), LogitMap(softcap=30.0)):
         run = kernel_for.__wrapped__(token_loss, tuple(each.dtype for each in inputs), logit_map)
-        run(RowStatistics(vector(), vector()), vector(dtype), vector(), vector(), inputs)
+        moments = {"expected": vector(), "shifted_sum": vector()}
+        run(RowStatistics(vector(), vector()), vector(dtype), moments, vector(), inputs, columns=2**17)
 
 
 KERNELS = {

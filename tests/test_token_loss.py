@@ -44,10 +44,10 @@ def clipped(log_prob, entropy, old, advantage, ref):
 TWO = torch.tensor(2.0, dtype=torch.float64)
 
 
-def called(function, log_prob, entropy, log_sum_exp, inputs):
+def called(function, log_prob, entropy, inputs, **by_name):
     """As `linear_cross_entropy` describes it."""
-    is_asked_for = "log_sum_exp" in inspect.signature(function).parameters
-    return function(log_prob, entropy, *inputs, **({"log_sum_exp": log_sum_exp} if is_asked_for else {}))
+    asked_for = inspect.signature(function).parameters
+    return function(log_prob, entropy, *inputs, **{name: each for name, each in by_name.items() if name in asked_for})
 
 
 # Each with a bounded derivative of what is bounded, so that float64 stays exact.
@@ -106,7 +106,8 @@ def eager(function, hidden, weight, bias, labels, *inputs, token_weights=None, r
     log_probs = torch.log_softmax(logits.double() if logits.dtype == torch.float64 else logits.float(), -1)
     log_prob = log_probs.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
     entropy, log_sum_exp = -(log_probs.exp() * log_probs).sum(-1), logits.to(log_probs.dtype).logsumexp(-1)
-    losses = called(function, log_prob, entropy, log_sum_exp, inputs)
+    mean_logit = logits.to(log_probs.dtype).mean(-1)
+    losses = called(function, log_prob, entropy, inputs, log_sum_exp=log_sum_exp, mean_logit=mean_logit)
     weights = torch.ones_like(losses) if token_weights is None else token_weights.to(losses.dtype)
     weights = weights * (labels != -100)
     total = torch.where(weights != 0, losses * weights, 0).sum()
@@ -131,12 +132,12 @@ def with_gradients(run, function, tensors, grad=1.0, **settings):
 @settings(max_examples=40, deadline=None)
 @given(function=functions(), chunk_rows=st.integers(1, 40), grad=st.sampled_from((1.0, -0.37)))
 def test_any_function(function, chunk_rows, grad):
-    def of_five(log_prob, entropy, a, b, c, *, log_sum_exp):
-        return function(log_prob, entropy, a, b, log_sum_exp)
+    def of_six(log_prob, entropy, a, b, c, *, log_sum_exp, mean_logit):
+        return function(log_prob, entropy, a, b, log_sum_exp, mean_logit)
 
     tensors = operands()
-    got = with_gradients(ours, of_five, tensors, grad, options=Options(chunk_rows=chunk_rows))
-    torch.testing.assert_close(got, with_gradients(eager, of_five, tensors, grad))
+    got = with_gradients(ours, of_six, tensors, grad, options=Options(chunk_rows=chunk_rows))
+    torch.testing.assert_close(got, with_gradients(eager, of_six, tensors, grad))
 
 
 WEIGHTS = torch.rand(B * T, generator=torch.Generator().manual_seed(0)).masked_fill(torch.arange(B * T) % 5 == 0, 0)
@@ -218,17 +219,23 @@ def test_without_gradients_and_without_tokens():
     assert loss == 0 and not weight.grad.any()
 
 
-def test_divided_vocabulary():
+def smoothed(log_prob, entropy, old, advantage, ref, *, log_sum_exp, mean_logit):
+    """Of the log-probabilities of all classes, too."""
+    return -0.9 * log_prob + 0.1 * advantage * (log_sum_exp - mean_logit) - 0.1 * mean_logit * entropy
+
+
+@pytest.mark.parametrize("function", [clipped, smoothed], ids=lambda function: function.__name__)
+def test_divided_vocabulary(function):
     """All ranks get the results of the whole."""
     tensors = operands()
-    right = with_gradients(eager, clipped, tensors)
+    right = with_gradients(eager, function, tensors)
 
     def run(rank):
         hidden, weight, bias, labels, *inputs = doubled(*tensors)
         rows = (slice(0, 20), slice(20, V))[rank]
         weight, bias = (tensor.detach()[rows].clone().requires_grad_() for tensor in (weight, bias))
         settings = {"vocab_parallel": torch.distributed.group.WORLD, "options": Options(chunk_rows=10)}
-        return with_gradients(ours, clipped, (hidden, weight, bias, labels, *inputs), **settings)
+        return with_gradients(ours, function, (hidden, weight, bias, labels, *inputs), **settings)
 
     first, second = as_threads(2, run)
     for number, expected in enumerate(right):

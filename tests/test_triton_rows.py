@@ -299,7 +299,9 @@ def test_divergences(kind, vocab, dtypes, in_place):
 class Compiler:
     """Compiles kernels for a GPU that is not there; the interpreter takes more than the compiler does."""
 
-    TYPES = dict.fromkeys(("rows", "rows_each", "tokens", "vocab", "ignore_index", "size_1", "size_2", "size_3"), "i32")
+    TYPES = dict.fromkeys(
+        ("rows", "columns", "rows_each", "tokens", "vocab", "ignore_index", "size_1", "size_2", "size_3"), "i32"
+    )
     TYPES |= dict.fromkeys(
         ("target", "exchange", "column", "counts", "is_right", "order", "num_items", "valid_count"), "*i64"
     )

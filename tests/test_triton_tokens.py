@@ -31,7 +31,13 @@ def with_z_loss(log_prob, entropy, a, *_, log_sum_exp):
     return -log_prob * a + 0.1 * log_sum_exp**2 - entropy * log_sum_exp.tanh()
 
 
+def smoothed(log_prob, entropy, a, *_, log_sum_exp, mean_logit):
+    return -log_prob * a + a * (log_sum_exp - mean_logit) + entropy * mean_logit.tanh()
+
+
 FUNCTIONS = {
+    "label smoothing": smoothed,
+    "mean logit alone": lambda p, e, *_, mean_logit: mean_logit**2,
     "clipped ratio": clipped,
     "z-loss": with_z_loss,
     "z-loss alone": lambda p, e, *_, log_sum_exp: log_sum_exp**2,
@@ -109,9 +115,10 @@ def _check(name, function, inputs, generator):
     ops = SimpleNamespace(
         call=SimpleNamespace(loss=loss, whole_vocab=V, row_dtype=call.row_dtype), logit_map=lambda z: z
     )
-    found = RowResults(RowStatistics(row_max, log_sum), z_y, {"expected": expected})
+    sums = {"expected": expected, "shifted_sum": V * (expected - 1)}
+    found = RowResults(RowStatistics(row_max, log_sum), z_y, {name: sums[name] for name in loss.moments})
     value, coefficients = row_loss.token_loss(ops, found, inputs, s)
-    got, others = kernel(found.statistics, z_y, expected if "expected" in loss.moments else None, s, inputs)
+    got, others = kernel(found.statistics, z_y, found.moments, s, inputs, columns=V)
     torch.testing.assert_close(got, value, rtol=2e-5, atol=2e-5)
     for ours, right in zip(others, coefficients, strict=True):
         assert (ours is None) == (right is None)
@@ -157,7 +164,8 @@ def test_compiled(name, monkeypatch):
     run = triton_tokens.kernel_for.__wrapped__(
         token_loss_of(FUNCTIONS[name], [vector] * 3), (torch.float32,) * 3, SimpleNamespace(scale=1.0, softcap=None)
     )
-    run(RowStatistics(vector, vector), vector, vector, vector, [vector] * 3)
+    moments = {"expected": vector, "shifted_sum": vector}
+    run(RowStatistics(vector, vector), vector, moments, vector, [vector] * 3, columns=V)
     block = triton_rows._Block(math.inf, triton_tokens._BLOCK, triton_tokens._THREADS)
     compiler = Compiler("bf16", SimpleNamespace(scale=1.0, softcap=None))
     assert ".local" not in compiler.ptx(given[0], block)

@@ -354,6 +354,9 @@ def divided_tokens(case: Case, sizes, grad=None, *, counts=None, **settings) -> 
         upstream += [each[mine] for each in incoming_gradients(case, names, loss.dtype)]
         upstream = [each * factor if each.ndim else each for each in upstream]
         wanted = [loss, *(o for name, o in zip(names, outputs, strict=True) if name in DIFFERENTIABLE)]
+        # Not so what is detached.
+        kept = [pair for pair in zip(wanted, upstream, strict=True) if pair[0].requires_grad]
+        wanted, upstream = zip(*kept, strict=True)
         gradients = torch.autograd.grad(wanted, part.needing_grad(), upstream)
         inputs = [part.x, *(x for x, _ in part.terms)]
         gradients = [

@@ -120,25 +120,26 @@ def linear_cross_entropy(
             the forward, and outputs get none. Below 6e-8, 1 - Σ_k p_k counts as that.
         token_loss: what each token adds to the loss in place of its cross-entropy, the negative log-probability: a
             function of its log-probability, its entropy and token_inputs, such as GRPO's clipped ratio. One that has an
-            argument log_sum_exp gets that by name, as for a z-loss. It is called once, with stand-ins, and
-            must be made of PyTorch's operations on single tokens (those of `operation.token_loss`; no sums, no
-            branches). Gradients are still computed in the forward; outputs get none then.
+            argument log_sum_exp, as for a z-loss, or mean_logit, as for label smoothing, gets that by name. It is
+            called once, with stand-ins, and must be made of PyTorch's operations on single tokens (those of
+            `operation.token_loss`; no sums, no branches). Gradients are still computed in the forward; outputs get none
+            then.
         token_inputs: (...) each, of any floating-point dtype, integers or bool: further arguments of token_loss, such
             as old log-probabilities and advantages. They get no gradient.
         num_items: what "mean" divides by, in place of what it counts: such as the number of valid tokens of all
             micro-batches and ranks. A number or a tensor without dimensions, on input's device, which the host never
             waits for. Where it is 0, so are the loss and the gradients.
-        outputs: names of what is to be returned with the loss, from the same logits. (...) each in the loss's dtype
-            and 0 for ignored tokens: "log_prob", the target's log-probability, "entropy", and "log_sum_exp", that of
-            the logits, which are differentiable; "mean_logit", the mean of the logits over their columns (this one and
-            log_sum_exp are NaN where the largest is infinite), and "log_sum_sq_probs", the logarithm of the sum of the
-            squared probabilities, without gradients. "argmax", (...) int64, the column of the largest logit before a
-            softcap, which keeps their order but may make equals of the largest; for it, ignored tokens are also
-            computed; "valid_argmax", the same for less, since it is -1 for ignored tokens; "accuracy", (), the fraction
-            of the valid tokens whose argmax is their target. These three have no gradient, and take another pass over
-            the logits.
-        detached: those of "log_prob", "entropy" and "log_sum_exp" that get no gradient, as what is only logged: then
-            gradients need not wait for theirs.
+        outputs: names of what is to be returned with the loss, from the same logits. (...) each in the loss's dtype and
+            0 for ignored tokens: "log_prob", the target's log-probability, "entropy", "log_sum_exp", that of the
+            logits, and "mean_logit", the mean of the logits over their columns, which are differentiable (the last two
+            are NaN where the largest logit is infinite), and "log_sum_sq_probs", the logarithm of the sum of the
+            squared probabilities, without a gradient. With both class weights and label smoothing, "mean_logit" must be
+            in detached. "argmax", (...) int64, the column of the largest logit before a softcap, which keeps their
+            order but may make equals of the largest; for it, ignored tokens are also computed; "valid_argmax", the same
+            for less, since it is -1 for ignored tokens; "accuracy", (), the fraction of the valid tokens whose argmax
+            is their target. These three have no gradient, and take another pass over the logits.
+        detached: those of the differentiable outputs that get no gradient, as what is only logged: then gradients need
+            not wait for theirs.
         terms: further linears that are added to the logits, such as LoRA on the head: pairs of an
             input (..., H_i) and a weight (V, H_i), of input's dtype and device.
         expected_gradient: the upstream gradient of the loss that gradients in the forward are finished for, where it is

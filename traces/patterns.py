@@ -224,6 +224,15 @@ def label_smoothing(hidden, weight, labels):
     return _loss(F.linear(hidden, weight), labels, label_smoothing=0.1)
 
 
+def label_smoothing_by_hand(hidden, weight, labels):
+    """As LabelSmoother of transformers, but for changes in place: a sum of the log-probabilities of all classes."""
+    losses = -F.log_softmax(F.linear(hidden, weight), dim=-1)
+    is_valid = labels != -100
+    of_labels = losses.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    smoothed = 0.9 * of_labels + 0.1 * losses.sum(-1, dtype=torch.float32) / weight.shape[0]
+    return (smoothed * is_valid).sum() / is_valid.sum()
+
+
 def class_weights(hidden, weight, class_weight, labels):
     return _loss(F.linear(hidden, weight), labels, weight=class_weight, reduction="sum")
 
@@ -550,6 +559,12 @@ def entropy_logged_beside_cross_entropy(hidden, weight, labels):
     return _loss(logits[:, :-1], labels[:, 1:]), entropy
 
 
+def mean_logit_beside_cross_entropy(hidden, weight, labels):
+    """A penalty of logits whose mean is not 0."""
+    logits = F.linear(hidden, weight).float()
+    return _loss(logits, labels) + 1e-4 * logits.mean(-1).square().mean()
+
+
 def log_probability_beside_another_use(hidden, weight, tokens):
     logits = F.linear(hidden, weight)
     of_labels = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -601,6 +616,7 @@ FUSED: tuple[Callable, ...] = (
     low_rank_adapter_on_logits_without_grad,
     tied_embeddings,
     label_smoothing,
+    label_smoothing_by_hand,
     class_weights,
     class_weights_and_label_smoothing,
     class_weights_of_nll_loss,
@@ -650,6 +666,7 @@ FUSED: tuple[Callable, ...] = (
     entropy_beside_cross_entropy,
     z_term_beside_cross_entropy,
     entropy_logged_beside_cross_entropy,
+    mean_logit_beside_cross_entropy,
     log_probability_beside_another_use,
     log_softmax_with_the_maximum_added_again,
 )

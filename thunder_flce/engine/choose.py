@@ -112,7 +112,7 @@ def strategy_of(call: Call, options: Options) -> str:
             'strategy "gradients_in_forward" needs reduction "mean" or "sum" and no differentiable outputs: otherwise '
             "the upstream gradient is a vector that has to be applied before anything is summed over tokens. Or it "
             "needs a frozen weight and bias, no further terms, no label smoothing, no z_loss and no gradient of "
-            '"entropy" or "log_sum_exp"'
+            '"entropy", "log_sum_exp" or "mean_logit"'
         )
     # float16 gradients need the upstream gradient (the loss scale) before they are rounded, or they underflow.
     is_scaled = options.expected_gradient is not None or "expected_gradient" in call.tensors

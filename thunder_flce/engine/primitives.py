@@ -414,7 +414,8 @@ class Primitives:
         out = self.dlogits_buffer(z)
         if not call.vocab:
             return out, self.empty((0,), call.row_dtype) if call.bias_grad else None
-        of_class = self.class_weight if coefficients.uniform is not None else None
+        # Of smoothing; the mean logit has the same derivative for each class.
+        of_class = self.class_weight if call.loss.label_smoothing else None
         if target.ndim > 1:
             return out, self._gradient_of_several_(out, z, found, coefficients, target)
         column, is_here = self.columns_here(target)
@@ -484,7 +485,7 @@ class Primitives:
         kernel = self.region.token_kernel
         if kernel is None or s is None:
             return row_loss.token_loss(self, found, inputs, s)
-        return kernel(found.statistics, found.z_y, found.moments.get("expected"), s, inputs)
+        return kernel(found.statistics, found.z_y, found.moments, s, inputs, columns=self.call.whole_vocab)
 
     # Results.
 

@@ -311,9 +311,8 @@ class _Writer(Primitives):
         call = self.call
         out = self.dlogits_buffer(z)
         terms = [f"A softmax({self._u()})", "B one_hot(y)"]
-        terms += ["C w" if coefficients.uniform is not None and call.get("weight") is not None else "C"] * (
-            coefficients.uniform is not None
-        )
+        if coefficients.uniform is not None:
+            terms.append("C w" if call.loss.label_smoothing and call.get("weight") is not None else "C")
         words = " - ".join(terms) + (" - entropy's" if coefficients.entropy is not None else "")
         note = "in place" if out is z else "in new memory"
         note += ", with its sums over the rows" if call.bias_grad else ""

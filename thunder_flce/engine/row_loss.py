@@ -34,6 +34,7 @@ class UpstreamGradients(NamedTuple):
     log_prob: Tensor | None = None
     entropy: Tensor | None = None
     log_sum_exp: Tensor | None = None
+    mean_logit: Tensor | None = None
 
 
 class RowResults(NamedTuple):
@@ -84,6 +85,9 @@ class Coefficients:
             found = found._replace(probability=found.probability + self._of_rows(upstream.log_sum_exp))
         if upstream.entropy is not None:
             found = found._replace(entropy=self._of_rows(upstream.entropy))
+        if upstream.mean_logit is not None:
+            uniform = self._of_rows(upstream.mean_logit) / -call.whole_vocab
+            found = found._replace(uniform=uniform if found.uniform is None else found.uniform + uniform)
         self._of_all, self._of_z = found, None
         if loss.z_loss:
             of_z = rows.s
@@ -157,16 +161,16 @@ def token_loss(
 
     def times(name: str) -> Tensor | None:
         # Of one column, the log-probability and the entropy are 0, whatever exponentials round to.
-        derivative = None if columns == 1 and name != "log_sum_exp" else derivatives[name]
+        derivative = None if columns == 1 and name in ("log_prob", "entropy") else derivatives[name]
         # The derivative may be infinite in a row without an upstream gradient.
         return None if derivative is None else torch.where(s == 0, 0.0, s * derivative)
 
-    g_p, g_e, g_l = map(times, VARIABLES)
+    g_p, g_e, g_l, g_u = map(times, VARIABLES)
     one_hot = torch.zeros_like(s) if g_p is None else -g_p
     probability = one_hot if g_l is None else one_hot + g_l
     if g_e is not None:
         probability = probability + g_e * (row.log_sum - values["entropy"])
-    return value, RowCoefficients(probability, one_hot, entropy=g_e)
+    return value, RowCoefficients(probability, one_hot, None if g_u is None else g_u / -columns, g_e)
 
 
 def _soft_targets(ops: "Primitives", rows: Rows, row: Row, chunk: slice) -> SoftTargets:

@@ -18,6 +18,7 @@ from thunder_flce.engine.printing import program
 from thunder_flce.inspection.formatting import Block, format_bytes, heading, print_text, table
 from thunder_flce.matching.decisions import LOG, PLURALS, Decision, PlannedRegion
 from thunder_flce.operation.loss import RowCoefficients
+from thunder_flce.operation.pointwise import VARIABLES, uses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,17 +282,19 @@ def _fusions(region: PlannedRegion) -> Iterator[tuple[str, dict[str, Any]]]:
 
     stride, primitives = row_stride(call.vocab, dtype=dtype, device_type=device_type), program(call, plan).primitives
     kind: dict[str, Any] = {"dtype": dtype, "stride": stride, "vocab": call.vocab}
-    made_by = partial(nvfuser_rows.definitions, loss.logit_map, **kind, has_class_weight="weight" in call.tensors)
+    made_by = partial(nvfuser_rows.definitions, loss.logit_map, **kind)
+    has_class_weight = "weight" in call.tensors and bool(loss.label_smoothing)
     if "both_" in primitives:
         yield "forward", made_by(method="both_")
     if "results" in primitives:
         yield "forward", made_by(method="statistics")
         if loss.moments:
-            yield "forward", made_by(method="moments", names=loss.moments)
+            yield "forward", made_by(method="moments", names=loss.moments, has_class_weight=has_class_weight)
     if "gradient_" in primitives:
-        has_entropy = "entropy" in loss.differentiable_outputs or (loss.token_loss and "expected" in loss.moments)
-        coefficients = RowCoefficients(1, 1, 1 if loss.label_smoothing else None, 1 if has_entropy else None)
-        of_call = partial(made_by, out_dtype=call.dtype, column_sums=call.bias_grad)
+        derivatives = {*loss.differentiable_outputs, *(name for name in VARIABLES if uses(loss.token_loss, name))}
+        has_uniform = loss.label_smoothing or "mean_logit" in derivatives
+        coefficients = RowCoefficients(1, 1, 1 if has_uniform else None, 1 if "entropy" in derivatives else None)
+        of_call = partial(made_by, out_dtype=call.dtype, column_sums=call.bias_grad, has_class_weight=has_class_weight)
         direction = "backward" if plan.reads_statistics(call) else "forward"
         yield direction, of_call(method="gradient_", coefficients=coefficients)
 

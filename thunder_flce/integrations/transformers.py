@@ -1,7 +1,7 @@
 """transformers' Trainer: compiles the loss in place of the model, whose output has the logits, too."""
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ class LossTrainerMixin:
 
     backend_options: Mapping[str, Any] = {}
     # The Trainer's.
+    accelerator: Any
     model: Any
     label_smoother: Any
     compute_loss_func: Any
@@ -71,12 +72,12 @@ class LossTrainerMixin:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         labels = None
         if self.label_smoother is not None and self.compute_loss_func is None and "labels" in inputs:
-            # The smoother sums up the log-probabilities of the whole vocabulary, so it is not to see them.
+            # The smoother changes tensors in place, for which gradients would wait; `_loss` computes the same.
             labels = inputs["labels"]
             inputs = {name: value for name, value in inputs.items() if name != "labels"}
 
         def call(**inputs: Any) -> dict[str, Tensor]:
-            loss = self.compiled_loss(model, inputs, labels, num_items_in_batch)
+            loss = self._inside_wrappers(model, inputs, labels, num_items_in_batch)
             return {} if loss is None else {"loss": loss}
 
         with self._traceable_checkpoints():
@@ -84,7 +85,7 @@ class LossTrainerMixin:
                 # Not compiled: what the Trainer does beside, Dynamo does not trace in each version.
                 loss = super().compute_loss(call, inputs, num_items_in_batch=num_items_in_batch)  # type: ignore[misc]
             else:
-                loss = self.compiled_loss(model, inputs, None, num_items_in_batch)
+                loss = self._inside_wrappers(model, inputs, None, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
     def prediction_step(
@@ -119,8 +120,33 @@ class LossTrainerMixin:
         finally:
             config.use_cache = before
 
-    def _loss(
+    def _inside_wrappers(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor | None, num_items_in_batch: Tensor | int | None
+    ) -> Tensor | None:
+        """The compiled loss, in the place of the forward that a wrapper calls.
+
+        Dynamo breaks the graph at the forward of DDP, so that the part inside would have to return the logits.
+        """
+        inner = self.accelerator.unwrap_model(model)
+        if inner is model:
+            return self.compiled_loss(model, inputs, labels, num_items_in_batch)
+        # Mixed precision of accelerate has put one there, too.
+        forward, own = inner.forward, vars(inner).get("forward")
+        inner.forward = lambda **inputs: self.compiled_loss(forward, inputs, labels, num_items_in_batch)
+        try:
+            return model(**inputs)
+        finally:
+            if own is None:
+                del inner.forward
+            else:
+                inner.forward = own
+
+    def _loss(
+        self,
+        model: Callable[..., Any],
+        inputs: dict[str, Any],
+        labels: Tensor | None,
+        num_items_in_batch: Tensor | int | None,
     ) -> Tensor | None:
         """What is compiled. Labels are there to be smoothed; None where the model returns no loss."""
         if self.compute_loss_func is not None:

@@ -79,6 +79,7 @@ class _Head:
             softcap=None if softcap is None else softcap / call["temperature"],
             logit_scale=scale / call["temperature"],
             outputs=("log_prob", *(_OUTPUTS[name] for name in names)),
+            detached=("mean_logit",) if "mean_logits" in names else (),
             options=self._options,
         )
         _, log_probs, *others = results

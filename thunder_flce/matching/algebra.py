@@ -5,8 +5,9 @@ For a row of logits u with label y, with M = max u, L = log Σ exp u and p = exp
     of each class    a u + r,  c exp(a u + r)  or  p (a u + r)            `Class`
     of each row      r  or  c exp(r)                                      `Row`
 
-where r is a sum of u_y, L, M and E = Σ p u, each with a factor. So log_softmax(u) is u - L, its entry at the label
-u_y - L, an entropy L - E. An operation is a rule for such sums, and ways to write a loss need not be known one by one.
+where r is a sum of u_y, L, M, E = Σ p u and U, the mean of u, each with a factor. So log_softmax(u) is u - L, its entry
+at the label u_y - L, its mean U - L, an entropy L - E. An operation is a rule for such sums, and ways to write a loss
+need not be known one by one.
 
 Each of these comes with its gradient or without: from `detach` on, and in what is computed under `torch.no_grad`.
 """
@@ -24,7 +25,7 @@ class Atom(NamedTuple):
     """One of the numbers that sums are made of."""
 
     name: str
-    """"u" (only of each class), "y", "L", "M" or "E"."""
+    """"u" (only of each class), "y", "L", "M", "E" or "U"."""
     has_grad: bool = True
 
 
@@ -244,14 +245,13 @@ class Row:
 
     @property
     def variables(self) -> dict[str, tuple[Fraction, Fraction]]:
-        """The sum by what a region returns: the factors of "log_prob", "entropy" and "log_sum_exp", with and without.
+        """The sum by what a region returns, `pointwise.VARIABLES`: the factors with and without a gradient.
 
         u_y = log_prob + L and E = L - entropy.
         """
         found: dict[str, list[Fraction]] = {}
         for atom, factor in self.sum:
-            parts = {"y": {"log_prob": 1, "log_sum_exp": 1}, "E": {"entropy": -1, "log_sum_exp": 1}}
-            for name, sign in parts.get(atom.name, {"log_sum_exp": 1}).items():
+            for name, sign in _PARTS[atom.name].items():
                 found.setdefault(name, [Fraction(0), Fraction(0)])[not atom.has_grad] += sign * factor
         return {name: (a, b) for name, (a, b) in found.items() if a or b}
 
@@ -267,7 +267,18 @@ class Row:
         return not any(atom.name in ("M", "u") for atom, _ in self.sum)
 
 
-_KINDS = {"log_prob": "log-probability", "entropy": "entropy", "log_sum_exp": "log-sum-exp"}
+_PARTS = {
+    "y": {"log_prob": 1, "log_sum_exp": 1},
+    "E": {"entropy": -1, "log_sum_exp": 1},
+    "L": {"log_sum_exp": 1},
+    "U": {"mean_logit": 1},
+}
+_KINDS = {
+    "log_prob": "log-probability",
+    "entropy": "entropy",
+    "mean_logit": "sum over the classes",
+    "log_sum_exp": "log-sum-exp",
+}
 
 
 @dataclass(frozen=True, eq=False)

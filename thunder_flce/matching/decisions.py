@@ -16,6 +16,7 @@ PLURALS = {
     "cross-entropy": "cross-entropies",
     "log-probability": "log-probabilities",
     "entropy": "entropies",
+    "sum over the classes": "sums over the classes",
     "log-sum-exp": "log-sum-exps",
 }
 """What the matcher looks for."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
-from thunder_flce.matching.algebra import Argmax, Labels, Logits, Loss, Row
-from thunder_flce.matching.decisions import Decision, NotFused, Reason
+from thunder_flce.matching.algebra import Argmax, Labels, Logits, Loss, Row, value
+from thunder_flce.matching.decisions import PLURALS, Decision, NotFused, Reason
 from thunder_flce.matching.interpreter import Escape, Interpreter, Result, is_head
 from thunder_flce.matching.program import Op, Program, Tensor, hint, keeps_elements, same_shape
 from thunder_flce.matching.rules import has_float_factors
@@ -44,7 +44,7 @@ class Part:
         if self.loss is not None:
             return "cross-entropy"
         kinds = {result.kind for result in self.rows}
-        return next(kind for kind in ("log-probability", "entropy", "log-sum-exp") if kind in kinds)
+        return next(kind for kind in PLURALS if kind in kinds)
 
     @property
     def of_loss(self) -> Loss | None:
@@ -55,6 +55,12 @@ class Part:
     def linears(self) -> set[Tensor]:
         """The results of its linears."""
         return {term.output for term in self.logits.terms if term.output is not None}
+
+    @property
+    def is_mean_of_logits(self) -> bool:
+        """Whether it has nothing but means of logits, which any layer may be asked for."""
+        rows = [each.value for each in self.rows if isinstance(each.value, Row)]
+        return self.loss is None and all(set(value(row.sum)) == {"U"} for row in rows)
 
     @property
     def has_grad(self) -> bool:
@@ -146,6 +152,7 @@ def match(known: Interpreter, options: Options) -> Matched:
     for part in parts:
         part.problem = _problem(part, known)
     _give_argmaxes(parts, known)
+    _refuse_means(parts)
     _refuse_together(parts)
     regions = _joined([part for part in parts if part.problem is None], known, options)
     while (stuck := _stuck(regions, known.program)) is not None:
@@ -167,7 +174,7 @@ def match(known: Interpreter, options: Options) -> Matched:
 
 def _is_reported(part: Part) -> bool:
     # The log-sum-exp of a gate's scores is for its own loss.
-    return part.kind != "log-sum-exp" or _is_of_head(part.logits)
+    return not part.is_mean_of_logits and (part.kind != "log-sum-exp" or _is_of_head(part.logits))
 
 
 def _is_of_head(logits: Logits) -> bool:
@@ -255,6 +262,14 @@ def _has_maximum(logits: Logits, argmax: Argmax) -> bool:
     terms = tuple(replace(term, has_grad=False) for term in logits.terms)
     plain = replace(logits, scale=argmax.logits.scale, softcap=None, terms=terms, bias_has_grad=False)
     return plain == argmax.logits and (logits.scale < 0) == argmax.is_of_smallest
+
+
+def _refuse_means(parts: Sequence[Part]) -> None:
+    """Leaves a mean of logits to the program where no loss reads the same logits."""
+    losses = [part.linears for part in parts if not part.is_mean_of_logits]
+    for part in parts:
+        if part.is_mean_of_logits and all(map(part.linears.isdisjoint, losses)):
+            part.problem = NotFused(Reason.LOGITS_USED, "by a mean")
 
 
 def _refuse_together(parts: Sequence[Part]) -> None:

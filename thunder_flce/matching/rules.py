@@ -490,12 +490,12 @@ def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
 
 
 def _in_terms_of(row: Row, logits: Logits) -> Row | None:
-    """u_y, or a maximum, of the same logits without their last factor; None where that can't be said."""
+    """u_y, a mean or a maximum, of the same logits without their last factor; None where that can't be said."""
     own = row.logits
     if own.softcap is not None or replace(own, scale=logits.scale) != logits:
         return None
     ratio = own.scale / logits.scale
-    if ratio == 1 or not set(value(row.sum)) <= ({"y"} if ratio < 0 else {"y", "M"}):
+    if ratio == 1 or not set(value(row.sum)) <= ({"y", "U"} if ratio < 0 else {"y", "U", "M"}):
         return row if ratio == 1 else None
     return replace(row, logits=logits, sum=added((ratio, row.sum)))
 
@@ -627,12 +627,29 @@ def _sum(
 ) -> Row:
     of = _class(known, input)
     _over_classes(of, dim)
+    _copied(known, op, input)
     return _summed(of, op.output.shape)
 
 
+@rule("mean")
+def _mean(
+    known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Class | Row:
+    return _scaled(_sum(known, op, input, dim), 1 / Fraction(_columns(_class(known, input))))
+
+
+def _columns(of: Class) -> int:
+    if not isinstance(of.columns, int | torch.SymInt):
+        raise Unknown("over a number of classes that is not known when the program is compiled")
+    return int(of.columns)  # Of a symbol, with a guard: another number compiles anew.
+
+
 def _summed(of: Class, shape: tuple[Any, ...]) -> Row:
-    """Σ exp(u + r), or Σ p (a u + r)."""
+    """Σ exp(u + r), Σ p (a u + r), or Σ (a u + r)."""
     u, cut, rest = parted(of.sum, "u")
+    if not of.form:
+        mean = added((u, poly(U=1)), (cut, without_grad(poly(U=1))), (1, rest))
+        return Row(of.logits, shape, added((_columns(of), mean)))
     if of.form == "exp" and of.has_one_u:
         return Row(of.logits, shape, added((1, rest), (1, _with_own_grad(of, "L"))), is_exp=True, factor=of.factor)
     if of.form != "p":

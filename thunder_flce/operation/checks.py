@@ -14,6 +14,7 @@ import torch
 from thunder_flce.operation.call import CLASS, HIDDEN, SCALAR, TOKEN, argument, is_tensor, named_tensors
 from thunder_flce.operation.divergence import KINDS, Divergence
 from thunder_flce.operation.loss import OUTPUTS, Loss
+from thunder_flce.operation.pointwise import VARIABLES
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -52,6 +53,11 @@ def check_call(
     check_loss(loss, tensors["linear_weight"].shape[0] if vocab is None else vocab)
     _check_target_weights(given, loss)
     _check_token_loss(given, loss)
+    if "weight" in given and loss.label_smoothing and "mean_logit" in loss.differentiable_outputs:
+        raise ValueError(
+            'outputs has "mean_logit", which gets no gradient with both weight and label_smoothing; pass '
+            'detached=("mean_logit",) where none is needed'
+        )
     if "num_items" in given and loss.reduction != "mean":
         what = f"in place of the number of valid targets; with reduction {loss.reduction!r} it has no meaning"
         raise ValueError(f'num_items is what reduction "mean" divides by, {what}')
@@ -200,7 +206,7 @@ def _check_token_loss(given: Collection[str], loss: Loss) -> None:
 
     check(loss.token_loss, inputs)
     if loss.reduction == "none":
-        advice = 'apply it to the results of outputs=("log_prob", "entropy", "log_sum_exp")'
+        advice = f"apply it to the results of outputs={VARIABLES}"
         raise ValueError(f'token_loss needs reduction "mean" or "sum"; for a loss of each token, {advice}')
     for name, is_given in (("weight", "weight" in given), ("label_smoothing", loss.label_smoothing != 0)):
         if is_given:

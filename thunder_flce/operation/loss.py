@@ -17,17 +17,19 @@ none), label smoothing ε over K columns and z-loss ζ:
     z_term = ζ (m + l)²
     loss = (Σ cross_entropy) / D + (Σ z_term) / N     for "mean": D = Σ w_y, without class weights N; or both num_items
 
-A token loss f(log p_y, entropy, m + l) takes the place of the cross-entropy, whose g is then g f' in g_p, g_e and g_l.
+A token loss f(log p_y, entropy, m + l, ū), with ū = Σ_v u_v / K, takes the place of the cross-entropy, whose g is then
+g f' in g_p, g_e, g_l and g_u.
 
 Token weights multiply each row's cross_entropy and z_term; then D is the sum of their products with w_y, N their sum.
-The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, g_p, g_e and g_l the upstream gradients
-of a row's cross-entropy, z term, log-probability, entropy and log-sum-exp, the gradient of z is
+The first is `torch.nn.functional.cross_entropy`'s own definition. With g, g_z, g_p, g_e, g_l and g_u the upstream
+gradients of a row's cross-entropy, z term, log-probability, entropy, log-sum-exp and mean logit, the gradient of z is
 
     dz_v = (p_v (A − g_e (u_v − m)) − C w_v − B [v = y]) · scale · (1 − (u_v / softcap)²)
     A = g ((1 − ε) w_y + ε/K Σ w) + 2 ζ g_z (m + l) − g_p + g_e E + g_l,   B = g (1 − ε) w_y − g_p,   C = g ε/K
     E = Σ_v p_v (u_v − m)
 
-so that a kernel needs at most four numbers a row. With target weights q, a row has targets y_1 … y_K, and neither class
+and g_u / K is taken from C; w_v is 1 there without smoothing, and g_u 0 with both smoothing and class weights. So a
+kernel needs at most four numbers a row. With target weights q, a row has targets y_1 … y_K, and neither class
 weights nor smoothing:
 
     cross_entropy = Σ_k q_k (l − (u_{y_k} − m))
@@ -55,7 +57,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_flce.operation.pointwise import TokenLoss, uses
+from thunder_flce.operation.pointwise import VARIABLES, TokenLoss, uses
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ OUTPUTS: MappingProxyType[str, Output] = MappingProxyType(
         "valid_argmax": Output(lambda row, columns, log: row.argmax, is_index=True, ignored=-1),
         "accuracy": Output(lambda row, columns, log: row.argmax, is_mean=True),
         "mean_logit": Output(
-            lambda row, columns, log: row.max + row.moments["shifted_sum"] / columns, moments=("shifted_sum",)
+            lambda row, columns, log: row.max + row.moments["shifted_sum"] / columns,
+            moments=("shifted_sum",),
+            is_differentiable=True,
         ),
         "log_sum_sq_probs": Output(lambda row, columns, log: log(row.moments["sum_sq"]), moments=("sum_sq",)),
     }
@@ -221,7 +225,7 @@ class Loss:
         """The sums over each row that the loss and its outputs need, by their names in `moments.MOMENTS`."""
         needed = [moment for name in self.outputs for moment in OUTPUTS[name].moments]
         needed += ["weighted_sum"] if self.label_smoothing else []
-        needed += ["expected"] if uses(self.token_loss, "entropy") else []
+        needed += [moment for name in VARIABLES if uses(self.token_loss, name) for moment in OUTPUTS[name].moments]
         return tuple(dict.fromkeys(needed))
 
     @cached_property
@@ -322,7 +326,7 @@ class RowCoefficients(NamedTuple):
     one_hot: Any
     """B; with target weights (N, K), of each target"""
     uniform: Any | None = None
-    """C; None without label smoothing"""
+    """C; None without label smoothing, and without an upstream gradient of the mean logit"""
     entropy: Any | None = None
     """g_e; None where the entropy has no upstream gradient"""
 

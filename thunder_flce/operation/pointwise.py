@@ -33,7 +33,7 @@ from torch.utils.weak import WeakIdRef
 
 from thunder_flce.importing import dynamo_is_at_work
 
-VARIABLES = ("log_prob", "entropy", "log_sum_exp")
+VARIABLES = ("log_prob", "entropy", "log_sum_exp", "mean_logit")
 """What is known of a row, and has a gradient: outputs of `loss.OUTPUTS`."""
 
 TokenLoss = str

@@ -1,13 +1,14 @@
 """Token losses as Triton kernels: from the text of `operation.pointwise` to one launch for a chunk of rows.
 
-It computes the log-probability, the entropy and the log-sum-exp of each row, the loss of these, and the coefficients of
-the row's gradient. What there is no expression for below is left to PyTorch's operations. Legend: C rows in a chunk.
+It computes the log-probability, the entropy, the log-sum-exp and the mean logit of each row, the loss of these, and the
+coefficients of the row's gradient. What there is no expression for below is left to PyTorch's operations. Legend: C
+rows in a chunk.
 """
 
 import ast
 import inspect
 import linecache
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -100,7 +101,8 @@ class _Written:
 
 _KERNEL = """
 def token_kernel(
-    row_max, row_log_sum, z_y, expected, s, {inputs}value, probability, one_hot, of_entropy, rows,
+    row_max, row_log_sum, z_y, expected, shifted_sum, s, {inputs}value, probability, one_hot, uniform, of_entropy,
+    rows, columns,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
 ):
     number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -112,6 +114,9 @@ def token_kernel(
     entropy = log_sum_exp
     if expected is not None:
         entropy = log_sum - tl.load(expected + number, mask=is_row, other=0.0)
+    mean_logit = largest
+    if shifted_sum is not None:
+        mean_logit += tl.load(shifted_sum + number, mask=is_row, other=0.0) / columns
     {loads}
     {statements}
     tl.store(value + number, loss, mask=is_row)
@@ -123,6 +128,9 @@ def token_kernel(
         factor = tl.where(upstream == 0.0, 0.0, upstream * ({d_entropy}))
         share += factor * (log_sum - entropy)
         tl.store(of_entropy + number, factor, mask=is_row)
+    if uniform is not None:
+        factor = tl.where(upstream == 0.0, 0.0, upstream * ({d_mean_logit}))
+        tl.store(uniform + number, -factor / columns, mask=is_row)
     tl.store(probability + number, share, mask=is_row)
     tl.store(one_hot + number, -of_log_prob, mask=is_row)
 """
@@ -135,8 +143,8 @@ def kernel_for(
 ) -> Callable[..., tuple[Tensor, RowCoefficients]] | None:
     """What computes a token loss and its coefficients, (C,) each; None for one that PyTorch's operations compute.
 
-    It takes the statistics, z at the targets, the moment "expected" or None, s, the upstream gradients, and the further
-    inputs, (C,) each, of float32, bool or integers.
+    It takes the statistics, z at the targets, the moments, s, the upstream gradients, and the further inputs, of
+    float32, bool or integers, (C,) each; and the number of columns.
     """
     names = [input_name(number) for number in range(len(input_dtypes))]
     try:
@@ -148,7 +156,6 @@ def kernel_for(
     # Whatever integers there are, only their values count.
     loads += [f"{name} = {name}.to(tl.float32)" for name in names if name not in masks]
     given = {line.partition(" = ")[0] for line in lines}
-    has_entropy = "d_entropy" in given
     source = _KERNEL.format(
         inputs="".join(f"{name}_of, " for name in names), loads="\n    ".join(loads), statements="\n    ".join(lines),
         **{f"d_{name}": f"d_{name}" if f"d_{name}" in given else "0.0" for name in VARIABLES},
@@ -159,20 +166,26 @@ def kernel_for(
     scope: dict[str, Any] = {"tl": tl, "libdevice": libdevice, "_logits": _logits, "__name__": __name__}
     exec(compile(source, file, "exec"), scope)  # noqa: S102 (made of the expressions above)
     pointers = [name for name in inspect.signature(scope["token_kernel"]).parameters if name not in _OTHERS]
-    kernel = triton.jit(scope["token_kernel"], do_not_specialize=["rows"], do_not_specialize_on_alignment=pointers)
+    kernel = triton.jit(
+        scope["token_kernel"], do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=pointers
+    )
     settings = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "BLOCK": _BLOCK, **options(_THREADS)}
 
     def run(
-        statistics: RowStatistics, z_y: Tensor, expected: Tensor | None, s: Tensor, inputs: Sequence[Tensor]
-    ) -> tuple[Tensor, RowCoefficients]:
+        statistics: RowStatistics, z_y: Tensor, moments: Mapping[str, Tensor], s: Tensor, inputs: Sequence[Tensor], *,
+        columns: int,
+    ) -> tuple[Tensor, RowCoefficients]:  # fmt: skip
         rows = z_y.shape[0]
-        value, probability, one_hot, *of_entropy = z_y.new_empty(3 + has_entropy, rows, dtype=torch.float32).unbind()
-        vectors = [None if each is None else each.contiguous() for each in (*statistics, z_y, expected, s, *inputs)]
-        found = [value, probability, one_hot, of_entropy[0] if has_entropy else None]
-        launch(kernel, -(-rows // _BLOCK), [*vectors, *found, rows], settings)
-        return value, RowCoefficients(probability, one_hot, entropy=found[3])
+        names = [name for name in ("d_mean_logit", "d_entropy") if name in given]
+        value, probability, one_hot, *others = z_y.new_empty(3 + len(names), rows, dtype=torch.float32).unbind()
+        of_names = dict(zip(names, others, strict=True))
+        found = [value, probability, one_hot, of_names.get("d_mean_logit"), of_names.get("d_entropy")]
+        vectors = [*statistics, z_y, moments.get("expected"), moments.get("shifted_sum"), s, *inputs]
+        vectors = [None if each is None else each.contiguous() for each in vectors]
+        launch(kernel, -(-rows // _BLOCK), [*vectors, *found, rows, columns], settings)
+        return value, RowCoefficients(*found[1:])
 
     return run
 
 
-_OTHERS = ("rows", "SCALE", "SOFTCAP", "BLOCK")
+_OTHERS = ("rows", "columns", "SCALE", "SOFTCAP", "BLOCK")
