@@ -39,7 +39,6 @@ from thunder_flce.bench.measuring import (
     peak_bytes,
 )
 from thunder_flce.bench.methods import peer
-from thunder_flce.bench.profiling import exposed_collectives_ms
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
@@ -61,8 +60,6 @@ class Row(TimedRow):
     ranks: int | None = column("ranks")
     ratio: float | None = column("× products", "{:.3f}")
     """To the three products over this rank's rows, all tokens at once, without any collective."""
-    exposed_ms: float | None = column("exposed, ms", "{:.3f}")
-    """How long a collective runs and no other kernel does; None on a CPU"""
     memory_gb: float | None = column("peak − gradients, GB", GB)
     """The peak above the inputs and the gradients."""
     dx_error: float | None = column("dX error", ERROR)
@@ -337,9 +334,6 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
     products = times.get("three products")
     for name, outcome in times.items():
         found[name] |= outcome.spread()
-        found[name]["exposed_ms"] = _of_slowest(
-            exposed_collectives_ms(steps[name], device=device), outcomes[name].median(TOTAL)
-        )
         if products is not None:
             found[name]["ratio"] = found[name]["time_ms"] / products.median(TOTAL)
     return [Row(method=name, ranks=ranks, shape=shape, **numbers) for name, numbers in found.items()]
@@ -373,11 +367,6 @@ def _slowest(outcome: Outcome) -> Outcome:
     """The time of each call on the rank that took longest."""
     laps_ms = _of_all([lap[TOTAL] for lap in outcome.laps_ms])
     return Outcome([{TOTAL: max(laps)} for laps in zip(*laps_ms, strict=True)])
-
-
-def _of_slowest(number: float | None, time_ms: float) -> float | None:
-    """That of the rank with the longest time; the others have waited for it."""
-    return max(_of_all((time_ms, number)), key=lambda each: each[0])[1]
 
 
 def _largest(number: float) -> float:

@@ -5,6 +5,7 @@ mean loss, the others what they are named after, from the same logits.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from thunder_flce.bench.measuring import (
     ERROR,
@@ -26,7 +29,6 @@ from thunder_flce.bench.measuring import (
     synchronize,
 )
 from thunder_flce.bench.methods import Method, build, ours
-from thunder_flce.bench.profiling import device_operations, python_calls
 from thunder_flce.bench.reference import make_reference, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.options import Options
@@ -151,7 +153,10 @@ def measure(shape: Shape, methods: list[str], session: Session) -> None:
             step = partial(run_step, METHODS[name](inputs), inputs, upstream)
             for _ in range(WARM_UP):
                 step()
-            found: dict[str, Any] = {"operations": device_operations(step, device=device), "calls": python_calls(step)}
+            found: dict[str, Any] = {
+                "operations": _device_operations(step, device=device),
+                "calls": _python_calls(step),
+            }
             if name in MEANS:
                 for gradient, operand in (("dx", inputs.x), ("dw", inputs.weight)):
                     assert operand.grad is not None
@@ -180,3 +185,35 @@ def _turn(step: Callable[[], None], schedule: Schedule, device: str) -> dict[str
     synchronize(device)
     end = time.perf_counter()
     return {TOTAL: (end - start) / schedule.calls * 1e3, "host": (host - start) / schedule.calls * 1e3}
+
+
+def _device_operations(run: Callable[[], object], *, device: str) -> int | None:
+    """How many kernels, copies and fills something starts, which has run before; None on a CPU."""
+    if device != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    # An annotation spans kernels of others. Device types are equal, but not the same object.
+    events = profiler.events() or ()
+    return sum(1 for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+
+
+def _python_calls(run: Callable[[], object]) -> int:
+    """How many functions Python calls, its own and those in C, in the forward and the backward of something."""
+    calls = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    # Otherwise the backward of a GPU runs on a thread of its own, which nobody would watch.
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(seen)
+        try:
+            run()
+        finally:
+            sys.setprofile(before)
+    # The last is sys.setprofile.
+    return calls - 1
