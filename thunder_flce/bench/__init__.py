@@ -1,7 +1,6 @@
 """Benchmarks against every peer that is installed: `python -m thunder_flce bench`.
 
 Reading order: `shapes` (what is measured), `methods` (who is measured), `measuring` (how), then the subsets `regions`,
-`sweep`, `against` (another checkout, or a method), `predictions`, `models`, `convergence`, `soak`, `lengths`, `small`,
-`kernels`, `losses` and `distributed`, which `records` writes down, `terminal` and `figures` show, and `cli` puts
-together.
+`losses`, `models`, `small`, `lengths` and `distributed`, which `records` writes down, `showing` makes tables and
+pictures of, and `cli` puts together; and `rates`, a report on a device.
 """

@@ -1,12 +1,13 @@
 """A loss region whose vocabulary several GPUs divide: time, memory and error of each way, on the slowest rank.
 
-The last four are ways of data parallel training: each rank has an equal part of the tokens, and rows of the weight or
-all of it.
+The last two are ways of data parallel training: each rank has an equal part of the tokens, and rows of the weight.
 
-Each rank is a process of its own, which torchrun or this module has started. All ranks run the same calls in the same
-order, without the clock having a say, since their collectives have to match.
+Each rank is a process of its own, which this module starts. All ranks run the same calls in the same order, without the
+clock having a say, since their collectives have to match.
 """
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,12 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from thunder_flce.bench import torchrun
 from thunder_flce.bench.measuring import (
     ERROR,
     GB,
@@ -39,12 +39,10 @@ from thunder_flce.bench.measuring import (
     peak_bytes,
 )
 from thunder_flce.bench.methods import peer
-from thunder_flce.bench.profiling import exposed_collectives_ms
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.modules import LinearCrossEntropyLoss
-from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import VocabParallel
 
 # As torchtitan has it by default.
@@ -62,8 +60,6 @@ class Row(TimedRow):
     ranks: int | None = column("ranks")
     ratio: float | None = column("× products", "{:.3f}")
     """To the three products over this rank's rows, all tokens at once, without any collective."""
-    exposed_ms: float | None = column("exposed, ms", "{:.3f}")
-    """How long a collective runs and no other kernel does; None on a CPU"""
     memory_gb: float | None = column("peak − gradients, GB", GB)
     """The peak above the inputs and the gradients."""
     dx_error: float | None = column("dX error", ERROR)
@@ -82,8 +78,6 @@ class Part:
     mesh: DeviceMesh
     tokens: slice
     """Its tokens, where these are divided, too"""
-    rows: slice
-    """Its rows of the weight"""
     vocab: int
     """Rows of the whole weight"""
 
@@ -98,34 +92,12 @@ class Result:
     dw: Tensor
     """Of this rank's rows"""
     dx_factor: int = 1
-    other_gradient_bytes: int = 0
-    """Of gradients that are not among these"""
 
 
 def _three_products(part: Part) -> Step:
     # Which column a target is, makes no difference to a product; here it must be one of this rank's.
     rows = part.inputs.weight.shape[0]
     return matmuls(replace(part.inputs, target=part.inputs.target % rows), 3)
-
-
-def _three_products_and_sum(part: Part) -> Step:
-    x, weight = part.inputs.x.detach(), part.inputs.weight.detach()
-    dlogits = torch.randn(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device).mul_(1e-3)
-    dweight = torch.empty_like(weight)
-    group = part.mesh.get_group()
-
-    def step(mark: Mark) -> None:
-        torch.mm(x, weight.t())
-        mark("forward")
-        dx = torch.mm(dlogits, weight, out_dtype=torch.float32) if x.is_cuda else torch.mm(dlogits, weight).float()
-        work = dist.all_reduce(dx, group=group, async_op=True)
-        torch.mm(dlogits.t(), x, out=dweight)
-        assert work is not None
-        work.wait()
-        dx.to(x.dtype)
-        mark("backward")
-
-    return step
 
 
 def _run(loss: Callable[[Tensor, Tensor], Tensor], part: Part, mark: Mark, *, tokens: slice, dx_factor: int) -> Result:
@@ -137,14 +109,14 @@ def _run(loss: Callable[[Tensor, Tensor], Tensor], part: Part, mark: Mark, *, to
     return Result(loss=value.detach(), dx=dx, dw=dw, dx_factor=dx_factor)
 
 
-def _vocab_parallel(part: Part, *, options: Options | None = None, **settings: Any) -> Step:
+def _vocab_parallel(part: Part, **settings: Any) -> Step:
     """Ours. No rank ever has the whole weight."""
     parallel = VocabParallel(group=part.mesh, **settings)
     tokens = part.tokens if parallel.divides_tokens else slice(None)
     target = part.inputs.target[tokens]
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, target, vocab_parallel=parallel, options=options)
+        return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
 
     return partial(_run, loss, part, tokens=tokens, dx_factor=part.mesh.size() if parallel.data_parallel else 1)
 
@@ -230,55 +202,24 @@ def _chunked_loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
     return step
 
 
-def _liger(part: Part, *, of_logits: bool = False) -> Step:
-    """Liger's, of the linear and the loss, or of all logits, which PyTorch computes.
-
-    The first is a loop in PyTorch: Liger's own kernels for it need NVSHMEM and NVLink's multicast.
-    """
+def _liger(part: Part) -> Step:
+    """Liger's, as a loop in PyTorch: its own kernels for it need NVSHMEM and NVLink's multicast."""
     if part.vocab % part.mesh.size():
         raise Unavailable("equal parts of the vocabulary only")
     if not part.inputs.x.is_cuda:
         raise Unavailable("runs on GPUs only")
     fused = peer("liger_kernel.transformers.functional").liger_fused_linear_scaled_cross_entropy_tp
-    cross_entropy = peer("liger_kernel.transformers").LigerVocabParallelCrossEntropy()
     target, group = part.inputs.target, part.mesh.get_group()
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
-        if of_logits:
-            logits = F.linear(_whole(part, x), _weight(part))
-            assert isinstance(logits, DTensor)
-            rows = cross_entropy(logits.to_local()[:, None], target[:, None], tp_group=group)
-        else:
-            rows = fused(x, weight, target, tp_group=group)
-        return rows.sum() / (target != -100).sum()
+        return fused(x, weight, target, tp_group=group).sum() / (target != -100).sum()
 
     return partial(_run, loss, part, tokens=slice(None), dx_factor=1)
 
 
-def _module(part: Part, module: nn.Module, weight: str) -> Step:
-    """A module that returns the loss of this rank's tokens, and whose parameter of that name is the head's weight."""
-    x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
-    gradient_bytes = sum(_value(parameter).nbytes for parameter in module.parameters())
-
-    def step(mark: Mark) -> Result:
-        loss = module(x, target)
-        mark("forward")
-        loss.backward()
-        mark("backward")
-        dx, dw = x.grad, module.get_parameter(weight).grad
-        x.grad = None
-        module.zero_grad()
-        assert dx is not None and dw is not None
-        dw = dw.to_local() if isinstance(dw, DTensor) else dw[part.rows]
-        others = gradient_bytes - dw.nbytes
-        return Result(loss=loss.detach(), dx=dx, dw=dw, dx_factor=part.mesh.size(), other_gradient_bytes=others)
-
-    return step
-
-
 def _fully_shard(part: Part) -> Step:
     """FSDP2, the head as a unit that is gathered once a step, and the loss of each rank's tokens in its forward."""
-    x = part.inputs.x
+    x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
     head = LinearCrossEntropyLoss(x.shape[1], part.vocab, device="meta", dtype=x.dtype)
     fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
     head.to_empty(device=x.device)
@@ -286,24 +227,30 @@ def _fully_shard(part: Part) -> Step:
     assert isinstance(weight, DTensor)
     with torch.no_grad():
         weight.to_local().copy_(part.inputs.weight)
-    return _module(part, head, "linear.weight")
+
+    def step(mark: Mark) -> Result:
+        loss = head(x, target)
+        mark("forward")
+        loss.backward()
+        mark("backward")
+        dx, dw = x.grad, head.linear.weight.grad
+        x.grad = None
+        head.zero_grad()
+        assert dx is not None and isinstance(dw, DTensor)
+        return Result(loss=loss.detach(), dx=dx, dw=dw.to_local(), dx_factor=part.mesh.size())
+
+    return step
 
 
 METHODS: Mapping[str, Callable[[Part], Step]] = {
     "three products": _three_products,
-    "three products, dX summed": _three_products_and_sum,
     "vocab_parallel": _vocab_parallel,
-    "vocab_parallel, dX summed in input's dtype": lambda part: _vocab_parallel(
-        part, input_grad_dtype=part.inputs.x.dtype
-    ),
-    "vocab_parallel, one chunk": lambda part: _vocab_parallel(part, options=Options(chunk_rows=part.inputs.x.shape[0])),
     "sequence_parallel": partial(_vocab_parallel, sequence_parallel=True),
     "loss_parallel": _loss_parallel,
     "loss_parallel, torch.compile": partial(_loss_parallel, is_compiled=True),
     "loss_parallel, 8 chunks": _chunked_loss_parallel,
     "loss_parallel, 8 chunks, torch.compile": partial(_chunked_loss_parallel, is_compiled=True),
     "liger": _liger,
-    "liger, of logits": partial(_liger, of_logits=True),
     "fully_shard": _fully_shard,
     "data_parallel": partial(_vocab_parallel, data_parallel=True),
 }
@@ -318,14 +265,11 @@ def measure(shape: Shape, names: list[str], session: Session, *, ranks: int) -> 
         session: where ("cuda": a GPU for each rank), for how long, and who is told.
         ranks: how many.
     """
-    if torchrun.has_joined():
-        rows = _rows(shape, names, session.device, session.schedule)
-    else:
-        session.progress(f"{ranks} processes")
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = (ranks, shape, names, session.device, session.schedule, folder)
-            torch.multiprocessing.spawn(_run_rank, arguments, nprocs=ranks)
-            rows = torch.load(Path(folder, "rows"), weights_only=False)
+    session.progress(f"{ranks} processes")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (ranks, shape, names, session.device, session.schedule, folder)
+        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=ranks)
+        rows = torch.load(Path(folder, "rows"), weights_only=False)
     for row in rows:
         session.write(row)
 
@@ -340,7 +284,11 @@ def _run_rank(
     rows = _rows(shape, names, device, schedule)
     if rank == 0:
         torch.save(rows, Path(folder, "rows"))
-    torchrun.end()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At its usual end, a rank on a busy CPU was now and then aborted for a thread that was still running ("terminate
+    # called without an active exception").
+    os._exit(0)
 
 
 def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> list[Row]:
@@ -355,7 +303,6 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
         inputs=replace(whole, weight=weight),
         mesh=init_device_mesh(device, (ranks,), mesh_dim_names=("tp",)),
         tokens=slice(rank * tokens, (rank + 1) * tokens),
-        rows=mine,
         vocab=shape.vocab,
     )
     of_reference = {"dx": reference.gradients["dx"], "dw": reference.gradients["dw"][mine].clone()}
@@ -374,7 +321,7 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
             result = step(_no_mark)
         if isinstance(result, Result):
             found[name] = _checked(result, of_reference, part)
-            gradients = result.dx.nbytes + result.dw.nbytes + result.other_gradient_bytes
+            gradients = result.dx.nbytes + result.dw.nbytes
             del result
             found[name]["memory_gb"] = _largest((peak_bytes(step, device)[TOTAL] - gradients) / 1e9)
         else:
@@ -387,9 +334,6 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
     products = times.get("three products")
     for name, outcome in times.items():
         found[name] |= outcome.spread()
-        found[name]["exposed_ms"] = _of_slowest(
-            exposed_collectives_ms(steps[name], device=device), outcomes[name].median(TOTAL)
-        )
         if products is not None:
             found[name]["ratio"] = found[name]["time_ms"] / products.median(TOTAL)
     return [Row(method=name, ranks=ranks, shape=shape, **numbers) for name, numbers in found.items()]
@@ -423,11 +367,6 @@ def _slowest(outcome: Outcome) -> Outcome:
     """The time of each call on the rank that took longest."""
     laps_ms = _of_all([lap[TOTAL] for lap in outcome.laps_ms])
     return Outcome([{TOTAL: max(laps)} for laps in zip(*laps_ms, strict=True)])
-
-
-def _of_slowest(number: float | None, time_ms: float) -> float | None:
-    """That of the rank with the longest time; the others have waited for it."""
-    return max(_of_all((time_ms, number)), key=lambda each: each[0])[1]
 
 
 def _largest(number: float) -> float:

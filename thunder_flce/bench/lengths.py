@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from thunder_flce.bench.measuring import TIME, Session, column, release, synchronize
-from thunder_flce.bench.methods import Method, build, our_function, ours
+from thunder_flce.bench.methods import Method, build, ours
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.bench.small import run_step
 from thunder_flce.engine.matmul.algorithms import tunings
@@ -62,7 +62,7 @@ METHODS: dict[str, Callable[[Shape], Method]] = {
     "torch.compile, dynamic": lambda shape: build("torch.compile, dynamic"),
     "flce": lambda shape: ours(),
     "flce, memory budget": _in_budget,
-    "flce, 512 rows": lambda shape: our_function("flce, 512 rows"),
+    "flce, 512 rows": lambda shape: ours(Options(chunk_rows=512)),
     "flce, none": lambda shape: ours(reduction="none"),
 }
 

@@ -12,12 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
-
-from thunder_flce.bench.energy import PowerMeter
 
 Mark = Callable[[str], None]
 Step = Callable[[Mark], object]
@@ -125,7 +123,7 @@ def release(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _laps_ms(steps: Iterable[Step], device: str) -> list[dict[str, float]]:
+def laps_ms(steps: Iterable[Step], device: str) -> list[dict[str, float]]:
     """The times of the phases of steps that follow each other without waiting for the device, as in training."""
     laps: list[list[tuple[str, Any]]] = []
     for step in steps:
@@ -158,11 +156,11 @@ def _ms(start: Any, end: Any) -> float:
     return start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else (end - start) * 1e3
 
 
-def _settle(steps: Sequence[Step], schedule: Schedule, device: str) -> int:
+def settle(steps: Sequence[Step], schedule: Schedule, device: str) -> int:
     """Runs steps in turns before they are timed; returns how often all of them can be timed in a turn."""
     settled = time.perf_counter() + schedule.settle_ms / 1e3
     while True:
-        call_ms = sum(lap[TOTAL] for lap in _laps_ms(steps, device))
+        call_ms = sum(lap[TOTAL] for lap in laps_ms(steps, device))
         if time.perf_counter() >= settled:
             break
     # The first call after waiting for the device finds it idle; the timed ones follow it without a gap.
@@ -171,15 +169,11 @@ def _settle(steps: Sequence[Step], schedule: Schedule, device: str) -> int:
     return max(min(schedule.calls, int(schedule.turn_ms / max(call_ms, 1e-3))), 2)
 
 
-def _turn(step: Step, schedule: Schedule, device: str) -> tuple[list[dict[str, float]], float | None]:
-    """The laps of a turn, and the mean power meanwhile in W."""
-    calls = _settle([step], schedule, device)
-    with PowerMeter(device) as power:
-        laps_ms = _laps_ms([step] * calls, device)
-    return laps_ms, power.watts
+def _turn(step: Step, schedule: Schedule, device: str) -> list[dict[str, float]]:
+    return laps_ms([step] * settle([step], schedule, device), device)
 
 
-def _spread(values: Iterable[float], name: str) -> dict[str, float]:
+def spread(values: Iterable[float], name: str) -> dict[str, float]:
     """Median and 20th and 80th percentile, under `name` with "", "_p20" and "_p80"."""
     ordered = sorted(values)
     last = len(ordered) - 1
@@ -196,40 +190,16 @@ class Outcome:
 
     laps_ms: list[dict[str, float]]
     """The time of each phase of each call"""
-    watts: list[float] = field(default_factory=list)
-    """The mean power of each turn in which it was measured."""
 
     def median(self, phase: str) -> float:
         """Milliseconds."""
         return statistics.median(lap[phase] for lap in self.laps_ms)
 
-    def joules(self) -> float | None:
-        """The energy of a call; None where power was not measured."""
-        return statistics.mean(self.watts) * self.median(TOTAL) / 1e3 if self.watts else None
-
     def spread(self, *phases: str) -> dict[str, float]:
         """Median and 20th and 80th percentile of a whole step, and of phases, as fields of a row."""
         names = {TOTAL: "time_ms", **{phase: f"{phase}_ms" for phase in phases}}
-        spreads = (_spread((lap[phase] for lap in self.laps_ms), name) for phase, name in names.items())
+        spreads = (spread((lap[phase] for lap in self.laps_ms), name) for phase, name in names.items())
         return {name: value for spread in spreads for name, value in spread.items()}
-
-
-def paired_spread(pairs_ms: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """The median of both times, and of the ratio of the first to the second, with 20th and 80th percentile."""
-    return {
-        "time_ms": statistics.median(first for first, _ in pairs_ms),
-        "base_time_ms": statistics.median(second for _, second in pairs_ms),
-        **_spread((first / second for first, second in pairs_ms), "ratio"),
-        "pairs": len(pairs_ms),
-    }
-
-
-def _paired_turn_ms(pair: tuple[Step, Step], schedule: Schedule, device: str) -> list[tuple[float, float]]:
-    # First, second, second, first, and so on: neither always follows the other.
-    orders = (pair if number % 2 == 0 else reversed(pair) for number in range(_settle(pair, schedule, device)))
-    times = [lap[TOTAL] for lap in _laps_ms(chain(*orders), device)]
-    in_turn = enumerate(zip(times[::2], times[1::2], strict=True))
-    return [(one, other) if number % 2 == 0 else (other, one) for number, (one, other) in in_turn]
 
 
 @dataclass
@@ -292,21 +262,7 @@ class Session:
     def take_turns(self, steps: Mapping[str, Step]) -> dict[str, Outcome]:
         """Times methods that take turns; one that fails is left out from there on."""
         found = self.rounds(steps, _turn)
-        return {
-            name: Outcome(
-                laps_ms=[lap for laps_ms, _ in turns for lap in laps_ms],
-                watts=[watts for _, watts in turns if watts is not None],
-            )
-            for name, turns in found.items()
-        }
-
-    def take_paired_turns(self, pairs: Mapping[str, tuple[Step, Step]]) -> dict[str, list[tuple[float, float]]]:
-        """Times two steps in turns, call by call, for each of several pairs, which take longer turns; see `take_turns`.
-
-        Both calls of a pair find the chip as warm, so their ratio is known better than either of their times.
-        """
-        found = self.rounds(pairs, _paired_turn_ms)
-        return {name: [pair for pairs_ms in turns for pair in pairs_ms] for name, turns in found.items()}
+        return {name: Outcome([lap for turn in turns for lap in turn]) for name, turns in found.items()}
 
     def rounds(self, steps: Mapping[str, Any], turn: Callable[[Any, Schedule, str], Any]) -> dict[str, list[Any]]:
         """What `turn` gave in each round, of methods that take turns; nothing of those that failed."""

@@ -4,12 +4,12 @@ All do the same for their user: one loss from x, weight, bias and target, and af
 `.grad`. A peer whose default leaves out part of the work has a second entry that does all of it.
 """
 
+import ast
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import thunder_flce
-from thunder_flce.bench.chunked_loop import chunked_loop
+from thunder_flce.backend import compile_graph
 from thunder_flce.bench.measuring import Unavailable
-from thunder_flce.bench.other_copy import load
 from thunder_flce.bench.shapes import Inputs
+from thunder_flce.options import Options
 
 Method = Callable[[Inputs], Tensor]
 
@@ -33,54 +33,37 @@ def _program(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *ad
     return F.cross_entropy(logits.float(), target)
 
 
-def _compiled(compile_program: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Method:
+def compiled(compile_program: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Method:
+    """The mean loss as it is written in PyTorch, compiled by a function."""
     program = compile_program(_program)
     return lambda inputs: program(inputs.x, inputs.weight, inputs.bias, inputs.target, *chain(*inputs.terms))
 
 
-def _jitted(**options: Any) -> Method:
-    ours = thunder_flce.Options(**options)
-    program = _compiled(partial(thunder_flce.jit, options=ours))
-    function = _function(thunder_flce.linear_cross_entropy, ours)
+def _jitted(options: Options) -> Method:
+    program = compiled(partial(thunder_flce.jit, options=options))
+    function = ours(options)
     # A sum of linears is given to the function as such: there is nothing to find in a trace.
     return lambda inputs: function(inputs) if inputs.terms else program(inputs)
 
 
-def our_function(name: str, folder: Path | None = None) -> Method:
-    """A method of ours as a call of `linear_cross_entropy`, without thunder, so that two versions take the same way.
-
-    Args:
-        name: one of `OURS`, or a `budget_method`.
-        folder: the folder that holds another version of the package; None for this one.
-
-    Raises:
-        Unavailable: where that version does not have an option.
-        FileNotFoundError: where there is no package in the folder.
-    """
-    function, options = (thunder_flce.linear_cross_entropy, thunder_flce.Options) if folder is None else load(folder)
-    try:
-        return _function(function, options(**_our_options(name)))
-    except TypeError as error:
-        raise Unavailable(f"no such option in this version: {error}") from None
+def _by_backend(options: Options) -> Method:
+    given = {**options.non_defaults(), "strict": True}
+    return compiled(partial(torch.compile, dynamic=False, backend=compile_graph, options=given))
 
 
-def _function(linear_cross_entropy: Callable[..., Any], options: Any, **settings: Any) -> Callable[[Inputs], Any]:
-    given = {"options": options, **settings}
+def ours(options: Options | None = None, **settings: Any) -> Method:
+    """A call of `linear_cross_entropy`, whose result is (), (T,), or a tuple, as its other arguments ask for it."""
+    return calling(thunder_flce.linear_cross_entropy, options=options, **settings)
+
+
+def calling(linear_cross_entropy: Callable[..., Any], **settings: Any) -> Method:
+    """A call of the function, of any version of this package."""
 
     def method(inputs: Inputs) -> Any:
-        terms = {"terms": inputs.terms} if inputs.terms else {}
-        return linear_cross_entropy(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, **terms, **given)
+        given = {**settings, "linear_bias": inputs.bias, **({"terms": inputs.terms} if inputs.terms else {})}
+        return linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **given)
 
     return method
-
-
-def ours(options: thunder_flce.Options | None = None, **settings: Any) -> Method:
-    """A call of `linear_cross_entropy` with other arguments than the methods have: the loss, (), (T,), or a tuple."""
-    return _function(thunder_flce.linear_cross_entropy, options, **settings)
-
-
-def _our_options(name: str) -> dict[str, Any]:
-    return {"memory_budget": parse_budget(name.removeprefix(BUDGET))} if name.startswith(BUDGET) else OURS[name]
 
 
 def _auto_chunker() -> Method:
@@ -111,33 +94,15 @@ def _auto_chunker() -> Method:
     return _one_linear(method)
 
 
-def _entropy(**options: Any) -> Method:
-    settings = {"reduction": "none", "outputs": ("entropy",)}
-    function = _function(thunder_flce.linear_cross_entropy, thunder_flce.Options(**options), **settings)
-    return _one_linear(lambda inputs: _mean(inputs, *function(inputs)))
-
-
-def liger_per_token(*, entropy: bool) -> Callable[[Tensor, Tensor, Tensor], Any]:
-    """Liger's losses of single tokens, (T,), from x, weight and target; with their entropies, if these are asked for.
+def liger_per_token() -> Callable[[Tensor, Tensor, Tensor], Any]:
+    """Liger's losses of single tokens, (T,), from x, weight and target.
 
     Raises:
         Unavailable: where Liger is not installed.
     """
     function = peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
-    temperature, ignore_index, tiles = 1.0, -100, 1
+    temperature, ignore_index, tiles, entropy = 1.0, -100, 1, False
     return lambda x, weight, target: function.apply(x, weight, target, temperature, ignore_index, tiles, entropy)
-
-
-def _liger_entropy() -> Method:
-    function = liger_per_token(entropy=True)
-    return _one_linear(
-        lambda inputs: _mean(inputs, *function(inputs.x, inputs.weight, inputs.target)), takes_bias=False
-    )
-
-
-def _mean(inputs: Inputs, losses: Tensor, entropies: Tensor) -> Tensor:
-    """The mean loss. The entropies get gradients of 0: all is computed for them, and the results stay the same."""
-    return (losses.sum() + 0 * entropies.sum()) / (inputs.target != -100).sum()
 
 
 def trl_log_probs() -> Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]:
@@ -173,12 +138,6 @@ def _liger_hopper() -> Method:
     return _without_bias(module.LigerFusedLinearCrossEntropySM90Function.apply)
 
 
-def _liger_cutile() -> Method:
-    module = peer("liger_kernel.ops.cutile.ops.fused_linear_cross_entropy")
-    function = module.LigerFusedLinearCrossEntropyFunction
-    return _without_bias(lambda *operands: function.apply(*operands)[0])
-
-
 def _cut_cross_entropy(**settings: Any) -> Method:
     return _without_bias(partial(peer("cut_cross_entropy").linear_cross_entropy, **settings))
 
@@ -195,10 +154,6 @@ def _torch_linear_cross_entropy(**settings: Any) -> Method:
     return _one_linear(
         lambda inputs: function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options)
     )
-
-
-def _chunked_loop(**settings: Any) -> Method:
-    return _one_linear(chunked_loop(**settings))
 
 
 def peer(module: str, *, extra: str | None = None) -> ModuleType:
@@ -235,73 +190,38 @@ def _one_linear(method: Method, *, takes_bias: bool = True) -> Method:
     return checked
 
 
-OURS: dict[str, dict[str, Any]] = {
-    "flce": {},
-    "flce, 512 rows": {"chunk_rows": 512},
-    "flce, 4096 rows": {"chunk_rows": 4096},
-    "flce, save_logits": {"strategy": "save_logits"},
-    "flce, recompute_logits": {"strategy": "recompute_logits"},
-    "flce, untuned": {"tune_products": False},
-    "flce, batch_invariant": {"batch_invariant": True},
-    "flce, nvfuser": {"row_kernels": "nvfuser"},
-    "flce, triton": {"row_kernels": "triton"},
-    "flce, torch": {"row_kernels": "torch"},
-}
-"""This project's methods: the arguments of `Options`."""
+OURS: dict[str, Callable[[Options], Method]] = {"flce": _jitted, "flce backend": _by_backend, "function": ours}
+"""This project by thunder, by the backend of torch.compile and as a function."""
 
 METHODS: dict[str, Callable[[], Method]] = {
-    "eager": lambda: _compiled(lambda program: program),
-    "torch.compile": lambda: _compiled(partial(torch.compile, dynamic=False)),
-    "torch.compile, dynamic": lambda: _compiled(partial(torch.compile, dynamic=True)),
-    "thunder": lambda: _compiled(import_module("thunder").jit),
-    **{name: partial(_jitted, **options) for name, options in OURS.items()},
-    "flce, entropy": _entropy,
-    "flce, entropy in 0.27 GB": partial(_entropy, memory_budget=270_000_000),
-    "function": partial(our_function, "flce"),
-    "function, torch.compile": lambda: torch.compile(our_function("flce"), fullgraph=True, dynamic=False),
-    "grad_and_value loop": _chunked_loop,
-    "grad_and_value loop, compiled": partial(_chunked_loop, compiled=True),
+    "eager": lambda: compiled(lambda program: program),
+    "torch.compile": lambda: compiled(partial(torch.compile, dynamic=False)),
+    "torch.compile, dynamic": lambda: compiled(partial(torch.compile, dynamic=True)),
+    "thunder": lambda: compiled(import_module("thunder").jit),
+    **{name: partial(make, Options()) for name, make in OURS.items()},
+    "flce, 512 rows": partial(_jitted, Options(chunk_rows=512)),
     "torch linear_cross_entropy": _torch_linear_cross_entropy,
     "torch linear_cross_entropy, 2048 rows": partial(_torch_linear_cross_entropy, batch_chunk_size=2048),
     "auto chunker": _auto_chunker,
     "liger": _liger,
     "liger, chunk 8": partial(_liger, chunk_mem_const=8),
-    "liger, chunk 8, float32": partial(_liger, chunk_mem_const=8, accum_dtype=torch.float32),
     "cut-cross-entropy": _cut_cross_entropy,
     # Without this, gradients below eps / 32 of their dtype are never computed: nearly all of them here.
     "cut-cross-entropy, exact": partial(_cut_cross_entropy, filter_eps=None),
     "trl": _trl,
     "liger, hopper": _liger_hopper,
-    "liger, cutile": _liger_cutile,
-    "liger, entropy": _liger_entropy,
     # Not its default of 4096 tokens, at which quack 0.6.5 fails where the hidden size is as large.
     "quack": partial(_quack, tuned=False, chunk_size=2048),
     "quack, tuned": partial(_quack, use_scaled_exp=False),
 }
 """What each name stands for; called once per shape, so that nothing compiled is shared between shapes.
 
-Those that may leave the device unusable come last.
+One of `OURS` may also have options behind it, as in "flce, chunk_rows=1024, strategy=save_logits". Those that may leave
+the device unusable come last.
 """
 
-ONLY_WHEN_NAMED = {
-    "quack, tuned",
-    "torch.compile, dynamic",
-    "flce, untuned",
-    "flce, batch_invariant",
-    "flce, entropy in 0.27 GB",
-    "flce, nvfuser",
-    "flce, triton",
-    "flce, torch",
-}
-"""Measured only when they are named: the first searches for minutes before its first result, and the others are of
-interest to this project alone."""
-
-BUDGET = "flce, budget "
-
-
-def budget_method(budget: int | float) -> str:
-    """The name of this project within a memory budget: bytes (int), or a fraction of the device's memory (float)."""
-    return f"{BUDGET}{budget}"
+DEFAULT = [name for name in METHODS if name not in ("torch.compile, dynamic", "quack, tuned")]
+"""Measured where none is named. What is left out compiles or searches for minutes before its first result."""
 
 
 def build(name: str) -> Method:
@@ -309,35 +229,40 @@ def build(name: str) -> Method:
 
     Raises:
         Unavailable: where a peer is not installed.
-        KeyError: where there is no such method.
+        ValueError: where there is no such method, or an option is none of `Options`.
     """
-    if name.startswith(BUDGET):
-        return _jitted(**_our_options(name))
-    return METHODS[name]()
+    if name in METHODS:
+        return METHODS[name]()
+    ours, options = with_options(name)
+    return OURS[ours](options)
 
 
-def build_without_thunder(name: str) -> Method:
-    """The method of that name; one of this project's is called without thunder."""
-    return our_function(name) if is_ours(name) else build(name)
-
-
-def parse_budget(text: str) -> int | float:
-    """Reads "5e8" as 500000000 bytes and "0.01" as a hundredth of the device's memory.
+def with_options(name: str) -> tuple[str, Options]:
+    """Reads "flce, chunk_rows=1024" as "flce" and its options.
 
     Raises:
-        ValueError: where it is not a positive number.
+        ValueError: where the first part is none of `OURS`, or the others are no options.
     """
-    value = float(text)
-    if not value > 0:
-        raise ValueError(f"a memory budget must be a positive number, but got {text!r}")
-    return value if value < 1 else int(value)
+    ours, *given = name.split(", ")
+    pairs = dict(part.split("=", 1) for part in given if "=" in part)
+    if ours not in OURS or len(pairs) < len(given):
+        names = f"{'; '.join(METHODS)}; and {', '.join(OURS)} with options, as in 'flce, chunk_rows=1024'"
+        raise ValueError(f"a method must be one of {names}, but got {name!r}")
+    try:
+        return ours, Options(**{option: _value(text) for option, text in pairs.items()})
+    except TypeError as error:
+        raise ValueError(f"{name!r}: {error}") from None
 
 
-def is_ours(name: str) -> bool:
-    """Whether `our_function` knows the name."""
-    return name in OURS or name.startswith(BUDGET)
+def check_method(name: str) -> None:
+    """Raises a ValueError where `build` does not know the name."""
+    if name not in METHODS:
+        with_options(name)
 
 
-def is_method(name: str) -> bool:
-    """Whether `build` knows the name."""
-    return name in METHODS or name.startswith(BUDGET)
+def _value(text: str) -> Any:
+    """A number, True, False or None, or the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text

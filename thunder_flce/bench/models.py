@@ -117,10 +117,10 @@ class Row(PhasedRow):
 
     model: str
     layers: int
-    batch: int
-    length: int
+    batch: int = column("sequences")
+    length: int = column("length")
     """Of the sequences; where lengths change, about the mean."""
-    lengths: str
+    lengths: str = column("lengths")
     """"one" or "changing"."""
     dtype: str
     vocab: int = 0
@@ -147,7 +147,13 @@ class Row(PhasedRow):
 
 
 def measure(
-    name: str, methods: list[str], session: Session, *, layers: int | None, tokens: int | None, lengths: str
+    name: str,
+    methods: list[str],
+    session: Session,
+    *,
+    layers: int | None,
+    tokens: list[int] | None,
+    lengths: list[str],
 ) -> None:
     """Measures methods on one model.
 
@@ -156,14 +162,21 @@ def measure(
         methods: names from `METHODS`.
         session: where, for how long, and who is told.
         layers: instead of the model's own number.
-        tokens: in a batch, instead of the model's own number.
-        lengths: "one", or "changing".
+        tokens: in a batch, instead of the model's own number; each is measured.
+        lengths: "one", "changing" or both.
     """
+    for count in tokens or [MODELS[name].tokens]:
+        for kind in lengths:
+            _measure_batches(name, methods, session, layers=layers, tokens=count, lengths=kind)
+
+
+def _measure_batches(
+    name: str, methods: list[str], session: Session, *, layers: int | None, tokens: int, lengths: str
+) -> None:
     torch.compiler.reset()
     release(session.device)
     model = MODELS[name]
-    layers, tokens = layers or model.layers, tokens or model.tokens
-    length = min(model.length, tokens // 4)
+    layers, length = layers or model.layers, min(model.length, tokens // 4)
     batch, lengths_of_steps = tokens // length, [length]
     if lengths == "changing":
         lengths_of_steps = torch.linspace(0.75 * length, 1.25 * length, LENGTHS).int().tolist()

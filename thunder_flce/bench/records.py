@@ -53,6 +53,12 @@ def context(command: str, *, device: str, commit: str | None = None) -> dict[str
     }
 
 
+def as_words(context: dict[str, str]) -> str:
+    """The machine, the versions and the commit, for people."""
+    first, *others = ((name, value) for name, value in context.items() if value and name != "command")
+    return ", ".join([first[1], *(value if name == "date" else f"{name} {value}" for name, value in others)])
+
+
 def commit_of(package: Path) -> str | None:
     """The commit that a package is checked out at, with "-dirty" where it differs; None where git does not know it.
 

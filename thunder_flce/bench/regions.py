@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from thunder_flce.bench.measuring import (
     synchronize,
 )
 from thunder_flce.bench.methods import Method, build
-from thunder_flce.bench.profiling import write_profile
 from thunder_flce.bench.reference import Reference, make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.engine.matmul.algorithms import tunings
@@ -33,7 +31,6 @@ from thunder_flce.engine.matmul.algorithms import tunings
 FLOOR = "three matmuls"
 
 SCHEDULE = Schedule(calls=200, turn_ms=1000)
-"""Turns of a second, because the counter of energy moves every 20 to 100 ms only."""
 
 RegionStep = Callable[[Mark], tuple[Tensor, dict[str, Tensor]]]
 """As `measuring.Step`; returns the loss and the gradients by the names of `Inputs.named_operands`."""
@@ -44,17 +41,13 @@ class Row(PhasedRow):
     """What was measured of one method on one shape."""
 
     shape: Shape
-    axis: str | None = None
-    """What a sweep changes: "context" or "vocabulary"."""
     ratio: float | None = column("× matmuls", "{:.3f}")
     """Time over that of the three matmuls alone."""
     tflops: float | None = column("TFLOP/s", "{:.4g}")
     """10¹² operations a second, counting `Shape.operations` and nothing else."""
-    energy_j: float | None = column("energy, J", "{:.1f}")
-    """What forward + backward take of the device's energy: the mean power while they are timed, by their time."""
     memory_gb: float | None = column("peak, GB", GB)
     """Peak above the inputs, in 10⁹ bytes."""
-    above_outputs_gb: float | None = column("− gradients", GB)
+    above_outputs_gb: float | None = column("peak − gradients, GB", GB)
     """The peak less the gradients themselves."""
     forward_memory_gb: float | None = None
     """As memory_gb, of the forward alone."""
@@ -74,19 +67,15 @@ class Row(PhasedRow):
     """The matmuls whose algorithm was chosen during the first call: `algorithms.Tuning`."""
 
 
-def measure(
-    shape: Shape, methods: list[str], session: Session, *, axis: str | None = None, profile: Path | None = None
-) -> None:
+def measure(shape: Shape, methods: list[str], session: Session) -> None:
     """Measures methods on one shape.
 
     Args:
         shape: what to measure.
         methods: names that `methods.build` knows.
         session: where, for how long, and who is told.
-        axis: what a sweep changes, whose results are not compared with the reference.
-        profile: where to write a trace and a memory snapshot of each method; None for none.
     """
-    device, session = session.device, replace(session, row=partial(Row, shape=shape, axis=axis))
+    device, session = session.device, replace(session, row=partial(Row, shape=shape))
     # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
     torch.compiler.reset()
     with session.attempt("inputs") as tried:
@@ -95,10 +84,9 @@ def measure(
     if tried.failed:
         return
     reference = None
-    if axis is None:
-        session.progress("reference")
-        with session.attempt("reference"):
-            reference = make_reference(inputs)
+    session.progress("reference")
+    with session.attempt("reference"):
+        reference = make_reference(inputs)
     steps: dict[str, Step] = {}
     numbers: dict[str, dict[str, Any]] = {FLOOR: {}}
     for name in methods:
@@ -129,13 +117,8 @@ def measure(
             **times,
             ratio=floor_ms and times["time_ms"] / floor_ms,
             tflops=shape.operations / times["time_ms"] / 1e9,
-            energy_j=outcome.joules(),
             **numbers[name],
         )
-    if profile is not None:
-        for name in outcomes:
-            session.progress(f"{name}: profile")
-            write_profile(steps[name], profile, f"{shape} {name}", device=device)
 
 
 def first_calls(

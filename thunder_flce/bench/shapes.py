@@ -1,7 +1,9 @@
 """The shapes that are measured, by name, and their inputs."""
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,6 +86,7 @@ SHAPES = {
         Shape(name="gpt2", tokens=32768, vocab=50257, hidden=768),
         Shape(name="gpt-oss-20b", tokens=8192, vocab=201088, hidden=2880),
         Shape(name="llama-2-7b", tokens=8192, vocab=32000, hidden=4096),
+        Shape(name="llama-3.1-8b", tokens=8192, vocab=128256, hidden=4096),
         Shape(name="llama-3.1-70b", tokens=8192, vocab=128256, hidden=8192),
         Shape(name="llama-3.2-1b", tokens=16384, vocab=128256, hidden=2048),
         Shape(name="mistral-7b", tokens=8192, vocab=32768, hidden=4096),
@@ -98,24 +101,40 @@ SHAPES = {
 }
 """S1 to S4 and the uneven U1 and U2 are those of the README; then the heads of models, with tokens that fill a GPU.
 
-S1 is also the head of Llama 3.1 8B, and S3 that of Gemma 2 2B. "i" stands for ignored tokens, "a" for an adapter.
+S1 is the head of Llama 3.1 8B, and S3 that of Gemma 2 2B. "i" stands for ignored tokens, "a" for an adapter.
 """
 
 
 def parse_shape(text: str) -> Shape:
     """A shape by name, or by fields, as in "tokens=8192,vocab=32000,hidden=4096,bias=1", or both, as in "S1,bias=1".
 
+    In place of a name, the path of a Hugging Face model's config.json, whose vocabulary and hidden size it has, with
+    fields, as in "…/config.json,tokens=8192".
+
     Raises:
-        ValueError: where the text is neither.
+        ValueError: where the text is none of these.
     """
-    name, _, changes = text.partition(",") if text.partition(",")[0] in SHAPES else ("", "", text)
+    name, *changes = text.split(",")
     try:
-        pairs = [pair.split("=", 1) for pair in changes.split(",") if changes]
-        values = {field: _FIELDS[field](value) for field, value in pairs}
-        return replace(SHAPES[name], **values) if name else Shape(name="custom", **values)
+        if name in SHAPES:
+            known = vars(SHAPES[name])
+        elif name.endswith(".json"):
+            config = json.loads(Path(name).read_text(encoding="utf-8"))
+            config = config.get("text_config", config)
+            model = Path(config.get("_name_or_path") or Path(name).resolve().parent).name
+            known = {"name": model, "vocab": config["vocab_size"], "hidden": config["hidden_size"]}
+        else:
+            known, changes = {"name": "custom"}, [name, *changes]
+        pairs = [pair.split("=", 1) for pair in changes]
+        return Shape(**{**known, **{field: _FIELDS[field](value) for field, value in pairs}})
+    except OSError as error:
+        raise ValueError(f"no shape can be read from {name!r}: {error}") from None
     except (ValueError, KeyError, TypeError):
         names = ", ".join(SHAPES)
-        raise ValueError(f"a shape must be one of {names}, or tokens=…,vocab=…,hidden=…, but got {text!r}") from None
+        raise ValueError(
+            f"a shape must be one of {names}, tokens=…,vocab=…,hidden=…, or a model's config.json,tokens=…, but got "
+            f"{text!r}"
+        ) from None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

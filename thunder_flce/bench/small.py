@@ -1,10 +1,11 @@
 """Regions of a millisecond or so, where the host has as much to do as the device: forward and backward, and its calls.
 
-Steps follow each other without waiting for the device. Every seventh target is ignored. The first five methods give the
+Steps follow each other without waiting for the device. Every seventh target is ignored. The first four methods give the
 mean loss, the others what they are named after, from the same logits.
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from thunder_flce.bench.measuring import (
     ERROR,
@@ -21,13 +24,11 @@ from thunder_flce.bench.measuring import (
     Schedule,
     Session,
     TimedRow,
-    Unavailable,
     column,
     release,
     synchronize,
 )
-from thunder_flce.bench.methods import Method, build, ours, peer
-from thunder_flce.bench.profiling import device_operations, python_calls
+from thunder_flce.bench.methods import Method, build, ours
 from thunder_flce.bench.reference import make_reference, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.options import Options
@@ -78,15 +79,6 @@ class Row(TimedRow):
     dw_error: float | None = column("dW error", ERROR)
 
 
-def _lean(inputs: Inputs) -> Method:
-    if not inputs.x.is_cuda:
-        raise Unavailable("runs on GPUs only")
-    if inputs.bias is not None or inputs.terms:
-        raise Unavailable("takes no bias and no adapter")
-    lean = peer("thunder_flce.bench.lean").lean
-    return lambda inputs: lean(inputs.x, inputs.weight, inputs.target)
-
-
 def _numbers(inputs: Inputs) -> Tensor:
     """(T,) between 0.1 and 1.1."""
     generator = torch.Generator(inputs.x.device).manual_seed(1)
@@ -122,7 +114,6 @@ def _without_gradients(inputs: Inputs) -> Method:
 METHODS: dict[str, Callable[[Inputs], Method]] = {
     "eager": lambda inputs: build("eager"),
     "torch.compile": lambda inputs: build("torch.compile"),
-    "lean": _lean,
     "flce": lambda inputs: ours(),
     "flce, compute": lambda inputs: ours(Options(ignored_rows="compute")),
     "flce, none": lambda inputs: ours(reduction="none"),
@@ -133,7 +124,7 @@ METHODS: dict[str, Callable[[Inputs], Method]] = {
 }
 """From the inputs, a function of them whose result is () or (T,)."""
 
-MEANS = tuple(METHODS)[:5]
+MEANS = {"eager", "torch.compile", "flce", "flce, compute"}
 """Those whose gradients are compared with the reference."""
 
 
@@ -162,7 +153,10 @@ def measure(shape: Shape, methods: list[str], session: Session) -> None:
             step = partial(run_step, METHODS[name](inputs), inputs, upstream)
             for _ in range(WARM_UP):
                 step()
-            found: dict[str, Any] = {"operations": device_operations(step, device=device), "calls": python_calls(step)}
+            found: dict[str, Any] = {
+                "operations": _device_operations(step, device=device),
+                "calls": _python_calls(step),
+            }
             if name in MEANS:
                 for gradient, operand in (("dx", inputs.x), ("dw", inputs.weight)):
                     assert operand.grad is not None
@@ -191,3 +185,35 @@ def _turn(step: Callable[[], None], schedule: Schedule, device: str) -> dict[str
     synchronize(device)
     end = time.perf_counter()
     return {TOTAL: (end - start) / schedule.calls * 1e3, "host": (host - start) / schedule.calls * 1e3}
+
+
+def _device_operations(run: Callable[[], object], *, device: str) -> int | None:
+    """How many kernels, copies and fills something starts, which has run before; None on a CPU."""
+    if device != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    # An annotation spans kernels of others. Device types are equal, but not the same object.
+    events = profiler.events() or ()
+    return sum(1 for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+
+
+def _python_calls(run: Callable[[], object]) -> int:
+    """How many functions Python calls, its own and those in C, in the forward and the backward of something."""
+    calls = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    # Otherwise the backward of a GPU runs on a thread of its own, which nobody would watch.
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(seen)
+        try:
+            run()
+        finally:
+            sys.setprofile(before)
+    # The last is sys.setprofile.
+    return calls - 1

@@ -1,11 +1,21 @@
-"""The least that a region has to cost the host: one chunk, three small kernels, and nothing is checked or chosen."""
+"""The least that a region has to cost the host: one chunk, three small kernels, and nothing is checked or chosen.
 
+Beside the methods of `bench small`.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from thunder_flce.bench import small
+from thunder_flce.bench.cli import SUBSETS
+from thunder_flce.bench.measuring import Unavailable
+from thunder_flce.bench.methods import Method
+from thunder_flce.bench.shapes import Inputs
 
 _BLOCK = 4096
 _SCALED = 8192
@@ -80,3 +90,17 @@ class _Lean(torch.autograd.Function):
 def lean(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     """() the mean loss of x (T, H), weight (V, H) and target (T,) int64, -100 for ignored ones, on a GPU."""
     return _Lean.apply(x, weight, target)
+
+
+def _method(inputs: Inputs) -> Method:
+    if not inputs.x.is_cuda:
+        raise Unavailable("runs on GPUs only")
+    if inputs.bias is not None or inputs.terms:
+        raise Unavailable("takes no bias and no adapter")
+    return lambda inputs: lean(inputs.x, inputs.weight, inputs.target)
+
+
+# Measured among the methods that are there.
+small.METHODS["lean"] = _method
+small.MEANS.add("lean")
+SUBSET = replace(SUBSETS["small"], help="as bench small, with the least that such a region could cost")

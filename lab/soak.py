@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from thunder_flce.bench.cli import Subset, positive
 from thunder_flce.bench.measuring import GB, TIME, Session, TimedRow, column, release, synchronize
-from thunder_flce.bench.methods import Method, build_without_thunder
+from thunder_flce.bench.methods import Method, build, check_method
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.engine.matmul.algorithms import tunings
@@ -72,7 +73,7 @@ def measure(shape: Shape, methods: list[str], session: Session, *, steps: int) -
         release(session.device)
         with session.attempt(name):
             inputs = Inputs.random(shape, session.device)
-            session.report(method=name, **_run(build_without_thunder(name), inputs, passes))
+            session.report(method=name, **_run(build(name), inputs, passes))
 
 
 def _run(method: Method, inputs: Inputs, passes: int) -> dict[str, Any]:
@@ -131,3 +132,15 @@ def _compilations() -> Iterator[Callable[[], Counter[str]]]:
         yield lambda: Counter(kernels) + Counter(f"{tuning.product} {tuning.sizes}" for tuning in tunings())
     finally:
         knobs.runtime.jit_post_compile_hook = before
+
+
+SUBSET = Subset(
+    help="growth of memory, time and kernels while token counts change",
+    measure=measure,
+    row=Row,
+    methods=["function"],
+    check_method=check_method,
+    defaults={"cuda": ["S1"], "cpu": ["cpu"]},
+    schedule=None,
+    options={"steps": {"type": positive, "default": 5000, "help": "of each method (default: %(default)s)"}},
+)

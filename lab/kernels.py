@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thunder_flce.bench.cli import Subset
 from thunder_flce.bench.measuring import TOTAL, Mark, Session, Step, TimedRow, column, release
-from thunder_flce.bench.shapes import dtype_name
+from thunder_flce.bench.shapes import DTYPES, dtype_name
 from thunder_flce.engine.kernels.dispatch import BACKENDS, check_available, kernels_for
 from thunder_flce.engine.kernels.interface import RowKernels
 from thunder_flce.engine.kernels.layout import empty_logits, row_stride, whole_rows
@@ -58,34 +59,32 @@ class Row(TimedRow):
     """gb_per_s over copy_gb_per_s."""
 
 
-def measure(
-    vocab: int, methods: list[str], session: Session, *, dtype: torch.dtype, logits_bytes: int | None = None
-) -> None:
+def measure(vocab: int, methods: list[str], session: Session, *, dtype: str | None) -> None:
     """Measures kernels at one vocabulary, of each backend that can run there, in turns.
 
     Args:
         vocab: V, at least 2.
         methods: names from `KERNELS`.
         session: where, for how long, and who is told.
-        dtype: of the logits.
-        logits_bytes: how large the logits are; by default as in `LOGITS_BYTES`.
+        dtype: of the logits; by default bfloat16, and float32 on a CPU.
     """
     device = session.device
+    of_logits = DTYPES[dtype or ("bfloat16" if device == "cuda" else "float32")]
     release(device)
-    stride = row_stride(vocab, dtype=dtype, device_type=device)
-    rows = max((logits_bytes or LOGITS_BYTES[device]) // (stride * dtype.itemsize), 2)
-    row = partial(_row, vocab=vocab, rows=rows, row_stride=stride, dtype=dtype_name(dtype))
+    stride = row_stride(vocab, dtype=of_logits, device_type=device)
+    rows = max(LOGITS_BYTES[device] // (stride * of_logits.itemsize), 2)
+    row = partial(_row, vocab=vocab, rows=rows, row_stride=stride, dtype=dtype_name(of_logits))
     session = replace(session, row=row)
     with session.attempt("torch: logits") as tried:
-        z = empty_logits(rows, vocab, dtype=dtype, device=device)
+        z = empty_logits(rows, vocab, dtype=of_logits, device=device)
         whole_rows(z).normal_()
         copies = {f"copy: {name}": _copy_step(z, _bytes_moved(name, z)) for name in methods}
     if tried.failed:
         return
     steps: dict[str, Step] = {}
-    for backend in _available_backends(dtype, device):
+    for backend in _available_backends(of_logits, device):
         with session.attempt(f"{backend}: statistics") as tried:
-            kernels = kernels_for(backend, dtype=dtype, device_type=device, logit_map=LogitMap())
+            kernels = kernels_for(backend, dtype=of_logits, device_type=device, logit_map=LogitMap())
             available = _kernel_steps(kernels, z)
         if tried.failed:
             continue
@@ -169,3 +168,15 @@ def _timed(call: Callable[[], object]) -> Step:
         mark("kernel")
 
     return step
+
+
+SUBSET = Subset(
+    help="bandwidth of the row kernels, against a device copy",
+    measure=measure,
+    row=Row,
+    methods=KERNELS,
+    case="vocab",
+    parse=int,
+    defaults={device: list(map(str, vocabs)) for device, vocabs in VOCABS.items()},
+    options={"dtype": {"choices": DTYPES, "help": "of the logits (default: bfloat16; float32 on a CPU)"}},
+)

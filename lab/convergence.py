@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thunder_flce.bench.cli import Subset, one_of, positive
 from thunder_flce.bench.measuring import TIME, Session, TimedRow, column, release, synchronize
-from thunder_flce.bench.methods import Method, build, build_without_thunder, peer
+from thunder_flce.bench.methods import Method, build, check_method, peer
 from thunder_flce.bench.shapes import Inputs
 
 AVERAGED = 10
@@ -117,7 +118,7 @@ def measure(name: str, methods: list[str], session: Session, *, seeds: list[int]
         for method in methods:
             session.progress(f"seed {seed}: {method}")
             with of_seed.attempt(method):
-                of_seed.report(method=method, **training.run(build_without_thunder(method), seed, steps))
+                of_seed.report(method=method, **training.run(build(method), seed, steps))
 
 
 class _Training:
@@ -233,3 +234,20 @@ def _documents(characters: int) -> list[str]:
         if characters <= 0:
             break
     return documents
+
+
+SUBSET = Subset(
+    help="loss curves of training runs from several seeds",
+    measure=measure,
+    row=Row,
+    methods=["eager", "function", "liger"],
+    check_method=check_method,
+    case="model",
+    parse=one_of(SETUPS),
+    defaults={"cuda": ["llama-100m"], "cpu": ["tiny"]},
+    schedule=None,
+    options={
+        "seeds": {"nargs": "+", "type": int, "default": [0, 1, 2], "metavar": "SEED"},
+        "steps": {"type": positive, "default": 2000, "help": "of each run (default: %(default)s)"},
+    },
+)

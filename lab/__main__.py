@@ -1,0 +1,17 @@
+"""`python -m lab`, in the repository's root: what only developers of this package measure."""
+
+import sys
+
+from lab import against, convergence, kernels, lean, soak
+from thunder_flce.bench.cli import main
+
+SUBSETS = {
+    "against": against.SUBSET,
+    "kernels": kernels.SUBSET,
+    "lean": lean.SUBSET,
+    "soak": soak.SUBSET,
+    "convergence": convergence.SUBSET,
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], SUBSETS, "python -m lab"))

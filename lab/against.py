@@ -1,0 +1,192 @@
+"""Methods against a base, the two in turns, call by call: what a change gains or costs.
+
+The base is the same call of another checkout, or one method for all. The other checkout is there a second time in the
+same process, copied under another name, which also takes its place in strings, and with an empty `__init__.py`: nothing
+of it is registered with thunder. So it is the function that is compared, whose options may be given.
+"""
+
+import itertools
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from thunder_flce.bench import methods, records
+from thunder_flce.bench.cli import Subset
+from thunder_flce.bench.measuring import (
+    GB,
+    TIME,
+    TOTAL,
+    Schedule,
+    Session,
+    Step,
+    TimedRow,
+    Unavailable,
+    column,
+    laps_ms,
+    peak_bytes,
+    release,
+    settle,
+    spread,
+    synchronize,
+)
+from thunder_flce.bench.methods import Method, calling
+from thunder_flce.bench.regions import run_step
+from thunder_flce.bench.shapes import Inputs, Shape
+
+PACKAGE = "thunder_flce"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(TimedRow):
+    """What was measured of one method and its base on one shape."""
+
+    shape: Shape
+    base: str | None = column("base")
+    """A method, or the commit or the folder of another checkout."""
+    base_time_ms: float | None = column("base, ms", TIME)
+    ratio: float | None = column("ratio", "{:.4f}")
+    """Median of the ratios of two calls that followed each other, with the 20th and 80th percentile."""
+    ratio_p20: float | None = None
+    ratio_p80: float | None = None
+    pairs: int | None = column("pairs")
+    """How many ratios those are of."""
+    above_outputs_gb: float | None = column("peak − gradients, GB", GB)
+    """Peak above the inputs and the gradients, in 10⁹ bytes."""
+    base_above_outputs_gb: float | None = column("base, GB", GB)
+    memory_ratio: float | None = column("ratio", "{:.3f}")
+    """The first over the second; None where the second is not above 0."""
+
+
+def measure(shape: Shape, names: list[str], session: Session, *, base: str, base_commit: str | None) -> None:
+    """Measures methods and their bases on one shape.
+
+    Args:
+        shape: what to measure.
+        names: of methods; with another checkout as the base, "function", with options or without.
+        session: where, for how long (a call is one of both), and who is told.
+        base: a method, or the folder of another checkout.
+        base_commit: what is checked out there, where git cannot tell.
+    """
+    folder = Path(base).resolve() if (Path(base) / PACKAGE).is_dir() else None
+    if folder is not None:
+        base = base_commit or records.commit_of(folder / PACKAGE) or folder.name
+    device, session = session.device, replace(session, row=partial(Row, shape=shape, base=base))
+    torch.compiler.reset()
+    pairs: dict[str, tuple[Step, Step]] = {}
+    memory: dict[str, dict[str, Any]] = {}
+    with session.attempt(*names) as tried:
+        release(device)
+        inputs = Inputs.random(shape, device)
+    if tried.failed:
+        return
+    for name in names:
+        session.progress(f"{name}: first calls")
+        with session.attempt(name):
+            other = methods.build(base) if folder is None else _of_checkout(name, folder)
+            pair = partial(run_step, inputs, methods.build(name)), partial(run_step, inputs, other)
+            memory[name] = _memory(*pair, shape, device)
+            pairs[name] = pair
+    for name, turns in session.rounds(pairs, _turn).items():
+        session.report(method=name, **paired_spread([pair for turn in turns for pair in turn]), **memory[name])
+
+
+def _of_checkout(name: str, folder: Path) -> Method:
+    ours, options = methods.with_options(name)
+    if ours != "function":
+        raise Unavailable("only the function is compared with that of another checkout")
+    function, make_options = load(folder)
+    try:
+        return calling(function, options=make_options(**options.non_defaults()))
+    except TypeError as error:
+        raise Unavailable(f"no such option in this version: {error}") from None
+
+
+def _turn(pair: tuple[Step, Step], schedule: Schedule, device: str) -> list[tuple[float, float]]:
+    """Milliseconds of both, which find the chip as warm: their ratio is known better than either of their times."""
+    # First, second, second, first, and so on: neither always follows the other.
+    orders = (pair if number % 2 == 0 else pair[::-1] for number in range(settle(pair, schedule, device)))
+    times = [lap[TOTAL] for lap in laps_ms(itertools.chain(*orders), device)]
+    in_turn = enumerate(zip(times[::2], times[1::2], strict=True))
+    return [(one, other) if number % 2 == 0 else (other, one) for number, (one, other) in in_turn]
+
+
+def paired_spread(pairs_ms: Iterable[tuple[float, float]]) -> dict[str, Any]:
+    """The median of both times, and of the ratio of the first to the second, with 20th and 80th percentile."""
+    first, second = zip(*pairs_ms, strict=True)
+    ratios = [one / other for one, other in zip(first, second, strict=True)]
+    times = {"time_ms": median(first), "base_time_ms": median(second)}
+    return {**times, **spread(ratios, "ratio"), "pairs": len(ratios)}
+
+
+def _memory(one: Step, other: Step, shape: Shape, device: str) -> dict[str, Any]:
+    """Calls both once, then once more for their memory."""
+    peaks = []
+    for step in (one, other):
+        step(lambda phase: None)
+        synchronize(device)
+        peaks.append((peak_bytes(step, device)[TOTAL] - shape.output_bytes) / 1e9)
+    return {
+        "above_outputs_gb": peaks[0],
+        "base_above_outputs_gb": peaks[1],
+        "memory_ratio": peaks[0] / peaks[1] if peaks[1] > 0 else None,
+    }
+
+
+_numbers = itertools.count()
+
+
+@cache
+def load(folder: Path) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Imports the package of a checkout beside the one that is running.
+
+    Args:
+        folder: the folder that holds the folder `thunder_flce`, of any commit that has `functional` and `options`.
+
+    Returns:
+        Its `linear_cross_entropy` and its `Options`.
+    """
+    package = folder / PACKAGE
+    # A copy loaded before keeps its name: nothing that it imports later may come from this one.
+    name = f"{PACKAGE}_other{next(_numbers)}"
+    copied = Path(_holder().name)
+    for source in package.rglob("*.py"):
+        target = copied / name / source.relative_to(package)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        is_root = source == package / "__init__.py"
+        text = "" if is_root else re.sub(rf"\b{PACKAGE}\b", name, source.read_text(encoding="utf-8"))
+        target.write_text(text, encoding="utf-8")
+    if str(copied) not in sys.path:
+        sys.path.append(str(copied))
+    functional, options = (import_module(f"{name}.{module}") for module in ("functional", "options"))
+    return functional.linear_cross_entropy, options.Options
+
+
+@cache
+def _holder() -> tempfile.TemporaryDirectory:
+    """The folder of all copies, there until the process ends: Triton reads the source of its kernels again."""
+    return tempfile.TemporaryDirectory(prefix=f"{PACKAGE}-copies-")
+
+
+SUBSET = Subset(
+    help="time and memory against another checkout, or a method, in turns",
+    measure=measure,
+    row=Row,
+    methods=["function"],
+    check_method=methods.check_method,
+    defaults={"cuda": ["S1"], "cpu": ["cpu"]},
+    # At 8192 × 128256 × 4096, 40 pairs of a step of 40 ms in 5 seconds.
+    schedule=Schedule(rounds=4, calls=50, turn_ms=800, settle_ms=300),
+    options={
+        "base": {"required": True, "help": "the folder of another checkout of this project, or a method"},
+        "base_commit": {"metavar": "COMMIT", "help": "what is checked out there, where git cannot tell"},
+    },
+)
