@@ -26,8 +26,8 @@ def standard_library(size: int) -> list[str]:
     return documents
 
 
-def tokenize(documents: list[str], vocab: int) -> tuple[Tensor, int]:
-    """Trains a byte-level BPE on the documents; returns them as one row of tokens, and the size of the vocabulary."""
+def train_tokenizer(documents: list[str], vocab: int) -> Tokenizer:
+    """A byte-level BPE of the documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,5 +35,11 @@ def tokenize(documents: list[str], vocab: int) -> tuple[Tensor, int]:
         vocab_size=vocab, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+def tokenize(documents: list[str], vocab: int) -> tuple[Tensor, int]:
+    """Trains a tokenizer on the documents; returns them as one row of tokens, and the size of the vocabulary."""
+    tokenizer = train_tokenizer(documents, vocab)
     tokens = [token for encoding in tokenizer.encode_batch(documents) for token in encoding.ids]
     return torch.tensor(tokens), tokenizer.get_vocab_size()
