@@ -571,7 +571,8 @@ def test_the_laboratory_can_be_imported():
     root = Path(__file__).parents[1]
     listed = subprocess.run([sys.executable, "-m", "lab", "--help"], cwd=root, capture_output=True, text=True)
     assert listed.returncode == 0, listed.stderr
-    assert {path.stem for path in (root / "lab").glob("[a-z]*.py")} - {"pages"} <= set(listed.stdout.split())
+    own_commands = {"pages", "trainers"}
+    assert {path.stem for path in (root / "lab").glob("[a-z]*.py")} - own_commands <= set(listed.stdout.split())
 
 
 @pytest.mark.parametrize("text", ["vocab=3000,hidden=768,bias=1,ignored=0.4"])

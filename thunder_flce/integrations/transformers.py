@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thunder_flce.backend import compile_graph
+
 
 class LossTrainerMixin:
     """Makes a Trainer of transformers compile its loss with the backend "thunder_flce", so that it needs no logits.
@@ -50,7 +52,7 @@ class LossTrainerMixin:
                 f"{type(self).__name__} has LossTrainerMixin before a compute_loss of its own, which takes the model "
                 "and its output; leave the mixin out, and compile that loss by the backend thunder_flce"
             )
-        self.compiled_loss = torch.compile(self._loss, backend="thunder_flce", options=dict(self.backend_options))
+        self.compiled_loss = torch.compile(self._loss, backend=compile_graph, options=dict(self.backend_options))
         self._needs_loss_only = False
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
