@@ -100,6 +100,9 @@ METHODS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "flce backend": partial(torch.compile, backend=compile_graph),
     "torch.compile, reduce-overhead": partial(torch.compile, mode="reduce-overhead"),
     "flce backend, reduce-overhead": partial(torch.compile, mode="reduce-overhead", backend=compile_graph),
+    "flce backend, ignored_rows=compute": partial(
+        torch.compile, backend=compile_graph, options={"ignored_rows": "compute"}
+    ),
     "function": lambda module: torch.compile(_CallsFunction(module)),
     "thunder": lambda module: import_module("thunder").jit(module),
     "flce": lambda module: thunder_flce.jit(module),
