@@ -77,6 +77,11 @@ def measure(shape: Shape, names: list[str], session: Session, *, base: str, base
         base_commit: what is checked out there, where git cannot tell.
     """
     folder = Path(base).resolve() if (Path(base) / PACKAGE).is_dir() else None
+    if folder is None:
+        try:
+            methods.check_method(base)
+        except ValueError:
+            raise SystemExit(f"--base must be a method or a folder with a folder {PACKAGE}, but got {base!r}") from None
     if folder is not None:
         base = base_commit or records.commit_of(folder / PACKAGE) or folder.name
     device, session = session.device, replace(session, row=partial(Row, shape=shape, base=base))

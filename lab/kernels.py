@@ -129,6 +129,12 @@ def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
     return [name for name in BACKENDS if is_available(name)]
 
 
+def _columns(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise ValueError(f"a vocabulary has two columns or more, but got {text!r}")
+    return int(text)
+
+
 def _bytes_moved(name: str, z: Tensor) -> int:
     """What a kernel has to read and write at least."""
     return z.numel() * z.element_size() * (1 if name in ("statistics", "moments") else 2)
@@ -176,7 +182,7 @@ SUBSET = Subset(
     row=Row,
     methods=KERNELS,
     case="vocab",
-    parse=int,
+    parse=_columns,
     defaults={device: list(map(str, vocabs)) for device, vocabs in VOCABS.items()},
     options={"dtype": {"choices": DTYPES, "help": "of the logits (default: bfloat16; float32 on a CPU)"}},
 )

@@ -1,4 +1,4 @@
-"""The tables and pictures of README.md and docs/performance.md, from the measured rows in traces/h200/.
+"""The tables and pictures of README.md and docs/performance.md, from the measured rows in traces/.
 
     python lab/pages.py            says which pages are out of date
     python lab/pages.py --write    writes the tables anew, and draws the pictures
@@ -7,6 +7,7 @@ A table stands between two comments of its page, `<!-- NAME: python lab/pages.py
 number is that of a row, but for memory that is called computed: that of the plan for an H200.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from thunder_flce.options import Options
 
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "traces" / "h200"
+H100 = ROOT / "traces" / "h100"
 PICTURES = ROOT / "docs" / "pictures"
 H200 = replace(ABSENT_DEVICE, memory=141 * 10**9)
 
@@ -53,10 +55,10 @@ LABELS = {
 }
 
 
-def rows(file: str, **wanted: Any) -> list[Row]:
-    """The rows with a time in a file of traces/h200/ that have these fields; a commit by its beginning."""
+def rows(file: str, *, folder: Path = DATA, **wanted: Any) -> list[Row]:
+    """The rows with a time in a file of a folder that have these fields; a commit by its beginning."""
     commit = wanted.pop("commit")
-    found = [json.loads(line) for line in (DATA / file).read_text(encoding="utf-8").splitlines()]
+    found = [json.loads(line) for line in (folder / file).read_text(encoding="utf-8").splitlines()]
     return [
         row
         for row in found
@@ -231,9 +233,39 @@ def models() -> str:
     return f"{text}\n\n`traces/h200/models-backend.jsonl`: one NVIDIA H200, bfloat16."
 
 
+STEPS = "d8c4f54"
+
+
+def steps() -> str:
+    """Whole steps on an H100: numbers of tokens, lengths that change, CUDA graphs."""
+    names = ("litgpt-pythia-160m", "litgpt-qwen2.5-0.5b", "litgpt-llama-3.2-1b")
+    found = rows("models.jsonl", folder=H100, commit=STEPS)
+    found.sort(key=lambda row: (row["lengths"] != "one", row["batch"] * row["length"], names.index(row["model"])))
+    cases: dict[str, dict[str, Row]] = {}
+    for row in found:
+        changing = ", lengths that change" if row["lengths"] == "changing" else ""
+        case = f"{row['model'].removeprefix('litgpt-')}, {row['layers']} layers{changing}"
+        cases.setdefault(f"{case} | {row['batch'] * row['length']}", {})[row["method"]] = row
+    methods = ["torch.compile", "flce backend", "torch.compile, reduce-overhead", "flce backend, reduce-overhead"]
+    lines = [
+        (
+            case,
+            *(
+                f"{got[method]['time_ms']:.2f} / {got[method]['memory_gb']:.2f}" if method in got else "–"
+                for method in methods
+            ),
+        )
+        for case, got in cases.items()
+    ]
+    header = ("model", "tokens", "torch.compile", "backend thunder_flce", "torch.compile, graphs", "backend, graphs")
+    row = found[0]
+    end = f"`traces/h100/models.jsonl` at {STEPS}: one {row['device']}, torch {row['torch']}, {row['dtype']}."
+    return f"{table(header, lines)}\n\n{end}"
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"savings": savings},
-    "docs/performance.md": {"methods": one_shape, "shapes": shapes, "losses": losses, "models": models},
+    "docs/performance.md": {"methods": one_shape, "shapes": shapes, "losses": losses, "models": models, "steps": steps},
 }
 
 
@@ -315,9 +347,12 @@ def _draw_sweep(path: Path) -> None:
     plt.close(figure)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Says which pages are out of date.")
+    parser.add_argument("--write", action="store_true", help="the tables anew, and draw the pictures")
+    parsed = parser.parse_args()
     stale = [page for page in TABLES if written(page) != (ROOT / page).read_text(encoding="utf-8")]
-    if "--write" in arguments:
+    if parsed.write:
         for page in stale:
             (ROOT / page).write_text(written(page), encoding="utf-8")
         draw()
@@ -327,4 +362,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--folder", help="for checkpoints; none are written without it")
     parser.add_argument("--kill-at", type=int, help="the step after which the process ends by SIGKILL")
     parser.add_argument("--resume", action="store_true", help="from the last checkpoint in the folder")
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, help="append a line to it")
     parser.add_argument("--commit")
     parsed = parser.parse_args()
     observer = Observer(max(parsed.steps // 10, 1), parsed.kill_at)
@@ -209,7 +209,10 @@ def main() -> None:
         device="cuda" if torch.cuda.is_available() else "cpu",
         commit=parsed.commit,
     )
-    records.append(parsed.json, {**entry, **context})
+    if parsed.json:
+        records.append(parsed.json, {**entry, **context})
+    else:
+        print({**entry, **context})
 
 
 if __name__ == "__main__":

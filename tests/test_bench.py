@@ -531,7 +531,7 @@ def test_the_shape_of_a_model(tmp_path):
     assert parse_shape(f"{config},tokens=40,bias=1") == Shape(
         name="some-model", tokens=40, vocab=70, hidden=16, bias=True
     )
-    with pytest.raises(ValueError, match="config.json,tokens=…, but got"):
+    with pytest.raises(ValueError, match="config.json,tokens=…, with positive"):
         parse_shape(str(config))
 
 
@@ -543,7 +543,7 @@ def test_the_shape_of_a_model(tmp_path):
         (["--methods", "flce, rows=3"], "'flce, rows=3': .* unexpected keyword argument 'rows'"),
         (["--methods", "flce, chunk_rows=-3"], "chunk_rows must be None or a positive int, but got -3"),
         (["--rounds", "0"], "must be a positive integer"),
-        (["--json", "nowhere/results.jsonl"], "--json: there is no folder nowhere"),
+        (["--json", "nowhere/results.jsonl"], "--json: nowhere/results.jsonl is no file"),
         (["models", "--models", "none"], "there is no 'none', but litgpt-llama"),
         (["small", "--methods", "none"], "there is no 'none', but eager"),
     ],

@@ -183,6 +183,15 @@ def test_a_label_smoother_of_ones_own(tmp_path):
     torch.testing.assert_close(*losses)
 
 
+def test_data_parallel(tmp_path):
+    """Of threads, as the Trainer has it for several GPUs in one process."""
+    trainer = OurTrainer(model=tiny.model(), args=arguments(tmp_path), data_collator=collate)
+    inputs = collate(tiny.rows(4))
+    with pytest.warns(UserWarning, match="nn.DataParallel .* start one process for each"):
+        loss = trainer.compute_loss(torch.nn.DataParallel(trainer.model), inputs)
+    torch.testing.assert_close(loss, trainer.model(**inputs).loss)
+
+
 def test_predictions_and_metrics(tmp_path):
     """They need the logits."""
 

@@ -541,6 +541,56 @@ def test_entropy_of_a_single_row(compiled):
         torch.testing.assert_close(step(hidden[0], weight), program(hidden[0], weight))
 
 
+def _straight_through(logits, of_rows):
+    """The logits; their gradients less what comes back through a number of each row."""
+    return logits - of_rows(logits, -1, True) + of_rows(logits.detach(), -1, True)
+
+
+BIAS = torch.arange(29, dtype=torch.float64)
+
+# Of what cancels, or is detached, something is left in the gradient.
+OF_GRADIENTS_ALONE = {
+    "log-sum-exp": lambda z, y: (z.logsumexp(-1), z.mean(-1) - z.detach().logsumexp(-1)),
+    "log-sum-exp and log-probability": lambda z, y: (z.logsumexp(-1), _log_prob(z, y) - z.detach().logsumexp(-1)),
+    "entropy": lambda z, y: (-(z.softmax(-1) * z.log_softmax(-1)).sum(-1), (z.softmax(-1).detach() * z).sum(-1)),
+    "mean before a softcap": lambda z, y: (_log_prob(3 * torch.tanh(_straight_through(z, torch.mean) / 3), y),),
+    "mean before a bias": lambda z, y: ((_straight_through(z, torch.mean) + BIAS).logsumexp(-1),),
+    "maximum before a softcap": lambda z, y: (_log_prob(3 * torch.tanh(_straight_through(z, torch.amax) / 3), y),),
+}
+
+
+@pytest.mark.parametrize("compiled", ALL_FRONT_ENDS.values(), ids=ALL_FRONT_ENDS)
+@pytest.mark.parametrize("name", OF_GRADIENTS_ALONE)
+@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
+def test_parts_of_the_gradient_alone(name, compiled):
+    labels = torch.arange(6)
+
+    def program(hidden, weight):
+        return OF_GRADIENTS_ALONE[name](F.linear(hidden, weight), labels)
+
+    operands = [torch.randn(size, 8, dtype=torch.float64, requires_grad=True) for size in (6, 29)]
+    results, expected = (
+        torch.autograd.grad([each.dot(torch.arange(1.0, 7, dtype=each.dtype)) for each in step(*operands)], operands)
+        for step in (compiled(program), program)
+    )
+    torch.testing.assert_close(results, expected)
+
+
+def test_sums_over_classes_of_any_number():
+    """Compile no more often than without us: a matrix of similarities is no head."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return compile_graph(graph, inputs)
+
+    step = torch.compile(lambda a, b: (a @ b.T).log_softmax(-1).mean(-1).sum(), backend=counting)
+    for count in (5, 7, 9, 6):
+        a, b = torch.randn(2, count, 8, requires_grad=True)
+        step(a, b).backward()
+    assert len(graphs) == 2
+
+
 def test_means_of_a_layer():
     """Which is no head: its linear stays, and nothing is said of it. Only the loss behind it is fused."""
 

@@ -130,6 +130,7 @@ SUBSETS = {
     "distributed": Subset(
         help="the mean loss over several GPUs of this machine, which divide the vocabulary or the tokens",
         measure=distributed.measure,
+        parse=distributed.parse,
         row=distributed.Row,
         methods=distributed.METHODS,
         defaults=_BIG_AND_TINY,
@@ -148,7 +149,7 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
         program: what is shown as the command.
     """
     arguments = list(arguments)
-    if arguments[:1] == ["--rates"]:
+    if arguments[:1] == ["--rates"] and program == PROGRAM:
         return _rates(arguments)
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, next(iter(subsets)))
@@ -157,16 +158,19 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
     subset = subsets[parsed.subset]
     names = parsed.methods or list(subset.methods)
     texts = list(dict.fromkeys(parsed.cases or subset.defaults[parsed.device]))
+    option = "methods"
     try:
         for name in names:
             (subset.check_method or one_of(subset.methods))(name)
+        option = f"{subset.case}s"
         cases = [subset.parse(text) for text in texts]
     except ValueError as error:
-        parser.error(str(error))
-    if parsed.json and not parsed.json.parent.is_dir():
-        parser.error(f"--json: there is no folder {parsed.json.parent}")
+        parser.error(f"--{option}: {error}")
+    _check_common_options(parser, parsed)
     if parsed.pictures and find_spec("matplotlib") is None:
         parser.error("--pictures needs matplotlib: pip install matplotlib")
+    if parsed.pictures and parsed.pictures.exists() and not parsed.pictures.is_dir():
+        parser.error(f"--pictures: {parsed.pictures} is no folder")
     command = shlex.join([*program.split(), *arguments])
     context = records.context(command, device=parsed.device, commit=parsed.commit)
     print(f"`{command}`\n\n{records.as_words(context)}\n", flush=True)
@@ -182,7 +186,7 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
         rows.sort(key=lambda row: names.index(row.method) if row.method in names else -1)
         print(showing.markdown(str(case), subset.row, rows), end="\n\n", flush=True)
         if parsed.pictures:
-            title = f"{case}, {context['device']}"
+            title = f"{parsed.subset}: {case}, {context['device']}"
             print(f"![{title}]({showing.draw(title, subset.row, rows, parsed.pictures)})", end="\n\n")
         if lost is not None:
             print(f"{lost} has left the device unusable", file=sys.stderr)
@@ -216,6 +220,7 @@ def _rates(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} --rates", description=rates.__doc__)
     _common_options(parser)
     parsed = parser.parse_args(arguments[1:])
+    _check_common_options(parser, parsed)
     context = records.context(shlex.join([*PROGRAM.split(), *arguments]), device=parsed.device, commit=parsed.commit)
     for line in rates.report(parsed.device, context, showing.show_progress):
         showing.show_progress("")
@@ -241,7 +246,7 @@ def _parser(subsets: Mapping[str, Subset], program: str) -> argparse.ArgumentPar
             of_subset.add_argument("--rounds", type=positive, default=default.rounds, help="turns (%(default)s)")
             of_subset.add_argument("--calls", type=positive, default=default.calls, help="timings a turn (%(default)s)")
         for option, settings in subset.options.items():
-            of_subset.add_argument(f"--{option}", **settings)
+            of_subset.add_argument(f"--{option.replace('_', '-')}", **settings)
     return parser
 
 
@@ -255,3 +260,10 @@ def _common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the results to it, a line each")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
+
+
+def _check_common_options(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no GPU")
+    if parsed.json and (parsed.json.is_dir() or not parsed.json.parent.is_dir()):
+        parser.error(f"--json: {parsed.json} is no file in a folder that exists")

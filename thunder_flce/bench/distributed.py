@@ -1,6 +1,6 @@
 """A loss region whose vocabulary several GPUs divide: time, memory and error of each way, on the slowest rank.
 
-The last two are ways of data parallel training: each rank has an equal part of the tokens, and rows of the weight.
+Ways of sequence parallel and data parallel training divide the tokens as well.
 
 Each rank is a process of its own, which this module starts. All ranks run the same calls in the same order, without the
 clock having a say, since their collectives have to match.
@@ -40,7 +40,7 @@ from thunder_flce.bench.measuring import (
 )
 from thunder_flce.bench.methods import peer
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
-from thunder_flce.bench.shapes import Inputs, Shape
+from thunder_flce.bench.shapes import Inputs, Shape, parse_shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.modules import LinearCrossEntropyLoss
 from thunder_flce.vocab_parallel import VocabParallel
@@ -58,8 +58,8 @@ class Row(TimedRow):
 
     shape: Shape
     ranks: int | None = column("ranks")
-    ratio: float | None = column("× products", "{:.3f}")
-    """To the three products over this rank's rows, all tokens at once, without any collective."""
+    ratio: float | None = column("× matmuls", "{:.3f}")
+    """To the three matmuls over this rank's rows, all tokens at once, without any collective."""
     memory_gb: float | None = column("peak − gradients, GB", GB)
     """The peak above the inputs and the gradients."""
     dx_error: float | None = column("dX error", ERROR)
@@ -256,6 +256,18 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
 }
 
 
+def parse(text: str) -> Shape:
+    """A shape of tokens, vocab, hidden, ignored, dtype and data alone.
+
+    Raises:
+        ValueError: for a shape with more.
+    """
+    shape = parse_shape(text)
+    if shape.bias or shape.frozen or shape.rank:
+        raise ValueError(f"distributed takes shapes without bias, frozen and rank, but got {shape}")
+    return shape
+
+
 def measure(shape: Shape, names: list[str], session: Session, *, ranks: int) -> None:
     """Measures some ways on so many ranks, each in a process of its own.
 
@@ -265,6 +277,10 @@ def measure(shape: Shape, names: list[str], session: Session, *, ranks: int) -> 
         session: where ("cuda": a GPU for each rank), for how long, and who is told.
         ranks: how many.
     """
+    if shape.tokens % ranks:
+        with session.attempt(*names):
+            raise Unavailable(f"{shape.tokens} tokens cannot be divided among {ranks} ranks")
+        return
     session.progress(f"{ranks} processes")
     with tempfile.TemporaryDirectory() as folder:
         arguments = (ranks, shape, names, session.device, session.schedule, folder)

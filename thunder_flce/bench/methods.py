@@ -250,7 +250,7 @@ def with_options(name: str) -> tuple[str, Options]:
         raise ValueError(f"a method must be one of {names}, but got {name!r}")
     try:
         return ours, Options(**{option: _value(text) for option, text in pairs.items()})
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{name!r}: {error}") from None
 
 

@@ -99,7 +99,7 @@ SHAPES = {
         Shape(name="tiny-a", tokens=64, vocab=500, hidden=32, dtype=torch.float32, frozen=True, rank=4),
     )
 }
-"""S1 to S4 and the uneven U1 and U2 are those of the README; then the heads of models, with tokens that fill a GPU.
+"""S1 to S4 and the uneven U1 and U2 are those of lab/performance.md; then the heads of models.
 
 S1 is the head of Llama 3.1 8B, and S3 that of Gemma 2 2B. "i" stands for ignored tokens, "a" for an adapter.
 """
@@ -126,13 +126,17 @@ def parse_shape(text: str) -> Shape:
         else:
             known, changes = {"name": "custom"}, [name, *changes]
         pairs = [pair.split("=", 1) for pair in changes]
-        return Shape(**{**known, **{field: _FIELDS[field](value) for field, value in pairs}})
+        shape = Shape(**{**known, **{field: _FIELDS[field](value) for field, value in pairs}})
+        if min(shape.tokens, shape.vocab, shape.hidden) < 1 or shape.rank < 0 or not 0 <= shape.ignored <= 1:
+            raise ValueError
+        return shape
     except OSError as error:
         raise ValueError(f"no shape can be read from {name!r}: {error}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         names = ", ".join(SHAPES)
         raise ValueError(
-            f"a shape must be one of {names}, tokens=…,vocab=…,hidden=…, or a model's config.json,tokens=…, but got "
+            f"a shape must be one of {names}, tokens=…,vocab=…,hidden=…, or a model's config.json,tokens=…, with "
+            "positive sizes and ignored between 0 and 1, but got "
             f"{text!r}"
         ) from None
 
@@ -147,7 +151,7 @@ DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, 
 
 _FIELDS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("tokens", "vocab", "hidden", "rank"), int),
-    **dict.fromkeys(("bias", "frozen"), lambda value: bool(int(value))),
+    **dict.fromkeys(("bias", "frozen"), {"0": False, "1": True}.__getitem__),
     "ignored": float,
     "dtype": DTYPES.__getitem__,
     "data": {name: name for name in ("random", "peaked")}.__getitem__,

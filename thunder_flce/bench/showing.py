@@ -56,7 +56,8 @@ def draw(title: str, row_type: type, rows: Sequence[Any], folder: Path) -> Path:
     for number, column in enumerate(columns, start=1):
         axes = figure.add_subplot(1, len(columns), number)
         shown = [row for row in measured[::-1] if getattr(row, column.name) is not None]
-        bars = axes.barh([row.method for row in shown], [getattr(row, column.name) for row in shown])
+        bars = axes.barh(range(len(shown)), [getattr(row, column.name) for row in shown])
+        axes.set_yticks(range(len(shown)), labels=[_label(row, measured) for row in shown])
         axes.bar_label(bars, [column.metadata["form"].format(bar.get_width()) for bar in bars], padding=3)
         axes.set_xlabel(column.metadata["title"])
         axes.margins(x=0.15)
@@ -66,6 +67,18 @@ def draw(title: str, row_type: type, rows: Sequence[Any], folder: Path) -> Path:
     path = folder / f"{_file_name(title)}.png"
     figure.savefig(path, dpi=110)
     return path
+
+
+def _label(row: Any, rows: Sequence[Any]) -> str:
+    """The method, and what else tells it from the other rows of that method."""
+    same = [other for other in rows if other.method == row.method]
+    names = [
+        field.name
+        for field in fields(row)
+        if isinstance(value := getattr(row, field.name), str | int)
+        and {getattr(each, field.name) for each in same} != {value}
+    ]
+    return ", ".join([row.method, *(f"{name} {getattr(row, name)}" for name in names)])
 
 
 def _columns(row_type: type, measured: Sequence[Any]) -> list[Field]:

@@ -1,6 +1,7 @@
 """transformers' Trainer: compiles the loss in place of the model, whose output has the logits, too."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -70,6 +71,13 @@ class LossTrainerMixin:
         from transformers.trainer_pt_utils import LabelSmoother
 
         needs_logits = return_outputs and not self._needs_loss_only
+        if isinstance(model, nn.DataParallel):
+            warnings.warn(
+                "nn.DataParallel copies the model in each step, so its loss is not fused; start one process for each "
+                "GPU by torchrun, or let the process see one GPU",
+                stacklevel=2,
+            )
+            needs_logits = True
         if needs_logits or type(self.label_smoother) not in (type(None), LabelSmoother):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
         labels = None

@@ -191,7 +191,9 @@ class Class:
     @property
     def is_logits(self) -> bool:
         """Whether it is u itself."""
-        return self.form == "" and value(self.sum) == {"u": 1}
+        # A mean less the same mean without its gradient cancels, but other logits that are made of these would lose it.
+        has_u_alone = all(atom.name == "u" for atom, _ in self.sum)
+        return self.form == "" and value(self.sum) == {"u": 1} and has_u_alone
 
     @property
     def has_one_u(self) -> bool:

@@ -639,9 +639,10 @@ def _mean(
 
 
 def _columns(of: Class) -> int:
-    if not isinstance(of.columns, int | torch.SymInt):
+    # A symbol would have to become a number, and the program would be compiled for each.
+    if type(of.columns) is not int:
         raise Unknown("over a number of classes that is not known when the program is compiled")
-    return int(of.columns)  # Of a symbol, with a guard: another number compiles anew.
+    return of.columns
 
 
 def _summed(of: Class, shape: tuple[Any, ...]) -> Row:

@@ -433,7 +433,7 @@ class _Writing:
             for each, is_cut in ((factor, False), (cut, True)):
                 if not each:
                     continue
-                part = self._call(torch.detach, value) if is_cut and factor else value
+                part = self._call(torch.detach, value) if is_cut and value.needs_grad else value
                 part = self._scaled(part, float(sign * each))
                 total = part if total is None else self._call(torch.add, total, part)
         if total is None:  # All has cancelled, as in the sum of a softmax.
