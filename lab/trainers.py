@@ -85,6 +85,19 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": pad(labels, batch_first=True, padding_value=-100)}
 
 
+def _common(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that both trainers have."""
+    return {
+        "max_steps": parsed.steps,
+        "seed": parsed.seed,
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "bf16": torch.cuda.is_available(),
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
 def of_transformers(parsed: argparse.Namespace, folder: str, observer: Observer) -> Trainer:
     tokens, vocab = local_text.tokenize(local_text.standard_library(TEXT_BYTES), 32000)
     drawn, rows, start = random.Random(0), [], 0
@@ -93,22 +106,16 @@ def of_transformers(parsed: argparse.Namespace, folder: str, observer: Observer)
         start += len(rows[-1]["input_ids"])
     arguments = TrainingArguments(
         folder,
-        max_steps=parsed.steps,
-        per_device_train_batch_size=8,
+        **_common(parsed),
         per_device_eval_batch_size=8,
-        gradient_accumulation_steps=2,
         learning_rate=1e-3,
         warmup_steps=50,
-        bf16=torch.cuda.is_available(),
         logging_steps=max(parsed.steps // 100, 1),
         eval_strategy="steps",
         eval_steps=max(parsed.steps // 10, 1),
         eval_on_start=True,
         save_strategy="steps" if parsed.folder else "no",
         save_steps=max(parsed.steps // 4, 1),
-        seed=parsed.seed,
-        report_to="none",
-        disable_tqdm=True,
         prediction_loss_only=True,
     )
     set_seed(parsed.seed)
@@ -144,20 +151,14 @@ def of_trl(parsed: argparse.Namespace, folder: str, observer: Observer) -> Train
     model.save_pretrained(Path(folder) / "model")
     arguments = GRPOConfig(
         folder,
-        max_steps=parsed.steps,
-        per_device_train_batch_size=8,
-        gradient_accumulation_steps=2,
+        **_common(parsed),
         num_generations=4,
         num_iterations=2,
         beta=0.04,
         max_completion_length=48,
         learning_rate=3e-4,
-        bf16=torch.cuda.is_available(),
         logging_steps=max(parsed.steps // 50, 1),
         save_strategy="no",
-        seed=parsed.seed,
-        report_to="none",
-        disable_tqdm=True,
     )
     return GRPOTrainer(
         model=str(Path(folder) / "model"),

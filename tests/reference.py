@@ -3,7 +3,8 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ class Case:
     class_weight: Tensor | None = None
     terms: tuple[tuple[Tensor, Tensor], ...] = ()
     """Further linears that are added to the logits"""
+    incoming: dict[Any, list[Tensor]] = field(default_factory=dict, init=False, repr=False)
+    """See `incoming_gradients`."""
 
     def operands(self) -> list[Tensor]:
         """The tensors that may need a gradient."""
@@ -296,11 +299,15 @@ CHOICES = ("argmax", "valid_argmax", "accuracy")
 
 def incoming_gradients(case: Case, outputs: tuple[str, ...], dtype: torch.dtype) -> list[Tensor]:
     """Random gradients, always the same ones, for each differentiable output."""
-    generator = torch.Generator().manual_seed(len(outputs))
-    shape = case.x.shape[:-1]
-    return [
-        torch.randn(shape, generator=generator).to(case.x.device, dtype) for name in outputs if name in DIFFERENTIABLE
-    ]
+    # While a CUDA graph is captured, nothing may be copied from the host: they are there from the step before.
+    if (outputs, dtype) not in case.incoming:
+        generator, shape = torch.Generator().manual_seed(len(outputs)), case.x.shape[:-1]
+        case.incoming[outputs, dtype] = [
+            torch.randn(shape, generator=generator).to(case.x.device, dtype)
+            for name in outputs
+            if name in DIFFERENTIABLE
+        ]
+    return case.incoming[outputs, dtype]
 
 
 def run_by(monkeypatch, plan: Plan) -> None:

@@ -278,8 +278,9 @@ def measure(shape: Shape, names: list[str], session: Session, *, ranks: int) -> 
         ranks: how many.
     """
     if shape.tokens % ranks:
-        with session.attempt(*names):
-            raise Unavailable(f"{shape.tokens} tokens cannot be divided among {ranks} ranks")
+        failed = f"{shape.tokens} tokens cannot be divided among {ranks} ranks"
+        for name in names:
+            session.write(Row(method=name, shape=shape, ranks=ranks, failed=failed))
         return
     session.progress(f"{ranks} processes")
     with tempfile.TemporaryDirectory() as folder:

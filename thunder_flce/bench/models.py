@@ -146,7 +146,7 @@ class Row(PhasedRow):
     loss_error: float | None = column("loss error", ERROR)
     """|loss − loss of eager| / loss of eager."""
     fused: bool | None = None
-    """Whether this project fused the loss; "flce", "thunderfx" and "flce backend" only."""
+    """Whether this project fused the loss; of ours, but for "function"."""
 
 
 def measure(
@@ -179,7 +179,7 @@ def _measure_batches(
     torch.compiler.reset()
     release(session.device)
     model = MODELS[name]
-    layers, length = layers or model.layers, min(model.length, tokens // 4)
+    layers, length = layers or model.layers, max(min(model.length, tokens // 4), 1)
     batch, lengths_of_steps = tokens // length, [length]
     if lengths == "changing":
         lengths_of_steps = torch.linspace(0.75 * length, 1.25 * length, LENGTHS).int().tolist()
@@ -213,8 +213,8 @@ def _measure_batches(
 
 
 def _is_fused(program: Callable[..., Tensor]) -> bool:
-    compilations = thunder_flce.explain(program)
-    return all(decision.fused for compilation in compilations for decision in compilation.decisions)
+    decisions = [each for compilation in thunder_flce.explain(program) for each in compilation.decisions]
+    return bool(decisions) and all(decision.fused for decision in decisions)
 
 
 class _Training:

@@ -19,7 +19,8 @@ class LossTrainerMixin:
     `class MyTrainer(thunder_flce.LossTrainerMixin, Trainer): pass` is all. Training, and evaluation without metrics,
     fuse the loss: the model's own, a `compute_loss_func` (with transformers 5.23), or that of `label_smoothing_factor`.
     Predictions, evaluation with `compute_metrics` and a label smoother of your own need the logits, and are the
-    Trainer's. Leave `torch_compile` off. Numbers, checkpoints and everything else stay as they are.
+    Trainer's; so is `nn.DataParallel`, with a warning. Leave `torch_compile` off. Numbers, checkpoints and everything
+    else stay as they are.
     `thunder_flce.explain(trainer.compiled_loss)` says what was fused.
 
     Attributes:
