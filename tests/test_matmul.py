@@ -212,34 +212,37 @@ def test_libraries(is_hip, name, monkeypatch):
 
 
 class Clock:
-    """Runs that take given times, in ms: alone, and in a burst."""
+    """Runs that take given times, in ms: beside all others, and beside those that are close."""
 
-    def __init__(self, once, in_a_burst):
-        self.runs = [lambda: None for _ in once]
-        self.times = dict(zip(self.runs, zip(once, in_a_burst, strict=True), strict=True))
-        self.bursts, self.total = [], 0.0
+    def __init__(self, first, then):
+        self.runs = [lambda: None for _ in first]
+        self.times, self.then, self.ran, self.total = first, then, [], 0.0
 
-    def seconds(self, run, times):
-        self.total += times * self.times[run][times > 1] / 1e3
-        if times > 1:
-            self.bursts.append(self.runs.index(run))
-        return self.times[run][times > 1] / 1e3
+    def seconds(self, runs):
+        numbers = [self.runs.index(run) for run in runs]
+        found = [self.times[number] / 1e3 for number in numbers]
+        self.ran.append(numbers)
+        self.times, self.total = self.then, self.total + sum(found)
+        return found
 
 
 @pytest.mark.parametrize(
-    ("once", "in_a_burst", "bursts", "index", "gain", "milliseconds"),
+    ("first", "then", "close", "index", "gain", "milliseconds"),
     [
-        ([2.05, 2.0, 2.02, 2.2], [2.5, 2.4, 2.3, 1.0], [0, 1, 2, 2, 1, 0], 2, 2.5 / 2.3, 2.3),
-        ([3.0, 2.03, 2.02, 2.01, 2.0], [3.0, 2.0, 2.0, 2.0, 2.1], [0, 4, 3, 3, 4, 0], 3, 1.5, 2.0),
-        ([2.0, 1.99], [2.0, 2.0], [0, 1, 1, 0], 0, 1.0, 2.0),
+        ([2.05, 2.0, 2.02, 2.2], [2.5, 2.4, 2.3, 1.0], [0, 1, 2], 2, 2.5 / 2.3, 2.3),
+        ([3.0, 2.03, 2.02, 2.01, 2.0], [3.0, 2.0, 2.0, 1.9, 2.1], [0, 4, 3], 3, 3 / 1.9, 1.9),
+        ([2.0, 1.9], [2.0, 1.97], [0, 1], 0, 1.0, 2.0),
         ([2.0, 2.2], [9.0, 1.0], [], 0, 1.0, 2.0),
     ],
-    ids=["bursts decide", "three finalists", "the first wins a draw", "nothing is close"],
+    ids=["turns decide", "three finalists", "the first wins a draw", "nothing is close"],
 )
-def test_the_fastest(once, in_a_burst, bursts, index, gain, milliseconds):
-    clock = Clock(once, in_a_burst)
+def test_the_fastest(first, then, close, index, gain, milliseconds):
+    clock = Clock(first, then)
     assert fastest(clock.runs, clock.seconds) == (index, pytest.approx(gain), pytest.approx(milliseconds / 1e3))
-    assert clock.bursts == bursts
+    turns, all_of_them = clock.ran[1:], list(range(len(first)))
+    assert clock.ran[0] == all_of_them * 2
+    assert [ran[: len(close)] for ran in turns] == ([close] if close else [])
+    assert all(ran == close * (len(ran) // len(close)) for ran in turns)
 
 
 def test_measuring_is_short():
@@ -266,7 +269,7 @@ def test_how_matrices_lie_in_memory():
 def fresh(monkeypatch):
     """Nothing measured, and every matmul large enough to be."""
     monkeypatch.setattr(algorithms, "TUNED_OPERATIONS", 0)
-    monkeypatch.setattr(algorithms, "_BURST_SECONDS", 1e-3)
+    monkeypatch.setattr(algorithms, "_TURNS_SECONDS", 1e-3)
     monkeypatch.setattr(algorithms, "_tunings", {})
     algorithms._descriptor.cache_clear()
 
@@ -301,9 +304,10 @@ def stand_in(fresh, monkeypatch):
         stored = [StoredMatrix.of(m.shape, m.stride(), m.element_size()) for m in (call.out, call.a, call.b)]
         return Signature(0, call.a.dtype, call.out.dtype, *stored, call.bias is not None)
 
-    def seconds(run, times):
-        run()
-        return 1.0 if run.args[1] == "slow" else 0.5
+    def seconds(runs):
+        for run in runs:
+            run()
+        return [1.0 if run.args[1] == "slow" else 0.5 for run in runs]
 
     monkeypatch.setattr(algorithms, "_descriptor", lru_cache(StandIn))
     monkeypatch.setattr(algorithms, "_seconds", seconds)

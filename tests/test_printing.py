@@ -144,7 +144,7 @@ def test_width(options, changes):
 
 DEFAULT = """\
 valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
-x, y = rows of x, y that are valid    the host waits for their number
+x, y = rows of x, y that are valid    the host waits for their number while the first logits run
 for each chunk of 2048 tokens, 4 in all:
   logits bf16[2048, 128256] = x @ W.t()                                                         cuBLAS
   row_max, row_log_sum f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  Triton

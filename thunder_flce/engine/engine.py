@@ -65,20 +65,20 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
             device-side assertion instead).
     """
-    call, plan = ops.call, ops.plan
+    call, plan, logits = ops.call, ops.plan, _Logits(ops)
     if plan.saves_unit_gradients(call):
-        rows = ops.prepare(None)
+        rows = ops.prepare(None, meanwhile=logits.start)
         # Class weights are among the factors that the backward multiplies rows by; the weights of targets are not.
         ones = torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
         coefficients = Coefficients(ops, replace(rows, at_target=None, s=ones), UpstreamGradients(ones))
     elif plan.finishes_in_forward:
         expected = call.get("expected_gradient")
         upstream = None if expected is None else usable(expected)
-        rows = ops.prepare(upstream)
+        rows = ops.prepare(upstream, meanwhile=logits.start)
         coefficients = Coefficients(ops, rows, UpstreamGradients(upstream))
     else:
-        rows, coefficients = ops.prepare(None), None
-    outcome = run(ops, rows, coefficients)
+        rows, coefficients = ops.prepare(None, meanwhile=logits.start), None
+    outcome = run(ops, rows, coefficients, logits=logits)
     return _results(ops, rows, outcome)
 
 
@@ -99,22 +99,25 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
     rows = ops.prepare_again(upstream.loss, ops.count_of(saved.computed_rows))
     entropy = None if saved.entropy is None else rows.received(saved.entropy.reshape(-1))
     coefficients = Coefficients(ops, rows, upstream, entropy=entropy)
-    return run(ops, rows, coefficients, known=saved).gradients
+    return run(ops, rows, coefficients, logits=_Logits(ops, saved), known=saved).gradients
 
 
-def run(ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, known: Saved | None = None) -> Outcome:
+def run(
+    ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, logits: "_Logits", known: Saved | None = None
+) -> Outcome:  # fmt: skip
     """One run over the chunks of the rows.
 
     Args:
         ops: of the region.
         rows: those that are computed.
         coefficients: of the rows' gradients; None where no gradient is computed.
+        logits: where they come from.
         known: what the forward has saved, in a backward.
     """
-    logits, statistics = _Logits(ops, rows, known), None if known is None else _known_statistics(rows, known)
+    statistics = None if known is None else _known_statistics(rows, known)
     sums = None if coefficients is None else GradientSums(ops, rows, weights=coefficients.at_target)
     found: list[RowResults] = []
-    for chunk in ops.chunks(rows, logits.saved_rows):
+    for chunk in ops.chunks(rows, ops.plan.rows_saved(rows.count)):
         memory = (None,) * len(ops.call.linears) if sums is None else sums.memory_for_inputs(chunk)
         xs = [
             ops.gather(rows, ops.call.tensors[linear.x], chunk, out)
@@ -124,7 +127,7 @@ def run(ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, known
         if ops.call.divergence is None:
             of_rows, dlogits, bias_grad = _row_work(ops, rows, chunk, z, coefficients, statistics)
         else:
-            of_rows, dlogits, bias_grad = _divergence(ops, rows, chunk, z, coefficients, logits.of_teacher(chunk))
+            of_rows, dlogits, bias_grad = _divergence(ops, rows, chunk, z, coefficients, logits.of_teacher(rows, chunk))
         found.append(of_rows)
         if sums is not None:
             sums.add(dlogits, xs, chunk, bias_grad)
@@ -139,36 +142,53 @@ def run(ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, known
 class _Logits:
     """The logits of one chunk after the other: in memory that chunks share, or where they are kept for the backward."""
 
-    def __init__(self, ops: Primitives, rows: Rows, known: Saved | None):
-        self._ops, self._rows, self._known = ops, rows, known
+    def __init__(self, ops: Primitives, known: Saved | None = None):
+        self._ops, self._known = ops, known
+        self._keeps_first = ops.plan.rows_saved(ops.call.tokens) > 0
         self._buffer: Tensor | None = None
         self._of_teacher: Tensor | None = None
+        self._started = 0
+        """Of how many of the first tokens they were computed before the number of rows was known"""
         self.kept: Tensor | None = None
         """(S, V) those of the first chunk, if they are kept"""
-        self.saved_rows = ops.plan.rows_saved(rows.count)
-        """S"""
+
+    def start(self, order: Tensor, count: int) -> None:
+        """Computes those of the first `count` tokens of an order (T,), whether they are among the rows or not."""
+        ops = self._ops
+        xs = [ops.call.tensors[linear.x].index_select(0, order[:count]) for linear in ops.call.linears]
+        ops.logits_(self._memory(0, ops.first_rows)[:count], xs)
+        self._started = count
 
     def of(self, chunk: slice, xs: list[Tensor]) -> Tensor:
-        """(C, V) those of a chunk, computed from its xs, (C, H) each, unless the forward has saved them."""
-        ops, count = self._ops, chunk.stop - chunk.start
-        if chunk.stop > self.saved_rows:
-            # Chunks but the first are equal, and the last one is smaller.
-            if self._buffer is None or self._buffer.shape[0] < count:
-                self._buffer = ops.logits_buffer(count)
-            memory = self._buffer
-        elif self._known is None:
-            memory = self.kept = ops.logits_buffer(ops.plan.saved_logits_shape(ops.call)[0])
-        else:
+        """(C, V) those of a chunk, computed from its xs, (C, H) each, unless they are there."""
+        ops, count, started = self._ops, chunk.stop - chunk.start, 0 if chunk.start else self._started
+        if self._known is not None and self._keeps_first and not chunk.start:
             assert self._known.logits is not None
             return self._known.logits[:count, : ops.call.vocab]
+        memory = self._memory(chunk.start, count)
         z = memory if memory.shape[0] == count else memory[:count]
-        ops.logits_(z, xs)
+        if not started:
+            ops.logits_(z, xs)
+        elif started < count:
+            ops.logits_(z[started:], [x[started:] for x in xs])
         return z
 
-    def of_teacher(self, chunk: slice) -> Tensor:
-        """(C, V) the teacher's."""
+    def _memory(self, start: int, count: int) -> Tensor:
+        """Memory for at least `count` rows of the chunk that starts at a row."""
+        ops = self._ops
+        if self._known is None and self._keeps_first and not start:
+            if self.kept is None:
+                self.kept = ops.logits_buffer(ops.plan.saved_logits_shape(ops.call)[0])
+            return self.kept
+        # Chunks but the first are equal, and the last one is smaller.
+        if self._buffer is None or self._buffer.shape[0] < count:
+            self._buffer = ops.logits_buffer(count)
+        return self._buffer
+
+    def of_teacher(self, rows: Rows, chunk: slice) -> Tensor:
+        """(C, V) the teacher's, of a chunk of the rows."""
         ops, count = self._ops, chunk.stop - chunk.start
-        x = ops.gather(self._rows, ops.call.tensors["teacher_input"], chunk)
+        x = ops.gather(rows, ops.call.tensors["teacher_input"], chunk)
         if self._of_teacher is None:
             self._of_teacher = ops.logits_buffer(count, ops.plan.logits_dtype(x.dtype))
         # The last chunk may have fewer rows.

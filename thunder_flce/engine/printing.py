@@ -163,7 +163,9 @@ class _Writer(Primitives):
 
     # Rows.
 
-    def prepare(self, upstream: Tensor | None) -> Rows:
+    def prepare(
+        self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor, int], None] | None = None
+    ) -> Rows:  # fmt: skip
         return self._prepare(upstream, "prepare")
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
@@ -185,8 +187,10 @@ class _Writer(Primitives):
         self._write(primitive, f"valid_count {_type((), torch.int64)} = {count}{note}", self._vector_library)
         if skips:
             names = ", ".join([*(letter(linear.x) for linear in call.linears), "y"])
-            waits = "the host waits for their number" if self.device_type == "cuda" and not is_again else ""
-            self._add(f"{names} = rows of {names} that are valid    {waits}".rstrip())
+            does_wait = self.device_type == "cuda" and not is_again
+            ahead = " while the first logits run" if self.region.starts_early else ""
+            note = f"    the host waits for their number{ahead}" if does_wait else ""
+            self._add(f"{names} = rows of {names} that are valid{note}")
         found = rows.prepare(call, upstream=upstream, ordered=False)
         return rows.with_target_weights(call, rows.selected(found, call.tokens))
 

@@ -349,17 +349,19 @@ def _gradient_kernel(
         if target is not None:
             column = tl.load(target + index, mask=is_row, other=-1)[:, None]
             is_here = (column >= 0) & (column // BLOCK == tl.program_id(0) % BLOCKS)
-            at_target = None
-            if class_weight is not None:
-                at_target = tl.load(class_weight + column, mask=is_here, other=0.0)
-            entry = _gradient(
-                tl.load(z + row * STRIDE + column, mask=is_here, other=0.0),
-                largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT,
-                _of_rows(one_hot, index, is_row), of_uniform, of_entropy, at_target,
-            )  # fmt: skip
-            gradient = tl.where(columns[None, :] == column, entry, gradient)
-            # All threads have read z at the target before one of them writes there.
-            tl.debug_barrier()
+            # Few blocks have the target of a row.
+            if tl.max(is_here.to(tl.int32)) > 0:
+                at_target = None
+                if class_weight is not None:
+                    at_target = tl.load(class_weight + column, mask=is_here, other=0.0)
+                entry = _gradient(
+                    tl.load(z + row * STRIDE + column, mask=is_here, other=0.0),
+                    largest, log_sum, share, SCALE, SOFTCAP, IS_EXACT,
+                    _of_rows(one_hot, index, is_row), of_uniform, of_entropy, at_target,
+                )  # fmt: skip
+                gradient = tl.where(columns[None, :] == column, entry, gradient)
+                # All threads have read z at the target before one of them writes there.
+                tl.debug_barrier()
         tl.store(out + row * OUT_STRIDE + columns[None, :], gradient.to(out.dtype.element_ty), mask=mask)
         if column_sums is not None:
             sums += tl.sum(gradient, 0)

@@ -8,7 +8,9 @@ other than Hopper nobody has looked what it gains: there it is done where it is 
 the bits of the first one are left out.
 """
 
+import itertools
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -26,11 +28,15 @@ from thunder_flce.engine.matmul.cublaslt import Algorithm, Kind, Matmul, MatmulD
 # with 2e11 or more, but fewer, 24 gained 2% or less, the others 3% to 5% (`tuned_products` in traces/h200).
 TUNED_OPERATIONS = 4e11
 
-# Candidates that take up to this much longer than the fastest, run once, are measured again, in bursts: under load a
-# GPU lowers its clock, and then an algorithm that moves less data gains.
+# All candidates run in turns, then those that take up to this much longer than the fastest of them: under load a GPU
+# lowers its clock, from one run to the next, and for the others as well. A candidate takes the place of the first one
+# if that takes this much longer: for dX of 2048 × 128256 × 4096, one that seemed 1% faster in bursts of its own took
+# 20% longer in steps (H200).
 _CLOSE = 1.05
+_LOOKS = 2
 _FINALISTS = 3
-_BURST_SECONDS = 0.015
+_TURNS, _TURNS_SECONDS = (3, 20), 0.06
+_WORTH = 1.02
 # Of so many rows, results of candidates are compared: each row adds as all others do.
 _COMPARED_ROWS = 256
 # What a matmul is multiplied by while it is measured, the smallest number above 0. Added to a sum, it changes nothing
@@ -64,7 +70,7 @@ class Tuning:
     gain: float
     """The time of cuBLAS's first candidate over that of the fastest"""
     milliseconds: float
-    """The time of the fastest, in a burst unless nothing comes close"""
+    """The time of the fastest, among the others"""
     seconds: float
     """What measuring has taken"""
 
@@ -166,36 +172,39 @@ def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm])
 
 
 def fastest(
-    runs: Sequence[Callable[[], object]], seconds: Callable[[Callable[[], object], int], float]
+    runs: Sequence[Callable[[], object]], seconds: Callable[[Sequence[Callable[[], object]]], list[float]]
 ) -> tuple[int, float, float]:
     """The index of the fastest of `runs`, how many times as long the first one takes, and the fastest one's seconds.
 
-    The one expected to be the fastest comes first, and wins a draw. Each has run once, as a kernel's first run takes
-    longer; `seconds` gives the mean time of one, run so many times in a row.
+    The one expected to be the fastest comes first, and wins unless another is clearly faster. Each has run once, as a
+    kernel's first run takes longer; `seconds` gives the time of each of some runs, which follow each other at once.
     """
-    times = [seconds(run, 1) for run in runs]
-    others = sorted(range(1, len(runs)), key=times.__getitem__)
-    close = [index for index in others if times[index] <= _CLOSE * min(times)]
+
+    def in_turns(indices: Sequence[int], turns: int) -> dict[int, float]:
+        laps = seconds([runs[index] for index in indices] * turns)
+        return {index: statistics.median(laps[at :: len(indices)]) for at, index in enumerate(indices)}
+
+    times = in_turns(range(len(runs)), _LOOKS)
+    close = [index for index in times if index and times[index] <= _CLOSE * min(times.values())]
     # The first is always among them: it is what the others are compared with.
-    finalists = [0, *close[: _FINALISTS - 1]]
-    if len(finalists) == 1:
-        return 0, 1.0, times[0]
-    totals = dict.fromkeys(finalists, 0.0)
-    # There and back, so that a clock that falls meanwhile favours none.
-    for index in [*finalists, *reversed(finalists)]:
-        totals[index] += seconds(runs[index], max(round(_BURST_SECONDS / times[index]), 1)) / 2
-    winner = min(finalists, key=totals.__getitem__)
-    return winner, totals[0] / totals[winner], totals[winner]
+    finalists = [0, *sorted(close, key=times.__getitem__)[: _FINALISTS - 1]]
+    if len(finalists) > 1:
+        turns = round(_TURNS_SECONDS / sum(times[index] for index in finalists))
+        times = in_turns(finalists, min(max(turns, _TURNS[0]), _TURNS[1]))
+    winner = min(finalists, key=times.__getitem__)
+    if times[0] < _WORTH * times[winner]:
+        winner = 0
+    return winner, times[0] / times[winner], times[winner]
 
 
-def _seconds(run: Callable[[], object], times: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(times):
+def _seconds(runs: Sequence[Callable[[], object]]) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1)]
+    events[0].record()
+    for run, end in zip(runs, events[1:], strict=True):
         run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / times
+        end.record()
+    events[-1].synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events)]
 
 
 def run_invariant(matmul: Matmul, *, in_pytorch: Callable[..., None]) -> None:
