@@ -113,7 +113,7 @@ def trl_log_probs() -> Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     Raises:
         Unavailable: where TRL is not installed.
     """
-    function = peer("trl.kernels").ChunkedLogProbFunction
+    function = peer("trl.kernels", extra=None).ChunkedLogProbFunction
     temperature, columns, softcap, scale, outputs = 1.0, 32768, None, 1.0, ()
     return lambda *operands: function.apply(*operands, temperature, columns, softcap, scale, outputs)[0]
 
@@ -156,12 +156,12 @@ def _torch_linear_cross_entropy(**settings: Any) -> Method:
     )
 
 
-def peer(module: str, *, extra: str | None = None) -> ModuleType:
+def peer(module: str, *, extra: str | None = "peers") -> ModuleType:
     """A module of a peer, or of a library that has models.
 
     Args:
         module: its name.
-        extra: the extra of this project that installs it, which the error names.
+        extra: the extra of this project that installs it; None where it has to be installed by its own name.
 
     Raises:
         Unavailable: where it cannot be imported.
@@ -169,7 +169,8 @@ def peer(module: str, *, extra: str | None = None) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        raise Unavailable(str(error) if extra is None else f"{error}; it is in the extra {extra!r}") from None
+        cure = f"pip install {module.partition('.')[0]}" if extra is None else f"it is in the extra {extra!r}"
+        raise Unavailable(f"{error}; {cure}") from None
 
 
 def _without_bias(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Method:

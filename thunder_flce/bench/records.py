@@ -44,7 +44,7 @@ def context(command: str, *, device: str, commit: str | None = None) -> dict[str
             continue
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} (CPU)",
-        "cuda": torch.version.cuda or "",
+        "cuda": (device == "cuda" and torch.version.cuda) or "",
         "python": platform.python_version(),
         **versions,
         **({"commit": commit} if (commit := commit or commit_of(Path(__file__).parents[1])) else {}),
