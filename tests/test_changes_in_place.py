@@ -95,10 +95,39 @@ def checkpointed_and_masked(h, w, y, m):
     return (checkpoint(losses, h, w, y, use_reentrant=False) * m).sum()
 
 
+def changed_twice(h, w, y, m):
+    s = log_probs(h, w, y)
+    t = s.mul_(m)
+    u = t.add_(1.0)
+    return (s * m).sum() + u.sum() + t.mean()
+
+
+def changed_and_returned(h, w, y, m):
+    """By another name, which has no gradient."""
+    s = losses(h, w, y)
+    detached = s.detach()
+    s.mul_(m)
+    return s.sum(), detached
+
+
+def changed_without_gradients(h, w, y, m):
+    s = losses(h, w, y) * 1.0
+    with torch.no_grad():
+        s.mul_(m)
+    return s.sum()
+
+
+def transposed_in_place(h, w, y, m):
+    s = losses(h, w, y)
+    s.t_()
+    return (s * m.t()).sum()
+
+
 PROGRAMS = [
     padded, padded_with_the_last, difference_with_more, added_by_keyword, divided_by_keyword, zeros_that_are_not,
     zeros_changed_through_a_view, changed_before_it_is_read, changed_under_a_view, changed_under_a_detached_view,
     masked_through_a_view, logits_changed_under_a_detached_view, sums_changed_through_a_view, checkpointed_and_masked,
+    changed_twice, changed_and_returned, changed_without_gradients, transposed_in_place,
 ]  # fmt: skip
 
 
@@ -112,8 +141,9 @@ def test_numbers_are_those_of_pytorch(program):
 
     def run(call, dtype):
         given = [each.to(dtype, copy=True).requires_grad_() for each in (h, w)]
-        loss = call(*given, y, m.to(dtype))
-        return [loss.detach(), *torch.autograd.grad(1.5 * loss, given)]
+        results = call(*given, y, m.to(dtype))
+        loss, *others = results if isinstance(results, tuple) else (results,)
+        return [loss.detach(), *others, *torch.autograd.grad(1.5 * loss, given)]
 
     for ours, exact in zip(
         run(torch.compile(program, backend="thunder_flce"), torch.float32), run(program, torch.float64), strict=True

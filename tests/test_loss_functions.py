@@ -194,7 +194,7 @@ def test_no_sum_over_tokens_waits():
 
 
 def test_label_smoother_of_transformers():
-    """And one like it, at several lengths; changes in place make gradients wait."""
+    """And one like it, at several lengths: what is changed in place is read afterwards by its first name."""
     smoother = pytest.importorskip("transformers.trainer_pt_utils").LabelSmoother(epsilon=0.2)
 
     def label_smoother(h, w, y, a, m):
@@ -202,7 +202,7 @@ def test_label_smoother_of_transformers():
 
     for program in (label_smoother, smoothing_in_place):
         for decision in check(program):
-            assert decision.plan.strategy == "recompute_logits" and "changed in place" in decision.note
+            assert decision.plan.strategy == "gradients_in_forward", decision.note
 
 
 @pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")

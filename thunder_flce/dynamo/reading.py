@@ -67,6 +67,7 @@ class _Reader:
     def read(self, gm: GraphModule, arguments: Mapping[Node, Any], inside: Node | None) -> Any:
         """Reads all nodes of a graph; returns what it returns."""
         self._values.update(arguments)
+        _name_anew(gm)
         grad_mode = True
         for node in gm.graph.nodes:
             if node.target is torch._C._set_grad_enabled:
@@ -156,6 +157,21 @@ class _Reader:
             return out
 
         return tree_map(cast, arguments)
+
+
+def _name_anew(gm: GraphModule) -> None:
+    """Has whoever reads a tensor after it was changed in place read what the change returns, which is that tensor."""
+    latest: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        for operand in node.all_input_nodes:
+            name = operand
+            while name in latest:
+                name = latest[name]
+            if name is not operand:
+                node.replace_input_with(operand, name)
+        written = list(written_by(node))
+        if isinstance(value_of(node), torch.Tensor) and written and written == list(node.args[:1]):
+            latest[written[0]] = node
 
 
 def _tensor(value: Any, node: Node) -> Any:

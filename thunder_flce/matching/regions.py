@@ -366,7 +366,8 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
             raise NotASum(f"the options say {options.strategy}")
         total = _find_sum(parts, known)
         _check_sum(parts, total, options)
-        if any(op for op in known.program.writers(_begin(parts), total.place.op.position) if op not in total.ops):  # type: ignore[union-attr]
+        last = total.place.op.position  # type: ignore[union-attr]
+        if any(op not in total.writes for op in known.program.writers(_begin(parts), last)):
             raise NotASum("a tensor is changed in place")
     except NotASum as problem:
         return replace(plain, note=f"its gradients wait for the backward, because {problem}")
@@ -495,7 +496,7 @@ def dropped_writes(regions: Sequence[Region]) -> set[Op]:
     """The changes in place that regions take the place of."""
     found: set[Op] = set()
     for region in regions:
-        found.update(op for op in (region.total.ops if region.total else ()) if op.writes)
+        found |= region.total.writes if region.total else set()
         storages = {tensor.storage for part in region.parts for tensor in part.linears}
         found.update(op for op in region.followed if op.writes[0].storage in storages)
     return found
@@ -521,11 +522,10 @@ def _moves_across_a_write(
     dropped = dropped_writes(regions)
     place = order.index(region)
     before = {item for item in order[:place] if isinstance(item, Op)}
-    own = set(region.total.ops if region.total else ())
     for tensor, position in region.read_at.items():
         for op in program.writers(position + 1, len(program.ops)):
             is_between = op in before or op.position < region.place.position
-            if op not in dropped and op not in own and is_between and any(_may_share(w, tensor) for w in op.writes):
+            if op not in dropped and is_between and any(_may_share(w, tensor) for w in op.writes):
                 return op
     # What moves behind the region must not read, or write, what is written meanwhile.
     moved = [item for item in order[place:] if isinstance(item, Op) and item.position < region.place.position]

@@ -92,6 +92,8 @@ class TokenSum:
     tokens: list[Tokens]
     kept: set[Tensor]
     """The sources that something else needs, without a gradient"""
+    writes: set[Op]
+    """The changes in place that it takes the place of"""
 
     def plain_sign(self, rows: int) -> int | None:
         """Where all summands of some rows are log-probabilities, or all are losses: -1 or 1; None otherwise."""
@@ -160,6 +162,7 @@ class _Search:
         self._with_grad = {each for each in self._sources if each.needs_grad}
         self._linear: list[Op] = []
         self._passed: set[Op] = set()
+        self._writes: set[Op] = set()
         self._upstream = _with_upstream_gradients(known)
         for rows, tokens in enumerate(of_rows):
             for result in tokens.results:
@@ -272,15 +275,18 @@ class _Search:
         """Raises for a change in place that somebody else sees: then it is not the same as a new tensor."""
         for written in op.writes:
             is_own = written in self._dependent or (self._is_zero(written, op) and len(written.users) == 1)
-            if not is_own or self._is_read_after(written, op):
+            # Where gradients are not recorded, a change leaves the tensor its gradient.
+            is_followed = is_own and op.grad_mode and op.name not in PERMUTATIONS
+            if not is_followed or self._is_read_after(written, op):
                 raise NotASum(f"{op.name}{_line(op)} changes a tensor in place")
+            self._writes.add(op)
 
     def _is_read_after(self, written: Tensor, op: Op) -> bool:
-        """Whether a tensor of before an operation, which shares the memory that it changes, is read after it."""
+        """Whether a tensor of before an operation, which shares the memory that it changes, is needed after it."""
+        needed = [each for later in self._program.ops[op.position + 1 :] for each in later.operands]
         return any(
             each.shares_memory(written) and each not in op.outs and (each.op is None or each.op.position < op.position)
-            for later in self._program.ops[op.position + 1 :]
-            for each in later.operands
+            for each in (*needed, *self._program.results)
         )
 
     def _is_zero(self, tensor: Any, reader: Op) -> bool:
@@ -333,7 +339,7 @@ class _Search:
             summands.append(Summand(rows, each, handle))
         needed = _ops_between(self._linear, place)
         assert place.op is not None
-        return TokenSum(place, summands, needed, list(self._of_rows), self._kept(place.op))
+        return TokenSum(place, summands, needed, list(self._of_rows), self._kept(place.op), self._writes)
 
     def _last_scalar(self, place: Tensor) -> Tensor:
         while len(place.users) == 1 and place not in self._program.results:
