@@ -168,9 +168,11 @@ def peer(module: str, *, extra: str | None = "peers") -> ModuleType:
     """
     try:
         return import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         cure = f"pip install {module.partition('.')[0]}" if extra is None else f"it is in the extra {extra!r}"
         raise Unavailable(f"{error}; {cure}") from None
+    except ImportError as error:
+        raise Unavailable(str(error)) from None
 
 
 def _without_bias(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Method:
