@@ -90,31 +90,36 @@ def gb(number: float | None) -> str:
 
 # README.md and its picture.
 
-ONE_RUN = "regions-s1.jsonl", "e3c959d"
+ONE_RUN = "regions-peers.jsonl", "42bad66"
 OF_README = [
-    "three matmuls", "flce", "flce, 512 rows", "liger, hopper", "torch.compile", "liger, chunk 8", "quack",
-    "auto chunker", "eager", "liger", "trl", "cut-cross-entropy",
+    "three matmuls", "flce", "flce, 512 rows", "torch.compile", "liger, chunk 8", "auto chunker", "eager", "liger",
+    "cut-cross-entropy",
 ]  # fmt: skip
+
+
+def of_readme() -> dict[str, Row]:
+    """The rows of Llama 3.1 8B's head, by method."""
+    file, commit = ONE_RUN
+    return first_of_each(rows(file, commit=commit, name="S1"))
 
 
 def one_shape() -> str:
     """Every method at Llama 3.1 8B's head, in one run."""
-    file, commit = ONE_RUN
-    found = first_of_each(rows(file, commit=commit))
+    found = of_readme()
     lines = []
     for method in OF_README:
         row = found[method]
         error = f"{row['dw_error']:.1e}".replace("e-0", "e-") if "dw_error" in row else "–"
         lines.append((LABELS.get(method, method), f"{row['time_ms']:.1f} ms", gb(row.get("above_outputs_gb")), error))
     text = table(("", "time", "memory above the gradients", "error of dW"), lines)
-    return f"{text}\n\n{source(file, commit)}"
+    return f"{text}\n\n{source(*ONE_RUN)}"
 
 
 MEASURED = (
     ("Llama 3.1 8B", 2048, "sweep.jsonl", "893eb32"),
-    ("Llama 3.1 8B", 8192, "regions-s1.jsonl", "e3c959d"),
-    ("Gemma 2 2B", 8192, "regions-peers.jsonl", "e3c959d"),
-    ("GPT-2 XL", 8192, "regions-peers.jsonl", "e3c959d"),
+    ("Llama 3.1 8B", 8192, *ONE_RUN),
+    ("Gemma 2 2B", 8192, *ONE_RUN),
+    ("GPT-2 XL", 8192, *ONE_RUN),
 )
 """Where torch.compile and ours were measured at a model's own head, with random data."""
 TOKENS = 2048, 8192, 32768
@@ -157,12 +162,12 @@ SHAPES = {
     "GPT-2 XL, an odd vocabulary": {"name": "U2"},
     "hidden size 768, with a bias": {"name": "S2"},
 }
-PEERS = ["three matmuls", "flce", "torch.compile", "liger, chunk 8", "liger, hopper", "trl", "cut-cross-entropy"]
+PEERS = ["three matmuls", "flce", "torch.compile", "liger, chunk 8", "cut-cross-entropy"]
 
 
 def shapes() -> str:
     """Ours and the peers at several heads, in one run."""
-    file, commit = "regions-peers.jsonl", "e3c959d"
+    file, commit = ONE_RUN
     lines = []
     for name, wanted in SHAPES.items():
         found = first_of_each(r for r in rows(file, commit=commit, **wanted) if "peaked" not in r["shape"])
@@ -234,17 +239,25 @@ def models() -> str:
 
 
 STEPS = "d8c4f54"
+STEPS_OF_LLAMA = "42bad66"
 
 
 def steps() -> str:
-    """Whole steps on an H100: numbers of tokens, lengths that change, CUDA graphs."""
+    """Whole steps: numbers of tokens, lengths that change, CUDA graphs."""
     names = ("litgpt-pythia-160m", "litgpt-qwen2.5-0.5b", "litgpt-llama-3.2-1b")
-    found = rows("models.jsonl", folder=H100, commit=STEPS)
+    on_h200 = rows("models.jsonl", commit=STEPS_OF_LLAMA)
+    measured_again = {(row["model"], row["batch"], row["length"], row["lengths"], row["method"]) for row in on_h200}
+    found = [
+        row
+        for row in rows("models.jsonl", folder=H100, commit=STEPS)
+        if (row["model"], row["batch"], row["length"], row["lengths"], row["method"]) not in measured_again
+    ] + on_h200
     found.sort(key=lambda row: (row["lengths"] != "one", row["batch"] * row["length"], names.index(row["model"])))
     cases: dict[str, dict[str, Row]] = {}
     for row in found:
         changing = ", lengths that change" if row["lengths"] == "changing" else ""
-        case = f"{row['model'].removeprefix('litgpt-')}, {row['layers']} layers{changing}"
+        device = row["device"].split()[1]
+        case = f"{row['model'].removeprefix('litgpt-')}, {row['layers']} layers{changing}, {device}"
         cases.setdefault(f"{case} | {row['batch'] * row['length']}", {})[row["method"]] = row
     methods = ["torch.compile", "flce backend", "torch.compile, reduce-overhead", "flce backend, reduce-overhead"]
     lines = [
@@ -259,7 +272,10 @@ def steps() -> str:
     ]
     header = ("model", "tokens", "torch.compile", "backend thunder_flce", "torch.compile, graphs", "backend, graphs")
     row = found[0]
-    end = f"`traces/h100/models.jsonl` at {STEPS}: one {row['device']}, torch {row['torch']}, {row['dtype']}."
+    end = (
+        f"`traces/h100/models.jsonl` at {STEPS} and `traces/h200/models.jsonl` at {STEPS_OF_LLAMA}: one GPU, torch "
+        f"{row['torch']}, {row['dtype']}."
+    )
     return f"{table(header, lines)}\n\n{end}"
 
 
@@ -296,8 +312,7 @@ def _draw_methods(path: Path) -> None:
     """Time and memory of each method, the matmuls as a line that no method can cross."""
     from matplotlib import pyplot as plt
 
-    file, commit = ONE_RUN
-    found = first_of_each(rows(file, commit=commit))
+    found = of_readme()
     least = found["three matmuls"]["time_ms"]
     methods = [method for method in OF_README if method != "three matmuls"][::-1]
     names = [LABELS.get(method, method).replace("*", "").replace("`", "") for method in methods]
