@@ -142,6 +142,21 @@ def test_width(options, changes):
     assert widths(printing.program(call, plan)) <= printing.WIDTH
 
 
+@pytest.mark.parametrize(
+    ("tokens", "titles"),
+    [
+        (5000, ["for the first chunk of 2048 tokens:", "for each chunk of 1536 tokens, 2 in all, the last of 1416:"]),
+        (3000, ["for each chunk of 2048 tokens, 2 in all, the last of 952:"]),
+    ],
+)
+def test_chunks_of_other_sizes(tokens, titles):
+    """Where the host waits for the number of rows, the first chunk is as large as it may be."""
+    program = printing.program(a_call(tokens=tokens), Plan(strategy=IN_FORWARD, chunk_rows=2048))
+    assert [line for line in program.forward if line.startswith("for ")] == titles
+    sums = [line.split(" dlogits")[0].strip() for line in program.forward if line.strip().startswith("dW")]
+    assert sums == ["dW bf16[128256, 4096] ="] * (len(titles) - 1) + ["dW bf16[128256, 4096] +="]
+
+
 DEFAULT = """\
 valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
 x, y = rows of x, y that are valid    the host waits for their number while the first logits run

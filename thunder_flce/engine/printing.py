@@ -68,7 +68,8 @@ class Program:
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     primitives: tuple[str, ...]
-    """The names of all primitives in the order of a run, of every chunk"""
+    """The names of all primitives in the order of a run, of every chunk; logits that run while the host waits are among
+    those of the first one"""
 
 
 def program(call: Call, plan: Plan) -> Program:
@@ -176,7 +177,6 @@ class _Writer(Primitives):
 
     def _prepare(self, upstream: Tensor | None, primitive: str) -> Rows:
         call, loss, is_again = self.call, self.call.loss, primitive == "prepare_again"
-        skips = self.plan.ignored_rows == "skip" and call.ignores_rows and not loss.needs_every_row
         conditions = [f"y != {loss.ignore_index}"] if loss.ignores_rows else []
         conditions += ["w_t != 0"] if "token_weights" in call.tensors else []
         valid = " & ".join(conditions)
@@ -185,7 +185,7 @@ class _Writer(Primitives):
             self._add(f"y {_type(target.shape, target.dtype)} = all_gather(y)", self._network)
         count, note = f"sum({valid})" if valid else "T", "" if is_again else "    targets are checked"
         self._write(primitive, f"valid_count {_type((), torch.int64)} = {count}{note}", self._vector_library)
-        if skips:
+        if self.region.may_skip:
             names = ", ".join([*(letter(linear.x) for linear in call.linears), "y"])
             does_wait = self.device_type == "cuda" and not is_again
             ahead = " while the first logits run" if self.region.starts_early else ""
@@ -383,7 +383,8 @@ def _grouped(parts: list[tuple[slice, tuple[Line, ...]]]) -> Iterator[_Loop]:
     start = 0
     sizes = [chunk.stop - chunk.start for chunk, _ in parts]
     for stop in range(1, len(parts) + 1):
-        if stop < len(parts) and _same(parts[stop][1], sizes[stop]) == _same(parts[start][1], sizes[start]):
+        is_like = stop < len(parts) and (sizes[stop] == sizes[start] or stop == len(parts) - 1)
+        if is_like and _same(parts[stop][1], sizes[stop]) == _same(parts[start][1], sizes[start]):
             continue
         count = stop - start
         if len(parts) == 1:
@@ -395,7 +396,8 @@ def _grouped(parts: list[tuple[slice, tuple[Line, ...]]]) -> Iterator[_Loop]:
             title = f"for each chunk of {sizes[start]} tokens, {count} in all{last}:"
         # Of two or more, the second adds to what the first has written.
         second = min(start + 1, stop - 1)
-        yield _Loop(title, parts[second if sizes[second] == sizes[start] else start][1])
+        size, other = f"[{sizes[start]}", f"[{sizes[second]}"
+        yield _Loop(title, tuple(line._replace(text=line.text.replace(other, size)) for line in parts[second][1]))
         start = stop
 
 

@@ -1,8 +1,8 @@
 """Which rows of a region are computed, and what follows from all targets at once.
 
 Rows whose target is ignore_index, or whose token weight is 0, contribute nothing, neither to the loss nor to a
-gradient. A plan leaves them out before the first matmul, for which the host has to know their number, or computes them
-with a gradient of 0. Legend: T tokens, N rows computed, C rows in a chunk, K targets a token, H hidden size.
+gradient. A plan leaves them out, for which the host has to know their number, or computes them with a gradient of 0.
+Legend: T tokens, N rows computed, C rows in a chunk, K targets a token, H hidden size.
 """
 
 from collections.abc import Iterator
