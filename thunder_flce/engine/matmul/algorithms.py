@@ -66,11 +66,11 @@ class Tuning:
     sizes: tuple[int, int, int]
     """M, N and K"""
     algorithm: Algorithm | None
-    """The fastest; None where cuBLAS has no candidate"""
+    """The one that runs: the fastest, or cuBLAS's first where that is nearly as fast; None where it has none"""
     gain: float
-    """The time of cuBLAS's first candidate over that of the fastest"""
+    """The time of cuBLAS's first candidate over that of the one that runs"""
     milliseconds: float
-    """The time of the fastest, among the others"""
+    """The time of the one that runs, among the others"""
     seconds: float
     """What measuring has taken"""
 
@@ -174,10 +174,10 @@ def _with_the_bits_of_the_first(matmul: Matmul, candidates: Sequence[Algorithm])
 def fastest(
     runs: Sequence[Callable[[], object]], seconds: Callable[[Sequence[Callable[[], object]]], list[float]]
 ) -> tuple[int, float, float]:
-    """The index of the fastest of `runs`, how many times as long the first one takes, and the fastest one's seconds.
+    """The index of the one of `runs` to choose, how many times as long the first one takes, and its seconds.
 
-    The one expected to be the fastest comes first, and wins unless another is clearly faster. Each has run once, as a
-    kernel's first run takes longer; `seconds` gives the time of each of some runs, which follow each other at once.
+    The one expected to be the fastest comes first, and is chosen unless another is clearly faster. Each has run once,
+    as a kernel's first run takes longer; `seconds` gives the time of each of some runs, which follow at once.
     """
 
     def in_turns(indices: Sequence[int], turns: int) -> dict[int, float]:
