@@ -30,7 +30,7 @@ def no_poison(monkeypatch, poisoned_memory):
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize(("strategy", "most"), [(None, 300), ("save_logits", 460), ("recompute_logits", 470)])
+@pytest.mark.parametrize(("strategy", "most"), [(None, 295), ("save_logits", 412), ("recompute_logits", 420)])
 def test_calls_of_an_eager_step(strategy, most):
     x, weight = torch.randn(64, 32).requires_grad_(), torch.randn(100, 32).requires_grad_()
     target, options = torch.randint(100, (64,)), Options(strategy=strategy)
@@ -80,4 +80,4 @@ def test_a_new_number_of_tokens():
     for tokens in (64, 63, 62):
         step(tokens)
     found = calls(lambda: step(61))
-    assert found <= 1000, found
+    assert found <= 700, found

@@ -147,10 +147,9 @@ class _Backward(torch.autograd.Function):
                 from thunder_flce import inductor
 
                 return tuple(inductor.scaled(upstream[0], valid_count, gradients, expected=expected))
-            scaled = scaled_gradients(
+            return scaled_gradients(
                 gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
             )
-            return tuple(scaled)
         saved, operands = known[: len(settings.saved_names)], known[len(settings.saved_names) :]
         if is_traced:
             call = torch.ops.thunder_flce.linear_cross_entropy_backward

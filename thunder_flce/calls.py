@@ -183,14 +183,13 @@ def with_tensors(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _loss = lru_cache(maxsize=_MOST_KNOWN, typed=True)(Loss)
-_AS_THEY_ARE = (int, float, bool, str, tuple, type(None))
+_AS_THEY_ARE = frozenset((int, float, bool, str, tuple, type(None)))
 
 
 def loss_of(**fields: Any) -> Loss:
     """The loss with these fields: the same object for the same ones, of the same types."""
-    for name, value in fields.items():
-        if type(value) not in _AS_THEY_ARE:
-            fields[name] = plain(value)
+    if not _AS_THEY_ARE.issuperset(map(type, fields.values())):
+        fields = {name: plain(value) for name, value in fields.items()}
     try:
         return _loss(**fields)
     except TypeError:  # Not hashable: the checks say what is wrong.

@@ -167,8 +167,7 @@ def linear_cross_entropy(
     options = as_options(options)
     if expected_gradient is None:
         expected_gradient = options.expected_gradient
-    device_type = input.device.type if isinstance(input, Tensor) else "cpu"
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+    if torch._C._is_any_autocast_enabled():
         input, linear_weight, linear_bias, terms = autocast((input, linear_weight, linear_bias, terms))
     arguments = {
         "input": input, "linear_weight": linear_weight, "target": target, "linear_bias": linear_bias, "weight": weight,

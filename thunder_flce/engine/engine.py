@@ -47,19 +47,8 @@ class Saved(NamedTuple):
     """(T, H) dX for an upstream gradient of 1 at each row"""
 
 
-class Outcome(NamedTuple):
-    """What a run over all chunks gives."""
-
-    found: RowResults | None
-    """Of all rows; None with `known`"""
-    logits: Tensor | None
-    """(S, V) those that are kept"""
-    gradients: dict[str, Tensor]
-    """By the names of their operands"""
-
-
 def forward(ops: Primitives) -> dict[str, Tensor]:
-    """The results of a flat call, by the names of `operation.call.result_specs` and more; gradients are (T, H).
+    """The results of a flat call, by the names of `operation.call.result_specs`; gradients are (T, H).
 
     Raises:
         IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
@@ -78,8 +67,8 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         coefficients = Coefficients(ops, rows, UpstreamGradients(upstream))
     else:
         rows, coefficients = ops.prepare(None, meanwhile=logits.start), None
-    outcome = run(ops, rows, coefficients, logits=logits)
-    return _results(ops, rows, outcome)
+    found, gradients = run(ops, rows, coefficients, logits=logits)
+    return _results(ops, rows, found, gradients, logits.kept)
 
 
 def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict[str, Tensor]:
@@ -99,13 +88,15 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
     rows = ops.prepare_again(upstream.loss, ops.count_of(saved.computed_rows))
     entropy = None if saved.entropy is None else rows.received(saved.entropy.reshape(-1))
     coefficients = Coefficients(ops, rows, upstream, entropy=entropy)
-    return run(ops, rows, coefficients, logits=_Logits(ops, saved), known=saved).gradients
+    return run(ops, rows, coefficients, logits=_Logits(ops, saved), known=saved)[1]
 
 
 def run(
     ops: Primitives, rows: Rows, coefficients: Coefficients | None, *, logits: "_Logits", known: Saved | None = None
-) -> Outcome:  # fmt: skip
+) -> tuple[RowResults | None, dict[str, Tensor]]:  # fmt: skip
     """One run over the chunks of the rows.
+
+    Returns what is known of all rows, unless it was `known`, and the gradients by the names of their operands.
 
     Args:
         ops: of the region.
@@ -136,7 +127,7 @@ def run(
     # Before dW is rounded out of a float32 accumulator, the chunk's memory goes.
     logits.free()
     gradients = {} if sums is None else sums.finish()
-    return Outcome(None if known is not None else row_loss.joined(ops, rows, found), logits.kept, gradients)
+    return None if known is not None else row_loss.joined(ops, rows, found), gradients
 
 
 class _Logits:
@@ -243,8 +234,10 @@ def _known_statistics(rows: Rows, saved: Saved) -> RowStatistics | None:
     return RowStatistics(rows.gather(saved.row_max), rows.gather(saved.row_log_sum))
 
 
-def _results(ops: Primitives, rows: Rows, outcome: Outcome) -> dict[str, Tensor]:
-    call, plan, found = ops.call, ops.plan, outcome.found
+def _results(
+    ops: Primitives, rows: Rows, found: RowResults | None, gradients: dict[str, Tensor], kept: Tensor | None
+) -> dict[str, Tensor]:
+    call, plan = ops.call, ops.plan
     assert found is not None
     if call.divergence is not None:
         value = row_loss.reduced(ops, rows, found.z_y)
@@ -255,15 +248,16 @@ def _results(ops: Primitives, rows: Rows, outcome: Outcome) -> dict[str, Tensor]
         row = found.row(ops)
         results |= {name: row_loss.output(ops, rows, name, row) for name in call.loss.outputs}
     results["valid_count"] = rows.valid_count
-    if call.divergence is None:
-        results |= {"row_max": found.statistics.row_max, "row_log_sum": found.statistics.row_log_sum}
-        if rows.order is not None and (plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)):
-            results |= {name: rows.scatter(results[name]) for name in ("row_max", "row_log_sum")}
+    if plan.reads_statistics(call):
+        row_max, row_log_sum = map(rows.scatter, found.statistics)
+        results |= {"row_max": row_max, "row_log_sum": row_log_sum}
     if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS):
         results["computed_rows"] = torch.tensor(rows.count)
     if plan.strategy == SAVE_LOGITS:
-        results["logits"] = _padded(ops, outcome.logits)
-    return results | {gradient_name(name): gradient for name, gradient in outcome.gradients.items()}
+        results["logits"] = _padded(ops, kept)
+    for name, gradient in gradients.items():
+        results[gradient_name(name)] = gradient
+    return results
 
 
 def _padded(ops: Primitives, logits: Tensor | None) -> Tensor:

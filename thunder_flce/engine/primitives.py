@@ -42,12 +42,11 @@ class Region:
 
     def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
         """The flat call of such tensors, in their order; None for those that the engine does not take as they are."""
-        layouts = [
-            (each.shape[start:], each.dtype, each.device, each.is_contiguous())
-            for each, start in zip(tensors, self._starts, strict=True)
-        ]
-        if layouts != self._layouts:
-            return None
+        for each, (start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
+            if each.dtype is not dtype or each.shape[start:] != shape or each.device != device:
+                return None
+            if not each.is_contiguous():
+                return None
         shard, own = self.call.shard, tensors[0].shape[0]
         tokens = own if shard is None else own * shard.token_parts
         return self.call.with_tensors(
@@ -55,13 +54,10 @@ class Region:
         )  # fmt: skip
 
     @cached_property
-    def _starts(self) -> list[int]:
-        return [int(is_of_tokens) for is_of_tokens in are_of_tokens(tuple(self.call.tensors))]
-
-    @cached_property
-    def _layouts(self) -> list[tuple[Any, ...]]:
-        specs = zip(self.call.tensors.values(), self._starts, strict=True)
-        return [(spec.shape[start:], spec.dtype, spec.device, True) for spec, start in specs]
+    def _layouts(self) -> list[tuple[int, tuple[int, ...], torch.dtype, torch.device]]:
+        tensors = self.call.tensors
+        starts = map(int, are_of_tokens(tuple(tensors)))
+        return [(at, t.shape[at:], t.dtype, t.device) for at, t in zip(starts, tensors.values(), strict=True)]
 
     @cached_property
     def row_library(self) -> str:
@@ -220,12 +216,12 @@ class Primitives:
         return rows.with_target_weights(self.call, selected)
 
     def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
-        call, loss = self.call, self.call.loss
+        call, loss, get = self.call, self.call.loss, self.call.tensors.get
         if self.region.vector_kernels is None:
             return rows.prepare(call, upstream=upstream, ordered=ordered)
         return self.region.vector_kernels.prepare(
             call.tensors["target"], vocab=call.whole_vocab, ignore_index=loss.ignore_index,
-            token_weights=call.get("token_weights"), class_weight=call.get("weight"), num_items=call.get("num_items"),
+            token_weights=get("token_weights"), class_weight=get("weight"), num_items=get("num_items"),
             upstream=upstream, reduction=loss.reduction, ordered=ordered, ignores=loss.ignores_rows,
         )  # fmt: skip
 
@@ -311,7 +307,8 @@ class Primitives:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory."""
-        return torch.empty(shape, dtype=dtype, device=self.call.device)
+        # A size by size: of a tuple, torch.empty takes the host twice as long.
+        return torch.empty(*shape, dtype=dtype, device=self.call.device)
 
     def dlogits_buffer(self, z: Tensor) -> Tensor:
         """(C, V) memory for the gradient of z: its own, where it has x's dtype."""
@@ -339,17 +336,18 @@ class Primitives:
         call, plan = self.call, self.plan
         if not call.vocab:
             return
+        bias, accumulate = call.get("linear_bias"), False
+        if bias is not None:
+            bias = self._columns(bias)
         linears = list(zip(call.linears, xs, strict=True))
         if len(linears) > 1:
             linears.sort(key=lambda each: each[1].shape[1])
-        bias = call.get("linear_bias")
         for linear, x in linears:
-            is_first = linear is linears[0][0]
             matmul.logits_(
-                out, x, self._columns(call.tensors[linear.weight]),
-                bias=None if bias is None or not is_first else self._columns(bias), accumulate=not is_first,
-                tune=plan.tune_products and not plan.batch_invariant, batch_invariant=plan.batch_invariant,
+                out, x, self._columns(call.tensors[linear.weight]), bias=bias, accumulate=accumulate,
+                tune=plan.tune_products, batch_invariant=plan.batch_invariant,
             )  # fmt: skip
+            bias, accumulate = None, True
 
     def _columns(self, parameter: Tensor) -> Tensor:
         """The rows of a weight or a bias that are columns of the logits."""
@@ -362,10 +360,10 @@ class Primitives:
         """
         weight, shard = self._columns(self.call.tensors[linear.weight]), self.call.shard
         if shard is None or not shard.reduces_input_grad:
-            return lambda out: self._input_gradient_(out, dlogits, weight)
+            return lambda out: matmul.input_gradient_(out, dlogits, weight, tune=self.plan.tune_products)
         dtype = self.call.row_dtype if shard.float32_input_grad else self.call.dtype
         part = self.empty((dlogits.shape[0], weight.shape[1]), dtype)
-        self._input_gradient_(part, dlogits, weight)
+        matmul.input_gradient_(part, dlogits, weight, tune=self.plan.tune_products)
         pending, factor = collectives.start_sum(shard, part), shard.input_grad_factor
 
         def finish(out: Tensor) -> None:
@@ -375,12 +373,6 @@ class Primitives:
                 torch.mul(pending.wait(), factor, out=out)
 
         return finish
-
-    def _input_gradient_(self, out: Tensor, dlogits: Tensor, weight: Tensor) -> None:
-        if self.call.vocab:
-            matmul.input_gradient_(out, dlogits, weight, tune=self.plan.tune_products)
-        else:
-            out.zero_()
 
     def weight_gradient_(
         self, out: Tensor, dlogits: Tensor, x: Tensor, *, linear: Linear, accumulate: bool, name: str = "dW"

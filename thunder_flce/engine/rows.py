@@ -78,6 +78,18 @@ class Rows:
     first_targets: Tensor | None = None
     """(N, K) 1 for the first of a row's targets in a column, 0 for further and ignored ones; with `Loss.target_rest`"""
 
+    @classmethod
+    def of_tokens(cls, found: Prepared, index: Tensor | None = None, **others: Any) -> "Rows":
+        """The rows of some of the tokens, by their `index`, or of all, with the `others` of their fields."""
+        target, weight, s, at_target = found[:4]
+        if index is not None:
+            target, weight, s = (vector.index_select(0, index) for vector in (target, weight, s))
+            at_target = None if at_target is None else at_target.index_select(0, index)
+        return cls(
+            total=found.target.shape[0], target=target, valid_count=found.counts[0], weight=weight, s=s,
+            at_target=at_target, divisors=found.divisors, **others,
+        )  # fmt: skip
+
     @property
     def index(self) -> Tensor:
         """(N,) the tokens that the rows stand for, where there is an order."""
@@ -165,16 +177,8 @@ class Rows:
 def selected(found: Prepared, count: int) -> Rows:
     """The first `count` tokens of the order, or all of them, in their own."""
     if found.order is None or count == found.target.shape[0]:
-        return Rows(count=count, order=None, **of_rows(found, None))
-    return Rows(count=count, order=found.order, **of_rows(found, found.order[:count]))
-
-
-def of_rows(found: Prepared, index: Tensor | None) -> dict[str, Any]:
-    """The fields of `Rows` for some of the tokens, by their `index`, or for all."""
-    vectors = {"target": found.target, "weight": found.weight, "s": found.s, "at_target": found.at_target}
-    if index is not None:
-        vectors = {name: v if v is None else v.index_select(0, index) for name, v in vectors.items()}
-    return {"total": found.target.shape[0], "valid_count": found.counts[0], "divisors": found.divisors, **vectors}
+        return Rows.of_tokens(found, count=count)
+    return Rows.of_tokens(found, found.order[:count], count=count, order=found.order)
 
 
 def with_target_weights(call: Call, rows: Rows) -> Rows:

@@ -25,25 +25,27 @@ class GradientSums:
         # dX for an upstream gradient of 1 is rounded to 16 bits after it is multiplied by that of its row. Rounded
         # before, too, its error was up to 1.4 times that of PyTorch (DPO, 8192 × 128256 × 4096).
         is_unit = ops.plan.saves_unit_gradients(call)
-        self._inputs: dict[Linear, Tensor] = {}
-        self._weights: dict[Linear, Tensor] = {}
+        # Of each linear.
+        self._inputs: list[Tensor | None] = []
+        self._weights: list[Tensor | None] = []
         for linear in call.linears:
-            x, weight = call.tensors[linear.x], call.tensors[linear.weight]
+            of_input, of_weight, shape = None, None, call.tensors[linear.x].shape
             if linear.x in call.needs_grad:
-                self._inputs[linear] = ops.empty(tuple(x.shape), call.row_dtype if is_unit else call.dtype)
+                of_input = ops.empty(shape, call.row_dtype if is_unit else call.dtype)
             if linear.weight in call.needs_grad:
-                dtype = ops.plan.sum_dtype(call, x.shape[1], rows=rows.count)
-                memory = self._weights[linear] = ops.empty(tuple(weight.shape), dtype)
-                if call.vocab < memory.shape[0]:
+                dtype = ops.plan.sum_dtype(call, shape[1], rows=rows.count)
+                of_weight = ops.empty(call.tensors[linear.weight].shape, dtype)
+                if call.vocab < of_weight.shape[0]:
                     # Rows of the weight that are no columns of the logits.
-                    memory[call.vocab :] = 0
+                    of_weight[call.vocab :] = 0
+            self._inputs.append(of_input)
+            self._weights.append(of_weight)
         self._bias: Tensor | None = None
         if call.bias_grad:
             self._bias = ops.empty((call.weight_rows,), call.row_dtype)
             self._bias.zero_()
         self._row_weights = weights
-        in_16_bits = [memory.dtype.itemsize == 2 for memory in self._weights.values()]
-        self._has_frequent = bool(ops.plan.float32_rows and any(in_16_bits) and call.vocab)
+        self._has_frequent = bool(ops.plan.float32_rows and any(map(_is_in_16_bits, self._weights)) and call.vocab)
         self._frequent: FrequentRows | None = None
 
     def memory_for_inputs(self, chunk: slice) -> list[Tensor | None]:
@@ -52,9 +54,8 @@ class GradientSums:
         None where there is no such place, or no rows are skipped, so that no copies are needed.
         """
         if self._rows.order is None:
-            return [None] * len(self._ops.call.linears)
-        memory = [self._inputs.get(linear) for linear in self._ops.call.linears]
-        return [None if each is None or each.dtype != self._ops.call.dtype else each[chunk] for each in memory]
+            return [None] * len(self._inputs)
+        return [None if each is None or each.dtype != self._ops.call.dtype else each[chunk] for each in self._inputs]
 
     def add(self, dlogits: Tensor, xs: list[Tensor], chunk: slice, bias_grad: Tensor | None) -> None:
         """Adds what the rows of `chunk` contribute, with dlogits (C, V) and their sum over the rows, (V,), for db.
@@ -66,8 +67,7 @@ class GradientSums:
             # Here, so that the device has the first logits to compute while the host asks for a dozen small kernels.
             self._frequent = FrequentRows(ops, self._rows.target, self._row_weights)
         frequent = self._frequent
-        for linear, x in zip(ops.call.linears, xs, strict=True):
-            of_input, of_weight = self._inputs.get(linear), self._weights.get(linear)
+        for linear, x, of_input, of_weight in zip(ops.call.linears, xs, self._inputs, self._weights, strict=True):
             finish_input = None
             if of_input is not None:
                 # The matmul of dW hides the sum of dX over the ranks.
@@ -75,7 +75,7 @@ class GradientSums:
             if of_weight is not None:
                 memory = of_weight if of_weight.shape[0] == dlogits.shape[1] else of_weight[: dlogits.shape[1]]
                 ops.weight_gradient_(memory, dlogits, x, linear=linear, accumulate=not self._is_first)
-                if frequent is not None and of_weight.dtype.itemsize == 2:
+                if frequent is not None and _is_in_16_bits(of_weight):
                     columns = frequent.columns_of(dlogits) if columns is None else columns
                     frequent.add(linear, columns, x)
             if of_input is not None and finish_input is not None:
@@ -90,19 +90,23 @@ class GradientSums:
         """The gradients by the names of their operands, in the dtypes of these; zeros where no chunk was added."""
         call, gradients = self._ops.call, {}
         for linear in call.linears:
-            of_input, of_weight = self._inputs.pop(linear, None), self._weights.pop(linear, None)
+            of_input, of_weight = self._inputs.pop(0), self._weights.pop(0)
             if of_input is not None:
                 self._rows.scatter_(of_input)
                 gradients[linear.x] = of_input
             if of_weight is not None:
                 if self._is_first:
                     of_weight.zero_()
-                elif self._frequent is not None and of_weight.dtype.itemsize == 2:
+                elif self._frequent is not None and _is_in_16_bits(of_weight):
                     self._frequent.write(linear, of_weight)
                 gradients[linear.weight] = self._ops.rounded(of_weight, call.dtype)
         if self._bias is not None:
             gradients["linear_bias"] = self._bias.to(call.tensors["linear_bias"].dtype)
-        return {name: gradients[name] for name in call.needs_grad}
+        return gradients
+
+
+def _is_in_16_bits(memory: Tensor | None) -> bool:
+    return memory is not None and memory.dtype.itemsize == 2
 
 
 class FrequentRows:

@@ -9,13 +9,13 @@ chunk, H hidden size.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from thunder_flce.engine import collectives
-from thunder_flce.engine.rows import Prepared, Rows, of_rows
+from thunder_flce.engine.rows import Prepared, Rows
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.shard import Shard
 
@@ -78,7 +78,7 @@ def _valid(found: Prepared, ranks: int) -> Tensor:
     return (found.weight != 0).view(ranks, found.weight.shape[0] // ranks)
 
 
-def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -> RowsOfParts:
+def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -> Rows:
     """The rows of all parts.
 
     Args:
@@ -99,9 +99,8 @@ def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -
     chosen = (order[:, :count] + offsets).split(part_chunk, 1)
     index = torch.cat([part.reshape(-1) for part in chosen])
     # Of these, only where they are in x and dX is asked for.
-    own = Rows(
-        count=count, order=None if count == tokens else order[shard.rank], **of_rows(found, None) | {"total": tokens}
-    )  # fmt: skip
-    return RowsOfParts(
-        count=shard.ranks * count, order=index, shard=shard, own=own, part_chunk=part_chunk, **of_rows(found, index)
+    own = Rows.of_tokens(found, count=count, order=None if count == tokens else order[shard.rank])
+    return RowsOfParts.of_tokens(
+        found, index, count=shard.ranks * count, order=index, shard=shard, own=replace(own, total=tokens),
+        part_chunk=part_chunk,
     )  # fmt: skip

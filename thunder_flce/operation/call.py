@@ -91,20 +91,14 @@ def named_tensors(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: for terms that are no pairs, or token_inputs that are no sequence.
     """
-    found = {}
-    for name in ARGUMENTS:
-        if name in arguments and arguments[name] is not None and name != "token_inputs":
-            found[name] = arguments[name]
-    if (inputs := arguments.get("token_inputs")) is not None and inputs is not _EMPTY:
+    found = {name: arguments[name] for name in ARGUMENTS if name in arguments and arguments[name] is not None}
+    if (inputs := found.pop("token_inputs", _EMPTY)) is not _EMPTY:
         found |= {f"token_inputs[{number}]": each for number, each in enumerate(checked_token_inputs(inputs))}
     if (terms := arguments.get("terms")) is not None and terms is not _EMPTY:
         for number, (x, weight) in enumerate(_checked_pairs(terms)):
             found |= {f"terms[{number}].input": x, f"terms[{number}].weight": weight}
     # Those that are named so already.
-    for name, value in arguments.items():
-        if "[" in name:
-            found[name] = value
-    return found
+    return found | {name: value for name, value in arguments.items() if "[" in name}
 
 
 def checked_token_inputs(inputs: Any) -> Sequence[Any]:
@@ -380,6 +374,7 @@ def result_specs(call: Call, plan: Any) -> dict[str, Spec]:
     return {name: spec(name) for name in result_names(call, plan)}
 
 
+@cache
 def gradient_name(operand: str) -> str:
     """What the gradient of an operand is called: such as dX, dW, db or dX1."""
     if operand == "linear_bias":

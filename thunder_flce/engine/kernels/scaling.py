@@ -15,7 +15,7 @@ _FLOAT32_BLOCK = 2**24
 def scaled_gradients(
     gradients: Sequence[Tensor], grad: Tensor, *, valid_count: Tensor | None = None, expected: Tensor | None = None,
     may_overwrite: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, ...]:  # fmt: skip
     """gradient · grad / expected for each, computed in float32 or float64 and rounded to the gradient's dtype.
 
     Without a valid row the factor is 0, even for an upstream gradient of NaN: the mean over no rows is NaN, and a
@@ -35,16 +35,16 @@ def scaled_gradients(
         from thunder_flce.engine.kernels.triton_vectors import scale_
 
         scale_(gradients, grad.to(first.device), valid_count, expected)
-        return list(gradients)
+        return tuple(gradients)
     factor = factor_of(grad, valid_count, expected)
     if may_overwrite and not factor.is_cuda and factor == 1:
-        return list(gradients)
+        return tuple(gradients)
     results = []
     for gradient in gradients:
         result = gradient if may_overwrite else torch.empty_like(gradient, memory_format=torch.contiguous_format)
         _multiply(gradient, factor.to(gradient.device), result)
         results.append(result)
-    return results
+    return tuple(results)
 
 
 def factor_of(grad: Tensor, valid_count: Tensor | None, expected: Tensor | None) -> Tensor:

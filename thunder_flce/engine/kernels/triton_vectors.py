@@ -153,9 +153,8 @@ def prepare(
     counts, is_right, column, *order = integers.split_with_sizes([2, 1, *[tokens] * (2 if ordered else 1)])
     divisors, weight, s, *at_target = floats.split_with_sizes([2, *[tokens] * (2 if class_weight is None else 3)])
     found = Prepared(
-        target=column, weight=weight, s=s, at_target=at_target[0] if at_target else None, divisors=divisors,
-        counts=counts, is_right=is_right, order=order[0] if order else None,
-    )  # fmt: skip
+        column, weight, s, at_target[0] if at_target else None, divisors, counts, is_right, order[0] if order else None
+    )
     vectors = (target, token_weights, class_weight, num_items, upstream)
     given = [None if given is None else given.contiguous() for given in vectors]
     launch(_prepare_kernel, 1, [*given, *found, tokens, vocab, ignore_index], settings)

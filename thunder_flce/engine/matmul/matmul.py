@@ -63,6 +63,9 @@ def logits_(
 def input_gradient_(out: Tensor, dlogits: Tensor, weight: Tensor, *, tune: bool = False) -> None:
     """out (C, H) = dlogits (C, V) @ weight (V, H), rounded once."""
     columns = weight.shape[0]
+    if not columns:
+        out.zero_()
+        return
     tail = columns % ROW_MULTIPLE and _tail(columns, dtype=weight.dtype, is_cuda=weight.is_cuda)
     if not tail:
         _multiply(out, dlogits, weight, kind="dX", tune=tune)
