@@ -4,14 +4,15 @@
 in a chunk, H hidden size, V vocabulary.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from thunder_flce.device import TILE_ROWS, on_device
+from thunder_flce.device import TILE_ROWS, Device, on_device
 from thunder_flce.engine import collectives, row_loss, rows, token_parts
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
@@ -25,6 +26,9 @@ from thunder_flce.operation.loss import RowCoefficients, RowWeights
 
 # What of a call follows from its sizes, but for the number of tokens.
 _OF_SIZES = [name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name]
+
+# A wait for the number of rows takes less than this, after the first kernels of a call (H100 and H200).
+_WAIT_SECONDS = 0.6e-3
 
 
 class Region:
@@ -129,6 +133,17 @@ class Region:
         """
         return self.may_skip and self.device_type == "cuda" and not self.are_parts
 
+    def rows_of_wait(self, tokens: int) -> int:
+        """Of how many of the first tokens the logits are computed while the host waits for the number of rows.
+
+        Of a quarter of them; up to half where these take less time than the wait. Where fewer are valid, the rest are
+        computed for nothing.
+        """
+        operations = 2 * self.call.vocab * self.call.hidden
+        during = int(_WAIT_SECONDS * Device.of(self.call.device).matmul_rate / max(operations, 1))
+        wanted = max(tokens / 4, min(tokens / 2, during))
+        return math.ceil(wanted / TILE_ROWS) * TILE_ROWS
+
     @cached_property
     def wrong_target(self) -> str:
         """What the assertion on the device says."""
@@ -183,14 +198,15 @@ class Primitives:
             is_right = found.counts[1] == 0 if found.is_right is None else found.is_right
             torch._assert_async(is_right, self.region.wrong_target)
             return self._selected(found, call.tokens)
-        counts = _start_reading(found.counts)
-        if meanwhile is not None and found.order is not None and self.region.starts_early and call.tokens:
-            # No more than half of the tokens: where more are ignored, some are computed for nothing.
-            half = -(-call.tokens // (2 * TILE_ROWS)) * TILE_ROWS
-            meanwhile(found.order, min(half, self.first_rows, call.tokens))
-        count = self._checked_count(*counts())
+        counts = found.counts
         if skips and self.region.are_parts:
-            count = token_parts.most_valid(call, found)
+            counts = torch.stack([token_parts.most_valid(call, found), counts[1]])
+        read = _start_reading(counts)
+        if meanwhile is not None and found.order is not None and self.region.starts_early and call.tokens:
+            meanwhile(found.order, min(self.region.rows_of_wait(call.tokens), self.first_rows, call.tokens))
+        count, wrong = read()
+        if wrong:
+            self._raise_wrong(wrong)
         return self._selected(found, count if skips else call.tokens)
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
@@ -244,18 +260,16 @@ class Primitives:
             return self.call.tokens
         return int(computed_rows)
 
-    def _checked_count(self, count: int, wrong: int) -> int:
-        """How many rows are valid, if no target is wrong."""
-        if wrong:
-            call = self.call
-            target, vocab, ignore_index = call.tensors["target"].long(), call.whole_vocab, call.loss.ignore_index
-            values = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]
-            what = "values" if target.ndim == 1 else "rows with values"
-            raise IndexError(
-                f"target has {wrong} of {target.shape[0]} {what} that are neither in [0, {vocab}), the "
-                f"vocabulary, nor ignore_index ({ignore_index}); the first is {values[0].item()}"
-            )
-        return count
+    def _raise_wrong(self, wrong: int) -> NoReturn:
+        """Says which targets are wrong: so many of them."""
+        call = self.call
+        target, vocab, ignore_index = call.tensors["target"].long(), call.whole_vocab, call.loss.ignore_index
+        values = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]
+        what = "values" if target.ndim == 1 else "rows with values"
+        raise IndexError(
+            f"target has {wrong} of {target.shape[0]} {what} that are neither in [0, {vocab}), the "
+            f"vocabulary, nor ignore_index ({ignore_index}); the first is {values[0].item()}"
+        )
 
     def chunks(self, selected: Rows, first: int = 0) -> Iterable[slice]:
         """The chunks of the rows, one after another: `first` rows, if any, then chunks as the plan has them.

@@ -67,10 +67,10 @@ class RowsOfParts(Rows):
         return self.gather(collectives.start_gathering(self.shard, vector).wait())
 
 
-def most_valid(call: Call, found: Prepared) -> int:
-    """How many rows are computed: as many of each part as the one with the most has valid ones. The host waits."""
+def most_valid(call: Call, found: Prepared) -> Tensor:
+    """() int64 how many rows are computed: as many of each part as the one with the most has valid ones."""
     assert call.shard is not None
-    return int(_valid(found, call.shard.ranks).sum(1).max()) * call.shard.ranks
+    return _valid(found, call.shard.ranks).sum(1).max() * call.shard.ranks
 
 
 def _valid(found: Prepared, ranks: int) -> Tensor:
