@@ -24,6 +24,7 @@ from test_fx import CLOSE, BreaksAfterHead, BreaksBeforeHead, H, Model, PrintsBe
 from test_patterns import _arguments, _run, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
+from thunder_flce.dynamo import fusion
 from thunder_flce.matching.decisions import Reason
 
 ROOT = Path(__file__).parent.parent
@@ -350,12 +351,36 @@ def test_as_exact_as_eager(dtype):
 def test_inductor_on_a_gpu(mode):
     """With CUDA graphs: a call that warms up, one that records, and replays."""
     model = Model().cuda()
-    compiled = compiled_with(model, mode=mode, fullgraph=True)
+    # Without an option, so small a loss would be left to Inductor.
+    settings = {"mode": mode} if mode else {"options": {"chunk_rows": 7}}
+    compiled = compiled_with(model, fullgraph=True, **settings)
     for _ in range(5):
         arguments = [tensor.cuda() for tensor in batch()]
         torch.compiler.cudagraph_mark_step_begin()
         assert_agrees(model, lambda a=arguments: model(*a), lambda a=arguments: compiled(*a), **CLOSE)
     assert_fused(compiled, times=1)
+
+
+@pytest.mark.parametrize(("tokens", "settings", "is_left"), [
+    (24, {"options": {"strict": True}}, True), (24, {"options": {"chunk_rows": 24}}, False),
+    (24, {"mode": "reduce-overhead"}, False), (24, {"dynamic": True}, False), (8192, {}, False),
+])  # fmt: skip
+def test_a_small_loss_is_left_to_inductor(tokens, settings, is_left, monkeypatch):
+    """As on a GPU: where the host's time counts, and no chunk saves memory."""
+    is_small = fusion._is_small
+
+    def on_gpu(region):
+        with monkeypatch.context() as patch:
+            patch.setattr(region.parts[0].logits.terms[0].input, "device", torch.device("cuda"))
+            return is_small(region)
+
+    monkeypatch.setattr(fusion, "_is_small", on_gpu)
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda gm, inputs, **others: gm.forward)
+    compiled = compiled_with(lambda x, w, y: F.cross_entropy(F.linear(x, w), y), fullgraph=True, **settings)
+    arguments = torch.randn(tokens, H), torch.randn(V, H), torch.randint(V, (tokens,))
+    torch.testing.assert_close(compiled(*arguments), F.cross_entropy(F.linear(*arguments[:2]), arguments[2]))
+    (decision,) = thunder_flce.explain(compiled).decisions
+    assert decision.fused is not is_left and ("left to Inductor" in str(decision)) is is_left
 
 
 @pytest.mark.inductor

@@ -26,8 +26,10 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Inductor, with each linear + cross-entropy of the graph fused into one operator before.
 
-    The same for log-probabilities and entropies that are spelled out. A `linear_cross_entropy` that the model calls
-    itself stays as it is, with the options of that call. Called by torch.compile, once for each graph.
+    The same for log-probabilities and entropies that are spelled out. Where nothing could be gained, as the sizes are
+    known and small, the loss is left to Inductor, unless options of ours or CUDA graphs are asked for. A
+    `linear_cross_entropy` that the model calls itself stays as it is, with the options of that call. Called by
+    torch.compile, once for each graph.
 
     Args:
         gm: the graph.
@@ -42,10 +44,14 @@ def compile_graph(
     """
     flce_options, strict, inductor_options = _split(options or {})
     inductor = torch._TorchCompileInductorWrapper(mode, inductor_options, None)
+    from torch._inductor import config
+
     from thunder_flce.dynamo.fusion import fuse
 
     try:
-        decisions = fuse(gm, flce_options, strict=strict)
+        # A graph that is replayed takes the host no time.
+        is_replayed = inductor.config.get("triton.cudagraphs", config.triton.cudagraphs)
+        decisions = fuse(gm, flce_options, strict=strict, leaves_small=not is_replayed)
     except NotFusedError as error:
         return raising(error)
     compiled = inductor(gm, example_inputs)

@@ -1,27 +1,33 @@
 """Fuses linear + cross-entropy in a graph of Dynamo's, before AOTAutograd and Inductor see it."""
 
+import math
 from typing import Any
 
+import torch
 from torch._higher_order_ops import wrap
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from thunder_flce.dynamo.reading import body_of, is_checkpoint, read
 from thunder_flce.dynamo.writing import write_regions
-from thunder_flce.matching.decisions import Decision, in_order, report
+from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op
 from thunder_flce.matching.regions import Matched, Region, match
+from thunder_flce.operation.call import Call, Spec
+from thunder_flce.operation.loss import Loss
+from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
 
 
-def fuse(gm: GraphModule, options: Options, *, strict: bool) -> list[Decision]:
+def fuse(gm: GraphModule, options: Options, *, strict: bool, leaves_small: bool = False) -> list[Decision]:
     """Puts the operator `linear_cross_entropy` into a graph, and into those within it, for each loss that it can be.
 
     Args:
         gm: the graph, which is changed.
         options: choices about time and memory.
         strict: raise where a loss, or what one may be made of, is not fused with its linear.
+        leaves_small: leave those as they are that would gain nothing.
 
     Returns:
         What was decided about each loss, log-probability and entropy.
@@ -33,7 +39,7 @@ def fuse(gm: GraphModule, options: Options, *, strict: bool) -> list[Decision]:
     bodies = {id(body_of(each, node)) for each in _graphs(gm) for node in each.graph.nodes if is_checkpoint(node)}
     for module in _graphs(gm):
         if id(module) not in bodies:
-            decisions += _fuse(module, options)
+            decisions += _fuse(module, options, leaves_small=leaves_small)
     report(decisions, strict=strict)
     return decisions
 
@@ -42,8 +48,12 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
     return [module for module in gm.modules() if isinstance(module, GraphModule)]
 
 
-def _fuse(gm: GraphModule, options: Options) -> list[Decision]:
+def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Decision]:
     known, matched = _matched(gm, options)
+    if leaves_small and options == Options() and matched.regions and all(map(_is_small, matched.regions)):
+        left = [(part.first.source, part.kind) for region in matched.regions for part in region.parts]
+        decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in left]
+        return in_order([*decisions, *matched.refused])
     checkpoints = {op.inside for region in matched.regions for op in _ops_of(region, known) if op.inside is not None}
     if checkpoints:
         for checkpoint in checkpoints:
@@ -59,6 +69,26 @@ def _fuse(gm: GraphModule, options: Options) -> list[Decision]:
 def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, Matched]:
     known = Interpreter(read(gm))
     return known, match(known, options)
+
+
+def _is_small(region: Region) -> bool:
+    """Whether, on a GPU, neither time nor memory could be gained: by the plan for a mean of the same sizes.
+
+    Then the matmuls take less than the wait for the number of ignored rows is worth, so that the host's time counts,
+    and all logits are one chunk.
+    """
+    term, *others = region.parts[0].logits.terms
+    sizes = (*term.input.shape, *term.weight.shape)
+    device = term.input.device
+    if others or len(region.parts) > 1 or device.type != "cuda" or not all(isinstance(size, int) for size in sizes):
+        return False
+    tokens, hidden = math.prod(term.input.shape[:-1]), term.input.shape[-1]
+    vocab = math.prod(term.weight.shape) // max(hidden, 1)
+    shapes = {"input": (tokens, hidden), "linear_weight": (vocab, hidden)}
+    tensors = {name: Spec(shape, term.input.dtype, device) for name, shape in shapes.items()}
+    tensors["target"] = Spec((tokens,), torch.int64, device)
+    plan = plan_for(Call(tensors=tensors, loss=Loss(), needs_grad=tuple(shapes)), Options())
+    return plan.ignored_rows == "compute" and plan.chunk_rows >= tokens
 
 
 def _ops_of(region: Region, known: Interpreter) -> list[Op]:

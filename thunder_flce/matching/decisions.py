@@ -41,6 +41,9 @@ class Reason(Enum):
     TENSOR_PARALLEL = "thunder.distributed divides its weight among ranks by row_parallel, not by column_parallel"
     OPERAND_MODIFIED = "a tensor is changed in place that the loss, or a prediction beside it, may depend on"
     DYNAMIC = "a shape or a setting is not known when the trace is compiled"
+    LEFT_TO_INDUCTOR = (
+        "it is left to Inductor: its matmuls take the device less time than the host, and all logits are one chunk"
+    )
     DEPRECATED_ARGUMENT = "it has the deprecated argument size_average or reduce"
 
 
@@ -101,7 +104,7 @@ class Decision:
     @property
     def is_missed(self) -> bool:
         """Whether it could have been fused, were the program another one: a warning, or an error if strict."""
-        return self.reason not in (None, Reason.NO_LINEAR)
+        return self.reason not in (None, Reason.NO_LINEAR, Reason.LEFT_TO_INDUCTOR)
 
     def __str__(self) -> str:
         if self.region is not None:
