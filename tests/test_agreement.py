@@ -3,18 +3,20 @@
 import re
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import thunder_flce.vocab_parallel
 from ranks import GPUS, RankErrors, as_processes, as_threads
 from reference import error, make_case, truth
+from test_plan import CPU, DEVICES, call, shard_of
 from test_vocab_parallel import part_of, parts
-from thunder_flce import Options, VocabParallel, linear_cross_entropy
+from thunder_flce import Options, VocabParallel, linear_cross_entropy, vocab_parallel
+from thunder_flce.device import Device
+from thunder_flce.engine.choose import choose
 from thunder_flce.operation.call import named_tensors
 from thunder_flce.operation.loss import Loss
 from thunder_flce.vocab_parallel import agree
@@ -114,7 +116,7 @@ def test_nothing_is_remembered_of_a_group_on_the_cpu():
             linear_cross_entropy(mine.x[:count], mine.weight, mine.target[:count], vocab_parallel=dist.group.WORLD)
             for count in (40, *range(1, 6), 40)
         ]
-        assert dist.group.WORLD not in thunder_flce.vocab_parallel._agreed
+        assert dist.group.WORLD not in vocab_parallel._agreed
         return losses[0].detach(), losses[-1].detach()
 
     for first, last in as_threads(2, run):
@@ -122,11 +124,10 @@ def test_nothing_is_remembered_of_a_group_on_the_cpu():
 
 
 def test_what_is_agreed(monkeypatch):
-    """By numbers in which ranks may differ: rows, tokens and memory."""
-    memory = {0: 9_000, 1: 7_000}
+    """By numbers in which ranks may differ: rows, tokens and devices."""
+    devices = {0: replace(DEVICES["CPU"], memory=9_000), 1: replace(CPU, memory=7_000)}
     rank_of = threading.local()
-    devices = SimpleNamespace(of=lambda device: SimpleNamespace(memory=memory[rank_of.rank]))
-    monkeypatch.setattr(thunder_flce.vocab_parallel, "Device", devices)
+    monkeypatch.setattr(Device, "of", lambda device: devices[rank_of.rank])
 
     def run(rank):
         rank_of.rank = rank
@@ -141,10 +142,33 @@ def test_what_is_agreed(monkeypatch):
 
     first, second = as_threads(2, run)
     for found in (first, second):
-        assert (found.weight_rows, found.memory, found.most_tokens) == (10, 7_000, 7)
+        assert (found.weight_rows, found.device, found.most_tokens) == (10, devices[1], 7)
     assert (first.shard.columns, second.shard.columns, second.shard.start) == (0, 10, 0)
-    memory[1] = -1
-    assert as_threads(2, run)[0].memory is None
+    devices[1] = CPU
+    assert as_threads(2, run)[0].device.memory is None
+
+
+@pytest.mark.parametrize("others", [("H100", "L40S"), ("H200", "H100"), ("A100", "3090"), ("H200", "H200")], ids=str)
+def test_ranks_with_different_gpus_make_one_plan(others, monkeypatch):
+    """Or they would run another number of chunks, and wait for each other. Only where all are Hopper GPUs, or were
+    measured, does it hold for all."""
+    devices, rank_of = [DEVICES[name] for name in others], threading.local()
+    monkeypatch.setattr(Device, "of", lambda device: devices[rank_of.rank])
+
+    def run(rank):
+        rank_of.rank = rank
+        arguments = {"input": torch.zeros(3, 8), "linear_weight": torch.zeros(5, 8), "target": torch.zeros(3).long()}
+        found = agree(VocabParallel(group=dist.group.WORLD), named_tensors(arguments), loss=Loss(), options=Options())
+        region = call(shard=replace(shard_of(2), rank=rank))
+        return found.device, [choose(region, Options(tune_products=tune), found.device) for tune in (None, True)]
+
+    (first, plans), (second, others_plans) = as_threads(2, run)
+    assert plans == others_plans and first.memory == min(device.memory for device in devices)
+    assert first.is_hopper == second.is_hopper == all(device.is_hopper for device in devices)
+    assert plans[0].is_estimated == any(not device.is_measured for device in devices)
+    # What each would plan on its own.
+    alone = {choose(call(shard=shard_of(2)), Options(), device) for device in devices}
+    assert (len(alone) > 1) == (others != ("H200", "H200"))
 
 
 @pytest.mark.parametrize("how", ["sequence_parallel", "data_parallel"])

@@ -658,7 +658,7 @@ def test_what_travels(monkeypatch):
     count("reduce_scatter_tensor", 1)
     case.target[:] = case.target.clamp(min=0)
     divided_tokens(case, (23, 23, 23, 22), counts=(10,) * 4, reduction="sum")
-    targets, agreed, statistics = 8 * 40, 8 * 6 * ranks, 3 * 4 * 40 * ranks
+    targets, agreed, statistics = 8 * 40, 8 * 10 * ranks, 3 * 4 * 40 * ranks
     assert sum(given) == ranks * (2 * 4 * 40 * 16 + targets + agreed + statistics)
 
 

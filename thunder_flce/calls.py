@@ -121,11 +121,11 @@ def _prepared(
     if literal is None and not is_checked:  # Otherwise ranks agree, and check the call, when the operator runs.
         vocab = None if agreement is None else agreement.weight_rows
         check_call(tensors, loss=loss, divergence=divergence, vocab=vocab)
-    shard, memory = (None, None) if agreement is None else (agreement.shard, agreement.memory)
+    shard, device = (None, None) if agreement is None else (agreement.shard, agreement.device)
     call = Call(tensors=tensors, loss=loss, needs_grad=needed(tensors), divergence=divergence, shard=shard)
     if literal is not None or (agreement is None and is_traced(tensors["input"])):
         return unplanned(call, options, vocab_parallel=literal)
-    return settings_of_call(call, plan_for(call, options, memory=memory))
+    return settings_of_call(call, plan_for(call, options, device=device))
 
 
 def settings_of_call(call: Call, plan: Plan) -> Settings:

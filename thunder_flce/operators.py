@@ -192,14 +192,12 @@ def backward(
 
 def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]:
     """The call, with the numbers of all ranks' tokens, and its plan."""
-    call, options = settings.call(tensors), settings.options
+    call, options, device = settings.call(tensors), settings.options, None
     if settings.vocab_parallel is not None:
-        call, memory = agreed_call(call, settings.vocab_parallel, options or Options())
-    else:
-        memory = None
+        call, device = agreed_call(call, settings.vocab_parallel, options or Options())
     plan = settings.plan
     if options is not None:
-        plan = plan_for(call, options, memory=memory)
+        plan = plan_for(call, options, device=device)
     if call.shard is not None and call.shard.sequence_parallel:
         call = gathered(call)
     return call, plan
@@ -214,15 +212,12 @@ def planned_tokens(tokens: int) -> int:
     return tokens if tokens <= _FEW_TOKENS else -(-tokens // TILE_ROWS) * TILE_ROWS
 
 
-def plan_for(call: Call, options: Options, *, memory: int | None = None) -> Plan:
-    """The plan for a call, or for one of up to 127 more tokens; for a divided vocabulary, with the least memory of all.
+def plan_for(call: Call, options: Options, *, device: Device | None = None) -> Plan:
+    """The plan for a call, or for one of up to 127 more tokens; for a divided vocabulary, on the device agreed on.
 
     The same whichever calls came before.
     """
-    device = Device.of(call.device)
-    if memory is not None:
-        device = replace(device, memory=memory)
-    return _plan(call.specs(tokens=planned_tokens(call.own_tokens)).key, options, device)
+    return _plan(call.specs(tokens=planned_tokens(call.own_tokens)).key, options, device or Device.of(call.device))
 
 
 @lru_cache(maxsize=4096)

@@ -131,8 +131,9 @@ class Agreement:
     shard: Shard
     weight_rows: int
     """Rows of the whole weight"""
-    memory: int | None
-    """The least total memory of all ranks' devices, in bytes; None for a CPU"""
+    device: Device | None
+    """This rank's, with the least rates, multiprocessors, capability and memory of all ranks', so that all make one
+    plan; None without a weight"""
     most_tokens: int = field(compare=False)
     """Those of the rank with the most; with `data_parallel`, ranks have different numbers"""
 
@@ -145,13 +146,20 @@ class _Told(NamedTuple):
     rows: int = 0
     """Of its part of the weight"""
     start: int = 0
-    memory: int = 0
     tokens: int = 0
     refuses: int = 0
+    # Of its device:
+    memory: int = 0
+    matmul_rate: int = 0
+    bandwidth: int = 0
+    multiprocessors: int = 0
+    capability: int = 0
 
 
 # Among numbers, what stands for None.
 _NONE = -1
+# Among numbers, a compute capability is its first part times this plus the second.
+_MINORS = 100
 
 # What all ranks told each other, by what this rank told, for captured CUDA graphs; None where that has differed.
 _agreed: "WeakKeyDictionary[ProcessGroup, OrderedDict[_Told, list[_Told] | None]]" = WeakKeyDictionary()
@@ -178,12 +186,12 @@ def has_dtensor(values: Sequence[Any]) -> bool:
     return False
 
 
-def agreed_call(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, int | None]:
-    """A call in a graph with this rank's columns, once all ranks agree, and the least memory: see `Agreement`."""
+def agreed_call(call: Call, vocab_parallel: str, options: Options) -> tuple[Call, Device | None]:
+    """A call in a graph with this rank's columns, once all ranks agree, and the device that all plan for."""
     parallel = VocabParallel.of(vocab_parallel)
     agreement = agree(parallel, call.tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
     check_call(call.tensors, loss=call.loss, vocab=agreement.weight_rows)
-    return replace(call, shard=agreement.shard), agreement.memory
+    return replace(call, shard=agreement.shard), agreement.device
 
 
 def agree(
@@ -207,7 +215,7 @@ def agree(
         ValueError: for what differs between ranks, on all of them.
     """
     group, weight, input = parallel.process_group, tensors.get("linear_weight"), tensors.get("input")
-    device = weight.device if isinstance(weight, Tensor) else None
+    device = Device.of(weight.device) if isinstance(weight, Tensor) else None
     call = _described(parallel, tensors, loss, options, needs_grad)
     if os.environ.get(CHECK_EVERY_CALL, "") not in ("", "0"):
         call |= _values(parallel, tensors)
@@ -215,13 +223,13 @@ def agree(
         digest=int.from_bytes(blake2b(repr(sorted(call.items())).encode(), digest_size=8).digest(), "big", signed=True),
         rows=_rows(weight),
         start=_NONE if parallel.start is None else parallel.start,
-        memory=_NONE if device is None else Device.of(device).memory or _NONE,
         tokens=input.shape[:-1].numel() if isinstance(input, Tensor) else 0,
+        **({} if device is None else _numbers_of(device)),
     )
     if _is_capturing(group):
         given = _told_while_capturing(group, told)
     else:
-        given = _told_by_all(group, told, device)
+        given = _told_by_all(group, told, weight.device if isinstance(weight, Tensor) else None)
         if any(each.refuses or each.digest != told.digest for each in given):
             _raise_difference(_words_of_all(group, call))
         _remember(group, told, given)
@@ -231,11 +239,11 @@ def agree(
             f"input_grad_dtype must be None, torch.float32 or input's dtype, {of_input}, but got "
             f"{parallel.input_grad_dtype}"
         )
-    _, all_rows, starts, memories, counts, _ = zip(*given, strict=True)
+    _, all_rows, starts, counts, _, *of_devices = zip(*given, strict=True)
     return Agreement(
         shard=_shard(parallel, loss, all_rows, _starts(all_rows, starts)),
         weight_rows=sum(all_rows),
-        memory=None if _NONE in memories else min(memories),
+        device=None if device is None else _least(device, of_devices),
         most_tokens=max(counts),
     )
 
@@ -319,6 +327,34 @@ def _raise_difference(words: list[Any]) -> NoReturn:
                     f"on rank {rank}"
                 )
     raise AssertionError("ranks have described equal calls with different hashes")
+
+
+# The device that all plan for.
+
+
+def _numbers_of(device: Device) -> dict[str, int]:
+    """What plans ask of a device, and ranks may have differently."""
+    return {
+        "memory": device.memory or _NONE,
+        "matmul_rate": int(device.matmul_rate),
+        "bandwidth": int(device.bandwidth),
+        "multiprocessors": device.multiprocessors,
+        "capability": _NONE if device.capability is None else device.capability[0] * _MINORS + device.capability[1],
+    }
+
+
+def _least(device: Device, numbers: Sequence[tuple[int, ...]]) -> Device:
+    """This rank's device with the least of all ranks' numbers, which are in the order of `_Told`."""
+    memory, matmul_rate, bandwidth, multiprocessors, capability = (min(of_ranks) for of_ranks in numbers)
+    return replace(
+        device,
+        memory=None if memory == _NONE else memory,
+        matmul_rate=matmul_rate,
+        bandwidth=bandwidth,
+        multiprocessors=multiprocessors,
+        capability=None if capability == _NONE else divmod(capability, _MINORS),
+        is_measured=device.is_measured and all(len({*of_ranks}) == 1 for of_ranks in numbers[1:]),
+    )
 
 
 # A call in words.

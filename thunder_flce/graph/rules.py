@@ -75,12 +75,12 @@ def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options:
 
     Where ranks divide the vocabulary, they exchange what they have to agree on.
     """
-    call, memory = specs(call_of(region, needs_grad)), None
+    call, device = specs(call_of(region, needs_grad)), None
     agreement = agreement_on(region, needs_grad, options)
     if agreement is not None:
         check_call(region, loss=call.loss, vocab=agreement.weight_rows)
-        call, memory = replace(call, shard=agreement.shard), agreement.memory
-    return PlannedRegion(call, plan_for(call, options, memory=memory))
+        call, device = replace(call, shard=agreement.shard), agreement.device
+    return PlannedRegion(call, plan_for(call, options, device=device))
 
 
 def add_region(
