@@ -198,9 +198,28 @@ def test_scratch_on_cuda(monkeypatch):
     assert scratch("logits", 1003) == 100 * 1000 * 4
     monkeypatch.setattr(algorithms, "TUNED_OPERATIONS", 1e6)
     assert scratch("logits", 20003, tune=True) == 100 * 3 * 4
-    # AMD's libraries multiply 16-bit operands into 16 bits.
-    amd = replace(ABSENT_DEVICE, is_hip=True)
-    assert scratch("logits", 20000, **wide, **plain, device=amd) == (100 + 8192) * 512 * 4
+    # AMD's libraries multiply 16-bit operands into 16 bits, as older GPUs of NVIDIA do in bfloat16.
+    amd, old = replace(ABSENT_DEVICE, is_hip=True), replace(ABSENT_DEVICE, capability=(7, 5))
+    for device in (amd, old):
+        assert scratch("logits", 20000, **wide, **plain, device=device) == (100 + 8192) * 512 * 4
+    assert scratch("logits", 20000, **wide, **plain, device=old, dtype=torch.float16) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "is_mixed"),
+    [(B16, (7, 5), False), (B16, (8, 0), True), (torch.float16, (7, 5), True), (torch.float16, None, True)],
+    ids=str,
+)
+def test_what_pytorch_multiplies_into_float32(dtype, capability, is_mixed, monkeypatch):
+    """Otherwise operands are converted."""
+    given = []
+    monkeypatch.setattr(
+        matmul, "Device", SimpleNamespace(of=lambda device: replace(ABSENT_DEVICE, capability=capability))
+    )
+    monkeypatch.setattr(torch, "mm", lambda a, b, *, out, **mixed: given.append((a.dtype, b.dtype, mixed)))
+    x, weight = torch.randn(3, 16).to(dtype), torch.randn(24, 16).to(dtype)
+    matmul.logits_(torch.empty(3, 24), x, weight)
+    assert given == [(dtype, dtype, {"out_dtype": F32}) if is_mixed else (F32, F32, {})]
 
 
 @pytest.mark.parametrize(("is_hip", "name"), [(False, "cuBLAS"), (True, "hipBLAS")])

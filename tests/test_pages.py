@@ -8,6 +8,7 @@ import pytest
 from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
 
 import thunder_flce
+from test_targets import CHIPS
 from thunder_flce.backend import compile_graph
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +58,16 @@ def test_what_a_page_names_is_there(page):
     assert [path for path, _ in named if not (ROOT / path).exists()] == []
     tests = [(path, test) for path, test in named if test]
     assert [test for path, test in tests if f"def {test}(" not in (ROOT / path).read_text(encoding="utf-8")] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/support.md"])
+def test_pages_name_the_devices_that_kernels_are_compiled_for(page):
+    """The first and the last compute capability, and AMD's architectures."""
+    nvidia = [chip.device.capability for name, chip in CHIPS.items() if name.startswith("sm")]
+    first, last = (".".join(map(str, capability)) for capability in (min(nvidia), max(nvidia)))
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert f"compute capabilities {first} to {last}" in text and "NVIDIA's H200 and H100" in text
+    assert " and ".join(name for name in CHIPS if name.startswith("gfx")) in text
 
 
 def test_the_changelog_has_the_version():

@@ -255,11 +255,14 @@ def test_small_memories():
     assert plan_of(on=on, options=Options(memory_budget=0.5)).chunk_rows == 8192
 
 
-def test_operands_that_amd_converts_are_counted():
-    """A bias asks for logits in float32 there, as PyTorch cannot add it before it rounds."""
+def test_operands_that_are_converted_are_counted():
+    """On AMD's GPUs and, in bfloat16, on old ones of NVIDIA."""
     wide = {"options": Options(logits_dtype="float32"), "bias": True}
-    taken = [temporary_bytes(call(bias=True), plan_of(on=on, **wide), on) for on in (DEVICES["MI300X"], H200)]
-    assert taken[0] - taken[1] == (2048 + 8192) * 4096 * 4
+    old = replace(H200, capability=(7, 5))
+    amd, t4, h200 = (
+        temporary_bytes(call(bias=True), plan_of(on=on, **wide), on) for on in (DEVICES["MI300X"], old, H200)
+    )
+    assert amd - h200 == t4 - h200 == (2048 + 8192) * 4096 * 4
 
 
 def test_a_cpu_of_64_cores():

@@ -443,12 +443,29 @@ def test_on_amd(version, library, monkeypatch):
             dispatch.check_available("triton", **CUDA)
         else:
             assert found.library == "Triton" and "Triton 3.5 or newer" in found.install
-            with pytest.raises(ValueError, match="does not run on AMD's GPUs as it is installed: Triton 3.5 or newer"):
+            with pytest.raises(ValueError, match="does not run on this GPU as it is installed: Triton 3.5 or newer"):
                 dispatch.check_available("triton", **CUDA)
         divergence = dispatch.divergence_for(dtypes=[BF16], device_type="cuda") if library == "PyTorch" else None
         assert divergence is None or divergence.__module__.endswith("torch_divergence")
     finally:
         dispatch._compiles_for_hip.cache_clear()
+
+
+@pytest.mark.parametrize(("capability", "library"), [((6, 1), "PyTorch"), ((7, 0), "Triton"), ((12, 1), "Triton")])
+def test_on_old_gpus(capability, library, monkeypatch):
+    """Triton and nvFuser compile nothing before compute capability 7.0."""
+    monkeypatch.setattr(dispatch, "is_installed", lambda name: True)
+    device = replace(ABSENT_DEVICE, capability=capability)
+    monkeypatch.setattr(dispatch, "Device", SimpleNamespace(of=lambda _: device))
+    assert dispatch.library("auto", **CUDA) == library
+    if library == "Triton":
+        assert dispatch.missing(**CUDA) is None
+        return
+    assert dispatch.missing(**CUDA).install == "there is none for GPUs before compute capability 7.0"
+    for name in ("triton", "nvfuser"):
+        with pytest.raises(ValueError, match='does not run on this GPU .* before .* 7.0, or choose row_kernels="auto"'):
+            dispatch.check_available(name, **CUDA)
+    assert dispatch.divergence_for(dtypes=[BF16], device_type="cuda").__module__.endswith("torch_divergence")
 
 
 def test_other_orders_are_heeded(monkeypatch):

@@ -55,6 +55,7 @@ def _amd(architecture: str, capability: tuple[int, int], shared: int) -> Chip:
 
 
 CHIPS = {
+    "sm75": _nvidia((7, 5), 40, 64 * KIB, 1024),
     "sm80": _nvidia((8, 0), 108, 163 * KIB),
     "sm86": _nvidia((8, 6), 82, 99 * KIB, 1536),
     "sm89": _nvidia((8, 9), 128, 99 * KIB, 1536),

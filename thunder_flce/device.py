@@ -19,6 +19,8 @@ TILE_ROWS = 128
 
 # The compute capability, its first number, of the GPUs on which the choice among cuBLAS's algorithms was measured.
 HOPPER = 9
+# That of the first GPUs with instructions for bfloat16.
+BFLOAT16_CAPABILITY = (8, 0)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -95,6 +97,14 @@ class Device:
     def is_hopper(self) -> bool:
         """Whether this is a Hopper GPU; AMD's MI300 has the capability 9.4."""
         return self.is_nvidia and self.capability is not None and self.capability[0] == HOPPER
+
+    def multiplies_into_float32(self, dtype: torch.dtype) -> bool:
+        """Whether PyTorch multiplies operands of a dtype of 16 bits into float32.
+
+        Not on a CPU, nor in all versions for ROCm, nor in bfloat16 on GPUs that have no instructions for it.
+        """
+        is_new = dtype is not torch.bfloat16 or (self.capability or BFLOAT16_CAPABILITY) >= BFLOAT16_CAPABILITY
+        return self.is_nvidia and is_new
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":

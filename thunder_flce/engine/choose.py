@@ -199,8 +199,8 @@ class _Sizes:
         if self.itemsize == 2:
             self.frequent_columns = sum(size for size in self.weights if not is_small(call, size))
         self.dw_elements = call.weight_rows * sum(self.weights)
-        # Where rows are not padded, no matmul on NVIDIA's devices needs memory of its own.
-        self.has_scratch = not device.is_nvidia or self.vocab % ROW_MULTIPLE != 0
+        # Where rows are not padded, no matmul that need not convert its operands takes memory of its own.
+        self.has_scratch = not device.multiplies_into_float32(dtype) or self.vocab % ROW_MULTIPLE != 0
 
     def matmul_seconds(self, plan: Plan) -> float:
         """The logits, as often as they are computed, dX and dW."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from thunder_flce.device import Device
 from thunder_flce.engine.kernels.interface import RowKernels
 from thunder_flce.operation.loss import LogitMap
 
@@ -47,8 +48,10 @@ BACKENDS = {
 }
 FASTEST = tuple(BACKENDS)
 """Fastest first, but for moments, where nvFuser would gain 0.6% of a step: "auto" takes the first that is there."""
-# The oldest Triton that is known to compile the kernels for AMD's GPUs (tests/test_targets.py).
+# The oldest Triton that is known to compile the kernels for AMD's GPUs (tests/test_targets.py), and the first compute
+# capability of NVIDIA's that it compiles them for, which is also the first for which Inductor asks it to.
 OLDEST_TRITON_ON_HIP = (3, 5)
+OLDEST_CAPABILITY = (7, 0)
 
 
 def kernels_for(choice: str = "auto", *, dtype: torch.dtype, device_type: str, logit_map: LogitMap) -> RowKernels:
@@ -78,7 +81,7 @@ def check_available(choice: str, *, dtype: torch.dtype, device_type: str) -> Non
         backend = _described(choice)
         needs = f"needs the package {backend.package}, which is not installed"
         if is_installed(choice):
-            needs = "does not run on AMD's GPUs as it is installed"
+            needs = "does not run on this GPU as it is installed"
         raise ValueError(f'{asked} {needs}: {backend.install}, or choose row_kernels="auto"')
 
 
@@ -93,7 +96,13 @@ def _compiles_for_hip(name: str) -> bool:
     """Whether a backend that is installed is known to run on AMD's GPUs."""
     if name == "triton":
         return tuple(map(int, import_module("triton").__version__.split(".")[:2])) >= OLDEST_TRITON_ON_HIP
-    return name == "torch"
+    return False
+
+
+def _is_too_old() -> bool:
+    """Whether the GPU is one of NVIDIA's that nothing is compiled for."""
+    device = Device.of(torch.device("cuda"))
+    return device.is_nvidia and (device.capability or OLDEST_CAPABILITY) < OLDEST_CAPABILITY
 
 
 def missing(*, dtype: torch.dtype, device_type: str) -> Backend | None:
@@ -104,12 +113,14 @@ def missing(*, dtype: torch.dtype, device_type: str) -> Backend | None:
 
 
 def _described(name: str) -> Backend:
-    """A backend, with what installs it for the GPUs that this PyTorch is made for."""
-    if torch.version.hip is None:
-        return BACKENDS[name]
-    numbers = ".".join(map(str, OLDEST_TRITON_ON_HIP))
-    cures = {"triton": f"Triton {numbers} or newer, with PyTorch 2.9 or newer for ROCm"}
-    return BACKENDS[name]._replace(install=cures.get(name, "there is none for AMD's GPUs"))
+    """A backend, with what installs it for the GPU."""
+    install, oldest = BACKENDS[name].install, ".".join(map(str, OLDEST_TRITON_ON_HIP))
+    if torch.version.hip is not None:
+        cures = {"triton": f"Triton {oldest} or newer, with PyTorch 2.9 or newer for ROCm"}
+        install = cures.get(name, "there is none for AMD's GPUs")
+    elif _is_too_old():
+        install = "there is none for GPUs before compute capability " + ".".join(map(str, OLDEST_CAPABILITY))
+    return BACKENDS[name]._replace(install=install)
 
 
 def divergence_for(choice: str = "auto", *, dtypes: Sequence[torch.dtype], device_type: str) -> Callable[..., Tensor]:
@@ -145,8 +156,9 @@ def _backend(choice: str, dtype: torch.dtype, device_type: str) -> str:
 
 def runs(name: str, dtype: torch.dtype, device_type: str) -> bool:
     """Whether a backend is there for such logits."""
-    is_there = _takes(name, dtype, device_type) and is_installed(name)
-    return is_there and (torch.version.hip is None or _compiles_for_hip(name))
+    if name == "torch" or not (_takes(name, dtype, device_type) and is_installed(name)):
+        return name == "torch"
+    return not _is_too_old() if torch.version.hip is None else _compiles_for_hip(name)
 
 
 def _takes(name: str, dtype: torch.dtype, device_type: str) -> bool:

@@ -114,7 +114,7 @@ def scratch_bytes(
     total = 0
     if kind == "dX" and tail and out_dtype.itemsize == 2:
         total, out_dtype = rows * hidden * torch.float32.itemsize, torch.float32
-    if dtype != out_dtype and not device.is_nvidia:
+    if dtype != out_dtype and not device.multiplies_into_float32(dtype):
         block = min(columns, _FLOAT32_COLUMNS) if kind == "logits" else columns
         elements = {"logits": (rows + block) * hidden, "dX": (rows + hidden) * block, "dW": (block + hidden) * rows}
         total += elements[kind] * out_dtype.itemsize
@@ -137,9 +137,9 @@ def _tail(columns: int, *, dtype: torch.dtype, is_cuda: bool) -> int:
 def _columns_at_once(columns: int, *, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device) -> int:
     """Columns of the logits that are one matmul: all but the tail, or a part where operands have to be converted.
 
-    PyTorch multiplies 16-bit operands into float32 on NVIDIA's GPUs: not on a CPU, nor in all versions for ROCm.
+    See `Device.multiplies_into_float32`.
     """
-    if dtype != out_dtype and not Device.of(device).is_nvidia:
+    if dtype != out_dtype and not Device.of(device).multiplies_into_float32(dtype):
         return _FLOAT32_COLUMNS
     return columns - _tail(columns, dtype=dtype, is_cuda=device.type == "cuda")
 
@@ -161,7 +161,7 @@ def _multiply(
         return
     mixed: dict[str, Any] = {}
     if a.dtype != out.dtype:
-        if Device.of(out.device).is_nvidia:
+        if Device.of(out.device).multiplies_into_float32(a.dtype):
             mixed = {"out_dtype": out.dtype}
         else:
             a, b = a.to(out.dtype), b.to(out.dtype)
