@@ -9,6 +9,7 @@ from reference import error
 from test_plan import H200
 from test_plan import call as a_call
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy, linear_kl_divergence
+from thunder_flce.device import Device
 from thunder_flce.engine import printing
 from thunder_flce.engine.choose import choose
 from thunder_flce.engine.matmul import algorithms, cublaslt
@@ -147,6 +148,22 @@ def test_what_cannot_be(changes, options, reason):
         choose(a_call(**changes), replace(INVARIANT, **options), replace(H200, kind=changes.get("device", "cuda")))
 
 
+@pytest.mark.parametrize(
+    ("version", "has_it"), [("12.8", True), ("13.2", True), ("11.8", False), ("14.0", False), (None, False)], ids=str
+)
+def test_without_a_known_cublaslt_the_plan_refuses(version, has_it, monkeypatch):
+    """As torch for CUDA 11 or ROCm; for a device that is not there, plans are made all the same."""
+    monkeypatch.setattr(torch.version, "cuda", version)
+    assert choose(a_call(), INVARIANT, H200).batch_invariant
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Device, "of", lambda device: H200)
+    if has_it:
+        assert choose(a_call(), INVARIANT, H200).batch_invariant
+    else:
+        with pytest.raises(ValueError, match="batch_invariant=True: .* needs NVIDIA's cuBLASLt of CUDA 12 or 13"):
+            choose(a_call(), INVARIANT, H200)
+
+
 @pytest.mark.parametrize(("batch", "kind"), list(enumerate(KINDS)), indirect=["batch"])
 def test_divergences(batch, kind):
     """Of a token and its teacher: alone, in a part, in chunks, beside ignored rows, and where gradients are made."""
@@ -232,6 +249,17 @@ def test_a_row_alone_is_compared_with_the_same_among_others(stand_in):
     _logits(3, hidden=32)
     _logits(3, columns=32)
     assert stand_in.ran == 2 * [3, 2048, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(24, 1024), (48, 512), (2048, 128)])
+def test_the_comparison_takes_little_memory(stand_in, columns, rows, monkeypatch):
+    """Fewer rows where each is long, in whole tiles."""
+    monkeypatch.setattr(algorithms, "_CHECKED_BYTES", 50 * 1024)
+    _logits(3, columns=columns)
+    assert stand_in.ran == [3, rows, 1, 1, 1]
+    monkeypatch.setattr(stand_in, "others", (rows,))
+    with pytest.raises(RuntimeError, match=f"other bits among {rows} rows than alone"):
+        _logits(3, columns=columns, hidden=32)
 
 
 @pytest.mark.parametrize("others", [(1,), (2048,)])

@@ -599,3 +599,27 @@ def test_matmuls_are_those_of_pytorch(fresh):
     assert measured() == ["logits"] and torch.equal(out, x @ weight.t())
     with open("/proc/self/maps") as maps:
         assert len({line.split()[-1] for line in maps if "libcublasLt.so" in line}) == 1 and cublaslt.loaded()
+
+
+@pytest.mark.parametrize(
+    ("version", "platform_has_it", "name"),
+    [
+        ("12.8", True, "libcublasLt.so.12"), ("13.2", True, "libcublasLt.so.13"), ("12.8", False, None),
+        ("11.8", True, None), ("14.0", True, None), (None, True, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_only_a_known_cublaslt_is_called(version, platform_has_it, name, monkeypatch):
+    """Another one, on Windows or for ROCm, is left to PyTorch; so is one that PyTorch has not loaded."""
+    opened = []
+
+    def library(name, mode):
+        opened.append(name)
+        raise OSError
+
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(cublaslt.ctypes, "CDLL", library)
+    if not platform_has_it:
+        monkeypatch.delattr(cublaslt.os, "RTLD_NOLOAD")
+    assert cublaslt.library_name() == name
+    assert cublaslt.loaded.__wrapped__() is None and opened == ([name] if name else [])

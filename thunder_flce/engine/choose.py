@@ -16,6 +16,7 @@ import torch
 from thunder_flce.device import ABSENT_DEVICE, ROW_MULTIPLE, TILE_ROWS, Device
 from thunder_flce.engine.kernels.dispatch import check_available, library
 from thunder_flce.engine.kernels.layout import row_stride
+from thunder_flce.engine.matmul import cublaslt
 from thunder_flce.engine.matmul.algorithms import TUNED_OPERATIONS
 from thunder_flce.engine.matmul.matmul import scratch_bytes
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan, is_small
@@ -534,8 +535,9 @@ def _check_batch_invariant(call: Call, options: Options, device: Device) -> None
         if (teacher := call.get("teacher_input")) is not None:
             linears.append(("teacher_input", teacher.dtype, [teacher.shape[-1]]))
         dtype = torch.float32 if options.has_float32_logits(call.dtype) else call.dtype
-        if device.is_hip:
-            reason = "on CUDA it needs NVIDIA's cuBLASLt"
+        # What a GPU that is not there would have is not known.
+        if device.is_hip or (torch.cuda.is_available() and cublaslt.library_name() is None):
+            reason = "on GPUs it needs NVIDIA's cuBLASLt of CUDA 12 or 13, on Linux"
         elif library(options.row_kernels, dtype=dtype, device_type="cuda") != "Triton":
             reason = 'on CUDA it needs Triton and row_kernels="auto" or "triton"'
         for name, dtype, sizes in linears:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from thunder_flce.device import ALIGNED_BYTES, ROW_MULTIPLE, on_device
+from thunder_flce.device import ALIGNED_BYTES, ROW_MULTIPLE, TILE_ROWS, on_device
 from thunder_flce.engine.matmul import cublaslt
 from thunder_flce.engine.matmul.cublaslt import Algorithm, Kind, Matmul, MatmulDescriptor, Signature
 
@@ -47,9 +47,10 @@ _MEASURED_FACTOR = 2.0**-149
 _TOKENS = {"logits": 0, "dX": 0, "dW": 2}
 _MOST_TUNINGS = 256
 
-# For any number of rows, `run_invariant` runs what cuBLASLt proposes for so many, among which it also looks whether a
-# row has the bits that it has alone; on a CPU, all matmuls have so many.
+# For any number of rows, `run_invariant` runs what cuBLASLt proposes for so many. It looks whether a row has the bits
+# that it has alone among as many, or as these bytes hold, but a tile of them; on a CPU, all matmuls have so many.
 _CHOSEN_FOR_ROWS = 2048
+_CHECKED_BYTES = 128 * 2**20
 _CPU_ROWS = 64
 
 _descriptor = lru_cache(maxsize=64)(MatmulDescriptor)
@@ -245,7 +246,7 @@ def _run_in_whole_blocks(matmul: Matmul, in_pytorch: Callable[..., None]) -> Non
 
 def _run_chosen_for_any_rows(matmul: Matmul) -> None:
     if cublaslt.loaded() is None:
-        raise RuntimeError("batch_invariant=True: on a GPU, it needs cuBLASLt of CUDA 12 or later")
+        raise RuntimeError("batch_invariant=True: on a GPU, it needs the cuBLASLt that PyTorch is built for")
     # The row stride of a matrix of one row may be any number; that of a view of the flat matrix is its width.
     a = matmul.a.flatten().view(matmul.a.shape)
     matmul = matmul._replace(a=a.clone() if a.data_ptr() % ALIGNED_BYTES else a)
@@ -268,7 +269,7 @@ def _run_chosen_for_any_rows(matmul: Matmul) -> None:
             raise RuntimeError(
                 f"batch_invariant=True: on {torch.cuda.get_device_name(matmul.out.device)}, cuBLASLt of CUDA "
                 f"{torch.version.cuda} gives a row of {columns} logits, hidden size {hidden}, other bits among "
-                f"{_CHOSEN_FOR_ROWS} rows than alone"
+                f"{_checked_rows(matmul)} rows than alone"
             )
 
 
@@ -280,13 +281,18 @@ def _of_rows(signature: Signature, rows: int) -> Signature:
     return signature._replace(a=signature.a._replace(rows=rows), out=signature.out._replace(rows=rows))
 
 
+def _checked_rows(matmul: Matmul) -> int:
+    rows = _CHECKED_BYTES // (matmul.out.shape[1] * matmul.out.itemsize) // TILE_ROWS * TILE_ROWS
+    return min(max(rows, TILE_ROWS), _CHOSEN_FOR_ROWS)
+
+
 def _is_invariant(matmul: Matmul, algorithm: Algorithm) -> bool:
-    """Whether rows have the same bits alone and among `_CHOSEN_FOR_ROWS`; waits for the device."""
-    generator = torch.Generator(matmul.a.device).manual_seed(0)
-    a = torch.empty(_CHOSEN_FOR_ROWS, matmul.a.shape[1], dtype=matmul.a.dtype, device=matmul.a.device)
+    """Whether rows have the same bits alone and among others; waits for the device."""
+    generator, count = torch.Generator(matmul.a.device).manual_seed(0), _checked_rows(matmul)
+    a = torch.empty(count, matmul.a.shape[1], dtype=matmul.a.dtype, device=matmul.a.device)
     a.normal_(generator=generator)
     found = []
-    for rows in (slice(None), *(slice(row, row + 1) for row in (0, 777, _CHOSEN_FOR_ROWS - 1))):
+    for rows in (slice(None), *(slice(row, row + 1) for row in (0, count // 3, count - 1))):
         out = matmul.out.new_full((a[rows].shape[0], matmul.out.shape[1]), math.nan)
         part = matmul._replace(out=out, a=a[rows], accumulate=False)
         signature = Signature.of(part)

@@ -21,6 +21,8 @@ Kind = Literal["logits", "dX", "dW"]
 
 DTYPES_16_BIT = (torch.float16, torch.bfloat16)
 
+# Of CUDA, whose headers say the same.
+_KNOWN_VERSIONS = ("12", "13")
 _ASKED_FOR, _MOST_CANDIDATES = 16, 8
 # Plain numbers are passed as a C int, which an enum is.
 _COMPUTE_32F = 68
@@ -179,14 +181,18 @@ class MatmulDescriptor:
             return _status("Matmul", self._handle, self._descriptor, *operands, *how) == 0
 
 
+def library_name() -> str | None:
+    """The file of the cuBLASLt that PyTorch is built for; None for versions not known here, and but on Linux."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    return f"libcublasLt.so.{major}" if major in _KNOWN_VERSIONS and hasattr(os, "RTLD_NOLOAD") else None
+
+
 @cache
 def loaded() -> ctypes.CDLL | None:
-    """The cuBLASLt that PyTorch runs, if it is built for CUDA 12 or later and has loaded it: no other one."""
-    major = (torch.version.cuda or "0").partition(".")[0]
-    if int(major) < 12 or not hasattr(os, "RTLD_NOLOAD"):
-        return None
+    """The cuBLASLt that PyTorch runs, if it is a known one and has been loaded: no other one."""
+    name = library_name()
     try:
-        return ctypes.CDLL(f"libcublasLt.so.{major}", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return None if name is None else ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
         return None
 
