@@ -50,8 +50,9 @@ def _nvidia(capability: tuple[int, int], multiprocessors: int, shared: int, thre
 
 
 def _amd(architecture: str, capability: tuple[int, int], shared: int) -> Chip:
-    device = replace(ABSENT_DEVICE, capability=capability, is_hip=True, warp_size=64, multiprocessors=256)
-    return Chip(("hip", architecture, 64), device, shared, 131072)
+    warp_size = 64 if architecture.startswith("gfx9") else 32
+    device = replace(ABSENT_DEVICE, capability=capability, is_hip=True, warp_size=warp_size, multiprocessors=256)
+    return Chip(("hip", architecture, warp_size), device, shared, 131072)
 
 
 CHIPS = {
@@ -65,6 +66,8 @@ CHIPS = {
     "sm121": _nvidia((12, 1), 48, 99 * KIB, 1536),
     "gfx942": _amd("gfx942", (9, 4), 64 * KIB),
     "gfx950": _amd("gfx950", (9, 5), 160 * KIB),
+    "gfx1100": _amd("gfx1100", (11, 0), 64 * KIB),
+    "gfx1201": _amd("gfx1201", (12, 0), 64 * KIB),
 }
 SHORT = ("sm80", "gfx942")
 IS_SHORT = not os.environ.get("ALL_TARGETS")
@@ -161,8 +164,6 @@ def launches(monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.runtime.jit import KernelInterface
 
-    from thunder_flce.engine.kernels import triton_divergence, triton_vectors
-
     found = Launches()
 
     class Driver:
@@ -189,14 +190,7 @@ def launches(monkeypatch):
     driver.set_active(Driver())
     monkeypatch.setattr(KernelInterface, "__getitem__", compile_only)
     monkeypatch.setattr(Device, "of", lambda device: found.chip.device)
-    kept = triton_vectors._PREPARE, triton_vectors._FINISH, triton_vectors._SCALE
-    for settings in kept:
-        settings.clear()
-    triton_divergence._settings.cache_clear()
     yield found
-    for settings in kept:
-        settings.clear()
-    triton_divergence._settings.cache_clear()
     driver._active = active
 
 
@@ -279,7 +273,7 @@ def vectors(dtype):
 
 
 def tokens(dtype):
-    """A token loss of everything that a kernel knows of a row; not the one that is kept of an earlier chip."""
+    """A token loss of everything that a kernel knows of a row."""
     from thunder_flce.engine.kernels.triton_tokens import kernel_for
     from thunder_flce.token_losses import token_loss_of
 
@@ -291,7 +285,7 @@ def tokens(dtype):
     inputs = [vector(), vector()]
     token_loss = token_loss_of(ratio, inputs)
     for logit_map in (LogitMap(), LogitMap(softcap=30.0)):
-        run = kernel_for.__wrapped__(token_loss, tuple(each.dtype for each in inputs), logit_map)
+        run = kernel_for(token_loss, tuple(each.dtype for each in inputs), logit_map)
         moments = {"expected": vector(), "shifted_sum": vector()}
         run(RowStatistics(vector(), vector()), vector(dtype), moments, vector(), inputs, columns=2**17)
 
@@ -320,6 +314,16 @@ def test_kernels_fit_their_target(name, launched, launches):
     assert {each.kernel for each in launches} == KERNELS[launched]
     if launched is both and not CHIPS[name].device.is_hip:
         assert any(".exch." in each.text for each in launches)
+
+
+@needs_compiler
+def test_programs_have_as_many_threads_on_cards_with_other_warps(launches):
+    """As where cards of both kinds are in one host."""
+    kernels, z = row_kernels(), logits(32000, torch.bfloat16)
+    for name, warps in (("gfx942", 4), ("gfx1100", 8), ("sm80", 8)):
+        launches.chip = CHIPS[name]
+        kernels.statistics(z)
+        assert launches[-1].compiled.metadata.num_warps == warps and launches[-1].threads == 256
 
 
 @needs_compiler

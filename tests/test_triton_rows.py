@@ -263,8 +263,7 @@ def test_how_many_programs_run_at_a_time():
         device = replace(ABSENT_DEVICE, resident_threads=threads)
         for block, expected in ((triton_rows._PART_BLOCK, parts), (largest, one_pass)):
             found = block.on(device)
-            assert (found.threads, found.programs, found.options["maxnreg"]) == expected
-            assert found.options["num_warps"] == found.threads // 32
+            assert (found.threads, found.programs, found.settings["registers"]) == expected
         assert triton_rows._parts_at_a_time(device) == 132 * parts[1]
 
 
@@ -317,6 +316,8 @@ class Compiler:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
+        from thunder_flce.engine.kernels.launch import for_compiler
+
         constants = {**self._map, "BLOCK": block.elements, **constants, **dict.fromkeys(absent)}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         arguments = {name: self._types.get(name, "*fp32") for name in kernel.arg_names}
@@ -325,7 +326,8 @@ class Compiler:
             (at,): [["tt.divisibility", 16]] for at, type in enumerate(signature.values()) if type.startswith("*")
         }
         source = ASTSource(kernel, signature, constants, aligned)
-        options = block.on(ABSENT_DEVICE).options
+        settings = block.on(ABSENT_DEVICE).settings
+        options = for_compiler(ABSENT_DEVICE, threads=settings["threads"], registers=settings["registers"])
         return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 

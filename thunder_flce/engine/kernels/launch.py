@@ -12,12 +12,11 @@ _compiled: dict[Any, tuple[Any, Any, Any, list[Any], dict[str, Any]]] = {}
 _MOST_COMPILED = 1024
 
 
-def options(threads: int, registers: int | None = None) -> dict[str, int]:
-    """What the compiler is told: threads, and registers of each at most, which AMD's compiler does not take."""
-    device = Device.of(torch.device("cuda"))
+def for_compiler(device: Device, *, threads: int, registers: int | None = None, **constants: Any) -> dict[str, Any]:
+    """What Triton is told to compile a kernel of these settings for a device. AMD's compiler takes no registers."""
     of_registers = {} if registers is None or device.is_hip else {"maxnreg": registers}
     # Multiplications and additions become one operation; newer versions of Triton do so only where they are told.
-    return {"num_warps": threads // device.warp_size, "enable_fp_fusion": True, **of_registers}
+    return {**constants, "num_warps": threads // device.warp_size, "enable_fp_fusion": True, **of_registers}
 
 
 def launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str, Any]) -> None:
@@ -28,7 +27,8 @@ def launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str,
         programs: how many.
         arguments: what is no constant, in the order of the parameters: tensors, None, and ints that are among the
             kernel's `do_not_specialize`.
-        settings: constants and options by name. The same object each time for the same settings.
+        settings: constants by name, `threads` of a program and, if there is a limit, `registers` of each. The same
+            object each time for the same settings.
     """
     device = arguments[0].get_device()
     # To ask takes the host less time than to set it.
@@ -61,7 +61,7 @@ def launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str,
         # Nothing for Triton's hooks, of which there are none but while one of its own profilers runs.
         run(programs, 1, 1, stream, function, metadata, None, None, None, *given, *constants)
         return
-    compiled = kernel[(programs,)](*arguments, **settings)
+    compiled = kernel[(programs,)](*arguments, **for_compiler(Device.of(arguments[0].device), **settings))
     if hasattr(compiled, "packed_metadata"):  # Not so in the interpreter.
         constants = [settings[name] for name in kernel.arg_names[len(arguments) :]]
         if len(_compiled) >= _MOST_COMPILED:

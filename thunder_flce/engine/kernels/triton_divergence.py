@@ -100,7 +100,7 @@ def _settings(vocab: int, student: int, teacher: int, out: int, divergence: Dive
     return {
         "STUDENT_STRIDE": student, "TEACHER_STRIDE": teacher, "OUT_STRIDE": out, "VOCAB": vocab,
         "SCALE": 1 / divergence.temperature, "OF_STUDENT": divergence.of_student, "OF_TEACHER": divergence.of_teacher,
-        "LOG_STUDENT": log_student, "LOG_TEACHER": log_teacher, "BLOCK": block.elements, **block.options,
+        "LOG_STUDENT": log_student, "LOG_TEACHER": log_teacher, **block.settings,
     }  # fmt: skip
 
 

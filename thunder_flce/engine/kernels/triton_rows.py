@@ -27,7 +27,7 @@ from triton.language.extra import libdevice
 
 from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE, Device
 from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight
-from thunder_flce.engine.kernels.launch import launch, options
+from thunder_flce.engine.kernels.launch import launch
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
@@ -389,13 +389,11 @@ class _Block(NamedTuple):
         return self._replace(threads=threads, programs=programs)
 
     @property
-    def options(self) -> dict[str, int]:
-        """What the compiler is told."""
-        registers = None
-        if self.programs is not None:
-            # A thread has a multiple of 8 registers.
-            registers = _REGISTERS // (self.threads * self.programs) // 8 * 8
-        return options(self.threads, registers)
+    def settings(self) -> dict[str, Any]:
+        """Those of a launch."""
+        # A thread has a multiple of 8 registers.
+        registers = None if self.programs is None else _REGISTERS // (self.threads * self.programs) // 8 * 8
+        return {"BLOCK": self.elements, "threads": self.threads, "registers": registers}
 
 
 # Of a multiprocessor, on all GPUs of NVIDIA.
@@ -501,7 +499,7 @@ class TritonRowKernels:
             if constants.get(name, 0) % ROW_MULTIPLE:
                 raise ValueError(f"the stride of rows must be a multiple of {ROW_MULTIPLE}, but is {constants[name]}")
         of_map = {"SCALE": self.logit_map.scale, "SOFTCAP": self.logit_map.softcap}
-        self._known[key] = constants | of_map | {"BLOCK": block.elements} | block.options
+        self._known[key] = constants | of_map | block.settings
         return self._known[key]
 
 

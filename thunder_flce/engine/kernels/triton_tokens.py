@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from thunder_flce.engine.kernels.interface import RowStatistics
-from thunder_flce.engine.kernels.launch import launch, options
+from thunder_flce.engine.kernels.launch import launch
 from thunder_flce.engine.kernels.triton_rows import _logits
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.pointwise import VARIABLES, TokenLoss, input_name
@@ -169,7 +169,7 @@ def kernel_for(
     kernel = triton.jit(
         scope["token_kernel"], do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=pointers
     )
-    settings = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "BLOCK": _BLOCK, **options(_THREADS)}
+    settings = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "BLOCK": _BLOCK, "threads": _THREADS}
 
     def run(
         statistics: RowStatistics, z_y: Tensor, moments: Mapping[str, Tensor], s: Tensor, inputs: Sequence[Tensor], *,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from thunder_flce.device import Device
 from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
-from thunder_flce.engine.kernels.launch import launch, options
+from thunder_flce.engine.kernels.launch import launch
 from thunder_flce.engine.kernels.triton_rows import _logits
 from thunder_flce.operation.loss import LogitMap
 
@@ -146,7 +146,7 @@ def prepare(
     settings = _PREPARE.get(key := (ignores, reduction == "mean", has_upstreams))
     if settings is None:
         constants = {"IGNORES": key[0], "IS_MEAN": key[1], "UPSTREAMS": key[2], "BLOCK": _BLOCK}
-        settings = _PREPARE[key] = constants | options(_THREADS)
+        settings = _PREPARE[key] = {**constants, "threads": _THREADS}
     # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
     integers = torch.empty(3 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
     floats = torch.empty(2 + tokens * (2 if class_weight is None else 3), dtype=torch.float32, device=device)
@@ -239,7 +239,7 @@ def finish(
     settings = _FINISH.get(key := (logit_map.scale, logit_map.softcap, z_loss, reduces))
     if settings is None:
         constants = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "Z_LOSS": z_loss, "REDUCES": reduces}
-        settings = _FINISH[key] = constants | {"BLOCK": _BLOCK} | options(_THREADS)
+        settings = _FINISH[key] = {**constants, "BLOCK": _BLOCK, "threads": _THREADS}
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
     given = [None if of is None else of.contiguous() for of in (*statistics, z_y, weight, at_target, of_rows)]
     if programs := 1 if reduces else -(-rows // _BLOCK):
@@ -281,7 +281,7 @@ def _scale_kernel(first, second, third, grad, valid_count, expected, size_1, siz
 # A few thousand programs saturate the memory of any device, and cost 3 µs where all of them end at once.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 _SCALE_BLOCK = 4096
-_SCALE: dict[str, Any] = {}
+_SCALE = {"BLOCK": _SCALE_BLOCK, "threads": _THREADS}
 
 
 def scale_(
@@ -295,8 +295,6 @@ def scale_(
         valid_count: (), or more elements, of which the first counts; None for a factor that is never 0 for that.
         expected: () None for 1.
     """
-    if not _SCALE:
-        _SCALE.update({"BLOCK": _SCALE_BLOCK, **options(_THREADS)})
     gradients = [each for each in gradients if each.numel()]
     for number in range(0, len(gradients), 3):
         given: list[Any] = [*gradients[number : number + 3], None, None][:3]
