@@ -8,7 +8,7 @@ import itertools
 import sys
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 
 import pytest
@@ -374,13 +374,14 @@ def test_a_row_has_the_same_bits_alone(dtype, logit_map):
 
 @pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
 def test_blocks_of_rows_grow_with_the_threads(monkeypatch):
-    """In float32, which 16 bits are computed in; and are as large on a GPU for all."""
-    for kind, threads, rows in (("cpu", 1, 4), ("cpu", 2, 4), ("cpu", 8, 16), ("cpu", 64, 130), ("cuda", 132, 130)):
+    """In float32, which 16 bits are computed in; and are as large on a GPU for all. Never of a single row."""
+    for kind, threads, rows in (("cpu", 1, 8), ("cpu", 2, 8), ("cpu", 8, 16), ("cpu", 64, 130), ("cuda", 132, 130)):
         device = replace(ABSENT_DEVICE, kind=kind, multiprocessors=threads)
         monkeypatch.setattr(torch_rows, "Device", SimpleNamespace(of=lambda _, device=device: device))
         for z, tensors in ((torch.empty(300, 128256, dtype=BF16), 1), (torch.empty(300, 16032, dtype=FP32), 8)):
             blocks = [*torch_rows.row_blocks(z, tensors)]
             assert blocks[0] == slice(0, rows) and blocks[-1].start < 300 <= blocks[-1].stop
+        assert next(torch_rows.row_blocks(torch.empty(300, 262144, dtype=BF16, device="meta"), 8)).stop >= 8
 
 
 # What follows is about the dispatch.
@@ -424,6 +425,19 @@ def test_auto_takes_the_fastest_that_is_there(installed, monkeypatch):
     assert dispatch.library("auto", dtype=torch.float64, device_type="cuda") == "PyTorch"
     assert dispatch.missing(**CUDA) == (None if "triton" in installed else dispatch.BACKENDS["triton"])
     assert dispatch.missing(dtype=BF16, device_type="cpu") is None
+
+
+def test_on_windows(monkeypatch):
+    """PyTorch brings no Triton there; what installs it has another name."""
+    monkeypatch.setattr(sys, "platform", "win32")
+    spec = spec_from_file_location(f"{dispatch.__name__}_on_windows", dispatch.__file__)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "is_installed", lambda name: name == "torch")
+    assert module.missing(**CUDA).install == "pip install triton-windows"
+    assert module.library("auto", **CUDA) == "PyTorch"
+    with pytest.raises(ValueError, match="needs the package triton.*: pip install triton-windows, or"):
+        module.check_available("triton", **CUDA)
 
 
 @pytest.mark.parametrize(("version", "library"), [("3.4.0+git1", "PyTorch"), ("3.5.1", "Triton"), ("4.0", "Triton")])
