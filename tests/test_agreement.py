@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from divided import part_of, parts
 from ranks import GPUS, RankErrors, as_processes, as_threads
 from reference import error, make_case, truth
 from test_plan import CPU, DEVICES, call, shard_of
-from test_vocab_parallel import part_of, parts
 from thunder_flce import Options, VocabParallel, linear_cross_entropy, vocab_parallel
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from reference import assert_as_exact_as_eager, assert_close_to_truth, error, make_case, ours, run_by, truth
+from reference import assert_as_exact_as_eager, error, make_case, ours, truth
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.engine.plan import Plan
@@ -88,23 +88,6 @@ def test_rows_of_dw_with_the_most_targets(device):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("rows", IGNORED_ROWS)
-@pytest.mark.parametrize(
-    ("which", "ignore_index"),
-    [(which, -100) for which in ("none", "some", "first", "last", "all but one")]
-    + [("some", index) for index in (-1, 7, 2**40, -(2**63))],
-)
-def test_ignored_rows(which, ignore_index, rows, strategy, device):
-    case = make_case(device=device, bias=True, ignored=0.0)
-    case.target[case.target == ignore_index] = 8
-    pattern = {"none": [], "some": slice(None, None, 3), "first": 0, "last": -1, "all but one": slice(1, None)}[which]
-    case.target[pattern] = ignore_index
-    grad = torch.tensor(0.5, device=device)
-    options = Options(strategy=strategy, ignored_rows=rows, chunk_rows=None if strategy == "save_logits" else 10)
-    assert_as_exact_as_eager(case, grad, options=options, ignore_index=ignore_index)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gradients_accumulate_into_parameters(strategy, device):
     """.grad of the first step must survive the second, which adds to it."""
     case = make_case(device=device, bias=True)
@@ -132,21 +115,6 @@ def test_finished_gradients_are_scaled_with_one_rounding(factor, dtype, may_over
     assert may_overwrite or torch.equal(gradient, before)
 
 
-def _view(tensor, kind):
-    """The same values in another memory layout."""
-    if kind == "transposed":
-        return tensor.t().contiguous().t() if tensor.ndim == 2 else tensor
-    if kind == "sliced":
-        wide = tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] * 2)
-        wide[..., ::2] = tensor
-        return wide[..., ::2]
-    if kind == "offset":
-        flat = tensor.new_empty(tensor.numel() + 3)
-        flat[3:] = tensor.reshape(-1)
-        return flat[3:].view(tensor.shape)
-    raise AssertionError(kind)
-
-
 @pytest.mark.parametrize("ignore_index", [-100, 100, 2**32 + 3])
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8], ids=str)
 def test_dtypes_of_the_target(dtype, ignore_index, device):
@@ -160,46 +128,6 @@ def test_dtypes_of_the_target(dtype, ignore_index, device):
         case.target[::4] = ignore_index
     case.target = case.target.to(dtype)
     assert_as_exact_as_eager(case, ignore_index=ignore_index)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("strategy", ["gradients_in_forward", "recompute_logits"])
-def test_chunks_of_one_row_of_a_transposed_input(strategy, dtype, device):
-    """torch's own product of 16-bit operands on a CPU reads such a row as if its elements lay side by side."""
-    if dtype == torch.float16 and strategy == "gradients_in_forward":
-        pytest.skip("float16 is for strategies that know the loss scale")
-    case = make_case(tokens=7, vocab=1009, hidden=32, dtype=dtype, device=device, ignored=0.0)
-    case.x = _view(case.x.detach(), "transposed").requires_grad_()
-    assert_as_exact_as_eager(case, factor=1.5, options=Options(strategy=strategy, chunk_rows=3))
-    assert_as_exact_as_eager(case, factor=1.5, options=Options(strategy=strategy, chunk_rows=1))
-
-
-@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9], ids="{:.0%} ignored".format)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_saved_of_some_tokens(dtype, ignored, device, monkeypatch):
-    """256 of 700 tokens; with 90% ignored, more than are left."""
-    case = make_case(tokens=700, dtype=dtype, device=device, bias=True, ignored=ignored)
-    plan = Plan(strategy="save_logits", saved_rows=256, chunk_rows=100, float32_accumulator=dtype == torch.bfloat16)
-    run_by(monkeypatch, plan)
-    assert_as_exact_as_eager(case, torch.randn(700, device=device), reduction="none")
-    loss = linear_cross_entropy(case.x, case.weight, case.target, linear_bias=case.bias, reduction="none")
-    for grad in (torch.randn_like(loss), torch.ones_like(loss)):
-        got = torch.autograd.grad(loss, case.operands(), grad, retain_graph=True)
-        for gradient, right in zip(got, ours(case, grad, reduction="none").gradients, strict=True):
-            assert error(gradient, right) < (1e-5 if dtype == torch.float32 else 5e-3)
-
-
-@pytest.mark.parametrize("value", [0.0, float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("needs_weight", [True, False])
-def test_an_expected_gradient_that_cannot_be(needs_weight, dtype, value, device):
-    """The gradients are those of the upstream gradient that comes, as if 1 had been expected."""
-    case = make_case(device=device, bias=needs_weight, dtype=dtype)
-    case.weight.requires_grad_(needs_weight)
-    expected, grad = torch.tensor(value, device=device), torch.tensor(0.5, device=device)
-    for reduction, upstream in (("mean", grad), ("none", torch.full((37,), 0.5, device=device))):
-        found = ours(case, upstream, expected_gradient=expected, reduction=reduction)
-        assert_close_to_truth(found, case, upstream, factor=2.0, reduction=reduction)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -237,22 +165,6 @@ def test_more_tokens_than_float32_counts():
     logits = x.detach()[-1:] @ weight.t()
     expected = (logits.softmax(1) - torch.tensor([[1.0, 0.0]])) @ weight
     torch.testing.assert_close(gradient[-1:], expected)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("vocab", [1, 2, 7, 8, 1000, 1009, 16383, 16385, 50257])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sizes_of_the_vocabulary(vocab, dtype, strategy, device):
-    case = make_case(tokens=13, hidden=16, vocab=vocab, dtype=dtype, device=device, bias=vocab in (7, 1009, 16383))
-    # Of one column the gradient is 0, but for the rounding of logits that are computed twice.
-    assert_as_exact_as_eager(case, tiny=vocab == 1, options=Options(strategy=strategy, chunk_rows=5))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_more_logits_than_one_block_of_rows(strategy, device):
-    """PyTorch's row kernels take some rows at a time; the bias's gradient is their sum."""
-    case = make_case(tokens=40, hidden=8, vocab=40000, device=device, bias=True)
-    assert_as_exact_as_eager(case, torch.tensor(0.5, device=device), options=Options(strategy=strategy))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

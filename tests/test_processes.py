@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from divided import joined, part_of, parts
 from ranks import GPUS, as_processes
 from reference import Case, assert_close_to_truth, error, make_case, ours, truth
-from test_vocab_parallel import STRATEGIES, joined, part_of, parts
 from thunder_flce import Options, VocabParallel, linear_cross_entropy
+from thunder_flce.options import STRATEGIES
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
 
 on_gpus = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]

@@ -6,15 +6,13 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-import thunder
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import thunder_flce
-from reference import Case, assert_as_exact_as_eager, assert_close_to_truth, differentiate, run_by
-from thunder_flce import Options, linear_cross_entropy
+from reference import Case, assert_as_exact_as_eager, run_by
+from thunder_flce import Options
 from thunder_flce.engine.kernels import dispatch, torch_rows
 from thunder_flce.engine.plan import Plan
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, OUTPUTS
@@ -27,7 +25,6 @@ EXAMPLES = {"cpu": 400, "cuda": 40}
 SAVED_EXAMPLES = {"cpu": 100, "cuda": 20}
 ONE_PASS_EXAMPLES = {"cpu": 150, "cuda": 40}
 SPECIAL_EXAMPLES = {"cpu": 20, "cuda": 10}
-TRACED_EXAMPLES = {"cpu": 10, "cuda": 15}
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SEEDS = range(2**12)
 SHAPES = ((), (0,), (1,), (2,), (13,), (3, 5), (2, 3, 4))
@@ -378,107 +375,3 @@ def test_logits_that_are_not_ordinary(special, drawn_from, device, kernel_calls)
     run_examples(run, drawn_from(device), SPECIAL_EXAMPLES[device])
     needed = "both_" if drawn_from is one_pass_problems else "statistics"
     assert kernel_calls[needed] > SPECIAL_EXAMPLES[device] / 4
-
-
-def through_executor(program: Callable, options: Options) -> Callable:
-    """Without the transform, whose options these are not."""
-    return thunder.jit(program, executors=[thunder_flce.executor, *thunder.get_default_executors()])
-
-
-def through_transform(program: Callable, options: Options) -> Callable:
-    """As users have it."""
-    return thunder_flce.jit(program, options=options)
-
-
-def through_decomposition(program: Callable, options: Options) -> Callable:
-    """By thunder's own executors; but not by nvFuser 0.2.36, whose segmenter fails an assertion at some of these."""
-    executors = [executor for executor in thunder.get_default_executors() if executor.name != "nvfuser"]
-    return thunder.jit(program, executors=executors)
-
-
-each_way = pytest.mark.parametrize("compiled", [through_executor, through_transform, through_decomposition])
-
-
-def check_traced(problem: Problem, compiled: Callable, device: str, *, masked_columns: int = 0) -> None:
-    """Compares the functional form in a program with the truth, and looks whether our symbol ran it."""
-    case, grad = problem.case(device), problem.incoming(device)
-    if masked_columns:
-        case.target.clamp_(min=masked_columns)
-        with torch.no_grad():
-            case.bias[:masked_columns] = float("-inf")
-    arguments = problem.settings(device)
-
-    def program(x, weight, target, bias, terms, class_weight, num_items):
-        return linear_cross_entropy(
-            x,
-            weight,
-            target,
-            linear_bias=bias,
-            terms=terms,
-            weight=class_weight,
-            **{**arguments, "num_items": num_items},
-        )
-
-    jitted = compiled(program, problem.options)
-    results = jitted(case.x, case.weight, case.target, case.bias, case.terms, case.class_weight, arguments["num_items"])
-    result = differentiate(results, case, grad, arguments["outputs"])
-    assert_close_to_truth(result, case, grad, factor=2.0, tiny=True, **arguments)
-    symbols = [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
-    assert symbols.count("flce_linear_cross_entropy_fwd") == (compiled is not through_decomposition)
-
-
-@each_way
-def test_traced(compiled, device):
-    def run(problem: Problem) -> None:
-        check_traced(problem, compiled, device)
-
-    run_examples(run, problems(device), TRACED_EXAMPLES[device])
-
-
-EVERYTHING = Problem(
-    seed=0,
-    shape=(3, 5),
-    hidden=5,
-    vocab=33,
-    dtype=torch.float64,
-    scale=1.0,
-    bias=True,
-    class_weight=torch.float64,
-    targets="anywhere",
-    ignored="some",
-    needs_grad=(True, True, True),
-    terms=((2, True, True), (1, False, True), (3, True, False)),
-    grad="random",
-    layouts=("contiguous",) * 5,
-    num_items=None,
-    loss={
-        "reduction": "mean",
-        "ignore_index": -100,
-        "label_smoothing": 0.1,
-        "softcap": 2.0,
-        "logit_scale": 0.25,
-        "z_loss": 0.1,
-        "vocab_size": 31,
-        "outputs": tuple(OUTPUTS),
-    },
-    options=Options(chunk_rows=4),
-)
-
-
-@each_way
-@pytest.mark.parametrize("num_items", [None, 17, "5", "0"])
-def test_traced_with_everything(num_items, compiled, device):
-    check_traced(replace(EVERYTHING, num_items=num_items), compiled, device)
-
-
-def test_class_weights_beside_the_mean_logit(device):
-    """Which they do not weigh."""
-    check(replace(EVERYTHING, loss={**EVERYTHING.loss, "label_smoothing": 0.0}), device)
-
-
-@each_way
-def test_traced_with_masked_columns(compiled, device):
-    """Logits of -inf, whose probability is 0, add nothing to an entropy and its gradient."""
-    loss = {**EVERYTHING.loss, "label_smoothing": 0.0, "softcap": None}
-    problem = replace(EVERYTHING, class_weight=None, ignored="none", loss=loss)
-    check_traced(problem, compiled, device, masked_columns=3)

@@ -1,4 +1,4 @@
-"""What `random_calls` runs by the thousand: some of them here, and those that have failed."""
+"""What `random_calls` runs by the thousand: some of them here, in every way, and those that have failed."""
 
 import pytest
 
@@ -7,18 +7,32 @@ from thunder_flce.engine.kernels import torch_rows
 
 FAILED = {"cpu": (1377,), "cuda": ()}
 """1377: a token loss of the log-sum-exp, over one column"""
+COUNTS = {"eager": 200, "torch.compile": 20, "thunder.jit": 20, "thunder's executors": 10}
 
 
-def test_some(device):
-    for number in (*range(100), *FAILED[device]):
-        random_calls.numbered(number, device).run(device)
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch):
+    """Of rows, for each chunk."""
+    for name in ("BLOCK_BYTES", "THREAD_BYTES"):
+        monkeypatch.setattr(torch_rows, name, 512)
+
+
+@pytest.mark.parametrize("way", COUNTS)
+def test_some(way, device):
+    for number in (*range(COUNTS[way]), *(FAILED[device] if way == "eager" else ())):
+        random_calls.numbered(number, device, way=way).run(device, way)
+
+
+@pytest.mark.parametrize("way", random_calls.RANKS)
+def test_on_ranks(way):
+    """The vocabulary in parts of all sizes, and the tokens too: the results of the whole, with the same bits on all."""
+    for number in range(100):
+        random_calls.numbered(number, "cpu", way=way).run("cpu", way)
 
 
 def test_failures_are_found(monkeypatch, capsys):
     call = random_calls.numbered(6, "cpu")  # It has a z-loss.
     monkeypatch.setattr("sys.argv", ["random_calls.py", "--count", "3"])
-    for name in ("BLOCK_BYTES", "THREAD_BYTES"):  # which `main` changes
-        monkeypatch.setattr(torch_rows, name, getattr(torch_rows, name))
     monkeypatch.setattr("thunder_flce.operation.loss.Loss.z_term", lambda self, row: None)
     monkeypatch.setattr("random_calls.drawn_call", lambda *_: call)
     with pytest.raises(SystemExit) as ended:

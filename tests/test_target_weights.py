@@ -3,18 +3,15 @@
 from dataclasses import replace
 
 import pytest
-import thunder
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import thunder_flce
 from ranks import as_threads
 from reference import composed_of_several, error
-from thunder_flce import LinearCrossEntropyLoss, Options, VocabParallel, linear_cross_entropy
+from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.operation.loss import Loss
-from thunder_flce.options import STRATEGIES
 
 B, T, H, V, K = 3, 11, 16, 101, 5
 S = Shard(0)
@@ -53,104 +50,6 @@ def exact(hidden, weight, bias, target, target_weights, *, token_weights=None, n
     return found if num_items is None else found / num_items
 
 
-TOKEN_WEIGHTS = torch.rand(B, T, generator=torch.Generator().manual_seed(0)) + 0.1
-TOKEN_WEIGHTS[0, :4] = 0
-CASES = {
-    "mean": {},
-    "sum": {"reduction": "sum", "softcap": 2.0, "logit_scale": -0.5},
-    "none": {"reduction": "none", "z_loss": 0.01},
-    "token weights": {"vocab_size": V - 3, "token_weights": TOKEN_WEIGHTS},
-    "num_items": {"num_items": 7.0, "z_loss": 0.01, "softcap": 3.0},
-    "rest": {"target_rest": True, "softcap": 3.0, "z_loss": 0.01, "token_weights": TOKEN_WEIGHTS},
-    "rest, sum": {"target_rest": True, "reduction": "sum", "logit_scale": -0.5},
-}
-WAYS = {
-    "eager": lambda function: function,
-    "computed": lambda function: lambda *a: function(*a, options=Options(ignored_rows="compute", chunk_rows=7)),
-    "recomputed": lambda function: lambda *a: function(*a, options=Options(strategy="recompute_logits", chunk_rows=7)),
-    "saved": lambda function: lambda *a: function(*a, options=Options(strategy="save_logits")),
-    "thunder": thunder_flce.jit,
-    "decomposition": thunder.jit,
-    "torch.compile": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
-}
-
-
-def of_strategies(names, others):
-    """Every case in every way, but for losses whose gradients can only be computed in the forward."""
-    return [(name, case) for name in names for case in CASES if name not in others or "rest" not in case]
-
-
-@pytest.mark.parametrize(("way", "case"), of_strategies(WAYS, ("recomputed", "saved")))
-def test_function(way, case):
-    bias = case != "sum"
-    settings, (hidden, weight, of_bias, *targets) = CASES[case], operands()
-    tensors = [hidden, weight, of_bias if bias else None]
-    loss = WAYS[way](lambda *a, **given: ours(*a, **settings, **given))(*tensors, *targets)
-    right = exact(*tensors, *targets, **settings)
-    torch.testing.assert_close(loss, right)
-    upstream = torch.randn(right.shape, dtype=right.dtype)
-    got, right = (torch.autograd.grad(result, tensors[: 2 + bias], upstream) for result in (loss, right))
-    torch.testing.assert_close(got, right)
-
-
-@pytest.mark.parametrize("way", ["eager", "thunder", "torch.compile"])
-@pytest.mark.parametrize("outputs", [(), ("entropy", "argmax")])
-def test_frozen_head(way, outputs):
-    """Each row's gradient for 1 is there from the forward on, with the target weights in it."""
-    hidden, weight, _, *targets = operands()
-    tensors = (hidden, weight.detach(), None)
-    results = WAYS[way](lambda *a: ours(*a, reduction="none", outputs=outputs))(*tensors, *targets)
-    loss, *others = results if outputs else (results,)
-    right = exact(*tensors, *targets, reduction="none")
-    torch.testing.assert_close(loss, right)
-    assert all(other.shape == loss.shape for other in others)
-    upstream = torch.randn_like(right)
-    got, right = (torch.autograd.grad(result, hidden, upstream) for result in (loss, right))
-    torch.testing.assert_close(got, right)
-
-
-SIZES = (40, 0, V - 40)
-
-
-@pytest.mark.parametrize("how", ["", "sequence_parallel", "data_parallel"])
-@pytest.mark.parametrize(("strategy", "case"), of_strategies((None, "save_logits", "recompute_logits"), STRATEGIES))
-def test_divided_vocabulary(case, how, strategy):
-    """Among three ranks, each of which has one of the sequences where tokens are divided, too."""
-    settings, (hidden, weight, bias, *targets) = CASES[case], operands()
-    right = exact(hidden, weight, bias, *targets, **settings)
-    upstream = torch.randn(right.shape, dtype=right.dtype)
-    of_right = torch.autograd.grad(right, (hidden, weight, bias), upstream)
-    # What data parallel training takes the mean of.
-    factor = 3 if how == "data_parallel" and settings.get("reduction") in ("sum", "none") else 1
-
-    def run(rank):
-        rows = slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
-        mine = slice(rank, rank + 1) if how else slice(None)
-        x, W, b = (
-            tensor.detach()[part].clone().requires_grad_()
-            for tensor, part in ((hidden, mine), (weight, rows), (bias, rows))
-        )
-        given = {name: value[mine] if name == "token_weights" else value for name, value in settings.items()}
-        if how == "data_parallel" and "num_items" in given:
-            given["num_items"] /= 3
-        parallel = VocabParallel(group=torch.distributed.group.WORLD, **({how: True} if how else {}))
-        options = Options(strategy=strategy, chunk_rows=7)
-        loss = ours(x, W, b, *(each[mine] for each in targets), vocab_parallel=parallel, options=options, **given)
-        g = upstream[mine] if upstream.ndim else upstream
-        return loss.detach(), *torch.autograd.grad(loss, (x, W, b), g)
-
-    losses, xs, weights, biases = zip(*as_threads(3, run), strict=True)
-    if right.ndim:
-        torch.testing.assert_close(torch.cat(losses) if how else losses[0], right)
-    else:
-        assert torch.equal(*losses[:2]) and torch.equal(*losses[1:])
-        torch.testing.assert_close(losses[0] * factor, right)
-    ranks = 3 if how == "data_parallel" else 1
-    torch.testing.assert_close(torch.cat(xs) if how else xs[0], of_right[0] * ranks / factor)
-    torch.testing.assert_close(factor * torch.cat(weights), of_right[1])
-    torch.testing.assert_close(factor * torch.cat(biases), of_right[2])
-
-
 @pytest.mark.parametrize("of_input, of_weight", [(S, Replicate()), (S, S), (Replicate(), S)], ids=str)
 def test_dtensors(of_input, of_weight):
     hidden, weight, _, *targets = operands()
@@ -171,14 +70,6 @@ def test_dtensors(of_input, of_weight):
             torch.testing.assert_close(found.full_tensor(), expected)
 
     as_threads(3, run)
-
-
-def test_without_a_target_left():
-    hidden, weight, _, target, target_weights = operands()
-    loss = ours(hidden, weight, None, torch.full_like(target, -100), target_weights)
-    gradients = torch.autograd.grad(loss, (hidden, weight))
-    assert loss.isnan() and not any(gradient.any() for gradient in gradients)
-    assert ours(hidden[:0], weight, None, target[:0], target_weights[:0], reduction="none").shape == (0, T)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

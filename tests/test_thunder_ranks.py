@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
+from divided import part_of, parts
 from ranks import RankErrors, as_threads
 from reference import Case, error, make_case, truth
-from test_vocab_parallel import part_of, parts
 from thunder_flce import NotFusedWarning, Options, VocabParallel, linear_cross_entropy
 
 H, VOCAB = 8, 102

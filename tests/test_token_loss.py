@@ -15,7 +15,6 @@ from packaging.version import Version
 
 import thunder_flce
 from front_ends import FRONT_ENDS, decisions
-from ranks import as_threads
 from reference import error
 from test_readings import regions
 from thunder_flce import Options, linear_cross_entropy
@@ -140,65 +139,6 @@ def test_any_function(function, chunk_rows, grad):
     torch.testing.assert_close(got, with_gradients(eager, of_six, tensors, grad))
 
 
-WEIGHTS = torch.rand(B * T, generator=torch.Generator().manual_seed(0)).masked_fill(torch.arange(B * T) % 5 == 0, 0)
-
-
-@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
-@pytest.mark.parametrize("chunk_rows", [1, 10, 64])
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"reduction": "sum"}, {"token_weights": WEIGHTS}, {"num_items": 7.0, "token_weights": WEIGHTS}],
-    ids=lambda arguments: ", ".join(arguments),
-)
-def test_the_region(arguments, chunk_rows, ignored_rows):
-    tensors = operands()
-    # Of ignored tokens, nothing is used.
-    given = [*tensors[:4], *(tensor.masked_fill(tensors[3] == -100, float("nan")) for tensor in tensors[4:])]
-    options = Options(chunk_rows=chunk_rows, ignored_rows=ignored_rows)
-    got = with_gradients(ours, clipped, given, -2.3, options=options, **arguments)
-    torch.testing.assert_close(got, with_gradients(eager, clipped, tensors, -2.3, **arguments))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_errors(dtype, device):
-    """Against float64, no more than those of PyTorch in the same dtype."""
-    tensors = operands(dtype, device=device)
-    scale = {"expected_gradient": 1.0} if dtype == torch.float16 else {}
-    exact = with_gradients(eager, clipped, doubled(*tensors), 0.7)
-    theirs = with_gradients(eager, clipped, tensors, 0.7)
-    for got, peer, right in zip(with_gradients(ours, clipped, tensors, 0.7, **scale), theirs, exact, strict=True):
-        # The loss is a sum of terms around 1 that cancel.
-        got, peer, right = (each.double() + (each.ndim == 0) for each in (got, peer, right))
-        assert error(got, right) <= 1.25 * error(peer, right) + 2 * torch.finfo(dtype).eps
-
-
-def test_beside_the_rest():
-    """A softcap, a scale, a z-loss, an adapter, a frozen head, and outputs, which have no gradient."""
-    hidden, weight, bias, labels, *inputs = operands()
-    weight.requires_grad_(False)
-    x, up = (torch.randn(size, 2, dtype=torch.float64).requires_grad_() for size in (B * T, V))
-    settings = {"softcap": 5.0, "logit_scale": 0.7, "z_loss": 0.01}
-
-    def written_out(hidden, bias, x, up):
-        z = F.linear(hidden, weight, bias) + F.linear(x, up)
-        logits = 5 * torch.tanh(0.7 * z / 5)
-        log_probs = logits.log_softmax(-1)
-        log_prob = log_probs.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1)
-        entropy = -(log_probs.exp() * log_probs).sum(-1)
-        losses = clipped(log_prob, entropy, *inputs) + 0.01 * logits.logsumexp(-1).square()
-        return losses[labels != -100].mean(), torch.where(labels != -100, entropy, 0).detach()
-
-    needing = (hidden, bias, x, up)
-    loss, entropy = linear_cross_entropy(
-        hidden, weight, labels, linear_bias=bias, terms=[(x, up)], token_loss=clipped, token_inputs=inputs,
-        outputs=("entropy",), options=Options(chunk_rows=8), **settings,
-    )  # fmt: skip
-    right, right_entropy = written_out(*needing)
-    assert not entropy.requires_grad
-    torch.testing.assert_close((loss, entropy), (right, right_entropy))
-    torch.testing.assert_close(torch.autograd.grad(loss, needing), torch.autograd.grad(right, needing))
-
-
 def test_infinite_derivatives_of_tokens_that_do_not_count():
     hidden, weight, bias, labels, *inputs = operands()
     inputs[0][labels == -100] = 0.0
@@ -206,42 +146,6 @@ def test_infinite_derivatives_of_tokens_that_do_not_count():
     for ignored_rows in ("skip", "compute"):
         got = with_gradients(ours, lambda p, e, old, *_: p / old, tensors, options=Options(ignored_rows=ignored_rows))
         assert all(tensor.isfinite().all() for tensor in got)
-
-
-def test_without_gradients_and_without_tokens():
-    hidden, weight, bias, labels, *inputs = operands()
-    with torch.no_grad():
-        loss = ours(clipped, hidden, weight, bias, labels, *inputs)
-        torch.testing.assert_close(loss, eager(clipped, hidden, weight, bias, labels, *inputs))
-    nothing = [tensor[:0].detach().requires_grad_(tensor.requires_grad) for tensor in (hidden, labels, *inputs)]
-    loss = ours(clipped, nothing[0], weight, bias, *nothing[1:], reduction="sum")
-    loss.backward()
-    assert loss == 0 and not weight.grad.any()
-
-
-def smoothed(log_prob, entropy, old, advantage, ref, *, log_sum_exp, mean_logit):
-    """Of the log-probabilities of all classes, too."""
-    return -0.9 * log_prob + 0.1 * advantage * (log_sum_exp - mean_logit) - 0.1 * mean_logit * entropy
-
-
-@pytest.mark.parametrize("function", [clipped, smoothed], ids=lambda function: function.__name__)
-def test_divided_vocabulary(function):
-    """All ranks get the results of the whole."""
-    tensors = operands()
-    right = with_gradients(eager, function, tensors)
-
-    def run(rank):
-        hidden, weight, bias, labels, *inputs = doubled(*tensors)
-        rows = (slice(0, 20), slice(20, V))[rank]
-        weight, bias = (tensor.detach()[rows].clone().requires_grad_() for tensor in (weight, bias))
-        settings = {"vocab_parallel": torch.distributed.group.WORLD, "options": Options(chunk_rows=10)}
-        return with_gradients(ours, function, (hidden, weight, bias, labels, *inputs), **settings)
-
-    first, second = as_threads(2, run)
-    for number, expected in enumerate(right):
-        is_whole = number < 2
-        got = first[number] if is_whole else torch.cat([first[number], second[number]])
-        torch.testing.assert_close(got, expected)
 
 
 def changing_an_alias(log_prob, entropy, *_):

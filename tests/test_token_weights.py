@@ -3,7 +3,6 @@
 import re
 
 import pytest
-import thunder
 import torch
 import torch.nn.functional as F
 
@@ -12,12 +11,11 @@ import thunder_flce
 from front_ends import decisions
 from test_backend import compiled_with
 from test_readings import regions
-from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
+from thunder_flce import linear_cross_entropy
 
 B, T, H, V = 3, 10, 16, 50
 WEIGHTS = torch.rand(B, T, generator=torch.Generator().manual_seed(0)) + 0.1
 WEIGHTS[0, :4] = 0
-CLASS_WEIGHT = torch.linspace(0.1, 2, V)
 
 
 def operands(dtype=torch.float32):
@@ -27,76 +25,6 @@ def operands(dtype=torch.float32):
     labels = torch.randint(V, (B, T), generator=generator)
     labels[1, 5:] = -100
     return hidden, weight, labels
-
-
-def exact(hidden, weight, labels, *, reduction, class_weights=False, z_loss=0.0, smoothing=0.0, num_items=None):
-    logits = F.linear(hidden, weight).flatten(0, 1)
-    class_weight = CLASS_WEIGHT.to(logits.dtype) if class_weights else None
-    settings = {"label_smoothing": smoothing, "reduction": "none"}
-    losses = F.cross_entropy(logits, labels.flatten(), class_weight, **settings).view(labels.shape)
-    valid, weights = labels != -100, WEIGHTS.to(logits.dtype)
-    z = z_loss * logits.logsumexp(-1).square().view(labels.shape) * valid
-    losses, z = losses * weights, z * weights
-    if reduction == "none":
-        return losses + z
-    if reduction == "sum":
-        return losses.sum() + z.sum()
-    at_target = 1 if class_weight is None else class_weight[labels.clamp(min=0)]
-    if num_items is not None:
-        return (losses.sum() + z.sum()) / num_items
-    return losses.sum() / (weights * at_target * valid).sum() + z.sum() / (weights * valid).sum()
-
-
-def ours(hidden, weight, labels, *, class_weights=False, smoothing=0.0, **settings):
-    settings |= {"token_weights": WEIGHTS, "weight": CLASS_WEIGHT if class_weights else None}
-    return linear_cross_entropy(hidden, weight, labels, label_smoothing=smoothing, **settings)
-
-
-CASES = {
-    "mean": {"reduction": "mean"},
-    "sum": {"reduction": "sum"},
-    "none": {"reduction": "none"},
-    "num_items": {"reduction": "mean", "num_items": 7.0, "z_loss": 0.01},
-    "everything": {"reduction": "mean", "class_weights": True, "z_loss": 0.01, "smoothing": 0.1},
-}
-WAYS = {
-    "eager": lambda function: function,
-    "computed": lambda function: lambda *a: function(*a, options=Options(ignored_rows="compute", chunk_rows=7)),
-    "in backward": lambda function: lambda *a: function(*a, options=Options(strategy="recompute_logits")),
-    "thunder": thunder_flce.jit,
-    "decomposition": thunder.jit,
-    "torch.compile": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
-}
-
-
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("way", WAYS)
-def test_function(way, settings):
-    tensors = operands()
-    loss = WAYS[way](lambda *a, **given: ours(*a, **settings, **given))(*tensors)
-    right = exact(*tensors, **settings)
-    torch.testing.assert_close(loss, right)
-    upstream = torch.randn(right.shape)
-    got, right = (torch.autograd.grad(result, tensors[:2], upstream) for result in (loss, right))
-    torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_outputs_of_tokens_of_weight_0(way):
-    """They are those of ignored tokens."""
-    hidden, weight, _ = operands()
-    logits = F.linear(hidden, weight)
-    labels = torch.where(WEIGHTS > 0.6, logits.argmax(-1), 0)
-    names = ("log_prob", "entropy", "valid_argmax", "accuracy")
-    results = WAYS[way](lambda *a, **given: ours(*a, outputs=names, **given))(hidden, weight, labels)
-    counts, log_probs = WEIGHTS != 0, logits.log_softmax(-1)
-    right = (
-        log_probs.gather(-1, labels[..., None]).squeeze(-1) * counts,
-        -(log_probs.exp() * log_probs).sum(-1) * counts,
-        torch.where(counts, logits.argmax(-1), -1),
-        (logits.argmax(-1) == labels)[counts].float().mean(),
-    )
-    torch.testing.assert_close(results[1:], right)
 
 
 def weighted_mean(hidden, weight, labels, w):
@@ -238,34 +166,6 @@ def test_what_is_a_loss_of_tokens(program):
     torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
     (region,) = regions(jitted)
     assert region["reduction"] == "sum" and region["token_loss"]
-
-
-@pytest.mark.parametrize("rows", ["skip", "compute"])
-@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen head"])
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_infinite_weights_of_ignored_tokens(reduction, frozen, rows):
-    """Such as ratios of probabilities at padding: they do not matter."""
-    results = []
-    for ignored in (0.0, float("inf"), float("nan")):
-        hidden, weight, labels = operands()
-        weights = WEIGHTS.masked_fill(labels == -100, ignored)
-        head, options = weight.detach() if frozen else weight, Options(ignored_rows=rows)
-        loss = linear_cross_entropy(
-            hidden, head, labels, token_weights=weights, reduction=reduction, ignore_index=-100, options=options
-        )
-        loss.sum().backward()
-        results.append((loss.detach(), hidden.grad, head.detach() if frozen else weight.grad))
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0])
-    assert all(torch.isfinite(tensor).all() for tensor in results[0])
-
-
-def test_module():
-    hidden, weight, labels = operands()
-    module = LinearCrossEntropyLoss(H, V)
-    module.linear.weight = torch.nn.Parameter(weight.detach())
-    loss = module(hidden, labels, token_weights=WEIGHTS)
-    torch.testing.assert_close(loss, exact(hidden, weight, labels, reduction="mean"))
 
 
 @pytest.mark.parametrize(

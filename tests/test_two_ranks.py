@@ -30,9 +30,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel,
 from torch.nn.parallel import DistributedDataParallel
 
 import thunder_flce
+from divided import part_of, parts
 from ranks import GPUS, as_processes
 from reference import error, make_case, truth
-from test_vocab_parallel import part_of, parts
 from thunder_flce import (
     LinearCrossEntropyLoss,
     NotFusedWarning,

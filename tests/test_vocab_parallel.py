@@ -1,11 +1,9 @@
 """The vocabulary divided among ranks: the loss of the whole in float64, and the same bits on all ranks."""
 
-import itertools
 import re
 import weakref
 from collections import Counter, defaultdict
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import assume
-from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,14 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 import thunder_flce
+from divided import divided, divided_tokens, part_of, parts
 from ranks import RankErrors, as_threads
 from reference import (
-    DIFFERENTIABLE,
-    Case,
-    Result,
     assert_close_to_truth,
     error,
-    incoming_gradients,
     make_case,
     ours,
     truth,
@@ -53,95 +46,10 @@ from thunder_flce.engine.printing import program
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
+from thunder_flce.options import STRATEGIES
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL, as_literal
 
-STRATEGIES = ("gradients_in_forward", "save_logits", "recompute_logits")
 UNEVEN = (40, 0, 61)
-UNEVEN_53 = (20, 0, 33)
-
-
-def part_of(case: Case, rows: slice) -> Case:
-    """What one rank has of a case: leaves of its own, whose rows of the vocabulary are `rows`."""
-
-    def leaf(tensor, rows=slice(None)):
-        return None if tensor is None else tensor.detach()[rows].clone().requires_grad_(tensor.requires_grad)
-
-    terms = tuple((leaf(x), leaf(weight, rows)) for x, weight in case.terms)
-    return Case(
-        leaf(case.x), leaf(case.weight, rows), leaf(case.bias, rows), case.target.clone(), case.class_weight, terms
-    )
-
-
-def parts(sizes) -> list[slice]:
-    """The rows of the vocabulary that each rank has."""
-    return [slice(stop - size, stop) for size, stop in zip(sizes, itertools.accumulate(sizes), strict=True)]
-
-
-def has_same_bits(one, other) -> bool:
-    """NaN included."""
-    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
-
-
-def joined(case: Case, results: list[Result]) -> Result:
-    """The result of the whole vocabulary, once it is clear that all ranks have the same loss, outputs and dX."""
-    whole = []
-    for operand, *gradients in zip(case.needing_grad(), *(result.gradients for result in results), strict=True):
-        if operand.shape[0] == case.weight.shape[0]:
-            whole.append(torch.cat(gradients))
-        else:
-            assert all(has_same_bits(gradient, gradients[0]) for gradient in gradients), "dX differs between ranks"
-            whole.append(gradients[0])
-    first = results[0]
-    for result in results:
-        for one, other in zip((result.loss, *result.outputs), (first.loss, *first.outputs), strict=True):
-            assert one.dtype == other.dtype and has_same_bits(one, other)
-    return Result(first.loss, tuple(whole), first.outputs)
-
-
-def divided(case: Case, sizes, grad=None, *, parallel=None, **settings) -> Result:
-    """The loss and gradients of a case whose vocabulary is divided among ranks, in parts of such sizes."""
-
-    def run(rank):
-        vocab_parallel = dist.group.WORLD if parallel is None else parallel(rank)
-        return ours(part_of(case, parts(sizes)[rank]), grad, vocab_parallel=vocab_parallel, **settings)
-
-    return joined(case, as_threads(len(sizes), run))
-
-
-def check(case: Case, sizes, grad=None, *, parallel=None, options=None, **settings) -> Result:
-    """Asserts that it errs no more than eager PyTorch on one device."""
-    result = divided(case, sizes, grad, parallel=parallel, options=options, **settings)
-    assert_close_to_truth(result, case, grad, tiny=True, **settings)
-    return result
-
-
-# The loss, whatever part a rank has.
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("sizes", [(101,), (51, 50), UNEVEN, (0, 101), (1, 99, 1, 0)], ids=str)
-def test_every_division(sizes, strategy):
-    case = make_case(bias=True, ranks=(4,))
-    check(case, sizes, options=Options(strategy=strategy, chunk_rows=10))
-
-
-def test_any_problem():
-    """Whatever the arguments allow on one device."""
-
-    def run(drawn) -> None:
-        problem, sizes = drawn
-        case, grad, given = problem.case("cpu"), problem.incoming("cpu"), problem.settings("cpu")
-        result = divided(case, sizes, grad, options=problem.options, **given)
-        assert_close_to_truth(result, case, grad, 2.0, True, **given)
-
-    run_examples(run, DIVIDED_PROBLEMS, 80)
-
-
-# No vocabulary is as large as a dimension of tokens.
-SIZES = {vocab: ((vocab - 4, 4), (3, 0, vocab - 3), (vocab, 0)) for vocab in (7, 33, 101)}
-DIVIDED_PROBLEMS = problems("cpu", tuple(SIZES)).flatmap(
-    lambda problem: st.tuples(st.just(problem), st.sampled_from(SIZES[problem.vocab]))
-)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -157,21 +65,7 @@ def test_logits_that_are_not_ordinary(special, ranks):
         assert_close_to_truth(result, case, grad, 2.0, True, **given)
 
     for drawn_from in (problems, one_pass_problems):
-        run_examples(run, drawn_from("cpu", tuple(SIZES)), 5)
-
-
-def test_rows_of_every_kind():
-    case = make_case(tokens=12, vocab=101, ignored=0.0)
-    case.target[:] = torch.tensor([0, 39, 40, 100, 99, 41, 40, 39, -100, 0, 100, 5])
-    check(case, UNEVEN)
-    with torch.no_grad():
-        case.weight[50] = 1e4 * case.x[0]
-    alone = torch.full_like(case.target, -100)
-    alone[5] = 99
-    for target in (case.target, torch.full_like(case.target, 7), alone, torch.full_like(case.target, -100)):
-        case.target = target
-        check(case, UNEVEN, options=Options(chunk_rows=5))
-        check(case, UNEVEN, options=Options(chunk_rows=5, ignored_rows="compute"))
+        run_examples(run, drawn_from("cpu", (7, 33, 101)), 5)
 
 
 def test_of_equal_logits_the_argmax_is_the_lowest_column():
@@ -209,16 +103,6 @@ def test_parts_in_another_order_and_the_same_bits_again(strategy):
             assert error(found, right) < 1e-5
 
     as_threads(3, run)
-
-
-@pytest.mark.parametrize("settings", [{"reduction": "none"}, {"outputs": ("log_prob",), "logit_scale": 2.0}], ids=str)
-def test_frozen_head_with_a_gradient_for_each_row(settings):
-    case = make_case(tokens=36)
-    case.weight.requires_grad_(False)
-    grad = torch.rand(36) if "reduction" in settings else None
-    for division in (divided, divided_tokens):
-        result = division(case, UNEVEN, grad, options=Options(chunk_rows=10), **settings)
-        assert_close_to_truth(result, case, grad, tiny=True, **settings)
 
 
 def test_partial_input_gradients_add_up():
@@ -318,124 +202,6 @@ def test_beside_data_parallel():
     as_threads(4, run)
 
 
-# The tokens divided, too.
-
-
-def divided_tokens(case: Case, sizes, grad=None, *, counts=None, **settings) -> Result:
-    """The same where each rank has an equal part of the tokens; its loss, if there is one a token, is of these.
-
-    With counts, ranks have so many tokens each, and what comes before averages the gradients of `x` over them: those of
-    the result are so much smaller. Upstream gradients of single tokens are so much larger.
-    """
-    ranks = len(sizes)
-    factor = 1 if counts is None else ranks
-    of_ranks = parts(counts or [case.target.shape[0] // ranks] * ranks)
-
-    def run(rank):
-        mine = of_ranks[rank]
-        part = part_of(case, parts(sizes)[rank])
-        part.x = case.x.detach()[mine].clone().requires_grad_(case.x.requires_grad)
-        part.terms = tuple(
-            (x.detach()[mine].clone().requires_grad_(x.requires_grad), weight) for x, weight in part.terms
-        )
-        part.target = case.target[mine].clone()
-        how = {"data_parallel" if counts else "sequence_parallel": True}
-        parallel = VocabParallel(group=dist.group.WORLD, **how)
-        of_tokens = grad[mine] if grad is not None and grad.ndim else grad
-        names, given = settings.get("outputs", ()), dict(settings)
-        if "token_weights" in given:
-            given["token_weights"] = given["token_weights"][mine]
-        results = linear_cross_entropy(
-            part.x, part.weight, part.target, linear_bias=part.bias, weight=part.class_weight, terms=part.terms,
-            vocab_parallel=parallel, **given,
-        )  # fmt: skip
-        loss, *outputs = results if names else (results,)
-        upstream = [torch.ones_like(loss) if of_tokens is None else of_tokens]
-        upstream += [each[mine] for each in incoming_gradients(case, names, loss.dtype)]
-        upstream = [each * factor if each.ndim else each for each in upstream]
-        wanted = [loss, *(o for name, o in zip(names, outputs, strict=True) if name in DIFFERENTIABLE)]
-        # Not so what is detached.
-        kept = [pair for pair in zip(wanted, upstream, strict=True) if pair[0].requires_grad]
-        wanted, upstream = zip(*kept, strict=True)
-        gradients = torch.autograd.grad(wanted, part.needing_grad(), upstream)
-        inputs = [part.x, *(x for x, _ in part.terms)]
-        gradients = [
-            gradient / factor if any(operand is x for x in inputs) else gradient
-            for operand, gradient in zip(part.needing_grad(), gradients, strict=True)
-        ]
-        return Result(loss.detach(), tuple(gradients), tuple(outputs))
-
-    results = as_threads(ranks, run)
-    gradients = [torch.cat(each) for each in zip(*(result.gradients for result in results), strict=True)]
-
-    def whole(each):
-        if each[0].ndim:
-            return torch.cat(each)
-        assert all(has_same_bits(one, each[0]) for one in each)
-        return each[0]
-
-    outputs = tuple(whole(each).detach() for each in zip(*(result.outputs for result in results), strict=True))
-    return Result(whole([result.loss for result in results]), tuple(gradients), outputs)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
-def test_sequence_parallel(strategy, ignored_rows):
-    case = make_case(tokens=36, bias=True, ranks=(4,), ignored=0.3)
-    options = Options(strategy=strategy, chunk_rows=10, ignored_rows=ignored_rows)
-    for first_ignored in (0, 12, 36):  # All tokens of the first rank, then of all ranks.
-        case.target[:first_ignored] = -100
-        result = divided_tokens(case, UNEVEN, options=options)
-        assert_close_to_truth(result, case, tiny=True)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"label_smoothing": 0.1, "z_loss": 0.01, "outputs": ("argmax", "accuracy")},
-        {"reduction": "none", "outputs": ("log_prob", "entropy", "valid_argmax")},
-        {"reduction": "sum", "outputs": ("entropy",), "options": Options(strategy="save_logits")},
-        {"num_items": 12.0, "options": Options(chunk_rows=1)},
-    ],
-    ids=str,
-)
-def test_every_loss_of_divided_tokens(settings):
-    case = make_case(tokens=36, class_weight=True)
-    case.target[12:20] = -100
-    grad = torch.rand(36) if settings.get("reduction") == "none" else None
-    result = divided_tokens(case, UNEVEN, grad, **settings)
-    settings.pop("options", None)
-    assert_close_to_truth(result, case, grad, tiny=True, **settings)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_weights_of_single_tokens(strategy):
-    case = make_case(tokens=36, dtype=torch.float64)
-    weights = torch.rand(36, dtype=torch.float64)
-    weights[12:20] = 0  # Most of the second part of the tokens.
-    exact = truth(case, weights, reduction="none")
-    settings = {"reduction": "sum", "token_weights": weights, "options": Options(strategy=strategy, chunk_rows=10)}
-    for division in (divided, divided_tokens):
-        result = division(case, UNEVEN, **settings)
-        assert error(result.loss, (weights * exact.loss).sum()) < 1e-12
-        for gradient, right in zip(result.gradients, exact.gradients, strict=True):
-            assert error(gradient, right) < 1e-12
-
-
-# Tokens of each rank's own, and gradients that are averaged.
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("counts", [(36,), (20, 16), (20, 3, 13), (0, 36, 0)], ids=str)
-def test_data_parallel(counts, strategy):
-    case = make_case(tokens=36, bias=True, ranks=(4,))
-    sizes = {1: (101,), 2: (51, 50), 3: UNEVEN}[len(counts)]
-    for first_ignored in (0, 20):
-        case.target[:first_ignored] = -100
-        result = divided_tokens(case, sizes, counts=counts, options=Options(strategy=strategy, chunk_rows=10))
-        assert_close_to_truth(result, case, tiny=True)
-
-
 def test_losses_of_data_parallel_do_not_keep_their_arguments(monkeypatch):
     """Someone may collect them, to log them later."""
     calls = []
@@ -457,52 +223,6 @@ def test_losses_of_data_parallel_do_not_keep_their_arguments(monkeypatch):
     monkeypatch.setattr(data_parallel, "AveragedCall", SimpleNamespace(of=noted))
     losses = as_threads(2, run)
     assert len(losses) == len(calls) == 2 and not any(call() for call in calls)
-
-
-def test_any_problem_of_data_parallel():
-    def run(drawn) -> None:
-        problem, sizes = drawn
-        assume(problem.any_grad)
-        case, grad, given = problem.case("cpu"), problem.incoming("cpu"), problem.settings("cpu")
-        tokens, ranks = case.target.numel(), len(sizes)
-
-        def flat(x):
-            return x.detach().reshape(tokens, x.shape[-1]).requires_grad_(x.requires_grad)
-
-        terms = tuple((flat(x), weight) for x, weight in case.terms)
-        case = replace(case, x=flat(case.x), target=case.target.reshape(tokens), terms=terms)
-        grad = grad.reshape(tokens) if problem.loss["reduction"] == "none" else grad
-        counts = (tokens - tokens // 3, *[0] * (ranks - 2), tokens // 3)
-        result = divided_tokens(case, sizes, grad, counts=counts, options=problem.options, **given)
-        if given["reduction"] == "sum":
-            given |= {"reduction": "mean", "num_items": float(ranks)}
-        elif given["num_items"] is not None:
-            given["num_items"] = given["num_items"] * ranks
-        assert_close_to_truth(result, case, grad, 2.0, True, **given)
-
-    run_examples(run, DIVIDED_PROBLEMS, 30)
-
-
-@pytest.mark.parametrize(
-    ("settings", "of_all"),
-    [
-        ({"num_items": 7.0, "z_loss": 0.01}, {"num_items": 21.0}),
-        ({"num_items": torch.tensor(7), "softcap": 3.0}, {"num_items": 21.0}),
-        ({"reduction": "sum", "label_smoothing": 0.1}, {"reduction": "mean", "num_items": 3.0}),
-        ({"reduction": "none", "outputs": ("entropy", "log_prob", "argmax"), "ignore_index": 3}, {}),
-        ({"outputs": ("accuracy", "valid_argmax"), "options": Options(ignored_rows="compute")}, {}),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_loss_of_data_parallel(dtype, settings, of_all):
-    case = make_case(tokens=36, class_weight=True, dtype=dtype, ignore_index=settings.get("ignore_index", -100))
-    case.target = case.target.to(torch.int8)
-    grad = torch.rand(36) if settings.get("reduction") == "none" else None
-    result = divided_tokens(case, UNEVEN, grad, counts=(20, 3, 13), **settings)
-    case.target = case.target.long()
-    of_all = {name: value for name, value in {**settings, **of_all}.items() if name != "options"}
-    assert_close_to_truth(result, case, grad, tiny=True, **of_all)
 
 
 @pytest.mark.parametrize(("tokens", "label"), [(8, -100), (0, 3), (8, 3)])
@@ -562,45 +282,25 @@ def test_weights_that_are_dtensors():
     as_threads(2, run)
 
 
-@pytest.mark.parametrize("how", ["sequence_parallel", "data_parallel", "DTensors", "DTensors of the whole weight"])
-def test_token_losses_of_divided_tokens(how):
+@pytest.mark.parametrize("of_weight", [DivideRows(0), Replicate()], ids=str)
+def test_token_losses_of_dtensors(of_weight):
     import test_token_loss as token_losses  # With thunder, which no process of another module needs.
 
     tensors = token_losses.operands()
     exact = token_losses.with_gradients(token_losses.eager, token_losses.clipped, tensors)
-    num_items = (tensors[3] != -100).sum()
 
     def run(rank):
-        rows, tokens = parts(UNEVEN_53)[rank], parts((11, 11, 11))[rank]
+        mesh = init_device_mesh("cpu", (3,))
         hidden, weight, bias, labels, *inputs = (each.detach().clone() for each in tensors)
-        mesh, settings = init_device_mesh("cpu", (3,)), {}
-        if how.startswith("DTensors"):
-            of_weight = DivideRows(0) if how == "DTensors" else Replicate()
-            hidden, inputs[0] = (distribute_tensor(each, mesh, [DivideRows(0)]) for each in (hidden, inputs[0]))
-            weight, bias = (distribute_tensor(each, mesh, [of_weight]) for each in (weight, bias))
-            settings["num_items"] = num_items
-        else:
-            settings["vocab_parallel"] = VocabParallel(group=mesh, **{how: True})
-            hidden, labels, *inputs = (each[tokens] for each in (hidden, labels, *inputs))
-            weight, bias = weight[rows], bias[rows]
-        leaves = [each.requires_grad_() for each in (hidden, weight, bias)]
-        found = token_losses.with_gradients(
-            token_losses.ours,
-            token_losses.clipped,
-            (*leaves, labels, *inputs),
-            options=Options(chunk_rows=9),
-            **settings,
-        )
+        hidden, inputs[0] = (distribute_tensor(each, mesh, [DivideRows(0)]) for each in (hidden, inputs[0]))
+        weight, bias = (distribute_tensor(each, mesh, [of_weight]) for each in (weight, bias))
+        given = (*(each.requires_grad_() for each in (hidden, weight, bias)), labels, *inputs)
+        settings = {"options": Options(chunk_rows=9), "num_items": (labels != -100).sum()}
+        found = token_losses.with_gradients(token_losses.ours, token_losses.clipped, given, **settings)
         return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
 
-    results = as_threads(3, run)
-    for loss, *_ in results:
-        torch.testing.assert_close(loss, exact[0])
-    for found, right in zip(zip(*results, strict=True), exact, strict=True):
-        if right.ndim:
-            whole = found[0] if how.startswith("DTensors") else torch.cat(found)
-            averaged = 3 if how == "data_parallel" and right.shape == tensors[0].shape else 1
-            torch.testing.assert_close(whole, averaged * right)
+    for found in as_threads(3, run):
+        torch.testing.assert_close(found, exact)
 
 
 # What runs, and what is said of it.
