@@ -4,7 +4,8 @@
     python tests/random_calls.py --count 2000 --device cuda
 
 Beside what `test_properties.drawn_problem` draws, there are token losses, token and target weights, detached outputs,
-expected gradients, and calls that come again; by `--way "data parallel"` and others, on ranks and in compilers. Call N is always the same one: `--first N --count 1` repeats it alone.
+expected gradients, and calls that come again; by `--way "data parallel"` and others, on ranks and in compilers. Call N
+is always the same one: `--first N --count 1` repeats it alone.
 """
 
 import argparse

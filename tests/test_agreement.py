@@ -13,7 +13,7 @@ import torch.distributed as dist
 from divided import part_of, parts
 from ranks import GPUS, RankErrors, as_processes, as_threads
 from reference import error, make_case, truth
-from test_plan import CPU, DEVICES, call, shard_of
+from test_plan import DEVICES, call, shard_of
 from thunder_flce import Options, VocabParallel, linear_cross_entropy, vocab_parallel
 from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose
@@ -121,31 +121,6 @@ def test_nothing_is_remembered_of_a_group_on_the_cpu():
 
     for first, last in as_threads(2, run):
         assert torch.equal(first, last) and error(first, truth(case).loss) < 1e-6
-
-
-def test_what_is_agreed(monkeypatch):
-    """By numbers in which ranks may differ: rows, tokens and devices."""
-    devices = {0: replace(DEVICES["CPU"], memory=9_000), 1: replace(CPU, memory=7_000)}
-    rank_of = threading.local()
-    monkeypatch.setattr(Device, "of", lambda device: devices[rank_of.rank])
-
-    def run(rank):
-        rank_of.rank = rank
-        tokens = 3 + 4 * rank
-        arguments = {
-            "input": torch.zeros(tokens, 8),
-            "linear_weight": torch.zeros(10 * rank, 8),
-            "target": torch.zeros(tokens, dtype=torch.long),
-        }
-        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=True, start=0)
-        return agree(parallel, named_tensors(arguments), loss=Loss(), options=Options())
-
-    first, second = as_threads(2, run)
-    for found in (first, second):
-        assert (found.weight_rows, found.device, found.most_tokens) == (10, devices[1], 7)
-    assert (first.shard.columns, second.shard.columns, second.shard.start) == (0, 10, 0)
-    devices[1] = CPU
-    assert as_threads(2, run)[0].device.memory is None
 
 
 @pytest.mark.parametrize("others", [("H100", "L40S"), ("H200", "H100"), ("A100", "3090"), ("H200", "H200")], ids=str)

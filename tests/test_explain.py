@@ -1,6 +1,5 @@
 """`explain`: fused, declined and mixed graphs, through thunder.jit, thunderfx and torch.compile."""
 
-import io
 import json
 import subprocess
 import sys
@@ -102,14 +101,6 @@ def test_saved_tensors_are_those_of_the_trace_with_their_sizes():
     assert saved["dW"].type == f"f32[{V}, {H}]"
 
 
-@pytest.mark.parametrize("strategy", ["save_logits", "recompute_logits"])
-def test_saved_statistics_have_their_names(strategy):
-    (compilation,) = _explained(programs.litgpt, options=Options(strategy=strategy))
-    roles = {tensor.role for tensor in compilation.saved if not tensor.is_argument}
-    logits = {"logits"} if strategy == "save_logits" else set()
-    assert roles == {"row_max", "row_log_sum", "valid_count", "computed_rows"} | logits
-
-
 def test_nothing_is_saved_without_gradients():
     report = _explained(programs.litgpt, requires_grad=False)
     assert report[0].saved == [] and report[0].to_dict()["saved_for_backward"] == []
@@ -131,31 +122,6 @@ def test_tuned_products(monkeypatch):
         ["dX", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.000", "0.25", "s"],
     ]
     assert [entry["gain"] for entry in report.to_dict()["tuned_products"]] == [1.0789, 1.0]
-
-
-def test_each_set_of_shapes_is_a_compilation():
-    jitted = thunder_flce.jit(programs.litgpt)
-    for sequence in (8, 24):
-        sizes = programs.Sizes(batch=2, sequence=sequence, hidden=H, vocab=V)
-        jitted(*programs.arguments(programs.litgpt, sizes, device="cpu", dtype=torch.float32))
-    report = thunder_flce.explain(jitted)
-    assert [c.decisions[0].region.call.tokens for c in report] == [16, 48]
-    assert [sum(t.bytes for t in c.saved if t.role == "dX") for c in report] == [16 * H * 4, 48 * H * 4]
-    assert "compilation 0, by thunder" in str(report) and "compilation 1, by thunder" in str(report)
-
-
-def test_a_transform_of_two_functions_is_not_mixed_up():
-    transform = FuseLinearCrossEntropy()
-    executors = [thunder_flce.executor, *thunder.get_default_executors()]
-    first = _explained(programs.litgpt, jit=thunder.jit, executors=executors, transforms=[transform])
-    second = _explained(programs.logits_returned, jit=thunder.jit, executors=executors, transforms=[transform])
-    assert [decision.fused for decision in first.decisions] == [True]
-    assert [decision.fused for decision in second.decisions] == [False]
-
-
-def test_the_last_compilation_is_there_without_a_cache():
-    report = _explained(programs.litgpt, cache="no caching")
-    assert [decision.fused for decision in report.decisions] == [True] and report[0].saved
 
 
 def test_to_dict_is_plain_values():
@@ -181,40 +147,12 @@ def test_what_thunder_did_not_compile():
             thunder_flce.explain(compiled)
 
 
-def test_print_without_a_terminal_is_plain(capsys):
-    report = _explained(programs.litgpt)
-    report.print()
-    printed = capsys.readouterr().out
-    assert printed == f"{report}\n" and "\x1b[" not in printed
-
-
-def test_rich_on_a_terminal(monkeypatch):
-    pytest.importorskip("rich")
-    report = _explained(programs.litgpt)
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "160")
-    report.print()
-    assert "\x1b[" in terminal.getvalue() and "gradients in forward" in terminal.getvalue()
-
-
 def test_rich_is_optional():
     program = f"import sys; sys.modules['rich'] = None; from {formatting.__name__} import print_text\n"
     program += "import importlib.util; sys.stdout.isatty = lambda: True\n"
     program += "importlib.util.find_spec = lambda name: None; print_text('plain', as_rich=None)"
     result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "plain\n"
-
-
-def test_format_bytes():
-    assert [formatting.format_bytes(size) for size in (0, 1536, 3 * 2**20, 2**31)] == [
-        "0 B",
-        "1.5 KiB",
-        "3.0 MiB",
-        "2.00 GiB",
-    ]
 
 
 class Model(nn.Module):
@@ -253,23 +191,9 @@ def test_thunderfx_names_the_users_line():
     assert compilation.saved is None and "saved for backward" not in str(report)
 
 
-def test_thunderfx_where_inductor_compiles_a_part():
-    assert [decision.fused for decision in _explained_fx(unsupported="before").decisions] == [True]
-
-
 def test_thunderfx_in_several_graphs():
     report = _explained_fx(unsupported="graph break")
     assert [[decision.fused for decision in compilation.decisions] for compilation in report] == [[], [True]]
-
-
-def test_thunderfx_of_a_region_that_the_user_wrote():
-    def program(hidden, weight, labels):
-        return thunder_flce.linear_cross_entropy(hidden, weight, labels)
-
-    report = _explained(program, jit=thunder_flce.thunderfx)
-    (decision,) = report.decisions
-    assert decision.fused and decision.source.startswith(__file__)
-    assert "return thunder_flce.linear_cross_entropy(hidden, weight, labels)" in str(report)
 
 
 def test_thunders_own_thunderfx():
@@ -331,14 +255,6 @@ def test_a_wrapped_module(wrap, compiled):
     assert report[0].to_dict()["saved_for_backward"] is None
 
 
-@pytest.mark.parametrize("name", ["_forward_module", "module"])
-def test_a_wrapped_module_of_thunder(name):
-    jitted = thunder_flce.jit(Model())
-    tokens = torch.randint(0, V, (2, 24))
-    jitted(tokens, tokens)
-    assert [decision.fused for decision in thunder_flce.explain(Wrapped(name, jitted)).decisions] == [True]
-
-
 def test_a_wrapped_module_that_nobody_compiled():
     with pytest.raises(TypeError, match="but got Wrapped"):
         thunder_flce.explain(Wrapped("module", Model()))
@@ -381,13 +297,6 @@ def test_each_decision_is_printed_where_the_environment_says_so(value, monkeypat
     assert value != "1" or [": fused, " in line for line in lines] == [True, False]
 
 
-def test_a_decision_is_printed_before_strict_raises(monkeypatch, capsys):
-    monkeypatch.setenv("THUNDER_FLCE_EXPLAIN", "1")
-    with pytest.raises(thunder_flce.NotFusedError):
-        _explained(programs.logits_returned, strict=True)
-    assert "not fused, because the program returns its logits" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("installed", "instead", "slower"),
     [(("torch",), "PyTorch", "1.4 to 2 times as long"), (("nvfuser", "torch"), "nvFuser", "2 to 10% longer")],
@@ -413,10 +322,6 @@ def test_missing_row_kernels(installed, instead, slower, monkeypatch):
     finally:
         for each in kept:
             each.cache_clear()
-
-
-def test_no_row_kernels_are_missing_on_a_cpu():
-    assert _explained(programs.litgpt)[0].to_dict()["decisions"][0]["missing_row_kernels"] is None
 
 
 def _compiled_for_cuda(options: Options) -> thunder_flce.Report:

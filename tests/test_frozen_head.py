@@ -21,8 +21,6 @@ import patterns  # isort: skip
 
 TARGET = torch.randint(40, (2, 16), generator=torch.Generator().manual_seed(0))
 TARGET[0, :3] = -100
-CLASS_WEIGHT = torch.linspace(0, 2, 40)
-UPSTREAM = torch.linspace(-1, 2, 32).view(2, 16)
 WAYS = {
     "eager": lambda function: function,
     "thunder": thunder_flce.jit,
@@ -36,25 +34,6 @@ def operands(dtype=torch.float32):
     return hidden, torch.randn(40, 24, generator=generator).mul(0.3).to(dtype)
 
 
-def ours(hidden, head, *, reduction, outputs, class_weights=False, **settings):
-    settings |= {"reduction": reduction, "outputs": outputs, "weight": CLASS_WEIGHT if class_weights else None}
-    results = linear_cross_entropy(hidden, head, TARGET, **settings)
-    loss, *others = results if outputs else (results,)
-    total = (loss * UPSTREAM).sum() if reduction == "none" else loss * 1.7
-    return total + (others[0] * UPSTREAM.square()).sum() if outputs else total
-
-
-def exact(hidden, head, *, reduction, outputs, class_weights=False, softcap=None, logit_scale=1.0):
-    logits = F.linear(hidden, head).to(torch.promote_types(hidden.dtype, torch.float32)) * logit_scale
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    loss = F.cross_entropy(
-        logits.flatten(0, 1), TARGET.flatten(), CLASS_WEIGHT if class_weights else None, reduction=reduction
-    )
-    total = (loss.view(TARGET.shape) * UPSTREAM).sum() if reduction == "none" else loss * 1.7
-    log_prob = logits.log_softmax(-1).gather(-1, TARGET.clamp(min=0)[..., None]).squeeze(-1)
-    return total + (log_prob * UPSTREAM.square())[TARGET >= 0].sum() if outputs else total
-
-
 def test_gradients_are_rounded_once():
     """The gradient for an upstream gradient of 1 is not rounded to 16 bits before it is multiplied by 1.5."""
     case = make_case(tokens=64, hidden=64, vocab=1000, dtype=torch.bfloat16, scale=0.1)
@@ -64,53 +43,6 @@ def test_gradients_are_rounded_once():
     found = ours_of(case, upstream, reduction="none").gradients[0]
     theirs = eager(case, upstream, reduction="none").gradients[0]
     assert error(found, exact) < 1.1 * error(theirs, exact)
-
-
-CASES = {
-    "none": {"reduction": "none", "outputs": ()},
-    "log_prob": {"reduction": "none", "outputs": ("log_prob",)},
-    "mean and log_prob": {"reduction": "mean", "outputs": ("log_prob", "argmax")},
-    "sum, class weights": {"reduction": "sum", "outputs": ("log_prob",), "class_weights": True},
-    "softcap": {"reduction": "none", "outputs": ("log_prob",), "softcap": 3.0, "logit_scale": 0.5},
-}
-
-
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("way", WAYS)
-def test_gradients(way, settings):
-    """Twice, over a graph that is kept; the chunks and ignored rows are those of the option."""
-    hidden, head = operands()
-    expected = torch.autograd.grad(exact(hidden, head, **settings), hidden)
-    for options in (None, Options(chunk_rows=7), Options(ignored_rows="compute")):
-        if options is not None and way == "thunder":
-            continue
-        given = settings if options is None else {**settings, "options": options}
-        loss = WAYS[way](lambda hidden, given=given: ours(hidden, head, **given))(hidden)
-        torch.testing.assert_close(loss, exact(hidden, head, **settings))
-        for again in (True, False):
-            torch.testing.assert_close(torch.autograd.grad(loss, hidden, retain_graph=again), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_as_exact_as_eager(dtype):
-    """Rounded twice: once for an upstream gradient of 1, and once for that which comes."""
-    case = make_case(tokens=256, vocab=300, hidden=64, dtype=dtype, device="cpu", ignored=0.0)
-    upstream = torch.randn(256)
-    weight = case.weight.detach()
-
-    def gradient(function, x, weight):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad((function(x, weight) * upstream).sum(), x)[0]
-
-    def eager(x, weight):
-        logits = F.linear(x, weight)
-        return F.cross_entropy(
-            logits.double() if x.dtype is torch.float64 else logits.float(), case.target, reduction="none"
-        )
-
-    right = gradient(eager, case.x.double(), weight.double())
-    got = gradient(lambda x, w: linear_cross_entropy(x, w, case.target, reduction="none"), case.x, weight)
-    assert error(got, right) <= 1.25 * error(gradient(eager, case.x, weight), right)
 
 
 @pytest.mark.parametrize("compiled", WAYS.values(), ids=WAYS)

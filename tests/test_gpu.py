@@ -5,13 +5,11 @@ import gc
 from dataclasses import replace
 
 import pytest
-import thunder
 import torch
 import torch.nn.functional as F
 
 import thunder_flce
 from reference import assert_as_exact_as_eager, error, make_case, ours, truth
-from test_thunder import Head, V, shifted_loss
 from thunder_flce import Options, calls, linear_cross_entropy
 from thunder_flce.backend import compile_graph
 from thunder_flce.bench.shapes import Inputs, Shape
@@ -317,38 +315,6 @@ def test_no_synchronisation_when_asked_for_none(dtype):
         ours(case, options=options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("vocab", [32003, 128257])
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("strategy", ["gradients_in_forward", "recompute_logits"])
-def test_odd_vocabulary_rounds_no_more_than_eager(strategy, bias, vocab):
-    """Main part and tail, bias and all: each number is rounded once."""
-    case = make_case(tokens=256, hidden=256, vocab=vocab, dtype=torch.bfloat16, device="cuda", bias=bias)
-    assert_as_exact_as_eager(case, factor=1.1, options=Options(strategy=strategy))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_every_way_to_turn_it_on(dtype):
-    """The doors of the README, with thunder's own default executors and default recipe."""
-    model = Head(shifted_loss, dtype=dtype).cuda()
-    tokens, labels = (torch.randint(0, V, (2, 33), device="cuda") for _ in range(2))
-    expected = model(tokens, labels)
-    parameters = list(model.parameters())
-    right = torch.autograd.grad(expected, parameters)
-    by_hand = thunder.jit(
-        model,
-        executors=[thunder_flce.executor, *thunder.get_default_executors()],
-        transforms=[thunder_flce.FuseLinearCrossEntropy()],
-    )
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
-    for jitted in (thunder_flce.jit(model), by_hand, thunder.compile(model, plugins="flce")):
-        loss = jitted(tokens, labels)
-        assert [decision.fused for decision in thunder_flce.explain(jitted)[0].decisions] == [True]
-        torch.testing.assert_close(loss, expected, **tolerance)
-        got = torch.autograd.grad(loss, list(jitted.parameters()))
-        for gradient, reference in zip(got, right, strict=True):
-            torch.testing.assert_close(gradient, reference, **tolerance)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -1,14 +1,10 @@
 """What `import thunder_flce` imports, what works without thunder, and what thunder knows, each in a fresh process."""
 
-import re
 import subprocess
 import sys
 
 import pytest
 import torch
-
-import thunder_flce
-from thunder_flce import registration
 
 WITHOUT = """
 import sys, warnings
@@ -241,34 +237,6 @@ def test_thunder_is_imported_where_apply_is_a_builtin():
     _run(WITH.format(imports=BUILTIN_APPLY) + AFTERWARDS)
 
 
-def test_removed_methods_are_there_for_thunder_only(monkeypatch):
-    """Each with a function of its own; those that are not removed stay what they are."""
-    monkeypatch.setattr(registration, "REMOVED_METHODS", ("gone", "gone_too", "rename_"))
-    monkeypatch.setattr(torch.Tensor, "rename_", rename := lambda self: self, raising=False)
-    with registration.names_for_thunder():
-        assert torch.Tensor.gone is not torch.Tensor.gone_too and torch.Tensor.rename_ is rename
-        with pytest.raises(NotImplementedError, match=f"torch {re.escape(torch.__version__)} has no torch.Tensor.gone"):
-            torch.ones(2).gone()
-    assert not hasattr(torch.Tensor, "gone") and torch.Tensor.rename_ is rename
-
-
-def test_autograd_functions_work_while_thunder_is_imported(monkeypatch):
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, upstream):
-            return 2 * upstream * ctx.saved_tensors[0]
-
-    monkeypatch.setattr(torch.autograd.Function, "apply", torch._C._FunctionBase.__dict__["apply"])
-    x = torch.randn(3, requires_grad=True)
-    with registration.names_for_thunder():
-        torch.testing.assert_close(torch.autograd.grad(Square.apply(x).sum(), x)[0], 2 * x)
-
-
 def test_an_import_of_thunder_that_failed_before():
     """The second time, Python would name something else: what the first has left behind."""
     _run("""
@@ -284,14 +252,6 @@ for _ in range(2):
     import thunder_flce
 assert message.endswith("import thunder_flce before thunder"), message
 """)
-
-
-@pytest.mark.parametrize("name", thunder_flce.__all__)
-def test_names(name):
-    namespace = {}
-    exec(f"from thunder_flce import {name}", namespace)
-    assert namespace[name] is getattr(thunder_flce, name)
-    assert name in dir(thunder_flce)
 
 
 def test_a_command_that_needs_thunder_says_so():

@@ -1,6 +1,5 @@
 """`linear_kl_divergence` against eager PyTorch in float64."""
 
-import numpy as np
 import pytest
 import thunder
 import torch
@@ -8,7 +7,6 @@ import torch.nn.functional as F
 
 from reference import RecordedCalls, error
 from thunder_flce import Options, linear_kl_divergence
-from thunder_flce.engine.kernels import dispatch
 from thunder_flce.operation.divergence import KINDS
 from thunder_flce.operators import Settings
 
@@ -150,70 +148,12 @@ def test_opcheck(reduction):
         torch.library.opcheck(BACKWARD, (upstream, saved, [each.detach() for each in given], literal))
 
 
-@pytest.mark.parametrize(("name", "at"), [("input", 0), ("linear_weight", 1), ("teacher_input", 3)])
-def test_operator_called_for_a_gradient_that_it_was_not_traced_for(name, at):
-    tensors = [tensor.detach() for tensor in operands()[:4]]
-    with RecordedCalls(OPERATOR) as calls:
-        linear_kl_divergence(*tensors)
-    ((given, settings), _) = calls[0]
-    given[at].requires_grad_()
-    with pytest.raises(
-        RuntimeError, match=f"{name} requires a gradient, but this operator was traced with {name} that"
-    ):
-        OPERATOR(given, settings)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_exported(strict):
-    """What is exported with gradients can be trained."""
-
-    class Model(torch.nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = torch.nn.Parameter(weight)
-
-        def forward(self, x, *others):
-            return linear_kl_divergence(x, self.weight, *others)
-
-    x, weight, *others = operands()
-    inputs = (x.detach(), *others)
-    exported = torch.export.export(Model(weight.detach().clone()), inputs, strict=strict).module()
-    loss, right = exported(*inputs), composed(x, weight, *others)
-    torch.testing.assert_close(loss, right)
-    (expected,) = torch.autograd.grad(right, weight)
-    (got,) = torch.autograd.grad(loss, exported.get_parameter("weight"))
-    torch.testing.assert_close(got, expected)
-
-
 def test_without_rows():
     *tensors, target = operands()
     loss = linear_kl_divergence(*tensors, torch.full_like(target, -100))
     assert loss.isnan() and not any(gradient.any() for gradient in torch.autograd.grad(loss, tensors[:2]))
     empty = linear_kl_divergence(tensors[0][:0], tensors[1], tensors[2][:0], tensors[3], reduction="none")
     assert empty.shape == (0, T)
-
-
-@pytest.mark.parametrize(
-    ("options", "rows"), [(Options(chunk_rows=80), 75), (Options(memory_budget=2 * 100 * V * 8), 100)], ids=str
-)
-def test_no_whole_logits(options, rows, monkeypatch):
-    """Of the student's and of the teacher's, a chunk at a time exists; a memory budget is for both."""
-    sizes = []
-    divergence_for = dispatch.divergence_for
-
-    def spy(*arguments, **settings):
-        run = divergence_for(*arguments, **settings)
-
-        def seen(student, teacher, *others, **more):
-            sizes.append((tuple(student.shape), tuple(teacher.shape)))
-            return run(student, teacher, *others, **more)
-
-        return seen
-
-    monkeypatch.setattr(dispatch, "divergence_for", spy)
-    *tensors, target = operands(tokens=100)
-    linear_kl_divergence(*tensors, None, options=options)
-    assert sizes == [((rows, V), (rows, V))] * (300 // rows)
 
 
 def _changed(position, change):
@@ -262,15 +202,3 @@ def test_nothing_is_ignored_without_targets():
 def test_inside_thunder():
     with pytest.raises(NotImplementedError, match="does not run inside thunder.jit"):
         thunder.jit(linear_kl_divergence)(*operands())
-
-
-def test_numbers_of_others():
-    """NumPy's, and a compiler's symbols."""
-    x, weight, teacher_x, teacher_weight = (torch.randn(rows, 8) for rows in (6, 20, 6, 20))
-
-    def loss(temperature):
-        return linear_kl_divergence(x, weight, teacher_x, teacher_weight, temperature=temperature)
-
-    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
-    for temperature in (1.0, 2.0, 3.0):
-        torch.testing.assert_close(compiled(temperature), loss(np.float32(temperature)))

@@ -182,29 +182,6 @@ def test_scratch_is_what_is_allocated(vocab, out_dtype, bias, device):
         assert _peak(run, device) == matmul.scratch_bytes(kind, **sizes, has_bias=bias, pads_rows=True), kind
 
 
-def test_scratch_on_cuda(monkeypatch):
-    """Where dX has a tail, and where PyTorch cannot add a bias before rounding, nor cuBLASLt is asked to."""
-
-    def scratch(kind, columns, **changes):
-        settings = {"dtype": B16, "out_dtype": B16, "has_bias": True, "pads_rows": columns % 8, "device": ABSENT_DEVICE}
-        return matmul.scratch_bytes(kind, rows=100, hidden=512, columns=columns, **{**settings, **changes})
-
-    assert scratch("dX", 20003) == 100 * 512 * 4
-    assert scratch("dX", 20000) == scratch("dX", 5) == scratch("dX", 20003, out_dtype=F32) == scratch("dW", 20003) == 0
-    assert scratch("dX", 20003, dtype=F32, out_dtype=F32) == scratch("dX", 20003, device=CPU) == 0
-    wide, contiguous, plain = {"out_dtype": F32}, {"pads_rows": False}, {"has_bias": False}
-    assert [scratch("logits", 20003, **changes) for changes in (wide, contiguous, plain)] == [0, 0, 0]
-    assert scratch("logits", 20003) == scratch("logits", 20003, tune=True) == 100 * 8192 * 4
-    assert scratch("logits", 1003) == 100 * 1000 * 4
-    monkeypatch.setattr(algorithms, "TUNED_OPERATIONS", 1e6)
-    assert scratch("logits", 20003, tune=True) == 100 * 3 * 4
-    # AMD's libraries multiply 16-bit operands into 16 bits, as older GPUs of NVIDIA do in bfloat16.
-    amd, old = replace(ABSENT_DEVICE, is_hip=True), replace(ABSENT_DEVICE, capability=(7, 5))
-    for device in (amd, old):
-        assert scratch("logits", 20000, **wide, **plain, device=device) == (100 + 8192) * 512 * 4
-    assert scratch("logits", 20000, **wide, **plain, device=old, dtype=torch.float16) == 0
-
-
 @pytest.mark.parametrize(
     ("dtype", "capability", "is_mixed"),
     [(B16, (7, 5), False), (B16, (8, 0), True), (torch.float16, (7, 5), True), (torch.float16, None, True)],
@@ -220,14 +197,6 @@ def test_what_pytorch_multiplies_into_float32(dtype, capability, is_mixed, monke
     x, weight = torch.randn(3, 16).to(dtype), torch.randn(24, 16).to(dtype)
     matmul.logits_(torch.empty(3, 24), x, weight)
     assert given == [(dtype, dtype, {"out_dtype": F32}) if is_mixed else (F32, F32, {})]
-
-
-@pytest.mark.parametrize(("is_hip", "name"), [(False, "cuBLAS"), (True, "hipBLAS")])
-def test_libraries(is_hip, name, monkeypatch):
-    monkeypatch.setattr(matmul, "Device", SimpleNamespace(of=lambda device: replace(ABSENT_DEVICE, is_hip=is_hip)))
-    assert matmul.library("cuda") == name
-    monkeypatch.undo()
-    assert matmul.library("cpu") == "PyTorch"
 
 
 class Clock:
@@ -262,26 +231,6 @@ def test_the_fastest(first, then, close, index, gain, milliseconds):
     assert clock.ran[0] == all_of_them * 2
     assert [ran[: len(close)] for ran in turns] == ([close] if close else [])
     assert all(ran == close * (len(ran) // len(close)) for ran in turns)
-
-
-def test_measuring_is_short():
-    """At 2000 × 128256 × 4096, with the first run of each candidate."""
-    clock = Clock([3.2] * 8, [3.2] * 8)
-    fastest(clock.runs, clock.seconds)
-    assert clock.total + 8 * 3.2e-3 < 0.15
-
-
-def test_how_matrices_lie_in_memory():
-    def stored(matrix):
-        return StoredMatrix.of(matrix.shape, matrix.stride(), matrix.element_size())
-
-    matrix = torch.empty(6, 16, dtype=B16)
-    assert stored(matrix) == (6, 16, 16, False)
-    assert stored(matrix.t()) == (6, 16, 16, True)
-    assert stored(matrix[:, :5]) == (6, 5, 16, False)
-    assert stored(torch.empty(6, 4)) == (6, 4, 4, False)
-    others = [matrix[:, ::2], matrix[:1].expand(6, 16), torch.empty(6, 15, dtype=B16)]
-    assert [stored(other) for other in others] == [None] * 3
 
 
 @pytest.fixture
@@ -349,16 +298,6 @@ def test_the_fastest_runs_from_then_on(stand_in):
     found = algorithms.tunings()[0]
     plain = {"product": "logits", "sizes": (48, 32, 64), "gain": 2.0, "milliseconds": 500.0}
     assert {**plain, "seconds": found.seconds} == found.to_dict() and found.algorithm == "fast"
-
-
-def test_few_tunings_are_kept(stand_in, monkeypatch):
-    """One for all lengths near each other, and those measured last."""
-    monkeypatch.setattr(algorithms, "_MOST_TUNINGS", 3)
-    for hidden in (8, 16, 24, 32, 40):
-        for tokens in range(1940, 2060, 30):
-            dx, dlogits = torch.zeros(tokens, hidden), torch.zeros(tokens, 8)
-            matmul.input_gradient_(dx, dlogits, torch.zeros(8, hidden), tune=True)
-    assert [found.sizes for found in algorithms.tunings()] == [(1940, hidden, 8) for hidden in (24, 32, 40)]
 
 
 def test_while_a_graph_is_captured_the_nearest_bucket_has_to_do(stand_in, monkeypatch):

@@ -1,19 +1,14 @@
 """`linear_cross_entropy` among PyTorch's own tools: compilers, exporters, transforms, modes and wrappers."""
 
 import copy
-import tempfile
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils import checkpoint
 
@@ -31,7 +26,7 @@ from reference import (
 from thunder_flce import Options, inductor, linear_cross_entropy, operators
 from thunder_flce.calls import settings_of_call, unplanned
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import Call, Spec
+from thunder_flce.operation.call import Call
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
@@ -219,17 +214,6 @@ def test_opcheck_of_what_tokens_have(given, strategy):
     torch.library.opcheck(OPERATOR, ([tensor.detach() for tensor in arguments[0]], arguments[1]))
 
 
-def test_opcheck_of_a_divergence():
-    x, weight, teacher = torch.randn(3, 5, 8), torch.randn(33, 8), torch.randn(3, 5, 6)
-    for reduction in ("mean", "none"):
-        with RecordedCalls(OPERATOR) as calls:
-            thunder_flce.linear_kl_divergence(
-                x.requires_grad_(), weight.requires_grad_(), teacher, torch.randn(33, 6), reduction=reduction
-            )
-        ((arguments, _),) = calls
-        torch.library.opcheck(OPERATOR, arguments)
-
-
 def test_settings_are_read_as_they_were_written():
     loss = Loss(reduction="sum", softcap=30.0, z_loss=1e-4, outputs=("entropy", "argmax"), ignore_index=-1)
     plan = Plan(strategy=GRADIENTS_IN_FORWARD, chunk_rows=7, float32_rows=3, row_kernels="torch")
@@ -254,15 +238,6 @@ def test_numbers_of_numpy():
     settings = {"softcap": np.float32(5), "z_loss": np.float64(0.1), "vocab_size": np.int64(90)}
     case.target[case.target >= 90] = 89
     assert_right(call(case, **settings), case, **{name: value.item() for name, value in settings.items()})
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_options_with_a_number_of_numpy(backend):
-    options, case = Options(expected_gradient=np.float64(0.5)), make_case(vocab=97)
-    assert type(Options(memory_budget=np.float64(0.5)).memory_budget) is float
-    compiled = torch.compile(partial(linear_cross_entropy, options=options), backend=backend, fullgraph=True)
-    loss = compiled(case.x, case.weight, case.target)
-    torch.testing.assert_close(loss, F.cross_entropy(case.x @ case.weight.t(), case.target))
 
 
 # Compilers and exporters.
@@ -343,31 +318,6 @@ def test_finished_gradients_are_scaled_in_their_memory(is_checkpointed, device, 
         got, codes = run_and_get_code(gradients, compiled)
         torch.testing.assert_close(got, gradients(program))
     assert ("scale_gradient_.default(" in codes[-1]) == (not is_checkpointed)
-
-
-def test_logits_are_not_saved_for_any_number_of_tokens():
-    """Unless the options say so: how much memory is free must not be a part of a compiled program."""
-
-    def strategy(loss=None, *, needs_grad=("input", "linear_weight"), dtype=torch.float32, **options) -> str:
-        shapes = {"input": (37, 24), "linear_weight": (101, 24), "target": (37,)}
-        specs = {
-            name: Spec(shape, torch.int64 if name == "target" else dtype, torch.device("cpu"))
-            for name, shape in shapes.items()
-        }
-        call = Call(tensors=specs, loss=loss or Loss(), needs_grad=needs_grad)
-        settings = unplanned(call, Options(**options))
-        # What the operator plans with when it runs.
-        assert settings.options.strategy == (settings.plan.strategy if needs_grad else None)
-        return settings.plan.strategy
-
-    assert strategy() == "gradients_in_forward"
-    assert strategy(dtype=torch.float16) == strategy(Loss(reduction="none")) == "recompute_logits"
-    assert strategy(Loss(reduction="none"), memory_budget=2**30) == "recompute_logits"
-    assert strategy(Loss(reduction="none"), strategy="save_logits") == "save_logits"
-    assert strategy(Loss(reduction="none"), needs_grad=("input",)) == "gradients_in_forward"
-    assert strategy(needs_grad=()) == "loss_only"
-    with pytest.raises(ValueError, match="gradients_in_forward"):
-        strategy(Loss(reduction="none"), strategy="gradients_in_forward")
 
 
 class Head(torch.nn.Module):
@@ -573,23 +523,6 @@ def test_who_needs_the_operator(monkeypatch):
     assert torch.equal(linear_cross_entropy(torch.complex(x, -x).conj().imag, weight, target), expected)
 
 
-@pytest.mark.parametrize("needs_grad", [False, True])
-def test_a_tensor_that_has_left_its_transform(needs_grad, monkeypatch):
-    """It has no memory of its own, which kernels ask for."""
-    case, left = make_case(), []
-    torch.func.grad(lambda x: left.append(x) or x.sum())(case.x.detach())
-    assert torch._C._functorch.is_functorch_wrapped_tensor(left[0])
-    forward = operators.forward
-
-    def checked(settings, tensors):
-        assert not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
-        return forward(settings, tensors)
-
-    monkeypatch.setattr(operators, "forward", checked)
-    loss = linear_cross_entropy(left[0], case.weight.requires_grad_(needs_grad), case.target)
-    assert error(loss, truth(case).loss) < 1e-6
-
-
 class Calls(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts the calls of the forward operator."""
 
@@ -663,31 +596,6 @@ def test_compiled_without_a_valid_target(case, settings):
 
 
 # Several processes.
-
-
-@pytest.fixture
-def process_group():
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=(Path(folder) / "store").as_uri(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_distributed(wrapper, backend, process_group):
-    model = Head()
-    case = make_case()
-    right = truth(Case(case.x.detach(), model.linear.weight, model.linear.bias, case.target))
-    if wrapper == "ddp":
-        model = DistributedDataParallel(model)
-    else:
-        torch.distributed.fsdp.fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-    step = model if backend is None else torch.compile(model, backend=backend)
-    step(case.x.detach(), case.target).backward()
-    for parameter, exact in zip(model.parameters(), right.gradients, strict=True):
-        grad = parameter.grad if wrapper == "ddp" else parameter.grad.full_tensor()
-        assert error(grad, exact) < 1e-6
 
 
 # CUDA graphs.

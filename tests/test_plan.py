@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import pickle
-import random
 import subprocess
 import sys
 import warnings
@@ -27,7 +26,6 @@ from thunder_flce.engine.choose import (
     temporary_bytes,
 )
 from thunder_flce.engine.plan import Plan
-from thunder_flce.engine.rows import Rows
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, Loss
@@ -148,18 +146,6 @@ def test_strategies_that_cannot_be():
             check(call(device="cpu"), Options(row_kernels="triton"))
 
 
-def test_no_size_decides_the_strategy_of_a_program():
-    class Symbol:
-        """A size that nobody may look at."""
-
-        def __bool__(self):
-            raise AssertionError
-
-    symbolic = call().map(lambda name, spec: spec._replace(shape=tuple(Symbol() for _ in spec.shape)))
-    assert strategy_of(symbolic, Options()) == "gradients_in_forward"
-    assert strategy_of(replace(symbolic, loss=EACH_ROW), Options()) == "recompute_logits"
-
-
 # Saved logits.
 
 
@@ -247,14 +233,6 @@ def test_devices(name, rows):
     assert not plan_of(on=device, options=Options(tune_products=False)).tune_products
 
 
-def test_small_memories():
-    """Chunks are as small as that asks for, down to 512 rows."""
-    assert [plan_of(on=replace(H200, memory=gb * GB)).chunk_rows for gb in (12, 8, 4, 1)] == [2048, 1408, 640, 512]
-    # A user's budget is one's own.
-    on = replace(H200, memory=8 * GB)
-    assert plan_of(on=on, options=Options(memory_budget=0.5)).chunk_rows == 8192
-
-
 def test_operands_that_are_converted_are_counted():
     """On AMD's GPUs and, in bfloat16, on old ones of NVIDIA."""
     wide = {"options": Options(logits_dtype="float32"), "bias": True}
@@ -263,12 +241,6 @@ def test_operands_that_are_converted_are_counted():
         temporary_bytes(call(bias=True), plan_of(on=on, **wide), on) for on in (DEVICES["MI300X"], old, H200)
     )
     assert amd - h200 == t4 - h200 == (2048 + 8192) * 4096 * 4
-
-
-def test_a_cpu_of_64_cores():
-    plan, region = plan_of(on=DEVICES["CPU"], device="cpu"), call(device="cpu")
-    assert plan.chunk_rows == pytest.approx(2048, rel=0.05) and not plan.tune_products
-    assert temporary_bytes(region, plan, DEVICES["CPU"]) < 1.6 * GB
 
 
 @pytest.mark.parametrize(
@@ -329,61 +301,7 @@ def test_where_dw_is_summed():
     assert not plan_of(options=Options(chunk_rows=8192)).float32_rows
 
 
-def test_rows_summed_in_float32_take_three_mebibytes_at_most():
-    for hidden, rows in ((64, 256), (2048, 256), (4096, 192), (8192, 96)):
-        assert plan_of(8192, 128256, hidden, options=Options(chunk_rows=2048)).float32_rows == rows
-    # Of an adapter, all rows are, and of several targets four times as many.
-    assert plan_of(rank=512).float32_rows == 192 and not plan_of(rank=512, **FROZEN).float32_rows
-    assert plan_of(targets=64).float32_rows == 768
-    # Without targets, no column is known to be frequent.
-    assert plan_of(teacher=4096).float32_rows == 192
-    assert not plan_of(teacher=4096, loss=Loss(ignore_index=NOTHING_IGNORED)).float32_rows
-
-
-def test_a_chunk_beside_a_float32_accumulator_takes_the_memory_of_dw():
-    larger, plan = call(16384), plan_of(16384)
-    assert plan.float32_accumulator and plan.chunk_rows == 4096
-    assert temporary_bytes(larger, plan) == temporary_bytes(larger, replace(plan, chunk_rows=512))
-
-
 # Memory.
-
-
-def test_what_plans_take_beside_the_gradients():
-    tokens, vocab, hidden = S1
-    no_copies = {"ignored_rows": "compute"}
-
-    def taken(strategy="gradients_in_forward", *, changes=(), **fields) -> int:
-        return temporary_bytes(call(**dict(changes)), Plan(strategy=strategy, **{**no_copies, **fields}))
-
-    def logits(rows: int) -> int:
-        return 2 * rows * vocab
-
-    assert taken(chunk_rows=2048) == logits(2048)
-    assert taken(chunk_rows=2048, float32_rows=192) == logits(2048) + 4 * 192 * hidden + 2 * 192 * 2048
-    # The accumulator and the rounded dW are there at once, but no logits.
-    assert taken(chunk_rows=2048, float32_accumulator=True) == 4 * vocab * hidden
-    assert taken(chunk_rows=6144, float32_accumulator=True) == logits(6144) + 2 * vocab * hidden
-    assert taken("save_logits", chunk_rows=tokens) == logits(tokens)
-    assert taken("recompute_logits", chunk_rows=2048) == logits(2048)
-    assert taken("save_logits", saved_rows=4096, chunk_rows=1024) == logits(5120)
-    assert taken("loss_only", chunk_rows=1024, changes={"needs_grad": ()}.items()) == logits(1024)
-    # float32 logits have dlogits beside them, a teacher its own logits; where rows are padded, logits are wider.
-    assert taken(chunk_rows=2048, float32_logits=True) == 3 * logits(2048)
-    assert taken(chunk_rows=2048, changes={"teacher": 64}.items()) == 2 * logits(2048)
-    assert taken(chunk_rows=2048, changes={"vocab": 128257}.items()) == 2 * 2048 * 128320 + 4 * 2048 * hidden
-    # dX for units is float32, and scaled into new memory; rows that are left out are copied to where dX will be.
-    units = {"loss": EACH_ROW, **FROZEN}.items()
-    assert taken(chunk_rows=2048, changes=units) == logits(2048) + 2 * tokens * hidden
-    assert taken(chunk_rows=128, changes=units) == 4 * tokens * hidden
-    assert taken(chunk_rows=2048, ignored_rows="skip") == logits(2048)
-    assert taken(chunk_rows=2048, ignored_rows="skip", changes=units) == logits(2048) + 2 * (tokens + 2048) * hidden
-    # An adapter's sum.
-    assert taken(chunk_rows=2048, changes={"rank": 16, **FROZEN}.items()) == logits(2048) + 2 * 16 * vocab
-    # A CPU multiplies 16 bits into float32 by copies.
-    assert taken(chunk_rows=2048, float32_accumulator=True, changes={"device": "cpu"}.items()) == (
-        logits(2048) + 2 * vocab * hidden + 4 * 2048 * (vocab + hidden)
-    )
 
 
 def shard_of(ranks: int, vocab: int = 128256, **changes) -> Shard:
@@ -474,14 +392,6 @@ def test_chunks_fill_the_budget(megabytes, device, loss):
     assert 0.65 * megabytes * MB < temporary_bytes(region, plan) <= megabytes * MB
 
 
-def test_a_budget_beside_an_accumulator():
-    """What is left above the sum of 65536 tokens is the chunk's."""
-    region = call(65536)
-    plan = choose(region, Options(memory_budget=2200 * MB), ABSENT_DEVICE)
-    assert plan.float32_accumulator and 2100 * MB < temporary_bytes(region, plan) <= 2200 * MB
-    assert plan.chunk_rows > 4096
-
-
 def test_budget_as_a_fraction_of_the_device():
     by_fraction = plan_of(options=Options(memory_budget=0.01), on=replace(H200, memory=140 * GB))
     assert by_fraction == plan_of(options=Options(memory_budget=1400 * MB))
@@ -525,16 +435,6 @@ def test_a_larger_budget_is_never_slower_and_more_tokens_never_take_less(loss):
 # What a plan does not depend on.
 
 
-def test_plans_depend_on_nothing_but_the_call():
-    regions = [call(tokens, loss=loss) for tokens in range(100, 9000, 700) for loss in (Loss(), EACH_ROW)]
-    options = [Options(), Options(memory_budget=600 * MB), Options(chunk_rows=512)]
-    asked = list(itertools.product(range(len(regions)), options))
-    first = [choose(regions[at], each, H200) for at, each in asked]
-    order = random.Random(0).sample(range(len(asked)), len(asked))
-    again = {at: choose(regions[asked[at][0]], asked[at][1], H200) for at in order}
-    assert [again[at] for at in range(len(asked))] == first
-
-
 # Row kernels, ignored rows and matmuls.
 
 
@@ -551,24 +451,6 @@ def test_the_host_waits_for_the_number_of_rows_where_that_pays(sizes, changes, w
     assert plan_of(*sizes, loss=Loss(ignore_index=NOTHING_IGNORED), **changes).ignored_rows == "skip"
 
 
-@pytest.mark.parametrize(
-    ("sizes", "changes", "tuned"),
-    [
-        (S1, {}, True),
-        (S1, {"options": Options(tune_products=False)}, False),
-        (S1, {"dtype": torch.float32}, False),
-        (S1, {"device": "cpu", "on": CPU}, False),
-        (S1, {"on": DEVICES["A100"]}, False),
-        (S1, {"on": DEVICES["MI300X"]}, False),
-        ((1024, 32000, 4096), {"options": Options(chunk_rows=400)}, False),
-        ((2048, 32000, 4096), {"options": Options(strategy="save_logits")}, True),
-    ],
-    ids=str,
-)
-def test_large_matmuls_are_tuned(sizes, changes, tuned):
-    assert plan_of(*sizes, **changes).tune_products == tuned
-
-
 def test_batch_invariance_has_conditions():
     options = Options(batch_invariant=True)
     assert plan_of(device="cpu", dtype=torch.float32, options=options, on=CPU).batch_invariant
@@ -581,13 +463,6 @@ def test_batch_invariance_has_conditions():
     ):
         with pytest.raises(ValueError, match=words):
             plan_of(options=options, **changes)
-
-
-def test_float32_logits_are_part_of_the_plan():
-    options = Options(logits_dtype="float32", row_kernels="torch")
-    plan = plan_of(options=options)
-    assert plan.float32_logits and plan.row_kernels == "torch"
-    assert not plan_of(dtype=torch.float32, options=options).float32_logits
 
 
 # Other plans, for `explain`.
@@ -615,67 +490,6 @@ def test_alternatives_are_other_plans_that_can_run(changes, strategies):
 
 
 # Plans as values, and devices.
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(strategy="gradients_in_forward", chunk_rows=7, float32_accumulator=True, ignored_rows="compute"),
-        Plan(strategy="save_logits", saved_rows=5, chunk_rows=7, float32_rows=3, tune_products=True),
-        Plan(strategy="loss_only", chunk_rows=7, float32_logits=True, row_kernels="torch", batch_invariant=True),
-    ],
-    ids=lambda plan: plan.describe(),
-)
-def test_a_plan_is_what_a_trace_carries_of_it(plan):
-    """Beside the fields of a loss, and with whatever belongs to no plan."""
-    carried = plan.non_defaults()
-    assert Plan.of(carried) == Plan.of({**Loss(z_loss=0.1).non_defaults(), "needs_grad": ("input",), **carried}) == plan
-    assert carried["strategy"] == plan.strategy
-
-
-def test_devices_are_plain_values():
-    cpu = Device.of(torch.device("cpu"))
-    assert cpu.kind == "cpu" and cpu.multiprocessors == torch.get_num_threads() and cpu.memory is None
-    hopper = {name for name, device in DEVICES.items() if device.is_hopper}
-    assert hopper == {"H200", "H100"} and DEVICES["B200"].is_nvidia and not DEVICES["MI300X"].is_nvidia
-    assert Device.of(torch.device("mps")).kind == "mps"
-    if not torch.cuda.is_available():
-        assert Device.of(torch.device("cuda")) is Device.of(torch.device("cuda:1")) is ABSENT_DEVICE
-    assert ABSENT_DEVICE.is_hopper and ABSENT_DEVICE.memory is None
-
-
-@pytest.mark.parametrize("budget", [None, 300 * MB, 0.01])
-def test_chunks_are_as_large_as_planned(budget):
-    """Or their memory would be another than what the plan was chosen for."""
-    generator = random.Random(0)
-    for _ in range(100):
-        tokens, vocab = generator.randint(1, 40000), generator.choice([32000, 50257, 64000, 128256])
-        logits_dtype, hidden = generator.choice(["input", "float32"]), generator.choice([512, 2048, 4096])
-        plan = choose(call(tokens, vocab, hidden), Options(memory_budget=budget, logits_dtype=logits_dtype), H200)
-        count, nothing = min(plan.chunk_rows, tokens), torch.empty(0)
-        rows = Rows(
-            count=tokens, total=tokens, target=nothing, valid_count=nothing, weight=None, s=None, at_target=None,
-            divisors=None,
-        )  # fmt: skip
-        assert max(chunk.stop - chunk.start for chunk in rows.chunks(plan.chunk_rows)) == count
-
-
-def test_what_64_threads_do_at_a_time():
-    """Of 2048 × 128256 × 2048 in float32: bytes of W and dW that the matmuls move."""
-    region, moved = call(2048, 128256, 2048, dtype=torch.float32, device="cpu"), {}
-    for threads in (2, 64):
-        on = replace(CPU, multiprocessors=threads)
-        chunks = -(-2048 // choose(region, Options(), on).chunk_rows)
-        moved[threads] = (4 * chunks - 1) * 128256 * 2048 * 4
-    assert moved[64] / GB < 8 and 30 < moved[2] / GB < 35
-
-
-def test_a_plan_says_where_rates_are_estimates():
-    says = {
-        name: "estimates" in plan_of(on=on, **({"device": "cpu"} if name == "CPU" else {})).describe()
-        for name, on in DEVICES.items()
-    }
-    assert says == {name: name not in ("H200", "CPU") for name in DEVICES}
 
 
 def test_options_are_equal_in_every_process():

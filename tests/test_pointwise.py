@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from thunder_flce.graph import thunder_fixes
 from thunder_flce.operation import pointwise
-from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, input_name, written
+from thunder_flce.operation.pointwise import VARIABLES, input_name, written
 from thunder_flce.token_losses import check_function, token_loss_of
 
 needs_dynamo = pytest.mark.skipif(
@@ -131,20 +131,6 @@ def test_value_and_derivatives(function, dtype):
         assert (tensor.shape, tensor.dtype, tensor.device.type) == ((T,), dtype, "meta")
 
 
-def test_the_text():
-    """Short, stable, and a line, whatever modes the caller has; what is known is not computed again."""
-    function = lambda p, e, old, a: torch.exp(p - old) * a * torch.tensor(1.0)  # noqa: E731
-    text = "f0 = aten.sub(log_prob, i0); f1 = aten.exp(f0); f2 = aten.mul(i1, f1); loss = f2; d_log_prob = f2"
-    modes = [torch.enable_grad, torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")]
-    for mode in (*modes, lambda: torch.device("meta"), torch._subclasses.FakeTensorMode):
-        pointwise._TEXTS.clear()
-        with mode():
-            assert written(function, [torch.bfloat16] * 2) == text
-    assert [pointwise.uses(text, name) for name in VARIABLES] == [True, False, False, False]
-    assert pointwise.numbered(text.replace("i1", "i7")) == (text, [0, 7])
-    assert not pointwise.uses("", "entropy")
-
-
 # What is refused.
 
 
@@ -248,29 +234,6 @@ def test_what_a_function_reads_may_change():
 # Programs that are traced elsewhere.
 
 
-def test_recorder():
-    recorder = Recorder([torch.float32, torch.bool])
-    ratio = recorder.write("exp", (recorder.write("sub", (Handle("log_prob"), Handle("i0")), {}),), {})
-    for bad, message in ((("cumsum", (ratio, 0)), "cumsum"), (("max", (ratio, "x")), "max with such arguments")):
-        with pytest.raises(NotOfTokens, match=message):
-            recorder.write(*bad, {})
-    other = recorder.copy()
-    mask = other.cast(Handle("i1"), torch.float32)
-    clipped = other.write("clamp", (ratio,), {"min": 0.8, "max": 1.2})
-    loss = other.write("truediv", (other.detached(clipped), other.write("sub", (2.0, mask), {})), {})
-    loss = other.write("mul", (loss, Handle("entropy")), {})
-    assert other.add_input(torch.int64) == "i2" == recorder.copy().add_input(torch.bool)
-
-    def function(p, e, a, m):
-        ratio, mask = torch.exp(p - a), m.float()
-        return ratio.clamp(0.8, 1.2).detach() / (2.0 - mask) * e
-
-    assert other.finish(loss) == written(function, [torch.float32, torch.bool]) == other.finish(loss)
-    assert recorder.finish(ratio) == written(lambda p, e, a: torch.exp(p - a), [torch.float32])
-    with pytest.raises(NotOfTokens, match="depends on none of"):
-        recorder.finish(Handle("i0"))
-
-
 # thunder's derivatives differ at bounds, of x**0, and it has none of lerp; a mask has none.
 @pytest.mark.parametrize(
     "name", [name for name in FUNCTIONS if name not in ("ties", "bounds", "numbers", "lerp", "a mask")]
@@ -326,12 +289,6 @@ def test_dynamo():
 def test_what_dynamo_refuses(message):
     with pytest.raises(TypeError, match=message):
         torch.compile(lambda x: (x + 1, token_loss_of(BAD[message], ())), backend="eager")(torch.ones(2))
-
-
-@needs_dynamo
-def test_captured_tensors_break_the_graph():
-    compiled = torch.compile(lambda x: (x + 1, token_loss_of(with_constants, ())), backend="eager")
-    assert compiled(torch.ones(2))[1] == token_loss_of(with_constants, ())
 
 
 def test_threads_at_once():

@@ -1,17 +1,15 @@
 """Which rows are computed, and how what was computed of them finds its tokens."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 import thunder_flce
-from reference import assert_as_exact_as_eager, error, make_case, run_by, truth
+from reference import error, make_case, run_by, truth
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import engine, primitives
 from thunder_flce.engine import rows as row_selection
-from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.rows import Rows
@@ -27,39 +25,6 @@ def selected(target: torch.Tensor, *, vocab: int = 7, ignored_rows: str = "skip"
     tensors = {"input": torch.zeros(target.shape[0], 1), "linear_weight": torch.zeros(vocab, 1), "target": target}
     plan = Plan(strategy="loss_only", chunk_rows=1, ignored_rows=ignored_rows)
     return Primitives(Call(tensors=tensors, loss=Loss()), plan).prepare(None)
-
-
-@pytest.mark.parametrize("block", [1, 3, 100])
-@pytest.mark.parametrize("ignored", [(), (0,), (0, 1, 5, 6, 7, 19), (17, 18, 19), tuple(range(20)), tuple(range(19))])
-def test_scatter_in_place(ignored, block, monkeypatch):
-    """In place what `scatter` does; what lay in the other rows, were it NaN, is gone."""
-    monkeypatch.setattr(row_selection, "_MOVED_ROWS", block)
-    target = torch.arange(20) % 7
-    target[list(ignored)] = -100
-    rows = selected(target)
-    packed = torch.randn(rows.count, 3)
-    tensor = torch.full((20, 3), float("nan"))
-    tensor[: rows.count] = packed
-    rows.scatter_(tensor)
-    assert torch.equal(tensor, torch.stack([rows.scatter(column) for column in packed.unbind(1)], 1))
-
-
-def test_gather_and_scatter():
-    target = torch.tensor([3, -100, 1, 2, -100])
-    rows = selected(target)
-    x = torch.randn(5, 2)
-    assert torch.equal(rows.gather_chunk(x, slice(1, 3)), x[[2, 3]])
-    assert torch.equal(rows.scatter(rows.gather(x[:, 0])), torch.where(target == -100, 0, x[:, 0]))
-
-
-@pytest.mark.parametrize("policy", IGNORED_ROWS)
-def test_scattered_rows_are_filled(policy):
-    """What ignored rows hold, were it NaN, does not come through."""
-    target = torch.tensor([3, -100, 1, -100])
-    rows = selected(target, ignored_rows=policy)
-    values = torch.where(target == -100, float("nan"), torch.arange(4.0))
-    expected = torch.tensor([0.0, -7.0, 2.0, -7.0])
-    assert torch.equal(rows.scatter(rows.masked(rows.gather(values), -7.0), -7.0), expected)
 
 
 @pytest.mark.parametrize(
@@ -86,42 +51,6 @@ PLANS = {
     **{strategy: Plan(strategy=strategy, chunk_rows=0 if strategy == "save_logits" else 10) for strategy in STRATEGIES},
     "some logits saved": Plan(strategy="save_logits", saved_rows=14, chunk_rows=26),
 }
-
-
-@pytest.mark.parametrize("ignored_rows", IGNORED_ROWS)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_ignored_rows_with_large_logits(plan, ignored_rows, monkeypatch):
-    """Where they are computed, too; the bias is large enough for its exponential to overflow."""
-    run_by(monkeypatch, replace(plan, ignored_rows=ignored_rows))
-    case = make_case(tokens=40, bias=True, ignored=0.5)
-    with torch.no_grad():
-        case.bias += 100
-    assert_as_exact_as_eager(case)
-
-
-@pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits"])
-def test_rows_of_x_take_no_memory_beside_dx(strategy, monkeypatch):
-    """Where rows are skipped, those of a chunk are packed where its dX goes."""
-    addresses = []
-
-    def spy(name, read):
-        function = getattr(matmul, name)
-
-        def call(*arguments, **settings):
-            addresses.append(read(*arguments).data_ptr())
-            return function(*arguments, **settings)
-
-        monkeypatch.setattr(matmul, name, call)
-
-    spy("weight_gradient_", lambda out, dlogits, x: x)
-    spy("input_gradient_", lambda out, dlogits, weight: out)
-    x, weight = torch.randn(40, 8).requires_grad_(), torch.randn(12, 8).requires_grad_()
-    target = torch.randint(0, 12, (40,))
-    target[::3] = -100
-    options = Options(strategy=strategy, chunk_rows=None if strategy == "save_logits" else 10)
-    linear_cross_entropy(x, weight, target, options=options).backward()
-    assert addresses[::2] == addresses[1::2]
-    assert len(set(addresses)) == (1 if strategy == "save_logits" else 3)
 
 
 SAVING_PLANS = {name: plan for name, plan in PLANS.items() if plan.strategy != "gradients_in_forward"}
@@ -223,17 +152,3 @@ def test_the_backward_does_not_ask_for_the_number_of_rows(strategy, ignored, doo
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     assert are_known == ([True, True] if device == "cuda" and door == "torch.compile" else [])
-
-
-def test_known_counts():
-    """Known while its memory lives, in views and detached tensors, and asked for in a copy."""
-    before, count = len(row_selection._known_counts), torch.tensor([7, 0])[0]
-    assert row_selection.recalled(count) is None
-    row_selection.remember(count, 5)
-    assert row_selection.recalled(count) == row_selection.recalled(count.detach()) == 5
-    assert row_selection.recalled(count.clone()) is None
-    del count
-    other = torch.tensor(3)
-    row_selection.remember(other, 3)
-    assert row_selection.recalled(other) == 3
-    assert len(row_selection._known_counts) <= before + 1

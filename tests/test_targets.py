@@ -1,8 +1,9 @@
 """Every Triton kernel, as its launchers ask for it, compiled for GPUs that are not there.
 
-It fails for what does not compile, needs more shared memory, threads or registers than the chip has, spills, or waits
-in a loop that reads nothing. `make targets` (ALL_TARGETS=1) compiles for all of them, in every dtype; `make test` for
-two, in bfloat16. Launchers are called with tensors on a CPU, in place of which a device is described.
+It fails for what does not compile, reads rows in small pieces, needs more shared memory, threads or registers than the
+chip has, spills, or waits in a loop that reads nothing. `make targets` (ALL_TARGETS=1) compiles for all of them, in
+every dtype; `make test` for two, in bfloat16. Launchers are called with tensors on a CPU, in place of which a device is
+described.
 """
 
 import math
@@ -69,6 +70,8 @@ CHIPS = {
     "gfx1100": _amd("gfx1100", (11, 0), 64 * KIB),
     "gfx1201": _amd("gfx1201", (12, 0), 64 * KIB),
 }
+WIDE = {f"_{name}_kernel" for name in ("statistics", "both", "moments", "gradient", "divergence")}
+WIDE_LOAD = r"ld\.global\S*\.v4\.b32|(global|buffer)_load_(b128|dwordx4)"
 SHORT = ("sm80", "gfx942")
 IS_SHORT = not os.environ.get("ALL_TARGETS")
 ROWS = 64
@@ -135,6 +138,7 @@ class Launch:
             f"{registers} registers of {self.threads} threads": registers * self.threads > self.chip.registers,
             f"{spilled} bytes spilled": spilled > SPILLED_BYTES,
             "waits in a loop that reads nothing": self.waits_blindly(),
+            "reads less than 16 bytes at a time": self.kernel in WIDE and not re.search(WIDE_LOAD, self.text),
         }
         return [text for text, is_fault in found.items() if is_fault]
 

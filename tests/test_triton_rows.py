@@ -336,58 +336,6 @@ def compiler(request):
     return Compiler(*request.param)
 
 
-LOADS = r"ld\.global\S*\.v4\.b32"
-
-
-@needs_compiler
-def test_compiled_statistics(compiler):
-    """Rows are loaded 16 bytes at a time."""
-    from thunder_flce.engine.kernels import triton_rows
-
-    for block in triton_rows._STATISTICS_BLOCKS:
-        vocab = 2 * block.elements + 1
-        assert re.search(LOADS, compiler.ptx(triton_rows._statistics_kernel, block, STRIDE=vocab + 63, VOCAB=vocab))
-
-
-@needs_compiler
-@pytest.mark.parametrize("absent", [(), ("class_weight",)], ids=str)
-def test_compiled_moments(compiler, absent):
-    """16 bytes at a time; what no term reads costs nothing."""
-    from thunder_flce.engine.kernels import triton_rows
-
-    block = triton_rows._MOMENTS_BLOCK
-    vocab, loads = 2 * block.elements + 1, []
-    for names in (("expected",), ("weighted_sum",), ("expected", "weighted_sum")):
-        constants, kernel = triton_rows._terms(names), triton_rows._moments_kernel
-        ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, VOCAB=vocab, **constants)
-        loads.append(len(re.findall(LOADS, ptx)))
-        if "expected" not in names and compiler._map["SOFTCAP"] is None:
-            assert "ex2" not in ptx
-    assert all(loads)
-
-
-@needs_compiler
-@pytest.mark.parametrize("column_sums", [False, True])
-@pytest.mark.parametrize(
-    "absent", [(), ("target", "one_hot"), ("uniform", "entropy", "class_weight"), ("entropy",)], ids=str
-)
-def test_compiled_gradient(compiler, absent, column_sums):
-    """16 bytes at a time, and nothing to exchange between threads but whether a few rows have their target here."""
-    from thunder_flce.engine.kernels import triton_rows
-
-    block = triton_rows._SUMS_BLOCK if column_sums else triton_rows._GRADIENT_BLOCK
-    rows = triton_rows._SUMS_ROWS if column_sums else 1
-    absent = absent if column_sums else (*absent, "column_sums")
-    vocab = 2 * block.elements + 1
-    kernel = triton_rows._gradient_kernel
-    ptx = compiler.ptx(kernel, block, absent=absent, STRIDE=vocab + 63, OUT_STRIDE=vocab + 127, VOCAB=vocab, ROWS=rows)
-    assert len(re.findall(LOADS, ptx)) >= rows
-    assert len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) >= rows
-    # Threads wait for each other only where one writes what another reads, z at the target.
-    assert "bar.sync" not in ptx or column_sums or "target" not in absent
-    assert "shfl" not in ptx or (column_sums and "target" not in absent)
-
-
 @needs_compiler
 @pytest.mark.parametrize("parts", [1, 3, 15])
 def test_compiled_both(compiler, parts):
@@ -424,44 +372,3 @@ def test_compiled_both(compiler, parts):
         # The target's entry is written when all threads have written theirs.
         stores = [match.start() for match in re.finditer(r"st\.global", ptx)]
         assert stores[-2] < ptx.rindex("bar.sync") < stores[-1]
-
-
-@needs_compiler
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("has_factors", [True, False])
-def test_compiled_divergence(kind, has_factors):
-    """Rows are loaded and stored 16 bytes at a time."""
-    from thunder_flce.engine.kernels import triton_divergence, triton_rows
-
-    block, divergence = triton_rows._STATISTICS_BLOCKS[1], Divergence(kind=kind, beta=0.3)
-    compiler, vocab = Compiler("bf16", LogitMap()), 128256
-    log_student, log_teacher = divergence.log_shares or (0.0, 0.0)
-    strides = dict.fromkeys(("STUDENT_STRIDE", "TEACHER_STRIDE", "OUT_STRIDE", "VOCAB"), vocab)
-    shares = {"OF_STUDENT": divergence.of_student, "OF_TEACHER": divergence.of_teacher}
-    ptx = compiler.ptx(
-        triton_divergence._divergence_kernel, block, absent=() if has_factors else ("factors",),
-        **strides, **shares, LOG_STUDENT=log_student, LOG_TEACHER=log_teacher,
-    )  # fmt: skip
-    assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) >= 4
-    assert (len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) > 0) == has_factors
-
-
-@needs_compiler
-@pytest.mark.parametrize("absent", [(), ("token_weight", "class_weight", "num_items", "upstream", "order")], ids=str)
-def test_compiled_vectors(compiler, absent):
-    """Without anything spilled to memory; what is asked for changes nothing else."""
-    from thunder_flce.engine.kernels import triton_rows, triton_vectors
-
-    block = triton_rows._Block(math.inf, triton_vectors._BLOCK, triton_vectors._THREADS)
-    for is_mean in (True, False):
-        of_classes = ("at_target",) if "class_weight" in absent else ()
-        constants = {"IGNORES": is_mean, "IS_MEAN": is_mean, "UPSTREAMS": is_mean and not absent}
-        assert ".local" not in compiler.ptx(
-            triton_vectors._prepare_kernel, block, absent=(*absent, *of_classes), **constants
-        )
-        constants = {"REDUCES": is_mean, "Z_LOSS": 1e-4 if is_mean else 0.0}
-        assert ".local" not in compiler.ptx(triton_vectors._finish_kernel, block, absent=of_classes, **constants)
-    absent = ("valid_count", "expected") if absent else ()
-    block = block._replace(elements=triton_vectors._SCALE_BLOCK)
-    ptx = compiler.ptx(triton_vectors._scale_kernel, block, absent=absent, size_1=2**20)
-    assert re.search(LOADS, ptx) and re.search(r"st\.global\S*\.v4\.b32", ptx)

@@ -324,20 +324,6 @@ def fsdp2_head(rank, of):
     assert found[0] == found[1] > found[2] or (tied and found[0] == found[1] == found[2]), found
 
 
-@with_each(one_chunk=24, eight_chunks=3)
-def fsdp2_communicates_once(rank, of):
-    """The head's weight is gathered once a step, and its gradient reduced once."""
-    head = LinearCrossEntropyLoss(H, 96, options=Options(chunk_rows=of))
-    fully_shard(head).set_unshard_in_backward(False)
-    x, labels = torch.randn(24, H, requires_grad=True), torch.randint(96, (24,))
-    for _ in range(2):
-        with CommDebugMode() as communication:
-            head(x, labels).backward()
-        counts = {str(name): count for name, count in communication.get_comm_counts().items()}
-        assert sorted(counts.values()) == [1, 1], counts
-        assert all(any(kind in name for name in counts) for kind in ("gather", "reduce_scatter")), counts
-
-
 @on_two_ranks
 def fsdp2_accumulates(rank):
     model = ModelWithLoss()

@@ -1,11 +1,9 @@
 """The vocabulary divided among ranks: the loss of the whole in float64, and the same bits on all ranks."""
 
 import re
-import weakref
 from collections import Counter, defaultdict
 from copy import deepcopy
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,17 +33,11 @@ from thunder_flce import (
     Options,
     VocabParallel,
     count_items,
-    data_parallel,
     linear_cross_entropy,
 )
 from thunder_flce.calls import unplanned
-from thunder_flce.device import ABSENT_DEVICE
-from thunder_flce.engine.choose import choose
-from thunder_flce.engine.plan import Plan
-from thunder_flce.engine.printing import program
-from thunder_flce.operation.call import Call, Spec
+from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operation.shard import Shard
 from thunder_flce.options import STRATEGIES
 from thunder_flce.vocab_parallel import CHECK_EVERY_CALL, as_literal
 
@@ -84,25 +76,6 @@ def test_of_equal_logits_the_argmax_is_the_lowest_column():
     for found in as_threads(3, run):
         assert torch.equal(found, (case.x @ case.weight.t()).argmax(1))
         assert found[0] == 20 and found[1] == 50
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parts_in_another_order_and_the_same_bits_again(strategy):
-    case, starts, sizes = make_case(bias=True), (61, 0, 21), (40, 21, 40)
-    case.target.clamp_(max=89)
-    exact = truth(case, label_smoothing=0.1, vocab_size=90)
-
-    def run(rank):
-        parallel = VocabParallel(group=dist.group.WORLD, start=starts[rank])
-        rows = slice(starts[rank], starts[rank] + sizes[rank])
-        settings = {"label_smoothing": 0.1, "vocab_size": 90, "options": Options(strategy=strategy, chunk_rows=10)}
-        first, again = (ours(part_of(case, rows), vocab_parallel=parallel, **settings) for _ in range(2))
-        assert torch.equal(first.loss, again.loss) and all(map(torch.equal, first.gradients, again.gradients))
-        x, weight, bias = exact.gradients
-        for found, right in zip((first.loss, *first.gradients), (exact.loss, x, weight[rows], bias[rows]), strict=True):
-            assert error(found, right) < 1e-5
-
-    as_threads(3, run)
 
 
 def test_partial_input_gradients_add_up():
@@ -202,45 +175,6 @@ def test_beside_data_parallel():
     as_threads(4, run)
 
 
-def test_losses_of_data_parallel_do_not_keep_their_arguments(monkeypatch):
-    """Someone may collect them, to log them later."""
-    calls = []
-
-    averaged_call = data_parallel.AveragedCall
-
-    def noted(*arguments):
-        call = averaged_call.of(*arguments)
-        calls.append(weakref.ref(call))
-        return call
-
-    def run(rank):
-        case = make_case(tokens=8, bias=True)
-        given = {"reduction": "none", "vocab_parallel": VocabParallel(group=dist.group.WORLD, data_parallel=True)}
-        losses = linear_cross_entropy(case.x, case.weight[:50], case.target.clamp(max=49), **given)
-        losses.sum().backward()
-        return losses
-
-    monkeypatch.setattr(data_parallel, "AveragedCall", SimpleNamespace(of=noted))
-    losses = as_threads(2, run)
-    assert len(losses) == len(calls) == 2 and not any(call() for call in calls)
-
-
-@pytest.mark.parametrize(("tokens", "label"), [(8, -100), (0, 3), (8, 3)])
-def test_a_rank_without_columns_and_rows_without_labels(tokens, label):
-    def run(rank):
-        x = torch.randn(tokens, 8, dtype=torch.bfloat16, requires_grad=True)
-        weight = torch.randn(53 if rank == 0 else 0, 8, dtype=torch.bfloat16, requires_grad=True)
-        parallel = thunder_flce.VocabParallel(group=dist.group.WORLD, input_grad="partial")
-        options = thunder_flce.Options(strategy="recompute_logits")
-        losses = thunder_flce.linear_cross_entropy(
-            x, weight, torch.full((tokens,), label), reduction="none", vocab_parallel=parallel, options=options
-        )
-        losses.sum().backward()
-        return bool(x.grad.any()), weight.grad.shape
-
-    assert as_threads(2, run) == [(label == 3 and tokens > 0, (53, 8)), (False, (0, 8))]
-
-
 def test_weights_that_are_dtensors():
     """With `vocab_parallel`, and hidden states that are plain tensors."""
     case = make_case(tokens=36, bias=True, dtype=torch.float64, ranks=(4,))
@@ -304,62 +238,6 @@ def test_token_losses_of_dtensors(of_weight):
 
 
 # What runs, and what is said of it.
-
-
-def call_of_a_part(*, tokens: int = 8192, ranks: int = 4, loss: Loss | None = None, **shard) -> Call:
-    """A GPU's part of a vocabulary of 128256 columns, in bfloat16."""
-    vocab, hidden = 128256, 4096
-    columns = vocab // ranks
-    shapes = {"input": (tokens, hidden), "linear_weight": (columns, hidden), "target": (tokens,)}
-    specs = {
-        name: Spec(shape, torch.int64 if name == "target" else torch.bfloat16, torch.device("cuda"), name != "target")
-        for name, shape in shapes.items()
-    }
-    of_rank = Shard(group="0", ranks=ranks, rank=0, start=0, columns=columns, largest=columns, vocab=vocab, **shard)
-    return Call(
-        tensors=specs, loss=loss or Loss(), needs_grad=("input", "linear_weight"), shard=of_rank if ranks > 1 else None
-    )
-
-
-def test_the_printed_program_says_what_ranks_exchange():
-    part = call_of_a_part()
-    plan = choose(part, Options(), ABSENT_DEVICE)
-    # As much memory as the chunks of one device.
-    assert plan.chunk_rows == 4 * choose(call_of_a_part(ranks=1), Options(), ABSENT_DEVICE).chunk_rows
-
-    def exchanged(call: Call, plan: Plan) -> list[str]:
-        printed = program(call, plan)
-        return [line.split("    ")[0].strip() for line in printed.forward if line.endswith("NCCL")]
-
-    assert exchanged(part, plan) == [
-        "row_max, row_log_sum = combined over the ranks", "dX bf16[8192, 4096] = summed over the ranks",
-    ]  # fmt: skip
-    loss = Loss(label_smoothing=0.1)
-    divided = call_of_a_part(tokens=2048, loss=loss, sequence_parallel=True)
-    found = exchanged(divided, choose(divided, Options(), ABSENT_DEVICE))
-    assert found[:2] == ["y i64[8192] = all_gather(y)", "x bf16[8192, 4096] = all_gather(x)"] and len(found) == 4
-
-
-def test_what_travels(monkeypatch):
-    """The matmuls need x, dX and three numbers of each token; then there are targets, and what ranks agree on."""
-    case, ranks = make_case(tokens=40, vocab=91, hidden=16), 4
-    given = []
-
-    def count(name, at):
-        run = getattr(dist, name)
-
-        def counted(*tensors, **settings):
-            given.append(tensors[at].nbytes)
-            return run(*tensors, **settings)
-
-        monkeypatch.setattr(dist, name, counted)
-
-    count("all_gather_into_tensor", 0)
-    count("reduce_scatter_tensor", 1)
-    case.target[:] = case.target.clamp(min=0)
-    divided_tokens(case, (23, 23, 23, 22), counts=(10,) * 4, reduction="sum")
-    targets, agreed, statistics = 8 * 40, 8 * 10 * ranks, 3 * 4 * 40 * ranks
-    assert sum(given) == ranks * (2 * 4 * 40 * 16 + targets + agreed + statistics)
 
 
 # All ranks mean the same call.
@@ -594,25 +472,6 @@ def test_what_one_rank_refuses_raises_on_all_of_them(refused, message, data_para
     first, second = (raised.value.errors[rank] for rank in range(2))
     assert isinstance(first, ValueError) and "rank" in str(first) and "has refused its arguments" in str(first)
     assert isinstance(second, TypeError | ValueError) and message in str(second)
-
-
-@pytest.mark.parametrize("data_parallel", [False, True], ids=["", "data parallel"])
-def test_class_weights_of_one_rank_are_a_dtensor(data_parallel):
-    """They are not gathered before the ranks know."""
-    case = make_case(class_weight=True)
-
-    def run(rank):
-        mine = part_of(case, parts((50, 51))[rank])
-        class_weight = distribute_tensor(case.class_weight, init_device_mesh("cpu", (2,)), [DivideRows(0)])
-        parallel = VocabParallel(group=dist.group.WORLD, data_parallel=data_parallel)
-        weight = class_weight if rank else case.class_weight
-        linear_cross_entropy(mine.x, mine.weight, mine.target, weight=weight, vocab_parallel=parallel)
-
-    with pytest.raises(RankErrors) as raised:
-        as_threads(2, run)
-    for rank in range(2):
-        message = r"weight is float32 \(101\) on cpu on rank 0 and a DTensor, float32 \(101\) on cpu on rank 1"
-        assert re.search(message, str(raised.value.errors[rank]))
 
 
 def test_what_is_wrong_on_all_ranks_of_data_parallel():
