@@ -363,7 +363,7 @@ def test_what_is_too_much_is_noticed(launches, monkeypatch):
     monkeypatch.setattr(triton_rows, "_STATISTICS_BLOCKS", (block(math.inf, 8192, 2048),))
     row_kernels().statistics(z)
     assert [fault.partition(" ")[2] for fault in launches[-1].faults()] == [
-        "bytes of shared memory", "threads", "registers of 2048 threads"
+        "bytes of shared memory", "threads", "registers of 2048 threads", "less than 16 bytes at a time"
     ]  # fmt: skip
     monkeypatch.setattr(triton_rows, "_ONE_PASS_BLOCKS", (block(math.inf, 16384, 128, programs=16),))
     row_kernels().both_(z, of(torch.int64), RowCoefficients(of(), of()))
