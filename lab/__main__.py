@@ -2,13 +2,14 @@
 
 import sys
 
-from lab import against, convergence, kernels, lean, soak
+from lab import against, convergence, kernels, lean, lengths, soak
 from thunder_flce.bench.cli import main
 
 SUBSETS = {
     "against": against.SUBSET,
     "kernels": kernels.SUBSET,
     "lean": lean.SUBSET,
+    "lengths": lengths.SUBSET,
     "soak": soak.SUBSET,
     "convergence": convergence.SUBSET,
 }

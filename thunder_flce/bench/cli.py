@@ -2,9 +2,7 @@
 
 import argparse
 import json
-import os
 import shlex
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,8 +12,8 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench import distributed, lengths, losses, methods, models, rates, records, regions, showing, small
-from thunder_flce.bench.measuring import DeviceLost, Schedule, Session
+from thunder_flce.bench import distributed, losses, methods, models, rates, records, regions, showing, small
+from thunder_flce.bench.measuring import Schedule, Session
 from thunder_flce.bench.shapes import SHAPES, parse_shape
 
 PROGRAM = "python -m thunder_flce bench"
@@ -23,35 +21,31 @@ PROGRAM = "python -m thunder_flce bench"
 
 @dataclass(frozen=True, kw_only=True)
 class Subset:
-    """What one name on the command line measures: some methods on some cases, such as shapes."""
+    """What one name on the command line measures: some methods on some cases, such as shapes.
+
+    Args:
+        help: a line.
+        measure: called for each case with what `parse` made of it, the names of methods, a `Session`, and `options`.
+        row: of its table.
+        methods: their names.
+        defaults: the cases that are measured where none is named, by the device.
+        case: with an s, the option that takes the cases.
+        parse: from the text of a case. Raises a ValueError.
+        check_method: raises a ValueError for a name that is no method; by default, what is none of `methods` is none.
+        schedule: by which methods take turns; None where each runs once.
+        options: more arguments of the command line, for argparse, and of `measure`.
+    """
 
     help: str
-
     measure: Callable[..., None]
-    """Called for each case, with what `parse` made of it, the names of methods, a `Session`, and `options`."""
-
     row: type
-    """Of its table"""
-
     methods: Collection[str]
-
     defaults: Mapping[str, Sequence[str]]
-    """The cases that are measured where none is named, by the device."""
-
     case: str = "shape"
-    """With an s, the option that takes the cases."""
-
     parse: Callable[[str], Any] = parse_shape
-    """From the text of a case. Raises a ValueError."""
-
     check_method: Callable[[str], object] | None = None
-    """Raises a ValueError for a name that is no method; by default, what is none of `methods` is none."""
-
     schedule: Schedule | None = Schedule()
-    """By which methods take turns; None where each runs once."""
-
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """More arguments of the command line, for argparse, and of `measure`."""
 
 
 def positive(text: str) -> int:
@@ -87,7 +81,7 @@ SUBSETS = {
     "losses": Subset(
         help="GRPO, preference losses, weighted tokens, log-probabilities, distillation",
         measure=losses.measure,
-        row=losses.Row,
+        row=regions.Row,
         methods=losses.METHODS,
         defaults=losses.SHAPES,
         parse=losses.parse,
@@ -114,18 +108,10 @@ SUBSETS = {
     "small": Subset(
         help="time of host and device, and calls, where regions are small",
         measure=small.measure,
-        row=small.Row,
+        row=regions.Row,
         methods=small.METHODS,
         defaults=small.SHAPES,
         schedule=small.SCHEDULE,
-    ),
-    "lengths": Subset(
-        help="numbers of tokens that are new at each step, then again",
-        measure=lengths.measure,
-        row=lengths.Row,
-        methods=lengths.METHODS,
-        defaults=lengths.SHAPES,
-        schedule=None,
     ),
     "distributed": Subset(
         help="the mean loss over several GPUs of this machine, which divide the vocabulary or the tokens",
@@ -175,29 +161,15 @@ def main(arguments: Sequence[str], subsets: Mapping[str, Subset] = SUBSETS, prog
     context = records.context(command, device=parsed.device, commit=parsed.commit)
     print(f"`{command}`\n\n{records.as_words(context)}\n", flush=True)
     measure = partial(subset.measure, **{name: getattr(parsed, name) for name in subset.options})
-    for number, case in enumerate(cases):
+    for case in cases:
         rows: list[Any] = []
-        lost = None
-        try:
-            measure(case, names, _session(subset, parsed, partial(_write, rows, parsed, context)))
-        except DeviceLost as error:
-            lost = error.method
+        measure(case, names, _session(subset, parsed, partial(_write, rows, parsed, context)))
         showing.show_progress("")
         rows.sort(key=lambda row: names.index(row.method) if row.method in names else -1)
         print(showing.markdown(str(case), subset.row, rows), end="\n\n", flush=True)
         if parsed.pictures:
             title = f"{parsed.subset}: {case}, {context['device']}"
             print(f"![{title}]({showing.draw(title, subset.row, rows, parsed.pictures)})", end="\n\n")
-        if lost is not None:
-            print(f"{lost} has left the device unusable", file=sys.stderr)
-            left = [name for name in names if name != lost]
-            if not left or lost not in names:
-                return 1
-            # In place of this process, where the device does not answer any more. Of an option given twice, the last
-            # one counts.
-            again = [f"--{subset.case}s", *texts[number:], "--methods", *left]
-            sys.stdout.flush()
-            os.execv(sys.executable, [sys.executable, *program.split()[1:], *arguments, *again])
     return 0
 
 

@@ -36,8 +36,9 @@ from thunder_flce.bench.measuring import (
     TimedRow,
     Unavailable,
     column,
+    no_mark,
     peak_bytes,
-)
+)  # fmt: skip
 from thunder_flce.bench.methods import peer
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error
 from thunder_flce.bench.shapes import Inputs, Shape, parse_shape
@@ -335,7 +336,7 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
             found[name] = {"failed": str(reason)}
             continue
         for _ in range(2):
-            result = step(_no_mark)
+            result = step(no_mark)
         if isinstance(result, Result):
             found[name] = _checked(result, of_reference, part)
             gradients = result.dx.nbytes + result.dw.nbytes
@@ -345,7 +346,7 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
             found[name] = {}
         steps[name] = step
     failures: list[Any] = []
-    outcomes = Session(device=device, schedule=schedule, progress=_no_mark, write=failures.append).take_turns(steps)
+    outcomes = Session(device=device, schedule=schedule, progress=no_mark, write=failures.append).take_turns(steps)
     assert not failures, failures
     times = {name: _slowest(outcome) for name, outcome in outcomes.items()}
     products = times.get("three products")
@@ -354,10 +355,6 @@ def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> li
         if products is not None:
             found[name]["ratio"] = found[name]["time_ms"] / products.median(TOTAL)
     return [Row(method=name, ranks=ranks, shape=shape, **numbers) for name, numbers in found.items()]
-
-
-def _no_mark(phase: str) -> None:
-    pass
 
 
 def _checked(result: Result, reference: dict[str, Tensor], part: Part) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 import thunder_flce
 from thunder_flce.backend import compile_graph
-from thunder_flce.bench.measuring import ERROR, GB, TOTAL, Mark, Schedule, Session, Step, TimedRow, column, release
+from thunder_flce.bench.measuring import Mark, Schedule, Session
 from thunder_flce.bench.methods import liger_per_token, peer, trl_log_probs
-from thunder_flce.bench.reference import Reference, matmuls, row_slices, summed
-from thunder_flce.bench.regions import first_calls
+from thunder_flce.bench.reference import Reference, row_slices, summed
+from thunder_flce.bench.regions import Comparison, RegionStep
 from thunder_flce.bench.shapes import Inputs, Shape, parse_shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.kl_divergence import linear_kl_divergence
@@ -47,25 +47,6 @@ FROZEN_HEAD_PEERS = ("trl", "cut-cross-entropy")
 
 PER_TOKEN = (*FROZEN_HEAD_PEERS, "liger, per token")
 """Peers that have log-probabilities of tokens, under which any loss runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(TimedRow):
-    """What one loss takes, run in one way; None for what was not measured."""
-
-    shape: Shape
-    matmuls: int | None = column("matmuls")
-    """How many its results need, over all tokens: the logits, dX and dW are one each."""
-    ratio: float | None = column("× matmuls", "{:.3f}")
-    """Time over that of so many matmuls alone."""
-    memory_gb: float | None = column("peak − gradients, GB", GB)
-    """Peak above the inputs and the gradients, in 10⁹ bytes."""
-    loss_error: float | None = column("loss error", ERROR)
-    """‖loss − reference‖ / ‖reference‖, the reference being float32 (float64 for float32 and float64 inputs)."""
-    dx_error: float | None = column("dX error", ERROR)
-    dw_error: float | None = column("dW error", ERROR)
-    first_call_s: float | None = column("first call, s", "{:.1f}")
-    """The first forward + backward, with all that is compiled for it."""
 
 
 def _log_probs_of(logits: Tensor, target: Tensor, *given: Tensor) -> Tensor:
@@ -319,8 +300,6 @@ WAYS: dict[str, Callable[[Any], Program]] = {
 
 METHODS = {f"{name}, {way}": (name, way) for name, loss in LOSSES.items() for way in loss.ways}
 
-_FLOORS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls", 4: "four matmuls"}
-
 
 def parse(text: str) -> Shape:
     """A shape of tokens, vocab, hidden, dtype and data alone.
@@ -339,46 +318,27 @@ def parse(text: str) -> Shape:
 # Most programs are one function with other constants, which Dynamo would give up to compile after eight of them.
 @torch._dynamo.config.patch(recompile_limit=4 * len(LOSSES))
 def measure(shape: Shape, names: list[str], session: Session) -> None:
-    """Measures some losses on one shape.
-
-    Args:
-        shape: its tokens are divided into `SEQUENCES`.
-        names: from `METHODS`.
-        session: where, for how long, and who is told.
-    """
-    device, session = session.device, replace(session, row=partial(Row, shape=shape))
-    torch.compiler.reset()
-    release(device)
-    inputs = Inputs.random(shape, device)
-    steps: dict[str, Step] = {}
-    numbers: dict[str, dict[str, Any]] = {}
-    counts = {LOSSES[METHODS[name][0]].matmuls for name in names} | {3}
-    for count in sorted(counts):
-        with session.attempt(_FLOORS[count]):
-            steps[_FLOORS[count]] = matmuls(inputs, count)
-            numbers[_FLOORS[count]] = {"matmuls": count}
+    """Measures some losses, names from `METHODS`, on one shape, whose tokens are divided into `SEQUENCES`."""
+    compared = Comparison(shape, session)
+    inputs = compared.inputs
+    for count in sorted({LOSSES[METHODS[name][0]].matmuls for name in names} | {3}):
+        compared.add_floor(count)
     # A reference is as large as the gradients; one at a time.
     for loss_name, group in groupby(sorted(names, key=list(METHODS).index), lambda name: METHODS[name][0]):
-        loss = LOSSES[loss_name]
+        loss, reference = LOSSES[loss_name], None
         given = loss.given(inputs)
         session.progress(f"{loss_name}: reference")
-        reference = None
-        with session.attempt(f"{loss_name}, reference"):
+        with compared.session.attempt(f"{loss_name}, reference"):
             reference = loss.reference(inputs, given)
         for name in group:
-            session.progress(f"{name}: first call")
-            with session.attempt(name):
-                step = partial(_run, WAYS[METHODS[name][1]](loss), (loss, inputs, given))
-                first, peaks, gradient_bytes = first_calls(step, reference, device)
-                memory = (peaks[TOTAL] - gradient_bytes) / 1e9
-                numbers[name] = {"matmuls": loss.matmuls, **first, "memory_gb": memory}
-                steps[name] = step
+            make = partial(_step, loss, METHODS[name][1], (loss, inputs, given))
+            compared.add(name, make, reference=reference, matmuls=loss.matmuls)
         del reference
-    outcomes = session.take_turns(steps)
-    for name, outcome in outcomes.items():
-        floor, times = outcomes.get(_FLOORS[numbers[name]["matmuls"]]), outcome.spread()
-        ratio = None if floor is None else times["time_ms"] / floor.median(TOTAL)
-        session.report(method=name, **times, ratio=ratio, **numbers[name])
+    compared.report()
+
+
+def _step(loss: Loss, way: str, arguments: tuple[Loss, Inputs, Given]) -> RegionStep:
+    return partial(_run, WAYS[way](loss), arguments)
 
 
 def _run(program: Program, arguments: tuple[Loss, Inputs, Given], mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:

@@ -21,6 +21,11 @@ Mark = Callable[[str], None]
 Step = Callable[[Mark], object]
 """Runs once and calls its argument with the name of each phase where that ends, as in mark("forward")."""
 
+
+def no_mark(phase: str) -> None:
+    """Of a step that nobody times."""
+
+
 Progress = Callable[[str], None]
 """Called with a few words before each thing that takes a while."""
 
@@ -28,7 +33,7 @@ TOTAL = "total"
 """The phase from the start of a step to its last mark."""
 
 
-TIME = "{:.2f}"
+TIME = "{:.3f}"
 GB = "{:.4g}"
 ERROR = "{:.1e}"
 """Formats of columns"""
@@ -66,14 +71,6 @@ class PhasedRow(TimedRow):
 
 class Unavailable(Exception):
     """A method that is not installed, or cannot do what it is asked for; the message says why."""
-
-
-class DeviceLost(Exception):
-    """A method, whose row has come, has left the device unusable for this process."""
-
-    def __init__(self, method: str):
-        super().__init__(method)
-        self.method = method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +162,12 @@ def settle(steps: Sequence[Step], schedule: Schedule, device: str) -> int:
             break
     # The first call after waiting for the device finds it idle; the timed ones follow it without a gap.
     for step in steps:
-        step(lambda phase: None)
+        step(no_mark)
     return max(min(schedule.calls, int(schedule.turn_ms / max(call_ms, 1e-3))), 2)
 
 
-def _turn(step: Step, schedule: Schedule, device: str) -> list[dict[str, float]]:
+def timed_turn(step: Step, schedule: Schedule, device: str) -> list[dict[str, float]]:
+    """The times of the phases of each call of a turn."""
     return laps_ms([step] * settle([step], schedule, device), device)
 
 
@@ -211,10 +209,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Where and for how long methods are measured, and who is told of it.
-
-    What measures methods raises `DeviceLost`, as `attempt` does, where one makes further measurements impossible.
-    """
+    """Where and for how long methods are measured, and who is told of it."""
 
     device: str
     """"cuda" or "cpu"."""
@@ -239,11 +234,7 @@ class Session:
 
     @contextmanager
     def attempt(self, *methods: str) -> Iterator[Attempt]:
-        """Turns any failure inside into a row of each of these methods, and frees what the failed one held.
-
-        Raises:
-            DeviceLost: where the device does not answer any more.
-        """
+        """Turns any failure inside into a row of each of these methods, and frees what the failed one held."""
         tried = Attempt()
         try:
             yield tried
@@ -254,14 +245,11 @@ class Session:
                 self.report(method=method, failed=_reason(error))
             _forget_frames(error)
         if tried.failed:
-            try:
-                release(self.device)
-            except Exception:
-                raise DeviceLost(methods[0]) from None
+            release(self.device)
 
-    def take_turns(self, steps: Mapping[str, Step]) -> dict[str, Outcome]:
+    def take_turns(self, steps: Mapping[str, Step], turn: Callable[..., Any] = timed_turn) -> dict[str, Outcome]:
         """Times methods that take turns; one that fails is left out from there on."""
-        found = self.rounds(steps, _turn)
+        found = self.rounds(steps, turn)
         return {name: Outcome([lap for turn in turns for lap in turn]) for name, turns in found.items()}
 
     def rounds(self, steps: Mapping[str, Any], turn: Callable[[Any, Schedule, str], Any]) -> dict[str, list[Any]]:

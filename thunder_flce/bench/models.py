@@ -7,7 +7,6 @@ A batch has at least four sequences, of at most `Model.length` tokens. Where len
 `LENGTHS` of them in turn, as of padded batches of texts.
 """
 
-import copy
 import itertools
 import statistics
 import time
@@ -33,15 +32,14 @@ from thunder_flce.bench.measuring import (
     PhasedRow,
     Session,
     Step,
-    Unavailable,
     column,
+    no_mark,
     peak_bytes,
     release,
     synchronize,
-)
+)  # fmt: skip
 from thunder_flce.bench.methods import peer
 from thunder_flce.bench.shapes import dtype_name
-from thunder_flce.functional import linear_cross_entropy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +61,9 @@ class Model:
 
 
 _LLAMA_1B = {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-    "rope_theta": 500000.0,
-}
+    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "tie_word_embeddings": True, "rope_theta": 500000.0,
+}  # fmt: skip
 # Without its window of 4096 tokens, which is longer than the sequences: litgpt writes its mask row by row, so that a
 # graph of torch.compile has 2048 operations for each of these layers, and AOTAutograd does not end within minutes.
 _GEMMA_2B = {"name": "Gemma-2-2b", "sliding_window_size": None, "sliding_window_indices": None}
@@ -103,7 +96,6 @@ METHODS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "flce backend, ignored_rows=compute": partial(
         torch.compile, backend=compile_graph, options={"ignored_rows": "compute"}
     ),
-    "function": lambda module: torch.compile(_CallsFunction(module)),
     "thunder": lambda module: import_module("thunder").jit(module),
     "flce": lambda module: thunder_flce.jit(module),
     "thunderfx": lambda module: thunder_flce.thunderfx(module),
@@ -146,52 +138,45 @@ class Row(PhasedRow):
     loss_error: float | None = column("loss error", ERROR)
     """|loss − loss of eager| / loss of eager."""
     fused: bool | None = None
-    """Whether this project fused the loss; of ours, but for "function"."""
+    """Whether this project fused the loss; of ours."""
 
 
 def measure(
-    name: str,
-    methods: list[str],
-    session: Session,
-    *,
-    layers: int | None,
-    tokens: list[int] | None,
-    lengths: list[str],
+    name: str, methods: list[str], session: Session, *, layers: int | None, tokens: list[int] | None, lengths: list[str]
 ) -> None:
-    """Measures methods on one model.
+    """Measures methods, names from `METHODS`, on one of `MODELS`.
 
     Args:
-        name: one of `MODELS`.
-        methods: names from `METHODS`.
+        name: of the model.
+        methods: their names.
         session: where, for how long, and who is told.
         layers: instead of the model's own number.
         tokens: in a batch, instead of the model's own number; each is measured.
         lengths: "one", "changing" or both.
     """
-    for count in tokens or [MODELS[name].tokens]:
-        for kind in lengths:
-            _measure_batches(name, methods, session, layers=layers, tokens=count, lengths=kind)
+    model = MODELS[name]
+    layers = layers or model.layers
+    for count, kind in itertools.product(tokens or [model.tokens], lengths):
+        length = max(min(model.length, count // 4), 1)
+        row = partial(Row, model=name, layers=layers, batch=count // length, length=length, lengths=kind)
+        of_batches = replace(session, row=partial(row, dtype=dtype_name(model.dtype)))
+        of_steps = [length]
+        if kind == "changing":
+            of_steps = torch.linspace(0.75 * length, 1.25 * length, LENGTHS).int().tolist()
+            # Each turn has each length once.
+            schedule = replace(session.schedule, calls=LENGTHS, turn_ms=1e9)
+            of_batches = replace(of_batches, schedule=schedule)
+        _measure(partial(_Training, model, layers, batch=count // length, lengths=of_steps), methods, of_batches)
 
 
-def _measure_batches(
-    name: str, methods: list[str], session: Session, *, layers: int | None, tokens: int, lengths: str
-) -> None:
+def _measure(make: Callable[..., "_Training"], methods: list[str], session: Session) -> None:
     torch.compiler.reset()
     release(session.device)
-    model = MODELS[name]
-    layers, length = layers or model.layers, max(min(model.length, tokens // 4), 1)
-    batch, lengths_of_steps = tokens // length, [length]
-    if lengths == "changing":
-        lengths_of_steps = torch.linspace(0.75 * length, 1.25 * length, LENGTHS).int().tolist()
-        # Each turn has each length once.
-        session = replace(session, schedule=replace(session.schedule, calls=LENGTHS, turn_ms=1e9))
-    row = partial(Row, model=name, layers=layers, batch=batch, length=length, lengths=lengths)
-    session = replace(session, row=partial(row, dtype=dtype_name(model.dtype)))
     session.progress("model")
     with session.attempt(*methods) as tried:
         # So that no method pays for Inductor's own start.
         torch.compile(lambda x: x.exp().sum())(torch.ones(64, device=session.device, requires_grad=True)).backward()
-        training = _Training(model, layers, batch=batch, lengths=lengths_of_steps, device=session.device)
+        training = make(device=session.device)
     if tried.failed:
         return
     session = session.with_fields(vocab=training.vocab, parameters=training.parameters)
@@ -244,7 +229,7 @@ class _Training:
         first_calls_s, losses = [], []
         for batch in self.batches:
             start = time.perf_counter()
-            losses.append(self.step(program, iter([batch]), lambda phase: None).item())
+            losses.append(self.step(program, iter([batch]), no_mark).item())
             synchronize(self._device)
             first_calls_s.append(time.perf_counter() - start)
         longest = partial(self.step, program, itertools.repeat(self.batches[-1]))
@@ -275,25 +260,6 @@ class _Training:
     def _update(self) -> None:
         self._optimizer.step()
         self._optimizer.zero_grad()
-
-
-class _CallsFunction(nn.Module):
-    """litgpt's model, with the same parameters, that calls `linear_cross_entropy` itself."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        if not isinstance(module, _LitGPT):
-            raise Unavailable("written for litgpt's models only")
-        model: Any = module.model
-        self.head, self.softcap = model.lm_head, model.config.final_logit_softcapping
-        self.body: Any = copy.copy(model)
-        self.body._modules = {**model._modules, "lm_head": nn.Identity()}
-        self.body.config = replace(model.config, final_logit_softcapping=None)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.body(tokens)
-        bias = self.head.bias
-        return linear_cross_entropy(hidden, self.head.weight, labels, linear_bias=bias, softcap=self.softcap)
 
 
 class _LitGPT(nn.Module):

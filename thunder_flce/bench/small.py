@@ -8,7 +8,6 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,66 +16,24 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from thunder_flce.bench.measuring import (
-    ERROR,
-    TOTAL,
-    Outcome,
-    Schedule,
-    Session,
-    TimedRow,
-    column,
-    release,
-    synchronize,
-)
+from thunder_flce.bench.measuring import TOTAL, Mark, Schedule, Session, Step, no_mark, synchronize
 from thunder_flce.bench.methods import Method, build, ours
-from thunder_flce.bench.reference import make_reference, relative_error
+from thunder_flce.bench.reference import make_reference
+from thunder_flce.bench.regions import Comparison, RegionStep
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.options import Options
 
 _SIZES = (
-    (128, 32000, 768),
-    (512, 32000, 768),
-    (2048, 32000, 768),
-    (512, 50257, 768),
-    (2048, 50304, 768),
-    (2048, 32000, 2048),
-    (512, 151936, 896),
-    (2048, 151936, 896),
-    (1024, 32000, 1024),
-    (4096, 50257, 1024),
-    (8192, 32000, 768),
-    (1024, 128256, 2048),
-    (4096, 128256, 2048),
-    (8192, 50304, 768),
-)
+    *((tokens, 32000, 768) for tokens in (128, 512, 2048, 8192)), (1024, 32000, 1024), (2048, 32000, 2048),
+    (512, 50257, 768), (2048, 50304, 768), (8192, 50304, 768), (4096, 50257, 1024),
+    (512, 151936, 896), (2048, 151936, 896), (1024, 128256, 2048), (4096, 128256, 2048),
+)  # fmt: skip
 SHAPES = {"cuda": ["tokens={},vocab={},hidden={}".format(*sizes) for sizes in _SIZES], "cpu": ["tiny"]}
 """What is measured on a device where nothing else is asked for."""
 
 SCHEDULE = Schedule(rounds=5, calls=200)
 
-WARM_UP = 5
-"""Steps before the first turn: what is compiled or measured for them is no part of it."""
-
 IGNORED_EVERY = 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row(TimedRow):
-    """A mean step of one method; medians over the turns."""
-
-    shape: Shape
-    time_ms: float | None = column("step, ms", "{:.3f}")
-    host_ms: float | None = column("host, ms", "{:.3f}")
-    """Until the host has asked for everything. On a CPU, where it waits for each operation, as time_ms."""
-    host_ms_p20: float | None = None
-    host_ms_p80: float | None = None
-    operations: int | None = column("operations")
-    """Kernels, copies and fills on the device; None on a CPU."""
-    calls: int | None = column("Python calls")
-    """Of functions, Python's and those in C."""
-    dx_error: float | None = column("dX error", ERROR)
-    """Of the methods that give the mean loss, as in `regions`."""
-    dw_error: float | None = column("dW error", ERROR)
 
 
 def _numbers(inputs: Inputs) -> Tensor:
@@ -101,16 +58,6 @@ def _log_probs(inputs: Inputs) -> Method:
     return lambda inputs: method(inputs)[0]
 
 
-def _without_gradients(inputs: Inputs) -> Method:
-    method = ours()
-
-    def forward(inputs: Inputs) -> Tensor:
-        with torch.no_grad():
-            return method(inputs)
-
-    return forward
-
-
 METHODS: dict[str, Callable[[Inputs], Method]] = {
     "eager": lambda inputs: build("eager"),
     "torch.compile": lambda inputs: build("torch.compile"),
@@ -120,74 +67,62 @@ METHODS: dict[str, Callable[[Inputs], Method]] = {
     "flce, token weights": lambda inputs: ours(token_weights=_numbers(inputs)),
     "flce, log-probabilities": _log_probs,
     "flce, token loss": _token_loss,
-    "flce, no_grad": _without_gradients,
+    "flce, no_grad": lambda inputs: torch.no_grad()(ours()),
 }
 """From the inputs, a function of them whose result is () or (T,)."""
 
 MEANS = {"eager", "torch.compile", "flce", "flce, compute"}
-"""Those whose gradients are compared with the reference."""
+"""Those whose results are compared with the reference."""
 
 
 def measure(shape: Shape, methods: list[str], session: Session) -> None:
-    """Measures methods on one shape.
-
-    Args:
-        shape: what to measure.
-        methods: names from `METHODS`.
-        session: where, for how long (`Schedule.calls` are the steps of a turn), and who is told.
-    """
-    device, session = session.device, replace(session, row=partial(Row, shape=shape))
-    torch.compiler.reset()
-    with session.attempt("inputs") as tried:
-        release(device)
-        inputs = Inputs.random(shape, device)
-        inputs.target[::IGNORED_EVERY] = -100
-        upstream, reference = _numbers(inputs), make_reference(inputs)
-    if tried.failed:
-        return
-    steps: dict[str, Callable[[], None]] = {}
-    numbers: dict[str, dict[str, Any]] = {}
+    """Measures methods, names from `METHODS`, on one shape; `Schedule.calls` are the steps of a turn."""
+    compared = Comparison(shape, session)
+    inputs, device = compared.inputs, session.device
+    inputs.target[::IGNORED_EVERY] = -100
+    upstream, reference = _numbers(inputs), make_reference(inputs)
     for name in methods:
-        session.progress(f"{name}: first calls")
-        with session.attempt(name):
-            step = partial(run_step, METHODS[name](inputs), inputs, upstream)
-            for _ in range(WARM_UP):
-                step()
-            found: dict[str, Any] = {
-                "operations": _device_operations(step, device=device),
-                "calls": _python_calls(step),
-            }
-            if name in MEANS:
-                for gradient, operand in (("dx", inputs.x), ("dw", inputs.weight)):
-                    assert operand.grad is not None
-                    found[f"{gradient}_error"] = relative_error(operand.grad, reference.gradients[gradient])
-            numbers[name], steps[name] = found, step
+
+        def make(name: str = name) -> RegionStep:
+            return partial(run_step, METHODS[name](inputs), inputs, upstream)
+
+        compared.add(name, make, reference=reference if name in MEANS else None, others=partial(_counts, device=device))
     del reference
-    for name, laps_ms in session.rounds(steps, _turn).items():
-        session.report(method=name, **Outcome(laps_ms).spread("host"), **numbers[name])
+    compared.report("host", turn=_turn)
 
 
-def run_step(method: Method, inputs: Inputs, upstream: Tensor) -> None:
+def run_step(method: Method, inputs: Inputs, upstream: Tensor, mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:
     """Forward and, where the result asks for it, backward; `upstream` is (T,), for a result of one number a token."""
-    inputs.x.grad = inputs.weight.grad = None
     loss = method(inputs)
+    mark("forward")
     if loss.requires_grad:
         loss.backward(upstream if loss.ndim else None)
+    mark("backward")
+    gradients = {name: tensor.grad for name, tensor in inputs.named_operands().items() if tensor.grad is not None}
+    inputs.x.grad = inputs.weight.grad = None
+    return loss.detach(), gradients
 
 
-def _turn(step: Callable[[], None], schedule: Schedule, device: str) -> dict[str, float]:
-    step()
+def _turn(step: Step, schedule: Schedule, device: str) -> list[dict[str, float]]:
+    step(no_mark)
     synchronize(device)
     start = time.perf_counter()
     for _ in range(schedule.calls):
-        step()
+        step(no_mark)
     host = time.perf_counter()
     synchronize(device)
     end = time.perf_counter()
-    return {TOTAL: (end - start) / schedule.calls * 1e3, "host": (host - start) / schedule.calls * 1e3}
+    return [{TOTAL: (end - start) / schedule.calls * 1e3, "host": (host - start) / schedule.calls * 1e3}]
 
 
-def _device_operations(run: Callable[[], object], *, device: str) -> int | None:
+def _counts(step: RegionStep, device: str) -> dict[str, Any]:
+    for _ in range(3):  # What is compiled or measured for them is no part of a turn.
+        step(no_mark)
+    run = partial(step, no_mark)
+    return {"operations": _device_operations(run, device), "calls": _python_calls(run)}
+
+
+def _device_operations(run: Callable[[], object], device: str) -> int | None:
     """How many kernels, copies and fills something starts, which has run before; None on a CPU."""
     if device != "cuda":
         return None

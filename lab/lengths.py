@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench.measuring import TIME, Session, column, release, synchronize
+from thunder_flce.bench.cli import Subset
+from thunder_flce.bench.measuring import TIME, Session, column, no_mark, release, synchronize
 from thunder_flce.bench.methods import Method, build, ours
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.bench.small import run_step
@@ -124,7 +125,17 @@ def _pass_ms(method: Method, inputs: Inputs, counts: list[int]) -> list[float]:
         some = replace(inputs, x=x, target=target)
         synchronize(device)
         start = time.perf_counter()
-        run_step(method, some, upstream[:count])
+        run_step(method, some, upstream[:count], no_mark)
         synchronize(device)
         times.append((time.perf_counter() - start) * 1e3)
     return times
+
+
+SUBSET = Subset(
+    help="numbers of tokens that are new at each step, then again",
+    measure=measure,
+    row=Row,
+    methods=METHODS,
+    defaults=SHAPES,
+    schedule=None,
+)
