@@ -406,7 +406,7 @@ def _same(lines: tuple[Line, ...], size: int) -> list[tuple[str, str]]:
 
 
 def _formatted(found: Sequence[Line | _Loop]) -> tuple[str, ...]:
-    """Lines with the library in a column of its own, where that leaves them short enough."""
+    """Lines with the library in a column of its own, where that leaves them short enough; long notes stand below."""
     texts: list[tuple[str, str]] = []
     for each in found:
         if isinstance(each, Line):
@@ -416,5 +416,15 @@ def _formatted(found: Sequence[Line | _Loop]) -> tuple[str, ...]:
         texts += [(each.title, "")] if each.title else []
         texts += [(indent + line.text, line.library) for line in each.lines]
     longest = max((len(library) for _, library in texts), default=0)
+    texts = [line for text, library in texts for line in _folded(text, library, WIDTH - longest - 2)]
     width = min(max((len(text) for text, library in texts if library), default=0), WIDTH - longest - 2)
     return tuple(f"{text:{width}}  {library}".rstrip() for text, library in texts)
+
+
+def _folded(text: str, library: str, width: int) -> list[tuple[str, str]]:
+    """A line, or two where it is too wide with its note, which stands behind four spaces."""
+    words, separator, note = text.rpartition("    ")
+    if not library or len(text) <= width or not words.strip():
+        return [(text, library)]
+    indent = " " * (len(words) - len(words.lstrip()))
+    return [(words, library), (f"{indent}{separator}{note}", "")]
