@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
 from front_ends import assert_agrees
-from reference import assert_close_to_truth, differentiate, make_case
 from test_fx import CLOSE, BreaksAfterHead, BreaksBeforeHead, H, Model, PrintsBeforeHead, V, batch
 from test_patterns import _arguments, _run, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
@@ -103,17 +102,6 @@ def test_any_number_of_tokens(program):
     assert compilations[:2] == [1, 1]
 
 
-def test_marked_dynamic():
-    model = Model()
-    compiled = compiled_with(model)
-    for length in (8, 5, 11):
-        tokens, labels = batch(3, length)
-        torch._dynamo.mark_dynamic(tokens, 1)
-        torch._dynamo.mark_dynamic(labels, 1)
-        assert_agrees(model, lambda t=tokens, y=labels: model(t, y), lambda t=tokens, y=labels: compiled(t, y), **CLOSE)
-    assert_fused(compiled, times=1)
-
-
 @pytest.mark.parametrize("are_labels_first", [False, True])
 def test_labels_with_sizes_of_their_own(are_labels_first):
     """Dynamo has symbols of their own for tokens and labels; only a guard says that there are as many of both."""
@@ -157,24 +145,6 @@ OF_TOKENS = {
         F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten(), reduction="none").exp()
     ),
 }
-
-
-@pytest.mark.parametrize("program", OF_TOKENS.values(), ids=OF_TOKENS)
-def test_lengths_that_change(program):
-    """By themselves, Dynamo's sizes become symbols at the second length: one each for hidden states and labels."""
-    weight = (torch.randn(53, 16) / 4).requires_grad_()
-    compiled = compiled_with(program, fullgraph=True, options={"strict": True})
-    for length in (9, 5, 7, 11, 2, 1):
-        hidden, labels = torch.randn(4, length, 16, requires_grad=True), torch.randint(53, (4, length))
-        found, expected = (
-            (loss := step(hidden, weight, labels), *torch.autograd.grad(loss, (hidden, weight)))
-            for step in (compiled, program)
-        )
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    # One for the first length, one for any, and one for a single token, which Dynamo has apart.
-    report = thunder_flce.explain(compiled)
-    assert 2 <= len(report) <= 3
-    assert [each.plan.strategy for each in report.decisions if each.fused] == ["gradients_in_forward"] * len(report)
 
 
 def _scaled(h, w, y):
@@ -260,16 +230,6 @@ def test_losses_that_are_not_recognised_are_reported(has_labels, is_strict):
     assert [each.fused for each in thunder_flce.explain(compiled).decisions] == [False]
 
 
-def test_declared_ranges_that_differ():
-    """No guard may say that these sizes are equal."""
-    hidden, weight = torch.randn(2, 6, 8), torch.randn(31, 8)
-    labels = torch.randint(31, (2, 6))
-    for tensor, most in ((hidden, 100), (labels, 50)):
-        torch._dynamo.mark_dynamic(tensor, 1, min=2, max=most)
-    compiled = compiled_with(OF_TOKENS["sum"])
-    torch.testing.assert_close(compiled(hidden, weight, labels), OF_TOKENS["sum"](hidden, weight, labels))
-
-
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 @pytest.mark.parametrize("name", ["mean", "cross-entropies"])
 def test_rows_that_a_mask_selects(name):
@@ -335,15 +295,6 @@ def test_a_label_smoothing_that_changes(monkeypatch):
     assert_fused(compiled)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_as_exact_as_eager(dtype):
-    case = make_case(dtype=dtype)
-    compiled = compiled_with(lambda x, w, y: F.cross_entropy(F.linear(x, w).float(), y), fullgraph=True)
-    loss = compiled(case.x, case.weight, case.target)
-    assert_close_to_truth(differentiate(loss, case, None, ()), case)
-    assert_fused(compiled, times=1)
-
-
 @pytest.mark.gpu
 @pytest.mark.inductor
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -398,15 +349,6 @@ def test_inductor():
     assert thunder_flce.explain(compiled).decisions[0].plan.chunk_rows == 7
 
 
-def test_no_grad():
-    model = Model()
-    compiled = compiled_with(model)
-    arguments = batch()
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(*arguments), model(*arguments))
-    assert thunder_flce.explain(compiled).decisions[0].plan.strategy == "loss_only"
-
-
 @pytest.mark.parametrize("where", ["head", "loss", "both"])
 def test_no_grad_inside(where):
     """Which operands get a gradient is what Dynamo says of each tensor, wherever the operator is put."""
@@ -440,20 +382,6 @@ def test_old_log_probabilities_without_grad():
     compiled = compiled_with(program, fullgraph=True)
     torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
     assert_fused(compiled)
-
-
-@pytest.mark.parametrize("dynamic", [False, True], ids=["", "dynamic"])
-def test_rows_counted_on_the_default_device(dynamic):
-    """Which thunder asks for, where a program does not name it."""
-
-    def program(hidden, weight, labels):
-        log_probs = F.linear(hidden, weight).log_softmax(-1)
-        return -log_probs[torch.arange(hidden.shape[0]), labels].mean()
-
-    arguments = torch.randn(6, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (6,))
-    compiled = compiled_with(program, fullgraph=True, dynamic=dynamic)
-    torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
-    assert_fused(compiled, times=1)
 
 
 @pytest.mark.parametrize("rows", [range(6), range(5, -1, -1)], ids=["", "backwards"])
@@ -590,15 +518,6 @@ def test_graph_breaks(model):
     assert decision.reason is (None if type(model) is PrintsBeforeHead else Reason.ARGUMENT)
 
 
-def test_tied_embeddings():
-    model = Model()
-    model.lm_head.weight = model.embedding.weight
-    compiled = compiled_with(model)
-    arguments = batch()
-    assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
-    assert_fused(compiled, times=1)
-
-
 def test_strict():
     """The error itself, and none of Dynamo's around it; at each call."""
     model = Model()
@@ -663,24 +582,6 @@ def test_explain():
         thunder_flce.explain(torch.compile(first))
 
 
-def test_explain_of_a_graph_without_a_loss():
-    """It was compiled, too."""
-    compiled = compiled_with(lambda x: x.sin())
-    compiled(torch.ones(3))
-    text = str(thunder_flce.explain(compiled))
-    assert "nothing is compiled yet" not in text and "no cross-entropy, log-probability, entropy" in text
-
-
-def test_explain_of_a_function_and_of_a_module_compiled_in_place():
-    model = Model()
-    model.compile(backend="thunder_flce")
-    model(*batch())
-    function = compiled_with(lambda tokens, labels: Model.forward(model, tokens, labels))
-    function(*batch())
-    for compiled in (model, function):
-        assert_fused(compiled, times=1)
-
-
 def test_entry_point():
     """Found without an import: by the metadata, which name what is there."""
     tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
@@ -712,26 +613,5 @@ def test_ddp_and_its_split_graphs(tmp_path):
         assert_agrees(module, lambda: module(hidden, labels), lambda: compiled(hidden, labels), **CLOSE)
         assert_fused(compiled, times=1)
         assert len(thunder_flce.explain(compiled)) > 1
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_fsdp2(tmp_path):
-    from torch.distributed.fsdp import fully_shard
-
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        model, arguments = PrintsBeforeHead(), batch()
-        expected = model(*arguments)
-        fully_shard(model.hidden, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        compiled = compiled_with(model)
-        loss = compiled(*arguments)
-        loss.backward()
-        torch.testing.assert_close(loss, expected)
-        assert model.lm_head.weight.grad is not None
-        assert_fused(compiled, times=1)
     finally:
         torch.distributed.destroy_process_group()

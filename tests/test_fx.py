@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import thunder_flce
 from front_ends import FRONT_ENDS, assert_agrees, decisions
-from test_patterns import _arguments, _run, patterns
-from thunder_flce import FuseLinearCrossEntropy, NotFusedError
+from test_patterns import _arguments, _run
+from thunder_flce import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Reason
 
 V, H = 97, 16
@@ -77,24 +77,6 @@ def test_new_shapes():
     assert len(decisions(compiled)) == compiled_so_far
 
 
-def test_symbolic_values():
-    """Of a function: thunder can't trace an nn.Embedding with symbolic values."""
-    weight = torch.randn(V, H, requires_grad=True)
-
-    def step(hidden, weight, labels):
-        return F.cross_entropy(F.linear(hidden, weight), labels)
-
-    compiled = thunder_flce.thunderfx(step, cache="symbolic values")
-    for tokens in (8, 9, 5, 8):
-        results = []
-        hidden, labels = torch.randn(tokens, H, requires_grad=True), torch.randint(0, V, (tokens,))
-        for call in (step, compiled):
-            loss = call(hidden, weight, labels)
-            results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
-        torch.testing.assert_close(results[1], results[0], **CLOSE)
-    assert {decision.reason for decision in decisions(compiled)} == {Reason.DYNAMIC}
-
-
 def torch_compile_notices_eval() -> bool:
     """Not on Python 3.13.0 with torch 2.11, where it runs the graph of training again."""
     dropout, x = torch.nn.Dropout(), torch.ones(100, requires_grad=True)
@@ -123,40 +105,6 @@ def test_no_grad_and_eval():
         pytest.skip("torch.compile itself does not notice eval() here")
     assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
     assert_fused(compiled)
-
-
-@both_front_ends
-def test_a_step_that_drops_the_logits(front_end):
-    model = Model()
-
-    class WithLogits(nn.Module):
-        def forward(self, tokens, labels):
-            logits = model.logits(tokens)
-            return F.cross_entropy(logits.view(-1, V), labels.view(-1)), logits
-
-    with_logits = WithLogits()
-
-    def step(tokens, labels):
-        return with_logits(tokens, labels)[0]
-
-    arguments = batch()
-    compiled = front_end(step)
-    assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
-    assert_fused(compiled, times=1)
-
-
-def test_autocast():
-    model = Model()
-    arguments = batch()
-    compiled = thunder_flce.thunderfx(model)
-
-    def under_autocast(forward):
-        with torch.autocast("cpu", torch.bfloat16):
-            return forward(*arguments)
-
-    tolerances = {"rtol": 2e-2, "atol": 2e-2}
-    assert_agrees(model, lambda: under_autocast(model), lambda: under_autocast(compiled), **tolerances)
-    assert_fused(compiled, times=1)
 
 
 @both_front_ends
@@ -212,22 +160,6 @@ def test_checkpointed_loss(front_end, of_hidden):
     compiled = front_end(step)
     assert_agrees(model, lambda: step(*arguments), lambda: compiled(*arguments), **CLOSE)
     assert_fused(compiled, times=1)
-
-
-@both_front_ends
-def test_ignore_index_as_an_argument(front_end):
-    model = Model()
-
-    def step(tokens, labels, ignore_index):
-        return F.cross_entropy(model.logits(tokens).view(-1, V), labels.view(-1), ignore_index=ignore_index)
-
-    compiled = front_end(step)
-    tokens, labels = batch()
-    labels[labels == -100] = 5
-    for ignore_index in (5, 6, 7):
-        call = (tokens, labels, ignore_index)
-        assert_agrees(model, lambda c=call: step(*c), lambda c=call: compiled(*c), **CLOSE)
-    assert_fused(compiled, times=3)
 
 
 class BreaksBeforeHead(Model):
@@ -313,24 +245,6 @@ def test_graphs_have_their_code(thunderfx, monkeypatch):
     assert classes == [torch.fx.GraphModule]
 
 
-# One of each group of patterns, and all with operations that thunder would leave to Inductor.
-PATTERNS = (
-    patterns.addmm,
-    patterns.modules_of_log_softmax_and_nll_loss,
-    patterns.log_probability_and_entropy_of_categorical,
-    patterns.softcapped_and_shifted,
-    patterns.entropies_of_three_operations,
-)
-
-
-@pytest.mark.parametrize("program", PATTERNS, ids=lambda program: program.__name__)
-def test_patterns(program):
-    tensors = _arguments(program)
-    compiled = thunder_flce.thunderfx(program, strict=True)
-    torch.testing.assert_close(_run(compiled, tensors), _run(program, tensors), **CLOSE)
-    assert_fused(compiled)
-
-
 def method_mm(hidden, weight, bias, labels):
     return F.cross_entropy(hidden.flatten(0, 1).mm(weight.t()), labels.flatten()) + 0 * bias.sum()
 
@@ -376,14 +290,6 @@ def test_tensors_by_keyword(operation):
     torch.testing.assert_close(_run(compiled, [x]), _run(program, [x]), **CLOSE)
 
 
-def test_strict():
-    model = Model()
-    model.after_head = torch.relu
-    step = thunder_flce.thunderfx(lambda tokens, labels: Model.forward(model, tokens, labels), strict=True)
-    with pytest.raises(NotFusedError, match="by relu"):
-        step(*batch())
-
-
 def test_transforms_of_the_user_come_after_ours():
     class Recorder(thunder.Transform):
         def transform_traces_pre_prologue(self, prologue, computation, epilogue, **kwargs):
@@ -427,17 +333,3 @@ def test_functional_form_behind_dynamo(compile, reduction):
         (fused,) = graph.thunder_compiled_fns
         symbols = [bsym.sym.name for bsym in thunder.last_traces(fused)[-1].bound_symbols]
         assert "flce_linear_cross_entropy_fwd" in symbols
-
-
-def test_functional_form_with_options_behind_thunderfx():
-    """thunder does not know them, so the operator runs."""
-    hidden, weight = torch.randn(14, 8, requires_grad=True), torch.randn(20, 8, requires_grad=True)
-    labels = torch.randint(20, (14,))
-
-    def program(hidden, weight, labels):
-        options = thunder_flce.Options(chunk_rows=5)
-        return thunder_flce.linear_cross_entropy(hidden * 2, weight, labels, options=options) * 3
-
-    results = [function(hidden, weight, labels) for function in (thunder_flce.thunderfx(program), program)]
-    torch.testing.assert_close(*results)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, (hidden, weight)) for loss in results))

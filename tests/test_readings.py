@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import test_patterns  # noqa: F401 (finds traces/patterns.py)
 import thunder_flce
-from front_ends import FRONT_ENDS, decisions
+from front_ends import decisions
 from reference import error
-from thunder_flce import NotFusedError, NotFusedWarning, Options
+from thunder_flce import NotFusedWarning, Options
 from thunder_flce.backend import compile_graph
 from thunder_flce.inspection import programs
 from thunder_flce.matching.decisions import Reason
@@ -95,26 +95,6 @@ def test_regions(program, outputs):
     assert [region.get("outputs", ()) for region in regions(jitted)] == outputs
 
 
-@pytest.mark.parametrize("compiled", FRONT_ENDS.values(), ids=FRONT_ENDS)
-def test_front_ends(compiled):
-    program = patterns.log_probability_as_trl_has_it
-    tensors = tensors_for(program)
-    jitted = compiled(program, strict=True)
-    for got, right in zip(results(jitted, tensors), results(program, tensors), strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
-    assert [(decision.kind, decision.fused) for decision in decisions(jitted)] == [("log-probability", True)]
-    assert "1 of 1 log-probabilities fused" in str(thunder_flce.explain(jitted))
-
-
-def test_without_gradients():
-    """As rollouts and reference models are scored."""
-    tensors = tensors_for(patterns.entropy_as_verl_has_it)
-    jitted = thunder_flce.jit(patterns.entropy_as_verl_has_it)
-    with torch.no_grad():
-        torch.testing.assert_close(jitted(*tensors), patterns.entropy_as_verl_has_it(*tensors))
-    assert [region["strategy"] for region in regions(jitted)] == ["loss_only"]
-
-
 def test_labels_that_do_not_exist():
     """gather knows no ignore_index."""
     hidden, weight, tokens = tensors_for(patterns.log_softmax_gathered)
@@ -162,12 +142,6 @@ def test_columns_of_logits_beside_a_loss():
     jitted = thunder_flce.jit(program, strict=True)
     torch.testing.assert_close(jitted(*tensors), program(*tensors))
     assert [decision.kind for decision in decisions(jitted)] == ["cross-entropy"]
-
-
-def test_strict():
-    program = patterns.entropy_by_nansum
-    with pytest.raises(NotFusedError, match="the entropy at .*patterns.py:.*by nansum"):
-        thunder_flce.jit(program, strict=True)(*tensors_for(program))
 
 
 def test_a_loss_beside_what_is_not_fused():
@@ -306,65 +280,6 @@ def test_probabilities_of_a_head_are_never_dropped_in_silence(program, reason):
     with pytest.warns(NotFusedWarning, match="not fused, because"):
         torch.testing.assert_close(jitted(*tensors), program(*tensors))
     assert [decision.reason for decision in decisions(jitted)] == [reason]
-
-
-def test_entropies_in_one_sum():
-    """Of all tokens at once, which is no sum over the classes alone."""
-
-    def program(hidden, weight, tokens):
-        log_probs = F.linear(hidden, weight).log_softmax(-1)
-        return -(log_probs.exp() * log_probs).sum()
-
-    jitted, tensors = thunder_flce.jit(program), tensors_for(patterns.entropy_of_probabilities)
-    with pytest.warns(NotFusedWarning, match="the entropy at .*by sum over other dimensions than the classes"):
-        torch.testing.assert_close(jitted(*tensors), program(*tensors))
-
-
-def _logits_and_labels(hidden, weight, labels):
-    return F.linear(hidden, weight), labels.clamp(0, weight.shape[0] - 1).unsqueeze(-1)
-
-
-def two_temperatures(hidden, weight, labels):
-    """The logit of the label is twice that of the logits whose log-sum-exp it is beside."""
-    logits, labels = _logits_and_labels(hidden, weight, labels)
-    return logits.gather(-1, labels).squeeze(-1) - (logits / 2).logsumexp(-1)
-
-
-def log_probability_used_twice(hidden, weight, labels):
-    logits, labels = _logits_and_labels(hidden, weight, labels)
-    log_prob = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
-    return log_prob.unsqueeze(0).squeeze(0) + log_prob.square()
-
-
-def log_softmax_by_hand(hidden, weight, labels):
-    logits, labels = _logits_and_labels(hidden, weight, labels)
-    return (logits - logits.logsumexp(-1, keepdim=True)).gather(-1, labels).squeeze(-1)
-
-
-def weighted_without_grad(hidden, weight, labels):
-    logits, labels = _logits_and_labels(hidden, weight, labels)
-    log_prob = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
-    with torch.no_grad():
-        old = logits.log_softmax(-1).gather(-1, labels).squeeze(-1)
-    return log_prob * old
-
-
-@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
-@pytest.mark.parametrize(
-    ("program", "outputs"),
-    [
-        (two_temperatures, ("log_sum_exp",)),
-        (log_probability_used_twice, None),
-        (log_softmax_by_hand, None),
-        (weighted_without_grad, None),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_a_region_is_asked_for(program, outputs):
-    tensors = tensors_for(patterns.log_softmax_gathered)
-    jitted = thunder_flce.jit(program)
-    torch.testing.assert_close(results(jitted, tensors), results(program, tensors))
-    assert [region.get("outputs") for region in regions(jitted)] == [outputs]
 
 
 def _log_prob(logits, labels):
@@ -591,24 +506,6 @@ def test_sums_over_classes_of_any_number():
     assert len(graphs) == 2
 
 
-def test_means_of_a_layer():
-    """Which is no head: its linear stays, and nothing is said of it. Only the loss behind it is fused."""
-
-    def program(hidden, weight, labels):
-        inner = F.linear(hidden, weight)
-        gate = F.linear(hidden, weight + 1).mean(-1, keepdim=True).sigmoid()
-        normed = (inner - inner.mean(-1, keepdim=True)) * (inner.var(-1, keepdim=True) + 1e-5).rsqrt()
-        return F.cross_entropy((normed * gate) @ torch.ones(29, 31), labels)
-
-    hidden, weight = torch.randn(6, 8), torch.randn(29, 8, requires_grad=True)
-    for compile in ALL_FRONT_ENDS.values():
-        step = compile(program)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", NotFusedWarning)
-            torch.testing.assert_close(step(hidden, weight, torch.arange(6)), program(hidden, weight, torch.arange(6)))
-        assert [decision.kind for decision in decisions(step) if decision.fused] == ["cross-entropy"]
-
-
 CANCELLED = {
     "sum of centered logits": lambda z, y: (F.cross_entropy(z, y), (z - z.mean(-1, keepdim=True)).sum(-1)),
     "sum of a softmax": lambda z, y: (F.cross_entropy(z, y), z.softmax(-1).sum(-1)),
@@ -762,24 +659,6 @@ def test_other_tensors_changed_in_place(compiled):
     assert decisions and all(decision.fused for decision in decisions)
 
 
-@pytest.mark.filterwarnings("ignore::thunder_flce.NotFusedWarning")
-def test_labels_copied_before_they_are_changed():
-    """The labels of the parts are not those of the whole any more."""
-
-    def program(hidden, weight, labels):
-        labels = labels.clone()
-        parts = [part.clone() for part in labels]
-        labels.mul_(0)
-        found = []
-        for row, of_row in zip(F.linear(hidden, weight), parts, strict=True):
-            found.append(row.log_softmax(-1).gather(-1, of_row[:, None])[:, 0])
-        return torch.stack(found)
-
-    tensors = torch.randn(2, 3, 8), torch.randn(29, 8), torch.tensor([[3, 28, 0], [11, 7, 7]])
-    for compile in ALL_FRONT_ENDS.values():
-        torch.testing.assert_close(compile(program)(*tensors), program(*tensors))
-
-
 ONE_ROW = {
     "entropy": lambda z, y: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1),
     "entr": lambda z, y: torch.special.entr(z.softmax(-1)).sum(-1),
@@ -801,14 +680,3 @@ def test_one_row_of_logits(function, compiled):
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(result, operands) for result in (found, expected)]
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("compiled", FRONT_ENDS.values(), ids=FRONT_ENDS)
-def test_no_tokens(compiled):
-    def program(hidden, weight, labels):
-        losses = F.cross_entropy(F.linear(hidden, weight), labels, reduction="none")
-        return losses.mean() + losses.sum()
-
-    hidden, weight = torch.randn(0, 8, requires_grad=True), torch.randn(29, 8, requires_grad=True)
-    loss = compiled(program)(hidden, weight, torch.randint(29, (0,)))
-    assert loss.isnan() and torch.autograd.grad(loss, hidden)[0].shape == (0, 8)

@@ -16,7 +16,6 @@ from torch import nn
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options
 from thunder_flce.matching.decisions import Reason
-from thunder_flce.operation.loss import OUTPUTS
 from thunder_flce.options import STRATEGIES
 
 V, H = 97, 16
@@ -120,43 +119,6 @@ def test_fused(loss, options, device):
     assert "flce_linear_cross_entropy_fwd" not in _symbols(thunder.last_backward_traces(jitted)[-1])
 
 
-@pytest.mark.parametrize("loss", [litgpt_loss, per_token_loss])
-def test_low_precision_keeps_the_dtype_of_the_loss(loss, device):
-    model = Head(loss, dtype=torch.bfloat16).to(device)
-    _assert_agrees(model, thunder_flce.jit(model), _batch(device), rtol=3e-2, atol=3e-2)
-
-
-def narrowed_loss(logits, labels):
-    return F.cross_entropy(logits.to(torch.bfloat16).float().view(-1, V), labels.view(-1))
-
-
-def probabilities_loss(logits, labels):
-    logits = logits.view(-1, V)
-    return F.cross_entropy(logits, torch.full_like(logits, 1 / V))
-
-
-def two_losses(logits, labels):
-    return litgpt_loss(logits, labels) + logits.mean()
-
-
-@pytest.mark.parametrize(
-    ("loss", "reason"),
-    [
-        (narrowed_loss, Reason.TRANSFORMED_LOGITS),
-        (probabilities_loss, Reason.CLASS_PROBABILITIES),
-        (two_losses, Reason.LOGITS_USED),
-    ],
-)
-def test_not_fused(loss, reason):
-    model = Head(loss)
-    jitted = thunder_flce.jit(model)
-    with pytest.warns(NotFusedWarning, match="not fused, because"):
-        _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
-    ((decision,),) = (compilation.decisions for compilation in thunder_flce.explain(jitted))
-    assert not decision.fused and decision.reason is reason and reason.value in str(decision)
-    assert "flce_linear_cross_entropy_fwd" not in _symbols(thunder.last_traces(jitted)[-1])
-
-
 def _program_agrees(program, *, decision=None, **jit_settings):
     """Loss and gradients of a program of (h, w, y), jitted and eager; returns the jitted function."""
     h, w = torch.randn(10, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
@@ -204,16 +166,6 @@ def test_labels_changed_in_place_are_fused():
     assert thunder_flce.explain(jitted)[0].decisions[0].fused
 
 
-def test_linear_under_no_grad_gets_no_gradient():
-    def program(h, w, y):
-        with torch.no_grad():
-            logits = F.linear(h, w)
-        return F.cross_entropy(logits, y) + h.sum() * w.sum()
-
-    jitted = _program_agrees(program)
-    assert thunder_flce.explain(jitted)[0].decisions[0].plan.strategy == "loss_only"
-
-
 @pytest.mark.parametrize(("which", "needs_grad"), [("hidden", ("linear_weight",)), ("weight", ("input",))])
 def test_detached_operands_get_no_gradient(which, needs_grad):
     def program(h, w, y):
@@ -224,27 +176,6 @@ def test_detached_operands_get_no_gradient(which, needs_grad):
     bsyms = thunder.last_traces(jitted)[-1].bound_symbols
     (bsym,) = [each for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd"]
     assert bsym.kwargs["needs_grad"] == needs_grad
-
-
-def test_vocabulary_has_to_stay_the_last_dimension():
-    def program(h, w, y):
-        logits = F.linear(h, w).view(V, 10).view(10, V)
-        return F.cross_entropy(F.linear(h, w).view(V, 10), y.repeat(V // 10 + 1)[:V].clamp(max=9)) + logits.sum() * 0
-
-    with pytest.warns(NotFusedWarning, match="by view"):
-        _program_agrees(program)
-
-
-@pytest.mark.parametrize("cast", [lambda logits: logits.double(), lambda logits: logits.to(torch.float64)])
-def test_float64_logits_of_float32_operands_are_not_fused(cast):
-    with pytest.warns(NotFusedWarning, match="by double|by to"):
-        jitted = _program_agrees(lambda h, w, y: F.cross_entropy(cast(F.linear(h, w)), y))
-    assert not thunder_flce.explain(jitted)[0].decisions[0].fused
-
-
-def test_logits_multiplied_by_a_tensor_are_a_missed_fusion():
-    with pytest.warns(NotFusedWarning, match="by mul"):
-        _program_agrees(lambda h, w, y: F.cross_entropy(F.linear(h, w) * torch.tensor(2.0), y))
 
 
 def test_symbolic_values_are_not_fused():
@@ -322,25 +253,6 @@ def test_returned_logits_are_not_fused():
     torch.testing.assert_close(got, model.lm_head.weight.grad)
 
 
-def test_cross_entropy_of_logits_that_are_given_is_reported(recwarn):
-    jitted = thunder_flce.jit(lambda logits, labels: F.cross_entropy(logits, labels))
-    logits, labels = torch.randn(5, V, requires_grad=True), torch.randint(0, V, (5,))
-    torch.testing.assert_close(jitted(logits, labels), F.cross_entropy(logits, labels))
-    assert [w for w in recwarn if issubclass(w.category, NotFusedWarning)]
-    assert thunder_flce.explain(jitted)[0].decisions[0].reason is Reason.ARGUMENT
-
-
-def test_cross_entropy_alone_saves_statistics():
-    jitted = thunder_flce.jit(F.cross_entropy)
-    logits = torch.randn(53, V, requires_grad=True)
-    jitted(logits, torch.randint(0, V, (53,)))
-    backward = thunder.last_backward_traces(jitted)[-1]
-    (bsym,) = [bsym for bsym in backward.bound_symbols if bsym.sym.name == "flce_cross_entropy_bwd"]
-    _, _, _, row_max, row_log_sum, valid_count = bsym.args
-    assert row_max.shape == row_log_sum.shape == (53,) and valid_count.shape == ()
-    assert valid_count.dtype is thunder.dtypes.int64
-
-
 def test_target_out_of_range_in_cross_entropy_alone(device):
     """An error where the host sees it; in an nvFuser fusion, which can't raise, no number at all."""
     jitted = thunder_flce.jit(F.cross_entropy)
@@ -356,43 +268,6 @@ def test_target_out_of_range_in_cross_entropy_alone(device):
         assert loss.isnan() and logits.grad[3].isnan().all() and logits.grad[:3].isfinite().all()
 
 
-def test_two_losses_on_one_head():
-    class TwoLosses(Head):
-        def forward(self, tokens, labels):
-            hidden = self.embedding(tokens)
-            first = litgpt_loss(self.lm_head(hidden), labels)
-            return first + 0.5 * shifted_loss(self.lm_head(torch.tanh(self.hidden(hidden))), labels)
-
-    model = TwoLosses(None)
-    jitted = thunder_flce.jit(model)
-    _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
-    assert [d.fused for d in thunder_flce.explain(jitted)[0].decisions] == [True]
-
-
-@pytest.mark.parametrize("frozen", ["lm_head", "embedding and hidden", "all"])
-def test_frozen_parameters_get_no_gradient_and_no_computation(frozen):
-    model = Head(litgpt_loss, bias=True)
-    if frozen in ("lm_head", "all"):
-        model.lm_head.requires_grad_(False)
-    if frozen in ("embedding and hidden", "all"):
-        model.embedding.requires_grad_(False)
-        model.hidden.requires_grad_(False)
-    jitted = thunder_flce.jit(model)
-    batch = _batch()
-    if frozen == "all":
-        torch.testing.assert_close(jitted(*batch), model(*batch))
-    else:
-        _assert_agrees(model, jitted, batch, rtol=1e-4, atol=1e-5)
-    bsyms = thunder.last_traces(jitted)[-1].bound_symbols
-    (bsym,) = [each for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd"]
-    expected = {
-        "lm_head": ("input",),
-        "embedding and hidden": ("linear_weight", "linear_bias"),
-        "all": (),
-    }[frozen]
-    assert bsym.kwargs["needs_grad"] == expected
-
-
 @pytest.mark.parametrize("front_end", [thunder_flce.jit, thunder_flce.thunderfx])
 def test_many_lengths_bring_one_warning(front_end, recwarn):
     step = front_end(lambda h, w, y: F.cross_entropy(F.linear(h, w), y))
@@ -403,27 +278,6 @@ def test_many_lengths_bring_one_warning(front_end, recwarn):
     # Dynamo makes a second graph for all lengths, which thunder compiles for each.
     first = 7 if front_end is thunder_flce.jit else 8
     assert found == [0] * first + [1] * (len(found) - first)
-
-
-def test_no_grad_computes_the_loss_only():
-    model = Head(litgpt_loss)
-    jitted = thunder_flce.jit(model)
-    batch = _batch()
-    with torch.no_grad():
-        loss = jitted(*batch)
-    torch.testing.assert_close(loss, model(*batch).detach())
-    assert not loss.requires_grad
-    assert thunder_flce.explain(jitted)[0].decisions[0].plan.strategy == "loss_only"
-    _assert_agrees(model, jitted, batch, rtol=1e-4, atol=1e-5)
-
-
-def test_new_shapes_get_new_plans():
-    model = Head(litgpt_loss)
-    jitted = thunder_flce.jit(model)
-    for tokens in (8, 16, 8):
-        batch = (torch.randint(0, V, (2, tokens)), torch.randint(0, V, (2, tokens)))
-        _assert_agrees(model, jitted, batch, rtol=1e-4, atol=1e-5)
-    assert [c.decisions[0].plan.chunk_rows for c in thunder_flce.explain(jitted)] == [16, 32]
 
 
 def scalar_and_vector(hidden, weight, labels):
@@ -523,23 +377,6 @@ def test_plugin_by_name_with_the_default_recipe():
     assert process.returncode == 0, process.stderr
 
 
-@pytest.mark.parametrize("tokens", [7, 0])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_functional_form_without_the_executor(reduction, tokens):
-    """PyTorch refuses the backward of thunder's own `nll_loss` with reduction "sum"; an empty one has none."""
-
-    def program(x, w, labels):
-        return thunder_flce.linear_cross_entropy(x, w, labels, reduction=reduction)
-
-    x, w = torch.randn(tokens, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-    labels = torch.randint(0, V, (tokens,))
-    labels[2:3] = -100
-    loss, expected = thunder.jit(program)(x, w, labels), program(x, w, labels)
-    torch.testing.assert_close(loss, expected, equal_nan=True)
-    grads = [torch.autograd.grad(value.sum(), (x, w)) for value in (loss, expected)]
-    torch.testing.assert_close(*grads)
-
-
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize(
     "jit", [lambda program: program, thunder_flce.jit, thunder.jit], ids=["eager", "flce", "plain"]
@@ -565,41 +402,6 @@ def test_functional_form_under_autocast(jit, bias):
         torch.testing.assert_close(got, right, rtol=3e-2, atol=3e-3)
 
 
-def _with_our_executor(program):
-    return thunder.jit(program, executors=[thunder_flce.executor, *thunder.get_default_executors()])
-
-
-@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize(
-    "jit", [thunder_flce.jit, _with_our_executor, thunder.jit], ids=["flce", "our executor", "plain"]
-)
-def test_terms_of_the_functional_form(jit, reduction, autocast):
-    """Each term gets its gradients, also where two of them share a tensor."""
-    x, w, bias, low, up = (torch.randn(*shape) for shape in ((2, 7, H), (V, H), (V,), (2, 7, 3), (V, 3)))
-    operands = [tensor.requires_grad_() for tensor in (x, w, bias, low, up)]
-    labels = torch.randint(0, V, (2, 7))
-    labels[0, :3] = -100
-
-    def program(x, w, bias, labels, terms):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            terms = [*terms, (x * 0.5, w)]
-            return thunder_flce.linear_cross_entropy(
-                x, w, labels, linear_bias=bias, terms=terms, reduction=reduction
-            ).sum()
-
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        logits = F.linear(x, w, bias) + 2 * F.linear(low, up) + F.linear(x * 0.5, w)
-        expected = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction=reduction).sum()
-    tolerances = {"rtol": 2e-2, "atol": 2e-2} if autocast else {"rtol": 1e-4, "atol": 1e-5}
-    loss = jit(program)(x, w, bias, labels, [(low, up), (low, up)])
-    torch.testing.assert_close(loss, expected, **tolerances)
-    gradients = torch.autograd.grad(loss, operands), torch.autograd.grad(expected, operands)
-    for got, right in zip(*gradients, strict=True):
-        largest = float(right.abs().max())
-        torch.testing.assert_close(got, right, rtol=tolerances["rtol"], atol=tolerances["atol"] * max(1.0, largest))
-
-
 def test_a_private_name_that_thunder_lacks():
     """The import warns of it, and what needs thunder is an error."""
     if not hasattr(torch.Tensor, "align_as"):
@@ -613,12 +415,6 @@ def test_a_private_name_that_thunder_lacks():
     assert re.search(rf"UserWarning: .*ImportError: {lacks}", process.stderr), process.stderr
     message = process.stderr.strip().splitlines()[-1]
     assert re.match(rf"ImportError: thunder_flce\.jit needs lightning-thunder, .*{lacks}", message), process.stderr
-
-
-def test_options_of_another_type():
-    for make in (FuseLinearCrossEntropy, lambda options: thunder_flce.jit(lambda x: x, options=options)):
-        with pytest.raises(TypeError, match="options must be thunder_flce.Options or None, but got dict"):
-            make({})
 
 
 def test_explain_wants_our_transform():
@@ -640,28 +436,6 @@ def test_an_output_without_the_loss(jit, reduction):
     results = [run(x, weight, target) for run in (jit(program), program)]
     torch.testing.assert_close(*results)
     torch.testing.assert_close(*(torch.autograd.grad(result, (x, weight)) for result in results))
-
-
-@pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["decomposition", "executor"])
-@pytest.mark.parametrize("settings", [{}, {"softcap": 3.0, "label_smoothing": 0.1, "z_loss": 0.1}], ids=str)
-def test_each_output_and_its_gradient(jit, settings):
-    x, weight = torch.randn(7, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-    target = torch.randint(0, V, (7,)).index_fill(0, torch.tensor([2]), -100)
-
-    def program(x, weight, target):
-        return thunder_flce.linear_cross_entropy(x, weight, target, outputs=tuple(OUTPUTS), **settings)
-
-    results, expected = jit(program)(x, weight, target), program(x, weight, target)
-    torch.testing.assert_close(tuple(r.detach() for r in results), tuple(e.detach() for e in expected))
-    assert [r.dtype for r in results] == [e.dtype for e in expected]
-    for result, right in zip(results, expected, strict=True):
-        # thunder returns tensors that need a gradient, of 0, where eager calls return some that need none.
-        zeros = (torch.zeros_like(x), torch.zeros_like(weight))
-        got, needed = (
-            torch.autograd.grad(r.sum(), (x, weight), retain_graph=True) if r.requires_grad else zeros
-            for r in (result, right)
-        )
-        torch.testing.assert_close(got, needed, rtol=1e-4, atol=1e-5)
 
 
 def hidden_states(model, tokens):

@@ -15,7 +15,6 @@ from packaging.version import Version
 
 import thunder_flce
 from front_ends import FRONT_ENDS, decisions
-from reference import error
 from test_readings import regions
 from thunder_flce import Options, linear_cross_entropy
 
@@ -283,23 +282,6 @@ def promoted_inputs():
     return mask, k, (mask * 200).to(torch.uint8)
 
 
-# thunder has no such choice.
-BYTES = {"bytes as masks": lambda p, e, mask, k, byte: torch.where(byte, p, e * 2)}
-
-
-@pytest.mark.parametrize("function", [*PROMOTED.values(), *BYTES.values()], ids=[*PROMOTED, *BYTES])
-@pytest.mark.filterwarnings("ignore:where received a uint8 condition")
-def test_dtypes_of_inputs(function):
-    """True and False, integers and narrow ones become what PyTorch makes of them, with any default dtype."""
-    tensors = (*operands()[:4], *promoted_inputs())
-    right = with_gradients(eager, function, tensors)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        torch.testing.assert_close(with_gradients(ours, function, tensors), right, rtol=1e-12, atol=1e-12)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize(
     "compile", [lambda program: program, thunder.jit, thunder_flce.jit], ids=["eager", "jit", "flce"]
 )
@@ -344,18 +326,6 @@ def test_dtypes_in_programs(compiler):
     torch.testing.assert_close(*found)
     if program is written_out:
         assert all(not decision.note for decision in decisions(compiled))
-
-
-def test_module():
-    hidden, weight, bias, labels, *inputs = operands()
-    head = thunder_flce.LinearCrossEntropyLoss(H, V, bias=True, token_loss=clipped, reduction="sum").double()
-    head.load_state_dict({"weight": weight.detach(), "bias": bias.detach()})
-    right = eager(clipped, hidden, weight, bias, labels, *inputs, reduction="sum")
-    for function in (head, thunder.jit(head)):
-        torch.testing.assert_close(function(hidden, labels, token_inputs=inputs).detach(), right.detach())
-    assert "token_loss" in repr(head)
-    with pytest.raises(TypeError, match="token_loss must be a function"):
-        thunder_flce.LinearCrossEntropyLoss(H, V, token_loss="clipped")
 
 
 # Sums of token losses in programs.
@@ -659,38 +629,6 @@ def test_heads_that_wait_for_each_other(total):
     torch.testing.assert_close(*results)
     strategies = [decision.plan.strategy for decision in thunder_flce.explain(compiled).decisions]
     assert strategies == ["gradients_in_forward"] * 3
-
-
-@pytest.mark.parametrize(
-    ("dtype", "options", "is_in_forward"),
-    [
-        (torch.float32, Options(strategy="recompute_logits"), False),
-        (torch.float16, Options(), False),
-        (torch.float16, Options(expected_gradient=1.0), True),
-        (torch.float16, Options(expected_gradient=64.0), True),
-    ],
-    ids=str,
-)
-def test_what_options_say(dtype, options, is_in_forward):
-    tensors = program_operands(dtype)
-    jitted = thunder_flce.jit(on_policy, options=options)
-    got, right = (outputs_and_gradients(program, tensors) for program in (jitted, on_policy))
-    torch.testing.assert_close(got, right, rtol=2e-2, atol=2e-3)
-    (decision,) = decisions(jitted)
-    assert (decision.plan.strategy == "gradients_in_forward") == is_in_forward == (not decision.note)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("row_kernels", ["triton", "nvfuser", "torch"])
-def test_row_kernels(row_kernels):
-    """All backends give the gradient of a log-probability and of an entropy."""
-    tensors = operands(torch.bfloat16, device="cuda")
-    exact = with_gradients(eager, clipped, doubled(*tensors), 0.7)
-    theirs = with_gradients(eager, clipped, tensors, 0.7)
-    got = with_gradients(ours, clipped, tensors, 0.7, options=Options(row_kernels=row_kernels, chunk_rows=16))
-    for ours_, peer, right in zip(got[1:], theirs[1:], exact[1:], strict=True):
-        assert error(ours_, right) <= 1.25 * error(peer, right) + 2**-8
 
 
 @pytest.mark.gpu

@@ -128,7 +128,7 @@ class Comparison:
             self._numbers[name], self._steps[name] = numbers | others(step), step
 
     def report(self, *phases: str, turn: Callable[..., Any] = timed_turn, operations: int | None = None) -> None:
-        """Times all in turns, and reports a row for each, with these phases of a step; and what is computed a second."""
+        """Times all in turns, and reports a row for each: phases of a step, and how much is computed a second."""
         outcomes = self.session.take_turns(self._steps, turn)
         for name, outcome in outcomes.items():
             numbers, times = self._numbers[name], outcome.spread(*phases)
