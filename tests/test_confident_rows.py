@@ -56,21 +56,6 @@ def test_every_strategy(strategy, dtype, device):
     check(*confident_rows(device, dtype), strategy)
 
 
-@pytest.mark.parametrize("token_weights", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_in_the_forward(dtype, token_weights, device):
-    logits, target = confident_rows(device, dtype)
-    x, head = logits.clone().requires_grad_(), torch.eye(VOCAB, dtype=dtype, device=device, requires_grad=True)
-    weights = torch.rand(len(target), device=device) + 0.5 if token_weights else None
-    options = Options(strategy="gradients_in_forward", chunk_rows=3)
-    loss = linear_cross_entropy(x, head, target, reduction="sum", token_weights=weights, options=options)
-    loss.backward()
-    at_target = exact_log_probs(logits).gather(1, target[:, None])[:, 0]
-    expected = at_target.expm1() * (1 if weights is None else weights)
-    gradient = x.grad.gather(1, target[:, None])[:, 0].double()
-    torch.testing.assert_close(gradient, expected, rtol=max(1e-5, torch.finfo(dtype).eps), atol=0)
-
-
 @pytest.mark.parametrize("strategy", ["save_logits", "recompute_logits"])
 def test_a_divided_vocabulary(strategy):
     logits, target = confident_rows("cpu", torch.float32)

@@ -67,17 +67,3 @@ def test_a_new_number_of_tokens_in_a_known_tile(options, reduction):
     for tokens in (1000, 999, 998):
         step(tokens)
     assert calls(lambda: step(997)) <= calls(lambda: step(998))
-
-
-def test_a_new_number_of_tokens():
-    """It is checked and planned anew, by arithmetic; of the sizes of operands nothing else is found out again."""
-    weight = torch.randn(100, 32).requires_grad_()
-
-    def step(tokens):
-        x = torch.randn(tokens, 32).requires_grad_()
-        linear_cross_entropy(x, weight, torch.randint(100, (tokens,))).backward()
-
-    for tokens in (64, 63, 62):
-        step(tokens)
-    found = calls(lambda: step(61))
-    assert found <= 700, found

@@ -167,24 +167,6 @@ def test_a_tied_weight_of_another_shape():
         loss(torch.randn(3, 4), torch.tensor([0, 1, 2]))
 
 
-def test_loss_only_of_transformers():
-    """Through thunderfx; `test_models` goes through thunder.jit."""
-    transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 0, "use_cache": False}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=V, num_attention_heads=4, **sizes))
-    tokens = torch.randint(V, (2, 24))
-    labels = tokens.clone()
-    labels[0, :5] = -100
-    jitted = thunder_flce.thunderfx(loss_only(model))
-    tolerances = {"rtol": 1e-4, "atol": 1e-5}
-    assert_agrees(model, lambda: model(tokens, labels=labels).loss, lambda: jitted(tokens, labels=labels), **tolerances)
-    (decision,) = thunder_flce.explain(jitted)[0].decisions
-    assert decision.fused
-    file, _, line = decision.source.rpartition(":")
-    with open(file, encoding="utf-8") as source:
-        assert "cross_entropy(source, target" in source.readlines()[int(line) - 1]
-
-
 @dataclass
 class Output:
     loss: torch.Tensor | None

@@ -2,10 +2,6 @@
 
 import itertools
 import json
-import os
-import pickle
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -490,14 +486,3 @@ def test_alternatives_are_other_plans_that_can_run(changes, strategies):
 
 
 # Plans as values, and devices.
-
-
-def test_options_are_equal_in_every_process():
-    """Their hash is kept, and that of a text differs from one process to the next."""
-    options = Options(strategy="save_logits")
-    assert hash(options) == hash(replace(options))
-    program = "import pickle, sys; from thunder_flce.options import Options; found = pickle.load(sys.stdin.buffer); "
-    program += "assert found in {Options(strategy='save_logits')}, found"
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        subprocess.run([sys.executable, "-c", program], input=pickle.dumps(options), env=environment, check=True)

@@ -482,13 +482,6 @@ def test_on_old_gpus(capability, library, monkeypatch):
     assert dispatch.divergence_for(dtypes=[BF16], device_type="cuda").__module__.endswith("torch_divergence")
 
 
-def test_other_orders_are_heeded(monkeypatch):
-    monkeypatch.setattr(dispatch, "is_installed", lambda name: True)
-    for name in dispatch.BACKENDS:
-        monkeypatch.setattr(dispatch, "FASTEST", (name, "torch"))
-        assert dispatch.library("auto", **CUDA) == dispatch.BACKENDS[name].library
-
-
 # What follows is about nvFuser's definitions.
 
 
@@ -558,32 +551,3 @@ def test_parts_of_a_row(nvfuser, stride, parts):
     """As few as fit in registers, each of a multiple of 16 bytes; the whole row where there are no such ones."""
     assert nvfuser.parts_of(stride) == parts
     assert parts == 1 or (stride % (8 * parts) == 0 and stride // parts <= 16384)
-
-
-@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(scale=-0.5), LogitMap(scale=0.0), LogitMap(softcap=3.0)])
-def test_padding_is_masked_only_where_a_fill_does_not_do(nvfuser, logit_map):
-    padded, without = (
-        str(nvfuser.definitions(logit_map, dtype=BF16, stride=s, vocab=v, method="statistics")["part_statistics"])
-        for s, v in ((1024, 1003), (1000, 1000))
-    )
-    assert ("iota" in padded) == (logit_map.softcap is not None or logit_map.scale == 0)
-    assert "iota" not in without
-
-
-def test_the_gradient_has_no_broadcast(nvfuser):
-    """With one, nvFuser would copy the whole chunk before it writes in place."""
-    asked = {"coefficients": RowCoefficients(1, 1, 1, 1), "has_class_weight": True}
-    kind = {"dtype": BF16, "stride": 1024, "vocab": 1003}
-    (fusion,) = nvfuser.definitions(LogitMap(softcap=3.0), **kind, method="gradient_", **asked).values()
-    assert "broadcast" not in str(fusion)
-
-
-@pytest.mark.parametrize(("dtype", "fused"), [(FP32, False), (BF16, True)], ids=str)
-def test_no_fusion_sums_float32_rows_and_writes_over_them(nvfuser, dtype, fused):
-    """On a GPU, gradients of few such rows came out wrong."""
-    kind = {"dtype": dtype, "stride": 1024, "vocab": 1003, "method": "gradient_", "column_sums": True}
-    definitions = nvfuser.definitions(LogitMap(), coefficients=RowCoefficients(1, 1), **kind)
-    assert list(definitions) == (["gradient_with_column_sums"] if fused else ["column_sums", "gradient"])
-    texts = [str(definition) for definition in definitions.values()]
-    assert [text.count("add_output") for text in texts] == ([2] if fused else [1, 1])
-    assert [text.count("ops.sum") for text in texts] == ([1] if fused else [1, 0])

@@ -6,13 +6,13 @@ On a GPU and, in a process of its own, in Triton's interpreter.
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, prepare_row_kernels
-from test_token_loss import TWO, clipped
+from test_pointwise import FUNCTIONS
+from test_token_loss import clipped
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import row_loss
 from thunder_flce.engine.kernels.interface import RowStatistics
@@ -21,53 +21,20 @@ from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
 from thunder_flce.token_losses import token_loss_of
 
-
-def without_gradients(tensor):
-    with torch.no_grad():
-        return tensor * 2
-
-
-def with_z_loss(log_prob, entropy, a, *_, log_sum_exp):
-    return -log_prob * a + 0.1 * log_sum_exp**2 - entropy * log_sum_exp.tanh()
-
-
-def smoothed(log_prob, entropy, a, *_, log_sum_exp, mean_logit):
-    return -log_prob * a + a * (log_sum_exp - mean_logit) + entropy * mean_logit.tanh()
-
-
-FUNCTIONS = {
-    "label smoothing": smoothed,
-    "mean logit alone": lambda p, e, *_, mean_logit: mean_logit**2,
-    "clipped ratio": clipped,
-    "z-loss": with_z_loss,
-    "z-loss alone": lambda p, e, *_, log_sum_exp: log_sum_exp**2,
-    "focal": lambda p, e, *_: -((1 - p.exp()) ** 2) * p,
-    "fractions": lambda p, e, a, *_: 1 / p + a / (e + 1) - p.reciprocal() * torch.rsqrt(e + 2),
-    "unary": lambda p, e, *_: p.expm1() + torch.log1p(e) * e.sqrt() + p.abs() * p.tanh() - (e + 3).log(),
-    "sigmoids": lambda p, e, a, *_: F.logsigmoid(p - a) * torch.sigmoid(e) + F.relu(p + 2) + torch.square(e),
-    "ties": lambda p, e, *_: torch.maximum(p, p.detach()) * 3 + torch.minimum(2 * e, e + e) + p.clamp(min=-3),
-    "bounds": lambda p, e, a, *_: p.clamp(max=-1).clip(-9, -2) * a - e.clamp_min(0.5) + p.clamp_max(-0.5),
-    "choices": lambda p, e, a, b, *_: torch.where((p < a) & ~(e >= b) | (p != p), p * e, e).masked_fill(p > -1, 0.5),
-    "casts": lambda p, e, a, *_: (p > a).float() * p + (e.to(torch.float64) > 3).double() * e * torch.sign(a),
-    "larger": lambda p, e, a, *_: torch.maximum(p, a) * e + torch.max(a, 2 - p),
-    "without gradients": lambda p, e, *_: p * without_gradients(p.exp() * e),
-    "constant": lambda p, e, a, *_: p * 0 + a,
-    "identity": lambda p, e, *_: p,
-    "infinities": lambda p, e, a, *_: p.masked_fill(p > a - 3, -math.inf).exp() + e.clamp(0.1, math.inf) * p,
-    "methods": lambda p, e, a, *_: p.where(p < a, e * 2) + (p > a).type_as(p) * e,
-    "dtypes": lambda p, e, a, *_: (p < a).to(e.dtype) * p + e.type_as(p < a).to(p) + (e > a).type_as(p),
-    "sums of masks": lambda p, e, a, *_: (
-        p * (e > 1) + p * (a > -1) + e * ((p > -2) + (a > 0)) + p * ((e > 1) * (a > -1))
-    ),
-    "choices of masks": lambda p, e, a, *_: p * torch.where(a > 0, e > 1, True) + p * torch.maximum(e > 1, a > -1),
-    "captured": lambda p, e, *_: torch.minimum(p * TWO, -TWO) + torch.max(TWO, e) + p**TWO + p * (torch.tensor(3) - e),
-    "captured conditions": lambda p, e, *_: torch.where(TWO > 1, p, e) * e.masked_fill(TWO > 1, 0.5) * p**TWO,
-    "numbers": lambda p, e, *_: (p - p.detach()) ** 0 + p * np.float64(2) - e * np.float32(0.5),
-}
-
 ROWS, V = 700, 50
-LEFT_TO_PYTORCH = ("sums of masks", "dtypes", "captured", "captured conditions", "numbers")
+LEFT_TO_PYTORCH = (
+    "softplus", "nan_to_num", "pow", "where", "masks", "rare", "lerp", "activations", "integers", "logic", "casts",
+    "numbers", "sums of masks", "dtypes",
+)  # fmt: skip
 """Sums of masks are masks again; of other dtypes, and of powers such as x⁰, the kernels know nothing."""
+IN_KERNELS = {
+    "sigmoids": lambda p, e, a, *_: F.logsigmoid(p - a) * torch.sigmoid(e) + F.relu(p + 2) + torch.square(e),
+    "fractions": lambda p, e, a, *_: 1 / p + a / (e + 1) - p.reciprocal() * torch.rsqrt(e + 2),
+    "choices": lambda p, e, a, b, *_: torch.where((p < a) & ~(e >= b) | (p != p), p * e, e).masked_fill(p > -1, 0.5),
+    "floats": lambda p, e, a, *_: (p > a).float() * p + (e.to(torch.float64) > 3).double() * e * torch.sign(a),
+    "inputs": lambda p, e, a, o, m, k: torch.where(m, p * a, e) * (k + 2) + p * m + torch.max(a, 2 - p) * o,
+    "methods": lambda p, e, a, *_: p.where(p < a, e * 2) + (p > a).type_as(p) * e,
+}
 
 
 @pytest.fixture(autouse=INTERPRETED)
@@ -83,23 +50,17 @@ def _kernel_for(function, inputs, *logit_map):
 
 
 def _inputs():
+    """Two numbers of each token, a mask and a positive integer."""
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(ROWS, generator=generator) - 1 for _ in range(3)]
+    first, second, third = (torch.randn(ROWS, generator=generator) - 1 for _ in range(3))
+    inputs = [first, second, third > -1, 1 + torch.arange(ROWS) % 5]
     return [each.to(DEVICE) for each in inputs], generator
 
 
 @on_device
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [*FUNCTIONS, *IN_KERNELS])
 def test_functions(name):
-    inputs, generator = _inputs()
-    _check(name, FUNCTIONS[name], inputs, generator)
-
-
-@on_device
-def test_masks_and_integers():
-    inputs, generator = _inputs()
-    inputs[1:] = [inputs[1] > -1, (inputs[2] * 3).long()]
-    _check("", lambda p, e, old, mask, count: torch.where(mask, p * old, e) * (count + 2) + p * mask, inputs, generator)
+    _check(name, (FUNCTIONS | IN_KERNELS)[name], *_inputs())
 
 
 def _check(name, function, inputs, generator):
@@ -144,7 +105,7 @@ def test_a_call(monkeypatch):
         operands = [each.to(DEVICE).requires_grad_() for each in (x, weight)]
         options = Options(chunk_rows=256, ignored_rows="skip", row_kernels=row_kernels)
         loss = linear_cross_entropy(
-            *operands, target.to(DEVICE), token_loss=clipped, token_inputs=inputs, options=options
+            *operands, target.to(DEVICE), token_loss=clipped, token_inputs=[*inputs[:2], inputs[1] - 1], options=options
         )
         found.append([loss, *torch.autograd.grad(loss, operands)])
     assert len(launches) == 3
@@ -152,7 +113,7 @@ def test_a_call(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["clipped ratio", "sigmoids", "infinities"])
+@pytest.mark.parametrize("name", ["GRPO", "logsigmoid", "infinities"])
 def test_compiled(name, monkeypatch):
     """For a GPU that is not there."""
     from test_triton_rows import Compiler
@@ -174,6 +135,6 @@ def test_compiled(name, monkeypatch):
 @needs_compiler
 def test_what_there_is_no_expression_for():
     inputs = [torch.empty(4)] * 3
-    assert _kernel_for(FUNCTIONS["clipped ratio"], inputs) is not None
+    assert _kernel_for(FUNCTIONS["GRPO"], inputs) is not None
     assert _kernel_for(lambda p, e, *_: p * torch.sin(e), inputs) is None
-    assert _kernel_for(lambda p, e, *_: p ** TWO.item() + torch.floor(e), inputs) is None
+    assert _kernel_for(lambda p, e, *_: p**2.0 + torch.floor(e), inputs) is None

@@ -2,19 +2,16 @@
 
 import re
 from collections import Counter, defaultdict
-from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
-from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
 import thunder_flce
@@ -32,7 +29,6 @@ from thunder_flce import (
     LinearCrossEntropyLoss,
     Options,
     VocabParallel,
-    count_items,
     linear_cross_entropy,
 )
 from thunder_flce.calls import unplanned
@@ -150,29 +146,6 @@ def test_two_groups_in_one_step():
         assert error(x, exact[0][0] + 3 * exact[1][0]) < 1e-12
     assert error(torch.cat([results[0][1], results[1][1]]), exact[0][1]) < 1e-12
     assert error(torch.cat([results[0][2], results[2][2]]), 3 * exact[1][1]) < 1e-12
-
-
-def test_beside_data_parallel():
-    """In each row of the mesh, the vocabulary is divided; over its columns, DDP averages the layer's gradient."""
-    layer = nn.Linear(24, 24, dtype=torch.float64)
-    case = make_case(tokens=40, dtype=torch.float64)
-    case.target[:15] = -100  # Most tokens of the first row.
-    loss = F.cross_entropy(F.linear(layer(case.x), case.weight), case.target)
-    exact = torch.autograd.grad(loss, (layer.weight, case.weight))
-
-    def run(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        tokens, rows = parts((20, 20))[rank // 2], parts((60, 41))[rank % 2]
-        model = DistributedDataParallel(deepcopy(layer), process_group=mesh.get_group("dp"))
-        part, target = part_of(case, rows), case.target[tokens]
-        num_items = count_items(target, group=mesh["dp"])
-        hidden = model(case.x.detach()[tokens])
-        linear_cross_entropy(hidden, part.weight, target, num_items=num_items, vocab_parallel=mesh["tp"]).backward()
-        assert error(model.module.weight.grad, exact[0]) < 1e-12
-        dist.all_reduce(part.weight.grad, group=mesh.get_group("dp"))
-        assert error(part.weight.grad / 2, exact[1][rows]) < 1e-12
-
-    as_threads(4, run)
 
 
 def test_weights_that_are_dtensors():
