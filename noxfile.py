@@ -36,7 +36,7 @@ SHORT_SUITE = [
     "tests/test_token_loss.py::test_compiled_programs",
     "tests/test_backend.py::test_graph_breaks",
     "tests/test_backend.py::test_explain",
-    "tests/test_models.py::test_loss_and_gradients_equal_eager",
+    "tests/test_model_zoo.py::test_backend",
     "tests/test_nvfuser.py",
 ]
 

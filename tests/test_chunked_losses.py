@@ -26,25 +26,9 @@ def sum_of_chunks(logits, labels):
     return torch.cat(_chunk_losses(logits, labels, ignore_index=3)).sum() / count.maximum(torch.ones_like(count))
 
 
-def one_chunk(logits, labels):
-    return torch.cat(_chunk_losses(logits, labels, size=128)).sum()
-
-
 def torch_chunk(logits, labels):
     pairs = zip(logits.chunk(3), labels.chunk(3), strict=True)
     return torch.cat([F.cross_entropy(x, y, reduction="none", label_smoothing=0.1) for x, y in pairs]).sum()
-
-
-def weighted_tokens_of_chunks(logits, labels):
-    return (torch.cat(_chunk_losses(logits, labels)) * torch.arange(N)).sum()
-
-
-def sum_of_tokens(logits, labels):
-    return F.cross_entropy(logits, labels, reduction="none").sum(0)
-
-
-def sum_of_nll(logits, labels):
-    return F.nll_loss(F.log_softmax(logits, -1), labels, reduction="none").sum()
 
 
 def reversed_chunks(logits, labels):
@@ -68,11 +52,7 @@ ONE_REGION = {
     a_loss_for_each_chunk: "sum",
     losses_used_elsewhere: "none",
     sum_of_chunks: "sum",
-    one_chunk: "sum",
     torch_chunk: "sum",
-    weighted_tokens_of_chunks: "sum",
-    sum_of_tokens: "sum",
-    sum_of_nll: "sum",
 }
 
 

@@ -3,6 +3,7 @@
 Of the three front ends, each runs what README.md says that it does with the version of transformers that is there.
 """
 
+import warnings
 from importlib.metadata import version
 
 import pytest
@@ -10,11 +11,14 @@ import thunder
 import torch
 from packaging.version import Version
 
+import thunder_flce
+
 transformers = pytest.importorskip("transformers", reason="needs the extra 'examples'")
 
 import zoo  # noqa: E402
 from front_ends import FRONT_ENDS, assert_agrees, decisions  # noqa: E402
 from thunder_flce.backend import compile_graph, compiled_graphs  # noqa: E402
+from thunder_flce.graph import plugin  # noqa: E402
 
 TRANSFORMERS, THUNDER = Version(transformers.__version__), Version(version("lightning-thunder"))
 
@@ -135,3 +139,16 @@ def test_tied(entry):
 def test_page_has_the_table():
     text = zoo.PAGE.read_text(encoding="utf-8")
     assert f"{zoo.BEGIN}\n{zoo.table()}\n{zoo.END}" in text, "run: python tests/zoo.py --write"
+
+
+@pytest.mark.parametrize("installed", ["4.52.4", "4.57.6"])
+def test_a_transformers_that_thunder_does_not_trace(installed, monkeypatch):
+    """The warning names what does; a model without transformers gets none."""
+    monkeypatch.setattr(plugin, "version", lambda name: installed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for model in (zoo.ENTRIES[0].build(), torch.nn.Linear(2, 2)):
+            thunder_flce.jit(model)
+    found = [str(warning.message) for warning in caught if "thunder.jit traces" in str(warning.message)]
+    assert len(found) == (installed != "4.52.4")
+    assert all(f"this is {installed}: use torch.compile" in message for message in found)

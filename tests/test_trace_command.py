@@ -54,11 +54,6 @@ def test_fake_tensors_have_no_memory(capsys):
     assert "f32[4096, 9000000]" in capsys.readouterr().out
 
 
-def test_not_fused_says_why(capsys):
-    assert main(["trace", "logits_returned", *SMALL]) == 0
-    assert "not fused, because the program returns its logits" in capsys.readouterr().out
-
-
 def own_loss(hidden, weight, labels):
     return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="sum")
 
@@ -76,10 +71,6 @@ def model_and_arguments():
     return Model(), (torch.zeros(2, 12, dtype=torch.int64),)
 
 
-def without_gradients():
-    return own_loss, (torch.ones(2, 12, 8), torch.ones(50, 8), torch.zeros(2, 12, dtype=torch.int64))
-
-
 @pytest.mark.parametrize(
     ("function", "line"),
     [("own_loss", "logits f32[48, 100] = x @ W.t()"), ("model_and_arguments", "logits f32[24, 50] = x @ W.t() + b")],
@@ -87,12 +78,6 @@ def without_gradients():
 def test_programs_of_the_user(function, line, capsys):
     assert main(["trace", f"{__name__}:{function}", *SMALL]) == 0
     assert line in _sections(capsys.readouterr().out)["# after, forward"]
-
-
-def test_without_gradients_there_is_no_backward(capsys):
-    assert main(["trace", f"{__name__}:without_gradients", *SMALL]) == 0
-    printed = capsys.readouterr().out
-    assert "# after, forward" in printed and "loss only" in printed and "backward" not in printed
 
 
 def without_a_loss(hidden, weight):
@@ -123,17 +108,6 @@ def test_examples_that_make_no_sense(example, message, capsys):
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_dtype_and_other_strategies_are_in_the_trace(capsys):
-    assert main(["trace", "reduction_none", *SMALL, "--dtype", "bfloat16"]) == 0
-    backward = _sections(capsys.readouterr().out)["# after, backward"]
-    assert "# logits bf16[48, 100] = x @ W.t()" in backward and "= dlogits @ W  " in backward
-
-
-def test_fusions_of_a_cpu(capsys):
-    assert main(["trace", "litgpt", *SMALL, "--fusions"]) == 0
-    assert "no nvFuser fusions" in capsys.readouterr().out
-
-
 @pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
 def test_fusions_of_cuda_need_no_gpu(capsys):
     command = ["trace", "bias_and_sum", "--device", "cuda", "--fusions", "--row-kernels", "nvfuser"]
@@ -144,20 +118,6 @@ def test_fusions_of_cuda_need_no_gpu(capsys):
         f"# nvFuser, forward: {name}" for name in names
     ]
     assert printed.count("def nvfuser_fusion(fd : FusionDefinition)") == len(names)
-
-
-@pytest.mark.skipif(not find_spec("nvfuser_direct"), reason="needs nvFuser's Python package")
-def test_fusions_of_both_directions(capsys):
-    assert main(["trace", "reduction_none", "--device", "cuda", "--fusions", "--row-kernels", "nvfuser"]) == 0
-    printed = capsys.readouterr().out
-    for name in ("forward: part_statistics", "forward: merge_parts", "backward: gradient"):
-        assert printed.count(f"# nvFuser, {name}\n") == 1
-
-
-def test_fusions_of_other_row_kernels(capsys):
-    assert main(["trace", "litgpt", "--device", "cuda", "--fusions", "--row-kernels", "torch"]) == 0
-    printed = capsys.readouterr().out
-    assert "no nvFuser fusions" in printed and "row kernels by torch" in printed
 
 
 def test_row_kernels_that_cannot_run(capsys):
