@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from thunder_flce.__main__ import main
-from thunder_flce.bench import cli, distributed, losses, measuring, methods, rates, reference, small
+from thunder_flce.bench import cli, distributed, losses, measuring, methods, rates, reference, regions, small
 from thunder_flce.bench.measuring import TOTAL, Outcome, Schedule, Session, TimedRow, Unavailable
 from thunder_flce.bench.methods import METHODS, build
 from thunder_flce.bench.reference import make_reference, matmuls, relative_error, row_slices
@@ -311,6 +311,16 @@ def test_which_options_are_tried():
     assert list(found) == ["default", "chunk_rows=1024", *of_kernels]
     found = rates.ways(replace(chosen, tune_products=False), chosen, tokens=8192, device=h100)
     assert found["tune_products=True"] == {"tune_products": True}
+
+
+def test_options_that_are_better():
+    def way(time_ms, gb=None):
+        return regions.Row(method="", shape=parse_shape("tiny"), time_ms=time_ms, above_outputs_gb=gb)
+
+    default = way(10.0, 1.0)
+    of = {(9.7, 3.0): True, (10.1, 0.9): True, (9.9, 1.0): False, (10.2, 0.5): False, (10.0, 1.0): False}
+    assert {numbers: rates.is_better(way(*numbers), default) for numbers in of} == of
+    assert not rates.is_better(way(None), default) and rates.is_better(default, way(None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

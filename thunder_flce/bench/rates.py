@@ -6,15 +6,15 @@ report is plain text, for a terminal or for an issue.
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from thunder_flce.bench.measuring import TOTAL, Schedule, Session, Step, peak_bytes, release
+from thunder_flce.bench.measuring import TOTAL, Schedule, Session, release
 from thunder_flce.bench.methods import ours
-from thunder_flce.bench.regions import run_step
+from thunder_flce.bench.regions import Comparison, RegionStep, Row, run_step
 from thunder_flce.bench.shapes import Inputs, Shape, dtype_name
 from thunder_flce.device import Device, Rates
 from thunder_flce.engine.choose import choose, temporary_bytes
@@ -46,18 +46,6 @@ MEASURED_ON_CPU = (256, 8192, 256)
 
 LEAST_MEMORY = 16 * 10**9
 """Of a GPU, for the first of these to run beside the memory that others use"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One way to run a call."""
-
-    name: str
-    options: dict[str, Any]
-    time_ms: float | None = None
-    memory_gb: float | None = None
-    """Above the inputs and gradients, in 10⁹ bytes"""
-    failed: str | None = None
 
 
 def report(device: str, context: dict[str, str], progress: Callable[[str], None]) -> Iterator[str]:
@@ -92,21 +80,23 @@ def report(device: str, context: dict[str, str], progress: Callable[[str], None]
     call = a_call(sizes, device)
     chosen, by_rates = (choose(call, Options(), each) for each in (known, measured))
     yield f"times      {_sizes_words(sizes)}, {dtype_name(call.dtype)}, forward and backward"
-    of_ways = []
-    for way in measured_ways(ways(chosen, by_rates, tokens=sizes[0], device=known), sizes, session):
-        of_ways.append(way)
-        result = way.failed or f"{way.time_ms:9.3f} ms  {way.memory_gb:6.3f} GB"
-        yield f"           {way.name:<24} {result}"
+    tried = ways(chosen, by_rates, tokens=sizes[0], device=known)
+    of_ways = measured_ways(tried, sizes, session)
+    for way in of_ways:
+        result = way.failed or f"{way.time_ms:9.3f} ms  {way.above_outputs_gb:6.3f} GB"
+        yield f"           {way.method:<24} {result}"
     for tuning in tunings():
         yield f"           {tuning.product} by another algorithm of cuBLAS: {tuning.gain:.3f} times as fast"
     invariant = is_batch_invariant(device)
     yield f"bits       batch_invariant: {invariant}"
     better = [way for way in of_ways[1:] if is_better(way, of_ways[0])]
-    words = [f"Options({', '.join(f'{name}={value!r}' for name, value in way.options.items())})" for way in better]
+    words = [
+        f"Options({', '.join(f'{name}={value!r}' for name, value in tried[way.method].items())})" for way in better
+    ]
     yield f"better     {', '.join(words) or 'nothing that was tried is better than the defaults'}"
     everything = {
         "subset": "rates", **context, "known": asdict(known), "matmul_rate": found.matmul, "bandwidth": found.bandwidth,
-        "plans": plans, "sizes": sizes, "ways": [asdict(way) for way in of_ways],
+        "plans": plans, "sizes": sizes, "ways": [_as_record(way, tried[way.method]) for way in of_ways],
         "tuned_products": [tuning.to_dict() for tuning in tunings()], "batch_invariant": invariant, "better": words,
     }  # fmt: skip
     yield json.dumps(everything)
@@ -137,18 +127,12 @@ def measured_rates(session: Session) -> Rates:
         memory.mul_(1.0)
         mark("pass")
 
-    session, failed = _noting_failures(session)
-    found = session.take_turns({"matmuls": matmuls, "pass": in_place})
-    if failed:
-        raise RuntimeError("; ".join(f"{name} cannot be measured here: {cause}" for name, cause in failed.items()))
+    rows: list[Any] = []
+    found = replace(session, write=rows.append).take_turns({"matmuls": matmuls, "pass": in_place})
+    if rows:
+        raise RuntimeError("; ".join(f"{row.method} cannot be measured here: {row.failed}" for row in rows))
     seconds = {name: outcome.median(TOTAL) / 1e3 for name, outcome in found.items()}
     return Rates(6 * tokens * vocab * hidden / seconds["matmuls"], 2 * memory.nbytes / seconds["pass"])
-
-
-def _noting_failures(session: Session) -> tuple[Session, dict[str, str]]:
-    """The session, and where it then puts the causes of failures, by the names of what fails."""
-    failed: dict[str, str] = {}
-    return replace(session, write=lambda row: failed.update({row.method: row.failed or ""})), failed
 
 
 def ways(chosen: Plan, by_rates: Plan, *, tokens: int, device: Device) -> dict[str, dict[str, Any]]:
@@ -164,37 +148,34 @@ def ways(chosen: Plan, by_rates: Plan, *, tokens: int, device: Device) -> dict[s
     return found
 
 
-def measured_ways(tried: dict[str, dict[str, Any]], sizes: tuple[int, int, int], session: Session) -> list[Measured]:
+def measured_ways(tried: dict[str, dict[str, Any]], sizes: tuple[int, int, int], session: Session) -> list[Row]:
     """Time and memory of each, in turns."""
     tokens, vocab, hidden = sizes
     shape = Shape(name="", tokens=tokens, vocab=vocab, hidden=hidden, dtype=_dtype(session.device))
-    session, failed = _noting_failures(session)
-    steps: dict[str, Step] = {}
-    memory: dict[str, float] = {}
-    inputs = Inputs.random(shape, session.device)
-    gradients = sum(tensor.nbytes for tensor in inputs.named_operands().values())
+    rows: list[Row] = []
+    compared = Comparison(shape, replace(session, write=rows.append))
     for name, options in tried.items():
-        session.progress(f"{name}: first call")
-        with session.attempt(name):
-            step: Step = partial(run_step, inputs, ours(Options(**options)))
-            step(lambda phase: None)
-            memory[name] = (peak_bytes(step, session.device)[TOTAL] - gradients) / 1e9
-            steps[name] = step
-    outcomes = session.take_turns(steps)
-    return [
-        Measured(name=name, options=options, time_ms=outcomes[name].median(TOTAL), memory_gb=memory[name])
-        if name in outcomes
-        else Measured(name=name, options=options, failed=failed.get(name, "failed"))
-        for name, options in tried.items()
-    ]
+        compared.add(name, partial(_step, compared.inputs, options), reference=None)
+    compared.report()
+    return sorted(rows, key=lambda row: [*tried].index(row.method))
 
 
-def is_better(way: Measured, default: Measured) -> bool:
+def _step(inputs: Inputs, options: dict[str, Any]) -> RegionStep:
+    return partial(run_step, inputs, ours(Options(**options)))
+
+
+def _as_record(way: Row, options: dict[str, Any]) -> dict[str, Any]:
+    numbers = {"time_ms": way.time_ms, "memory_gb": way.above_outputs_gb, "failed": way.failed}
+    return {"name": way.method, "options": options, **numbers}
+
+
+def is_better(way: Row, default: Row) -> bool:
     """Whether a way gains as much as is worth an option."""
-    if way.time_ms is None or way.memory_gb is None or default.time_ms is None or default.memory_gb is None:
-        return way.time_ms is not None and default.time_ms is None
-    ratio = way.time_ms / default.time_ms
-    return ratio <= WORTH_TIME or (way.memory_gb <= WORTH_MEMORY * default.memory_gb and ratio <= SAME_TIME)
+    if way.time_ms is None or default.time_ms is None:
+        return way.time_ms is not None
+    assert way.above_outputs_gb is not None and default.above_outputs_gb is not None
+    ratio, memory = way.time_ms / default.time_ms, default.above_outputs_gb
+    return ratio <= WORTH_TIME or (way.above_outputs_gb <= WORTH_MEMORY * memory and ratio <= SAME_TIME)
 
 
 def is_batch_invariant(device: str) -> str:

@@ -11,21 +11,10 @@ from typing import Any
 
 import torch
 
-_PACKAGES = [
-    "torch",
-    "lightning-thunder",
-    "triton",
-    "litgpt",
-    "transformers",
-    "liger-kernel",
-    "cut-cross-entropy",
-    "quack-kernels",
-    "trl",
-    "nvidia-cutlass-dsl",
-    "cuda-tile",
-    "nvfuser-cu128-torch210",
-    "nvfuser-cu130-torch210",
-]
+_PACKAGES = (
+    "torch", "lightning-thunder", "triton", "litgpt", "transformers", "liger-kernel", "cut-cross-entropy",
+    "quack-kernels", "trl", "nvidia-cutlass-dsl", "cuda-tile", "nvfuser-cu128-torch210", "nvfuser-cu130-torch210",
+)  # fmt: skip
 
 
 def context(command: str, *, device: str, commit: str | None = None) -> dict[str, str]:
