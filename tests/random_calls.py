@@ -26,6 +26,8 @@ from torch import Tensor
 import thunder_flce
 from divided import divided, divided_tokens
 from reference import Case, Result, assert_close_to_truth, differentiate, ours
+from test_dtensor import BOTH
+from test_dtensor import divided as of_dtensors
 from test_properties import DIFFERENTIABLE_OUTPUTS, Problem, drawn_problem
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine.kernels import torch_rows
@@ -188,12 +190,19 @@ def on_ranks(of_tokens: str = "") -> Callable:
     return run
 
 
+def on_a_mesh(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> tuple:
+    """Of two by two ranks: sequences divided along the first dimension, tokens and vocabulary along the second."""
+    result = of_dtensors(case, *BOTH, None, grad, options=options, **arguments)
+    return result, case, grad, arguments
+
+
 SIZES = ((None, 4), (3, 0, None), (None, 0), (None,), (1, None, 1, 0), (0, None))
 """Columns of each rank; None for those that are left"""
 RANKS = {
     "ranks": on_ranks(),
     "sequence parallel": on_ranks("sequence_parallel"),
     "data parallel": on_ranks("data_parallel"),
+    "DTensors": on_a_mesh,
 }
 
 
@@ -216,6 +225,8 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
     problem = drawn_problem(one_of, device, (7, 33, 101) if way in RANKS else ())
     if way == "sequence parallel":
         problem = replace(problem, shape=one_of((12,), (3, 8), (2, 3, 4), (1, 48)))
+    elif way == "DTensors":
+        problem = replace(problem, shape=one_of((4, 8), (3, 6), (1, 2)))
     kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets")
     is_half = problem.dtype is torch.float16
     expected = one_of(None, None, 0.5, "2", "0", "inf", "nan")
@@ -241,6 +252,10 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
         expected = one_of(1.0, "2") if is_half else expected
         if loss["reduction"] != "mean":
             problem = replace(problem, num_items=None)
+    if way == "DTensors":
+        # A mean over each rank's tokens has no meaning.
+        problem = replace(problem, num_items=one_of(17, 2.5, "5") if loss["reduction"] == "mean" else None)
+        loss["outputs"] = tuple(name for name in loss["outputs"] if name != "accuracy")
     differentiable = [name for name in loss["outputs"] if name in DIFFERENTIABLE_OUTPUTS]
     detached = tuple(name for name in differentiable if one_of(False, True))
     return Call(

@@ -5,16 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ranks import as_threads
 from reference import composed_of_several, error
-from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
+from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.operation.loss import Loss
 
 B, T, H, V, K = 3, 11, 16, 101, 5
-S = Shard(0)
 ALL = Options(strategy="recompute_logits", chunk_rows=7)
 ON_EVERY_BACKEND = True
 
@@ -48,28 +44,6 @@ def exact(hidden, weight, bias, target, target_weights, *, token_weights=None, n
         loss = Loss(**{**settings, "reduction": "sum"})
     found = composed_of_several(F.linear(hidden, weight, bias), target, target_weights, loss, token_weights)
     return found if num_items is None else found / num_items
-
-
-@pytest.mark.parametrize("of_input, of_weight", [(S, Replicate()), (S, S), (Replicate(), S)], ids=str)
-def test_dtensors(of_input, of_weight):
-    hidden, weight, _, *targets = operands()
-    settings = {"reduction": "sum", "z_loss": 0.01}
-    right = exact(hidden, weight, None, *targets, **settings)
-    of_right = torch.autograd.grad(right, (hidden, weight))
-
-    def run(rank):
-        mesh = init_device_mesh("cpu", (3,))
-        x, W, *q = (
-            distribute_tensor(tensor.detach().clone(), mesh, [placement])
-            for tensor, placement in ((hidden, of_input), (weight, of_weight), (targets[1], S))
-        )
-        of_tokens = (targets[0], *q)  # One of all tokens, on all ranks; one divided.
-        loss = ours(x.requires_grad_(), W.requires_grad_(), None, *of_tokens, **settings)
-        torch.testing.assert_close(loss, right)
-        for found, expected in zip(torch.autograd.grad(loss, (x, W)), of_right, strict=True):
-            torch.testing.assert_close(found.full_tensor(), expected)
-
-    as_threads(3, run)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -112,17 +86,6 @@ def test_a_rest_that_is_nothing():
     torch.testing.assert_close(whole, ours(hidden, weight, bias, target, 2 * target_weights))
     with pytest.raises(ValueError, match="target_rest is the rest of target_weights"):
         linear_cross_entropy(hidden, weight, target[..., 0], target_rest=True)
-
-
-def test_module():
-    hidden, weight, bias, *targets = operands(torch.float32)
-    module = LinearCrossEntropyLoss(H, V)
-    module.linear.weight, module.linear.bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(bias.detach())
-    loss = module(hidden, targets[0], target_weights=targets[1])
-    torch.testing.assert_close(loss, exact(hidden, weight, bias, *targets))
-    module.target_rest = True
-    loss = module(hidden, targets[0], target_weights=targets[1])
-    torch.testing.assert_close(loss, exact(hidden, weight, bias, *targets, target_rest=True))
 
 
 @pytest.mark.parametrize(

@@ -359,19 +359,6 @@ def on_policy(hidden, weight, tokens, old, ref, advantages, mask):
     return (losses * mask).sum() / mask.sum()
 
 
-def with_minimum(hidden, weight, tokens, old, ref, advantages, mask):
-    ratio = torch.exp(log_probabilities(hidden, weight, tokens) - old)
-    gains = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
-    return -(gains * mask).sum() / mask.sum()
-
-
-def with_larger_of_two(hidden, weight, tokens, old, ref, advantages, mask):
-    """As TRL and others write PPO."""
-    ratio = torch.exp(log_probabilities(hidden, weight, tokens) - old)
-    losses = torch.max(-ratio * advantages[:, None], -ratio.clamp(0.8, 1.2) * advantages[:, None])
-    return (torch.min(losses, 5 * ref.abs()) * mask).sum() / mask.sum()
-
-
 def verl_ppo(hidden, weight, tokens, old, ref, advantages, mask):
     """Three means over the tokens of the mask, one of them of entropies."""
     logits = F.linear(hidden, weight)
@@ -422,13 +409,6 @@ def with_a_z_term(hidden, weight, tokens, old, ref, advantages, mask):
     return (losses * mask).sum() / mask.sum(), log_sum_exp.detach().mean()
 
 
-def cross_entropy_with_a_z_term(hidden, weight, tokens, old, ref, advantages, mask):
-    labels = torch.where(mask.bool(), tokens, -100).flatten()
-    logits = F.linear(hidden, weight).flatten(0, 1)
-    losses = F.cross_entropy(logits, labels, reduction="none")
-    return losses.sum() / (labels != -100).sum() + 1e-2 * (logits.logsumexp(-1) ** 2 * mask.flatten()).mean()
-
-
 def mean_cross_entropy_with_a_z_term(hidden, weight, tokens, old, ref, advantages, mask):
     """As PaLM has it, and with a bonus of entropy."""
     labels = torch.where(mask.bool(), tokens, -100)
@@ -440,10 +420,7 @@ def mean_cross_entropy_with_a_z_term(hidden, weight, tokens, old, ref, advantage
 
 
 PROGRAMS = (
-    with_minimum,
-    with_larger_of_two,
     with_a_z_term,
-    cross_entropy_with_a_z_term,
     mean_cross_entropy_with_a_z_term,
     trl_grpo,
     on_policy,

@@ -189,27 +189,6 @@ def test_weights_that_are_dtensors():
     as_threads(2, run)
 
 
-@pytest.mark.parametrize("of_weight", [DivideRows(0), Replicate()], ids=str)
-def test_token_losses_of_dtensors(of_weight):
-    import test_token_loss as token_losses  # With thunder, which no process of another module needs.
-
-    tensors = token_losses.operands()
-    exact = token_losses.with_gradients(token_losses.eager, token_losses.clipped, tensors)
-
-    def run(rank):
-        mesh = init_device_mesh("cpu", (3,))
-        hidden, weight, bias, labels, *inputs = (each.detach().clone() for each in tensors)
-        hidden, inputs[0] = (distribute_tensor(each, mesh, [DivideRows(0)]) for each in (hidden, inputs[0]))
-        weight, bias = (distribute_tensor(each, mesh, [of_weight]) for each in (weight, bias))
-        given = (*(each.requires_grad_() for each in (hidden, weight, bias)), labels, *inputs)
-        settings = {"options": Options(chunk_rows=9), "num_items": (labels != -100).sum()}
-        found = token_losses.with_gradients(token_losses.ours, token_losses.clipped, given, **settings)
-        return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
-
-    for found in as_threads(3, run):
-        torch.testing.assert_close(found, exact)
-
-
 # What runs, and what is said of it.
 
 
