@@ -29,7 +29,7 @@ from reference import Case, Result, assert_close_to_truth, differentiate, ours
 from test_dtensor import BOTH
 from test_dtensor import divided as of_dtensors
 from test_properties import DIFFERENTIABLE_OUTPUTS, Problem, drawn_problem
-from thunder_flce import Options, linear_cross_entropy
+from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.engine.kernels import torch_rows
 
 
@@ -147,8 +147,25 @@ COMPILERS = {
     "thunder.jit": lambda program, options: thunder_flce.jit(program, options=options),
     "thunder's executors": without_ours,
 }
+OF_FORWARD = ("token_weights", "target_weights", "token_inputs", "num_items", "expected_gradient")
+
+
+def by_module(case: Case, grad: Tensor, options: Options, arguments: dict[str, Any]) -> Result:
+    given = {name: arguments[name] for name in OF_FORWARD if name in arguments}
+    settings = {name: value for name, value in arguments.items() if name not in given}
+    (vocab, hidden), has_bias = case.weight.shape, case.bias is not None
+    of = {"dtype": case.x.dtype, "device": case.x.device, "weight": case.class_weight, "options": options}
+    module = LinearCrossEntropyLoss(hidden, vocab, bias=has_bias, **of, **settings)
+    for name, tensor in (("weight", case.weight), ("bias", case.bias)):
+        if tensor is not None:
+            setattr(module.linear, name, torch.nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
+    case = replace(case, weight=module.linear.weight, bias=module.linear.bias)
+    return differentiate(module(case.x, case.target, **given), case, grad, arguments["outputs"])
+
+
 WAYS = {
     "eager": lambda case, grad, options, arguments: ours(case, grad, options=options, **arguments),
+    "module": by_module,
     **{name: partial(run_compiled, compiler) for name, compiler in COMPILERS.items()},
 }
 
@@ -225,6 +242,8 @@ def drawn_call(one_of: Callable, device: str, way: str = "eager") -> Call:
     problem = drawn_problem(one_of, device, (7, 33, 101) if way in RANKS else ())
     if way == "sequence parallel":
         problem = replace(problem, shape=one_of((12,), (3, 8), (2, 3, 4), (1, 48)))
+    elif way == "module":
+        problem = replace(problem, terms=())
     elif way == "DTensors":
         problem = replace(problem, shape=one_of((4, 8), (3, 6), (1, 2)))
     kind = one_of("cross-entropy", "cross-entropy", "token loss", "several targets")

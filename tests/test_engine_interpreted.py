@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
+import random_calls
 from interpreted import INTERPRETED, prepare_row_kernels
-from reference import assert_as_exact_as_eager, make_case
+from reference import make_case
 from test_kl_divergence import composed
-from test_properties import Problem, one_pass_problems, problems, run_examples
+from test_properties import Problem, check, one_pass_problems, run_examples
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine import plan
 from thunder_flce.engine.kernels import layout, scaling
 from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.operation.divergence import KINDS
-from thunder_flce.options import STRATEGIES
 
 VOCABULARIES = (2, 7, 33, 101)
-EXAMPLES = 12
+EXAMPLES, CALLS = 12, 40
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter")
 
 
@@ -45,47 +45,25 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(scaling, "library", lambda dtype, device: "Triton" if dtype.itemsize < 8 else "PyTorch")
 
 
-def check(problem: Problem) -> None:
-    """Against eager PyTorch in float64; float64 itself has other kernels."""
+def with_kernels(problem: Problem) -> Problem:
+    """Float64 itself has other kernels."""
     if problem.dtype is torch.float64:
         problem = replace(problem, dtype=torch.float32, class_weight=problem.class_weight and torch.float32)
     ignored_rows = "skip" if problem.options.ignored_rows == "auto" else problem.options.ignored_rows
-    options = replace(problem.options, row_kernels="auto", ignored_rows=ignored_rows)
-    arguments = {**problem.settings("cpu"), "options": options}
-    assert_as_exact_as_eager(problem.case("cpu"), problem.incoming("cpu"), factor=2.0, tiny=True, **arguments)
+    return replace(problem, options=replace(problem.options, row_kernels="auto", ignored_rows=ignored_rows))
 
 
 @needs_interpreter
-@pytest.mark.parametrize("drawn_from", [problems, one_pass_problems], ids=["", "one pass"])
-def test_any_problem(drawn_from, as_on_a_gpu):
-    run_examples(check, drawn_from("cpu", VOCABULARIES), EXAMPLES)
+def test_any_call(as_on_a_gpu):
+    for number in range(CALLS):
+        call = random_calls.numbered(number, "cpu", way="ranks")  # Of small vocabularies.
+        of_tokens = torch.float32 if call.token_weights is torch.float64 else call.token_weights
+        replace(call, problem=with_kernels(call.problem), token_weights=of_tokens).run("cpu")
 
 
 @needs_interpreter
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
-@pytest.mark.parametrize("weights", [False, True])
-def test_each_strategy(weights, ignored_rows, strategy, as_on_a_gpu):
-    """With weights of tokens, some of them 0, and a bias."""
-    case = make_case(bias=True, ignored=0.4, class_weight=weights)
-    chunk_rows = None if strategy == "save_logits" else 10
-    options = Options(strategy=strategy, ignored_rows=ignored_rows, chunk_rows=chunk_rows)
-    assert_as_exact_as_eager(case, torch.tensor(0.7), factor=1.5, options=options)
-    if not weights:
-        return
-    of_tokens, grad = torch.rand(37).mul(2).masked_fill(torch.arange(37) % 5 == 0, 0), torch.tensor(0.7)
-    found = linear_cross_entropy(
-        case.x, case.weight, case.target, linear_bias=case.bias, token_weights=of_tokens, options=options
-    )
-    logits = torch.nn.functional.linear(*(each.double() for each in case.operands()))
-    each = torch.nn.functional.cross_entropy(logits, case.target, reduction="none")
-    total = of_tokens[case.target != -100].sum()
-    torch.testing.assert_close(found.double(), (each * of_tokens).sum() / total, rtol=1e-5, atol=1e-6)
-    (dlogits,) = torch.autograd.grad((each * of_tokens).sum() / total, logits, grad.double())
-    got = torch.autograd.grad(found, case.operands(), grad)
-    right = (dlogits @ case.weight.double(), dlogits.t() @ case.x.double(), dlogits.sum(0))
-    for gradient, expected in zip(got, right, strict=True):
-        torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
+def test_one_pass(as_on_a_gpu):
+    run_examples(lambda problem: check(with_kernels(problem), "cpu"), one_pass_problems("cpu", VOCABULARIES), EXAMPLES)
 
 
 @needs_interpreter
@@ -105,18 +83,6 @@ def test_divergences(divergence, reduction, as_on_a_gpu):
     got = torch.autograd.grad(loss, needing, grad)
     for gradient, expected in zip(got, torch.autograd.grad(right, of[:2], grad.double()), strict=True):
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-6)
-
-
-@needs_interpreter
-@pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
-def test_token_losses(ignored_rows, as_on_a_gpu):
-    case, generator = make_case(ignored=0.4, bias=True), torch.Generator().manual_seed(0)
-    inputs = tuple(torch.rand(37, generator=generator) - shift for shift in (5, 0.5))
-    settings = {"token_weights": torch.rand(37, generator=generator), "z_loss": 1e-2, "token_inputs": inputs}
-    options = Options(ignored_rows=ignored_rows, chunk_rows=10)
-    assert_as_exact_as_eager(
-        case, torch.tensor(0.7), factor=2.0, tiny=True, token_loss=ratio, options=options, **settings
-    )
 
 
 def ratio(log_prob, entropy, old, advantage):

@@ -25,31 +25,6 @@ def _case(loss, **settings):
     return replace(case, weight=loss.linear.weight, bias=loss.linear.bias, class_weight=loss.weight)
 
 
-SETTINGS = {
-    "defaults": {},
-    "bias": {"bias": True},
-    "class weights": {"weight": torch.linspace(0.1, 2, V), "label_smoothing": 0.1},
-    "logits": {"softcap": 5.0, "logit_scale": 1.5, "vocab_size": 97},
-    "none": {"reduction": "none", "ignore_index": 3},
-    "z-loss and outputs": {"z_loss": 0.01, "outputs": ("entropy", "accuracy")},
-    "options": {"reduction": "sum", "options": Options(chunk_rows=8)},
-}
-OF_MODULE = ("bias", "weight", "options")
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_as_exact_as_eager(name, dtype, device):
-    settings = SETTINGS[name]
-    loss = LinearCrossEntropyLoss(H, V, device=device, dtype=dtype, **settings).to(device)
-    case = _case(loss, device=device, ignore_index=loss.ignore_index)
-    case.target.clamp_(max=settings.get("vocab_size", V) - 1)
-    settings = {name: value for name, value in settings.items() if name not in OF_MODULE}
-    grad = torch.rand(case.target.shape, device=device) if settings.get("reduction") == "none" else None
-    result = differentiate(loss(case.x, case.target), case, grad, settings.get("outputs", ()))
-    assert_close_to_truth(result, case, grad, **settings)
-
-
 WAYS = {
     **FRONT_ENDS,
     "torch.compile": partial(torch.compile, backend="aot_eager", fullgraph=True),
