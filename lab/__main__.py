@@ -2,7 +2,7 @@
 
 import sys
 
-from lab import against, convergence, kernels, lean, lengths, soak
+from lab import against, convergence, kernels, lean, lengths, peaked, soak
 from thunder_flce.bench.cli import main
 
 SUBSETS = {
@@ -10,6 +10,7 @@ SUBSETS = {
     "kernels": kernels.SUBSET,
     "lean": lean.SUBSET,
     "lengths": lengths.SUBSET,
+    "peaked": peaked.SUBSET,
     "soak": soak.SUBSET,
     "convergence": convergence.SUBSET,
 }

@@ -406,7 +406,6 @@ def test_what_failed_has_let_go_of_its_memory_when_it_is_released(monkeypatch):
     "text",
     [
         "S9",
-        "S1,data=flat",
         "none.json,tokens=3",
         "tokens=3",
         "tokens=3,vocab=x,hidden=4",
@@ -465,26 +464,8 @@ def test_the_laboratory_can_be_imported():
     assert {path.stem for path in (root / "lab").glob("[a-z]*.py")} - own_commands <= set(listed.stdout.split())
 
 
-@pytest.mark.parametrize("text", ["vocab=3000,hidden=768,bias=1,ignored=0.4"])
-def test_peaked_data(text):
-    """A loss near 2, targets by Zipf's law, and predictions between hopeless and certain."""
-    inputs = Inputs.random(parse_shape(f"tokens=4000,{text},dtype=float32,data=peaked"), "cpu")
-    assert 1.7 < make_reference(inputs).loss < 2.5
-    valid = inputs.target != -100
-    assert valid.float().mean() == (0.6 if "ignored" in text else 1)
-    vocab = inputs.weight.shape[0]
-    harmonic = (1 / torch.arange(1, vocab + 1)).sum()
-    counts = torch.bincount(inputs.target[valid], minlength=vocab) / valid.sum()
-    torch.testing.assert_close(counts[:5], 1 / torch.arange(1, 6) / harmonic, rtol=0.25, atol=0)
-    probabilities = F.linear(inputs.x, inputs.weight, inputs.bias)[valid].softmax(1)
-    ratios = probabilities.mean(0)[:5] / counts[:5]
-    assert 0.3 < ratios.min() and ratios.max() < 1.5
-    of_targets = probabilities.gather(1, inputs.target[valid][:, None])
-    assert of_targets.quantile(0.1) < 0.02 and of_targets.quantile(0.9) > 0.8
-
-
 def test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss(monkeypatch):
-    shape = parse_shape("tokens=40,vocab=70,hidden=16,bias=1,ignored=0.5,dtype=float32,data=peaked")
+    shape = parse_shape("tokens=40,vocab=70,hidden=16,bias=1,ignored=0.5,dtype=float32")
     inputs = Inputs.random(shape, "cpu")
     results = {}
     mm = torch.mm

@@ -223,8 +223,8 @@ def _parser(subsets: Mapping[str, Subset], program: str) -> argparse.ArgumentPar
 
 
 _SHAPES = (
-    f"{', '.join(SHAPES)}; tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…][,data=peaked]; "
-    "both, as in S1,data=peaked; or a Hugging Face model's config.json,tokens=…"
+    f"{', '.join(SHAPES)}; tokens=…,vocab=…,hidden=…[,bias=1][,ignored=…][,dtype=…][,frozen=1][,rank=…]; "
+    "both, as in S1,bias=1; or a Hugging Face model's config.json,tokens=…"
 )
 
 

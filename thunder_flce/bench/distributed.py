@@ -258,7 +258,7 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
 
 
 def parse(text: str) -> Shape:
-    """A shape of tokens, vocab, hidden, ignored, dtype and data alone.
+    """A shape of tokens, vocab, hidden, ignored and dtype alone.
 
     Raises:
         ValueError: for a shape with more.

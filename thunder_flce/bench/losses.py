@@ -302,14 +302,14 @@ METHODS = {f"{name}, {way}": (name, way) for name, loss in LOSSES.items() for wa
 
 
 def parse(text: str) -> Shape:
-    """A shape of tokens, vocab, hidden, dtype and data alone.
+    """A shape of tokens, vocab, hidden and dtype alone.
 
     Raises:
         ValueError: for a shape with more, or with tokens that are no whole sequences.
     """
     shape = parse_shape(text)
     if shape.bias or shape.ignored or shape.frozen or shape.rank:
-        raise ValueError(f"losses take shapes of tokens, vocab, hidden, dtype and data alone, but got {shape}")
+        raise ValueError(f"losses take shapes of tokens, vocab, hidden and dtype alone, but got {shape}")
     if shape.tokens % SEQUENCES:
         raise ValueError(f"tokens must be divisible by {SEQUENCES}, the number of sequences, but got {shape}")
     return shape

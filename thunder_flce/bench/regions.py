@@ -84,7 +84,7 @@ class Comparison:
         # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
         torch.compiler.reset()
         release(session.device)
-        self.session = replace(session, row=partial(Row, shape=shape))
+        self.shape, self.session = shape, replace(session, row=partial(Row, shape=shape))
         self.inputs = Inputs.random(shape, session.device)
         self._steps, self._numbers = dict[str, Step](), dict[str, dict[str, Any]]()
 
@@ -141,16 +141,20 @@ class Comparison:
 
 def measure(shape: Shape, methods: list[str], session: Session) -> None:
     """Measures methods, by names that `methods.build` knows, on one shape."""
-    compared = Comparison(shape, session)
+    compare(Comparison(shape, session), methods)
+
+
+def compare(compared: Comparison, methods: list[str]) -> None:
+    """The same of inputs that are there."""
     inputs, reference = compared.inputs, None
-    session.progress("reference")
+    compared.session.progress("reference")
     with compared.session.attempt("reference"):
         reference = make_reference(inputs)
     compared.add_floor(3)
     for name in methods:
         compared.add(name, partial(_step, inputs, name), reference=reference, matmuls=3)
     del reference
-    compared.report("forward", "backward", operations=shape.operations)
+    compared.report("forward", "backward", operations=compared.shape.operations)
 
 
 def _step(inputs: Inputs, name: str) -> RegionStep:

@@ -32,14 +32,9 @@ class Shape:
     """Of a low-rank adapter beside the weight: the logits have a second term, y Bᵀ, with y (tokens, rank) and B (vocab,
     rank), which both require a gradient; 0 for none."""
 
-    data: str = "random"
-    """"random": uniform targets and normal logits, as of a model that has learned nothing; "peaked": as of a trained
-    one (`Inputs.random`)."""
-
     def __str__(self) -> str:
         extras = (", bias" if self.bias else "") + (f", {self.ignored:.0%} ignored" if self.ignored else "")
         extras += (", frozen head" if self.frozen else "") + (f", rank {self.rank}" if self.rank else "")
-        extras += f", {self.data}" if self.data != "random" else ""
         if self.dtype is not torch.bfloat16:
             extras += f", {dtype_name(self.dtype)}"
         return f"{self.name} {self.tokens} × {self.vocab} × {self.hidden}{extras}"
@@ -154,7 +149,6 @@ _FIELDS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("bias", "frozen"), {"0": False, "1": True}.__getitem__),
     "ignored": float,
     "dtype": DTYPES.__getitem__,
-    "data": {name: name for name in ("random", "peaked")}.__getitem__,
 }
 
 
@@ -175,13 +169,7 @@ class Inputs:
 
     @classmethod
     def random(cls, shape: Shape, device: str) -> "Inputs":
-        """Normal x, weights that give logits of standard deviation about 1, and uniform targets; or peaked data.
-
-        In peaked data, targets follow Zipf's law, the lowest columns being the most frequent ones, as in a byte-pair
-        vocabulary. Logits are the logarithm of the column's frequency plus normal noise of standard deviation about 1,
-        but a row's target has a logit around -0.5 with a standard deviation of 3: most targets are likely and some
-        very unlikely, at a mean loss near 2.
-        """
+        """Normal x, weights that give logits of standard deviation about 1, and uniform targets."""
         generator = torch.Generator(device).manual_seed(0)
 
         def randn(*size: int, scale: float = 1.0) -> Tensor:
@@ -192,36 +180,13 @@ class Inputs:
         dropped = torch.randperm(shape.tokens, device=device, generator=generator)
         target[dropped[: shape.ignored_tokens]] = -100
         adapter = (shape.tokens, shape.rank), (shape.vocab, shape.rank)
-        inputs = cls(
+        return cls(
             x=randn(shape.tokens, shape.hidden),
             weight=randn(shape.vocab, shape.hidden, scale=shape.hidden**-0.5).requires_grad_(not shape.frozen),
             bias=randn(shape.vocab) if shape.bias else None,
             target=target,
             terms=((randn(*adapter[0]), randn(*adapter[1], scale=shape.rank**-0.5)),) if shape.rank else (),
         )
-        if shape.data == "peaked":
-            inputs._sharpen(generator)
-        return inputs
-
-    @torch.no_grad()
-    def _sharpen(self, generator: torch.Generator) -> None:
-        """Makes random inputs peaked, in place."""
-        device, tokens, (vocab, hidden) = self.x.device, self.x.shape[0], self.weight.shape
-        ranks = torch.arange(1, vocab + 1, device=device, dtype=torch.float32)
-        log_frequency = -(ranks.log() + ranks.reciprocal().sum().log())
-        drawn = torch.multinomial(log_frequency.exp(), tokens, replacement=True, generator=generator)
-        self.target.copy_(torch.where(self.target < 0, self.target, drawn))
-        # All x share a direction, in which each row of W has the frequency of its column: a bias, as models learn it.
-        # 16 is large beside the noise of x along it, which would change the frequencies from row to row.
-        shared = torch.randn(hidden, device=device, generator=generator).mul_(16 * hidden**-0.5)
-        noise = torch.randn(tokens, device=device, generator=generator)
-        margin = -0.5 + 8**0.5 * noise - log_frequency[drawn]
-        rows = self.weight[drawn].float()
-        self.x.copy_(self.x + shared + margin[:, None] * rows)
-        self.weight.copy_(self.weight + (log_frequency / 256)[:, None] * shared)
-        if self.bias is not None:
-            # The frequencies are in W; of the bias, what is random would only add to the noise.
-            self.bias.mul_(0.1)
 
     def without_gradients(self) -> "Inputs":
         """The same, and nothing requires a gradient."""

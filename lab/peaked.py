@@ -1,0 +1,46 @@
+"""Loss regions with targets and logits as of a trained model, in place of uniform and normal ones.
+
+Targets follow Zipf's law, the lowest columns being the most frequent ones, as in a byte-pair vocabulary. Logits are the
+logarithm of the column's frequency plus normal noise of standard deviation about 1, but a row's target has a logit
+around -0.5 with a standard deviation of 3: most targets are likely and some very unlikely, at a mean loss near 2.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from thunder_flce.bench.cli import SUBSETS
+from thunder_flce.bench.measuring import Session
+from thunder_flce.bench.regions import Comparison, compare
+from thunder_flce.bench.shapes import Inputs, Shape
+
+
+def measure(shape: Shape, methods: list[str], session: Session) -> None:
+    compared = Comparison(replace(shape, name=f"{shape.name}, peaked"), session)
+    sharpen(compared.inputs)
+    compare(compared, methods)
+
+
+@torch.no_grad()
+def sharpen(inputs: Inputs) -> None:
+    """Makes random inputs peaked, in place."""
+    generator = torch.Generator(inputs.x.device).manual_seed(1)
+    device, tokens, (vocab, hidden) = inputs.x.device, inputs.x.shape[0], inputs.weight.shape
+    ranks = torch.arange(1, vocab + 1, device=device, dtype=torch.float32)
+    log_frequency = -(ranks.log() + ranks.reciprocal().sum().log())
+    drawn = torch.multinomial(log_frequency.exp(), tokens, replacement=True, generator=generator)
+    inputs.target.copy_(torch.where(inputs.target < 0, inputs.target, drawn))
+    # All x share a direction, in which each row of W has the frequency of its column: a bias, as models learn it.
+    # 16 is large beside the noise of x along it, which would change the frequencies from row to row.
+    shared = torch.randn(hidden, device=device, generator=generator).mul_(16 * hidden**-0.5)
+    noise = torch.randn(tokens, device=device, generator=generator)
+    margin = -0.5 + 8**0.5 * noise - log_frequency[drawn]
+    rows = inputs.weight[drawn].float()
+    inputs.x.copy_(inputs.x + shared + margin[:, None] * rows)
+    inputs.weight.copy_(inputs.weight + (log_frequency / 256)[:, None] * shared)
+    if inputs.bias is not None:
+        # The frequencies are in W; of the bias, what is random would only add to the noise.
+        inputs.bias.mul_(0.1)
+
+
+SUBSET = replace(SUBSETS["regions"], help="as bench regions, with data as of a trained model", measure=measure)
