@@ -46,15 +46,19 @@ class Region:
 
     def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
         """The flat call of such tensors, in their order; None for those that the engine does not take as they are."""
+        dimensions, found = tensors[0].ndim - 1, []
         for each, (start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
-            if each.dtype is not dtype or each.shape[start:] != shape or each.device != device:
+            if each.dtype is not dtype or each.device != device or not each.is_contiguous():
                 return None
-            if not each.is_contiguous():
+            if start and dimensions > 1:
+                each = each.flatten(0, dimensions - 1)
+            if each.shape[start:] != shape:
                 return None
-        shard, own = self.call.shard, tensors[0].shape[0]
+            found.append(each)
+        shard, own = self.call.shard, found[0].shape[0]
         tokens = own if shard is None else own * shard.token_parts
         return self.call.with_tensors(
-            dict(zip(self.call.tensors, tensors, strict=True)), own_tokens=own, tokens=tokens
+            dict(zip(self.call.tensors, found, strict=True)), own_tokens=own, tokens=tokens
         )  # fmt: skip
 
     @cached_property

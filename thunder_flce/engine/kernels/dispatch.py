@@ -99,6 +99,7 @@ def _compiles_for_hip(name: str) -> bool:
     return False
 
 
+@cache
 def _is_too_old() -> bool:
     """Whether the GPU is one of NVIDIA's that nothing is compiled for."""
     device = Device.of(torch.device("cuda"))
