@@ -540,7 +540,7 @@ def test_plans_depend_on_nothing_but_the_call():
 
 @pytest.mark.parametrize(
     ("sizes", "changes", "waits"),
-    [(S1, {}, True), ((1024, 128256, 2048), {}, True), ((2048, 32000, 768), {}, False), ((64, 500, 32), {}, False),
+    [(S1, {}, True), ((4096, 128256, 2048), {}, True), ((2048, 151936, 896), {}, False), ((64, 500, 32), {}, False),
      ((64, 500, 32), {"device": "cpu", "on": CPU}, True), (S1, {"needs_grad": ()}, True)],
 )  # fmt: skip
 def test_the_host_waits_for_the_number_of_rows_where_that_pays(sizes, changes, waits):
