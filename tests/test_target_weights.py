@@ -69,8 +69,8 @@ WAYS = {
     "computed": lambda function: lambda *a: function(*a, options=Options(ignored_rows="compute", chunk_rows=7)),
     "recomputed": lambda function: lambda *a: function(*a, options=Options(strategy="recompute_logits", chunk_rows=7)),
     "saved": lambda function: lambda *a: function(*a, options=Options(strategy="save_logits")),
-    "thunder": thunder_flce.jit,
-    "decomposition": thunder.jit,
+    "ours": thunder_flce.jit,
+    "thunder": thunder.jit,
     "torch.compile": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
 }
 

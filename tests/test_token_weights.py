@@ -63,8 +63,8 @@ WAYS = {
     "eager": lambda function: function,
     "computed": lambda function: lambda *a: function(*a, options=Options(ignored_rows="compute", chunk_rows=7)),
     "in backward": lambda function: lambda *a: function(*a, options=Options(strategy="recompute_logits")),
-    "thunder": thunder_flce.jit,
-    "decomposition": thunder.jit,
+    "ours": thunder_flce.jit,
+    "thunder": thunder.jit,
     "torch.compile": lambda function: torch.compile(function, backend="aot_eager", fullgraph=True),
 }
 

@@ -95,6 +95,11 @@ def carries_grad(tensor: TensorProxy) -> bool:
     return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
 
 
+def may_need_grad(tensor: TensorProxy) -> bool:
+    """Whether a tensor may need a gradient: arguments, which alone have a history, say whether they do."""
+    return carries_grad(tensor) and (tensor.requires_grad or tensor.history is None)
+
+
 def loss_dtype(tensor: TensorProxy) -> dtypes.dtype:
     """float32, or float64 for float64: the dtype of the loss and of everything that is one number a row."""
     return dtypes.float64 if dtypes.to_strong_dtype(tensor.dtype) is dtypes.float64 else dtypes.float32
