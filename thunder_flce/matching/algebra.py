@@ -142,6 +142,12 @@ class Logits:
         return any(term.has_grad for term in self.terms) or (self.bias is not None and self.bias_has_grad)
 
     @property
+    def in_order(self) -> "Logits":
+        """What two have in common whose largest is in one place: any increasing function of logits keeps it."""
+        terms = tuple(replace(term, has_grad=False) for term in self.terms)
+        return replace(self, terms=terms, bias_has_grad=False, scale=Fraction(1), softcap=None)
+
+    @property
     def is_linear(self) -> bool:
         """Whether these are all of the linears' columns, times a factor at most."""
         return self.softcap is None and self.vocab_size is None
@@ -308,8 +314,7 @@ class Argmax:
     """The column of the largest logit of each row."""
 
     logits: Logits
-    """Without scale and softcap: any increasing function of the logits has the same maximum."""
-    is_of_smallest: bool
+    """`Logits.in_order`"""
     shape: tuple[Any, ...]
 
     def detached(self) -> "Argmax":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Loss, Row, Value, value
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Loss, Row, Value
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.program import (
     CHANGED,
@@ -91,7 +91,6 @@ class _Lost:
     problem: NotFused
     columns: Any
     is_head: bool
-    is_normalised: bool
 
 
 class Interpreter:
@@ -226,14 +225,13 @@ class Interpreter:
             if isinstance(found, Class):
                 is_changed = bool(op.writes) or op.name == CHANGED
                 reason = Reason.OPERAND_MODIFIED if is_changed else Reason.TRANSFORMED_LOGITS
-                is_normalised = "L" in value(found.sum)
                 problem = NotFused(reason, f"by {op.name}{detail}")
                 columns = (
                     found.columns
                     if op.name not in _SLICES or not op.outs or not op.outs[0].shape
                     else op.outs[0].shape[-1]
                 )
-                lost = _Lost(problem, columns, is_head(found), is_normalised)
+                lost = _Lost(problem, columns, is_head(found))
             if lost is not None:
                 for out in op.outs:
                     if out not in self.values and any(same(size, lost.columns) for size in out.shape):

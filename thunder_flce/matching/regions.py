@@ -248,7 +248,7 @@ def _give_argmaxes(parts: Sequence[Part], known: Interpreter) -> None:
         argmax = result.value
         if not isinstance(argmax, Argmax):
             continue
-        fitting = [part for part in parts if _has_maximum(part.logits, argmax)]
+        fitting = [part for part in parts if part.logits.in_order == argmax.logits and part.logits.scale > 0]
         if fitting:
             fitting[0].argmaxes.append(result)
             continue
@@ -256,12 +256,6 @@ def _give_argmaxes(parts: Sequence[Part], known: Interpreter) -> None:
         for part in parts:
             if not part.linears.isdisjoint(linears):
                 part.problem = part.problem or NotFused(Reason.LOGITS_USED, f"by {result.op.name}")
-
-
-def _has_maximum(logits: Logits, argmax: Argmax) -> bool:
-    terms = tuple(replace(term, has_grad=False) for term in logits.terms)
-    plain = replace(logits, scale=argmax.logits.scale, softcap=None, terms=terms, bias_has_grad=False)
-    return plain == argmax.logits and (logits.scale < 0) == argmax.is_of_smallest
 
 
 def _refuse_means(parts: Sequence[Part]) -> None:
@@ -540,34 +534,11 @@ def _moves_across_a_write(
     return next((op for op in moved if op.writes), None)
 
 
-# Operations whose result is memory of their own.
-_FRESH = {
-    "linear", "matmul", "mm", "addmm", "bmm", "add", "sub", "mul", "div", "neg", "exp", "log", "sum", "mean", "where",
-    "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp", "gather", "zeros", "zeros_like", "ones", "full",
-    "arange", "new_zeros", "new_full", "new_ones", "full_like", "ones_like", "cat", "stack", "clone", "masked_fill",
-    "embedding", "layer_norm", "rms_norm", "sqrt", "rsqrt", "pow", "tanh", "relu", "gelu", "silu", "sigmoid", "argmax",
-    "eq", "ne", "lt", "gt", "le", "ge", "index_select", "take_along_dim", "scaled_dot_product_attention", "long",
-    "float", "dropout", "cumsum", "abs", "square", "max", "min", "topk", "sort", "pad", "one_hot",
-}  # fmt: skip
-
-
 def _may_share(written: Tensor, other: Tensor) -> bool:
     """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
     if written.storage is not None and other.storage is not None:
         return bool(written.storage == other.storage)
-    return written.dtype == other.dtype and not _bases(written).isdisjoint(_bases(other))
-
-
-def _bases(tensor: Tensor) -> set[Tensor]:
-    found, waiting = set(), [tensor]
-    while waiting:
-        each = waiting.pop()
-        if each in found:
-            continue
-        found.add(each)
-        if each.op is not None and (each.op.name not in _FRESH or each.op.writes):
-            waiting += [operand for operand in each.op.operands if operand.dtype == tensor.dtype]
-    return found
+    return written.dtype == other.dtype
 
 
 def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:

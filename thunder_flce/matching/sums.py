@@ -11,7 +11,7 @@ Of the linear part, only that each operation is linear has to be known. The weig
 writes the graph asks autograd for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -432,7 +432,7 @@ _LINEAR_IN_FIRST = {
     *RESHAPES, *PERMUTATIONS, *COPIES, "double", "sum", "mean", "neg", "getitem", "select", "narrow", "split", "chunk",
     "tensor_split", "unbind", "index_select", "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave",
     "cumsum", "diagonal", "masked_select", "gather", "take_along_dim", "nansum", "broadcast_to", "sum_to_size", "tile",
-    "diff", "hsplit", "vsplit", "pad", "atleast_1d", "atleast_2d", "tril", "triu", "trace", "take",
+    "hsplit", "vsplit", "atleast_1d", "atleast_2d", "tril", "triu", "trace", "take",
 }  # fmt: skip
 _PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
 _JOINS = ("cat", "stack", "hstack", "vstack")
@@ -450,11 +450,6 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
             return False
         if name == "mean":
             return _has_elements(operands[0])
-        if name == "diff":
-            return len(op.operands) == 1  # Others are put before it or behind it.
-        if name == "pad":
-            # It takes a mode and a value.
-            return all(each in ("constant", 0, None) for each in (*args[2:], *_others(op.kwargs, "input", "pad")))
         return True
     if tensors_in(op.kwargs):
         return False  # What is linear is told by an argument's place.
@@ -472,14 +467,9 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
     if name == "where" and len(args) == 3:
         return args[0] not in operands and all(map(is_token_or_zero, args[1:]))
     if name == "masked_fill":
-        filled, _, value = (*args, *_others(op.kwargs))
+        filled, _, value = (*args, *op.kwargs.values())
         return len(operands) == 1 and filled is operands[0] and is_zero(value, op)
     return False
-
-
-def _others(kwargs: Mapping[str, Any], *names: str) -> list[Any]:
-    """The keyword arguments but some."""
-    return [each for name, each in kwargs.items() if name not in names]
 
 
 def _has_elements(tensor: Tensor) -> bool:
