@@ -717,6 +717,7 @@ def test_distributed(wrapper, backend, process_group):
 
 
 @pytest.mark.inductor
+@pytest.mark.filterwarnings("error:.*may not alias")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in WAYS])
 def test_reduce_overhead(name):
     """Inductor's CUDA graphs, replayed with other values and other ignored rows."""

@@ -241,6 +241,10 @@ def _forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
         count = int(results[at])
         results[at] = tensors[0].new_full((), count, dtype=torch.int64)
         remember(results[at], count)
+    if "row_log_sum" in known.result_names:
+        # A kernel's statistics are one piece of memory, which an operator's results may not share.
+        at = known.result_names.index("row_log_sum")
+        results[at] = results[at].clone()
     return results
 
 
