@@ -36,7 +36,7 @@ def write_regions(
 ) -> tuple[TraceCtx, list[Decision]]:
     """The trace with regions, and with a plan for those that the user wrote; and what was decided about each."""
     writer = _Writer(trace, known, options)
-    order, _ = ordered(regions, known.program)
+    order, _ = ordered(regions, known)
     for item in order:
         if isinstance(item, Op):
             writer.keep(item)
@@ -72,9 +72,9 @@ class _Writer:
         """Adds a region."""
 
         def written() -> dict[Tensor, Tensor]:
-            found = write(region, self, self._known, self._options)
-            self.decisions.append(found.decision)
-            return found.results
+            results, decision = write(region, self, self._known, self._options)
+            self.decisions.append(decision)
+            return results
 
         self._add(region.place.handle, written)
 

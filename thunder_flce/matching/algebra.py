@@ -222,12 +222,17 @@ class Class:
         return replace(self, sum=without_grad(self.sum), p_has_grad=False)
 
 
-class Labels(NamedTuple):
-    """The labels of rows."""
+@dataclass(frozen=True)
+class Labels:
+    """The labels of rows, compared by their values."""
 
+    tensors: tuple[Tensor, ...] = field(compare=False)
+    """Several where parts of the rows were joined"""
     numbers: tuple[int, ...]
-    """`Program.value_number` of each tensor, by which labels are compared"""
-    wraps: bool
+    """`Program.value_number` of each"""
+    read_at: int = field(compare=False)
+    """The position of the operation that read them first"""
+    wraps: bool = False
     """Whether labels from -V to -1 count from the end"""
 
 
@@ -242,10 +247,6 @@ class Row:
     """Whether it is factor * exp(sum) in place of the sum"""
     factor: Fraction = Fraction(1)
     labels: Labels | None = None
-    label_tensors: tuple[Tensor, ...] = field(default=(), compare=False)
-    """The labels themselves; several where parts of the rows were joined"""
-    labels_read: int = field(default=-1, compare=False)
-    """The position of the operation that read the labels first"""
 
     def detached(self) -> "Row":
         """Without a gradient."""

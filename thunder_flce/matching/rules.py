@@ -321,15 +321,17 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
     is_in_shape = is_stack or len(first.shape) == len(first.logits.rows_shape)
     if not whole.rows_shape or not same(end, whole.rows_shape[0]) or not is_in_shape:
         raise Unknown
-    all_labels = [part.labels for part in parts if part.labels is not None]
-    if len({each.wraps for each in all_labels}) > 1:
+    of_parts = [part.labels for part in parts if part.labels is not None]
+    if len({each.wraps for each in of_parts}) > 1:
         raise Unknown
-    numbers = tuple(number for each in all_labels for number in each.numbers)
-    return replace(
-        first, logits=whole, shape=op.output.shape, labels=Labels(numbers, all_labels[0].wraps) if all_labels else None,
-        label_tensors=tuple(each for part in parts for each in part.label_tensors),
-        labels_read=min(part.labels_read for part in parts),
-    )  # fmt: skip
+    labels = None
+    if of_parts:
+        labels = replace(
+            min(of_parts, key=lambda each: each.read_at),
+            tensors=tuple(tensor for each in of_parts for tensor in each.tensors),
+            numbers=tuple(number for each in of_parts for number in each.numbers),
+        )
+    return replace(first, logits=whole, shape=op.output.shape, labels=labels)
 
 
 @rule("broadcast_tensors")
@@ -422,19 +424,11 @@ def _neg(known: "Interpreter", op: Op, input: Tensor) -> Value:
     return _scaled(found, Fraction(-1))
 
 
-@rule("add")
+@rule("add", "sub")
 def _add(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
-    return _sum_of(known, op, input, other, alpha, 1)
-
-
-@rule("sub")
-def _sub(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
-    return _sum_of(known, op, input, other, alpha, -1)
-
-
-def _sum_of(known: "Interpreter", op: Op, input: Any, other: Any, alpha: Any, sign: int) -> Value:
     if alpha != 1:
         raise Unknown
+    sign = 1 if op.name == "add" else -1
     a, b = known.get(input), known.get(other)
     if isinstance(a, Row) and isinstance(b, Row):
         return _sum_of_rows(a, b, sign)
@@ -457,15 +451,12 @@ def _sum_of(known: "Interpreter", op: Op, input: Any, other: Any, alpha: Any, si
 def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
     b = _in_terms_of(b, a.logits) or b
     a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
-    labels = [row for row in (a, b) if row.labels is not None]
-    is_one = len({row.labels for row in labels}) <= 1
+    labels = [row.labels for row in (a, b) if row.labels is not None]
+    is_one = len(set(labels)) <= 1
     if a.logits != b.logits or a.is_exp or b.is_exp or not is_one or not same_shape(a.shape, b.shape):
         raise Unknown
-    like = labels[0] if labels else a
-    read = (
-        max((row.labels_read for row in labels), default=-1) if len(labels) < 2 else min(a.labels_read, b.labels_read)
-    )
-    return replace(like, sum=added((1, a.sum), (sign, b.sum)), labels_read=read)
+    first = min(labels, key=lambda each: each.read_at, default=None)
+    return replace(a, sum=added((1, a.sum), (sign, b.sum)), labels=first)
 
 
 def _in_terms_of(row: Row, logits: Logits) -> Row | None:
@@ -687,14 +678,11 @@ def _xlogy(known: "Interpreter", op: Op, input: Tensor, other: Tensor) -> Class:
 def _amax(known: "Interpreter", op: Op, input: Tensor, dim: Any = (), keepdim: bool = False) -> Row:
     of = _class(known, input)
     _over_classes(of, dim)
-    return _maximum(of, op.outs[0].shape)
-
-
-def _maximum(of: Class, shape: tuple[Any, ...]) -> Row:
     u, cut, rest = parted(of.sum, "u")
     if of.form == "p" or u + cut <= 0 or (u and cut) or of.factor <= 0:
         raise Unknown
     maximum = added((u + cut, _with_own_grad(of, "M")))
+    shape = op.outs[0].shape
     return Row(of.logits, shape, added((1, rest), (1, maximum)), is_exp=of.form == "exp", factor=of.factor)
 
 
@@ -754,7 +742,7 @@ def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps:
     at_label = added((u, poly(y=1)), (cut, without_grad(poly(y=1))))
     return Row(
         of.logits, op.output.shape, added((1, rest), (1, at_label)), is_exp=of.form == "exp", factor=of.factor,
-        labels=Labels((known.program.value_number(index),), wraps), label_tensors=(index,), labels_read=op.position,
+        labels=Labels((index,), (known.program.value_number(index),), op.position, wraps),
     )  # fmt: skip
 
 
