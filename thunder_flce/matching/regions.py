@@ -349,7 +349,7 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
             raise NotASum(f"the options say {options.strategy}")
-        total = _find_sum(parts, known)
+        total = find_sum([*map(_tokens, parts)], known)
         _check_sum(parts, total, options)
         last = total.place.op.position  # type: ignore[union-attr]
         if any(op not in total.writes for op in known.program.writers(_begin(parts), last)):
@@ -363,30 +363,10 @@ def _begin(parts: Iterable[Part]) -> int:
     return min(part.first.position for part in parts)
 
 
-def _find_sum(parts: list[Part], known: Interpreter) -> TokenSum:
-    """The sum. Where ignored rows add something to it, what a token computes knows which ones are ignored."""
-
-    def sources(part: Part, ignore_index: int | None) -> Tokens:
-        results = [*([] if part.loss is None else [part.loss]), *part.rows]
-        row = next((each.tensor for each in results if each.tensor.ndim or not isinstance(each.value, Loss)), None)
-        numel: Any = 1 if row is None else row.numel
-        return Tokens(results, numel, ignore_index)
-
-    total = find_sum([sources(part, None) for part in parts], known)
-    ignoring = [
-        part.of_loss is not None
-        and part.of_loss.reduction == "none"
-        and total.plain_sign(number) is None
-        and not total.is_zero_without_loss(number)
-        for number, part in enumerate(parts)
-    ]
-    if not any(ignoring):
-        return total
-    indices = [
-        part.of_loss.ignore_index if is_read and part.of_loss else None
-        for part, is_read in zip(parts, ignoring, strict=True)
-    ]
-    return find_sum([sources(part, index) for part, index in zip(parts, indices, strict=True)], known)
+def _tokens(part: Part) -> Tokens:
+    results = [*([] if part.loss is None else [part.loss]), *part.rows]
+    row = next((each.tensor for each in results if each.tensor.ndim or not isinstance(each.value, Loss)), None)
+    return Tokens(results, 1 if row is None else row.numel)
 
 
 def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
@@ -404,7 +384,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
             raise NotASum("the losses have class weights or label smoothing")
     if len(parts) > 1:
         texts = [
-            [(text, [each.is_valid for each in inputs]) for text, inputs in total.texts(n)] for n in range(len(parts))
+            [(text, [each.ignored for each in inputs]) for text, inputs in total.texts(n)] for n in range(len(parts))
         ]
         if any(sign is None for sign in signs) and any(each != texts[0] for each in texts):
             raise NotASum("the parts of its head have losses of different kinds")

@@ -146,7 +146,7 @@ class _Writing:
         if total is None:
             return bool(part.rows) or self._is_joined
         number = self._region.parts.index(part)
-        return bool(part.rows) or total.tokens[number].ignore_index is not None
+        return bool(part.rows) or (part.of_loss.reduction == "none" and total.counts_ignored(number))
 
     def _columns(self, part: Part) -> int:
         term = part.logits.terms[0]
@@ -295,8 +295,8 @@ class _Writing:
         if isinstance(given, Tensor):
             return given
         tensor = given.tensor
-        if given.is_valid is not None:
-            tensor = self._call(torch.ne, tensor, given.is_valid)
+        if given.ignored is not None:
+            tensor = self._call(torch.ne, tensor, given.ignored)
         elif tensor.needs_grad:
             tensor = self._call(torch.detach, tensor)
         if not same_shape(tensor.shape, given.shape):
