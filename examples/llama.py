@@ -21,7 +21,8 @@ def main() -> None:
     labels = input_ids.clone()
     labels[:, :64] = -100  # A prompt that is not trained on.
 
-    compiled = torch.compile(thunder_flce.loss_only(model), backend="thunder_flce", options={"strict": True})
+    options = {"strict": True, "chunk_rows": 256}
+    compiled = torch.compile(thunder_flce.loss_only(model), backend="thunder_flce", options=options)
 
     def eager_step() -> list[torch.Tensor]:
         loss = model(input_ids, labels=labels).loss

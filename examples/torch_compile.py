@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from gain import print_gain
 
-VOCAB, HIDDEN, TOKENS, STEPS = 16384, 128, 2048, 8
+VOCAB, HIDDEN, STEPS = 16384, 128, 8
+TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 class Training:
@@ -33,7 +34,7 @@ class Training:
 
     def step(self) -> float:
         """Trains on one batch."""
-        tokens = torch.randint(VOCAB, (TOKENS,), device=self.device)
+        tokens = torch.randint(VOCAB, (TOKENS[self.device],), device=self.device)
         loss = self.loss_of(tokens, (7 * tokens + 1) % VOCAB)
         loss.backward()
         self.optimizer.step()

@@ -76,8 +76,8 @@ class Call:
     is_repeated: bool
     """Whether the same call comes a second time, when it is known"""
 
-    def given(self, device: str, *, of_ignored: float = torch.nan) -> tuple[Case, Tensor, dict[str, Any]]:
-        """The operands, the gradient at the loss, and the other arguments, with what ignored tokens weigh and have."""
+    def given(self, device: str) -> tuple[Case, Tensor, dict[str, Any]]:
+        """Operands, the gradient at the loss, and the other arguments. What ignored tokens weigh and have is NaN."""
         problem = self.problem
         case, arguments = problem.case(device), problem.settings(device)
         generator = torch.Generator().manual_seed(problem.seed + 2)
@@ -88,17 +88,17 @@ class Call:
 
         if self.token_weights is not None:
             weights = (rand(*tokens) + 0.1).masked_fill(rand(*tokens) < 0.2, 0)
-            arguments["token_weights"] = weights.to(device, self.token_weights).masked_fill(ignored, of_ignored)
+            arguments["token_weights"] = weights.to(device, self.token_weights).masked_fill(ignored, torch.nan)
         if self.targets:
             case = with_several_targets(case, problem, rand(*tokens, self.targets), generator)
             # With some, more than 1 in all.
             of_targets = (rand(*tokens, self.targets) * 1.5 / self.targets).to(device, problem.dtype)
-            of_targets = of_targets.masked_fill(case.target == problem.loss["ignore_index"], of_ignored)
+            of_targets = of_targets.masked_fill(case.target == problem.loss["ignore_index"], torch.nan)
             arguments |= {"target_weights": of_targets, "target_rest": self.target_rest}
         if self.token_loss is not None:
             old = (rand(*tokens) - 0.5 - float(torch.tensor(problem.vocab).log())).to(device, problem.dtype)
             advantage, mask = (rand(*tokens) * 2 - 1).to(device), (rand(*tokens) < 0.5).to(device)
-            old, advantage = (each.masked_fill(ignored, of_ignored) for each in (old, advantage))
+            old, advantage = (each.masked_fill(ignored, torch.nan) for each in (old, advantage))
             arguments |= {"token_loss": self.token_loss, "token_inputs": (old, advantage, mask)}
         if self.expected is not None:
             is_number = isinstance(self.expected, float)
@@ -110,8 +110,7 @@ class Call:
 
     def run(self, device: str, way: str = "eager") -> None:
         """Compares the results with the truth, and their errors with those of eager PyTorch."""
-        # Not NaN where thunder's own executors multiply with 0.
-        case, grad, arguments = self.given(device, of_ignored=1.0 if way == "thunder's executors" else torch.nan)
+        case, grad, arguments = self.given(device)
         for _ in range(1 + self.is_repeated):
             found = (RANKS | WAYS)[way](case, grad, self.problem.options, arguments)
             result, *of_truth, others = found if way in RANKS else (found, case, grad, arguments)
@@ -132,11 +131,6 @@ def run_compiled(compiler: Callable, case: Case, grad: Tensor, options: Options,
     return differentiate(results, case, grad, arguments["outputs"])
 
 
-def without_ours(program: Callable, options: Options) -> Callable:
-    """By thunder's own executors; but not by nvFuser 0.2.36, whose segmenter fails an assertion at some of these."""
-    return thunder.jit(program, executors=[each for each in thunder.get_default_executors() if each.name != "nvfuser"])
-
-
 def by_dynamo(program: Callable, options: Options) -> Callable:
     torch._dynamo.reset()  # After a few programs of one code, it would run more of them uncompiled.
     return torch.compile(partial(program, options=options), backend="aot_eager", fullgraph=True)
@@ -144,8 +138,9 @@ def by_dynamo(program: Callable, options: Options) -> Callable:
 
 COMPILERS = {
     "torch.compile": by_dynamo,
-    "thunder.jit": lambda program, options: thunder_flce.jit(program, options=options),
-    "thunder's executors": without_ours,
+    "thunder.jit": lambda program, options: thunder.jit(program),
+    "with our executor": lambda program, options: thunder.jit(program, executors=[thunder_flce.executor]),
+    "with our transform": lambda program, options: thunder_flce.jit(program, options=options),
 }
 OF_FORWARD = ("token_weights", "target_weights", "token_inputs", "num_items", "expected_gradient")
 

@@ -229,7 +229,7 @@ def test_cuda_graph_of_each_backend(backend):
 
 @pytest.mark.inductor
 def test_gradients_accumulate_in_cuda_graphs():
-    """In two calls, as after zero_grad(): PyTorch may refuse this, and then does with us; numbers are right."""
+    """Into memory of their own: PyTorch refuses to add to what a graph has returned, and may overwrite."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(
         torch.nn.Embedding(1009, 64), torch.nn.Linear(64, 64), torch.nn.Linear(64, 1009)
@@ -240,23 +240,17 @@ def test_gradients_accumulate_in_cuda_graphs():
         return F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
 
     def gradients(loss):
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         for _ in range(4):
-            module.zero_grad()
+            module.zero_grad(set_to_none=False)
             for batch in zip(tokens, labels, strict=True):
                 loss(*batch).backward()
         return [parameter.grad.clone() for parameter in module.parameters()]
 
-    expected, outcomes = gradients(loss), []
-    for backend in ("inductor", compile_graph):
-        torch.compiler.reset()
-        try:
-            got = gradients(torch.compile(loss, backend=backend, mode="reduce-overhead"))
-        except RuntimeError as error:
-            outcomes.append(str(error)[:60])
-            continue
-        outcomes.append("")
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
-    assert outcomes[0] == outcomes[1]
+    expected = gradients(loss)
+    got = gradients(torch.compile(loss, backend=compile_graph, mode="reduce-overhead"))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("captured", ["forward", "backward"])

@@ -550,11 +550,18 @@ def test_selective_checkpoint(is_saved, settings):
 
 
 def test_saved_tensors_hooks(settings):
-    """What is saved may be elsewhere until the backward."""
-    case = make_case()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(force=True).copy(), torch.from_numpy):
+    """What is saved may be elsewhere until the backward: finished gradients, or what PyTorch's own loss would save."""
+    case, packed = make_case(), []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return tensor.numpy(force=True).copy()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
         loss = call(case, **settings)
     assert_right(loss, case, **settings)
+    saves_operands = {case.x.data_ptr(), case.weight.data_ptr()} <= {each.data_ptr() for each in packed}
+    assert saves_operands is (settings != WAYS[GRADIENTS_IN_FORWARD])
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
@@ -594,6 +601,7 @@ def test_compiled_without_a_valid_target(case, settings):
 
 
 @pytest.mark.inductor
+@pytest.mark.filterwarnings("error:.*may not alias")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=on_gpu) for name in WAYS])
 def test_reduce_overhead(name):
     """Inductor's CUDA graphs, replayed with other values and other ignored rows."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from thunder_flce import Options
+from thunder_flce import device as devices
 from thunder_flce.device import ABSENT_DEVICE, Device, described
 from thunder_flce.engine import choose as choosing
 from thunder_flce.engine.choose import (
@@ -26,6 +27,7 @@ from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import NOTHING_IGNORED, Loss
 from thunder_flce.operation.shard import Shard
+from thunder_flce.operators import plan_for
 
 GB, MB = 10**9, 10**6
 EACH_ROW = Loss(reduction="none")
@@ -436,7 +438,7 @@ def test_a_larger_budget_is_never_slower_and_more_tokens_never_take_less(loss):
 
 @pytest.mark.parametrize(
     ("sizes", "changes", "waits"),
-    [(S1, {}, True), ((1024, 128256, 2048), {}, True), ((2048, 32000, 768), {}, False), ((64, 500, 32), {}, False),
+    [(S1, {}, True), ((4096, 128256, 2048), {}, True), ((2048, 151936, 896), {}, False), ((64, 500, 32), {}, False),
      ((64, 500, 32), {"device": "cpu", "on": CPU}, True), (S1, {"needs_grad": ()}, True)],
 )  # fmt: skip
 def test_the_host_waits_for_the_number_of_rows_where_that_pays(sizes, changes, waits):
@@ -486,3 +488,23 @@ def test_alternatives_are_other_plans_that_can_run(changes, strategies):
 
 
 # Plans as values, and devices.
+
+
+def test_plans_are_for_the_device_of_the_operands(monkeypatch):
+    """An H100 beside another GPU: not the current one counts, nor the first."""
+    described_as = {0: DEVICES["H100"], 1: DEVICES["L40S"]}
+    monkeypatch.setattr(Device, "of", lambda device: described_as[device.index or 0])
+    for index, device in described_as.items():
+        assert plan_for(call(device=f"cuda:{index}"), Options()) == choose(call(), Options(), device)
+    assert plan_for(call(device="cuda:0"), Options()) != plan_for(call(device="cuda:1"), Options())
+
+
+def test_each_device_has_properties_of_its_own(monkeypatch):
+    hopper, other = (SimpleNamespace(name=name) for name in ("H100", "L40S"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [hopper, other].__getitem__)
+    monkeypatch.setattr(devices, "described", lambda properties: DEVICES[properties.name])
+    monkeypatch.setattr(devices, "_cuda", devices._cuda.__wrapped__)
+    for device, name in (("cuda:0", "H100"), ("cuda:1", "L40S"), ("cuda", "L40S")):
+        assert Device.of(torch.device(device)) is DEVICES[name]

@@ -7,15 +7,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import thunder
-import thunder.torch as ltorch
 import torch
 import torch.nn.functional as F
 from packaging.version import Version
-from thunder.core.symbol import Symbol
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from thunder_flce.graph import thunder_fixes
 from thunder_flce.operation import pointwise
 from thunder_flce.operation.pointwise import VARIABLES, input_name, written
 from thunder_flce.token_losses import check_function, token_loss_of
@@ -229,34 +225,6 @@ def test_what_a_function_reads_may_change():
     factor[0] = trainer.epsilon.value = 5.0
     constant.add_(3)
     assert [*map(factor_of, functions)] == [5.0] * 4
-
-
-# Programs that are traced elsewhere.
-
-
-# thunder's derivatives differ at bounds, of x**0, and it has none of lerp; a mask has none.
-@pytest.mark.parametrize(
-    "name", [name for name in FUNCTIONS if name not in ("ties", "bounds", "numbers", "lerp", "a mask")]
-)
-def test_by_thunder(name):
-    """Its operations give the same, and thunder differentiates these."""
-    thunder_fixes.apply()
-    values = values_of(torch.float64)
-    token_loss = written(FUNCTIONS[name], DTYPES)
-    right, derivatives = by_autograd(FUNCTIONS[name], values)
-    leaves = [tensor.requires_grad_(name in VARIABLES) for name, tensor in values.items()]
-
-    def losses(*given):
-        return pointwise.interpret(token_loss, dict(zip(values, given, strict=True)), ltorch)
-
-    symbol = Symbol(name="losses", meta=losses, id=f"test.losses.{name}")
-    value = thunder.jit(lambda *given: symbol(*given))(*leaves)
-    torch.testing.assert_close(value.detach(), right, rtol=1e-9, atol=1e-9)
-    found = torch.autograd.grad(value.sum(), leaves[: len(VARIABLES)], allow_unused=True, materialize_grads=True)
-    torch.testing.assert_close(found, tuple(derivatives.values()), rtol=1e-9, atol=1e-9, equal_nan=True)
-    if name == "rare":
-        with pytest.raises(NotImplementedError, match="has no special_i0e"):
-            pointwise.interpret(written(lambda p, e: torch.special.i0e(p), ()), values, ltorch)
 
 
 # In Dynamo.

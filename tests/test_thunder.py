@@ -14,7 +14,7 @@ from thunder.recipes import BaseRecipe
 from torch import nn
 
 import thunder_flce
-from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options
+from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linear_cross_entropy
 from thunder_flce.matching.decisions import Reason
 from thunder_flce.options import STRATEGIES
 
@@ -181,7 +181,29 @@ def test_detached_operands_get_no_gradient(which, needs_grad):
 def test_symbolic_values_are_not_fused():
     """thunder's cache with symbolic values has no shapes to plan with."""
     _program_agrees(lambda h, w, y: F.cross_entropy(F.linear(h, w), y), cache="symbolic values")
-    _program_agrees(lambda h, w, y: thunder_flce.linear_cross_entropy(h, w, y), cache="symbolic values")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["thunder", "ours"])
+def test_one_trace_for_all_lengths(jit, reduction):
+    """With symbolic values, the operation makes its plan when it runs."""
+    jitted = jit(lambda h, w, y: linear_cross_entropy(h, w, y, reduction=reduction), cache="symbolic values")
+    weight = torch.randn(V, H, requires_grad=True, dtype=torch.float64)
+    for tokens in (7, 5, 1):
+        x, target = torch.randn(tokens, H, dtype=torch.float64, requires_grad=True), torch.randint(V, (tokens,))
+        found, right = jitted(x, weight, target), F.cross_entropy(F.linear(x, weight), target, reduction=reduction)
+        torch.testing.assert_close(found, right)
+        upstream = torch.rand_like(right)
+        torch.testing.assert_close(*(torch.autograd.grad(each, (x, weight), upstream) for each in (found, right)))
+    assert thunder.cache_misses(jitted) == 1
+
+
+def test_the_operation_alone_computes_the_gradients_that_are_needed():
+    """Without the transform, arguments say whether they need one."""
+    jitted = thunder.jit(lambda h, w, y: linear_cross_entropy(torch.tanh(h), w, y))
+    jitted(torch.randn(5, H, requires_grad=True), torch.randn(V, H), torch.randint(V, (5,)))
+    (forward,) = (b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name.startswith("flce"))
+    assert forward.kwargs["needs_grad"] == ("input",)
 
 
 def log_softmax_loss(logits, labels):
@@ -422,7 +444,7 @@ def test_explain_wants_our_transform():
         thunder_flce.explain(thunder.jit(lambda x: x))
 
 
-@pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["decomposition", "executor"])
+@pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["thunder", "ours"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_an_output_without_the_loss(jit, reduction):
     """The gradient of the loss is zeros then, which thunder writes without a shape for a scalar."""

@@ -171,10 +171,11 @@ class _Backward(torch.autograd.Function):
 
 def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
     """Runs a direct call of the operator, such as those in exported programs."""
-    known = Settings.parse(settings)
-    operands = dict(zip(known.names, tensors, strict=True))
-    needed = [name for name, each in operands.items() if each.requires_grad and name != "teacher_weight"]
-    if not torch.is_grad_enabled() or not needed:
+    known, needed = Settings.parse(settings), []
+    if torch.is_grad_enabled():
+        operands = dict(zip(known.names, tensors, strict=True))
+        needed = [name for name, each in operands.items() if each.requires_grad and name != "teacher_weight"]
+    if not needed:
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.thunder_flce.linear_cross_entropy(tensors, settings)
     for name in needed:

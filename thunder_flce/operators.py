@@ -76,6 +76,11 @@ class Settings:
         )  # fmt: skip
 
     @cached_property
+    def regions(self) -> dict[int, Region]:
+        """What is known of such calls, by the number of tokens that they are planned for; 0 with a `plan` of any."""
+        return {}
+
+    @cached_property
     def finishes_in_forward(self) -> bool:
         """Whether the backward has nothing left to do but to multiply the gradients by one number."""
         return self.plan.finishes_in_forward and not self.loss.has_row_gradients
@@ -137,21 +142,20 @@ def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
-    """The primitives of a call. What follows from the sizes but the number of tokens is found out once."""
-    region: Region | None = settings.__dict__.get("_region")
-    is_planned = settings.options is None and settings.shard is None
-    if region is not None and is_planned and (found := region.call_of(tensors)) is not None:
+    """The primitives of a call. What follows from the sizes but the number of tokens is found out once for a plan."""
+    has_ranks = settings.shard is not None or settings.vocab_parallel is not None
+    tokens = 0 if settings.options is None else planned_tokens(tensors[0].shape[:-1].numel())
+    region = settings.regions.get(tokens)
+    if region is not None and not has_ranks and (found := region.call_of(tensors)) is not None:
         return Primitives(found, region.plan, region=region)
     call, plan = _planned(settings, tensors)
-    found = call = call.flat()
+    call = call.flat()
     if region is not None and (region.plan, region.call.shard) == (plan, call.shard):
         found = region.call_of([*call.tensors.values()])
-    else:
-        region = None
-    if region is None or found is None:
-        found, region = call, Region(call.specs(), plan)
-        settings.__dict__["_region"] = region
-    return Primitives(found, plan, region=region)
+        if found is not None:
+            return Primitives(found, plan, region=region)
+    region = settings.regions[tokens] = Region(call.specs(), plan)
+    return Primitives(call, plan, region=region)
 
 
 def _in_shape(call: Call, name: str, result: Tensor) -> Tensor:
@@ -237,6 +241,10 @@ def _forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
         count = int(results[at])
         results[at] = tensors[0].new_full((), count, dtype=torch.int64)
         remember(results[at], count)
+    if "row_log_sum" in known.result_names:
+        # A kernel's statistics are one piece of memory, which an operator's results may not share.
+        at = known.result_names.index("row_log_sum")
+        results[at] = results[at].clone()
     return results
 
 

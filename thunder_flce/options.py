@@ -54,7 +54,7 @@ class Options:
     """"skip": rows whose target is ignore_index are dropped before the first matmul, at the price of one device
     synchronisation on CUDA. "compute": no synchronisation (but once, to tune matmuls) and static shapes, as CUDA graphs
     need; this is also what happens by itself while a CUDA graph is captured. "auto": "skip" on a CPU and where the
-    matmuls take long enough (2 ms or more) for the wait to be worth it, "compute" elsewhere."""
+    matmuls take long enough (8 ms or more) for the wait to be worth it, "compute" elsewhere."""
 
     logits_dtype: str = "input"
     """What the logits of 16-bit operands are rounded to, in forward and backward alike: "input", the operands' dtype,

@@ -15,18 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_map
 
-from thunder_flce.matching.program import Op, Program, Source, Tensor
+from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor
 from thunder_flce.matching.rules import LINEARS
 
 CHECKPOINT = "tag_activation_checkpoint"
 
-# One name for each meaning.
-_NAMES = {
-    "truediv": "div", "true_divide": "div", "itruediv": "div", "iadd": "add", "isub": "sub", "imul": "mul",
-    "iand": "and_", "ior": "or_", "ixor": "xor", "concatenate": "cat", "concat": "cat", "multiply": "mul",
-    "subtract": "sub", "divide": "div", "negative": "neg", "special_entr": "entr", "special_xlogy": "xlogy",
-    "special_log_softmax": "log_softmax", "special_softmax": "softmax", "special_logsumexp": "logsumexp",
-}  # fmt: skip
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x": "input", "x1": "input", "x2": "other"}
 _CAST_BY_AUTOCAST = (*LINEARS, "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp")
 _RANDOM = re.compile(r"(alpha_|feature_)*dropout\d?d?|rand|randn|randint|randperm|bernoulli|multinomial|normal|rrelu")
@@ -132,7 +125,7 @@ class _Reader:
         writes = tuple(dict.fromkeys(self._of(each) for each in written))
         self.ops.append(
             Op(
-                _NAMES.get(name, name),
+                NAMES.get(name, name),
                 args,
                 kwargs,
                 output,

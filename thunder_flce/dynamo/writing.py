@@ -25,7 +25,7 @@ from thunder_flce.dynamo.reading import value_of
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, hint
-from thunder_flce.matching.regions import Region, dropped_writes, ordered
+from thunder_flce.matching.regions import Region, ordered
 from thunder_flce.matching.writing import write
 from thunder_flce.operation.call import Call, Spec, argument, named_tensors
 from thunder_flce.operation.loss import Loss
@@ -37,7 +37,7 @@ _SOURCE_META = ("stack_trace", "nn_module_stack", "source_fn_stack")
 
 def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter, options: Options) -> list[Decision]:
     """Puts regions into a graph; returns what was decided about each."""
-    order, _ = ordered(regions, known.program)
+    order, _ = ordered(regions, known)
     graph = _Graph(gm, options)
     decisions = []
     for item in order:
@@ -45,11 +45,11 @@ def write_regions(gm: GraphModule, regions: Sequence[Region], known: Interpreter
             graph.keep(item)
         else:
             with graph.behind(item.place):
-                written = write(item, graph, known, options)
-            graph.replace(written.results)
-            decisions.append(written.decision)
+                results, decision = write(item, graph, known, options)
+            graph.replace(results)
+            decisions.append(decision)
     kept = {item for item in order if isinstance(item, Op)}
-    graph.erase([op for op in known.program.ops if op not in kept and (not op.writes or op in dropped_writes(regions))])
+    graph.erase([op for op in known.program.ops if op not in kept])
     gm.graph.lint()
     return decisions
 

@@ -4,7 +4,6 @@
 in a chunk, H hidden size, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
@@ -12,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from thunder_flce.device import TILE_ROWS, Device, on_device
+from thunder_flce.device import on_device
 from thunder_flce.engine import collectives, row_loss, rows, token_parts
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
@@ -26,9 +25,6 @@ from thunder_flce.operation.loss import RowCoefficients, RowWeights
 
 # What of a call follows from its sizes, but for the number of tokens.
 _OF_SIZES = [name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name]
-
-# A wait for the number of rows takes less than this, after the first kernels of a call (H100 and H200).
-_WAIT_SECONDS = 0.6e-3
 
 
 class Region:
@@ -46,22 +42,26 @@ class Region:
 
     def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
         """The flat call of such tensors, in their order; None for those that the engine does not take as they are."""
-        for each, (start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
-            if each.dtype is not dtype or each.shape[start:] != shape or each.device != device:
+        dimensions, found = tensors[0].ndim - 1, {}
+        for each, (name, start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
+            if each.dtype is not dtype or each.device != device or not each.is_contiguous():
                 return None
-            if not each.is_contiguous():
+            if start and dimensions > 1:
+                each = each.flatten(0, dimensions - 1)
+            if each.shape[start:] != shape:
                 return None
-        shard, own = self.call.shard, tensors[0].shape[0]
+            found[name] = each
+        shard, own = self.call.shard, found["input"].shape[0]
         tokens = own if shard is None else own * shard.token_parts
-        return self.call.with_tensors(
-            dict(zip(self.call.tensors, tensors, strict=True)), own_tokens=own, tokens=tokens
-        )  # fmt: skip
+        return self.call.with_tensors(found, own_tokens=own, tokens=tokens)
 
     @cached_property
-    def _layouts(self) -> list[tuple[int, tuple[int, ...], torch.dtype, torch.device]]:
+    def _layouts(self) -> list[tuple[str, int, tuple[int, ...], torch.dtype, torch.device]]:
         tensors = self.call.tensors
         starts = map(int, are_of_tokens(tuple(tensors)))
-        return [(at, t.shape[at:], t.dtype, t.device) for at, t in zip(starts, tensors.values(), strict=True)]
+        return [
+            (name, at, t.shape[at:], t.dtype, t.device) for at, (name, t) in zip(starts, tensors.items(), strict=True)
+        ]
 
     @cached_property
     def row_library(self) -> str:
@@ -126,43 +126,9 @@ class Region:
         return call.ignores_rows and self.plan.ignored_rows == "skip" and not call.loss.needs_every_row
 
     @cached_property
-    def starts_early(self) -> bool:
-        """Whether the first logits are computed while the host waits for the number of rows.
-
-        Otherwise the device would have nothing to do for 0.2 to 0.6 ms (H200).
-        """
-        return self.may_skip and self.device_type == "cuda" and not self.are_parts
-
-    def rows_of_wait(self, tokens: int) -> int:
-        """Of how many of the first tokens the logits are computed while the host waits for the number of rows.
-
-        Of a quarter of them; up to half where these take less time than the wait. Where fewer are valid, the rest are
-        computed for nothing.
-        """
-        operations = 2 * self.call.vocab * self.call.hidden
-        during = int(_WAIT_SECONDS * Device.of(self.call.device).matmul_rate / max(operations, 1))
-        wanted = max(tokens / 4, min(tokens / 2, during))
-        return math.ceil(wanted / TILE_ROWS) * TILE_ROWS
-
-    @cached_property
     def wrong_target(self) -> str:
         """What the assertion on the device says."""
         return f"target is neither in [0, {self.call.whole_vocab}) nor ignore_index ({self.call.loss.ignore_index})"
-
-
-def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
-    """Starts to copy numbers to the host; gives what waits for them, and for nothing that is launched afterwards."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    # Into pinned memory.
-    copy = numbers.to("cpu", non_blocking=True)
-    copied = torch.cuda.current_stream(numbers.device).record_event()
-
-    def read() -> list[int]:
-        copied.synchronize()
-        return copy.tolist()
-
-    return read
 
 
 class Primitives:
@@ -176,15 +142,11 @@ class Primitives:
 
     # Rows.
 
-    def prepare(
-        self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor, int], None] | None = None
-    ) -> Rows:  # fmt: skip
+    def prepare(self, upstream: Tensor | None) -> Rows:
         """The rows to compute, in a forward, once their targets are checked.
 
         Args:
             upstream: () the gradient of the loss, where it is known and one number.
-            meanwhile: what computes the logits of the first tokens of an order, (T,), of so many, while the host waits
-                for the number of rows.
 
         Raises:
             IndexError: where a target is neither in [0, V) nor ignore_index. Where the host does not wait for the
@@ -201,10 +163,7 @@ class Primitives:
         counts = found.counts
         if skips and self.region.are_parts:
             counts = torch.stack([token_parts.most_valid(call, found), counts[1]])
-        read = _start_reading(counts)
-        if meanwhile is not None and found.order is not None and self.region.starts_early and call.tokens:
-            meanwhile(found.order, min(self.region.rows_of_wait(call.tokens), self.first_rows, call.tokens))
-        count, wrong = read()
+        count, wrong = counts.tolist()
         if wrong:
             self._raise_wrong(wrong)
         return self._selected(found, count if skips else call.tokens)
@@ -272,19 +231,8 @@ class Primitives:
         )
 
     def chunks(self, selected: Rows, first: int = 0) -> Iterable[slice]:
-        """The chunks of the rows, one after another: `first` rows, if any, then chunks as the plan has them.
-
-        Where the first logits are computed before the number of rows is known, the first chunk is as large as it may
-        be; in a backward, too, as rounding may depend on that.
-        """
-        largest = max(self.plan.chunk_rows or selected.count, 1)
-        return selected.chunks(largest, first or (largest if self.region.starts_early else 0))
-
-    @property
-    def first_rows(self) -> int:
-        """The most rows of the first chunk."""
-        tokens = self.call.tokens
-        return min(self.plan.rows_saved(tokens) or self.plan.chunk_rows or tokens, tokens)
+        """The chunks of the rows, one after another: `first` rows, if any, then chunks as the plan has them."""
+        return selected.chunks(max(self.plan.chunk_rows or selected.count, 1), first)
 
     def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
         """The rows of a chunk from (T, H) over all tokens."""

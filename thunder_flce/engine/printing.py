@@ -68,8 +68,7 @@ class Program:
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     primitives: tuple[str, ...]
-    """The names of all primitives in the order of a run, of every chunk; logits that run while the host waits are among
-    those of the first one"""
+    """The names of all primitives in the order of a run, of every chunk"""
 
 
 def program(call: Call, plan: Plan) -> Program:
@@ -164,9 +163,7 @@ class _Writer(Primitives):
 
     # Rows.
 
-    def prepare(
-        self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor, int], None] | None = None
-    ) -> Rows:  # fmt: skip
+    def prepare(self, upstream: Tensor | None) -> Rows:
         return self._prepare(upstream, "prepare")
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
@@ -188,8 +185,7 @@ class _Writer(Primitives):
         if self.region.may_skip:
             names = ", ".join([*(letter(linear.x) for linear in call.linears), "y"])
             does_wait = self.device_type == "cuda" and not is_again
-            ahead = " while the first logits run" if self.region.starts_early else ""
-            note = f"    the host waits for their number{ahead}" if does_wait else ""
+            note = "    the host waits for their number" if does_wait else ""
             self._add(f"{names} = rows of {names} that are valid{note}")
         found = rows.prepare(call, upstream=upstream, ordered=False)
         return rows.with_target_weights(call, rows.selected(found, call.tokens))

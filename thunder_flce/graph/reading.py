@@ -8,14 +8,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from torch.utils._pytree import tree_flatten, tree_map
 
-from thunder_flce.matching.program import CHANGED, Op, Program, Source, Tensor
+from thunder_flce.matching.program import NAMES, Op, Program, Source, Tensor
 
-# One name for each meaning; torch.mm has the name of its sparse sister.
-_NAMES = {
-    "true_divide": "div", "torch_max": "max", "stop_gradient": "detach", "spmm": "mm", "mod": "remainder",
-    "slice_prim": "slice", "concat": "cat", "special_entr": "entr", "special_xlogy": "xlogy",
-    "_softmax": "softmax", "update_aliases": CHANGED,
-}  # fmt: skip
 _NLL_LOSS = ("weight", "ignore_index", "reduction")
 
 
@@ -52,7 +46,7 @@ def read(trace: TraceCtx) -> Program:
             args, output = (), None  # What it returns are arguments of the program.
         ops.append(
             Op(
-                _NAMES.get(name, name),
+                NAMES.get(name, name),
                 args,
                 kwargs,
                 output,
@@ -93,6 +87,11 @@ def tensors_that_need_grad(trace: TraceCtx) -> set[str]:
 def carries_grad(tensor: TensorProxy) -> bool:
     """Whether a gradient can flow through a tensor: not if it was computed under `torch.no_grad`."""
     return dtypes.is_inexact_dtype(tensor.dtype) and ProxyTag.DETACHED_AUTOGRAD_GRAPH not in tensor.tags
+
+
+def may_need_grad(tensor: TensorProxy) -> bool:
+    """Whether a tensor may need a gradient: arguments, which alone have a history, say whether they do."""
+    return carries_grad(tensor) and (tensor.requires_grad or tensor.history is None)
 
 
 def loss_dtype(tensor: TensorProxy) -> dtypes.dtype:

@@ -1,40 +1,27 @@
-"""When the executor `flce` takes a region, how it is differentiated, and how autocast treats it.
-
-The checker and the rules mirror the signature of `symbols.linear_cross_entropy`, because thunder calls them with its
-arguments.
-"""
+"""How thunder's interpreter and its autocast treat a `linear_cross_entropy`."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any
 
-import thunder.torch as ltorch
 import torch
+from thunder import clang
 from thunder.core import dtypes
 from thunder.core.prims import OpTags
-from thunder.core.proxies import AnyProxy, TensorProxy
+from thunder.core.proxies import AnyProxy, StringProxy, TensorProxy
 from thunder.extend import get_executor
-from torch.utils._pytree import tree_flatten
 
-from thunder_flce import calls, functional
-from thunder_flce.engine.plan import LOSS_ONLY, Plan
+from thunder_flce import functional
 from thunder_flce.graph import symbols, thunder_fixes
-from thunder_flce.graph.distributed import agreement_on
-from thunder_flce.graph.reading import is_static
-from thunder_flce.graph.symbols import executor
 from thunder_flce.graph.thunder_private import (
     INTERPRETER_SIGNALS,
     do_raise,
-    get_compile_data,
-    get_grad,
     get_jit_ctx,
     interpret_call,
     interpreter_needs_wrap,
     maybe_downcast_to,
-    put_grad,
     record_source_loc_in_symbol_header,
     recursively_proxy,
     register_autocast_rule,
@@ -46,116 +33,18 @@ from thunder_flce.graph.thunder_private import (
 from thunder_flce.graph.token_functions import interpreted_token_loss
 from thunder_flce.graph.trace_arguments import (
     POSITIONAL,
-    call_of,
     in_sequences,
-    plan_arguments,
     region_arguments,
-    specs,
 )
-from thunder_flce.matching.decisions import PlannedRegion
-from thunder_flce.operation.call import named_tensors, operand_names
-from thunder_flce.operation.checks import check_call
-from thunder_flce.operators import Settings, plan_for
+from thunder_flce.operators import Settings
 from thunder_flce.options import Options
 from thunder_flce.token_losses import check_function
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, settings_of
 
-ONLY_WITH_EXECUTOR = (
-    "thunder compiles vocab_parallel with the executor of thunder_flce only: use thunder_flce.jit, or "
-    "thunder.jit(…, executors=[thunder_flce.executor, *thunder.get_default_executors()])"
-)
 UNGUARDED = (
     "thunder does not notice when vocab_parallel changes that the jitted function itself makes, such as by "
     "mesh.get_group(): make it, or the group of a VocabParallel, outside of the function"
 )
-
-
-def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options: Options) -> PlannedRegion:
-    """Plans a `linear_cross_entropy` in a trace, from its arguments and the names of those that need a gradient.
-
-    Where ranks divide the vocabulary, they exchange what they have to agree on.
-    """
-    call, device = specs(call_of(region, needs_grad)), None
-    agreement = agreement_on(region, needs_grad, options)
-    if agreement is not None:
-        check_call(region, loss=call.loss, vocab=agreement.weight_rows)
-        call, device = replace(call, shard=agreement.shard), agreement.device
-    return PlannedRegion(call, plan_for(call, options, device=device))
-
-
-def add_region(
-    region: Mapping[str, Any], needs_grad: tuple[str, ...], options: Options
-) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
-    """Adds a region to a trace, with its plan; returns its loss and outputs, and how it runs."""
-    planned = plan_region(region, needs_grad, options)
-    found = symbols.linear_cross_entropy(**{**region, "needs_grad": needs_grad, **plan_arguments(planned)})
-    return found if isinstance(found, tuple) else (found,), planned
-
-
-def _linear_cross_entropy_transform(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """The region without gradients, whether or not it was planned with them."""
-    region = region_arguments(*tensors, **settings)
-    if settings.get("plan") is None:
-        region |= plan_arguments(plan_region(region, (), Options()))
-    of_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
-    return _run(region, (), replace(Plan.of(region["plan"]), strategy=LOSS_ONLY, **of_gradients))
-
-
-def _linear_cross_entropy_grad(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """The region with gradients."""
-    region = region_arguments(*tensors, **settings)
-    needs_grad = settings.get("needs_grad")
-    if needs_grad is None:
-        # Only the transform knows which operands need a gradient; without it, each of them may.
-        needs_grad = operand_names(named_tensors(region))
-    if settings.get("plan") is None:
-        region |= plan_arguments(plan_region(region, needs_grad, Options()))
-    return _run(region, needs_grad, Plan.of(region["plan"]))
-
-
-def _run(region: Mapping[str, Any], needs_grad: tuple[str, ...], plan: Plan) -> TensorProxy | tuple[TensorProxy, ...]:
-    """Calls the forward symbol and, where a gradient is needed, the backward symbol that the plan asks for."""
-    call = call_of(region, needs_grad)
-    loss, known = call.loss, calls.settings_of_call(call, plan)
-    tensors = [region.get(name) for name in POSITIONAL]
-    terms, token_inputs = tuple(map(tuple, region.get("terms", ()))), tuple(region.get("token_inputs", ()))
-    given = {"shard": region.get("shard"), "terms": terms or None, "token_inputs": token_inputs or None}
-    given |= {name: value for name, value in call.tensors.items() if "[" not in name and name not in POSITIONAL}
-    if not known.finishes_in_forward:
-        given.pop("expected_gradient", None)
-    given = {name: value for name, value in given.items() if value is not None}
-    shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan.non_defaults(), **given}
-    dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
-    results = dict(zip(known.result_names, symbols.linear_cross_entropy_fwd(*tensors, **dtype, **shared), strict=True))
-    if needs_grad:
-        grad, saved = get_grad(results["loss"]), [results[name] for name in known.saved_names]
-        if known.finishes_in_forward:
-            expected = {name: value for name, value in given.items() if name == "expected_gradient"}
-            gradients = symbols.scale_gradients(grad, *saved, **expected)
-        else:
-            of_outputs = {f"{name}_grad": get_grad(results[name]) for name in loss.differentiable_outputs}
-            gradients = symbols.linear_cross_entropy_bwd(grad, *tensors, *saved, **of_outputs, **shared)
-        for name, gradient in zip(needs_grad, gradients, strict=True):
-            put_grad(call.tensors[name], gradient)
-    values = [results[name] for name in ("loss", *loss.outputs)]
-    return tuple(values) if loss.outputs else values[0]
-
-
-executor.register_implementation(
-    symbols.linear_cross_entropy,
-    checker=lambda *tensors, **settings: is_static(*tree_flatten((tensors, settings))[0]),
-    execution_transform=_linear_cross_entropy_transform,
-    grad_transform=_linear_cross_entropy_grad,
-)
-
-
-def _zero(*, device: Any, dtype: Any) -> TensorProxy:
-    return ltorch.full((), 0, device=device, dtype=dtype)
-
-
-# The gradient of a result that nothing uses is zeros in thunder's trace. Of a scalar, such as a loss beside an entropy,
-# it would be torch.zeros() without a shape, which PyTorch does not take.
-executor.register_implementation(ltorch.zeros, checker=lambda *shape, **settings: not shape, execution_transform=_zero)
 
 
 # torchsymbol alone is not enough: thunder copies its table of functions when thunder is imported.
@@ -163,9 +52,12 @@ executor.register_implementation(ltorch.zeros, checker=lambda *shape, **settings
 @register_general_jit_lookaside(inspect.unwrap(functional.linear_cross_entropy))  # In Dynamo's graphs.
 def _lookaside(*args: Any, **kwargs: Any) -> Any:
     """What thunder's interpreter calls, with its wrapped values, in place of `functional.linear_cross_entropy`."""
-    thunder_fixes.apply()  # Without the executor, what the function consists of runs in thunder's own operations.
+    thunder_fixes.apply()
     if any(hasattr(wrapped.value, "device_mesh") for wrapped in (*args, *kwargs.values())):
         return do_raise(NotImplementedError(ONLY_EAGER))
+    for text in (each.value for each in kwargs.values() if isinstance(each.value, StringProxy)):
+        # Of symbolic values, thunder checks no strings.
+        get_jit_ctx().add_constraint((clang.check_string_value, text, text.value))
     token_loss = kwargs.get("token_loss")
     if token_loss is not None and token_loss.value is not None:
         try:
@@ -181,8 +73,6 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
             literal = given.value if isinstance(given.value, str) else as_literal(**settings_of(given.value))
         except (NotImplementedError, TypeError, ValueError) as error:
             return do_raise(error)
-        if executor not in get_compile_data().executors_list:
-            return do_raise(NotImplementedError(ONLY_WITH_EXECUTOR))
         if not isinstance(given.value, str) and not _guard(given):
             return do_raise(NotImplementedError(UNGUARDED))
         constants["vocab_parallel"] = literal
@@ -212,7 +102,7 @@ def _of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorP
     """The loss and its outputs, as the operator returns them."""
     known = Settings.parse(settings)
     region = {**dict(zip(known.names, tensors, strict=True)), **known.loss.non_defaults()}
-    return add_region(in_sequences(region), known.needs_grad, known.options or Options())[0]
+    return symbols.add_region(in_sequences(region), known.needs_grad, known.options or Options())[0]
 
 
 torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _of_operator

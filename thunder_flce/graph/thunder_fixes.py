@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from thunder import clang
 from thunder.core import devices, dtypes, prims
 from thunder.core.proxies import TensorProxy
+from thunder.extend import get_executor
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
-from thunder_flce.graph.reading import carries_grad
+from thunder_flce.graph.reading import may_need_grad
 from thunder_flce.graph.thunder_private import (
     ThunderCompiler,
     get_grad,
@@ -45,6 +46,7 @@ def apply() -> None:
     torch_to_thunder_functions[F.log_softmax] = _log_softmax
     register_general_jit_lookaside(F.log_softmax)(_log_softmax_lookaside)
     clang.maybe_broadcast = _broadcast_differentiated_scalars
+    get_executor("torch").register_implementation(ltorch.zeros, execution_transform=_zeros)
     # The losses that autocast computes in float32: on every device, and on GPUs only.
     for loss in (ltorch.cross_entropy, ltorch.nll_loss):
         register_autocast_rule(loss.id)(_in_float32(loss))
@@ -53,6 +55,14 @@ def apply() -> None:
     # A lazy graph module writes its code when it is first called. By then thunder's interpreter is at work, and it
     # cannot run what torch 2.13 and newer write it with.
     ThunderCompiler.__call__ = _use_lazy_graph_module(False)(ThunderCompiler.__call__)
+
+
+_torch_zeros: Callable = get_executor("torch").implmap[ltorch.zeros.id].execution_transform
+
+
+def _zeros(*shape: int, device: Any, dtype: Any) -> TensorProxy:
+    """The gradient of what nothing uses. Of a scalar, it would be torch.zeros() without a shape."""
+    return _torch_zeros(*shape, device=device, dtype=dtype) if shape else ltorch.full((), 0, device=device, dtype=dtype)
 
 
 def _minimum_grad(a: TensorProxy, b: TensorProxy, /) -> TensorProxy:
@@ -84,9 +94,7 @@ def _broadcast_differentiated_scalars(*args: Any, treat_cpu_scalar_tensors_as_nu
     """`loss + losses` on a CPU, where thunder takes the scalar for a number and does not sum its gradient."""
     tensors = [each for each in args if isinstance(each, TensorProxy)]
     on_cpu = all(each.device.devicetype is devices.DeviceType.CPU for each in tensors)
-    # Arguments, which alone have a history, say whether they require a gradient.
-    scalars = [each for each in tensors if each.ndim == 0 and (each.requires_grad or each.history is None)]
-    is_number = not (on_cpu and any(map(carries_grad, scalars)))
+    is_number = not (on_cpu and any(each.ndim == 0 and may_need_grad(each) for each in tensors))
     return _maybe_broadcast(
         *args, treat_cpu_scalar_tensors_as_numbers=treat_cpu_scalar_tensors_as_numbers and is_number
     )

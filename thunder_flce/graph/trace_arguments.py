@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from thunder.core import devices, dtypes
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import NumberProxy, StringProxy, TensorProxy
 
 from thunder_flce.graph.reading import loss_dtype
 from thunder_flce.matching.decisions import PlannedRegion
@@ -42,10 +42,19 @@ def in_sequences(region: Mapping[str, Any]) -> dict[str, Any]:
 def call_of(region: Mapping[str, Any], needs_grad: tuple[str, ...] | None = None) -> Call:
     """The call, of the tensors and numbers of a region; needs_grad, if given, in place of what the region says."""
     # None is the default of every field of a loss that may be None.
-    loss = Loss(**{each.name: region[each.name] for each in fields(Loss) if region.get(each.name) is not None})
+    loss = Loss(**{each.name: _plain(region[each.name]) for each in fields(Loss) if region.get(each.name) is not None})
     shard = Shard(**region["shard"]) if region.get("shard") else None
     needs_grad = (region.get("needs_grad") or ()) if needs_grad is None else needs_grad
     return Call(tensors=named_tensors(region), loss=loss, shard=shard, needs_grad=needs_grad)
+
+
+def _plain(value: Any) -> Any:
+    """A value that thunder has a proxy for among its symbolic values; another one compiles anew."""
+    if not isinstance(value, NumberProxy | StringProxy):
+        return value
+    if isinstance(value, NumberProxy):
+        value.make_static_constrained()
+    return value.value
 
 
 def specs(call: Call) -> Call:

@@ -80,6 +80,8 @@ def _call(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
 def _region_comments(
     bsym: BoundSymbol, region: Mapping[str, Any], others: Mapping[str, Any], outputs: Iterable[str], direction: str
 ) -> Iterator[str]:
+    if "options" in region:
+        return  # Its plan is made when it runs.
     call = call_of(region)
     given = {**{letter(name): tensor for name, tensor in call.tensors.items()}, **others}
     operands = [f"{name} = {getattr(each, 'name', each)}" for name, each in given.items() if each is not None]

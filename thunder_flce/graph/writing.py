@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map
 
 from thunder_flce.graph import symbols
 from thunder_flce.graph.reading import is_static, tensors_that_need_grad
-from thunder_flce.graph.rules import add_region
 from thunder_flce.graph.thunder_private import torch_to_thunder_functions, vjp
 from thunder_flce.graph.trace_arguments import region_arguments
 from thunder_flce.matching.decisions import Decision, PlannedRegion
@@ -37,7 +36,7 @@ def write_regions(
 ) -> tuple[TraceCtx, list[Decision]]:
     """The trace with regions, and with a plan for those that the user wrote; and what was decided about each."""
     writer = _Writer(trace, known, options)
-    order, _ = ordered(regions, known.program)
+    order, _ = ordered(regions, known)
     for item in order:
         if isinstance(item, Op):
             writer.keep(item)
@@ -73,9 +72,9 @@ class _Writer:
         """Adds a region."""
 
         def written() -> dict[Tensor, Tensor]:
-            found = write(region, self, self._known, self._options)
-            self.decisions.append(found.decision)
-            return found.results
+            results, decision = write(region, self, self._known, self._options)
+            self.decisions.append(decision)
+            return results
 
         self._add(region.place.handle, written)
 
@@ -106,7 +105,7 @@ class _Writer:
                 lambda factor: factor.op is None or factor.op.position < op.position,
             )  # fmt: skip
             region["expected_gradient"] = found.handle if isinstance(found, Tensor) else found
-        results, planned = add_region(region, needs_grad, self._options)
+        results, planned = symbols.add_region(region, needs_grad, self._options)
         self.decisions.append(Decision(op.source, planned))
         return {out: self._made(each, out.needs_grad) for out, each in zip(op.outs, results, strict=True)}
 
@@ -176,7 +175,7 @@ class _Writer:
             region["vocab_parallel"] = as_literal(group=region["vocab_parallel"])
         if "dtype" in region:
             region["dtype"] = dtypes.to_dtype(region["dtype"])
-        results, planned = add_region(region, needs_grad, self._options)
+        results, planned = symbols.add_region(region, needs_grad, self._options)
         loss = planned.call.loss
         with_grad = ("loss", *loss.differentiable_outputs) if needs_grad else ()
         named = zip(("loss", *loss.outputs), results, strict=True)

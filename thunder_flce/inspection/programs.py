@@ -44,7 +44,7 @@ def bias_and_sum(hidden, weight, bias, labels):
 
 
 def functional(hidden, weight, labels):
-    """The operation called by name; without the executor its decomposition runs."""
+    """The operation called by name."""
     return thunder_flce.linear_cross_entropy(hidden, weight, labels)
 
 

@@ -142,6 +142,12 @@ class Logits:
         return any(term.has_grad for term in self.terms) or (self.bias is not None and self.bias_has_grad)
 
     @property
+    def in_order(self) -> "Logits":
+        """What two have in common whose largest is in one place: any increasing function of logits keeps it."""
+        terms = tuple(replace(term, has_grad=False) for term in self.terms)
+        return replace(self, terms=terms, bias_has_grad=False, scale=Fraction(1), softcap=None)
+
+    @property
     def is_linear(self) -> bool:
         """Whether these are all of the linears' columns, times a factor at most."""
         return self.softcap is None and self.vocab_size is None
@@ -216,12 +222,17 @@ class Class:
         return replace(self, sum=without_grad(self.sum), p_has_grad=False)
 
 
-class Labels(NamedTuple):
-    """The labels of rows."""
+@dataclass(frozen=True)
+class Labels:
+    """The labels of rows, compared by their values."""
 
+    tensors: tuple[Tensor, ...] = field(compare=False)
+    """Several where parts of the rows were joined"""
     numbers: tuple[int, ...]
-    """`Program.value_number` of each tensor, by which labels are compared"""
-    wraps: bool
+    """`Program.value_number` of each"""
+    read_at: int = field(compare=False)
+    """The position of the operation that read them first"""
+    wraps: bool = False
     """Whether labels from -V to -1 count from the end"""
 
 
@@ -236,10 +247,6 @@ class Row:
     """Whether it is factor * exp(sum) in place of the sum"""
     factor: Fraction = Fraction(1)
     labels: Labels | None = None
-    label_tensors: tuple[Tensor, ...] = field(default=(), compare=False)
-    """The labels themselves; several where parts of the rows were joined"""
-    labels_read: int = field(default=-1, compare=False)
-    """The position of the operation that read the labels first"""
 
     def detached(self) -> "Row":
         """Without a gradient."""
@@ -308,8 +315,7 @@ class Argmax:
     """The column of the largest logit of each row."""
 
     logits: Logits
-    """Without scale and softcap: any increasing function of the logits has the same maximum."""
-    is_of_smallest: bool
+    """`Logits.in_order`"""
     shape: tuple[Any, ...]
 
     def detached(self) -> "Argmax":

@@ -60,6 +60,10 @@ class NotFused(Exception):
         self.reason = reason
         self.detail = detail
 
+    def at(self, line: Source, kind: str) -> "Decision":
+        """The decision about what a line computes."""
+        return Decision(line, reason=self.reason, detail=self.detail, kind=kind)
+
 
 class PlannedRegion(NamedTuple):
     """What is known of a region before it runs, and how it runs."""

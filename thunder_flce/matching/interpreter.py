@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Loss, Row, Value, value
-from thunder_flce.matching.decisions import NotFused, Reason
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Loss, Row, Value
+from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     CHANGED,
     COPIES,
@@ -75,15 +75,6 @@ def _at(op: Op) -> str:
     return f" in line {op.source.line}" if op.source.line else ""
 
 
-@dataclass(eq=False)
-class Refusal:
-    """A loss, or what may become one, whose logits cannot be described."""
-
-    op: Op
-    kind: str
-    problem: NotFused
-
-
 @dataclass(frozen=True)
 class _Lost:
     """A tensor of logits that were changed in a way that is not described."""
@@ -91,7 +82,6 @@ class _Lost:
     problem: NotFused
     columns: Any
     is_head: bool
-    is_normalised: bool
 
 
 class Interpreter:
@@ -102,7 +92,8 @@ class Interpreter:
         self.values: dict[Tensor, Value] = {}
         self.results: dict[Tensor, Result] = {}
         self.escapes: list[Escape] = []
-        self.refusals: list[Refusal] = []
+        self.refusals: list[Decision] = []
+        """Of losses, and of what may become one, whose logits cannot be described"""
         self.broadcast: dict[Tensor, Tensor] = {}
         """The tensors that `broadcast_tensors` gave the shape of logits, and what they were"""
         self._lost: dict[Tensor, _Lost] = {}
@@ -142,7 +133,7 @@ class Interpreter:
             detail = f" {problem}" if str(problem) else ""
         except NotFused as problem:
             kind = "cross-entropy" if op.name in LOSSES else "log-probability"
-            self.refusals.append(Refusal(op, kind, problem))
+            self.refusals.append(problem.at(op.source, kind))
             for each in described:
                 self._escape(each, op)
             return
@@ -226,25 +217,24 @@ class Interpreter:
             if isinstance(found, Class):
                 is_changed = bool(op.writes) or op.name == CHANGED
                 reason = Reason.OPERAND_MODIFIED if is_changed else Reason.TRANSFORMED_LOGITS
-                is_normalised = "L" in value(found.sum)
                 problem = NotFused(reason, f"by {op.name}{detail}")
                 columns = (
                     found.columns
                     if op.name not in _SLICES or not op.outs or not op.outs[0].shape
                     else op.outs[0].shape[-1]
                 )
-                lost = _Lost(problem, columns, is_head(found), is_normalised)
+                lost = _Lost(problem, columns, is_head(found))
             if lost is not None:
                 for out in op.outs:
                     if out not in self.values and any(same(size, lost.columns) for size in out.shape):
                         self._lost.setdefault(out, lost)
                 is_head_normalised = op.name in ("log_softmax", "logsumexp") and lost.is_head
                 if is_head_normalised and op.operands[0] is operand and any(out.needs_grad for out in op.outs):
-                    self.refusals.append(Refusal(op, "log-probability", lost.problem))
+                    self.refusals.append(lost.problem.at(op.source, "log-probability"))
                 return
         given = self._argument(op.operands[0]) if op.name in NORMALISERS[:2] and op.operands else None
         if given is not None and given.needs_grad and op.outs[0].needs_grad:
-            self.refusals.append(Refusal(op, "log-probability", NotFused(Reason.ARGUMENT)))
+            self.refusals.append(NotFused(Reason.ARGUMENT).at(op.source, "log-probability"))
 
     def _argument(self, tensor: Tensor) -> Tensor | None:
         """The argument of the program that a tensor is in another shape or dtype; None where it is computed."""

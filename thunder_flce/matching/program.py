@@ -16,6 +16,18 @@ CHANGED = "a change in place"
 """The name of an operation that stands for what a change in place has made of its operands."""
 
 
+# Of thunder's, torch.mm has the name of its sparse sister.
+NAMES = {
+    "truediv": "div", "true_divide": "div", "itruediv": "div", "iadd": "add", "isub": "sub", "imul": "mul",
+    "iand": "and_", "ior": "or_", "ixor": "xor", "concatenate": "cat", "concat": "cat", "multiply": "mul",
+    "subtract": "sub", "divide": "div", "negative": "neg", "clip": "clamp", "special_entr": "entr",
+    "special_xlogy": "xlogy", "special_log_softmax": "log_softmax", "special_softmax": "softmax",
+    "special_logsumexp": "logsumexp", "torch_max": "max", "stop_gradient": "detach", "spmm": "mm", "mod": "remainder",
+    "slice_prim": "slice", "_softmax": "softmax", "update_aliases": CHANGED,
+}  # fmt: skip
+"""Other names of operations that have one here: one for each meaning."""
+
+
 class Source(NamedTuple):
     """A line of the user's."""
 

@@ -29,7 +29,6 @@ class Part:
     loss: Result | None = None
     rows: list[Result] = field(default_factory=list)
     labels: Labels | None = None
-    label_tensors: tuple[Tensor, ...] = ()
     argmaxes: list[Result] = field(default_factory=list)
     problem: NotFused | None = None
 
@@ -83,8 +82,6 @@ class Region:
     """The sum that the region computes of the results of its parts, if it does"""
     note: str = ""
     """Why its gradients wait for the backward, where they do"""
-    followed: Sequence[Op] = ()
-    """The program's changes in place of logits that are described"""
 
     @property
     def place(self) -> Op:
@@ -125,9 +122,8 @@ class Region:
             if part.of_loss is not None:
                 weight = part.of_loss.weight
                 add((part.of_loss.target, *(() if weight is None else (weight,))), part.of_loss.op)
-            for result in part.rows:
-                for tensor in part.label_tensors:
-                    found.setdefault(tensor, result.value.labels_read)  # type: ignore[union-attr]
+            for tensor in part.labels.tensors if part.labels is not None else ():
+                found.setdefault(tensor, part.labels.read_at)  # type: ignore[union-attr]
         if self.total is not None:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
@@ -155,21 +151,16 @@ def match(known: Interpreter, options: Options) -> Matched:
     _refuse_means(parts)
     _refuse_together(parts)
     regions = _joined([part for part in parts if part.problem is None], known, options)
-    while (stuck := _stuck(regions, known.program)) is not None:
+    while (stuck := _stuck(regions, known)) is not None:
         _loosen(*stuck, regions)
         _refuse_together(parts)
         regions = [each for each in regions if all(part.problem is None for part in each.parts)]
     refused = [
-        Decision(part.first.source, reason=part.problem.reason, detail=part.problem.detail, kind=part.kind)
+        part.problem.at(part.first.source, part.kind)
         for part in parts
         if part.problem is not None and _is_reported(part)
     ]
-    refused += [
-        Decision(each.op.source, reason=each.problem.reason, detail=each.problem.detail, kind=each.kind)
-        for each in known.refusals
-    ]
-    refused += _escaped(known, parts)
-    return Matched(regions, list(dict.fromkeys(refused)))
+    return Matched(regions, list(dict.fromkeys([*refused, *known.refusals, *_escaped(known, parts)])))
 
 
 def _is_reported(part: Part) -> bool:
@@ -191,15 +182,15 @@ def _parts(known: Interpreter) -> list[Part]:
     for result in results:
         if isinstance(result.value, Loss):
             loss = result.value
-            labels = Labels((known.program.value_number(loss.target),), wraps=False)
-            parts.append(Part(loss.logits, loss=result, labels=labels, label_tensors=(loss.target,)))
+            labels = Labels((loss.target,), (known.program.value_number(loss.target),), loss.op.position)
+            parts.append(Part(loss.logits, loss=result, labels=labels))
     rows = [result for result in results if isinstance(result.value, Row)]
     # An entropy has no labels of its own, so the others come first.
     for result in sorted(rows, key=lambda each: (each.value.labels is None, each.op.position)):  # type: ignore[union-attr]
         row: Row = result.value  # type: ignore[assignment]
         part = next((each for each in parts if _takes(each, result, row)), None)
         if part is None:
-            part = Part(row.logits, labels=row.labels, label_tensors=row.label_tensors)
+            part = Part(row.logits, labels=row.labels)
             parts.append(part)
         part.rows.append(result)
     for part in parts:
@@ -212,7 +203,7 @@ def _takes(part: Part, result: Result, row: Row) -> bool:
     if part.logits != row.logits:
         return False
     if part.of_loss is None:
-        return row.labels is None or part.labels == row.labels or part.labels is None
+        return row.labels in (None, part.labels)
     # Without a gradient, to compute the logits once more takes as long, and the ignored rows of the loss stay out.
     return row.labels is None and result.tensor.needs_grad and part.of_loss.weight is None
 
@@ -228,7 +219,7 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather alone")
     if not has_float_factors(logits):
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
-    tensors = [*logits.operands, *part.label_tensors]
+    tensors = [*logits.operands, *(part.labels.tensors if part.labels else ())]
     if not all(each.is_plain for each in tensors):
         return NotFused(Reason.DISTRIBUTED)
     dtypes = {each.dtype for each in logits.operands}
@@ -248,7 +239,7 @@ def _give_argmaxes(parts: Sequence[Part], known: Interpreter) -> None:
         argmax = result.value
         if not isinstance(argmax, Argmax):
             continue
-        fitting = [part for part in parts if _has_maximum(part.logits, argmax)]
+        fitting = [part for part in parts if part.logits.in_order == argmax.logits and part.logits.scale > 0]
         if fitting:
             fitting[0].argmaxes.append(result)
             continue
@@ -256,12 +247,6 @@ def _give_argmaxes(parts: Sequence[Part], known: Interpreter) -> None:
         for part in parts:
             if not part.linears.isdisjoint(linears):
                 part.problem = part.problem or NotFused(Reason.LOGITS_USED, f"by {result.op.name}")
-
-
-def _has_maximum(logits: Logits, argmax: Argmax) -> bool:
-    terms = tuple(replace(term, has_grad=False) for term in logits.terms)
-    plain = replace(logits, scale=argmax.logits.scale, softcap=None, terms=terms, bias_has_grad=False)
-    return plain == argmax.logits and (logits.scale < 0) == argmax.is_of_smallest
 
 
 def _refuse_means(parts: Sequence[Part]) -> None:
@@ -329,7 +314,7 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
         is_one = len(waiting) > 1 and together[0].has_grad
         if is_one:
             parts = [part for region in waiting for part in region.parts]
-            regions.append(Region(parts, note=waiting[0].note, followed=known.followed))
+            regions.append(Region(parts, note=waiting[0].note))
         regions += [region for region in alone if not is_one or region not in waiting]
     return sorted(regions, key=lambda region: region.place.position)
 
@@ -355,7 +340,7 @@ def _head(part: Part) -> Any:
 
 def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region:
     """The region of some parts, with the sum that the program makes of their results, if gradients need not wait."""
-    plain = Region(parts, followed=known.followed)
+    plain = Region(parts)
     if not any(part.has_grad for part in parts):
         return plain
     loss = parts[0].of_loss
@@ -364,44 +349,24 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
             raise NotASum(f"the options say {options.strategy}")
-        total = _find_sum(parts, known)
+        total = find_sum([*map(_tokens, parts)], known)
         _check_sum(parts, total, options)
         last = total.place.op.position  # type: ignore[union-attr]
         if any(op not in total.writes for op in known.program.writers(_begin(parts), last)):
             raise NotASum("a tensor is changed in place")
     except NotASum as problem:
         return replace(plain, note=f"its gradients wait for the backward, because {problem}")
-    return Region(parts, total, followed=known.followed)
+    return Region(parts, total)
 
 
 def _begin(parts: Iterable[Part]) -> int:
     return min(part.first.position for part in parts)
 
 
-def _find_sum(parts: list[Part], known: Interpreter) -> TokenSum:
-    """The sum. Where ignored rows add something to it, what a token computes knows which ones are ignored."""
-
-    def sources(part: Part, ignore_index: int | None) -> Tokens:
-        results = [*([] if part.loss is None else [part.loss]), *part.rows]
-        row = next((each.tensor for each in results if each.tensor.ndim or not isinstance(each.value, Loss)), None)
-        numel: Any = 1 if row is None else row.numel
-        return Tokens(results, numel, ignore_index)
-
-    total = find_sum([sources(part, None) for part in parts], known)
-    ignoring = [
-        part.of_loss is not None
-        and part.of_loss.reduction == "none"
-        and total.plain_sign(number) is None
-        and not total.is_zero_without_loss(number)
-        for number, part in enumerate(parts)
-    ]
-    if not any(ignoring):
-        return total
-    indices = [
-        part.of_loss.ignore_index if is_read and part.of_loss else None
-        for part, is_read in zip(parts, ignoring, strict=True)
-    ]
-    return find_sum([sources(part, index) for part, index in zip(parts, indices, strict=True)], known)
+def _tokens(part: Part) -> Tokens:
+    results = [*([] if part.loss is None else [part.loss]), *part.rows]
+    row = next((each.tensor for each in results if each.tensor.ndim or not isinstance(each.value, Loss)), None)
+    return Tokens(results, 1 if row is None else row.numel)
 
 
 def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
@@ -419,7 +384,7 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
             raise NotASum("the losses have class weights or label smoothing")
     if len(parts) > 1:
         texts = [
-            [(text, [each.is_valid for each in inputs]) for text, inputs in total.texts(n)] for n in range(len(parts))
+            [(text, [each.ignored for each in inputs]) for text, inputs in total.texts(n)] for n in range(len(parts))
         ]
         if any(sign is None for sign in signs) and any(each != texts[0] for each in texts):
             raise NotASum("the parts of its head have losses of different kinds")
@@ -435,15 +400,15 @@ def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None
 # Order.
 
 
-def ordered(regions: Sequence[Region], program: Program) -> tuple[list[Op | Region], list[Region]]:
+def ordered(regions: Sequence[Region], known: Interpreter) -> tuple[list[Op | Region], list[Region]]:
     """Operations and regions, each after what it reads, and the regions that would have to run before themselves.
 
     A region gives all its results at once, in the place of the first. What uses one before moves behind it. Operations
     whose results nothing needs any more are left out.
     """
     given = {tensor: region for region in regions for tensor in region.gives}
-    items = _needed(regions, program, given)
-    missing = {tensor for region in regions for tensor in region.gives}
+    items = _needed(regions, known, given)
+    missing = set(given)
     # A region may stand before what it reads, where its parts are far from each other.
     missing |= {out for item in items if isinstance(item, Op) for out in item.outs}
     order: list[Op | Region] = []
@@ -453,34 +418,26 @@ def ordered(regions: Sequence[Region], program: Program) -> tuple[list[Op | Regi
         reads = item.reads if isinstance(item, Region) else item.operands
         return missing.isdisjoint(reads)
 
-    def emit(item: Op | Region) -> None:
-        order.append(item)
-        gives = item.gives if isinstance(item, Region) else item.outs
-        missing.difference_update(gives)
-        while (ready := next((each for each in waiting if is_ready(each)), None)) is not None:
+    for item in items:
+        waiting.append(item)
+        while (ready := next(filter(is_ready, waiting), None)) is not None:
             waiting.remove(ready)
             order.append(ready)
             missing.difference_update(ready.gives if isinstance(ready, Region) else ready.outs)
-
-    for item in items:
-        if is_ready(item):
-            emit(item)
-        else:
-            waiting.append(item)
     return order, [each for each in waiting if isinstance(each, Region)]
 
 
-def _needed(regions: Sequence[Region], program: Program, given: dict[Tensor, Region]) -> list[Op | Region]:
+def _needed(regions: Sequence[Region], known: Interpreter, given: dict[Tensor, Region]) -> list[Op | Region]:
     """The operations that are still needed, and the regions, in order."""
-    needed = set(program.results)
+    needed = set(known.program.results)
     for region in regions:
         needed.update(region.reads)
-    dropped = dropped_writes(regions)
+    dropped = dropped_writes(regions, known)
     at: dict[Op, list[Region]] = {}
     for region in regions:
         at.setdefault(region.place, []).append(region)
     kept: list[Op | Region] = []
-    for op in reversed(program.ops):
+    for op in reversed(known.program.ops):
         outs = op.outs
         is_wanted = (
             any(out in needed and out not in given for out in outs) or (op.writes or not outs) and op not in dropped
@@ -492,34 +449,34 @@ def _needed(regions: Sequence[Region], program: Program, given: dict[Tensor, Reg
     return kept[::-1]
 
 
-def dropped_writes(regions: Sequence[Region]) -> set[Op]:
+def dropped_writes(regions: Sequence[Region], known: Interpreter) -> set[Op]:
     """The changes in place that regions take the place of."""
     found: set[Op] = set()
     for region in regions:
         found |= region.total.writes if region.total else set()
         storages = {tensor.storage for part in region.parts for tensor in part.linears}
-        found.update(op for op in region.followed if op.writes[0].storage in storages)
+        found.update(op for op in known.followed if op.writes[0].storage in storages)
     return found
 
 
-def _stuck(regions: Sequence[Region], program: Program) -> tuple[Region, NotFused] | None:
+def _stuck(regions: Sequence[Region], known: Interpreter) -> tuple[Region, NotFused] | None:
     """A region that cannot run, since it reads what it gives, or for a change in place that it would move across."""
-    order, stuck = ordered(regions, program)
+    order, stuck = ordered(regions, known)
     if stuck:
         sums = [region for region in stuck if region.total is not None]
         return (sums or stuck)[0], NotFused(Reason.LOGITS_USED, "the loss depends on their argmax or entropy")
     for region in regions:
-        writer = _moves_across_a_write(region, order, program, regions)
+        writer = _moves_across_a_write(region, order, regions, known)
         if writer is not None:
             return region, NotFused(Reason.OPERAND_MODIFIED, f"by {writer.name}")
     return None
 
 
 def _moves_across_a_write(
-    region: Region, order: Sequence[Op | Region], program: Program, regions: Sequence[Region]
+    region: Region, order: Sequence[Op | Region], regions: Sequence[Region], known: Interpreter
 ) -> Op | None:
     """A change in place between what a region replaces and its place, of what it may read."""
-    dropped = dropped_writes(regions)
+    program, dropped = known.program, dropped_writes(regions, known)
     place = order.index(region)
     before = {item for item in order[:place] if isinstance(item, Op)}
     for tensor, position in region.read_at.items():
@@ -540,34 +497,11 @@ def _moves_across_a_write(
     return next((op for op in moved if op.writes), None)
 
 
-# Operations whose result is memory of their own.
-_FRESH = {
-    "linear", "matmul", "mm", "addmm", "bmm", "add", "sub", "mul", "div", "neg", "exp", "log", "sum", "mean", "where",
-    "cross_entropy", "nll_loss", "log_softmax", "softmax", "logsumexp", "gather", "zeros", "zeros_like", "ones", "full",
-    "arange", "new_zeros", "new_full", "new_ones", "full_like", "ones_like", "cat", "stack", "clone", "masked_fill",
-    "embedding", "layer_norm", "rms_norm", "sqrt", "rsqrt", "pow", "tanh", "relu", "gelu", "silu", "sigmoid", "argmax",
-    "eq", "ne", "lt", "gt", "le", "ge", "index_select", "take_along_dim", "scaled_dot_product_attention", "long",
-    "float", "dropout", "cumsum", "abs", "square", "max", "min", "topk", "sort", "pad", "one_hot",
-}  # fmt: skip
-
-
 def _may_share(written: Tensor, other: Tensor) -> bool:
     """Whether one tensor may be a view of the other, or both of a third: views have the same dtype."""
     if written.storage is not None and other.storage is not None:
         return bool(written.storage == other.storage)
-    return written.dtype == other.dtype and not _bases(written).isdisjoint(_bases(other))
-
-
-def _bases(tensor: Tensor) -> set[Tensor]:
-    found, waiting = set(), [tensor]
-    while waiting:
-        each = waiting.pop()
-        if each in found:
-            continue
-        found.add(each)
-        if each.op is not None and (each.op.name not in _FRESH or each.op.writes):
-            waiting += [operand for operand in each.op.operands if operand.dtype == tensor.dtype]
-    return found
+    return written.dtype == other.dtype
 
 
 def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
@@ -575,7 +509,7 @@ def _loosen(region: Region, problem: NotFused, regions: list[Region]) -> None:
     if region.total is not None or len(region.parts) > 1:
         note = "its gradients wait for the backward, because its weights depend on what needs its results"
         regions[regions.index(region) : regions.index(region) + 1] = [
-            Region([part], note=note, followed=region.followed) for part in region.parts
+            Region([part], note=note) for part in region.parts
         ]
         return
     for part in region.parts:

@@ -146,7 +146,7 @@ def _copied(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: A
     return found
 
 
-@rule("detach", "detach_", "stop_gradient")
+@rule("detach")
 def _detach(known: "Interpreter", op: Op, input: Tensor) -> Value:
     found = known.get(input)
     if isinstance(found, Loss) or found is None:
@@ -160,9 +160,10 @@ def _reshape(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: 
     found, shape = known.get(input), op.output.shape
     if not same(math.prod(shape), input.numel):
         raise Unknown
-    if isinstance(found, Row | Argmax):
-        return replace(found, shape=shape)
-    of = _class(known, input)
+    return replace(found, shape=shape) if isinstance(found, Row | Argmax) else _in_shape(_class(known, input), shape)
+
+
+def _in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
     rows_before = math.prod(of.shape[: of.dim])
     for dim in reversed(range(len(shape))):
         if same(shape[dim], of.columns) and same(math.prod(shape[:dim]), rows_before):
@@ -170,26 +171,15 @@ def _reshape(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: 
     raise Unknown
 
 
-def _order(op: Op) -> tuple[int, ...] | None:
+def _order(op: Op) -> tuple[int, ...]:
     """The order of the dimensions that an operation of `PERMUTATIONS` makes."""
-    ndim = op.operands[0].ndim
-    if op.name in ("t", "T", "mT"):
-        return (*range(ndim - 2), ndim - 1, ndim - 2) if ndim > 1 else (0,)
-    given = [each for each in (*op.args[1:], *op.kwargs.values()) if not isinstance(each, Tensor)]
-    if op.name == "permute" or (op.name == "transpose" and len(given) == 1):
-        dims = given[0] if isinstance(given[0], list | tuple) else given
-        return tuple(dim % ndim for dim in dims)
-    if len(given) != 2:
-        return None
-    if op.name in ("movedim", "moveaxis"):
-        sources, targets = ([each] if isinstance(each, int) else list(each) for each in given)
-        order = [dim for dim in range(ndim) if dim not in [each % ndim for each in sources]]
-        for target, source in sorted(zip([each % ndim for each in targets], sources, strict=True)):
-            order.insert(target, source % ndim)
-        return tuple(order)
-    order, (a, b) = list(range(ndim)), (each % ndim for each in given)
-    order[a], order[b] = order[b], order[a]
-    return tuple(order)
+    # Of sizes that are all different.
+    like = torch.empty(tuple(range(op.operands[0].ndim)), device="meta")
+    given = [each for each in op.args[1:] if not isinstance(each, Tensor)]
+    # thunder's primitive has the order as its only argument.
+    name = "permute" if op.name == "transpose" and len(given) + len(op.kwargs) == 1 else op.name
+    permuted = getattr(like, name)
+    return tuple((permuted(*given, **op.kwargs) if callable(permuted) else permuted).shape)
 
 
 def _with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
@@ -203,8 +193,6 @@ def _with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:
 @rule(*PERMUTATIONS)
 def _permute(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: Any) -> Class:
     of, order = _class(known, input), _order(op)
-    if order is None:
-        raise Unknown
     rows, dim = tuple(d - (d > of.dim) for d in order if d != of.dim), order.index(of.dim)
     logits, shape = of.logits, op.output.shape
     if rows != tuple(range(len(rows))):
@@ -233,14 +221,6 @@ def _getitem(known: "Interpreter", op: Op, input: Tensor, key: Any) -> Value:
     shape = tuple(size for part in full if not isinstance(part, int) for size in [next(sizes)] if part is not None)
     picked = _pick(of, tuple(part for part in full if part is not None), shape)
     return picked if None not in full else _in_shape(picked, op.output.shape)
-
-
-def _in_shape(of: Class, shape: tuple[Any, ...]) -> Class:
-    rows_before = math.prod(of.shape[: of.dim])
-    for dim in reversed(range(len(shape))):
-        if same(shape[dim], of.columns) and same(math.prod(shape[:dim]), rows_before):
-            return replace(of, dim=dim, shape=shape)
-    raise Unknown
 
 
 def _is_slice(part: Any) -> bool:
@@ -276,26 +256,25 @@ _ALL = ((None, None, None), (0, None, None), (None, None, 1), (0, None, 1))
 @rule("narrow")
 def _narrow(known: "Interpreter", op: Op, input: Tensor, dim: int, start: Any, length: Any) -> Class:
     of = _class(known, input)
-    dim %= len(of.shape)
-    if isinstance(start, Tensor) or (type(start) is int and start < 0 and type(of.shape[dim]) is not int):
+    size = of.shape[dim]
+    if isinstance(start, Tensor) or (type(start) is int and start < 0 and type(size) is not int):
         raise Unknown
-    start = start % of.shape[dim] if type(start) is int and start < 0 else start
-    key = [slice(None)] * len(of.shape)
-    key[dim] = slice(start, start + length)
-    return _pick(of, tuple(key), op.output.shape)
+    start = start % size if type(start) is int and start < 0 else start
+    return _pick(of, _at(of, dim, slice(start, start + length)), op.output.shape)
 
 
 @rule("select")
 def _select(known: "Interpreter", op: Op, input: Tensor, dim: int, index: Any) -> Value:
-    found = known.get(input)
-    if isinstance(found, Row | Argmax) and same(op.output.numel, input.numel):
-        return replace(found, shape=op.output.shape)
-    of = _class(known, input)
-    if isinstance(index, Tensor):
+    return _getitem(known, op, input, _at(known.get(input), dim, index))
+
+
+def _at(of: Any, dim: int, part: Any) -> tuple[Any, ...]:
+    """An index into one dimension."""
+    if of is None or isinstance(part, Tensor):
         raise Unknown
     key: list[Any] = [slice(None)] * len(of.shape)
-    key[dim % len(of.shape)] = index
-    return _pick(of, tuple(key), op.output.shape)
+    key[dim % len(of.shape)] = part
+    return tuple(key)
 
 
 @rule("split", "chunk", "tensor_split", "unbind")
@@ -307,15 +286,15 @@ def _split(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: An
         raise Unknown("along the vocabulary")
     parts, start = [], 0
     for number, out in enumerate(op.output):
-        key: list[Any] = [slice(None)] * len(of.shape)
-        key[dim] = number if op.name == "unbind" else slice(start, start + out.shape[dim])
+        part: Any = number
         if op.name != "unbind":
-            start = start + out.shape[dim]
-        parts.append(_pick(of, tuple(key), out.shape))
+            part = slice(start, start + out.shape[dim])
+            start = part.stop
+        parts.append(_pick(of, _at(of, dim, part), out.shape))
     return tuple(parts)
 
 
-@rule("stack", "cat", "concat")
+@rule("stack", "cat")
 def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0) -> Row:
     """Numbers of the parts into which rows were split, such as the sequences of a batch, put together again."""
     found, is_stack = [known.get(each) for each in tensors], op.name == "stack"
@@ -342,15 +321,17 @@ def _join(known: "Interpreter", op: Op, tensors: Sequence[Tensor], dim: int = 0)
     is_in_shape = is_stack or len(first.shape) == len(first.logits.rows_shape)
     if not whole.rows_shape or not same(end, whole.rows_shape[0]) or not is_in_shape:
         raise Unknown
-    all_labels = [part.labels for part in parts if part.labels is not None]
-    if len({each.wraps for each in all_labels}) > 1:
+    of_parts = [part.labels for part in parts if part.labels is not None]
+    if len({each.wraps for each in of_parts}) > 1:
         raise Unknown
-    numbers = tuple(number for each in all_labels for number in each.numbers)
-    return replace(
-        first, logits=whole, shape=op.output.shape, labels=Labels(numbers, all_labels[0].wraps) if all_labels else None,
-        label_tensors=tuple(each for part in parts for each in part.label_tensors),
-        labels_read=min(part.labels_read for part in parts),
-    )  # fmt: skip
+    labels = None
+    if of_parts:
+        labels = replace(
+            min(of_parts, key=lambda each: each.read_at),
+            tensors=tuple(tensor for each in of_parts for tensor in each.tensors),
+            numbers=tuple(number for each in of_parts for number in each.numbers),
+        )
+    return replace(first, logits=whole, shape=op.output.shape, labels=labels)
 
 
 @rule("broadcast_tensors")
@@ -398,7 +379,7 @@ def _number(given: Any) -> Fraction:
     return Fraction(given)
 
 
-@rule("mul", "multiply")
+@rule("mul")
 def _mul(known: "Interpreter", op: Op, input: Any, other: Any) -> Value:
     a, b = known.get(input), known.get(other)
     if isinstance(a, Class) and isinstance(b, Class):
@@ -417,7 +398,7 @@ def _weighted(p: Class, of: Class) -> Class:
     return replace(of, form="p", sum=added((p.factor, of.sum)), p_has_grad=has_grad(p.sum))
 
 
-@rule("div", "divide")
+@rule("div")
 def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     a, b = known.get(input), known.get(other)
     if rounding_mode is not None or a is None:
@@ -435,7 +416,7 @@ def _div(known: "Interpreter", op: Op, input: Any, other: Any, *, rounding_mode:
     return _scaled(a, 1 / number)
 
 
-@rule("neg", "negative")
+@rule("neg")
 def _neg(known: "Interpreter", op: Op, input: Tensor) -> Value:
     found = known.get(input)
     if not isinstance(found, Class | Row):
@@ -443,19 +424,11 @@ def _neg(known: "Interpreter", op: Op, input: Tensor) -> Value:
     return _scaled(found, Fraction(-1))
 
 
-@rule("add")
+@rule("add", "sub")
 def _add(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
-    return _sum_of(known, op, input, other, alpha, 1)
-
-
-@rule("sub", "subtract")
-def _sub(known: "Interpreter", op: Op, input: Any, other: Any, *, alpha: Any = 1) -> Value:
-    return _sum_of(known, op, input, other, alpha, -1)
-
-
-def _sum_of(known: "Interpreter", op: Op, input: Any, other: Any, alpha: Any, sign: int) -> Value:
     if alpha != 1:
         raise Unknown
+    sign = 1 if op.name == "add" else -1
     a, b = known.get(input), known.get(other)
     if isinstance(a, Row) and isinstance(b, Row):
         return _sum_of_rows(a, b, sign)
@@ -478,15 +451,12 @@ def _sum_of(known: "Interpreter", op: Op, input: Any, other: Any, alpha: Any, si
 def _sum_of_rows(a: Row, b: Row, sign: int) -> Row:
     b = _in_terms_of(b, a.logits) or b
     a = a if a.logits == b.logits else _in_terms_of(a, b.logits) or a
-    labels = [row for row in (a, b) if row.labels is not None]
-    is_one = len({row.labels for row in labels}) <= 1
+    labels = [row.labels for row in (a, b) if row.labels is not None]
+    is_one = len(set(labels)) <= 1
     if a.logits != b.logits or a.is_exp or b.is_exp or not is_one or not same_shape(a.shape, b.shape):
         raise Unknown
-    like = labels[0] if labels else a
-    read = (
-        max((row.labels_read for row in labels), default=-1) if len(labels) < 2 else min(a.labels_read, b.labels_read)
-    )
-    return replace(like, sum=added((1, a.sum), (sign, b.sum)), labels_read=read)
+    first = min(labels, key=lambda each: each.read_at, default=None)
+    return replace(a, sum=added((1, a.sum), (sign, b.sum)), labels=first)
 
 
 def _in_terms_of(row: Row, logits: Logits) -> Row | None:
@@ -573,7 +543,7 @@ def _log(known: "Interpreter", op: Op, input: Tensor) -> Value:
     return replace(found, form="")
 
 
-@rule("clamp", "clamp_min", "clip")
+@rule("clamp", "clamp_min")
 def _clamp(known: "Interpreter", op: Op, input: Tensor, min: Any = None, max: Any = None) -> Value:
     """Only -inf is changed, as by `Categorical.entropy`, lest its product with a probability of 0 be NaN."""
     found = known.get(input)
@@ -688,7 +658,7 @@ def _einsum(known: "Interpreter", op: Op, equation: str, *operands: Any) -> Row:
     return _summed(of, op.output.shape)
 
 
-@rule("special_entr", "entr")
+@rule("entr")
 def _entr(known: "Interpreter", op: Op, input: Tensor) -> Class:
     of = _class(known, input)
     if not of.is_probability:
@@ -696,7 +666,7 @@ def _entr(known: "Interpreter", op: Op, input: Tensor) -> Class:
     return _weighted(of, replace(of, form="", sum=added((-1, of.sum))))
 
 
-@rule("xlogy", "special_xlogy")
+@rule("xlogy")
 def _xlogy(known: "Interpreter", op: Op, input: Tensor, other: Tensor) -> Class:
     p, q = _class(known, input), _class(known, other)
     if q.form != "exp" or q.factor != 1:
@@ -708,14 +678,11 @@ def _xlogy(known: "Interpreter", op: Op, input: Tensor, other: Tensor) -> Class:
 def _amax(known: "Interpreter", op: Op, input: Tensor, dim: Any = (), keepdim: bool = False) -> Row:
     of = _class(known, input)
     _over_classes(of, dim)
-    return _maximum(of, op.outs[0].shape)
-
-
-def _maximum(of: Class, shape: tuple[Any, ...]) -> Row:
     u, cut, rest = parted(of.sum, "u")
     if of.form == "p" or u + cut <= 0 or (u and cut) or of.factor <= 0:
         raise Unknown
     maximum = added((u + cut, _with_own_grad(of, "M")))
+    shape = op.outs[0].shape
     return Row(of.logits, shape, added((1, rest), (1, maximum)), is_exp=of.form == "exp", factor=of.factor)
 
 
@@ -736,13 +703,9 @@ def _argmax(known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdi
     if of.form == "p" or (of.form == "exp" and not of.is_probability) or not of.of_u:
         raise Unknown
     logits = of.logits
-    is_of_smallest = (of.of_u > 0) != (logits.scale > 0)
-    logits = replace(logits, scale=Fraction(1), softcap=None, terms=_without_grad(logits.terms), bias_has_grad=False)
-    return Argmax(logits, is_of_smallest, op.outs[-1].shape)
-
-
-def _without_grad(terms: tuple[Term, ...]) -> tuple[Term, ...]:
-    return tuple(replace(term, has_grad=False) for term in terms)
+    if of.of_u * logits.scale < 0:
+        raise Unknown("of negative logits")
+    return Argmax(logits.in_order, op.outs[-1].shape)
 
 
 @rule("gather")
@@ -779,7 +742,7 @@ def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps:
     at_label = added((u, poly(y=1)), (cut, without_grad(poly(y=1))))
     return Row(
         of.logits, op.output.shape, added((1, rest), (1, at_label)), is_exp=of.form == "exp", factor=of.factor,
-        labels=Labels((known.program.value_number(index),), wraps), label_tensors=(index,), labels_read=op.position,
+        labels=Labels((index,), (known.program.value_number(index),), op.position, wraps),
     )  # fmt: skip
 
 

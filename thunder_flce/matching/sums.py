@@ -11,7 +11,7 @@ Of the linear part, only that each operation is linear has to be known. The weig
 writes the graph asks autograd for.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,16 @@ from thunder_flce.matching.program import (
     same_shape,
     tensors_in,
 )
-from thunder_flce.operation.pointwise import VARIABLES, Handle, NotOfTokens, Recorder, evaluate, numbered, uses
+from thunder_flce.operation.pointwise import (
+    VARIABLES,
+    Handle,
+    NotOfTokens,
+    Recorder,
+    evaluate,
+    input_name,
+    numbered,
+    uses,
+)
 
 CASTS = {*COPIES, "double", "bool", "int", "long"}
 """Operations that change the dtype at most."""
@@ -51,7 +60,7 @@ class TokenInput:
     """What it is expanded to, of one element a token"""
     read_at: int
     """The position of the operation that reads it"""
-    is_valid: int | None = None
+    ignored: int | None = None
     """Where it is labels: the loss reads whether they are not this one"""
 
 
@@ -73,8 +82,6 @@ class Tokens:
     results: list[Result]
     count: Any
     """How many rows there are"""
-    ignore_index: int | None = None
-    """Of a loss of each token, where its 0 in ignored rows counts"""
     recorder: Recorder = field(default_factory=Recorder)
     inputs: dict[Handle, TokenInput] = field(default_factory=dict)
     own: dict[Tensor, Handle] = field(default_factory=dict)
@@ -122,15 +129,19 @@ class TokenSum:
         inputs = list(tokens.inputs.values())
         return [(text, [inputs[number] for number in read]) for text, read in found]
 
-    def is_zero_without_loss(self, rows: int) -> bool:
-        """Whether a token whose log-probability is 0 adds nothing, whatever else there is."""
-        losses = self.texts(rows)
+    def counts_ignored(self, rows: int) -> bool:
+        """Whether a row of a label that is ignored, whose loss is 0, may add something to the sum."""
+        if self.plain_sign(rows) is not None:
+            return False
         # While a program is compiled, tensors may be fake.
         with unset_fake_temporarily():
             nothing = {"log_prob": torch.zeros(1, device="cpu")}
-            return not any(
-                read or any(uses(loss, name) for name in VARIABLES[1:]) or evaluate(loss, nothing).any()
-                for loss, read in losses
+            valid = torch.ones(1, dtype=torch.bool, device="cpu")
+            return any(
+                any(each.ignored is None for each in read)
+                or any(uses(loss, name) for name in VARIABLES[1:])
+                or evaluate(loss, nothing | {input_name(number): valid for number in range(len(read))}).any()
+                for loss, read in self.texts(rows)
             )
 
 
@@ -257,7 +268,7 @@ class _Search:
         tokens, shape = self._of_rows[rows], op.output.shape
         for handle, known in tokens.inputs.items():
             is_same = known.tensor is tensor or self._program.has_same_values(known.tensor, tensor)
-            if known.is_valid is None and same_shape(known.shape, shape) and is_same:
+            if known.ignored is None and same_shape(known.shape, shape) and is_same:
                 return handle
         handle = tokens.recorder.add_input(tensor.dtype)
         tokens.inputs[handle] = TokenInput(tensor, shape, op.position)
@@ -407,11 +418,9 @@ def _recorded(value: Any, tokens: Tokens) -> Handle:
     recorder = tokens.recorder
     if isinstance(value, Loss):
         handle = Handle("log_prob")
-        if tokens.ignore_index is not None:
-            valid = recorder.add_input(torch.bool)
-            tokens.inputs[valid] = TokenInput(value.target, value.shape, value.op.position, tokens.ignore_index)
-            handle = recorder.write("where", (valid, handle, 0.0), {})
-        return recorder.write("neg", (handle,), {})
+        valid = recorder.add_input(torch.bool)
+        tokens.inputs[valid] = TokenInput(value.target, value.shape, value.op.position, value.ignore_index)
+        return recorder.write("neg", (recorder.write("where", (valid, handle, 0.0), {}),), {})
     total: Handle | None = None
     for name, (factor, cut) in value.variables.items():
         for each, is_cut in ((factor, False), (cut, True)):
@@ -432,7 +441,7 @@ _LINEAR_IN_FIRST = {
     *RESHAPES, *PERMUTATIONS, *COPIES, "double", "sum", "mean", "neg", "getitem", "select", "narrow", "split", "chunk",
     "tensor_split", "unbind", "index_select", "flip", "roll", "expand", "expand_as", "repeat", "repeat_interleave",
     "cumsum", "diagonal", "masked_select", "gather", "take_along_dim", "nansum", "broadcast_to", "sum_to_size", "tile",
-    "diff", "hsplit", "vsplit", "pad", "atleast_1d", "atleast_2d", "tril", "triu", "trace", "take",
+    "hsplit", "vsplit", "atleast_1d", "atleast_2d", "tril", "triu", "trace", "take",
 }  # fmt: skip
 _PRODUCTS = ("mul", "dot", "matmul", "mv", "mm", "bmm", "einsum", "inner", "outer", "vdot", "tensordot", "linear")
 _JOINS = ("cat", "stack", "hstack", "vstack")
@@ -450,11 +459,6 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
             return False
         if name == "mean":
             return _has_elements(operands[0])
-        if name == "diff":
-            return len(op.operands) == 1  # Others are put before it or behind it.
-        if name == "pad":
-            # It takes a mode and a value.
-            return all(each in ("constant", 0, None) for each in (*args[2:], *_others(op.kwargs, "input", "pad")))
         return True
     if tensors_in(op.kwargs):
         return False  # What is linear is told by an argument's place.
@@ -472,14 +476,9 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
     if name == "where" and len(args) == 3:
         return args[0] not in operands and all(map(is_token_or_zero, args[1:]))
     if name == "masked_fill":
-        filled, _, value = (*args, *_others(op.kwargs))
+        filled, _, value = (*args, *op.kwargs.values())
         return len(operands) == 1 and filled is operands[0] and is_zero(value, op)
     return False
-
-
-def _others(kwargs: Mapping[str, Any], *names: str) -> list[Any]:
-    """The keyword arguments but some."""
-    return [each for name, each in kwargs.items() if name not in names]
 
 
 def _has_elements(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -47,16 +47,10 @@ class Writer(Protocol):
         """The results of the region by name, the loss and its outputs, and how it runs."""
 
 
-class Written(NamedTuple):
-    """What has become of a region."""
-
-    results: dict[Tensor, Tensor]
-    """For each tensor of the program that the region gives: the new one"""
-    decision: Decision
-
-
-def write(region: Region, writer: Writer, known: Interpreter, options: Options) -> Written:
-    """Adds a region to a graph."""
+def write(
+    region: Region, writer: Writer, known: Interpreter, options: Options
+) -> tuple[dict[Tensor, Tensor], Decision]:
+    """Adds a region to a graph; returns a new tensor for each of the program's that it gives, and what was decided."""
     return _Writing(region, writer, known, options).write()
 
 
@@ -70,7 +64,7 @@ class _Writing:
         self._reciprocals: list[Tensor] = []
         """Of the number of valid labels of each mean that is in the sum"""
 
-    def write(self) -> Written:
+    def write(self) -> tuple[dict[Tensor, Tensor], Decision]:
         region, logits = self._region, self._logits
         inputs, labels = self._inputs_and_labels()
         self._rows = tuple(inputs[0].shape[:-1])
@@ -110,7 +104,7 @@ class _Writing:
         part = min(region.parts, key=lambda each: each.first.position)
         note = region.note if waits else ""
         decision = Decision(part.first.source, planned, kind=part.kind, note=note)
-        return Written(self._results(found, with_grad), decision)
+        return self._results(found, with_grad), decision
 
     # Operands.
 
@@ -126,17 +120,17 @@ class _Writing:
     def _of_part(self, part: Part) -> tuple[list[Tensor], Tensor]:
         inputs = [self._input(term, part) for term in part.logits.terms]
         rows = inputs[0].shape[:-1]
-        if not part.label_tensors:
+        if part.labels is None:
             zeros = self._call(torch.zeros, rows, dtype=torch.int64, device=inputs[0].device)
             return inputs, zeros
-        if len(part.label_tensors) == 1:
-            labels = _before_reshapes(part.label_tensors[0], rows, self._known.program)
-        else:
-            labels = self._call(torch.cat, [self._flat(each) for each in part.label_tensors])
+        first, *others = part.labels.tensors
+        labels = _before_reshapes(first, rows, self._known.program)
+        if others:
+            labels = self._call(torch.cat, [self._flat(each) for each in part.labels.tensors])
         if self._keeps_ignored(part):
             is_valid = self._call(torch.ne, labels, ignored(part))
             labels = self._call(torch.where, is_valid, labels, 0)
-        if part.labels is not None and part.labels.wraps:
+        if part.labels.wraps:
             vocab = part.logits.vocab_size or self._columns(part)
             is_negative = self._call(torch.lt, labels, 0)
             labels = self._call(torch.where, is_negative, self._call(torch.add, labels, vocab), labels)
@@ -152,7 +146,7 @@ class _Writing:
         if total is None:
             return bool(part.rows) or self._is_joined
         number = self._region.parts.index(part)
-        return bool(part.rows) or total.tokens[number].ignore_index is not None
+        return bool(part.rows) or (part.of_loss.reduction == "none" and total.counts_ignored(number))
 
     def _columns(self, part: Part) -> int:
         term = part.logits.terms[0]
@@ -301,8 +295,8 @@ class _Writing:
         if isinstance(given, Tensor):
             return given
         tensor = given.tensor
-        if given.is_valid is not None:
-            tensor = self._call(torch.ne, tensor, given.is_valid)
+        if given.ignored is not None:
+            tensor = self._call(torch.ne, tensor, given.ignored)
         elif tensor.needs_grad:
             tensor = self._call(torch.detach, tensor)
         if not same_shape(tensor.shape, given.shape):

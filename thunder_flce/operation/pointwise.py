@@ -462,27 +462,14 @@ def value_and_derivatives(token_loss: TokenLoss, values: Mapping[str, Tensor]) -
     return _compiled(token_loss, value_alone=False)(values)
 
 
-def interpret(token_loss: TokenLoss, values: Mapping[str, Any], functions: Any) -> Any:
-    """As `evaluate`, by other functions of these names, as of thunder.torch; a NotImplementedError where one lacks."""
-    return _run(_value(token_loss), [functions], {"_to_copy": "to", "sgn": "sign"})(values)[0]
-
-
 @lru_cache(256)
 def _compiled(token_loss: TokenLoss, *, value_alone: bool) -> Callable[[Mapping[str, Tensor]], Any]:
     # Nothing is differentiated here. PyTorch's own bindings choose an overload in less time.
     text = re.sub(r"aten\.detach\((\w+)\)", r"\1", _value(token_loss) if value_alone else token_loss)
-    return _run(text, [torch, torch.ops.aten], {})
-
-
-def _run(text: str, places: Sequence[Any], own_names: Mapping[str, str]) -> Callable[[Mapping[str, Any]], Any]:
-    """A function from values by name to the value and the derivatives, made of the functions in some places."""
-    aten = SimpleNamespace()
-    for name in set(re.findall(r"aten\.(\w+)", text)):
-        own = own_names.get(name, name)
-        place = next((place for place in places if hasattr(place, own)), None)
-        if place is None:
-            raise NotImplementedError(f"{places[0].__name__} has no {name}, which token_loss is made of")
-        setattr(aten, name, getattr(place, own))
+    called = re.findall(r"aten\.(\w+)", text)
+    aten = SimpleNamespace(
+        **{name: getattr(torch if hasattr(torch, name) else torch.ops.aten, name) for name in called}
+    )
     statements = text.split("; ")
     names = {each.partition(" = ")[0] for each in statements}
     read = sorted(set(_NAME.findall(text)) - names - {"row", "inf", "nan"})

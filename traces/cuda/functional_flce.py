@@ -2,7 +2,7 @@
 # thunder_flce.jit, thunder 0.2.6, torch 2.10. Compiled for cuda, bfloat16.
 #
 #     def functional(hidden, weight, labels):
-#         """The operation called by name; without the executor its decomposition runs."""
+#         """The operation called by name."""
 #         return thunder_flce.linear_cross_entropy(hidden, weight, labels)
 #
 # fused, gradients in forward, chunks of 2048 tokens, 192 rows of dW summed in float32, products tuned
@@ -29,7 +29,7 @@ def computation(hidden, weight, labels):
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[], valid_count = t1: i64[], dX = t2: bf16[2, 4096, 4096], dW = t3: bf16[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
-    # x, y = rows of x, y that are valid    the host waits for their number while the first logits run
+    # x, y = rows of x, y that are valid    the host waits for their number
     # for each chunk of 2048 tokens, 4 in all:
     #   logits bf16[2048, 128256] = x @ W.t()                                                         cuBLAS
     #   row_max, row_log_sum f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  Triton

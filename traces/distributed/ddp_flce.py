@@ -94,14 +94,14 @@ def backward_fn(saved_for_backward, cotangents):
   del t11, t12
   t14 = torch.true_divide(t9, 2)  # t14: "cpu f32[128256, 4096]"
   del t9
-  ft120 = torch_all_reduce_prim_impl(t14, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, False)  # ft120: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
+  ft84 = torch_all_reduce_prim_impl(t14, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, False)  # ft84: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
   del t14
   t15 = torch.true_divide(t13, 2)  # t15: "cpu f32[4096, 4096]"
   del t13
-  ft123 = torch_all_reduce_prim_impl(t15, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, False)  # ft123: "FUTURE thunder.devices.Device(type='cpu') f32[4096, 4096]"
+  ft87 = torch_all_reduce_prim_impl(t15, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, False)  # ft87: "FUTURE thunder.devices.Device(type='cpu') f32[4096, 4096]"
   del t15
-  t16 = torch_wait_prim_impl(ft120)  # t16: "cpu f32[128256, 4096]"
-  del ft120
-  t17 = torch_wait_prim_impl(ft123)  # t17: "cpu f32[4096, 4096]"
-  del ft123
+  t16 = torch_wait_prim_impl(ft84)  # t16: "cpu f32[128256, 4096]"
+  del ft84
+  t17 = torch_wait_prim_impl(ft87)  # t17: "cpu f32[4096, 4096]"
+  del ft87
   return (None, None, t17, t16)

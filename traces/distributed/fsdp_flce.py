@@ -27,17 +27,17 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   # hidden: "cpu f32[2, 4096, 4096]"
   # labels: "cpu i64[2, 4096]"
   # t_layer_weight: "cpu f32[2048, 4096]"
-  ft113 = torch_all_gather_prim_impl(t_layer_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft113: "FUTURE thunder.devices.Device(type='cpu') f32[4096, 4096]"
+  ft77 = torch_all_gather_prim_impl(t_layer_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft77: "FUTURE thunder.devices.Device(type='cpu') f32[4096, 4096]"
   # t_lm_head_weight: "cpu f32[64128, 4096]"
-  ft115 = torch_all_gather_prim_impl(t_lm_head_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft115: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
-  t0 = torch_wait_prim_impl(ft113)  # t0: "cpu f32[4096, 4096]"
-  del ft113
+  ft79 = torch_all_gather_prim_impl(t_lm_head_weight, _torch_distributed_distributed_c10d_ProcessGroup_2, True, None)  # ft79: "FUTURE thunder.devices.Device(type='cpu') f32[128256, 4096]"
+  t0 = torch_wait_prim_impl(ft77)  # t0: "cpu f32[4096, 4096]"
+  del ft77
 
   # return F.linear(input, self.weight, self.bias)
   t1 = torch.nn.functional.linear(hidden, t0, None)  # t1: "cpu f32[2, 4096, 4096]"
   del t0
-  t2 = torch_wait_prim_impl(ft115)  # t2: "cpu f32[128256, 4096]"
-  del ft115
+  t2 = torch_wait_prim_impl(ft79)  # t2: "cpu f32[128256, 4096]"
+  del ft79
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
   (t3, t4, t5, t6) = flce_linear_cross_entropy_fwd(
@@ -98,14 +98,14 @@ def backward_fn(saved_for_backward, cotangents):
   del t12, t8
   t14 = torch.true_divide(t10, 2)  # t14: "cpu f32[128256, 4096]"
   del t10
-  ft123 = torch_reduce_scatter_prim_impl(t14, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, None)  # ft123: "FUTURE thunder.devices.Device(type='cpu') f32[64128, 4096]"
+  ft87 = torch_reduce_scatter_prim_impl(t14, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, None)  # ft87: "FUTURE thunder.devices.Device(type='cpu') f32[64128, 4096]"
   del t14
   t15 = torch.true_divide(t13, 2)  # t15: "cpu f32[4096, 4096]"
   del t13
-  ft126 = torch_reduce_scatter_prim_impl(t15, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, None)  # ft126: "FUTURE thunder.devices.Device(type='cpu') f32[2048, 4096]"
+  ft90 = torch_reduce_scatter_prim_impl(t15, _DistributedReduceOps_SUM_0, _torch_distributed_distributed_c10d_ProcessGroup_1, True, None)  # ft90: "FUTURE thunder.devices.Device(type='cpu') f32[2048, 4096]"
   del t15
-  t16 = torch_wait_prim_impl(ft123)  # t16: "cpu f32[64128, 4096]"
-  del ft123
-  t17 = torch_wait_prim_impl(ft126)  # t17: "cpu f32[2048, 4096]"
-  del ft126
+  t16 = torch_wait_prim_impl(ft87)  # t16: "cpu f32[64128, 4096]"
+  del ft87
+  t17 = torch_wait_prim_impl(ft90)  # t17: "cpu f32[2048, 4096]"
+  del ft90
   return (None, None, t17, t16)

@@ -99,8 +99,9 @@ def _compiles_for_hip(name: str) -> bool:
     return False
 
 
+@cache
 def _is_too_old() -> bool:
-    """Whether the GPU is one of NVIDIA's that nothing is compiled for."""
+    """Whether the GPU, the first that is current, is one of NVIDIA's that nothing is compiled for."""
     device = Device.of(torch.device("cuda"))
     return device.is_nvidia and (device.capability or OLDEST_CAPABILITY) < OLDEST_CAPABILITY
 
