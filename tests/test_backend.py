@@ -207,29 +207,6 @@ def test_logits_that_are_changed_in_place(program, is_fused):
     assert [each.fused for each in thunder_flce.explain(compiled).decisions] == [is_fused]
 
 
-@pytest.mark.parametrize("is_strict", [False, True])
-@pytest.mark.parametrize("has_labels", [False, True])
-def test_losses_that_are_not_recognised_are_reported(has_labels, is_strict):
-    """The median of a row beside its label's log-probability; log-probabilities that are added up."""
-
-    def program(h, w, y):
-        losses = -F.log_softmax(F.linear(h, w), -1)
-        if not has_labels:
-            return losses.cumsum(-1).gather(-1, y.unsqueeze(-1)).sum()
-        return 0.9 * losses.gather(-1, y.unsqueeze(-1)).mean() + 0.1 * losses.median(-1)[0].mean()
-
-    tensors = torch.randn(4, 9, 16, requires_grad=True), torch.randn(53, 16), torch.randint(53, (4, 9))
-    compiled = compiled_with(program, fullgraph=True, options={"strict": is_strict})
-    text = "also used elsewhere .by median" if has_labels else "none of the losses that are known here .by cumsum"
-    if is_strict:
-        with pytest.raises(NotFusedError, match=text):
-            compiled(*tensors)
-        return
-    with pytest.warns(NotFusedWarning, match=text):
-        torch.testing.assert_close(compiled(*tensors), program(*tensors))
-    assert [each.fused for each in thunder_flce.explain(compiled).decisions] == [False]
-
-
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 @pytest.mark.parametrize("name", ["mean", "cross-entropies"])
 def test_rows_that_a_mask_selects(name):

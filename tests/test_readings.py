@@ -71,30 +71,6 @@ def test_as_exact_as_eager(program):
         assert error(got, right) <= 1.25 * error(eager, right) + 2**-9
 
 
-@pytest.mark.parametrize(
-    ("program", "outputs"),
-    [
-        (patterns.log_softmax_gathered, [()]),
-        (patterns.log_probability_as_trl_has_it, [()]),
-        (patterns.clipped_ratio_with_entropy, [("valid_argmax",)]),
-        (patterns.entropy_as_verl_has_it, [("entropy",)]),
-        (patterns.entropy_of_probabilities, [()]),
-        (patterns.entropy_in_chunks, [("entropy",)]),
-        (patterns.entropy_beside_cross_entropy, [()]),
-        (patterns.z_term_beside_cross_entropy, [()]),
-        (patterns.entropy_logged_beside_cross_entropy, [("entropy",), ()]),
-        (patterns.label_smoothing_by_hand, [()]),
-        (patterns.mean_logit_beside_cross_entropy, [()]),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_regions(program, outputs):
-    """One for everything that reads the same rows for the same labels."""
-    jitted = thunder_flce.jit(program)
-    jitted(*tensors_for(program))
-    assert [region.get("outputs", ()) for region in regions(jitted)] == outputs
-
-
 def test_labels_that_do_not_exist():
     """gather knows no ignore_index."""
     hidden, weight, tokens = tensors_for(patterns.log_softmax_gathered)

@@ -496,14 +496,6 @@ def returned(hidden, weight, tokens, old, ref, advantages, mask):
     return torch.exp(log_probs - old).mean(), log_probs
 
 
-def returned_log_sum_exp(hidden, weight, tokens, old, ref, advantages, mask):
-    """Of which the log-probability is made, too."""
-    logits = F.linear(hidden, weight)
-    log_sum_exp = torch.logsumexp(logits, -1, keepdim=True)
-    log_probs = (logits.gather(-1, tokens[..., None]) - log_sum_exp).squeeze(-1)
-    return (log_sum_exp.squeeze(-1) ** 2 - torch.exp(log_probs - old)).mean(), log_sum_exp
-
-
 def trained_input(hidden, weight, tokens, old, ref, advantages, mask):
     return (torch.exp(log_probabilities(hidden, weight, tokens) - old) * hidden.mean(-1).exp().square()).sum()
 
@@ -519,7 +511,6 @@ def two_sums(hidden, weight, tokens, old, ref, advantages, mask):
         (of_sequences, "exp in line 1 of a sum over tokens is not linear"),
         (weighted_by_others, "mul in line 1 mixes tokens"),
         (returned, "is returned and not detached"),
-        (returned_log_sum_exp, "is returned and not detached"),
         (trained_input, "needs a gradient, too"),
         (two_sums, "mul in line 1 of a sum over tokens is not linear"),
     ],
