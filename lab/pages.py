@@ -57,7 +57,7 @@ LABELS = {
 
 def rows(file: str, *, folder: Path = DATA, **wanted: Any) -> list[Row]:
     """The rows with a time in a file of a folder that have these fields; a commit by its beginning."""
-    commit = wanted.pop("commit")
+    commit = wanted.pop("commit", "")
     found = [json.loads(line) for line in (folder / file).read_text(encoding="utf-8").splitlines()]
     return [
         row
@@ -238,45 +238,26 @@ def models() -> str:
     return f"{text}\n\n`traces/h200/models-backend.jsonl`: one NVIDIA H200, bfloat16."
 
 
-STEPS = "d8c4f54"
-STEPS_OF_LLAMA = "42bad66"
-
-
 def steps() -> str:
-    """Whole steps: numbers of tokens, lengths that change, CUDA graphs."""
+    """Whole steps: numbers of tokens, lengths that change, CUDA graphs. Of rows of one case, the last one."""
     names = ("litgpt-pythia-160m", "litgpt-qwen2.5-0.5b", "litgpt-llama-3.2-1b")
-    on_h200 = rows("models.jsonl", commit=STEPS_OF_LLAMA)
-    measured_again = {(row["model"], row["batch"], row["length"], row["lengths"], row["method"]) for row in on_h200}
-    found = [
-        row
-        for row in rows("models.jsonl", folder=H100, commit=STEPS)
-        if (row["model"], row["batch"], row["length"], row["lengths"], row["method"]) not in measured_again
-    ] + on_h200
+    methods = ["torch.compile", "flce backend", "torch.compile, reduce-overhead", "flce backend, reduce-overhead"]
+    found = rows("models.jsonl", folder=H100, layers=4)
     found.sort(key=lambda row: (row["lengths"] != "one", row["batch"] * row["length"], names.index(row["model"])))
     cases: dict[str, dict[str, Row]] = {}
     for row in found:
-        changing = ", lengths that change" if row["lengths"] == "changing" else ""
-        device = row["device"].split()[1]
-        case = f"{row['model'].removeprefix('litgpt-')}, {row['layers']} layers{changing}, {device}"
-        cases.setdefault(f"{case} | {row['batch'] * row['length']}", {})[row["method"]] = row
-    methods = ["torch.compile", "flce backend", "torch.compile, reduce-overhead", "flce backend, reduce-overhead"]
-    lines = [
-        (
-            case,
-            *(
-                f"{got[method]['time_ms']:.2f} / {got[method]['memory_gb']:.2f}" if method in got else "–"
-                for method in methods
-            ),
-        )
-        for case, got in cases.items()
-    ]
+        if row["method"] in methods:
+            changing = ", lengths that change" if row["lengths"] == "changing" else ""
+            case = f"{row['model'].removeprefix('litgpt-')}{changing} | {row['batch'] * row['length']}"
+            cases.setdefault(case, {})[row["method"]] = row
+    lines = []
+    for case, got in cases.items():
+        cells = [f"{r['time_ms']:.2f} / {r['memory_gb']:.2f}" if (r := got.get(method)) else "–" for method in methods]
+        commits = dict.fromkeys(row["commit"] for row in got.values())
+        lines.append((case, *cells, ", ".join(commits)))
     header = ("model", "tokens", "torch.compile", "backend thunder_flce", "torch.compile, graphs", "backend, graphs")
-    row = found[0]
-    end = (
-        f"`traces/h100/models.jsonl` at {STEPS} and `traces/h200/models.jsonl` at {STEPS_OF_LLAMA}: one GPU, torch "
-        f"{row['torch']}, {row['dtype']}."
-    )
-    return f"{table(header, lines)}\n\n{end}"
+    source = "`traces/h100/models.jsonl`: one NVIDIA H100, four layers of each model, torch 2.11.0, bfloat16."
+    return f"{table((*header, 'at'), lines)}\n\n{source}"
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
