@@ -169,7 +169,10 @@ _SIGNATURE = inspect.signature(functional.linear_cross_entropy)
     tags=FORWARD_TAGS,
 )
 def linear_cross_entropy(
-    *tensors: TensorProxy,
+    input: TensorProxy,
+    linear_weight: TensorProxy,
+    target: TensorProxy,
+    *,
     needs_grad: tuple[str, ...] | None = None,
     dtype: dtypes.dtype | None = None,
     plan: dict[str, Any] | None = None,
@@ -182,7 +185,7 @@ def linear_cross_entropy(
     `functional.linear_cross_entropy`), the fields of a `Plan` and, where ranks divide the vocabulary, those of a
     `Shard`. `vocab_parallel` is a `VocabParallel` by `as_literal`.
     """
-    region = dict(_SIGNATURE.bind(*tensors, **arguments).arguments)
+    region = dict(_SIGNATURE.bind(input, linear_weight, target, **arguments).arguments)
     if region.pop("options", None) is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
     given = {"dtype": dtype, "plan": plan, "shard": shard}
