@@ -15,7 +15,7 @@ from thunder_flce.engine.choose import matmul_seconds
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op
-from thunder_flce.matching.regions import Matched, Region, match
+from thunder_flce.matching.regions import Region, match
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.loss import Loss
 from thunder_flce.operators import plan_for
@@ -55,26 +55,26 @@ def _graphs(gm: GraphModule) -> list[GraphModule]:
 
 
 def _fuse(gm: GraphModule, options: Options, *, leaves_small: bool) -> list[Decision]:
-    known, matched = _matched(gm, options)
-    if leaves_small and options == Options() and matched.regions and all(map(_is_small, matched.regions)):
-        left = [(part.first.source, part.kind) for region in matched.regions for part in region.parts]
+    known, regions, refused = _matched(gm, options)
+    if leaves_small and options == Options() and regions and all(map(_is_small, regions)):
+        left = [(part.first.source, part.kind) for region in regions for part in region.parts]
         decisions = [Decision(line, reason=Reason.LEFT_TO_INDUCTOR, kind=kind) for line, kind in left]
-        return in_order([*decisions, *matched.refused])
-    checkpoints = {op.inside for region in matched.regions for op in _ops_of(region, known) if op.inside is not None}
+        return in_order([*decisions, *refused])
+    checkpoints = {op.inside for region in regions for op in _ops_of(region, known) if op.inside is not None}
     if checkpoints:
         for checkpoint in checkpoints:
             _open(gm, checkpoint)
-        known, matched = _matched(gm, options)
-    if not matched.regions:
-        return in_order(matched.refused)
-    decisions = write_regions(gm, matched.regions, known, options)
+        known, regions, refused = _matched(gm, options)
+    if not regions:
+        return in_order(refused)
+    decisions = write_regions(gm, regions, known, options)
     gm.recompile()
-    return in_order([*decisions, *matched.refused])
+    return in_order([*decisions, *refused])
 
 
-def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, Matched]:
+def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, list[Region], list[Decision]]:
     known = Interpreter(read(gm))
-    return known, match(known, options)
+    return known, *match(known, options)
 
 
 def _is_small(region: Region) -> bool:

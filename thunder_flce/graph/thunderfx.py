@@ -15,7 +15,7 @@ from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompile
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.matching.decisions import Decision, NotFusedError
 from thunder_flce.matching.interpreter import Interpreter
-from thunder_flce.matching.regions import Matched
+from thunder_flce.matching.regions import Region
 from thunder_flce.options import Options, as_options
 
 
@@ -56,9 +56,9 @@ def thunderfx(
 class _PlanRegions(FuseLinearCrossEntropy):
     """Makes the plans of the regions that the user wrote; all that can be fused is fused before."""
 
-    def match(self, known: Interpreter) -> Matched:
+    def match(self, known: Interpreter) -> tuple[list[Region], list[Decision]]:
         """Nothing."""
-        return Matched([], [])
+        return [], []
 
 
 class _Compiler(ThunderCompiler):

@@ -15,7 +15,7 @@ from thunder_flce.graph.thunder_private import compile_data_and_stats, disable_a
 from thunder_flce.graph.writing import write_regions
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import LOSSES, Interpreter
-from thunder_flce.matching.regions import Matched, match
+from thunder_flce.matching.regions import Region, match
 from thunder_flce.options import Options, as_options
 
 
@@ -89,15 +89,15 @@ class FuseLinearCrossEntropy(Transform):
         # The trace has its casts already; the region's symbol would be cast by them once more.
         with disable_autocast():
             known = Interpreter(read(trace))
-            matched = self.match(known)
-            if not matched.regions and not any(map(symbols.is_region, trace.bound_symbols)):
-                return computation_trace, in_order(matched.refused)
-            trace, decisions = write_regions(trace, matched.regions, known, options=self.options)
+            regions, refused = self.match(known)
+            if not regions and not any(map(symbols.is_region, trace.bound_symbols)):
+                return computation_trace, in_order(refused)
+            trace, decisions = write_regions(trace, regions, known, options=self.options)
         trace = dce(trace)
         trace.set_provenance(TraceProvenance("Fuse linear and cross-entropy"))
-        return trace, in_order([*decisions, *matched.refused])
+        return trace, in_order([*decisions, *refused])
 
-    def match(self, known: Interpreter) -> Matched:
+    def match(self, known: Interpreter) -> tuple[list[Region], list[Decision]]:
         """What can be fused in a program."""
         return match(known, self.options)
 

@@ -147,10 +147,6 @@ class Program:
         """The operations in a range of positions that change a tensor in place."""
         return (op for op in self.ops[first : last + 1] if op.writes)
 
-    def has_same_values(self, a: Tensor, b: Tensor) -> bool:
-        """Whether two tensors have the same elements in the same order, as far as the program says; in any shape."""
-        return self.value_number(a) == self.value_number(b)
-
     def value_number(self, tensor: Tensor) -> int:
         """The same for tensors that are computed by the same operations, and for a tensor of labels in any shape."""
         if tensor not in self._number_of:

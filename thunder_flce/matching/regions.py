@@ -134,16 +134,8 @@ class Region:
         return found
 
 
-@dataclass
-class Matched:
-    """What can be fused, in order, and what cannot."""
-
-    regions: list[Region]
-    refused: list[Decision]
-
-
-def match(known: Interpreter, options: Options) -> Matched:
-    """The regions of a program, and why other losses are none."""
+def match(known: Interpreter, options: Options) -> tuple[list[Region], list[Decision]]:
+    """The regions of a program, in order, and why other losses are none."""
     parts = _parts(known)
     for part in parts:
         part.problem = _problem(part, known)
@@ -160,7 +152,7 @@ def match(known: Interpreter, options: Options) -> Matched:
         for part in parts
         if part.problem is not None and _is_reported(part)
     ]
-    return Matched(regions, list(dict.fromkeys([*refused, *known.refusals, *_escaped(known, parts)])))
+    return regions, list(dict.fromkeys([*refused, *known.refusals, *_escaped(known, parts)]))
 
 
 def _is_reported(part: Part) -> bool:

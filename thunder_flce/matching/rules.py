@@ -761,39 +761,21 @@ def _indexed(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> R
 # Losses.
 
 
-@rule("cross_entropy")
-def _cross_entropy(
+@rule("cross_entropy", "nll_loss")
+def _loss(
     known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
-    ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
-) -> Loss:  # fmt: skip
-    return _loss(known, op, input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
-
-
-@rule("nll_loss")
-def _nll_loss(
-    known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
-    ignore_index: int | None = -100, reduce: Any = None, reduction: str = "mean",
+    ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean", label_smoothing: Any = 0.0,
 ) -> Loss:  # fmt: skip
     # Where nll_loss has no ignore_index, thunder keeps None.
     ignore_index = -100 if ignore_index is None else ignore_index
-    return _loss(known, op, input, target, weight, size_average, ignore_index, reduce, reduction, 0.0)
-
-
-def _loss(
-    known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None, size_average: Any,
-    ignore_index: Any, reduce: Any, reduction: Any, label_smoothing: Any,
-) -> Loss:  # fmt: skip
     of = known.get(input)
     if not isinstance(of, Class):
         raise known.why_unknown(input)
-    settings = (reduction, label_smoothing)
-    if any(isinstance(each, torch.SymFloat) for each in settings):
+    if isinstance(label_smoothing, torch.SymFloat):
         # AOTAutograd makes Dynamo trace again, with a number, and this graph is dropped.
         raise Unknown
     if isinstance(ignore_index, torch.SymInt):
         ignore_index = int(ignore_index)  # With a guard: another one compiles anew.
-    if any("Proxy" in type(each).__name__ for each in (*settings, ignore_index)):
-        raise NotFused(Reason.DYNAMIC)
     if size_average is not None or reduce is not None:
         raise NotFused(Reason.DEPRECATED_ARGUMENT)
     if target.dtype.is_floating_point or target.ndim == input.ndim:
@@ -807,24 +789,20 @@ def _loss(
     if not of.is_shifted_logits:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
     out = op.output
-    loss = Loss(
+    if weight is not None:
+        _check_class_weights(weight, of.logits)
+    return Loss(
         of.logits, target, out.shape, out.needs_grad, op, weight=weight, ignore_index=ignore_index, reduction=reduction,
         label_smoothing=float(label_smoothing),
     )  # fmt: skip
-    check_class_weights(loss)
-    return loss
 
 
-def check_class_weights(loss: Loss) -> None:
-    """Raises for class weights that a region does not take."""
-    weight, dtype = loss.weight, loss.logits.dtype
-    if weight is None:
-        return
+def _check_class_weights(weight: Tensor, logits: Logits) -> None:
     if weight.needs_grad:
         raise NotFused(Reason.CLASS_WEIGHTS, "they require a gradient")
-    if loss.logits.vocab_size is not None:
+    if logits.vocab_size is not None:
         raise NotFused(Reason.CLASS_WEIGHTS, "for a part of the linear's vocabulary")
-    if weight.dtype != dtype and (weight.dtype is not torch.float32 or dtype is torch.float64):
+    if weight.dtype != logits.dtype and (weight.dtype is not torch.float32 or logits.dtype is torch.float64):
         raise NotFused(Reason.CLASS_WEIGHTS, str(weight.dtype).removeprefix("torch."))
 
 

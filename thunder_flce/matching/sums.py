@@ -267,7 +267,7 @@ class _Search:
         self._check_known(tensor, op, has_grad=has_grad)
         tokens, shape = self._of_rows[rows], op.output.shape
         for handle, known in tokens.inputs.items():
-            is_same = known.tensor is tensor or self._program.has_same_values(known.tensor, tensor)
+            is_same = self._program.value_number(known.tensor) == self._program.value_number(tensor)
             if known.ignored is None and same_shape(known.shape, shape) and is_same:
                 return handle
         handle = tokens.recorder.add_input(tensor.dtype)
