@@ -1,6 +1,7 @@
 """Fuses linear + cross-entropy in a graph of Dynamo's, before AOTAutograd and Inductor see it."""
 
 import math
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def _open(gm: GraphModule, checkpoint: Any) -> None:
     for node in body.graph.find_nodes(op="get_attr"):
         # In the body's own names, these would be those of the outer graph.
         name = f"{checkpoint.name}_{node.name}"
-        setattr(gm, name, _attribute(body, str(node.target)))
+        setattr(gm, name, attrgetter(str(node.target))(body))
         node.target = name
     with gm.graph.inserting_before(checkpoint):
         results: Any = gm.graph.graph_copy(body.graph, inner)
@@ -138,9 +139,3 @@ def _open(gm: GraphModule, checkpoint: Any) -> None:
     gm.graph.erase_node(checkpoint)
     gm.graph.eliminate_dead_code(lambda node: node.op != "get_attr")
     gm.delete_all_unused_submodules()
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module

@@ -44,7 +44,7 @@ from thunder_flce.graph.trace_arguments import (
     specs,
 )
 from thunder_flce.matching.decisions import PlannedRegion
-from thunder_flce.operation.call import ARGUMENTS, Call, Spec, named_tensors, operand_names, result_specs
+from thunder_flce.operation.call import ARGUMENTS, Spec, named_tensors, operand_names, result_specs
 from thunder_flce.operation.checks import check_call
 from thunder_flce.operators import Settings, plan_for
 from thunder_flce.options import Options
@@ -62,21 +62,18 @@ FORWARD_TAGS = (OpTags.REDUCTION_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD)
 # is always given: what is declared is printed even where it has its default.
 
 
-def _metas(call: Call, plan: Plan, dtype: dtypes.dtype | None = None) -> tuple[TensorProxy, ...]:
-    """What the forward returns; `dtype` is the loss's, None for that of the rows."""
-    found = result_specs(specs(call), plan)
-    loss, *others = map(_proxy, found.values())
-    return loss if dtype is None else TensorProxy(like=loss, dtype=dtype), *others
-
-
 def _proxy(spec: Spec) -> TensorProxy:
     device, dtype = devices.to_device(spec.device), dtypes.to_dtype(spec.dtype)
     return TensorProxy(shape=spec.shape, device=device, dtype=dtype, requires_grad=False)
 
 
-def _forward_meta(*tensors: Any, needs_grad: tuple[str, ...], **settings: Any) -> tuple[TensorProxy, ...]:
-    call = call_of(region_arguments(*tensors, **settings), needs_grad)
-    return _metas(call, Plan.of(settings), settings.get("dtype"))
+def _forward_meta(
+    *tensors: Any, needs_grad: tuple[str, ...], dtype: dtypes.dtype | None = None, **settings: Any
+) -> tuple[TensorProxy, ...]:
+    """`dtype` is the loss's, None for that of the rows."""
+    call = specs(call_of(region_arguments(*tensors, **settings), needs_grad))
+    loss, *others = map(_proxy, result_specs(call, Plan.of(settings)).values())
+    return loss if dtype is None else TensorProxy(like=loss, dtype=dtype), *others
 
 
 def _forward_impl(*tensors: Tensor | None, dtype: dtypes.dtype | None = None, **settings: Any) -> tuple[Tensor, ...]:

@@ -201,14 +201,10 @@ class _Writing:
     def _of_rows(self) -> dict[str, Any]:
         """The loss of a part whose results are given one by one."""
         loss = self._region.parts[0].of_loss
-        if loss is None or self._needs_rows:
-            smoothing = {} if loss is None else {"label_smoothing": loss.label_smoothing}
-            return {"reduction": "none", "ignore_index": NOTHING_IGNORED, **smoothing}
-        return {
-            "reduction": loss.reduction,
-            "ignore_index": loss.ignore_index,
-            "label_smoothing": loss.label_smoothing,
-        }
+        if loss is None:
+            return {"reduction": "none", "ignore_index": NOTHING_IGNORED}
+        reduction, ignore_index = ("none", NOTHING_IGNORED) if self._needs_rows else (loss.reduction, loss.ignore_index)
+        return {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": loss.label_smoothing}
 
     def _of_total(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The loss of a sum over tokens; adds its weights, and what it reads, to the arguments."""
