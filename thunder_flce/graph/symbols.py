@@ -67,11 +67,8 @@ def _proxy(spec: Spec) -> TensorProxy:
     return TensorProxy(shape=spec.shape, device=device, dtype=dtype, requires_grad=False)
 
 
-def _forward_meta(
-    *tensors: Any, needs_grad: tuple[str, ...], dtype: dtypes.dtype | None = None, **settings: Any
-) -> tuple[TensorProxy, ...]:
-    """`dtype` is the loss's, None for that of the rows."""
-    call = specs(call_of(region_arguments(*tensors, **settings), needs_grad))
+def _forward_meta(*tensors: Any, needs_grad: tuple[str, ...], **settings: Any) -> tuple[TensorProxy, ...]:
+    call, dtype = specs(call_of(region_arguments(*tensors, **settings), needs_grad)), settings.get("dtype")
     loss, *others = map(_proxy, result_specs(call, Plan.of(settings)).values())
     return loss if dtype is None else TensorProxy(like=loss, dtype=dtype), *others
 

@@ -32,11 +32,7 @@ def in_sequences(region: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: value for name, value in region.items() if "[" not in name}
     items = [value for name, value in region.items() if name.startswith("terms[")]
     inputs = tuple(value for name, value in region.items() if name.startswith("token_inputs["))
-    return {
-        **found,
-        **({"terms": tuple(pairs(items))} if items else {}),
-        **({"token_inputs": inputs} if inputs else {}),
-    }
+    return {**found, "terms": tuple(pairs(items)), "token_inputs": inputs}
 
 
 def call_of(region: Mapping[str, Any], needs_grad: tuple[str, ...] | None = None) -> Call:
