@@ -297,6 +297,8 @@ def test_where_dw_is_summed():
         assert plan.float32_accumulator == is_wide, (sizes, options, changes)
         assert not (plan.float32_accumulator and plan.float32_rows)
     assert not plan_of(options=Options(chunk_rows=8192)).float32_rows
+    # Of an adapter, all rows are.
+    assert plan_of(rank=512).float32_rows == 192 and not plan_of(rank=512, **FROZEN).float32_rows
 
 
 # Memory.
