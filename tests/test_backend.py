@@ -311,6 +311,41 @@ def test_a_small_loss_is_left_to_inductor(tokens, settings, is_left, monkeypatch
     assert decision.fused is not is_left and ("left to Inductor" in str(decision)) is is_left
 
 
+@pytest.mark.parametrize("reduced", [
+    lambda losses, mask: losses[mask].sum(), lambda losses, mask: losses.masked_select(mask).sum() / mask.sum(),
+    lambda losses, mask: losses[mask].mean(),
+])  # fmt: skip
+def test_a_sum_of_as_many_tokens_as_a_mask_has(reduced):
+    """Their number depends on values: gradients wait."""
+
+    def program(hidden, weight, labels, mask):
+        return reduced(F.cross_entropy(F.linear(hidden, weight), labels, reduction="none"), mask)
+
+    arguments = torch.randn(12, H, requires_grad=True), torch.randn(V, H, requires_grad=True), torch.randint(V, (12,))
+    arguments += (torch.rand(12) > 0.5,)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = compiled_with(program, fullgraph=True)
+        torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
+
+
+@pytest.mark.parametrize("transposed", [
+    lambda z: torch.transpose(input=z, dim0=1, dim1=2), lambda z: torch.permute(input=z, dims=(0, 2, 1)),
+    lambda z: torch.movedim(input=z, source=2, destination=1),
+])  # fmt: skip
+def test_a_permutation_of_a_tensor_by_name(transposed):
+    def program(hidden, weight, labels):
+        return F.cross_entropy(transposed(F.linear(hidden, weight)), labels)
+
+    arguments = (
+        torch.randn(2, 6, H, requires_grad=True),
+        torch.randn(V, H, requires_grad=True),
+        torch.randint(V, (2, 6)),
+    )
+    compiled = compiled_with(program, fullgraph=True)
+    torch.testing.assert_close(_run(compiled, arguments), _run(program, arguments))
+    assert_fused(compiled)
+
+
 @pytest.mark.inductor
 def test_inductor():
     """With sizes that it has to ask for."""

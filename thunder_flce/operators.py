@@ -38,6 +38,9 @@ _SCHEMA = 2
 takes."""
 
 
+_MOST_REGIONS = 1024
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Everything about a call that is no tensor: plain values that the operators take as one string."""
@@ -76,8 +79,8 @@ class Settings:
         )  # fmt: skip
 
     @cached_property
-    def regions(self) -> dict[int, Region]:
-        """What is known of such calls, by the number of tokens that they are planned for; 0 with a `plan` of any."""
+    def regions(self) -> dict[tuple[int, torch.Size], Region]:
+        """What is known of such calls, by the tokens they are planned for (0: any) and the shape of the weight."""
         return {}
 
     @cached_property
@@ -145,7 +148,8 @@ def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
     """The primitives of a call. What follows from the sizes but the number of tokens is found out once for a plan."""
     has_ranks = settings.shard is not None or settings.vocab_parallel is not None
     tokens = 0 if settings.options is None else planned_tokens(tensors[0].shape[:-1].numel())
-    region = settings.regions.get(tokens)
+    key = tokens, tensors[1].shape
+    region = settings.regions.get(key)
     if region is not None and not has_ranks and (found := region.call_of(tensors)) is not None:
         return Primitives(found, region.plan, region=region)
     call, plan = _planned(settings, tensors)
@@ -154,7 +158,9 @@ def _primitives(settings: Settings, tensors: Sequence[Tensor]) -> Primitives:
         found = region.call_of([*call.tensors.values()])
         if found is not None:
             return Primitives(found, plan, region=region)
-    region = settings.regions[tokens] = Region(call.specs(), plan)
+    if len(settings.regions) >= _MOST_REGIONS:
+        settings.regions.clear()
+    region = settings.regions[key] = Region(call.specs(), plan)
     return Primitives(call, plan, region=region)
 
 

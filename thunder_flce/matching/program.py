@@ -218,9 +218,12 @@ def agree(a: Any, b: Any) -> bool:
 
 def hint(size: Any) -> int:
     """The size in the call that is compiled; 1 where that is not known, as it depends on a tensor's values."""
-    if isinstance(size, int):
-        return size
-    return size.node.hint if size.node.has_hint() else 1
+    return 1 if depends_on_values(size) else size if isinstance(size, int) else size.node.hint
+
+
+def depends_on_values(size: Any) -> bool:
+    """Whether a size depends on a tensor's values, as that of `rows[mask]`."""
+    return not isinstance(size, int) and not size.node.has_hint()
 
 
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:

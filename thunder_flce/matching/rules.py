@@ -175,11 +175,12 @@ def _order(op: Op) -> tuple[int, ...]:
     """The order of the dimensions that an operation of `PERMUTATIONS` makes."""
     # Of sizes that are all different.
     like = torch.empty(tuple(range(op.operands[0].ndim)), device="meta")
-    given = [each for each in op.args[1:] if not isinstance(each, Tensor)]
+    given = [each for each in op.args if not isinstance(each, Tensor)]
+    named = {name: each for name, each in op.kwargs.items() if not isinstance(each, Tensor)}
     # thunder's primitive has the order as its only argument.
-    name = "permute" if op.name == "transpose" and len(given) + len(op.kwargs) == 1 else op.name
+    name = "permute" if op.name == "transpose" and len(given) + len(named) == 1 else op.name
     permuted = getattr(like, name)
-    return tuple((permuted(*given, **op.kwargs) if callable(permuted) else permuted).shape)
+    return tuple((permuted(*given, **named) if callable(permuted) else permuted).shape)
 
 
 def _with_step(of: Class, step: RowStep, rows_shape: tuple[Any, ...]) -> Logits:

@@ -26,6 +26,7 @@ from thunder_flce.matching.program import (
     RESHAPES,
     Op,
     Tensor,
+    depends_on_values,
     is_number,
     keeps_elements,
     same,
@@ -232,6 +233,9 @@ class _Search:
             raise NotASum(f"{op.name}{_line(op)} mixes tokens")
         if not _is_linear(op, operands, self._is_zero):
             raise NotASum(f"{op.name}{_line(op)} of a sum over tokens is not linear")
+        if any(depends_on_values(size) for out in outs for size in out.shape):
+            # Its derivative, traced, would have another size of that kind.
+            raise NotASum(f"how many tokens {op.name}{_line(op)} gives depends on values")
         for other in op.operands:
             if other not in operands:
                 self._check_known(other, op)
