@@ -50,7 +50,13 @@ WAYS = {
     "divided": lambda g: thunder_flce.jit(lambda *a: fused(*a) / (1 / g)),
     "function in jit": lambda g: thunder_flce.jit(lambda *a: 2 * (linear_cross_entropy(*a) * (g / 2))),
     "16-bit loss": lambda g: thunder_flce.jit(lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2]) * g),
-    "divided, backend": lambda g: torch.compile(lambda *a: fused(*a) / (1 / g), backend=compile_graph, fullgraph=True),
+    "divided, backend": lambda g: torch.compile(
+        # Without an option, so small a loss would be left to Inductor on a GPU.
+        lambda *a: fused(*a) / (1 / g),
+        backend=compile_graph,
+        fullgraph=True,
+        options={"chunk_rows": 1024},
+    ),
     "scale": lambda g: _with_scale(thunder_flce.jit(lambda scale, *a: scale * fused(*a)), g),
 }
 

@@ -6,11 +6,13 @@ name.
 
 from collections.abc import Mapping
 from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 from thunder.core import devices, dtypes
 from thunder.core.proxies import NumberProxy, StringProxy, TensorProxy
 
+from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.graph.reading import loss_dtype
 from thunder_flce.matching.decisions import PlannedRegion
 from thunder_flce.operation.call import Call, Spec, named_tensors, pairs
@@ -35,10 +37,14 @@ def in_sequences(region: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "terms": tuple(pairs(items)), "token_inputs": inputs}
 
 
+# Of the settings: None says that there is none.
+_MAY_BE_NONE = {name for name, each in signature(linear_cross_entropy).parameters.items() if each.default is None}
+
+
 def call_of(region: Mapping[str, Any], needs_grad: tuple[str, ...] | None = None) -> Call:
     """The call, of the tensors and numbers of a region; needs_grad, if given, in place of what the region says."""
-    # None is the default of every field of a loss that may be None.
-    loss = Loss(**{each.name: _plain(region[each.name]) for each in fields(Loss) if region.get(each.name) is not None})
+    given = {each.name: _plain(region[each.name]) for each in fields(Loss) if each.name in region}
+    loss = Loss(**{name: value for name, value in given.items() if value is not None or name not in _MAY_BE_NONE})
     shard = Shard(**region["shard"]) if region.get("shard") else None
     needs_grad = (region.get("needs_grad") or ()) if needs_grad is None else needs_grad
     return Call(tensors=named_tensors(region), loss=loss, shard=shard, needs_grad=needs_grad)
