@@ -1,4 +1,4 @@
-"""What a device reaches, what the defaults do there, and which options would be better: half a minute on a GPU.
+"""What a device reaches, what the defaults do there, and which options would be better: less than a minute on a GPU.
 
 Plans were tried on an H200. For other devices they rest on two rates, which are measured here, and on estimates. The
 report is plain text, for a terminal or for an issue.

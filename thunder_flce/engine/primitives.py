@@ -220,7 +220,7 @@ class Primitives:
         return int(computed_rows)
 
     def _raise_wrong(self, wrong: int) -> NoReturn:
-        """Says which targets are wrong: so many of them."""
+        """Raises an IndexError that says how many targets are wrong, and what the first of them is."""
         call = self.call
         target, vocab, ignore_index = call.tensors["target"].long(), call.whole_vocab, call.loss.ignore_index
         values = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]

@@ -157,9 +157,10 @@ def _backend(choice: str, dtype: torch.dtype, device_type: str) -> str:
 
 def runs(name: str, dtype: torch.dtype, device_type: str) -> bool:
     """Whether a backend is there for such logits."""
-    if name == "torch" or not (_takes(name, dtype, device_type) and is_installed(name)):
-        return name == "torch"
-    return not _is_too_old() if torch.version.hip is None else _compiles_for_hip(name)
+    if name == "torch":
+        return True
+    is_there = _takes(name, dtype, device_type) and is_installed(name)
+    return is_there and (not _is_too_old() if torch.version.hip is None else _compiles_for_hip(name))
 
 
 def _takes(name: str, dtype: torch.dtype, device_type: str) -> bool:

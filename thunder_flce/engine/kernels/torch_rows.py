@@ -18,12 +18,12 @@ THREAD_BYTES = 2**20
 # What a thread does to a row of a block should take longer than to call it. Two threads have as much as four.
 FEWEST_THREADS = 2
 # Threads divide maxima and sums by rows only, and each operation costs beside its rows: on two threads, divergences of
-# rows of 128256 take 675, 260 and 181 ms with blocks of 1, 4 and 8 rows, statistics and gradient 178, 63 and 40.
-FEWEST_ROWS = 8
+# 64 rows of 128256 and their matmuls take 118, 90 and 92 ms with blocks of 1, 4 and 8 rows, cross-entropies 61, 50, 54.
+FEWEST_ROWS = 4
 
 
 def row_blocks(logits: Tensor, tensors: int = 1) -> Iterator[slice]:
-    """Slices over rows of logits (C, V), of which so many converted `tensors` take a block's bytes, or have 8 rows."""
+    """Slices of logits (C, V), of which so many converted `tensors` take a block's bytes, or `FEWEST_ROWS`."""
     device = Device.of(logits.device)
     allowed = BLOCK_BYTES
     if device.kind == "cpu":
