@@ -13,7 +13,7 @@ import torch
 from interpreted import DEVICE, INTERPRETED, on_device, prepare_row_kernels
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import scaling
-from thunder_flce.engine.kernels.interface import RowStatistics
+from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
 from thunder_flce.operation.loss import NOTHING_IGNORED, LogitMap
 
 ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
@@ -73,16 +73,25 @@ def test_prepare(tokens, reduction, weighted, of_classes, num_items):
 
 
 def _check(target, settings):
-    prepared = _vectors().prepare(target, vocab=VOCAB, ordered=True, **settings)
-    for name, got, expected in zip(prepared._fields, prepared, _expected(target, **settings), strict=True):
-        if expected is None:
-            assert got is None
-        elif expected.dtype in (torch.int64, torch.bool):
-            assert got.dtype == expected.dtype and torch.equal(got, expected), name
+    """In the tokens' order, and valid ones first, of which only these are defined."""
+    expected = _expected(target, **settings)
+    _check_each(_vectors().prepare(target, vocab=VOCAB, **settings), (*expected[:-1], None))
+    order, valid = expected[-1], slice(int(expected[5][0]))
+    *vectors, divisors, counts, is_right, got_order = _vectors().prepare(target, vocab=VOCAB, ordered=True, **settings)
+    got = [None if each is None else each[valid] for each in vectors]
+    in_order = [None if each is None else each[order[valid]] for each in expected[:4]]
+    _check_each([*got, divisors, counts, is_right, got_order], [*in_order, *expected[4:]])
+
+
+def _check_each(got, expected):
+    for name, of_got, of_expected in zip(Prepared._fields, got, expected, strict=True):
+        if of_expected is None:
+            assert of_got is None
+        elif of_expected.dtype in (torch.int64, torch.bool):
+            assert of_got.dtype == of_expected.dtype and torch.equal(of_got, of_expected), name
         else:
-            assert got.dtype == FP32
-            torch.testing.assert_close(got.double(), expected.double(), rtol=1e-6, atol=0, equal_nan=True)
-    assert _vectors().prepare(target, vocab=VOCAB, **settings).order is None
+            assert of_got.dtype == FP32
+            torch.testing.assert_close(of_got.double(), of_expected.double(), rtol=1e-6, atol=0, equal_nan=True)
 
 
 PLAIN = {"token_weights": None, "class_weight": None, "num_items": None, "upstream": None, "reduction": "mean"}

@@ -192,6 +192,8 @@ class Primitives:
 
     def _prepared(self, upstream: Tensor | None, *, ordered: bool) -> Prepared:
         call, loss, get = self.call, self.call.loss, self.call.tensors.get
+        # Parts have an order of their own.
+        ordered = ordered and not self.region.are_parts
         if self.region.vector_kernels is None:
             return rows.prepare(call, upstream=upstream, ordered=ordered)
         return self.region.vector_kernels.prepare(

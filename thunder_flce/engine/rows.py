@@ -48,8 +48,11 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     s = weight if upstream is None else torch.where(valid, weight * upstream, 0)
     if divisors is not None:
         s = torch.where(valid, s / divisors[0], 0)
-    order = torch.argsort(valid, descending=True, stable=True) if ordered else None
-    return Prepared(target, weight, s, at_target, divisors, counts, None, order)
+    if not ordered:
+        return Prepared(target, weight, s, at_target, divisors, counts, None, None)
+    order = torch.argsort(valid, descending=True, stable=True)
+    at_target = None if at_target is None else at_target[order]
+    return Prepared(target[order], weight[order], s[order], at_target, divisors, counts, None, order)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -79,12 +82,12 @@ class Rows:
     """(N, K) 1 for the first of a row's targets in a column, 0 for further and ignored ones; with `Loss.target_rest`"""
 
     @classmethod
-    def of_tokens(cls, found: Prepared, index: Tensor | None = None, **others: Any) -> "Rows":
-        """The rows of some of the tokens, by their `index`, or of all, with the `others` of their fields."""
+    def of_tokens(cls, found: Prepared, index: Any = None, **others: Any) -> "Rows":
+        """The rows of some of the tokens, by an `index` of vectors, or of all, with the `others` of their fields."""
         target, weight, s, at_target = found[:4]
         if index is not None:
-            target, weight, s = (vector.index_select(0, index) for vector in (target, weight, s))
-            at_target = None if at_target is None else at_target.index_select(0, index)
+            target, weight, s = target[index], weight[index], s[index]
+            at_target = None if at_target is None else at_target[index]
         return cls(
             total=found.target.shape[0], target=target, valid_count=found.counts[0], weight=weight, s=s,
             at_target=at_target, divisors=found.divisors, **others,
@@ -175,10 +178,11 @@ class Rows:
 
 
 def selected(found: Prepared, count: int) -> Rows:
-    """The first `count` tokens of the order, or all of them, in their own."""
+    """The first `count` of the tokens; where that is all of them, the order is their own."""
     if found.order is None or count == found.target.shape[0]:
         return Rows.of_tokens(found, count=count)
-    return Rows.of_tokens(found, found.order[:count], count=count, order=found.order)
+    # Views: while the host starts kernels, after it has waited for the count, the device has nothing to do.
+    return Rows.of_tokens(found, slice(count), count=count, order=found.order)
 
 
 def with_target_weights(call: Call, rows: Rows) -> Rows:

@@ -30,7 +30,7 @@ class RowStatistics(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What follows from the targets of all tokens, before their logits are there."""
+    """What follows from the targets of all tokens, before their logits are there; in the `order`, if there is one."""
 
     target: Tensor
     """(T,) or (T, K) int64 in [0, V), 0 where ignored"""

@@ -62,21 +62,23 @@ def _prepare_kernel(
         )
         is_wrong = is_label & ((label < 0) | (label >= vocab))
         label = tl.where(is_label & (is_wrong == 0), label, 0)
-        tl.store(column + number, label, mask=is_token)
-        tl.store(weights + number, weight, mask=is_token)
+        # In the order, only rows that are valid are read.
+        place, is_row = number, is_token
+        if order is not None:
+            place, is_row = before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
+            before += tl.sum(valid.to(tl.int32), 0)
+            tl.store(order + place, number.to(tl.int64), mask=valid)
+        tl.store(column + place, label, mask=is_row)
+        tl.store(weights + place, weight, mask=is_row)
         product = weight
         if class_weight is not None:
             of_class = tl.load(class_weight + label, mask=is_token, other=0.0).to(tl.float32)
-            tl.store(at_target + number, of_class, mask=is_token)
+            tl.store(at_target + place, of_class, mask=is_row)
             product = tl.where(valid, weight * of_class, 0.0)
         total += product
         total_z += weight
         wrong += is_wrong.to(tl.int32)
         valid_count += valid.to(tl.int32)
-        if order is not None:
-            place = before + tl.cumsum(valid.to(tl.int32), 0) - 1
-            tl.store(order + place, number.to(tl.int64), mask=valid)
-            before += tl.sum(valid.to(tl.int32), 0)
 
     count, wrong_count = tl.sum(valid_count, 0), tl.sum(wrong, 0)
     tl.store(counts, count.to(tl.int64))
@@ -96,7 +98,7 @@ def _prepare_kernel(
     factor = 1.0
     if upstream is not None and not UPSTREAMS:
         factor = tl.load(upstream).to(tl.float32)
-    skipped = count
+    before, skipped = 0, count
     for start in range(0, tokens, BLOCK):
         number, is_token, _, _, weight, valid = _read_targets(
             target, token_weight, start, tokens, ignore_index, IGNORES, BLOCK
@@ -106,11 +108,14 @@ def _prepare_kernel(
             share = tl.load(upstream + number, mask=is_token, other=0.0).to(tl.float32) * weight
         if IS_MEAN:
             share = tl.div_rn(share, tl.zeros_like(share) + divisor)
-        tl.store(s + number, tl.where(valid, share, 0.0), mask=is_token)
+        place, is_row = number, is_token
         if order is not None:
+            place, is_row = before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
+            before += tl.sum(valid.to(tl.int32), 0)
             other = (is_token & (valid == 0)).to(tl.int32)
             tl.store(order + skipped + tl.cumsum(other, 0) - 1, number.to(tl.int64), mask=other != 0)
             skipped += tl.sum(other, 0)
+        tl.store(s + place, tl.where(valid, share, 0.0), mask=is_row)
 
 
 _BLOCK, _THREADS = 2048, 256
@@ -138,7 +143,7 @@ def prepare(
         num_items: () what a mean divides by, in place of the weights' sum; nothing counts where it is 0.
         upstream: () or (T,) the upstream gradient of the loss; None for 1.
         reduction: "mean", "sum" or "none".
-        ordered: whether to return `order`.
+        ordered: whether to return `order`, and the vectors in it, of which only valid rows are defined.
         ignores: whether there is a target that means that a row is ignored.
     """
     tokens, device = target.shape[0], target.device
