@@ -291,24 +291,46 @@ def test_inductor_on_a_gpu(mode):
 
 @pytest.mark.parametrize(("tokens", "settings", "is_left"), [
     (24, {"options": {"strict": True}}, True), (24, {"options": {"chunk_rows": 24}}, False),
-    (24, {"mode": "reduce-overhead"}, False), (24, {"dynamic": True}, False), (8192, {}, False),
+    (24, {"mode": "reduce-overhead"}, False), (24, {"dynamic": True}, True), (8192, {}, False),
+    (8192, {"dynamic": True}, False),
 ])  # fmt: skip
-def test_a_small_loss_is_left_to_inductor(tokens, settings, is_left, monkeypatch):
+def test_a_small_loss_is_left_to_inductor(tokens, settings, is_left, on_gpu, monkeypatch):
     """As on a GPU: where the host's time counts, and no chunk saves memory."""
+    head = torch.nn.Linear(H, V, bias=False)
+    compiled = compiled_with(lambda x, y: F.cross_entropy(head(x), y), fullgraph=True, **settings)
+    x, y = torch.randn(tokens, H), torch.randint(V, (tokens,))
+    torch.testing.assert_close(compiled(x, y), F.cross_entropy(head(x), y))
+    (decision,) = thunder_flce.explain(compiled).decisions
+    assert decision.fused is not is_left and ("left to Inductor" in str(decision)) is is_left
+
+
+@pytest.mark.parametrize(("largest", "expected"), [(None, [True, True, False]), (40, [True]), (9000, [False])])
+def test_small_losses_of_many_lengths(largest, expected, on_gpu):
+    """A loss is compiled again for lengths with which it is not small, unless the caller has said how long they are."""
+    head, x, y = torch.nn.Linear(H, V, bias=False), torch.randn(24, H), torch.randint(V, (24,))
+    if largest:
+        for tensor in (x, y):
+            torch._dynamo.mark_dynamic(tensor, 0, min=2, max=largest)
+    compiled = compiled_with(lambda x, y: F.cross_entropy(head(x), y), fullgraph=True)
+    for tokens in (24, 20, 30, *([9000, 9001, 25] if largest is None else [])):
+        if tokens != 24:
+            x, y = torch.randn(tokens, H), torch.randint(V, (tokens,))
+        torch.testing.assert_close(compiled(x, y), F.cross_entropy(head(x), y))
+    assert ["left to Inductor" in str(each) for each in thunder_flce.explain(compiled).decisions] == expected
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """The backend takes the tensors for those of a GPU, where it asks whether a loss is small; nothing is compiled."""
     is_small = fusion._is_small
 
-    def on_gpu(region):
+    def is_small_on_gpu(region):
         with monkeypatch.context() as patch:
             patch.setattr(region.parts[0].logits.terms[0].input, "device", torch.device("cuda"))
             return is_small(region)
 
-    monkeypatch.setattr(fusion, "_is_small", on_gpu)
+    monkeypatch.setattr(fusion, "_is_small", is_small_on_gpu)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda gm, inputs, **others: gm.forward)
-    compiled = compiled_with(lambda x, w, y: F.cross_entropy(F.linear(x, w), y), fullgraph=True, **settings)
-    arguments = torch.randn(tokens, H), torch.randn(V, H), torch.randint(V, (tokens,))
-    torch.testing.assert_close(compiled(*arguments), F.cross_entropy(F.linear(*arguments[:2]), arguments[2]))
-    (decision,) = thunder_flce.explain(compiled).decisions
-    assert decision.fused is not is_left and ("left to Inductor" in str(decision)) is is_left
 
 
 @pytest.mark.parametrize("reduced", [

@@ -1,6 +1,8 @@
 """Fuses linear + cross-entropy in a graph of Dynamo's, before AOTAutograd and Inductor see it."""
 
 import math
+from bisect import bisect
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -9,13 +11,13 @@ from torch._higher_order_ops import wrap
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from thunder_flce.device import Device
+from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.dynamo.reading import body_of, is_checkpoint, read
 from thunder_flce.dynamo.writing import write_regions
 from thunder_flce.engine.choose import matmul_seconds
 from thunder_flce.matching.decisions import Decision, Reason, in_order, report
 from thunder_flce.matching.interpreter import Interpreter
-from thunder_flce.matching.program import Op
+from thunder_flce.matching.program import Op, depends_on_values, hint
 from thunder_flce.matching.regions import Region, match
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.loss import Loss
@@ -82,22 +84,40 @@ def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, list[Regio
 def _is_small(region: Region) -> bool:
     """Whether, on a GPU, neither time nor memory could be gained: the host's time counts, and all logits are one chunk.
 
-    By what a mean of the same sizes would take.
+    By what a mean of the same sizes would take. Where the number of tokens is a symbol, a guard makes sure of it.
     """
     term, *others = region.parts[0].logits.terms
-    sizes = (*term.input.shape, *term.weight.shape)
-    device = term.input.device
-    if others or len(region.parts) > 1 or device.type != "cuda" or not all(isinstance(size, int) for size in sizes):
+    # The hidden size is one of the weight's, even if Dynamo has a symbol for it.
+    rows, hidden, device = term.input.shape[:-1], hint(term.input.shape[-1]), term.input.device
+    is_known = all(isinstance(size, int) for size in term.weight.shape) and not any(map(depends_on_values, rows))
+    if others or len(region.parts) > 1 or device.type != "cuda" or not is_known:
         return False
-    tokens, hidden = math.prod(term.input.shape[:-1]), term.input.shape[-1]
-    vocab = math.prod(term.weight.shape) // max(hidden, 1)
-    shapes = {"input": (tokens, hidden), "linear_weight": (vocab, hidden)}
-    tensors = {name: Spec(shape, term.input.dtype, device) for name, shape in shapes.items()}
-    tensors["target"] = Spec((tokens,), torch.int64, device)
-    call = Call(tensors=tensors, loss=Loss(), needs_grad=tuple(shapes))
-    if plan_for(call, Options()).chunk_rows < tokens:
-        return False
-    return matmul_seconds(call, Device.of(device)) < _SMALL_SECONDS
+    tokens = math.prod(rows)
+    most = _most_small_tokens(math.prod(term.weight.shape) // max(hidden, 1), hidden, term.input.dtype, device)
+    if isinstance(tokens, torch.SymInt) and hint(tokens) <= most:
+        largest = tokens.node.shape_env.bound_sympy(tokens.node.expr).upper
+        if largest.is_Integer:
+            # The caller has said which lengths there are, and may not be given a guard that excludes some.
+            return bool(largest <= most)
+        return bool(tokens <= most)
+    return hint(tokens) <= most
+
+
+@cache
+def _most_small_tokens(vocab: int, hidden: int, dtype: torch.dtype, device: torch.device) -> int:
+    """The largest number of tokens with which a loss is small."""
+
+    def mean(tokens: int) -> Call:
+        shapes = {"input": (tokens, hidden), "linear_weight": (vocab, hidden)}
+        tensors = {name: Spec(shape, dtype, device) for name, shape in shapes.items()}
+        tensors["target"] = Spec((tokens,), torch.int64, device)
+        return Call(tensors=tensors, loss=Loss(), needs_grad=tuple(shapes))
+
+    def is_cut(tokens: int) -> bool:
+        return plan_for(mean(tokens), Options()).chunk_rows < tokens
+
+    a_token = matmul_seconds(mean(TILE_ROWS), Device.of(device)) / TILE_ROWS
+    return bisect(range(1, int(_SMALL_SECONDS / a_token) + 1), False, key=is_cut) if a_token else 0
 
 
 def _ops_of(region: Region, known: Interpreter) -> list[Op]:
