@@ -14,7 +14,7 @@
 #
 #   make demo ARGS="--steps 50 --text FILE"
 #   make test ARGS="-k ignore_index"
-#   make mutants ARGS="--count 50 --seed 1 --tests tests/test_numerics.py"
+#   make mutants ARGS="--count 50 --seed 1 --tests tests/api/test_numerics.py"
 #   make test VENV=.venv311 PYTHON=python3.11
 #   make matrix ARGS="-s 'matrix(python 3.11, torch 2.8)'"
 
@@ -52,14 +52,14 @@ test: $(STAMP)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-fast: $(STAMP)
-	$(PYTEST) -m "not slow and not inductor" $(LONGER:%=--ignore=tests/test_%.py) $(ARGS)
+	$(PYTEST) -m "not slow and not inductor" $(LONGER:%=--ignore-glob='*/test_%.py') $(ARGS)
 
 test-all: $(STAMP)
 	$(PYTEST) $(ARGS)
 
 targets: export ALL_TARGETS := 1
 targets: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 tests/test_targets.py $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 tests/kernels/test_targets.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

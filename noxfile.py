@@ -25,19 +25,19 @@ THUNDER, NIGHTLY = "0.2.6", "0.2.7.dev20260201"
 
 # One of each: the ways in, the numbers of every strategy, real models, and Inductor.
 SHORT_SUITE = [
-    "tests/test_imports.py::test_thunder_knows_of_us_in_both_orders",
-    "tests/test_numerics.py::test_every_strategy",
-    "tests/test_upstream.py",
-    "tests/test_operator.py::test_compiled_whole",
-    "tests/test_operator.py::test_finished_gradients_are_scaled_in_their_memory",
-    "tests/test_thunder.py::test_every_way_to_turn_it_on",
-    "tests/test_fx.py::test_new_shapes",
-    "tests/test_modules.py::test_compiled",
-    "tests/test_token_loss.py::test_compiled_programs",
-    "tests/test_backend.py::test_graph_breaks",
-    "tests/test_backend.py::test_explain",
-    "tests/test_model_zoo.py::test_backend",
-    "tests/test_nvfuser.py",
+    "tests/tools/test_imports.py::test_thunder_knows_of_us_in_both_orders",
+    "tests/api/test_numerics.py::test_every_strategy",
+    "tests/api/test_upstream.py",
+    "tests/api/test_operator.py::test_compiled_whole",
+    "tests/api/test_operator.py::test_finished_gradients_are_scaled_in_their_memory",
+    "tests/compile/test_thunder.py::test_every_way_to_turn_it_on",
+    "tests/compile/test_fx.py::test_new_shapes",
+    "tests/api/test_modules.py::test_compiled",
+    "tests/compile/test_token_loss.py::test_compiled_programs",
+    "tests/compile/test_backend.py::test_graph_breaks",
+    "tests/compile/test_backend.py::test_explain",
+    "tests/compile/test_model_zoo.py::test_backend",
+    "tests/kernels/test_nvfuser.py",
 ]
 
 
@@ -116,7 +116,9 @@ def models(session: nox.Session, versions: Versions) -> None:
     _install(session, versions, extras=[] if versions.transformers else ["examples"])
     if versions.transformers:
         session.install(f"transformers=={versions.transformers}", "accelerate", "tqdm")
-    _test(session, "tests/test_model_zoo.py", "tests/test_examples.py", "tests/test_integrations.py")
+    _test(
+        session, "tests/compile/test_model_zoo.py", "tests/tools/test_examples.py", "tests/compile/test_integrations.py"
+    )
 
 
 @nox.session(python="3.12")
@@ -125,7 +127,7 @@ def trainers(session: nox.Session) -> None:
     _install(session, Versions(torch="2.10"), extras=["test"])
     session.install(*NEWEST_TRAINERS, "tqdm")
     session.install("--no-deps", *TORCHTITAN)
-    _test(session, "tests/test_integrations.py")
+    _test(session, "tests/compile/test_integrations.py")
 
 
 def _install(session: nox.Session, versions: Versions, *, extras: list[str]) -> None:

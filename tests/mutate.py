@@ -1,7 +1,7 @@
 """Breaks the package at random places, and shows which changes the tests do not notice.
 
     python tests/mutate.py --count 50 --seed 1                      # of operation/ and engine/
-    python tests/mutate.py thunder_flce/labels.py --tests tests/test_labels.py
+    python tests/mutate.py thunder_flce/labels.py --tests tests/distributed/test_labels.py
 
 A mutant swaps + and -, * and /, & and |, `and` and `or`, < and <= (and so on), 0 and 1, or minimum and maximum, drops a
 `not`, or deletes a statement that is there for its effect. Each runs the tests on a copy of the package, in a process
@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 FILES = ("thunder_flce/operation/*.py", "thunder_flce/engine/**/*.py")
-TESTS = ("tests/test_properties.py", "tests/test_numerics.py")
+TESTS = ("tests/api/test_properties.py", "tests/api/test_numerics.py")
 _PAIRS: list[tuple[Any, Any]] = [
     *((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or)),
     *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),

@@ -3,7 +3,7 @@
     python tests/random_calls.py --count 10000
     python tests/random_calls.py --count 2000 --device cuda
 
-Beside what `test_properties.drawn_problem` draws, there are token losses, token and target weights, detached outputs,
+Beside what `problems.drawn_problem` draws, there are token losses, token and target weights, detached outputs,
 expected gradients, and calls that come again; by `--way "data parallel"` and others, on ranks and in compilers. Call N
 is always the same one: `--first N --count 1` repeats it alone.
 """
@@ -25,10 +25,10 @@ from torch import Tensor
 
 import thunder_flce
 from divided import divided, divided_tokens
+from dtensors import BOTH
+from dtensors import divided as of_dtensors
+from problems import DIFFERENTIABLE_OUTPUTS, Problem, drawn_problem
 from reference import Case, Result, assert_close_to_truth, differentiate, ours
-from test_dtensor import BOTH
-from test_dtensor import divided as of_dtensors
-from test_properties import DIFFERENTIABLE_OUTPUTS, Problem, drawn_problem
 from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy
 from thunder_flce.engine.kernels import torch_rows
 

@@ -862,7 +862,7 @@ def table_header(versions: str) -> list[str]:
         "The programs of `traces/patterns.py`, one line for each loss: fused, with the plan, or not, with the reason.",
         f"With {sizes}, on a CPU.",
         "",
-        "Printed by `python traces/regenerate.py --device cpu`, which `tests/test_patterns.py` compares:",
+        "Printed by `python traces/regenerate.py --device cpu`, which `tests/compile/test_patterns.py` compares:",
         f"{versions}.",
         "",
         "| program | fused | plan or reason |",

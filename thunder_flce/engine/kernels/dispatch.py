@@ -48,7 +48,7 @@ BACKENDS = {
 }
 FASTEST = tuple(BACKENDS)
 """Fastest first, but for moments, where nvFuser would gain 0.6% of a step: "auto" takes the first that is there."""
-# The oldest Triton that is known to compile the kernels for AMD's GPUs (tests/test_targets.py), and the first compute
+# The oldest Triton that is known to compile the kernels for AMD's GPUs (tests/kernels), and the first compute
 # capability of NVIDIA's that it compiles them for, which is also the first for which Inductor asks it to.
 OLDEST_TRITON_ON_HIP = (3, 5)
 OLDEST_CAPABILITY = (7, 0)

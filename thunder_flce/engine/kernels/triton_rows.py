@@ -529,7 +529,7 @@ def _parts(stride: int, itemsize: int, device: Device) -> _Parts:
 
 def _parts_at_a_time(device: Device) -> int:
     """How many parts run at a time if nothing else does, by their threads and registers: 396 on an H200."""
-    # AMD's compiler takes what waits for other programs out of its loop (tests/test_targets.py), and chiplets have
+    # AMD's compiler takes what waits for other programs out of its loop (tests/kernels), and chiplets have
     # caches of their own.
     return 1 if device.is_hip else device.multiprocessors * (_PART_BLOCK.on(device).programs or 1)
 

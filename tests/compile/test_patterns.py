@@ -16,7 +16,7 @@ from thunder_flce import FuseLinearCrossEntropy, NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
 from thunder_flce.inspection import programs
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "traces"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "traces"))
 
 import patterns  # noqa: E402
 import regenerate  # noqa: E402

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGr
 
 import thunder_flce
 from divided import divided, divided_tokens, part_of, parts
+from problems import SPECIAL, one_pass_problems, problems, run_examples, special_case
 from ranks import RankErrors, as_threads
 from reference import (
     assert_close_to_truth,
@@ -24,7 +25,6 @@ from reference import (
     ours,
     truth,
 )
-from test_properties import SPECIAL, one_pass_problems, problems, run_examples, special_case
 from thunder_flce import (
     LinearCrossEntropyLoss,
     Options,

@@ -457,7 +457,7 @@ def test_pictures_need_matplotlib(monkeypatch, capsys):
 
 
 def test_the_laboratory_can_be_imported():
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     listed = subprocess.run([sys.executable, "-m", "lab", "--help"], cwd=root, capture_output=True, text=True)
     assert listed.returncode == 0, listed.stderr
     own_commands = {"pages", "trainers"}

@@ -11,7 +11,7 @@ import thunder_flce
 from test_targets import CHIPS
 from thunder_flce.backend import compile_graph
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = [
     *ROOT.glob("*.md"),

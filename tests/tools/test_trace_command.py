@@ -28,7 +28,7 @@ def _sections(text: str) -> dict[str, str]:
 
 def test_as_a_command_of_its_own():
     command = [sys.executable, "-W", "ignore", "-m", "thunder_flce", "trace", "litgpt", *SMALL]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     before_forward, before_backward, after_forward, after_backward = _sections(result.stdout).values()
     assert "torch.nn.functional.linear(" in before_forward and "matmul(" in before_backward

@@ -19,7 +19,7 @@ from thunder_flce.inspection import programs
 from thunder_flce.inspection.thunder_report import saved_for_backward
 from thunder_flce.options import STRATEGIES
 
-TRACES = Path(__file__).parent.parent / "traces"
+TRACES = Path(__file__).parents[2] / "traces"
 sys.path.insert(0, str(TRACES))
 
 import regenerate  # noqa: E402

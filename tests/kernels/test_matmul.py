@@ -114,7 +114,7 @@ def test_one_row_of_a_transposed_matrix(dtypes, device):
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [V, V + 3])
 def test_batch_invariant_rows(vocab, dtypes):
-    """Any rows have the bits that they have beside all others; for CUDA, tests/test_batch_invariant.py asks that."""
+    """Any rows have the bits that they have beside all others; for CUDA, test_batch_invariant asks that."""
     of, out_dtype = {"dtype": dtypes[0], "device": "cpu"}, dtypes[1]
     x, weight, bias = _randn(200, H + 1, **of), _randn(vocab, H + 1, **of), _randn(vocab, **of)
 

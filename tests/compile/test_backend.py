@@ -26,7 +26,7 @@ from thunder_flce.backend import compile_graph
 from thunder_flce.dynamo import fusion
 from thunder_flce.matching.decisions import Reason
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 if "thunder_flce" not in _BACKENDS:
     register_backend(compile_graph, name="thunder_flce")

@@ -633,7 +633,7 @@ def test_torchtitan():
 
 # The page.
 
-PAGE = (Path(__file__).parent.parent / "docs" / "trainers.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text(encoding="utf-8")
 PROGRAMS = [
     (section.partition("\n")[0], program)
     for section in PAGE.split("\n## ")[1:]

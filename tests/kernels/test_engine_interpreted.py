@@ -10,9 +10,9 @@ import torch
 
 import random_calls
 from interpreted import INTERPRETED, prepare_row_kernels
+from problems import Problem, check, one_pass_problems, run_examples
 from reference import make_case
 from test_kl_divergence import composed
-from test_properties import Problem, check, one_pass_problems, run_examples
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine import plan
 from thunder_flce.engine.kernels import layout, scaling

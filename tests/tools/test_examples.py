@@ -16,7 +16,7 @@ from torch._dynamo.backends.registry import _BACKENDS, _COMPILER_FNS
 from ranks import as_processes
 from thunder_flce.backend import compile_graph
 
-FOLDER = Path(__file__).parent.parent / "examples"
+FOLDER = Path(__file__).parents[2] / "examples"
 NEEDS = {
     "dpo": [],
     "fsdp2": [],

@@ -332,7 +332,7 @@ def test_all_ranks_get_one_plan():
 
 
 def _measured():
-    path = Path(__file__).parent.parent / "traces" / "h200" / "predictions.jsonl"
+    path = Path(__file__).parents[2] / "traces" / "h200" / "predictions.jsonl"
     of_methods = {
         "gradients_in_forward": {},
         "gradients_in_forward, float32 dW": {"options": Options(accumulate="float32")},
