@@ -8,9 +8,10 @@ import torch
 import thunder_flce
 from reference import error, make_case, run_by, truth
 from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.engine import engine
 from thunder_flce.engine import rows as row_selection
 from thunder_flce.engine.plan import Plan
-from thunder_flce.engine.primitives import Primitives
+from thunder_flce.engine.primitives import Primitives, Region
 from thunder_flce.engine.rows import Rows
 from thunder_flce.operation.call import Call
 from thunder_flce.operation.loss import Loss
@@ -55,6 +56,32 @@ PLANS = {
 SAVING_PLANS = {name: plan for name, plan in PLANS.items() if plan.strategy != "gradients_in_forward"}
 
 
+@pytest.mark.parametrize("ignored", [0.0, 0.4, 0.8, 1.0])
+@pytest.mark.parametrize(("reduction", "frozen"), [("mean", False), ("none", False), ("none", True)])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored, monkeypatch):
+    """As on a GPU: of a quarter of the tokens, or of a chunk, whether that many are valid or not."""
+    if plan.strategy == "gradients_in_forward" and reduction == "none" and not frozen:
+        pytest.skip("has no such plan")
+    started, start = [], engine._Logits.start
+    monkeypatch.setattr(
+        engine._Logits, "start", lambda *arguments: (started.append(len(arguments[1])), start(*arguments))
+    )
+    monkeypatch.setattr(Region, "starts_early", property(lambda region: region.may_skip))
+    run_by(monkeypatch, plan)
+    case = make_case(tokens=41, bias=not frozen, ranks=() if frozen else (3,), ignored=ignored)
+    case.weight.requires_grad_(not frozen)
+    loss = linear_cross_entropy(
+        case.x, case.weight, case.target, linear_bias=case.bias, terms=case.terms, reduction=reduction
+    )
+    grad = torch.randn_like(loss)
+    found = torch.autograd.grad(loss, [each for each in case.operands() if each.requires_grad], grad)
+    expected = truth(case, grad, reduction=reduction).gradients
+    for got, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(got.double(), right, rtol=2e-5, atol=1e-6, equal_nan=True)
+    assert started == [min(11, plan.rows_saved(41) or plan.chunk_rows)]
+
+
 @pytest.mark.parametrize("captured", ["forward", "backward", "both"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("plan", SAVING_PLANS.values(), ids=SAVING_PLANS)
@@ -67,10 +94,10 @@ def test_a_step_of_which_a_part_may_not_wait(plan, reduction, captured, monkeypa
     prepare, prepare_again = Primitives.prepare, Primitives.prepare_again
     is_captured = {"forward": captured != "backward", "backward": captured != "forward"}
 
-    def prepared(ops, upstream):
+    def prepared(ops, upstream, meanwhile):
         # Only on CUDA need a forward not wait for the device.
         ops.region.may_skip = ops.region.may_skip and not is_captured["forward"]
-        counts.append((rows := prepare(ops, upstream)).count)
+        counts.append((rows := prepare(ops, upstream, meanwhile=meanwhile)).count)
         return rows
 
     def prepared_again(ops, upstream, count):

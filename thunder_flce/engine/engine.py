@@ -54,20 +54,19 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         IndexError: where a target is neither in [0, V) nor ignore_index (on CUDA without host synchronisation, a
             device-side assertion instead).
     """
-    call, plan = ops.call, ops.plan
+    call, plan, logits = ops.call, ops.plan, _Logits(ops)
     if plan.saves_unit_gradients(call):
-        rows = ops.prepare(None)
+        rows = ops.prepare(None, meanwhile=logits.start)
         # Class weights are among the factors that the backward multiplies rows by; the weights of targets are not.
         ones = torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
         coefficients = Coefficients(ops, replace(rows, at_target=None, s=ones), UpstreamGradients(ones))
     elif plan.finishes_in_forward:
         expected = call.get("expected_gradient")
         upstream = None if expected is None else usable(expected)
-        rows = ops.prepare(upstream)
+        rows = ops.prepare(upstream, meanwhile=logits.start)
         coefficients = Coefficients(ops, rows, UpstreamGradients(upstream))
     else:
-        rows, coefficients = ops.prepare(None), None
-    logits = _Logits(ops)
+        rows, coefficients = ops.prepare(None, meanwhile=logits.start), None
     found, gradients = run(ops, rows, coefficients, logits=logits)
     return _results(ops, rows, found, gradients, logits.kept)
 
@@ -139,25 +138,40 @@ class _Logits:
         self._keeps_first = ops.plan.rows_saved(ops.call.tokens) > 0
         self._buffer: Tensor | None = None
         self._of_teacher: Tensor | None = None
+        self._started = 0
+        """Of how many of the first rows they are computed, before the number of rows is known"""
         self.kept: Tensor | None = None
         """(S, V) those of the first chunk, if they are kept"""
 
+    def start(self, order: Tensor) -> None:
+        """Computes those of the first tokens of an order, (C,), whether they turn out to be among the rows or not."""
+        ops, self._started = self._ops, order.shape[0]
+        xs = [ops.call.tensors[linear.x].index_select(0, order) for linear in ops.call.linears]
+        ops.logits_(self._memory(0, ops.first_rows)[: self._started], xs)
+
     def of(self, chunk: slice, xs: list[Tensor]) -> Tensor:
         """(C, V) those of a chunk, computed from its xs, (C, H) each, unless they are there."""
-        ops, count, is_kept = self._ops, chunk.stop - chunk.start, self._keeps_first and not chunk.start
-        if self._known is not None and is_kept:
+        ops, count, started = self._ops, chunk.stop - chunk.start, 0 if chunk.start else self._started
+        if self._known is not None and self._keeps_first and not chunk.start:
             assert self._known.logits is not None
             return self._known.logits[:count, : ops.call.vocab]
-        if is_kept:
-            memory = self.kept = ops.logits_buffer(ops.plan.saved_logits_shape(ops.call)[0])
-        else:
-            # Chunks but the first are equal, and the last one is smaller.
-            if self._buffer is None or self._buffer.shape[0] < count:
-                self._buffer = ops.logits_buffer(count)
-            memory = self._buffer
+        memory = self._memory(chunk.start, count)
         z = memory if memory.shape[0] == count else memory[:count]
-        ops.logits_(z, xs)
+        if started < count:
+            ops.logits_(z[started:] if started else z, [x[started:] if started else x for x in xs])
         return z
+
+    def _memory(self, start: int, count: int) -> Tensor:
+        """Memory for at least `count` rows of the chunk that starts at a row."""
+        ops = self._ops
+        if self._keeps_first and not start:
+            if self.kept is None:
+                self.kept = ops.logits_buffer(ops.plan.saved_logits_shape(ops.call)[0])
+            return self.kept
+        # Chunks but the first are equal, and the last one is smaller.
+        if self._buffer is None or self._buffer.shape[0] < count:
+            self._buffer = ops.logits_buffer(count)
+        return self._buffer
 
     def of_teacher(self, rows: Rows, chunk: slice) -> Tensor:
         """(C, V) the teacher's, of a chunk of the rows."""

@@ -49,8 +49,8 @@ class Plan:
     float32_logits: bool = False
     """Whether the logits of 16-bit operands stay in float32."""
     ignored_rows: str = "skip"
-    """"skip": ignored rows are left out, for which the host waits for their number. "compute": they are computed, with
-    a gradient of 0."""
+    """"skip": ignored rows are left out, for which the host waits for their number, while the device computes the first
+    logits. "compute": they are computed, with a gradient of 0."""
     row_kernels: str = "auto"
     """Which softmax kernels run: see `Options.row_kernels`."""
     tune_products: bool = False

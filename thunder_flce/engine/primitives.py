@@ -26,6 +26,10 @@ from thunder_flce.operation.loss import RowCoefficients, RowWeights
 # What of a call follows from its sizes, but for the number of tokens.
 _OF_SIZES = [name for name, value in vars(Call).items() if isinstance(value, cached_property) and "tokens" not in name]
 
+# Of this part of the tokens, logits are computed while the host waits for the number of rows: in calls that wait, it
+# takes longer than the wait. Where fewer are valid, the rest are computed for nothing.
+_EARLY_PART = 4
+
 
 class Region:
     """What is known of a region but for its tensors and their number of tokens, and kept for further calls."""
@@ -126,9 +130,32 @@ class Region:
         return call.ignores_rows and self.plan.ignored_rows == "skip" and not call.loss.needs_every_row
 
     @cached_property
+    def starts_early(self) -> bool:
+        """Whether the first logits are computed while the host waits for the number of rows.
+
+        Otherwise the device would have nothing to do for 0.2 to 0.6 ms: 3% to 9% of calls of 10 ms (H100).
+        """
+        return self.may_skip and self.device_type == "cuda" and not self.are_parts
+
+    @cached_property
     def wrong_target(self) -> str:
         """What the assertion on the device says."""
         return f"target is neither in [0, {self.call.whole_vocab}) nor ignore_index ({self.call.loss.ignore_index})"
+
+
+def _start_reading(numbers: Tensor) -> Callable[[], list[int]]:
+    """Starts to copy numbers to the host; gives what waits for them, and for nothing that is launched afterwards."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    # Into pinned memory.
+    copy = numbers.to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream(numbers.device).record_event()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return copy.tolist()
+
+    return read
 
 
 class Primitives:
@@ -142,11 +169,12 @@ class Primitives:
 
     # Rows.
 
-    def prepare(self, upstream: Tensor | None) -> Rows:
+    def prepare(self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor], None] | None = None) -> Rows:
         """The rows to compute, in a forward, once their targets are checked.
 
         Args:
             upstream: () the gradient of the loss, where it is known and one number.
+            meanwhile: computes the logits of some tokens, (C,), while the host waits for the number of rows.
 
         Raises:
             IndexError: where a target is neither in [0, V) nor ignore_index. Where the host does not wait for the
@@ -163,7 +191,10 @@ class Primitives:
         counts = found.counts
         if skips and self.region.are_parts:
             counts = torch.stack([token_parts.most_valid(call, found), counts[1]])
-        count, wrong = counts.tolist()
+        read = _start_reading(counts)
+        if self.region.starts_early and found.order is not None and meanwhile is not None and call.tokens:
+            meanwhile(found.order[: min(-(-call.tokens // _EARLY_PART), self.first_rows)])
+        count, wrong = read()
         if wrong:
             self._raise_wrong(wrong)
         return self._selected(found, count if skips else call.tokens)
@@ -233,8 +264,19 @@ class Primitives:
         )
 
     def chunks(self, selected: Rows, first: int = 0) -> Iterable[slice]:
-        """The chunks of the rows, one after another: `first` rows, if any, then chunks as the plan has them."""
-        return selected.chunks(max(self.plan.chunk_rows or selected.count, 1), first)
+        """The chunks of the rows, one after another: `first` rows, if any, then chunks as the plan has them.
+
+        Where the first logits are computed early, the first chunk is as large as it may be; in a backward, too, since
+        rounding may depend on that.
+        """
+        largest = max(self.plan.chunk_rows or selected.count, 1)
+        return selected.chunks(largest, first or (largest if self.region.starts_early else 0))
+
+    @property
+    def first_rows(self) -> int:
+        """The most rows of the first chunk."""
+        tokens = self.call.tokens
+        return min(self.plan.rows_saved(tokens) or self.plan.chunk_rows or tokens, tokens)
 
     def gather(self, selected: Rows, tensor: Tensor, chunk: slice, out: Tensor | None = None) -> Tensor:
         """The rows of a chunk from (T, H) over all tokens."""

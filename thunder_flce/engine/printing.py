@@ -163,7 +163,7 @@ class _Writer(Primitives):
 
     # Rows.
 
-    def prepare(self, upstream: Tensor | None) -> Rows:
+    def prepare(self, upstream: Tensor | None, *, meanwhile: Callable[[Tensor], None] | None = None) -> Rows:
         return self._prepare(upstream, "prepare")
 
     def prepare_again(self, upstream: Tensor | None, count: int) -> Rows:
@@ -185,7 +185,8 @@ class _Writer(Primitives):
         if self.region.may_skip:
             names = ", ".join([*(letter(linear.x) for linear in call.linears), "y"])
             does_wait = self.device_type == "cuda" and not is_again
-            note = "    the host waits for their number" if does_wait else ""
+            ahead = " while the first logits run" if self.region.starts_early else ""
+            note = f"    the host waits for their number{ahead}" if does_wait else ""
             self._add(f"{names} = rows of {names} that are valid{note}")
         found = rows.prepare(call, upstream=upstream, ordered=False)
         return rows.with_target_weights(call, rows.selected(found, call.tokens))

@@ -29,7 +29,7 @@ def computation(hidden, weight, labels):
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[], valid_count = t1: i64[], dX = t2: bf16[2, 4096, 4096], dW = t3: bf16[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
-    # x, y = rows of x, y that are valid    the host waits for their number
+    # x, y = rows of x, y that are valid    the host waits for their number while the first logits run
     # for each chunk of 2048 tokens, 4 in all:
     #   logits bf16[2048, 128256] = x @ W.t()                                                         cuBLAS
     #   row_max, row_log_sum f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  Triton
