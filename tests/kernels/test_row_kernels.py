@@ -343,6 +343,20 @@ def test_a_column_that_dominates_its_row(backend, vocab, dtype, logit_map):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
+@pytest.mark.parametrize("vocab", [5, 8192, 9001])
+def test_the_largest_logit_of_a_row(vocab):
+    """At each end, twice, or NaN."""
+    z = torch.randn(7, vocab)
+    for row, columns in enumerate([[0], [vocab - 1], [3, vocab - 2], [vocab // 2]]):
+        z[row, columns] = 9.0
+    z[4, 2], z[5] = torch.nan, -torch.inf
+    row_max, column = torch_rows.largest(z)
+    expected = z.max(1)
+    torch.testing.assert_close(row_max, expected.values, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(column, expected.indices)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
 @pytest.mark.parametrize("logit_map", [MAPS[0], MAPS[2]], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64], ids=str)
 def test_a_row_has_the_same_bits_alone(dtype, logit_map):
