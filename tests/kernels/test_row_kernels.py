@@ -343,6 +343,17 @@ def test_a_column_that_dominates_its_row(backend, vocab, dtype, logit_map):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
+def test_no_operation_copies_all_logits(monkeypatch):
+    """On a CPU, some of PyTorch's convert 16-bit tensors to float32 and back as a whole."""
+    monkeypatch.setattr(torch_rows, "THREAD_BYTES", 2**17)
+    z, vector = torch.randn(64, 9001, dtype=BF16), torch.rand(64)
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        torch_rows.TorchRowKernels().both_(z, torch.arange(64), RowCoefficients(vector, vector))
+    allocations = [event.nbytes() for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert 0 < max(allocations) < z.nbytes / 2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
 @pytest.mark.parametrize("vocab", [5, 8192, 9001])
 def test_the_largest_logit_of_a_row(vocab):
     """At each end, twice, or NaN."""

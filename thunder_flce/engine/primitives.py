@@ -495,7 +495,9 @@ class Primitives:
         vectors = (None if v is None else v.repeat_interleave(count) for v in coefficients._replace(one_hot=None))
         of_each = RowCoefficients(*vectors)._replace(one_hot=total.reshape(-1))
         entry = target_gradient(self.logit_map, z_y.reshape(-1), each, of_each)
-        dlogits.scatter_(1, column, entry.view(column.shape).to(dlogits.dtype))
+        # On a CPU, scatter_ would copy all of 16-bit dlogits to float32 and back.
+        row = torch.arange(column.shape[0], device=column.device)[:, None]
+        dlogits[row, column] = entry.view(column.shape).to(dlogits.dtype)
 
     def teacher_logits_(self, out: Tensor, x: Tensor) -> None:
         """Fills out (C, V) with the teacher's logits of some rows, from its hidden states (C, H′)."""

@@ -138,7 +138,8 @@ class TorchRowKernels:
                 z[rows] = gradient
         statistics = RowStatistics(row_max, others.log1p_())
         entry = target_gradient(self.logit_map, z_y, statistics, coefficients)
-        z.scatter_(1, target[:, None], entry.to(z.dtype)[:, None])
+        # On a CPU, scatter_ would copy all of a 16-bit z to float32 and back.
+        z[torch.arange(z.shape[0], device=z.device), target] = entry.to(z.dtype)
         return statistics, z_y
 
     def _logits(self, z: Tensor) -> Tensor:
