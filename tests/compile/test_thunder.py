@@ -15,7 +15,6 @@ from torch import nn
 
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linear_cross_entropy
-from thunder_flce.matching.decisions import Reason
 from thunder_flce.options import STRATEGIES
 
 V, H = 97, 16
@@ -119,70 +118,6 @@ def test_fused(loss, options, device):
     assert "flce_linear_cross_entropy_fwd" not in _symbols(thunder.last_backward_traces(jitted)[-1])
 
 
-def _program_agrees(program, *, decision=None, **jit_settings):
-    """Loss and gradients of a program of (h, w, y), jitted and eager; returns the jitted function."""
-    h, w = torch.randn(10, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
-    y = torch.randint(0, V, (10,))
-
-    def run(fn):
-        loss = fn(h * 1.0, w * 1.0, y.clone())
-        gradients = torch.autograd.grad(loss, (h, w), allow_unused=True)
-        return loss, [torch.zeros_like(t) if g is None else g for t, g in zip((h, w), gradients, strict=True)]
-
-    jitted = thunder_flce.jit(program, **jit_settings)
-    torch.testing.assert_close(run(jitted), run(program), rtol=1e-4, atol=1e-5)
-    return jitted
-
-
-def operand_changed(h, w, y):
-    x = torch.tanh(h) + 1
-    logits = F.linear(x, w.detach())
-    x.mul_(0.5)
-    return F.cross_entropy(logits, y) + x.sum()
-
-
-def operand_set(h, w, y):
-    x = torch.tanh(h) + 1
-    logits = F.linear(x, w.detach())
-    x[0] = 0.0
-    return F.cross_entropy(logits, y) + x.sum()
-
-
-@pytest.mark.parametrize("program", [operand_changed, operand_set])
-def test_operands_changed_in_place_are_not_fused(program):
-    """The region takes the place of the loss, so it would read them after the change."""
-    with pytest.warns(NotFusedWarning, match="changed in place that the loss, or a prediction beside it"):
-        jitted = _program_agrees(program)
-    assert thunder_flce.explain(jitted)[0].decisions[0].reason is Reason.OPERAND_MODIFIED
-
-
-def test_labels_changed_in_place_are_fused():
-    def program(h, w, y):
-        logits = F.linear(h, w)
-        y[3] = -100
-        return F.cross_entropy(logits, y)
-
-    jitted = _program_agrees(program)
-    assert thunder_flce.explain(jitted)[0].decisions[0].fused
-
-
-@pytest.mark.parametrize(("which", "needs_grad"), [("hidden", ("linear_weight",)), ("weight", ("input",))])
-def test_detached_operands_get_no_gradient(which, needs_grad):
-    def program(h, w, y):
-        hidden, weight = (h.detach(), w) if which == "hidden" else (h, w.detach())
-        return F.cross_entropy(F.linear(hidden, weight), y) + h.sum() * w.sum()
-
-    jitted = _program_agrees(program)
-    bsyms = thunder.last_traces(jitted)[-1].bound_symbols
-    (bsym,) = [each for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd"]
-    assert bsym.kwargs["needs_grad"] == needs_grad
-
-
-def test_symbolic_values_are_not_fused():
-    """thunder's cache with symbolic values has no shapes to plan with."""
-    _program_agrees(lambda h, w, y: F.cross_entropy(F.linear(h, w), y), cache="symbolic values")
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["thunder", "ours"])
 def test_one_trace_for_all_lengths(jit, reduction):
@@ -196,14 +131,6 @@ def test_one_trace_for_all_lengths(jit, reduction):
         upstream = torch.rand_like(right)
         torch.testing.assert_close(*(torch.autograd.grad(each, (x, weight), upstream) for each in (found, right)))
     assert thunder.cache_misses(jitted) == 1
-
-
-def test_the_operation_alone_computes_the_gradients_that_are_needed():
-    """Without the transform, arguments say whether they need one."""
-    jitted = thunder.jit(lambda h, w, y: linear_cross_entropy(torch.tanh(h), w, y))
-    jitted(torch.randn(5, H, requires_grad=True), torch.randn(V, H), torch.randint(V, (5,)))
-    (forward,) = (b for b in thunder.last_traces(jitted)[-1].bound_symbols if b.sym.name.startswith("flce"))
-    assert forward.kwargs["needs_grad"] == ("input",)
 
 
 def log_softmax_loss(logits, labels):
@@ -400,9 +327,7 @@ def test_plugin_by_name_with_the_default_recipe():
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize(
-    "jit", [lambda program: program, thunder_flce.jit, thunder.jit], ids=["eager", "flce", "plain"]
-)
+@pytest.mark.parametrize("jit", [thunder_flce.jit, thunder.jit], ids=["flce", "plain"])
 def test_functional_form_under_autocast(jit, bias):
     """The linear is cast, as PyTorch's; its operands' gradients keep their dtype."""
     operands = [torch.randn(7, H), torch.randn(V, H), *([torch.randn(V)] if bias else [])]
@@ -416,7 +341,7 @@ def test_functional_form_under_autocast(jit, bias):
 
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.cross_entropy(F.linear(*operands).float(), labels)
-    loss = (jit(program) if jit else program)(*operands[:2], labels, *operands[2:])
+    loss = jit(program)(*operands[:2], labels, *operands[2:])
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=2e-3, atol=2e-3)
     for got, right in zip(torch.autograd.grad(loss, operands), torch.autograd.grad(expected, operands), strict=True):

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, prepare_row_kernels
 from test_pointwise import FUNCTIONS
-from test_token_loss import clipped
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import row_loss
 from thunder_flce.engine.kernels.interface import RowStatistics
@@ -105,7 +104,7 @@ def test_a_call(monkeypatch):
         operands = [each.to(DEVICE).requires_grad_() for each in (x, weight)]
         options = Options(chunk_rows=256, ignored_rows="skip", row_kernels=row_kernels)
         loss = linear_cross_entropy(
-            *operands, target.to(DEVICE), token_loss=clipped, token_inputs=[*inputs[:2], inputs[1] - 1], options=options
+            *operands, target.to(DEVICE), token_loss=FUNCTIONS["GRPO"], token_inputs=inputs[:2], options=options
         )
         found.append([loss, *torch.autograd.grad(loss, operands)])
     assert len(launches) == 3

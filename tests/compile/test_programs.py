@@ -1,0 +1,1153 @@
+"""Programs with a loss in them, compiled: the numbers are eager PyTorch's, and what is fused, and when, is as it says.
+
+Ways to write a language model's loss are in traces/patterns.py, see test_patterns. Here are losses of libraries for
+fine-tuning and reinforcement learning, and what only looks like a loss. `h` (B, T, H) and `w` (V, H) are trained, `y`
+(B, T) are labels, `a` (B, T) advantages or old log-probabilities, `m` (B, T) a mask. Each goes through the backend of
+torch.compile, and through thunder where it has something that thunder's traces have in another way.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import thunder_flce
+from front_ends import decisions
+from thunder_flce.backend import compile_graph
+from thunder_flce.matching.decisions import Reason
+
+B, H, V = 4, 16, 53
+IN_FORWARD, FUSED, NONE, ANY = "gradients in the forward", "fused", "nothing to fuse", "whatever is fused"
+BY_DYNAMO: list[tuple[Callable, Any]] = []
+BY_THUNDER: list[tuple[Callable, Any]] = []
+
+
+def expect(outcome, *, thunder: bool = False, dynamo: bool = True):
+    """Enters a program: with a `Reason`, it is not fused; with other words, its gradients wait, and a note has them."""
+
+    def enter(program: Callable) -> Callable:
+        BY_DYNAMO.extend([(program, outcome)] * dynamo)
+        BY_THUNDER.extend([(program, outcome)] * thunder)
+        return program
+
+    return enter
+
+
+def operands(tokens: int):
+    """Some labels are what the head predicts."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    h, w, a = randn(B, tokens, H), randn(V, H) / 3, randn(B, tokens) / 2
+    m = (torch.rand(B, tokens, generator=generator) > 0.3).double()
+    m[:, 0] = 1
+    y = torch.where(a > 0.3, F.linear(h, w).argmax(-1), torch.randint(V, (B, tokens), generator=generator))
+    return h.requires_grad_(), w.requires_grad_(), y, a, m
+
+
+def results(program: Callable, given) -> list[torch.Tensor]:
+    """What it returns, and gradients of h and w for upstream ones that are not 1."""
+    h, w, y, *others = given
+    # What the program changes in place is a copy; operands of it are no leaves.
+    found = program(h * 1, w * 1, y.clone(), *others)
+    found = found if isinstance(found, tuple) else (found,)
+    wanted = [each for each in found if each.requires_grad]
+    upstream = [torch.linspace(1.5, -0.7, each.numel(), dtype=each.dtype).view(each.shape) for each in wanted]
+    gradients = torch.autograd.grad(wanted, (h, w), upstream, allow_unused=True, materialize_grads=True)
+    return [*(each.detach() for each in found), *gradients]
+
+
+def check(program: Callable, outcome, compiled: Callable, lengths) -> list:
+    """Compares with eager PyTorch over several lengths; returns what was decided."""
+    for tokens in lengths:
+        given = operands(tokens)
+        torch.testing.assert_close(results(compiled, given), results(program, given), equal_nan=True)
+    found = decisions(compiled)
+    if outcome == NONE:
+        assert not found
+    elif isinstance(outcome, Reason):
+        assert {each.reason for each in found} == {outcome}, found
+    elif outcome != ANY:
+        assert found and all(each.fused for each in found), found
+        strategies = {each.plan.strategy for each in found}
+        if outcome == IN_FORWARD:
+            # Regions without gradients may give what others weigh their tokens with.
+            assert "gradients_in_forward" in strategies <= {"gradients_in_forward", "loss_only"}, found
+            assert not any(each.note for each in found)
+        elif outcome != FUSED:
+            assert any(outcome in each.note for each in found), found
+    return found
+
+
+def log_probs(h, w, y):
+    return F.linear(h, w).log_softmax(-1).gather(-1, y[..., None]).squeeze(-1)
+
+
+def losses(h, w, y):
+    return F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten(), reduction="none").view(B, -1)
+
+
+def clipped(x, a):
+    ratio = (x - a).exp()
+    return torch.max(-ratio * a, -ratio.clamp(0.8, 1.2) * a)
+
+
+def entropies(h, w):
+    x = F.linear(h, w).log_softmax(-1)
+    return -(x.exp() * x).sum(-1)
+
+
+# Sums over tokens.
+
+
+@expect(IN_FORWARD)
+def sum_of_log_probabilities(h, w, y, a, m):
+    return -log_probs(h, w, y).sum()
+
+
+@expect(IN_FORWARD)
+def ppo(h, w, y, a, m):
+    """As verl has it: three means over the tokens of the mask, one of them of entropies."""
+    logits = F.linear(h, w)
+    x = logits.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1)
+    entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
+    policy = (clipped(x, a) * m).sum() / m.sum()
+    divergence = ((x - a).square() * 0.5 * m).sum() / m.sum()
+    return policy - 0.01 * (entropy * m).sum() / m.sum() + 0.1 * divergence, policy.detach()
+
+
+@expect(IN_FORWARD, thunder=True)
+def grpo(h, w, y, a, m):
+    """As TRL has it, with what it logs beside the loss."""
+    logits = F.linear(h, w) / 0.9
+    x = logits.gather(-1, y[..., None]).squeeze(-1) - torch.logsumexp(logits, -1)
+    divergence = torch.exp(a - x) - (a - x) - 1
+    ratio, advantages = torch.exp(x + a), a[:, 0].unsqueeze(1)
+    of_tokens = -torch.min(ratio * advantages, torch.clamp(ratio, 0.8, 1.28) * advantages) + 0.04 * divergence
+    loss = ((of_tokens * m).sum(-1) / m.sum(-1).clamp(min=1.0)).mean()
+    is_clipped = (ratio < 0.8) & (advantages < 0)
+    return loss / 4, ((divergence * m).sum() / m.sum()).detach(), (is_clipped.double() * m).sum()
+
+
+@expect(IN_FORWARD, thunder=True)
+def on_policy(h, w, y, a, m):
+    """Every ratio is 1."""
+    x = log_probs(h, w, y)
+    ratio = torch.exp(x - x.detach())
+    return (-torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a) * m).sum() / m.sum()
+
+
+@expect(IN_FORWARD)
+def dual_clip(h, w, y, a, m):
+    of_tokens = clipped(log_probs(h, w, y), a)
+    return (torch.where(a < 0, torch.min(-3 * a, of_tokens), of_tokens) * m).sum() / m.sum()
+
+
+@expect(IN_FORWARD)
+def cispo(h, w, y, a, m):
+    x = log_probs(h, w, y)
+    return -((x - a).exp().clamp(max=1.2).detach() * a * x * m).sum() / m.sum()
+
+
+@expect(IN_FORWARD, thunder=True)
+def dft(h, w, y, a, m):
+    of_tokens = losses(h, w, y)
+    return (of_tokens * torch.exp(-of_tokens.detach())).mean()
+
+
+@expect(IN_FORWARD, thunder=True)
+def ignored_tokens_count(h, w, y, a, m):
+    """What is made of their loss, 0, is not 0."""
+    labels = torch.where(m.bool(), y, -100)
+    of_tokens = F.cross_entropy(F.linear(h, w).transpose(1, 2), labels, reduction="none")
+    return torch.exp(a - of_tokens).sum(-1).mean()
+
+
+@expect(IN_FORWARD, thunder=True)
+def predictions_logged(h, w, y, a, m):
+    logits = F.linear(h, w)
+    x = logits.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1)
+    return (torch.exp(x - a) * m).sum(), (logits.argmax(-1) == y).sum(), x.detach()
+
+
+@expect(IN_FORWARD, thunder=True)
+def entropy_alone(h, w, y, a, m):
+    entropy = entropies(h, w)
+    return (entropy**2).where(m.bool() & (entropy.detach() < 3), torch.zeros_like(a)).sum() * 0.1
+
+
+@expect(IN_FORWARD, thunder=True)
+def with_a_z_term(h, w, y, a, m):
+    logits = F.linear(h, w)
+    log_sum_exp = torch.logsumexp(logits, -1, keepdim=True)
+    x = (logits.gather(-1, y[..., None]) - log_sum_exp).squeeze(-1)
+    of_tokens = log_sum_exp.squeeze(-1) ** 2 * 1e-2 - torch.exp(x - a) * a
+    return (of_tokens * m).sum() / m.sum(), log_sum_exp.detach().mean()
+
+
+@expect(IN_FORWARD)
+def mean_with_a_z_term(h, w, y, a, m):
+    """As PaLM has it, and with a bonus of entropy."""
+    logits = F.linear(h, w)
+    loss = F.cross_entropy(logits.flatten(0, 1), torch.where(m.bool(), y, -100).flatten())
+    return loss + 1e-2 * logits.logsumexp(-1).square().mean() - 0.1 * entropies(h, w).mean(), loss.detach()
+
+
+@expect(IN_FORWARD, thunder=True)
+def masks_and_integers(h, w, y, a, m):
+    x, e, mask, k = log_probs(h, w, y), entropies(h, w), m.bool(), 1 + y % 4
+    byte = (mask * 200).to(torch.uint8)
+    of_masks = torch.where(~mask, x, e) * ~mask + x / (mask + 1) + e * mask**2 - x * (mask * 3)
+    of_integers = torch.maximum(x, -k) + e * (k + mask) ** 2 + x / k.double() + x * k.clamp(min=2).long()
+    of_both = x * k.bool() + e * (k.to(torch.bool) ^ mask) * (k > 1) + e * mask.int() * torch.where(mask, 1, 7)
+    of_dtypes = x * (x > -k).to(k.dtype) + e * k.type_as(x) + x * mask.type_as(k) + x * (1 - mask.long())
+    of_bytes = x * byte * byte + e * (byte.double() - 1) * 300 + torch.maximum(x * byte + x * byte, e * byte + 1000)
+    return (of_masks + of_integers + of_both + of_dtypes + of_bytes).mean()
+
+
+@expect(IN_FORWARD)
+def sums_by_axis(h, w, y, a, m):
+    return (((log_probs(h, w, y) - a).exp() * m).sum(axis=-1) / m.sum(axis=-1)).mean()
+
+
+@expect(IN_FORWARD)
+def scaled_in_place(h, w, y, a, m):
+    logits = F.linear(h, w)
+    logits.div_(0.7)
+    return -(logits.log_softmax(-1).gather(-1, y[..., None]).squeeze(-1) * m).sum()
+
+
+@expect(IN_FORWARD)
+def stacked_estimators(h, w, y, a, m):
+    d = log_probs(h, w, y) - a
+    return (torch.stack([d, d.square() / 2, torch.expm1(-d) + d, d.abs()])[2] * m).sum() / m.sum()
+
+
+@expect(IN_FORWARD)
+def smooth_l1(h, w, y, a, m):
+    return (F.smooth_l1_loss(log_probs(h, w, y), a, reduction="none") * m).sum()
+
+
+@expect(IN_FORWARD)
+def added_in_place(h, w, y, a, m):
+    total = torch.zeros((), dtype=h.dtype)
+    for x, of_x, of_m in zip(h.chunk(2), y.chunk(2), m.chunk(2), strict=True):
+        total += (log_probs(x, w, of_x) * of_m).sum()
+    return total / m.sum()
+
+
+@expect(IN_FORWARD)
+def by_einsum(h, w, y, a, m):
+    return -torch.einsum("bt,bt->", log_probs(h, w, y), m)
+
+
+@expect(IN_FORWARD, thunder=True)
+def by_dot(h, w, y, a, m):
+    """thunder has its gradient from PyTorch, which reads the rows."""
+    return torch.dot(losses(h, w, y)[0], m[0])
+
+
+@expect(IN_FORWARD)
+def means_of_sequences(h, w, y, a, m):
+    count = m.sum(1)
+    means = (log_probs(h, w, y) * m).sum(1) / count.clamp(min=1)
+    return -means.where(count > 0, torch.zeros((), dtype=h.dtype)).mean()
+
+
+@expect(IN_FORWARD)
+def later_tokens(h, w, y, a, m):
+    first = F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten())
+    return first + 0.3 * F.cross_entropy(F.linear(h.tanh(), w).flatten(0, 1), y.flatten())
+
+
+@expect(IN_FORWARD)
+def smoothing_by_hand(h, w, y, a, m):
+    of_classes = -F.linear(h, w).log_softmax(-1)
+    return 0.9 * of_classes.gather(-1, y[..., None]).mean() + 0.1 * of_classes.sum(-1).mean() / V
+
+
+@expect(IN_FORWARD)
+def smoothing_in_place(h, w, y, a, m):
+    """As transformers' LabelSmoother: what is changed in place is read afterwards by its first name."""
+    of_classes = -F.linear(h, w).log_softmax(-1)
+    of_labels, of_all = of_classes.gather(-1, y[..., None]), of_classes.sum(-1, keepdim=True, dtype=torch.float64)
+    ignored = (m == 0)[..., None]
+    of_labels.masked_fill_(ignored, 0.0)
+    of_all.masked_fill_(ignored, 0.0)
+    return 0.9 * of_labels.sum() / m.sum() + 0.1 * of_all.sum() / (m.sum() * of_classes.shape[-1])
+
+
+@expect(IN_FORWARD)
+def weighted_smoothing(h, w, y, a, m):
+    """With the mean of the logits in place of that of their log-probabilities."""
+    logits = F.linear(h, w) / 0.7
+    log_sum_exp = logits.logsumexp(-1)
+    of_labels, of_all = (each - log_sum_exp for each in (logits.gather(-1, y[..., None]).squeeze(-1), logits.mean(-1)))
+    return -(a * (0.9 * of_labels + 0.1 * of_all) * m).sum() / m.sum()
+
+
+@expect(IN_FORWARD)
+def smoothing_of_a_ratio(h, w, y, a, m):
+    """Not linear in the mean, of which a part has no gradient."""
+    x = F.linear(h, w).log_softmax(-1)
+    of_all, of_labels = x.mean(-1), x.gather(-1, y[..., None]).squeeze(-1)
+    return (clipped(of_labels, a) * m).sum() + ((of_all - of_all.detach() - 1).exp() * of_all * m).mean()
+
+
+@expect(IN_FORWARD)
+def centered(h, w, y, a, m):
+    """Less their mean, logits have the same loss."""
+    logits = F.linear(h, w)
+    return F.cross_entropy((logits - logits.mean(-1, keepdim=True)).flatten(0, 1), y.flatten())
+
+
+# Weights of tokens, which are known before the loss.
+
+
+@expect(IN_FORWARD, thunder=True)
+def weighted_mean(h, w, y, a, m):
+    return (losses(h, w, y) * (a.abs() * m)).sum() / m.sum()
+
+
+@expect(IN_FORWARD, thunder=True)
+def weighted_before_their_sum(h, w, y, a, m):
+    """The sum of the weights is computed after the sum of what they weigh."""
+    weights = a * (y != 3)
+    return -(log_probs(h, w, y) * weights).sum() / weights.sum()
+
+
+@expect(IN_FORWARD, thunder=True)
+def weighted_sequences(h, w, y, a, m):
+    of_tokens = F.cross_entropy(F.linear(h, w).transpose(1, 2), y, reduction="none")
+    return (0.5 * of_tokens.mean(dim=1, keepdim=True) * a[:, :1] / 3).sum()
+
+
+@expect(IN_FORWARD, thunder=True)
+def several_weights_a_token(h, w, y, a, m):
+    return (F.cross_entropy(F.linear(h, w)[:, 0], y[:, 0], reduction="none") * a.t()).sum()
+
+
+@expect(IN_FORWARD)
+def squares_of_weighted_losses(h, w, y, a, m):
+    return (losses(h, w, y) * a).square().sum()
+
+
+@expect(IN_FORWARD)
+def losses_used_twice(h, w, y, a, m):
+    of_tokens = losses(h, w, y)
+    return (of_tokens * a).sum() + of_tokens.square().sum()
+
+
+@expect(IN_FORWARD, thunder=True)
+def weighted_by_entropies(h, w, y, a, m):
+    """Entropies without a gradient are a region of their own, which runs before."""
+    with torch.no_grad():
+        weights = entropies(h, w)
+    return (losses(h, w, y) * weights).sum()
+
+
+@expect(IN_FORWARD)
+def weighted_by_other_rows(h, w, y, a, m):
+    logits, labels = F.linear(h, w), y[:, 1:, None]
+    with torch.no_grad():
+        weights = logits[:, 1:].log_softmax(-1).gather(-1, labels).squeeze(-1)
+    return (logits[:, :-1].log_softmax(-1).gather(-1, labels).squeeze(-1) * weights).sum()
+
+
+def _another_head(h, w, y, by):
+    return losses(h, w.roll(by, 0), y)
+
+
+@expect(IN_FORWARD)
+def weighted_by_another_head(h, w, y, a, m):
+    """A region stands behind those whose results it reads, and be it by operations that it replaces."""
+    of_other = _another_head(h, w, y, 7)
+    return (losses(h, w, y) * of_other.detach()).sum() + of_other.exp().sum() + _another_head(h, w, y, 20).sum()
+
+
+@expect(IN_FORWARD)
+def labels_of_another_head(h, w, y, a, m):
+    logits = F.linear(h, w.roll(7, 0))
+    of_other = F.cross_entropy(logits.transpose(1, 2), y, reduction="none")
+    return (losses(h, w, logits.argmax(-1)) * a).sum() + of_other.exp().sum()
+
+
+@expect(IN_FORWARD)
+def weighted_one_after_the_other(h, w, y, a, m):
+    first, second = _another_head(h, w, y, 7), _another_head(h, w, y, 20)
+    return (losses(h, w, y) * first.detach()).sum() + (first.exp() * second.detach()).sum() + second.exp().sum()
+
+
+@expect("depend on what needs its results", thunder=True)
+def heads_that_weigh_each_other(h, w, y, a, m):
+    """Only one of the regions can compute its gradients before the other."""
+    x, z = log_probs(h, w, y), log_probs(h, w * -1.5, y)
+    return (x.exp() * z.detach()).sum() + (z.exp() * x.detach()).sum()
+
+
+# What is computed in several steps.
+
+
+def _chunks(h, w, y, **settings):
+    pairs = zip(F.linear(h, w).flatten(0, 1).split(8), y.flatten().split(8), strict=True)
+    return [F.cross_entropy(x, of_x, reduction="none", **settings) for x, of_x in pairs]
+
+
+@expect(IN_FORWARD, thunder=True)
+def losses_of_chunks(h, w, y, a, m):
+    """As litgpt's chunked_cross_entropy."""
+    count = (y != 3).sum()
+    return torch.cat(_chunks(h, w, y, ignore_index=3)).sum() / count.maximum(torch.ones_like(count))
+
+
+@expect(IN_FORWARD)
+def chunks_backwards(h, w, y, a, m):
+    return (torch.cat(_chunks(h, w, y, label_smoothing=0.1)[::-1]) * a.flatten()).sum()
+
+
+@expect(IN_FORWARD, thunder=True)
+def a_loss_for_each_chunk(h, w, y, a, m):
+    """As torchtune has it."""
+    pairs = zip(F.linear(h, w).chunk(2, 1), y.chunk(2, 1), strict=True)
+    return sum(F.cross_entropy(x.reshape(-1, V), of.reshape(-1), reduction="sum") for x, of in pairs) / y.numel()
+
+
+@expect(IN_FORWARD)
+def a_head_for_each_chunk(h, w, y, a, m):
+    pairs = zip(h.flatten(0, 1).chunk(4), y.flatten().chunk(4), strict=True)
+    return sum(F.cross_entropy(F.linear(x, w), of_x, reduction="sum") for x, of_x in pairs) / y.numel()
+
+
+@expect(FUSED)
+def a_chunk_used_elsewhere(h, w, y, a, m):
+    of_chunks = _chunks(h, w, y)
+    return torch.cat(of_chunks).sum() + of_chunks[0].max()
+
+
+@expect(FUSED, thunder=True)
+def chunks_that_differ(h, w, y, a, m):
+    """Labels that are ignored in one part alone."""
+    first, second = _chunks(h[:2], w, y[:2]), _chunks(h[2:], w, y[2:], ignore_index=3)
+    return torch.cat([*first, *second]).sum()
+
+
+@expect(FUSED, thunder=True, dynamo=False)
+def one_row_at_a_time(h, w, y, a, m):
+    x = F.linear(h[0], w).log_softmax(-1)
+    return -torch.stack([x[at][y[0, at]] + x[at, y[0, at]] for at in range(4)]).mean()
+
+
+@expect(FUSED, thunder=True)
+def checkpointed(h, w, y, a, m):
+    return (checkpoint(losses, h, w, y, use_reentrant=False) * m).sum()
+
+
+@expect(FUSED)
+def checkpoint_of_losses(h, w, y, a, m):
+    """It reads what a region gives that stands behind it, where the sum of losses is: it moves there."""
+    of_tokens = losses(h, w, y)
+    order = checkpoint(lambda x: x.detach().sort().values.cos(), of_tokens, use_reentrant=False)
+    return (of_tokens * a).sum() + order.sum() * F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten().flip(0))
+
+
+# Gradients that wait.
+
+
+@expect("of a sum over tokens is not linear", thunder=True)
+def gspo(h, w, y, a, m):
+    """A ratio of whole sequences; and the gradient of equals, which thunder lacks."""
+    log_ratios = (log_probs(h, w, y) - a) * m
+    ratios = torch.exp(log_ratios.sum(-1) / m.sum(-1))
+    gains = torch.min(ratios * a[:, 0], ratios.clamp(0.8, 1.2) * a[:, 0])
+    return -gains.mean() + torch.minimum(log_ratios, log_ratios + 0.0).mean()
+
+
+@expect("log_sigmoid in line")
+def preferences(h, w, y, a, m):
+    chosen, rejected = (log_probs(h, w, y) * m).sum(-1).chunk(2)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+@expect("mixes tokens", thunder=True)
+def weighted_by_other_tokens(h, w, y, a, m):
+    x = log_probs(h, w, y)
+    return (torch.exp(x - a) * x.detach().softmax(-1)).sum()
+
+
+@expect("is returned and not detached", thunder=True)
+def returned(h, w, y, a, m):
+    x = log_probs(h, w, y)
+    return torch.exp(x - a).mean(), x
+
+
+@expect("needs a gradient, too", thunder=True)
+def trained_weights(h, w, y, a, m):
+    return (torch.exp(log_probs(h, w, y) - a) * h.mean(-1).exp().square()).sum()
+
+
+@expect("of a sum over tokens is not linear", thunder=True)
+def product_of_two_sums(h, w, y, a, m):
+    x = torch.exp(log_probs(h, w, y) - a)
+    return x.sum() * x.square().sum()
+
+
+@expect("depend", thunder=True)
+def weighted_by_its_own_predictions(h, w, y, a, m):
+    logits = F.linear(h, w)
+    of_tokens = F.cross_entropy(logits.transpose(1, 2), y, reduction="none")
+    return (of_tokens.sum(-1) * (logits.argmax(-1) == y).double().sum(-1)).sum()
+
+
+# Sums of linears.
+
+
+@expect(FUSED, thunder=True)
+def bias_after_a_frozen_head(h, w, y, a, m):
+    """It gets a gradient where it was added after the linear was detached, and none where it was detached with it."""
+    with torch.no_grad():
+        logits = h @ w.t()
+    with_it = F.linear(h, w, w[:, 0]).detach() + F.linear(F.linear(h, w[:3]), w[:, 3:6])
+    return sum(F.cross_entropy(z.flatten(0, 1), y.flatten()) for z in (logits + w[:, 0], with_it))
+
+
+@expect(FUSED, thunder=True)
+def two_adapters(h, w, y, a, m):
+    """The second linear is a matmul, and has a factor of its own."""
+    low_rank = F.linear(F.linear(h, w[:3]), w[:, 3:6], w[:, 0])
+    logits = low_rank + F.linear(h, w.detach()) + torch.tanh(h) @ w.detach().t() * 0.5
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+@expect(FUSED, thunder=True)
+def adapter_without_gradients(h, w, y, a, m):
+    with torch.no_grad():
+        low_rank = h @ w[:3].t() @ w[:, 3:6].t()
+    return F.cross_entropy((F.linear(h, w) + low_rank)[:, :-1].flatten(0, 1), y[:, 1:].flatten())
+
+
+@expect(FUSED, thunder=True)
+def one_weight_for_two_inputs(h, w, y, a, m):
+    return F.cross_entropy((F.linear(h, w) + F.linear(torch.tanh(h), w)).flatten(0, 1), y.flatten())
+
+
+@expect(FUSED, thunder=True)
+def adapter_beside_tied_embeddings(h, w, y, a, m):
+    x = torch.tanh(F.embedding(y, w)) + h
+    logits = F.linear(x, w) + F.linear(x, w[:3]) @ (w[:, 3:6].t() * 1.0).contiguous()
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
+def factors_that_are_no_float_together(h, w, y, a, m):
+    return F.cross_entropy((F.linear(h, w) * 1e-200 * 1e-200).flatten(0, 1), y.flatten())
+
+
+@expect(FUSED, thunder=True)
+def predictions_beside_narrowed_labels(h, w, y, a, m):
+    """-100 as an unsigned byte is 156, a label that may be predicted."""
+    logits = F.linear(h, w.repeat(4, 1))
+    labels = (y - y - 100).to(torch.uint8)
+    loss = F.cross_entropy(logits.flatten(0, 1), torch.where(m.bool(), y, -100).flatten())
+    return loss, (logits.argmax(-1) == labels).sum(), (logits.argmax(-1) == torch.where(m.bool(), y, -100)).sum()
+
+
+# What is not fused, and why.
+
+
+@expect(Reason.LOGITS_USED)
+def beside_a_median(h, w, y, a, m):
+    of_classes = -F.linear(h, w).log_softmax(-1)
+    return 0.9 * of_classes.gather(-1, y[..., None]).mean() + 0.1 * of_classes.median(-1)[0].mean()
+
+
+@expect(Reason.ARGUMENT)
+def after_a_graph_break(h, w, y, a, m):
+    logits = F.linear(h, w)
+    torch._dynamo.graph_break()
+    return -logits.log_softmax(-1).gather(-1, y[..., None]).mean()
+
+
+@expect(Reason.NOT_A_LOG_PROBABILITY, thunder=True)
+def greedy_choice(h, w, y, a, m):
+    x = F.linear(h, w).log_softmax(-1)
+    return x.gather(-1, x.argmax(-1, keepdim=True)).sum()
+
+
+@expect(Reason.CLASS_PROBABILITIES, thunder=True)
+def most_likely_choice(h, w, y, a, m):
+    x = F.linear(h, w).log_softmax(-1)
+    return (F.one_hot(x.argmax(-1), V) * x).sum(-1).mean()
+
+
+@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
+def choices_of_flattened_rows(h, w, y, a, m):
+    p = F.linear(h[0], w).softmax(-1)
+    return p.view(-1)[torch.arange(p.shape[0]) * V + p.argmax(-1)].sum()
+
+
+@expect(Reason.NOT_FOLLOWED, thunder=True)
+def choices_by_where(h, w, y, a, m):
+    x = F.linear(h, w).log_softmax(-1)
+    return torch.where(x > -3.0, x, 0.0).sum(-1).mean()
+
+
+@expect(Reason.CLASS_PROBABILITIES, thunder=True)
+def rows_of_a_mask(h, w, y, a, m):
+    return torch.where(y[..., None] > 3, F.linear(h, w).log_softmax(-1), 0.0).sum(-1).mean()
+
+
+@expect(Reason.NOT_FOLLOWED, thunder=True)
+def divergence_from_the_uniform(h, w, y, a, m):
+    x = F.linear(h, w).log_softmax(-1)
+    return F.kl_div(torch.full_like(x, -3.0), x, reduction="batchmean", log_target=True)
+
+
+@expect(Reason.TRANSFORMED_LOGITS, thunder=True)
+def classifier(h, w, y, a, m):
+    return F.linear(h, w).softmax(-1).square().sum()
+
+
+@expect(NONE, thunder=True)
+def gate_of_experts(h, w, y, a, m):
+    """It has fewer columns than its input has features."""
+    scores = F.linear(h, w[:8]).softmax(-1)
+    weights = scores.gather(-1, scores.topk(2, dim=-1)[1])
+    return (weights / weights.sum(-1, keepdim=True)).square().sum()
+
+
+@expect(NONE, thunder=True)
+def numbers_of_flattened_hidden_states(h, w, y, a, m):
+    return F.linear(h, w).view(-1)[y.view(-1)].sum()
+
+
+@expect(NONE, thunder=True)
+def similar_tokens(h, w, y, a, m):
+    x = (h[0] @ h[0].t()).log_softmax(-1)
+    return -(torch.eq(y[0][:, None], y[0]).double() * x).sum(-1).mean()
+
+
+@expect(NONE, thunder=True)
+def attention(h, w, y, a, m):
+    scores = (h @ h.transpose(1, 2)).softmax(-1)
+    x = (h @ h.transpose(1, 2)).log_softmax(-1)
+    return -(scores * scores.log()).sum() + (scores @ h).sum() - (x.exp() * x).sum(-1).mean()
+
+
+@expect(NONE, thunder=True)
+def relative_positions(h, w, y, a, m):
+    return (h @ h.transpose(1, 2)).gather(-1, y.new_zeros(y.shape)[..., None]).sum()
+
+
+@expect(NONE, thunder=True)
+def embeddings_gathered(h, w, y, a, m):
+    return F.layer_norm(F.linear(h, w), (V,)).gather(-1, y[..., None]).sum()
+
+
+@expect(NONE, thunder=True)
+def norm(h, w, y, a, m):
+    z = F.linear(h, w)
+    return (z * z).sum(-1).sqrt().sum()
+
+
+@expect(FUSED, thunder=True)
+def columns_of_logits_beside_a_loss(h, w, y, a, m):
+    """The scores of two answers, and rows of a hidden layer that is centred, are not its business."""
+    answers = F.linear(h[0, -1:], w).index_select(-1, y.new_tensor([3, 7]))
+    z = F.linear(h[0], w, w[:, 0])
+    z = (z - z.mean(0, keepdim=True)).index_select(0, y[0, :2] * 0)
+    return F.cross_entropy(F.linear(h[0], w), y[0]) + F.softplus(answers).sum() + z.sum()
+
+
+# Changes in place, and operations that look linear and are not.
+
+
+@expect(ANY)
+def padded(h, w, y, a, m):
+    x = losses(h, w, y)
+    return F.pad(x, (0, 2), value=5.0).sum() + F.pad(x[None], (0, 2), mode="replicate").sum()
+
+
+@expect(ANY)
+def operands_by_keyword(h, w, y, a, m):
+    x = losses(h, w, y)
+    return x.diff(prepend=m[:, :1]).sum() + torch.add(x, other=m).sum() + torch.div(x.sum(), other=3.0)
+
+
+@expect(ANY)
+def zeros_that_are_not(h, w, y, a, m):
+    z, u = torch.zeros_like(m), h.new_zeros(4)
+    z[0] = 1.0
+    u.view(2, 2).fill_(3.0)
+    x = losses(h, w, y)
+    return (x + z).sum() + (u + x.sum(1)).sum()
+
+
+@expect(ANY)
+def changed_before_it_is_read(h, w, y, a, m):
+    logits = F.linear(h, w)
+    g = logits.gather(-1, y[..., None]).squeeze(-1)
+    g.mul_(2.0)
+    return ((g - logits.logsumexp(-1)) * m).sum()
+
+
+@expect(ANY)
+def changed_under_a_view(h, w, y, a, m):
+    s = log_probs(h, w, y)
+    flat = s.view(-1)
+    s *= m
+    return flat.sum()
+
+
+@expect(ANY)
+def changed_under_a_detached_view(h, w, y, a, m):
+    s = log_probs(h, w, y)
+    d = s.detach()
+    d *= m
+    return (s * m).sum()
+
+
+@expect(ANY)
+def masked_through_a_view(h, w, y, a, m):
+    s = log_probs(h, w, y)
+    s[None][m[None] == 0] = 0.0
+    return s.sum()
+
+
+@expect(ANY)
+def logits_changed_under_a_detached_view(h, w, y, a, m):
+    logits = F.linear(h, w)
+    logits.detach().mul_(2.0)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+@expect(ANY)
+def sums_changed_through_a_view(h, w, y, a, m):
+    s = losses(h, w, y).sum(1)
+    u = s.view(2, 2).mul_(2.0)
+    return s.sum() + u.sum()
+
+
+@expect(ANY)
+def changed_twice(h, w, y, a, m):
+    s = log_probs(h, w, y)
+    t = s.mul_(m)
+    u = t.add_(1.0)
+    return (s * m).sum() + u.sum() + t.mean()
+
+
+@expect(ANY)
+def changed_and_returned(h, w, y, a, m):
+    """By another name, which has no gradient."""
+    s = losses(h, w, y)
+    detached = s.detach()
+    s.mul_(m)
+    return s.sum(), detached
+
+
+@expect(ANY)
+def changed_without_gradients(h, w, y, a, m):
+    s = losses(h, w, y) * 1.0
+    with torch.no_grad():
+        s.mul_(m)
+    return s.sum()
+
+
+@expect(ANY)
+def transposed_in_place(h, w, y, a, m):
+    s = losses(h, w, y)
+    s.t_()
+    return (s * m.t()).sum()
+
+
+@expect(FUSED)
+def logits_scaled_under_a_view(h, w, y, a, m):
+    logits = F.linear(h, w)
+    logits /= 0.7
+    rows = logits.flatten(0, 1)
+    logits.mul_(2).mul_(0.4)
+    return F.cross_entropy(rows, y.flatten())
+
+
+@expect(Reason.LOGITS_USED)
+def logits_scaled_after_a_reader(h, w, y, a, m):
+    logits = F.linear(h, w)
+    total = logits.sum()
+    logits *= 2
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + total
+
+
+@expect(Reason.OPERAND_MODIFIED)
+def logits_scaled_without_gradients(h, w, y, a, m):
+    logits = F.linear(h, w)
+    with torch.no_grad():
+        logits *= 2
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+@expect(Reason.LOGITS_USED)
+def logits_scaled_and_read(h, w, y, a, m):
+    logits = F.linear(h, w)
+    logits *= 2
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + (logits * h.sum(-1, keepdim=True)).sum()
+
+
+@expect(Reason.OPERAND_MODIFIED, thunder=True)
+def operand_changed(h, w, y, a, m):
+    """The region takes the place of the loss, so it would read it after the change."""
+    x = torch.tanh(h) + 1
+    logits = F.linear(x, w.detach())
+    x.mul_(0.5)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + x.sum()
+
+
+@expect(Reason.OPERAND_MODIFIED, thunder=True)
+def operand_set(h, w, y, a, m):
+    x = torch.tanh(h) + 1
+    logits = F.linear(x, w.detach())
+    x[0] = 0.0
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + x.sum()
+
+
+@expect(FUSED, thunder=True)
+def embeddings_of_labels_changed(h, w, y, a, m):
+    """They share no memory with the labels and row numbers that they come from."""
+    positions, rows = torch.arange(y.shape[1]), torch.arange(B)
+    x = (F.embedding(y, w) + F.embedding(positions, w)).relu_()
+    x = F.linear(x, w).log_softmax(-1)
+    parts = [row.gather(-1, of[:, None]).squeeze(-1) for row, of in zip(x, y, strict=True)]
+    return (torch.stack(parts) + x[rows[:, None], positions, y]).sum() + h.sum()
+
+
+# Gradient modes, and other things that Dynamo has.
+
+
+@expect(FUSED)
+def head_without_gradients(h, w, y, a, m):
+    with torch.no_grad():
+        logits = F.linear(h, w)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + h.square().mean()
+
+
+@expect(FUSED)
+def loss_without_gradients(h, w, y, a, m):
+    logits = F.linear(h, w)
+    with torch.no_grad():
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    return loss + h.square().mean()
+
+
+@expect(FUSED)
+def operands_without_gradients(h, w, y, a, m):
+    """The region stays where the loss was: where its operands are computed, gradients are off."""
+    with torch.no_grad():
+        h = torch.tanh(h)
+    return losses(h, w, y).mean()
+
+
+@expect(FUSED)
+def old_log_probabilities(h, w, y, a, m):
+    """One region gives both, where the first is: there, gradients have to be on for the second."""
+    with torch.no_grad():
+        old = log_probs(h, w, y)
+    # What mixes tokens, so that no region gives their sum.
+    return (log_probs(h, w, y) - old).exp().cumsum(0).square().sum() + h.square().sum()
+
+
+@expect(FUSED)
+def permuted_by_name(h, w, y, a, m):
+    z = F.linear(h, w)
+    ways = torch.transpose(input=z, dim0=1, dim1=2), torch.permute(input=z, dims=(0, 2, 1))
+    return sum(F.cross_entropy(each, y) for each in (*ways, torch.movedim(input=z, source=2, destination=1)))
+
+
+@expect(FUSED, thunder=True)
+def products_of_matrices(h, w, y, a, m):
+    x, bias = h.flatten(0, 1), w[:, 0]
+    return sum(F.cross_entropy(z, y.flatten()) for z in (x.mm(w.t()), bias.addmm(x, w.t().contiguous())))
+
+
+@expect(Reason.NO_LINEAR, thunder=True)
+def one_bias_for_all_columns(h, w, y, a, m):
+    return F.cross_entropy(torch.addmm(w[:1, 0], h.flatten(0, 1), w.t()), y.flatten())
+
+
+@expect(Reason.NO_LINEAR, thunder=True)
+def half_a_bias(h, w, y, a, m):
+    return F.cross_entropy(torch.addmm(w[:, 0], h.flatten(0, 1), w.t(), beta=0.5), y.flatten())
+
+
+@expect(FUSED)
+def mask_by_vmap(h, w, y, a, m):
+    """As transformers 4.57 makes masks of padded batches."""
+    is_token = torch.vmap(torch.vmap(lambda token: token > 5))(y)
+    return losses(h * is_token[..., None], w, y).mean()
+
+
+@expect(Reason.DISTRIBUTED)
+def loss_in_vmap(h, w, y, a, m):
+    return torch.vmap(lambda x, of: F.cross_entropy(F.linear(x, w), of))(h, y).sum()
+
+
+# Numbers of a row: of logits (6, V) and labels, in float64.
+
+
+def _of_labels(z, y):
+    return z.log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
+
+
+def _without_gradients(function, *tensors):
+    with torch.no_grad():
+        return function(*tensors)
+
+
+def _less_maximum(z):
+    return z - z.amax(-1, keepdim=True)
+
+
+def _by_hand(z, y, in_sum):
+    """A log-probability if the function returns the same logits."""
+    return z.gather(-1, y[:, None])[:, 0] - in_sum(z).exp().sum(-1).log()
+
+
+def _of_counts(z, y, total):
+    """A log-probability where the total is the sum of each row."""
+    counts = z.exp()
+    return (counts / total(counts)).gather(-1, y[:, None]).log()
+
+
+def _row_sums(counts):
+    return counts.sum(-1, keepdim=True)
+
+
+def _over_the_other_half(z, y):
+    (first, second), (of_first, of_second) = z.exp().chunk(2), y[:, None].chunk(2)
+    total = _row_sums(first)
+    return torch.cat([(first / total).gather(-1, of_first), (second / total).gather(-1, of_second)])
+
+
+def _of_rows_changed(z, y):
+    rows, others, flipped = torch.arange(6), torch.arange(6), torch.arange(2)
+    rows[0] = 3
+    others.view(-1)[1:].clamp_(max=3)
+    flipped.neg_().add_(1)
+    x = z.log_softmax(-1)
+    backwards = z.view(2, 3, -1).log_softmax(-1)[flipped[:, None], torch.arange(3), y.view(2, 3)]
+    return x[rows, y] + x[others, y] + backwards.view(-1)
+
+
+def _with_labels_returned(z, y):
+    """And broadcast labels that something else reads, as a whole, and by a maximum that is a pair of tensors."""
+    labels, x = torch.broadcast_tensors(y[:, None], z.log_softmax(-1))
+    return x.gather(-1, labels[..., :1]).squeeze(-1) * labels.max(-1)[0] + labels.sum()
+
+
+def _clamped(z, y):
+    """No logarithm: neither integers nor a clamp at other tensors."""
+    counts = (y.clamp(min=0) * y).sum(-1, keepdim=True)
+    return _of_labels(z, y) * counts + (z.clamp(min=z.detach() - 1) * z.softmax(-1)).sum(-1)
+
+
+def _straight_through(z, of_rows):
+    """The logits; their gradients less what comes back through a number of each row."""
+    return z - of_rows(z, -1, True) + of_rows(z.detach(), -1, True)
+
+
+def _labels_filled(z, y):
+    x = z.log_softmax(-1).gather(-1, y[:, None])
+    y.masked_fill_(y == 7, 0)
+    return x.squeeze(-1)
+
+
+def _labels_changed_before_the_difference(z, y):
+    of_labels, log_sum = z.gather(-1, y[:, None]), z.logsumexp(-1, keepdim=True)
+    y[0] = 9
+    return (of_labels - log_sum)[:, 0]
+
+
+def _labels_in_one_buffer(z, y):
+    buffer, found = torch.empty(2, 3, dtype=torch.int64), []
+    for number, part in enumerate(z.view(2, 3, -1)):
+        buffer[number] = y.view(2, 3)[number]
+        found.append(part.log_softmax(-1).gather(-1, buffer[number][:, None])[:, 0])
+        buffer[number] = 0
+    return torch.stack(found)
+
+
+def _labels_changed_before_the_sum(z, y):
+    of_tokens = F.cross_entropy(z, y, reduction="none")
+    y.mul_(0)
+    return of_tokens
+
+
+def _labels_changed_between_chunks(z, y):
+    found = []
+    for part, of_part in zip(z.chunk(2), y.chunk(2), strict=True):
+        found.append(F.cross_entropy(part, of_part, reduction="none"))
+        y.mul_(0)
+    return torch.cat(found)
+
+
+def _labels_masked_before(z, y):
+    y.masked_fill_(y == 7, 0)
+    return _of_labels(z, y)
+
+
+COLUMNS = torch.arange(V, dtype=torch.float64)
+LOOKALIKES = {
+    "rows in another order": lambda z, y: _of_labels(z, y)[[3, 1, 0, 2, 5, 4]],
+    "rows picked in another order": lambda z, y: z.log_softmax(-1)[torch.arange(6).flip(0), y],
+    "rows listed in another order": lambda z, y: z.log_softmax(-1)[[3, 1, 0, 2, 5, 4], y],
+    "counted by Python": lambda z, y: z.log_softmax(-1)[range(6), y] + z.log_softmax(-1)[range(5, -1, -1), y],
+    "rows of an index": lambda z, y: _of_labels(z, y)[y.argsort()],
+    "labels in another order": lambda z, y: F.logsigmoid(_of_labels(z, y) - _of_labels(z, y[[1, 0, 2, 3, 5, 4]])),
+    "two labels of three rows": lambda z, y: z.log_softmax(-1).gather(-1, y.view(3, 2)),
+    "constant log-sum-exp": lambda z, y: z.gather(-1, y[:, None])[:, 0] - _without_gradients(torch.logsumexp, z, -1),
+    "log-sum-exp of constants": lambda z, y: z.gather(-1, y[:, None])[:, 0] - z.detach().logsumexp(-1),
+    "logits of labels of constants": lambda z, y: z.detach().gather(-1, y[:, None])[:, 0] - z.logsumexp(-1),
+    "constant log-sum-exp of all": lambda z, y: (
+        z - _without_gradients(lambda u: u.logsumexp(-1, keepdim=True), z)
+    ).gather(-1, y[:, None]),
+    "constant probabilities": lambda z, y: -(z.softmax(-1).detach() * z.softmax(-1).log()).sum(-1),
+    "constant expectation": lambda z, y: z.logsumexp(-1) - _without_gradients(lambda u: (u.softmax(-1) * u).sum(-1), z),
+    "ratio to itself": lambda z, y: (_of_labels(z, y) - _of_labels(z.detach(), y)).exp(),
+    "log-probabilities of at least -3": lambda z, y: (z.softmax(-1) * z.log_softmax(-1).clamp(min=-3.0)).sum(-1),
+    "logarithm of other probabilities": lambda z, y: torch.xlogy(z.softmax(-1).square(), z.softmax(-1)).sum(-1),
+    "logarithm of constants": lambda z, y: torch.xlogy(z.softmax(-1), z.softmax(-1).detach()).sum(-1),
+    "products of all rows": lambda z, y: torch.einsum("rv,qv->r", z.softmax(-1), z.log_softmax(-1)),
+    "less the maximum in the sum": lambda z, y: _by_hand(z, y, _less_maximum),
+    "exponentials of constants": lambda z, y: _by_hand(z, y, torch.detach),
+    "maximum that is used": lambda z, y: _of_labels(_less_maximum(z), y) * z.amax(-1),
+    "counts over a constant sum": lambda z, y: _of_counts(z, y, lambda counts: _row_sums(counts).detach()),
+    "constant counts": lambda z, y: (z.exp().detach() / _row_sums(z.exp())).gather(-1, y[:, None]).log(),
+    "counts over the sum of others": lambda z, y: _of_counts(z, y, lambda counts: _row_sums((z / 2).exp())),
+    "counts over the sum of their roots": lambda z, y: _of_counts(z, y, lambda counts: _row_sums(counts.sqrt())),
+    "counts over the sum of all": lambda z, y: _of_counts(z, y, torch.sum),
+    "counts over the sums of columns": lambda z, y: _of_counts(z, y, lambda counts: counts.sum(0, keepdim=True)),
+    "counts over sums without gradients": lambda z, y: _of_counts(z, y, lambda c: _without_gradients(_row_sums, c)),
+    "probabilities at another temperature": lambda z, y: ((z / 2).softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "counts over the sums of other rows": _over_the_other_half,
+    "counts that are used": lambda z, y: _of_counts(z, y, _row_sums)[:, 0] + z.exp().sum(-1),
+    "expectation of counts": lambda z, y: -(z.exp() / z.exp().sum(-1, keepdim=True) * z.exp()).sum(-1),
+    "softmax of counts": lambda z, y: _of_labels(z.exp(), y),
+    "divided after the maximum": lambda z, y: _of_labels(_less_maximum(z) / 0.7, y),
+    "divided after the maximum, as a sum": lambda z, y: _by_hand(_less_maximum(z) / 0.7, y, lambda u: u),
+    "expectation less the maximum": lambda z, y: z.logsumexp(-1) - (z.softmax(-1) * _less_maximum(z)).sum(-1),
+    "row numbers that are changed": _of_rows_changed,
+    "labels that are read twice": _with_labels_returned,
+    "labels under an empty index": lambda z, y: z.log_softmax(-1).gather(-1, y[:, None][()]),
+    "clamps": _clamped,
+    "weighted by a constant log-sum-exp": lambda z, y: z.detach().logsumexp(-1) * _of_labels(z, y),
+    "mean of all classes": lambda z, y: z.log_softmax(-1).mean(-1) * _of_labels(z, y),
+    "sum of constants": lambda z, y: z.detach().log_softmax(-1).sum(-1, keepdim=True) * _of_labels(z, y)[:, None],
+    "mean less a constant log-sum-exp": lambda z, y: z.mean(-1) - z.detach().logsumexp(-1),
+    "constant mean less the log-sum-exp": lambda z, y: _without_gradients(torch.mean, z, -1) - z.logsumexp(-1),
+    "mean of constants less the log-sum-exp": lambda z, y: (z.detach() - z.logsumexp(-1, keepdim=True)).mean(-1),
+    "mean of a factor": lambda z, y: (2 * z).mean(-1) - (z / 3).sum(-1) + _of_labels(z / 3, y),
+    "mean of half of the rows": lambda z, y: z[:3].mean(-1).repeat(2) + _of_labels(z, y),
+    "mean over the rows": lambda z, y: z.log_softmax(-1).mean(0).sum() + _of_labels(z, y),
+    "mean of all classes and rows": lambda z, y: z.log_softmax(-1).mean() * _of_labels(z, y),
+    "less the mean of the row": lambda z, y: _of_labels((z - z.mean(-1, keepdim=True)) / 0.7, y),
+    "mean of probabilities": lambda z, y: (z.softmax(-1) * z).mean(-1) + z.softmax(-1).mean(-1),
+    "exponential of the row's mean": lambda z, y: z.mean(-1).exp() * _of_labels(z, y),
+    "entropies of all rows in one sum": lambda z, y: -(z.softmax(-1) * z.log_softmax(-1)).sum() + z[:, 0],
+    # Of what cancels, or is detached, something is left in the gradient.
+    "row sum of centered logits": lambda z, y: _of_labels(z, y) * (1 + (z - z.mean(-1, keepdim=True)).sum(-1)),
+    "row sum of a softmax": lambda z, y: _of_labels(z, y) * z.softmax(-1).sum(-1),
+    "log-sum-exp of a log-softmax": lambda z, y: _of_labels(z, y) * (1 + z.log_softmax(-1).logsumexp(-1)),
+    "row's log-probability less itself": lambda z, y: _of_labels(z, y) + (_of_labels(z, y) - _of_labels(z, y)).exp(),
+    "constant probabilities of the row": lambda z, y: (
+        -(z.softmax(-1) * z.log_softmax(-1)).sum(-1) + (z.softmax(-1).detach() * z).sum(-1)
+    ),
+    "row's mean before a softcap": lambda z, y: _of_labels(3 * torch.tanh(_straight_through(z, torch.mean) / 3), y),
+    "row's mean before a bias": lambda z, y: (_straight_through(z, torch.mean) + COLUMNS).logsumexp(-1),
+    "row's maximum before a softcap": lambda z, y: _of_labels(3 * torch.tanh(_straight_through(z, torch.amax) / 3), y),
+    # Hidden states (H,), and results without dimensions.
+    "entropy of one row": lambda z, y: -(z[0].softmax(-1) * z[0].log_softmax(-1)).sum() - z[1].softmax(-1)[3].log(),
+    "entr of one row": lambda z, y: torch.special.entr(z[0].softmax(-1)).sum(-1),
+    "one row of Categorical": lambda z, y: torch.distributions.Categorical(logits=z[0]).log_prob(y[0]),
+}
+# One matcher decides. What thunder's traces have in another way than Dynamo's graphs goes through both.
+OF_THUNDER = [name for name in LOOKALIKES if any(word in name for word in ("constant", "row", "label", "without"))]
+
+
+# A region takes the place of the last operation, and would read the labels there. A cross-entropy is where they are
+# read, and its sum may follow.
+LABELS_CHANGED = {
+    _labels_filled: False,
+    _labels_changed_before_the_difference: False,
+    _labels_in_one_buffer: False,
+    _labels_changed_before_the_sum: True,
+    _labels_changed_between_chunks: True,
+    _labels_masked_before: True,
+}
+
+
+def compiled_by(front_end, program):
+    by_dynamo = front_end == "torch.compile"
+    return torch.compile(program, backend=compile_graph) if by_dynamo else thunder_flce.jit(program)
+
+
+@pytest.mark.parametrize(("program", "outcome"), BY_DYNAMO, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.filterwarnings("ignore")
+def test_by_torch_compile(program, outcome):
+    compiled = compiled_by("torch.compile", program)
+    check(program, outcome, compiled, (12, 10, 14, 11) if outcome == IN_FORWARD else (6,))
+    # At the first length and, once more, at all others; numbers of chunks are others.
+    assert len(thunder_flce.explain(compiled)) <= (4 if program in (losses_of_chunks, chunks_backwards) else 2)
+
+
+@pytest.mark.xfail(strict=True, reason="a shape as one argument of what follows the losses, of any length")
+def test_a_mean_of_losses_in_the_shape_of_their_labels():
+    def program(h, w, y, a, m):
+        return F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean()
+
+    check(program, IN_FORWARD, compiled_by("torch.compile", program), (12, 10))
+
+
+def test_masked_tokens_are_left_out():
+    """They are what a weight of 0 says, and a product with the mask comes last."""
+    h, w, y, a, m = operands(6)
+    loss = thunder_flce.jit(lambda *given: grpo(*given)[0])(h, w, y, a.masked_fill(m == 0, torch.nan), m)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, (h, w)))
+
+
+@pytest.mark.parametrize(("program", "outcome"), BY_THUNDER, ids=lambda each: getattr(each, "__name__", ""))
+@pytest.mark.filterwarnings("ignore")
+def test_by_thunder(program, outcome):
+    check(program, outcome, compiled_by("thunder.jit", program), (6,))
+
+
+@pytest.mark.parametrize(
+    ("name", "front_end"),
+    [*((name, "torch.compile") for name in LOOKALIKES), *((name, "thunder.jit") for name in OF_THUNDER)],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_looks_like_a_number_of_a_row(name, front_end):
+    """Rows or labels in another order, and gradients that flow to a part of what is computed."""
+
+    def program(h, w, y, a, m):
+        found = LOOKALIKES[name](F.linear(h[0], w), y[0])
+        return (found * a.flatten()[: found.numel()].view(found.shape)).sum()
+
+    check(program, ANY, compiled_by(front_end, program), (6,))
+
+
+@pytest.mark.parametrize("front_end", ["thunder.jit", "torch.compile"])
+@pytest.mark.parametrize(("function", "is_fused"), LABELS_CHANGED.items(), ids=lambda f: getattr(f, "__name__", ""))
+@pytest.mark.filterwarnings("ignore")
+def test_labels_changed_in_place(function, is_fused, front_end):
+    """Without gradients, of which eager has none there."""
+    h, w, y, *_ = (each.detach() for each in operands(6))
+
+    def program(h, w, y):
+        return function(F.linear(h[0], w), y[0].clone())
+
+    compiled = compiled_by(front_end, program)
+    torch.testing.assert_close(compiled(h, w, y.fill_diagonal_(7)), program(h, w, y))
+    found = decisions(compiled)
+    assert found and all(each.fused == is_fused for each in found)
