@@ -1,6 +1,6 @@
 """Derivatives of the operators: with autograd and torch.func, eagerly, traced, and in exported programs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS
 from thunder_flce.operators import Settings
 
 _NONE_OF_OUTPUTS = (None,) * len(DIFFERENTIABLE_OUTPUTS)
+_UPSTREAM = 1 + len(DIFFERENTIABLE_OUTPUTS)
 _NO_SECOND_DERIVATIVE = "linear_cross_entropy has no second derivative"
 _NO_VMAP = "linear_cross_entropy has no vmap; call it once with all rows: input may be (..., H), and target (...)"
 
@@ -60,40 +61,12 @@ def _save(ctx: Any, settings: Settings, tensors: Sequence[Tensor], results: Sequ
         ctx.save_for_backward(*[results[at] for at in settings.saved_positions], *tensors)
 
 
-class _Derivatives(torch.autograd.Function):
-    """What the functions below have in common."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-        settings, first = ctx.settings, ctx.first
-        is_recorded = torch.is_grad_enabled()
-        if is_recorded and not ctx.is_transformed:
-            raise RuntimeError(f"{_NO_SECOND_DERIVATIVE}; call backward without create_graph=True")
-        upstream: list[Tensor | None] = [grad, *_NONE_OF_OUTPUTS]
-        if settings.loss.outputs:
-            of_outputs = dict(zip(settings.loss.outputs, others, strict=False))
-            upstream[1:] = [of_outputs.get(name) for name in DIFFERENTIABLE_OUTPUTS]
-        gradients: list[Tensor | None] = [None] * (first + len(settings.names))
-        given = [each for each in upstream if each is not None]
-        if not given:
-            return tuple(gradients)
-        # One that stands for several, as with is_grads_batched=True.
-        if not torch.compiler.is_compiling() and True in map(torch._C._functorch.is_legacy_batchedtensor, given):
-            raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
-        run = _Backward.apply if is_recorded else _Backward.forward
-        found = run(settings, *upstream, *ctx.saved_tensors)
-        for position, gradient in zip(ctx.grad_positions, found, strict=True):
-            gradients[first + position] = gradient
-        return tuple(gradients)
-
-
-class _LinearCrossEntropy(_Derivatives):
+class _LinearCrossEntropy(torch.autograd.Function):
     """A call of the operator."""
 
     @staticmethod
     def forward(ctx: Any, settings: Settings, is_direct: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(_run(settings, is_direct, tensors))
-        ctx.first, ctx.is_transformed = 2, False
         # The operands are in finished gradients.
         kept = _expected(settings, tensors) if settings.finishes_in_forward else tensors
         # The operator returns what is saved, too.
@@ -101,8 +74,14 @@ class _LinearCrossEntropy(_Derivatives):
         _save(ctx, settings, kept, results, returned=returned)
         return results[:returned]
 
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"{_NO_SECOND_DERIVATIVE}; call backward without create_graph=True")
+        return None, None, *_gradients(ctx, grads, _backward)
 
-class _TransformedLinearCrossEntropy(_Derivatives):
+
+class _TransformedLinearCrossEntropy(torch.autograd.Function):
     """The same inside transforms of torch.func."""
 
     @staticmethod
@@ -112,12 +91,15 @@ class _TransformedLinearCrossEntropy(_Derivatives):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, ...]) -> None:
         settings, *tensors = inputs
-        ctx.first, ctx.is_transformed = 1, True
         # torch.func records each backward. It has to find the operands there, or a second derivative would miss a part
         # instead of raising an error.
         kept = (*_expected(settings, tensors), *tensors) if settings.finishes_in_forward else tensors
         # What is saved has to be among the results, too.
         _save(ctx, settings, kept, results, returned=len(results))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *_gradients(ctx, grads, _Backward.apply if torch.is_grad_enabled() else _backward)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
@@ -130,31 +112,53 @@ def _expected(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Tensor, ..
     return (tensors[names.index("expected_gradient")],) if "expected_gradient" in names else ()
 
 
+def _gradients(ctx: Any, grads: Sequence[Tensor | None], run: Callable[..., Any]) -> list[Tensor | None]:
+    """Those of a call's tensors, from the upstream gradients of its results; `run` is `_backward`, recorded or not."""
+    settings = ctx.settings
+    gradients: list[Tensor | None] = [None] * len(settings.names)
+    if all([grad is None for grad in grads]):
+        return gradients
+    of_outputs: Sequence[Tensor | None] = _NONE_OF_OUTPUTS
+    if settings.loss.outputs:
+        named = dict(zip(settings.loss.outputs, grads[1:], strict=False))
+        of_outputs = [named.get(name) for name in DIFFERENTIABLE_OUTPUTS]
+    found = run(settings, grads[0], *of_outputs, *ctx.saved_tensors)
+    for position, gradient in zip(ctx.grad_positions, found, strict=True):
+        gradients[position] = gradient
+    return gradients
+
+
+def _backward(settings: Settings, *tensors: Any) -> Any:
+    """The needed gradients, from the upstream ones of the loss and `DIFFERENTIABLE_OUTPUTS`, and from what is saved."""
+    upstream, known = tensors[:_UPSTREAM], tensors[_UPSTREAM:]
+    is_traced = torch.compiler.is_compiling() or type(known[0]) is not Tensor
+    # One that stands for several, as with is_grads_batched=True.
+    is_batch = torch._C._functorch.is_legacy_batchedtensor
+    if not is_traced and any([is_batch(each) for each in upstream if each is not None]):
+        raise RuntimeError("linear_cross_entropy has no vmap; call backward without is_grads_batched=True")
+    may_overwrite = not is_traced and not graph_is_kept()
+    if settings.finishes_in_forward:
+        needed = 1 + len(settings.needs_grad)
+        valid_count, gradients = known[0], known[1:needed]
+        expected = known[needed] if "expected_gradient" in settings.names else None
+        if is_traced:
+            from thunder_flce import inductor
+
+            return tuple(inductor.scaled(upstream[0], valid_count, gradients, expected=expected))
+        return scaled_gradients(
+            gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
+        )
+    saved, operands = known[: len(settings.saved_names)], known[len(settings.saved_names) :]
+    if is_traced:
+        call = torch.ops.thunder_flce.linear_cross_entropy_backward
+        return tuple(call(list(upstream), list(saved), list(operands), str(settings)))
+    return tuple(operators.backward(settings, upstream, saved, operands, may_overwrite=may_overwrite))
+
+
 class _Backward(torch.autograd.Function):
     """The backward as an autograd function: where autograd records it, a second derivative is an error."""
 
-    @staticmethod
-    def forward(settings: Settings, *tensors: Any) -> Any:
-        count = 1 + len(_NONE_OF_OUTPUTS)
-        upstream, known = tensors[:count], tensors[count:]
-        is_traced = torch.compiler.is_compiling() or type(known[0]) is not Tensor
-        may_overwrite = not is_traced and not graph_is_kept()
-        if settings.finishes_in_forward:
-            needed = 1 + len(settings.needs_grad)
-            valid_count, gradients = known[0], known[1:needed]
-            expected = known[needed] if "expected_gradient" in settings.names else None
-            if is_traced:
-                from thunder_flce import inductor
-
-                return tuple(inductor.scaled(upstream[0], valid_count, gradients, expected=expected))
-            return scaled_gradients(
-                gradients, upstream[0], valid_count=valid_count, expected=expected, may_overwrite=may_overwrite
-            )
-        saved, operands = known[: len(settings.saved_names)], known[len(settings.saved_names) :]
-        if is_traced:
-            call = torch.ops.thunder_flce.linear_cross_entropy_backward
-            return tuple(call(list(upstream), list(saved), list(operands), str(settings)))
-        return tuple(operators.backward(settings, upstream, saved, operands, may_overwrite=may_overwrite))
+    forward = staticmethod(_backward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
