@@ -14,7 +14,7 @@ from interpreted import DEVICE, INTERPRETED, on_device, prepare_row_kernels
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import scaling
 from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
-from thunder_flce.operation.loss import NOTHING_IGNORED, LogitMap
+from thunder_flce.operation.loss import NOTHING_IGNORED
 
 ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
 
@@ -122,25 +122,23 @@ def test_no_valid_row_and_no_items(reduction):
     for num_items, expected in [(None, float("nan")), (torch.tensor(0, device=DEVICE), 0.0)]:
         prepared = _vectors().prepare(target, vocab=VOCAB, **(settings | {"num_items": num_items}))
         zeros = torch.zeros(5, device=DEVICE)
-        loss = _finish(RowStatistics(zeros, zeros), zeros, prepared, logit_map=LogitMap(), reduction=reduction)
+        loss = _finish(RowStatistics(zeros, zeros), zeros, prepared, reduction=reduction)
         assert loss.isnan() == (reduction == "mean" and expected != 0) and (loss == 0) != loss.isnan()
 
 
-def _finish(statistics, z_y, prepared, *, logit_map, z_loss=0.0, reduction):
+def _finish(statistics, z_y, prepared, *, z_loss=0.0, reduction):
     return _vectors().finish(
         statistics, z_y, weight=prepared.weight, at_target=prepared.at_target, divisors=prepared.divisors,
-        logit_map=logit_map, z_loss=z_loss, reduction=reduction,
+        z_loss=z_loss, reduction=reduction,
     )  # fmt: skip
 
 
 @on_device
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize(
-    ("dtype", "logit_map"), [(BF16, LogitMap()), (FP16, LogitMap(scale=-0.5)), (FP32, LogitMap(2.0, 5.0))], ids=str
-)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("of_classes", [False, True])
-def test_finish(reduction, z_loss, dtype, logit_map, of_classes):
+def test_finish(reduction, z_loss, dtype, of_classes):
     """Ignored rows may have anything; a u_y above the maximum, by rounding, is no gain."""
     tokens = 2051
     z = (3 * torch.randn(tokens, VOCAB, device=DEVICE)).to(dtype)
@@ -151,7 +149,7 @@ def test_finish(reduction, z_loss, dtype, logit_map, of_classes):
     prepared = _vectors().prepare(
         target, vocab=VOCAB, ignore_index=-100, token_weights=weights, class_weight=class_weight, reduction=reduction
     )
-    u, column = logit_map(z.double()), prepared.target[:, None]
+    u, column = z.double(), prepared.target[:, None]
     u_y, row_max = u.gather(1, column)[:, 0], u.amax(1)
     u_y[4], row_max[4] = row_max[4] + 1e-3, row_max[4]
     z_y = z.gather(1, column)[:, 0]
@@ -159,14 +157,14 @@ def test_finish(reduction, z_loss, dtype, logit_map, of_classes):
     row_log_sum = (u - row_max[:, None]).exp().sum(1).log()
     row_max[4] -= 100
     weight, at_target = prepared.weight.double(), 1 if class_weight is None else prepared.at_target.double()
-    shifted = torch.where(target == -100, 0, logit_map(z_y.double()) - row_max).clamp(max=0)
+    shifted = torch.where(target == -100, 0, z_y.double() - row_max).clamp(max=0)
     terms = weight * at_target * (row_log_sum - shifted), weight * z_loss * (row_max + row_log_sum) ** 2
     if reduction == "none":
         expected = sum(terms)
     else:
         expected = sum(term.sum() / divisor for term, divisor in zip(terms, prepared.divisors.double(), strict=True))
     statistics = RowStatistics(row_max.float(), row_log_sum.float())
-    loss = _finish(statistics, z_y, prepared, logit_map=logit_map, z_loss=z_loss, reduction=reduction)
+    loss = _finish(statistics, z_y, prepared, z_loss=z_loss, reduction=reduction)
     assert loss.shape == expected.shape and loss.dtype == FP32
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
 
@@ -177,12 +175,12 @@ def test_a_loss_that_is_not_finite_stays_so():
                                   reduction="none")  # fmt: skip
     nan, inf = float("nan"), float("inf")
     row_max, row_log_sum, z_y = torch.tensor([[0.0, inf, 0.0], [nan, 0.0, 1.0], [0.0, inf, -inf]], device=DEVICE)
-    loss = _finish(RowStatistics(row_max, row_log_sum), z_y, prepared, logit_map=LogitMap(), reduction="none")
+    loss = _finish(RowStatistics(row_max, row_log_sum), z_y, prepared, reduction="none")
     assert loss[:2].isnan().all() and loss[2] == inf
     nothing = _vectors().prepare(torch.zeros(0, dtype=torch.int64, device=DEVICE), vocab=2, ignore_index=-1,
                                  reduction="none")  # fmt: skip
     empty = torch.zeros(0, device=DEVICE)
-    loss = _finish(RowStatistics(empty, empty), empty, nothing, logit_map=LogitMap(), reduction="none")
+    loss = _finish(RowStatistics(empty, empty), empty, nothing, reduction="none")
     assert loss.shape == (0,) and nothing.counts.tolist() == [0, 0] and nothing.is_right
 
 

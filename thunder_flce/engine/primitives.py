@@ -540,8 +540,7 @@ class Primitives:
             return row_loss.loss_of(self, selected, found)
         return self.region.vector_kernels.finish(
             found.statistics, found.z_y, weight=selected.weight, at_target=selected.at_target,
-            divisors=selected.divisors, logit_map=self.logit_map, z_loss=loss.z_loss, reduction=loss.reduction,
-            of_rows=found.token_loss,
+            divisors=selected.divisors, z_loss=loss.z_loss, reduction=loss.reduction, of_rows=found.token_loss,
         )  # fmt: skip
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:

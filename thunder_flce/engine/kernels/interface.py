@@ -84,7 +84,7 @@ class RowKernels(Protocol):
         """Everything at once, where coefficients need no statistics and consist of `probability` and `one_hot`.
 
         The gradient, with its one_hot term, takes the place of z. `target` is (C,) int64, each row's column. Returned
-        are the statistics and, (C,) in z's dtype, z at each row's target.
+        are the statistics and, (C,) in z's dtype or the row dtype, z at each row's target.
         """
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from thunder_flce.device import Device
 
@@ -17,6 +18,11 @@ def for_compiler(device: Device, *, threads: int, registers: int | None = None, 
     of_registers = {} if registers is None or device.is_hip else {"maxnreg": registers}
     # Multiplications and additions become one operation; newer versions of Triton do so only where they are told.
     return {**constants, "num_warps": threads // device.warp_size, "enable_fp_fusion": True, **of_registers}
+
+
+def contiguous(*vectors: Tensor | None) -> list[Tensor | None]:
+    """The vectors as a kernel takes them, which could not tell that one is not contiguous."""
+    return [None if vector is None else vector.contiguous() for vector in vectors]
 
 
 def launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str, Any]) -> None:

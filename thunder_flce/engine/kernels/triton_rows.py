@@ -27,7 +27,7 @@ from triton.language.extra import libdevice
 
 from thunder_flce.device import PADDED_ROW_MULTIPLE, ROW_MULTIPLE, Device
 from thunder_flce.engine.kernels.interface import RowStatistics, padded_weight, reads_class_weight
-from thunder_flce.engine.kernels.launch import launch
+from thunder_flce.engine.kernels.launch import contiguous, launch
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.moments import MOMENTS
 
@@ -260,12 +260,16 @@ def _moments_kernel(
 # Vectors are slices of longer ones: how they are aligned must not ask for another compilation.
 @triton.jit(do_not_specialize_on_alignment=["target", "probability", "one_hot"])
 def _both_kernel(
-    z, target, probability, one_hot, row_max, row_log_sum, z_target, exchange,
+    z, target, probability, one_hot, found, exchange,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     PARTS: tl.constexpr, PART: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """PART: columns of each part but the last, padding included; SLOTS: of a row in `exchange`, behind the counter."""
+    """found: row_max, row_log_sum and z at the targets, (3, rows).
+
+    PART: columns of each part but the last, padding included; SLOTS: of a row in `exchange`, behind the counter.
+    """
     IS_EXACT: tl.constexpr = z.dtype.element_ty == tl.float32
+    rows = tl.num_programs(0) // PARTS
     if PARTS == 1:
         index, part = tl.program_id(0), 0
         start, vocab, stride = 0, VOCAB, STRIDE
@@ -282,7 +286,7 @@ def _both_kernel(
     offset = tl.load(target + index) - start
     has_target = (offset >= 0) & (offset < vocab)
     at_target = tl.load(row + offset, mask=has_target, other=0.0)
-    tl.store(z_target + index, at_target, mask=has_target)
+    tl.store(found + 2 * rows + index, at_target.to(tl.float32), mask=has_target)
     # Kept until the gradient: to wait for it a second time took 5% longer.
     rest_columns, rest = None, None
     if PARTS > 1 or VOCAB % BLOCK:
@@ -291,8 +295,8 @@ def _both_kernel(
     if PARTS > 1:
         largest, others = _merged(largest, others, exchange + 1 + index * SLOTS, part, PARTS, SLOTS, IS_EXACT)
     log_sum = _log_sum(others)
-    tl.store(row_max + index, largest, mask=part == 0)
-    tl.store(row_log_sum + index, log_sum, mask=part == 0)
+    tl.store(found + index, largest, mask=part == 0)
+    tl.store(found + rows + index, log_sum, mask=part == 0)
 
     share = tl.load(probability + index)
     if rest is not None:
@@ -441,7 +445,7 @@ class TritonRowKernels:
         if settings is None:
             settings = self._remember(key, _block_for(vocab, _STATISTICS_BLOCKS), STRIDE=stride, VOCAB=vocab)
         found = RowStatistics(*torch.empty(2, rows, dtype=torch.float32, device=z.device).unbind())
-        launch(_statistics_kernel, rows, [z, *_vectors(target), *found, z_y], settings)
+        launch(_statistics_kernel, rows, [z, *contiguous(target), *found, z_y], settings)
         return found
 
     def moments(
@@ -453,7 +457,7 @@ class TritonRowKernels:
             settings = self._remember(key, _MOMENTS_BLOCK, STRIDE=stride, VOCAB=vocab, **_terms(names))
         sums = torch.empty(len(names), rows, dtype=torch.float32, device=z.device)
         weight = padded_weight(class_weight, stride, is_read=reads_class_weight(names))
-        launch(_moments_kernel, rows, [z, *_vectors(*statistics), weight, sums], settings)
+        launch(_moments_kernel, rows, [z, *contiguous(*statistics), weight, sums], settings)
         return dict(zip(names, sums, strict=True))
 
     def gradient_(
@@ -472,7 +476,7 @@ class TritonRowKernels:
             sums = torch.empty(_ceil(rows, rows_each), vocab, dtype=torch.float32, device=z.device)
         weight = padded_weight(class_weight, stride, is_read=coefficients.uniform is not None)
         one_hot = None if target is None else coefficients.one_hot
-        vectors = _vectors(*statistics, *coefficients._replace(one_hot=one_hot), weight, target)
+        vectors = contiguous(*statistics, *coefficients._replace(one_hot=one_hot), weight, target)
         launch(_gradient_kernel, _ceil(rows, rows_each) * programs, [z, out, *vectors, sums, rows, rows_each], settings)
         return None if sums is None else sums[0] if sums.shape[0] == 1 else sums.sum(0)
 
@@ -488,11 +492,11 @@ class TritonRowKernels:
         parts_each, exchange = settings["PARTS"], None
         if parts_each > 1:
             exchange = _exchange(rows, settings["SLOTS"], z.device)
-        found = RowStatistics(*torch.empty(2, rows, dtype=torch.float32, device=z.device).unbind())
-        z_y = torch.empty(rows, dtype=z.dtype, device=z.device)
-        vectors = _vectors(target, coefficients.probability, coefficients.one_hot)
-        launch(_both_kernel, rows * parts_each, [z, *vectors, *found, z_y, exchange], settings)
-        return found, z_y
+        found = torch.empty(3, rows, dtype=torch.float32, device=z.device)
+        vectors = contiguous(target, coefficients.probability, coefficients.one_hot)
+        launch(_both_kernel, rows * parts_each, [z, *vectors, found, exchange], settings)
+        row_max, row_log_sum, z_y = found.unbind()
+        return RowStatistics(row_max, row_log_sum), z_y
 
     def _remember(self, key: tuple[Any, ...], block: _Block, **constants: Any) -> dict[str, Any]:
         for name in ("STRIDE", "OUT_STRIDE"):
@@ -552,11 +556,6 @@ def _terms(names: tuple[str, ...]) -> dict[str, Any]:
 
 def _block_for(vocab: int, blocks: tuple[_Block, ...]) -> _Block:
     return next(block for block in blocks if vocab <= block.largest_vocab)
-
-
-def _vectors(*vectors: Tensor | None) -> list[Tensor | None]:
-    # A kernel could not tell that one is not contiguous.
-    return [None if vector is None else vector.contiguous() for vector in vectors]
 
 
 def _ceil(number: int, by: int) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from thunder_flce.engine.kernels.interface import RowStatistics
-from thunder_flce.engine.kernels.launch import launch
+from thunder_flce.engine.kernels.launch import contiguous, launch
 from thunder_flce.engine.kernels.triton_rows import _logits
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
 from thunder_flce.operation.pointwise import VARIABLES, TokenLoss, input_name
@@ -180,8 +180,7 @@ def kernel_for(
         value, probability, one_hot, *others = z_y.new_empty(3 + len(names), rows, dtype=torch.float32).unbind()
         of_names = dict(zip(names, others, strict=True))
         found = [value, probability, one_hot, of_names.get("d_mean_logit"), of_names.get("d_entropy")]
-        vectors = [*statistics, z_y, moments.get("expected"), moments.get("shifted_sum"), s, *inputs]
-        vectors = [None if each is None else each.contiguous() for each in vectors]
+        vectors = contiguous(*statistics, z_y, moments.get("expected"), moments.get("shifted_sum"), s, *inputs)
         launch(kernel, -(-rows // _BLOCK), [*vectors, *found, rows, columns], settings)
         return value, RowCoefficients(*found[1:])
 

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from thunder_flce.device import Device
 from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
-from thunder_flce.engine.kernels.launch import launch
-from thunder_flce.engine.kernels.triton_rows import _logits
-from thunder_flce.operation.loss import LogitMap
+from thunder_flce.engine.kernels.launch import contiguous, launch
 
 
 @triton.jit
@@ -34,25 +32,21 @@ def _read_targets(target, token_weight, start, tokens, ignore_index, IGNORES: tl
 
 @triton.jit(
     do_not_specialize=["tokens", "vocab", "ignore_index"],
-    do_not_specialize_on_alignment=[
-        "target",
-        "token_weight",
-        "num_items",
-        "upstream",
-        "column",
-        "weights",
-        "s",
-        "at_target",
-        "order",
-    ],
+    do_not_specialize_on_alignment=["target", "token_weight", "num_items", "upstream"],
 )
 def _prepare_kernel(
-    target, token_weight, class_weight, num_items, upstream,
-    column, weights, s, at_target, divisors, counts, is_right, order,
-    tokens, vocab, ignore_index,
-    IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, UPSTREAMS: tl.constexpr, BLOCK: tl.constexpr,
+    target, token_weight, class_weight, num_items, upstream, integers, floats, tokens, vocab, ignore_index,
+    IGNORES: tl.constexpr, IS_MEAN: tl.constexpr, UPSTREAMS: tl.constexpr, ORDERED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """By one program; UPSTREAMS: whether each token has an upstream gradient of its own."""
+    """By one program; UPSTREAMS: whether each token has an upstream gradient of its own.
+
+    integers: counts, is_right, columns and, if ORDERED, the order; floats: divisors, weights, s and class weights.
+    """
+    is_right, column = integers + 2, integers + 3
+    order = column + tokens
+    weights = floats + 2
+    s = weights + tokens
+    at_target = s + tokens
     total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     wrong, valid_count = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     before = 0
@@ -64,7 +58,7 @@ def _prepare_kernel(
         label = tl.where(is_label & (is_wrong == 0), label, 0)
         # In the order, only rows that are valid are read.
         place, is_row = number, is_token
-        if order is not None:
+        if ORDERED:
             place, is_row = before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
             before += tl.sum(valid.to(tl.int32), 0)
             tl.store(order + place, number.to(tl.int64), mask=valid)
@@ -81,8 +75,8 @@ def _prepare_kernel(
         valid_count += valid.to(tl.int32)
 
     count, wrong_count = tl.sum(valid_count, 0), tl.sum(wrong, 0)
-    tl.store(counts, count.to(tl.int64))
-    tl.store(counts + 1, wrong_count.to(tl.int64))
+    tl.store(integers, count.to(tl.int64))
+    tl.store(integers + 1, wrong_count.to(tl.int64))
     tl.store(is_right, (wrong_count == 0).to(tl.int64))
     divisor, divisor_z = 1.0, 1.0
     if IS_MEAN:
@@ -92,8 +86,8 @@ def _prepare_kernel(
             divisor_z = divisor
         else:
             divisor, divisor_z = tl.sum(total, 0), tl.sum(total_z, 0)
-    tl.store(divisors, divisor)
-    tl.store(divisors + 1, divisor_z)
+    tl.store(floats, divisor)
+    tl.store(floats + 1, divisor_z)
 
     factor = 1.0
     if upstream is not None and not UPSTREAMS:
@@ -109,7 +103,7 @@ def _prepare_kernel(
         if IS_MEAN:
             share = tl.div_rn(share, tl.zeros_like(share) + divisor)
         place, is_row = number, is_token
-        if order is not None:
+        if ORDERED:
             place, is_row = before + tl.cumsum(valid.to(tl.int32), 0) - 1, valid
             before += tl.sum(valid.to(tl.int32), 0)
             other = (is_token & (valid == 0)).to(tl.int32)
@@ -148,36 +142,34 @@ def prepare(
     """
     tokens, device = target.shape[0], target.device
     has_upstreams = upstream is not None and upstream.ndim > 0
-    settings = _PREPARE.get(key := (ignores, reduction == "mean", has_upstreams))
+    settings = _PREPARE.get(key := (ignores, reduction == "mean", has_upstreams, ordered))
     if settings is None:
-        constants = {"IGNORES": key[0], "IS_MEAN": key[1], "UPSTREAMS": key[2], "BLOCK": _BLOCK}
-        settings = _PREPARE[key] = {**constants, "threads": _THREADS}
+        constants = dict(zip(("IGNORES", "IS_MEAN", "UPSTREAMS", "ORDERED"), key, strict=True))
+        settings = _PREPARE[key] = {**constants, "BLOCK": _BLOCK, "threads": _THREADS}
     # Two allocations and two splits take the host a third of what a tensor of its own takes for each.
-    integers = torch.empty(3 + tokens * (2 if ordered else 1), dtype=torch.int64, device=device)
-    floats = torch.empty(2 + tokens * (2 if class_weight is None else 3), dtype=torch.float32, device=device)
-    counts, is_right, column, *order = integers.split_with_sizes([2, 1, *[tokens] * (2 if ordered else 1)])
-    divisors, weight, s, *at_target = floats.split_with_sizes([2, *[tokens] * (2 if class_weight is None else 3)])
-    found = Prepared(
+    sizes_of_integers = [2, 1, tokens, tokens] if ordered else [2, 1, tokens]
+    sizes_of_floats = [2, tokens, tokens] if class_weight is None else [2, tokens, tokens, tokens]
+    integers = torch.empty(sum(sizes_of_integers), dtype=torch.int64, device=device)
+    floats = torch.empty(sum(sizes_of_floats), dtype=torch.float32, device=device)
+    given = contiguous(target, token_weights, class_weight, num_items, upstream)
+    launch(_prepare_kernel, 1, [*given, integers, floats, tokens, vocab, ignore_index], settings)
+    counts, is_right, column, *order = integers.split_with_sizes(sizes_of_integers)
+    divisors, weight, s, *at_target = floats.split_with_sizes(sizes_of_floats)
+    return Prepared(
         column, weight, s, at_target[0] if at_target else None, divisors, counts, is_right, order[0] if order else None
     )
-    vectors = (target, token_weights, class_weight, num_items, upstream)
-    given = [None if given is None else given.contiguous() for given in vectors]
-    launch(_prepare_kernel, 1, [*given, *found, tokens, vocab, ignore_index], settings)
-    return found
 
 
 @triton.jit
 def _terms(
-    row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr,
+    row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     """What each row adds to the loss: weighted cross-entropies and z terms, float32."""
-    IS_EXACT: tl.constexpr = z_y.dtype.element_ty == tl.float32
     of_row = tl.load(weight + number, mask=is_row, other=0.0)
     largest = tl.load(row_max + number, mask=is_row, other=0.0)
     log_sum = tl.load(row_log_sum + number, mask=is_row, other=0.0)
-    shifted = _logits(tl.load(z_y + number, mask=is_row, other=0.0), SCALE, SOFTCAP, IS_EXACT) - largest
-    # A kernel's softcap may differ from PyTorch's in its last digit, which must not make a loss negative. NaN stays.
+    shifted = tl.load(z_y + number, mask=is_row, other=0.0).to(tl.float32) - largest
+    # The loss must not be negative. NaN stays.
     loss = log_sum - tl.where(shifted > 0.0, 0.0, shifted)
     if of_rows is not None:
         loss = tl.load(of_rows + number, mask=is_row, other=0.0)
@@ -195,16 +187,14 @@ def _terms(
 )
 def _finish_kernel(
     row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, rows,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
+    Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """By one program if it REDUCES."""
     if REDUCES:
         total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, rows, BLOCK):
             number = start + tl.arange(0, BLOCK)
-            loss, z_term = _terms(
-                row_max, row_log_sum, z_y, weight, at_target, of_rows, number, number < rows, SCALE, SOFTCAP, Z_LOSS
-            )
+            loss, z_term = _terms(row_max, row_log_sum, z_y, weight, at_target, of_rows, number, number < rows, Z_LOSS)
             total += loss
             total_z += z_term
         value = tl.div_rn(tl.sum(total, 0), tl.load(divisors))
@@ -214,39 +204,34 @@ def _finish_kernel(
     else:
         number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         is_row = number < rows
-        loss, z_term = _terms(
-            row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row, SCALE, SOFTCAP, Z_LOSS
-        )
+        loss, z_term = _terms(row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row, Z_LOSS)
         if Z_LOSS != 0:
             loss += z_term
         tl.store(result + number, loss, mask=is_row)
 
 
 def finish(
-    statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None,
-    divisors: Any,
-    logit_map: LogitMap, z_loss: float, reduction: str, of_rows: Tensor | None = None,
+    statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None, divisors: Any, z_loss: float,
+    reduction: str, of_rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The loss of `operation.loss` without smoothing, float32, in one launch: (), or (N,) for "none".
 
     Args:
         statistics: of the N rows.
-        z_y: (N,) z at each row's target, in the logits' dtype, of 16 or 32 bits.
+        z_y: (N,) the logit of each row's target, of 16 or 32 bits.
         weight: (N,) as in `Prepared`, of these rows; so is `at_target`.
         at_target: (N,), None without class weights.
         divisors: as in `Prepared`; what they divide by is 1 for "none".
-        logit_map: from z to the logits.
         z_loss: ζ.
         reduction: "mean", "sum" or "none".
         of_rows: (N,) what takes the place of each row's cross-entropy.
     """
     rows, reduces = z_y.shape[0], reduction != "none"
-    settings = _FINISH.get(key := (logit_map.scale, logit_map.softcap, z_loss, reduces))
+    settings = _FINISH.get(key := (z_loss, reduces))
     if settings is None:
-        constants = {"SCALE": logit_map.scale, "SOFTCAP": logit_map.softcap, "Z_LOSS": z_loss, "REDUCES": reduces}
-        settings = _FINISH[key] = {**constants, "BLOCK": _BLOCK, "threads": _THREADS}
+        settings = _FINISH[key] = {"Z_LOSS": z_loss, "REDUCES": reduces, "BLOCK": _BLOCK, "threads": _THREADS}
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
-    given = [None if of is None else of.contiguous() for of in (*statistics, z_y, weight, at_target, of_rows)]
+    given = contiguous(*statistics, z_y, weight, at_target, of_rows)
     if programs := 1 if reduces else -(-rows // _BLOCK):
         launch(_finish_kernel, programs, [*given, divisors, result, rows], settings)
     return result
