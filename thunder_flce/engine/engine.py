@@ -11,7 +11,7 @@ one otherwise; the backward calls it with what the forward has saved. Legend: T 
 a chunk, H hidden size, V vocabulary.
 """
 
-from dataclasses import replace
+from copy import copy
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from thunder_flce.engine import row_loss
 from thunder_flce.engine.kernels.interface import RowStatistics
 from thunder_flce.engine.kernels.scaling import usable
-from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
+from thunder_flce.engine.plan import LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.engine.row_loss import Coefficients, RowResults, UpstreamGradients
 from thunder_flce.engine.rows import Rows
@@ -59,7 +59,9 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         rows = ops.prepare(None, meanwhile=logits.start)
         # Class weights are among the factors that the backward multiplies rows by; the weights of targets are not.
         ones = torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
-        coefficients = Coefficients(ops, replace(rows, at_target=None, s=ones), UpstreamGradients(ones))
+        units = copy(rows)
+        units.at_target, units.s = None, ones
+        coefficients = Coefficients(ops, units, UpstreamGradients(ones))
     elif plan.finishes_in_forward:
         expected = call.get("expected_gradient")
         upstream = None if expected is None else usable(expected)
@@ -82,7 +84,8 @@ def backward(ops: Primitives, saved: Saved, upstream: UpstreamGradients) -> dict
     if ops.plan.finishes_in_forward:
         assert saved.unit_gradient is not None
         rows = ops.prepare_again(upstream.loss, call.tokens)
-        factors = Coefficients(ops, replace(rows, target_weights=None), upstream).factors
+        rows.target_weights = None
+        factors = Coefficients(ops, rows, upstream).factors
         return {"input": ops.scaled_rows(saved.unit_gradient, rows.returned(factors))}
     assert saved.computed_rows is not None
     rows = ops.prepare_again(upstream.loss, ops.count_of(saved.computed_rows))
@@ -244,7 +247,8 @@ def _results(
     if call.loss.outputs:
         row = found.row(ops)
         results |= {name: row_loss.output(ops, rows, name, row) for name in call.loss.outputs}
-    results["valid_count"] = rows.valid_count
+    if plan.strategy != LOSS_ONLY:
+        results["valid_count"] = rows.valid_count
     if plan.reads_statistics(call):
         row_max, row_log_sum = map(rows.scatter, found.statistics)
         results |= {"row_max": row_max, "row_log_sum": row_log_sum}

@@ -6,8 +6,6 @@ Legend: T tokens, N rows computed, C rows in a chunk, K targets a token, H hidde
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,43 +53,32 @@ def prepare(call: Call, *, upstream: Tensor | None, ordered: bool) -> Prepared:
     return Prepared(target[order], weight[order], s[order], at_target, divisors, counts, None, order)
 
 
-@dataclass(kw_only=True, eq=False)
 class Rows:
     """The rows that are computed, in order."""
 
-    count: int
-    """N"""
-    total: int
-    """T"""
-    target: Tensor
-    """(N,) int64 in [0, V), 0 in ignored rows; with target weights (N, K), 0 where ignored"""
-    valid_count: Tensor
-    """() int64 how many rows are valid"""
-    weight: Tensor
-    """(N,) what multiplies a row's loss, 0 in ignored rows"""
-    s: Tensor
-    """(N,) the upstream gradient of each row's cross-entropy: of a forward, that which gradients are computed for"""
-    at_target: Tensor | None
-    """(N,) class weights"""
-    divisors: tuple[Tensor, Tensor] | Tensor | None
-    order: Tensor | None = None
-    """(T,) the tokens: the N that the rows stand for, then the others; None where all are computed, in their order"""
     target_weights: Tensor | None = None
     """(N, K) the weight of each of a row's targets, 0 for ignored ones"""
     first_targets: Tensor | None = None
     """(N, K) 1 for the first of a row's targets in a column, 0 for further and ignored ones; with `Loss.target_rest`"""
 
-    @classmethod
-    def of_tokens(cls, found: Prepared, index: Any = None, **others: Any) -> "Rows":
-        """The rows of some of the tokens, by an `index` of vectors, or of all, with the `others` of their fields."""
-        target, weight, s, at_target = found[:4]
+    def __init__(self, found: Prepared, count: int, *, index: Any = None, order: Tensor | None = None):
+        """The rows of some of the tokens, by an `index` of vectors, or of all.
+
+        `order` is (T,): the N tokens that the rows stand for, then the others; None where all are computed as they are.
+        """
+        self.count, self.total, self.order = count, found.target.shape[0], order
+        # (N,) each: the target as in `Prepared`, with target weights (N, K), what multiplies a row's loss, the upstream
+        # gradient of its cross-entropy, in a forward that which gradients are computed for, and its class weight.
+        self.target, self.weight, self.s, self.at_target = found[:4]
         if index is not None:
-            target, weight, s = target[index], weight[index], s[index]
-            at_target = None if at_target is None else at_target[index]
-        return cls(
-            total=found.target.shape[0], target=target, valid_count=found.counts[0], weight=weight, s=s,
-            at_target=at_target, divisors=found.divisors, **others,
-        )  # fmt: skip
+            self.target, self.weight, self.s = self.target[index], self.weight[index], self.s[index]
+            self.at_target = None if self.at_target is None else self.at_target[index]
+        self.divisors, self._counts = found.divisors, found.counts
+
+    @property
+    def valid_count(self) -> Tensor:
+        """() int64 how many rows are valid."""
+        return self._counts[0]
 
     @property
     def index(self) -> Tensor:
@@ -180,9 +167,9 @@ class Rows:
 def selected(found: Prepared, count: int) -> Rows:
     """The first `count` of the tokens; where that is all of them, the order is their own."""
     if found.order is None or count == found.target.shape[0]:
-        return Rows.of_tokens(found, count=count)
+        return Rows(found, count)
     # Views: while the host starts kernels, after it has waited for the count, the device has nothing to do.
-    return Rows.of_tokens(found, slice(count), count=count, order=found.order)
+    return Rows(found, count, index=slice(count), order=found.order)
 
 
 def with_target_weights(call: Call, rows: Rows) -> Rows:
@@ -192,8 +179,10 @@ def with_target_weights(call: Call, rows: Rows) -> Rows:
     weights = call.tensors["target_weights"]
     counts = (rows.gather(call.tensors["target"]) != call.loss.ignore_index) & (rows.weight != 0).unsqueeze(1)
     weights = torch.where(counts, rows.gather(weights), 0)
-    first = _first_in_column(rows.target, counts).to(weights.dtype) if call.loss.target_rest else None
-    return replace(rows, target=torch.where(counts, rows.target, 0), target_weights=weights, first_targets=first)
+    if call.loss.target_rest:
+        rows.first_targets = _first_in_column(rows.target, counts).to(weights.dtype)
+    rows.target, rows.target_weights = torch.where(counts, rows.target, 0), weights
+    return rows
 
 
 def _first_in_column(target: Tensor, counts: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ chunk, H hidden size.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -20,17 +19,15 @@ from thunder_flce.operation.call import Call
 from thunder_flce.operation.shard import Shard
 
 
-@dataclass(kw_only=True, eq=False)
 class RowsOfParts(Rows):
     """The rows that are computed, in the order of chunks, in a chunk in the order of ranks; `order` is (N,)."""
 
-    shard: Shard
-    own: Rows
-    """(M,) those of this rank's part, in its tokens"""
-    part_chunk: int
-    """How many rows of each part a chunk has, but for the last"""
-    _ahead: dict[tuple[int, int], collectives.Pending] = field(default_factory=dict)
-    """By the tensor and the first row, the rows of a chunk that are on their way"""
+    def __init__(self, found: Prepared, index: Tensor, *, shard: Shard, own: Rows, part_chunk: int):
+        """`own` are (M,), this rank's, in its tokens; chunks have `part_chunk` rows of each part, but for the last."""
+        super().__init__(found, shard.ranks * own.count, index=index, order=index)
+        self.shard, self.own, self.part_chunk = shard, own, part_chunk
+        # By the tensor and the first row, the rows of a chunk that are on their way.
+        self._ahead: dict[tuple[int, int], collectives.Pending] = {}
 
     def chunks(self, largest: int, first: int = 0) -> Iterator[slice]:
         """Slices that cover all rows, in the sizes that the order was made for."""
@@ -99,8 +96,6 @@ def rows_of_parts(call: Call, found: Prepared, *, chunk_rows: int, count: int) -
     chosen = (order[:, :count] + offsets).split(part_chunk, 1)
     index = torch.cat([part.reshape(-1) for part in chosen])
     # Of these, only where they are in x and dX is asked for.
-    own = Rows.of_tokens(found, count=count, order=None if count == tokens else order[shard.rank])
-    return RowsOfParts.of_tokens(
-        found, index, count=shard.ranks * count, order=index, shard=shard, own=replace(own, total=tokens),
-        part_chunk=part_chunk,
-    )  # fmt: skip
+    own = Rows(found, count, order=None if count == tokens else order[shard.rank])
+    own.total = tokens
+    return RowsOfParts(found, index, shard=shard, own=own, part_chunk=part_chunk)
