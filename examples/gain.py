@@ -9,18 +9,13 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # The profiler complains of GPUs
 
 import torch
 
-from thunder_flce.bench.measuring import TOTAL, Mark, peak_bytes
+from thunder_flce.bench.measure import peak_bytes
 
 
 def measure(step: Callable[[], object], device: str) -> tuple[float, float]:
     """The median milliseconds of a step, and the most MiB that it holds at a time. It runs once before, to compile."""
     step()
-
-    def marked(mark: Mark) -> None:
-        step()
-        mark("step")
-
-    peak = peak_bytes(marked, device)[TOTAL]
+    peak = peak_bytes(step, device)
     seconds = []
     for _ in range(3):
         start = time.perf_counter()

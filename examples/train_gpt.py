@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from local_text import standard_library, tokenize
 from show_traces import loss_region, print_side_by_side
-from thunder_flce.bench.measuring import TOTAL, Mark, peak_bytes
+from thunder_flce.bench.measure import peak_bytes
 from thunder_flce.engine.kernels.dispatch import is_installed
 from thunder_flce.inspection.formatting import format_bytes
 
@@ -192,13 +192,12 @@ def loss_peak_bytes(run: Run, setup: Setup, targets: Tensor) -> int:
     region = run.jit(NextToken(run.module.model.lm_head))
     hidden = torch.randn(*targets.shape, setup.width, device=targets.device, dtype=setup.dtype, requires_grad=True)
 
-    def forward_and_backward(mark: Mark) -> None:
+    def forward_and_backward() -> None:
         region(hidden, targets).backward()
-        mark("forward and backward")
 
-    forward_and_backward(lambda phase: None)  # Compiles.
+    forward_and_backward()  # Compiles.
     hidden.grad = run.module.model.lm_head.weight.grad = None
-    return peak_bytes(forward_and_backward, targets.device.type)[TOTAL]
+    return peak_bytes(forward_and_backward, targets.device.type)
 
 
 def report_traces(console: Console, runs: dict[str, Run], logits_numel: int) -> None:

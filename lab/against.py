@@ -10,7 +10,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
@@ -19,107 +18,96 @@ from typing import Any
 
 import torch
 
-from thunder_flce.bench import methods, records
+from thunder_flce.bench import methods, output
 from thunder_flce.bench.cli import Subset
-from thunder_flce.bench.measuring import (
-    GB,
-    TIME,
+from thunder_flce.bench.measure import (
     TOTAL,
-    Schedule,
-    Session,
+    Run,
     Step,
-    TimedRow,
     Unavailable,
-    column,
     laps_ms,
+    no_mark,
     peak_bytes,
+    progress,
     release,
-    settle,
     spread,
     synchronize,
 )
-from thunder_flce.bench.methods import Method, calling
+from thunder_flce.bench.methods import Method, ours
+from thunder_flce.bench.output import GB, TIME
 from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape
 
 PACKAGE = "thunder_flce"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(TimedRow):
-    """What was measured of one method and its base on one shape."""
-
-    shape: Shape
-    base: str | None = column("base")
-    """A method, or the commit or the folder of another checkout."""
-    base_time_ms: float | None = column("base, ms", TIME)
-    ratio: float | None = column("ratio", "{:.4f}")
-    """Median of the ratios of two calls that followed each other, with the 20th and 80th percentile."""
-    ratio_p20: float | None = None
-    ratio_p80: float | None = None
-    pairs: int | None = column("pairs")
-    """How many ratios those are of."""
-    above_outputs_gb: float | None = column("peak − gradients, GB", GB)
-    """Peak above the inputs and the gradients, in 10⁹ bytes."""
-    base_above_outputs_gb: float | None = column("base, GB", GB)
-    memory_ratio: float | None = column("ratio", "{:.3f}")
-    """The first over the second; None where the second is not above 0."""
+COLUMNS = {
+    "base": ("base", "{}"),  # a method, or the commit or the folder of another checkout
+    "time_ms": ("time, ms", TIME),
+    "base_time_ms": ("base, ms", TIME),
+    "ratio": ("ratio", "{:.4f}"),  # of two calls that followed each other
+    "pairs": ("pairs", "{}"),  # how many ratios those are of
+    "above_outputs_gb": ("peak − gradients, GB", GB),
+    "base_above_outputs_gb": ("base, GB", GB),
+    "memory_ratio": ("ratio", "{:.3f}"),  # of the two before; None where the second is not above 0
+}
 
 
-def measure(shape: Shape, names: list[str], session: Session, *, base: str, base_commit: str | None) -> None:
+def measure(shape: Shape, names: list[str], run: Run, *, base: str, base_commit: str | None) -> None:
     """Measures methods and their bases on one shape.
 
     Args:
         shape: what to measure.
         names: of methods; with another checkout as the base, "function", with options or without.
-        session: where, for how long (a call is one of both), and who is told.
+        run: where, and for how long (a call is one of both).
         base: a method, or the folder of another checkout.
         base_commit: what is checked out there, where git cannot tell.
     """
     folder = Path(base).resolve() if (Path(base) / PACKAGE).is_dir() else None
     if folder is None:
         try:
-            methods.check_method(base)
+            methods.maker(base)
         except ValueError:
             raise SystemExit(f"--base must be a method or a folder with a folder {PACKAGE}, but got {base!r}") from None
     if folder is not None:
-        base = base_commit or records.commit_of(folder / PACKAGE) or folder.name
-    device, session = session.device, replace(session, row=partial(Row, shape=shape, base=base))
+        base = base_commit or output.commit_of(folder / PACKAGE) or folder.name
+    run.fields |= {**shape.as_record(), "base": base}
     torch.compiler.reset()
     pairs: dict[str, tuple[Step, Step]] = {}
     memory: dict[str, dict[str, Any]] = {}
-    with session.attempt(*names) as tried:
-        release(device)
-        inputs = Inputs.random(shape, device)
-    if tried.failed:
+    inputs = None
+    with run.attempt(*names):
+        release(run.device)
+        inputs = Inputs.random(shape, run.device)
+    if inputs is None:
         return
     for name in names:
-        session.progress(f"{name}: first calls")
-        with session.attempt(name):
-            other = methods.build(base) if folder is None else _of_checkout(name, folder)
-            pair = partial(run_step, inputs, methods.build(name)), partial(run_step, inputs, other)
-            memory[name] = _memory(*pair, shape, device)
+        progress(f"{name}: first calls")
+        with run.attempt(name):
+            other = methods.maker(base)() if folder is None else _of_checkout(name, folder)
+            pair = partial(run_step, inputs, methods.maker(name)()), partial(run_step, inputs, other)
+            memory[name] = _memory(*pair, run.device)
             pairs[name] = pair
-    for name, turns in session.rounds(pairs, _turn).items():
-        session.report(method=name, **paired_spread([pair for turn in turns for pair in turn]), **memory[name])
+    for name, times in run.in_turns(pairs, partial(_turn, run)).items():
+        run.row(name, **paired_spread(times), **memory[name])
 
 
 def _of_checkout(name: str, folder: Path) -> Method:
-    ours, options = methods.with_options(name)
-    if ours != "function":
+    way, options = methods.with_options(name)
+    if way != "function":
         raise Unavailable("only the function is compared with that of another checkout")
     function, make_options = load(folder)
     try:
-        return calling(function, options=make_options(**options.non_defaults()))
+        return ours(make_options(**options.non_defaults()), function=function)
     except TypeError as error:
         raise Unavailable(f"no such option in this version: {error}") from None
 
 
-def _turn(pair: tuple[Step, Step], schedule: Schedule, device: str) -> list[tuple[float, float]]:
+def _turn(run: Run, pair: tuple[Step, Step]) -> list[tuple[float, float]]:
     """Milliseconds of both, which find the chip as warm: their ratio is known better than either of their times."""
     # First, second, second, first, and so on: neither always follows the other.
-    orders = (pair if number % 2 == 0 else pair[::-1] for number in range(settle(pair, schedule, device)))
-    times = [lap[TOTAL] for lap in laps_ms(itertools.chain(*orders), device)]
+    orders = (pair if number % 2 == 0 else pair[::-1] for number in run.repetitions(*pair))
+    times = [lap[TOTAL] for lap in laps_ms(itertools.chain.from_iterable(orders), run.device)]
     in_turn = enumerate(zip(times[::2], times[1::2], strict=True))
     return [(one, other) if number % 2 == 0 else (other, one) for number, (one, other) in in_turn]
 
@@ -132,13 +120,13 @@ def paired_spread(pairs_ms: Iterable[tuple[float, float]]) -> dict[str, Any]:
     return {**times, **spread(ratios, "ratio"), "pairs": len(ratios)}
 
 
-def _memory(one: Step, other: Step, shape: Shape, device: str) -> dict[str, Any]:
+def _memory(one: Step, other: Step, device: str) -> dict[str, Any]:
     """Calls both once, then once more for their memory."""
     peaks = []
     for step in (one, other):
-        step(lambda phase: None)
+        outputs = sum(result.nbytes for name, result in step(no_mark).items() if name != "loss")
         synchronize(device)
-        peaks.append((peak_bytes(step, device)[TOTAL] - shape.output_bytes) / 1e9)
+        peaks.append((peak_bytes(partial(step, no_mark), device) - outputs) / 1e9)
     return {
         "above_outputs_gb": peaks[0],
         "base_above_outputs_gb": peaks[1],
@@ -184,12 +172,11 @@ def _holder() -> tempfile.TemporaryDirectory:
 SUBSET = Subset(
     help="time and memory against another checkout, or a method, in turns",
     measure=measure,
-    row=Row,
+    columns=COLUMNS,
     methods=["function"],
-    check_method=methods.check_method,
-    defaults={"cuda": ["S1"], "cpu": ["cpu"]},
+    check_method=methods.maker,
     # At 8192 × 128256 × 4096, 40 pairs of a step of 40 ms in 5 seconds.
-    schedule=Schedule(rounds=4, calls=50, turn_ms=800, settle_ms=300),
+    turns={"calls": 50, "turn_ms": 800, "settle_ms": 300},
     options={
         "base": {"required": True, "help": "the folder of another checkout of this project, or a method"},
         "base_commit": {"metavar": "COMMIT", "help": "what is checked out there, where git cannot tell"},

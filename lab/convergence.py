@@ -9,8 +9,7 @@ import math
 import random
 import sysconfig
 import time
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from thunder_flce.bench.cli import Subset, one_of, positive
-from thunder_flce.bench.measuring import TIME, Session, TimedRow, column, release, synchronize
-from thunder_flce.bench.methods import Method, build, check_method, peer
+from thunder_flce.bench.measure import Run, progress, release, synchronize
+from thunder_flce.bench.methods import Method, maker, peer
+from thunder_flce.bench.output import TIME
 from thunder_flce.bench.shapes import Inputs
 
 AVERAGED = 10
@@ -73,52 +73,40 @@ SETUPS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(TimedRow):
-    """One training run; its time is the mean of a step after the first ten, with the optimizer."""
-
-    model: str
-    seed: int | None = column("seed")
-    """Of the parameters and of the order of the batches."""
-    steps: int
-    tokens: int | None = None
-    """In a step."""
-    vocab: int | None = None
-    parameters: int | None = None
-    text_tokens: int | None = None
-    """How many there are to train on."""
-    losses: list[float] = field(default_factory=list)
-    """Means over `AVERAGED` steps each."""
-    time_ms: float | None = column("step, ms", TIME)
-    final_loss: float | None = column("final loss", "{:.4f}")
-    """Mean over the last `FINAL` steps."""
-    held_out_loss: float | None = column("held out", "{:.4f}")
-    """After the last step, on text that was not trained on, by eager PyTorch."""
+COLUMNS = {
+    "seed": ("seed", "{}"),  # of the parameters and of the order of the batches
+    "time_ms": ("step, ms", TIME),  # the mean after the first ten, with the optimizer
+    "final_loss": ("final loss", "{:.4f}"),  # mean over the last `FINAL` steps
+    "held_out_loss": ("held out", "{:.4f}"),  # after the last step, on other text, by eager PyTorch
+}
+"""Rows also have the "losses" of the run, means over `AVERAGED` steps each."""
 
 
-def measure(name: str, methods: list[str], session: Session, *, seeds: list[int], steps: int) -> None:
+def measure(name: str, methods: list[str], run: Run, *, seeds: list[int], steps: int) -> None:
     """Trains one model by each method from each seed.
 
     Args:
         name: one of `SETUPS`.
-        methods: names that `methods.build` knows.
-        session: where, and who is told.
+        methods: names that `methods.maker` knows.
+        run: where.
         seeds: of the runs; those of one seed begin with the same parameters and see the same batches.
         steps: of each run.
     """
     torch.compiler.reset()
-    session.progress("text and model")
-    session = replace(session, row=partial(Row, model=name, steps=steps, seed=0))
-    with session.attempt(name) as tried:
-        training = _Training(SETUPS[name], session.device)
-    if tried.failed:
+    progress("text and model")
+    run.fields |= {"model": name, "steps": steps}
+    training = None
+    with run.attempt(name):
+        training = _Training(SETUPS[name], run.device)
+    if training is None:
         return
+    run.fields |= training.sizes
     for seed in seeds:
-        of_seed = session.with_fields(seed=seed, **training.sizes)
+        run.fields["seed"] = seed
         for method in methods:
-            session.progress(f"seed {seed}: {method}")
-            with of_seed.attempt(method):
-                of_seed.report(method=method, **training.run(build(method), seed, steps))
+            progress(f"seed {seed}: {method}")
+            with run.attempt(method):
+                run.row(method, **training.run(maker(method)(), seed, steps))
 
 
 class _Training:
@@ -147,7 +135,7 @@ class _Training:
         }
 
     def run(self, method: Method, seed: int, steps: int) -> dict[str, Any]:
-        """Trains from the beginning; returns the numbers of `Row`."""
+        """Trains from the beginning; returns the numbers of a row."""
         release(self._device)
         self._restart(seed)
         setup = self._setup
@@ -200,7 +188,7 @@ class _Training:
         length = self._setup.length
         starts = torch.arange(0, len(self._held_out) - length, length, device=self._device)
         batches = starts[: len(starts) // self._setup.batch * self._setup.batch].view(-1, self._setup.batch)[:50]
-        eager = build("eager")
+        eager = maker("eager")()
         return torch.stack([self._loss(eager, self._held_out, batch) for batch in batches]).mean().item()
 
 
@@ -239,13 +227,13 @@ def _documents(characters: int) -> list[str]:
 SUBSET = Subset(
     help="loss curves of training runs from several seeds",
     measure=measure,
-    row=Row,
+    columns=COLUMNS,
     methods=["eager", "function", "liger"],
-    check_method=check_method,
+    check_method=maker,
     case="model",
     parse=one_of(SETUPS),
-    defaults={"cuda": ["llama-100m"], "cpu": ["tiny"]},
-    schedule=None,
+    cases={"cuda": ["llama-100m"], "cpu": ["tiny"]},
+    turns=None,
     options={
         "seeds": {"nargs": "+", "type": int, "default": [0, 1, 2], "metavar": "SEED"},
         "steps": {"type": positive, "default": 2000, "help": "of each run (default: %(default)s)"},

@@ -6,15 +6,14 @@ bytes and writes the other half.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from thunder_flce.bench.cli import Subset
-from thunder_flce.bench.measuring import TOTAL, Mark, Session, Step, TimedRow, column, release
+from thunder_flce.bench.measure import TOTAL, Mark, Run, Step, no_mark, progress, release, spread
+from thunder_flce.bench.output import TIME
 from thunder_flce.bench.shapes import DTYPES, dtype_name
 from thunder_flce.engine.kernels.dispatch import BACKENDS, check_available, kernels_for
 from thunder_flce.engine.kernels.interface import RowKernels
@@ -39,81 +38,60 @@ KERNELS = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(TimedRow):
-    """What was measured of one kernel at one vocabulary."""
-
-    vocab: int
-    rows: int
-    row_stride: int
-    """Elements from one row to the next, the padding included."""
-    dtype: str
-    backend: str | None = column("backend")
-    """One of `dispatch.BACKENDS`."""
-    time_ms: float | None = column("time, ms", "{:.3f}")
-    gb_per_s: float | None = column("GB/s", "{:.0f}")
-    """10⁹ bytes a second of those that have to be moved, padding not counted."""
-    copy_gb_per_s: float | None = column("copy, GB/s", "{:.0f}")
-    """The bytes a second of a copy that moves as many."""
-    ratio: float | None = column("of the copy", "{:.1%}")
-    """gb_per_s over copy_gb_per_s."""
+COLUMNS = {
+    "backend": ("backend", "{}"),  # one of `dispatch.BACKENDS`
+    "time_ms": ("time, ms", TIME),
+    "gb_per_s": ("GB/s", "{:.0f}"),  # 10⁹ bytes a second of those that have to be moved, padding not counted
+    "copy_gb_per_s": ("copy, GB/s", "{:.0f}"),  # of a copy that moves as many
+    "ratio": ("of the copy", "{:.1%}"),  # the first over the second
+}
 
 
-def measure(vocab: int, methods: list[str], session: Session, *, dtype: str | None) -> None:
+def measure(vocab: int, methods: list[str], run: Run, *, dtype: str | None) -> None:
     """Measures kernels at one vocabulary, of each backend that can run there, in turns.
 
     Args:
         vocab: V, at least 2.
         methods: names from `KERNELS`.
-        session: where, for how long, and who is told.
+        run: where, and for how long.
         dtype: of the logits; by default bfloat16, and float32 on a CPU.
     """
-    device = session.device
+    device = run.device
     of_logits = DTYPES[dtype or ("bfloat16" if device == "cuda" else "float32")]
     release(device)
     stride = row_stride(vocab, dtype=of_logits, device_type=device)
     rows = max(LOGITS_BYTES[device] // (stride * of_logits.itemsize), 2)
-    row = partial(_row, vocab=vocab, rows=rows, row_stride=stride, dtype=dtype_name(of_logits))
-    session = replace(session, row=row)
-    with session.attempt("torch: logits") as tried:
+    # From one row to the next, with the padding.
+    run.fields |= {"vocab": vocab, "rows": rows, "row_stride": stride, "dtype": dtype_name(of_logits)}
+    steps: dict[str, Step] = {}
+    with run.attempt("logits"):
         z = empty_logits(rows, vocab, dtype=of_logits, device=device)
         whole_rows(z).normal_()
-        copies = {f"copy: {name}": _copy_step(z, _bytes_moved(name, z)) for name in methods}
-    if tried.failed:
+        steps = {f"copy: {name}": _copy_step(z, _bytes_moved(name, z)) for name in methods}
+    if not steps:
         return
-    steps: dict[str, Step] = {}
     for backend in _available_backends(of_logits, device):
-        with session.attempt(f"{backend}: statistics") as tried:
+        run.fields["backend"] = backend
+        with run.attempt("statistics"):
             kernels = kernels_for(backend, dtype=of_logits, device_type=device, logit_map=LogitMap())
             available = _kernel_steps(kernels, z)
-        if tried.failed:
-            continue
-        for name in methods:
-            session.progress(f"{backend}, {name}: first call")
-            with session.attempt(f"{backend}: {name}"):
-                available[name](lambda phase: None)
-                steps[f"{backend}: {name}"] = available[name]
-    outcomes = session.take_turns({**copies, **steps})
-    for method, outcome in outcomes.items():
+            for name in methods:
+                progress(f"{backend}, {name}: first call")
+                with run.attempt(name):
+                    available[name](no_mark)
+                    steps[f"{backend}: {name}"] = available[name]
+    del run.fields["backend"]
+    laps = run.in_turns(steps, run.turn)
+    for method, of_method in laps.items():
         kind, _, name = method.partition(": ")
         if kind == "copy":
             continue
-        moved, spread, copied = _bytes_moved(name, z), outcome.spread(), outcomes.get(f"copy: {name}")
-        bandwidth = moved / spread["time_ms"] / 1e6
-        copy_bandwidth = None if copied is None else moved / copied.median(TOTAL) / 1e6
-        session.report(
-            method=method,
-            **spread,
-            gb_per_s=bandwidth,
-            copy_gb_per_s=copy_bandwidth,
-            ratio=copy_bandwidth and bandwidth / copy_bandwidth,
-        )
-
-
-def _row(*, method: str, **fields: Any) -> Row:
-    """A row of a kernel that is called "BACKEND: NAME" while it is measured."""
-    backend, _, name = method.partition(": ")
-    return Row(backend=backend, method=name, **fields)
+        times, moved = spread((lap[TOTAL] for lap in of_method), "time_ms"), _bytes_moved(name, z)
+        bandwidth, copied = moved / times["time_ms"] / 1e6, None
+        if (copies := laps.get(f"copy: {name}")) is not None:
+            copied = moved / spread((lap[TOTAL] for lap in copies), "ms")["ms"] / 1e6
+        of_copy = {"copy_gb_per_s": copied, "ratio": copied and bandwidth / copied}
+        run.row(name, backend=kind, **times, gb_per_s=bandwidth, **of_copy)
 
 
 def _available_backends(dtype: torch.dtype, device: str) -> list[str]:
@@ -179,10 +157,10 @@ def _timed(call: Callable[[], object]) -> Step:
 SUBSET = Subset(
     help="bandwidth of the row kernels, against a device copy",
     measure=measure,
-    row=Row,
+    columns=COLUMNS,
     methods=KERNELS,
     case="vocab",
     parse=_columns,
-    defaults={device: list(map(str, vocabs)) for device, vocabs in VOCABS.items()},
+    cases={device: list(map(str, vocabs)) for device, vocabs in VOCABS.items()},
     options={"dtype": {"choices": DTYPES, "help": "of the logits (default: bfloat16; float32 on a CPU)"}},
 )

@@ -1,21 +1,32 @@
-"""The least that a region has to cost the host: one chunk, three small kernels, and nothing is checked or chosen.
+"""Small regions: time of host and device, and calls; and the least that such a region has to cost the host.
 
-Beside the methods of `bench small`.
+"lean" is one chunk, three small kernels, and nothing is checked or chosen. Steps follow each other without waiting for
+the device. Every seventh target is ignored. The first methods give the mean loss, the others what they are named after,
+from the same logits.
 """
 
+import math
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from thunder_flce.bench import small
 from thunder_flce.bench.cli import SUBSETS
-from thunder_flce.bench.measuring import Unavailable
-from thunder_flce.bench.methods import Method
-from thunder_flce.bench.shapes import Inputs
+from thunder_flce.bench.measure import TOTAL, Laps, Run, Step, Unavailable, no_mark, synchronize
+from thunder_flce.bench.methods import Method, maker, ours
+from thunder_flce.bench.output import COLUMNS
+from thunder_flce.bench.regions import add, mean_reference, prepared, step_of
+from thunder_flce.bench.shapes import Inputs, Shape
+from thunder_flce.options import Options
 
 _BLOCK = 4096
 _SCALED = 8192
@@ -100,7 +111,126 @@ def _method(inputs: Inputs) -> Method:
     return lambda inputs: lean(inputs.x, inputs.weight, inputs.target)
 
 
-# Measured among the methods that are there.
-small.METHODS["lean"] = _method
-small.MEANS.add("lean")
-SUBSET = replace(SUBSETS["small"], help="as bench small, with the least that such a region could cost")
+IGNORED_EVERY = 7
+
+
+def _numbers(inputs: Inputs) -> Tensor:
+    """(T,) between 0.1 and 1.1."""
+    generator = torch.Generator(inputs.x.device).manual_seed(1)
+    return torch.rand(inputs.x.shape[0], device=inputs.x.device, generator=generator) + 0.1
+
+
+def _grpo(log_prob: Tensor, entropy: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    ratio = torch.exp(log_prob - old)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def _token_loss(inputs: Inputs) -> Method:
+    advantages = _numbers(inputs) - 0.6
+    old = torch.full_like(advantages, -math.log(inputs.weight.shape[0])) + 0.2 * advantages
+    return ours(token_loss=_grpo, token_inputs=(old, advantages))
+
+
+def _log_probs(inputs: Inputs) -> Method:
+    method = ours(outputs=("log_prob",), detached=("log_prob",))
+    return lambda inputs: method(inputs)[0]
+
+
+NO_GRAD = "flce, no_grad"
+METHODS: dict[str, Callable[[Inputs], Method]] = {
+    "eager": lambda inputs: maker("eager")(),
+    "torch.compile": lambda inputs: maker("torch.compile")(),
+    "flce": lambda inputs: ours(),
+    "flce, compute": lambda inputs: ours(Options(ignored_rows="compute")),
+    "lean": _method,
+    "flce, none": lambda inputs: ours(reduction="none"),
+    "flce, token weights": lambda inputs: ours(token_weights=_numbers(inputs)),
+    "flce, log-probabilities": _log_probs,
+    "flce, token loss": _token_loss,
+    NO_GRAD: lambda inputs: torch.no_grad()(ours()),
+}
+"""From the inputs, a function of them whose result is () or (T,)."""
+
+MEANS = {"eager", "torch.compile", "flce", "flce, compute", "lean"}
+"""Those whose results are compared with the reference."""
+
+
+def measure(shape: Shape, methods: list[str], run: Run) -> None:
+    """Measures methods, names from `METHODS`, on one shape; `run.calls` are the steps of a turn."""
+    inputs = prepared(shape, run)
+    inputs.target[::IGNORED_EVERY] = -100
+    upstream, reference = _numbers(inputs), mean_reference(inputs)
+    for name in methods:
+        given = inputs.map(Tensor.detach) if name == NO_GRAD else inputs
+        make = partial(step_of, given, partial(METHODS[name], inputs), upstream=upstream)
+        add(run, name, make, reference=reference if name in MEANS else {})
+        if name in run.added:
+            step, _, numbers = run.added[name]
+            with run.attempt(name):
+                numbers |= _counts(step, run.device)
+    del reference
+    run.report(partial(_turn, run))
+
+
+def _turn(run: Run, step: Step) -> Laps:
+    """The mean of all calls, and of the time until the host has asked for them."""
+    step(no_mark)
+    synchronize(run.device)
+    start = time.perf_counter()
+    for _ in range(run.calls):
+        step(no_mark)
+    host = time.perf_counter()
+    synchronize(run.device)
+    end = time.perf_counter()
+    return [{TOTAL: (end - start) / run.calls * 1e3, "host": (host - start) / run.calls * 1e3}]
+
+
+def _counts(step: Step, device: str) -> dict[str, Any]:
+    for _ in range(3):  # What is compiled or measured for them is no part of a turn.
+        step(no_mark)
+    call = partial(step, no_mark)
+    return {"operations": _device_operations(call) if device == "cuda" else None, "calls": _python_calls(call)}
+
+
+def _device_operations(call: Callable[[], object]) -> int:
+    """How many kernels, copies and fills something starts, which has run before."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    # An annotation spans kernels of others. Device types are equal, but not the same object.
+    events = profiler.events() or ()
+    return sum(1 for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation)
+
+
+def _python_calls(call: Callable[[], object]) -> int:
+    """How many functions Python calls, its own and those in C, in the forward and the backward of something."""
+    calls = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    # Otherwise the backward of a GPU runs on a thread of its own, which nobody would watch.
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.setprofile(seen)
+        try:
+            call()
+        finally:
+            sys.setprofile(before)
+    # The last is sys.setprofile.
+    return calls - 1
+
+
+SUBSET = replace(
+    SUBSETS["small"],
+    help="small regions, with their calls, and the least that one could cost",
+    measure=measure,
+    methods=METHODS,
+    check_method=None,
+    columns={
+        **COLUMNS,
+        "operations": ("operations", "{}"),  # kernels, copies and fills on the device
+        "calls": ("Python calls", "{}"),  # of functions, Python's and those in C
+    },
+)

@@ -7,17 +7,17 @@ in its first pass, so the first of ours has what the others find done: a method 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from thunder_flce.bench.cli import Subset
-from thunder_flce.bench.measuring import TIME, Session, column, no_mark, release, synchronize
-from thunder_flce.bench.methods import Method, build, ours
+from thunder_flce.bench.measure import Run, no_mark, progress, release, synchronize
+from thunder_flce.bench.methods import Method, maker, ours
+from thunder_flce.bench.output import TIME
+from thunder_flce.bench.regions import run_step
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.bench.small import run_step
 from thunder_flce.engine.matmul.algorithms import tunings
 from thunder_flce.options import Options
 
@@ -31,27 +31,16 @@ BUDGET = 0.25
 """`memory_budget` as a fraction of what all logits take."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What one method takes for all numbers of tokens."""
-
-    method: str
-    shape: Shape
-    counts: int | None = column("counts")
-    first_s: float | None = column("first pass, s", TIME)
-    tuning_s: float | None = None
-    """What the first pass has spent measuring matmuls."""
-    first_without_tuning_s: float | None = column("− tuning", TIME)
-    first_ms: float | None = column("step, ms", TIME)
-    """The median, as of the second pass."""
-    second_s: float | None = column("second pass, s", TIME)
-    second_ms: float | None = column("step, ms", TIME)
-    ratio: float | None = column("first / second", "{:.2f}")
-    """Of the passes, without tuning."""
-    passes_ms: list[list[float]] = field(default_factory=list)
-    """Each step of both passes."""
-    failed: str | None = None
-    """Why nothing was measured; None where it was."""
+COLUMNS = {
+    "counts": ("counts", "{}"),
+    "first_s": ("first pass, s", TIME),
+    "first_without_tuning_s": ("− tuning", TIME),  # without measuring matmuls
+    "first_ms": ("step, ms", TIME),  # the median, as of the second pass
+    "second_s": ("second pass, s", TIME),
+    "second_ms": ("step, ms", TIME),
+    "ratio": ("first / second", "{:.2f}"),  # of the passes, without tuning
+}
+"""Rows also have "tuning_s" and, of each step of both passes, "passes_ms"."""
 
 
 def _in_budget(shape: Shape) -> Method:
@@ -59,8 +48,8 @@ def _in_budget(shape: Shape) -> Method:
 
 
 METHODS: dict[str, Callable[[Shape], Method]] = {
-    "eager": lambda shape: build("eager"),
-    "torch.compile, dynamic": lambda shape: build("torch.compile, dynamic"),
+    "eager": lambda shape: maker("eager")(),
+    "torch.compile, dynamic": lambda shape: maker("torch.compile, dynamic")(),
     "flce": lambda shape: ours(),
     "flce, memory budget": _in_budget,
     "flce, 512 rows": lambda shape: ours(Options(chunk_rows=512)),
@@ -75,27 +64,20 @@ def counts_of(tokens: int) -> list[int]:
     return near[torch.randperm(len(near), generator=generator)][:COUNTS].tolist()
 
 
-def measure(shape: Shape, methods: list[str], session: Session) -> None:
-    """Runs each method twice through all numbers of tokens.
-
-    Args:
-        shape: its tokens are the middle number.
-        methods: names from `METHODS`.
-        session: where, and who is told.
-    """
-    device, session = session.device, replace(session, row=partial(Row, shape=shape))
+def measure(shape: Shape, methods: list[str], run: Run) -> None:
+    """Runs each method, names from `METHODS`, twice through all numbers of tokens; the shape's are the middle one."""
+    run.fields |= shape.as_record()
     torch.compiler.reset()
-    counts = counts_of(shape.tokens)
-    with session.attempt("inputs") as tried:
-        release(device)
-        inputs = Inputs.random(replace(shape, tokens=max(counts)), device)
-    if tried.failed:
+    counts, inputs = counts_of(shape.tokens), None
+    with run.attempt("inputs"):
+        release(run.device)
+        inputs = Inputs.random(replace(shape, tokens=max(counts)), run.device)
+    if inputs is None:
         return
     for name in methods:
-        session.progress(name)
-        with session.attempt(name):
-            session.report(method=name, counts=len(counts), **_run(METHODS[name](shape), inputs, counts))
-        inputs.weight.grad = None
+        progress(name)
+        with run.attempt(name):
+            run.row(name, counts=len(counts), **_run(METHODS[name](shape), inputs, counts))
 
 
 def _run(method: Method, inputs: Inputs, counts: list[int]) -> dict[str, Any]:
@@ -122,10 +104,10 @@ def _pass_ms(method: Method, inputs: Inputs, counts: list[int]) -> list[float]:
     times = []
     for count in counts:
         x, target = inputs.x.detach()[:count].requires_grad_(), inputs.target[:count]
-        some = replace(inputs, x=x, target=target)
+        some = inputs._replace(x=x, target=target)
         synchronize(device)
         start = time.perf_counter()
-        run_step(method, some, upstream[:count], no_mark)
+        run_step(some, method, no_mark, upstream=upstream[:count])
         synchronize(device)
         times.append((time.perf_counter() - start) * 1e3)
     return times
@@ -134,8 +116,8 @@ def _pass_ms(method: Method, inputs: Inputs, counts: list[int]) -> list[float]:
 SUBSET = Subset(
     help="numbers of tokens that are new at each step, then again",
     measure=measure,
-    row=Row,
+    columns=COLUMNS,
     methods=METHODS,
-    defaults=SHAPES,
-    schedule=None,
+    cases=SHAPES,
+    turns=None,
 )

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from thunder_flce.bench.rates import a_call
+from thunder_flce.bench.shapes import Shape
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.choose import choose, temporary_bytes
 from thunder_flce.options import Options
@@ -141,7 +142,7 @@ def savings() -> str:
     for model, (vocab, hidden) in MODELS.items():
         cells = []
         for tokens in TOKENS:
-            call = a_call((tokens, vocab, hidden), "cuda")
+            call = a_call(Shape(name=model, tokens=tokens, vocab=vocab, hidden=hidden), "cuda")
             held = temporary_bytes(call, choose(call, Options(), H200), H200)
             cell = f"{tokens * vocab * 2 / 1e9:.2f} → {held / 1e9:.2f} GB"
             if (model, tokens) in times:

@@ -6,19 +6,18 @@ around -0.5 with a standard deviation of 3: most targets are likely and some ver
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from thunder_flce.bench.cli import SUBSETS
-from thunder_flce.bench.measuring import Session
-from thunder_flce.bench.regions import Comparison, compare
-from thunder_flce.bench.shapes import Inputs, Shape
+from thunder_flce.bench.regions import measure
+from thunder_flce.bench.shapes import Inputs, Shape, parse_shape
 
 
-def measure(shape: Shape, methods: list[str], session: Session) -> None:
-    compared = Comparison(replace(shape, name=f"{shape.name}, peaked"), session)
-    sharpen(compared.inputs)
-    compare(compared, methods)
+def parse(text: str) -> Shape:
+    shape = parse_shape(text)
+    return replace(shape, name=f"{shape.name}, peaked")
 
 
 @torch.no_grad()
@@ -43,4 +42,9 @@ def sharpen(inputs: Inputs) -> None:
         inputs.bias.mul_(0.1)
 
 
-SUBSET = replace(SUBSETS["regions"], help="as bench regions, with data as of a trained model", measure=measure)
+SUBSET = replace(
+    SUBSETS["regions"],
+    help="as bench regions, with data as of a trained model",
+    measure=partial(measure, change=sharpen),
+    parse=parse,
+)

@@ -10,17 +10,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from thunder_flce.bench.cli import Subset, positive
-from thunder_flce.bench.measuring import GB, TIME, Session, TimedRow, column, release, synchronize
-from thunder_flce.bench.methods import Method, build, check_method
+from thunder_flce.bench.measure import Run, no_mark, progress, release, synchronize
+from thunder_flce.bench.methods import Method, maker
+from thunder_flce.bench.output import GB, TIME
 from thunder_flce.bench.regions import run_step
-from thunder_flce.bench.shapes import Inputs, Shape
+from thunder_flce.bench.shapes import Inputs, Shape, parse_plain_shape
 from thunder_flce.engine.matmul.algorithms import tunings
 
 COUNTS = 64
@@ -30,50 +30,36 @@ IGNORED = (0.0, 0.1, 0.5, 0.9)
 """Fractions of ignored tokens, which token counts have in turn."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(TimedRow):
-    """A long run of one method; its time is that of a mean step, the median of the second half of the passes."""
-
-    shape: Shape
-    """Its tokens are the most of a step."""
-    steps: int | None = column("steps")
-    time_ms: float | None = column("step, ms", TIME)
-    drift: float | None = column("drift", "{:.3f}")
-    """Time of the last quarter of the passes over that of the second quarter, medians."""
-    growth_gb: float | None = column("growth, GB", GB)
-    """What the device holds after the last pass, above what it held after the second; in 10⁹ bytes, CUDA only."""
-    peak_growth_gb: float | None = column("of the peak", GB)
-    """The growth, from then to then, of the most memory that PyTorch's allocator ever had reserved."""
-    host_growth_gb: float | None = column("of the host", GB)
-    """The growth, from then to then, of the most memory that the process ever had on the host."""
-    compilations: int | None = column("compilations")
-    """Triton kernels that were compiled or loaded, and matmuls whose algorithm was chosen by measuring."""
-    last_compilation: int | None = column("last at step")
-    """The number of the step, from 1, in which the last of them was; None where there was none."""
-    compiled: list[str] = field(default_factory=list)
-    """Each of them, with the number of its step."""
-    passes_ms: list[float] = field(default_factory=list)
-    """The mean step of each pass."""
+COLUMNS = {
+    "steps": ("steps", "{}"),
+    "time_ms": ("step, ms", TIME),  # the mean of a pass, the median of the second half of the passes
+    "drift": ("drift", "{:.3f}"),  # time of the last quarter of the passes over that of the second quarter, medians
+    "growth_gb": ("growth, GB", GB),  # of what the device holds, from the second pass to the last one; CUDA only
+    "peak_growth_gb": ("of the peak", GB),  # of the most memory that PyTorch's allocator ever had reserved
+    "host_growth_gb": ("of the host", GB),  # of the most memory that the process ever had on the host
+    "compilations": ("compilations", "{}"),  # Triton kernels compiled or loaded, and matmuls that were measured
+    "last_compilation": ("last at step", "{}"),  # from 1
+}
+"""Rows also have what was "compiled", each with the number of its step, and "passes_ms", the mean step of each."""
 
 
-def measure(shape: Shape, methods: list[str], session: Session, *, steps: int) -> None:
+def measure(shape: Shape, methods: list[str], run: Run, *, steps: int) -> None:
     """Runs each method for so many steps, rounded up to whole passes, of which there are four or more.
 
     Args:
         shape: its tokens are the most of a step.
-        methods: names that `methods.build` knows.
-        session: where, and who is told.
+        methods: names that `methods.maker` knows.
+        run: where.
         steps: of each method.
     """
     torch.compiler.reset()
     passes = max(-(-steps // COUNTS), 4)
-    session = replace(session, row=partial(Row, shape=shape, steps=passes * COUNTS))
+    run.fields |= {**shape.as_record(), "steps": passes * COUNTS}
     for name in methods:
-        session.progress(name)
-        release(session.device)
-        with session.attempt(name):
-            inputs = Inputs.random(shape, session.device)
-            session.report(method=name, **_run(build(name), inputs, passes))
+        progress(name)
+        release(run.device)
+        with run.attempt(name):
+            run.row(name, **_run(maker(name)(), Inputs.random(shape, run.device), passes))
 
 
 def _run(method: Method, inputs: Inputs, passes: int) -> dict[str, Any]:
@@ -88,7 +74,7 @@ def _run(method: Method, inputs: Inputs, passes: int) -> dict[str, Any]:
             start = time.perf_counter()
             for place, index in enumerate(torch.randperm(COUNTS, generator=generator).tolist(), start=1):
                 before = compilations()
-                run_step(_some(inputs, counts[index], IGNORED[index % len(IGNORED)]), method, lambda phase: None)
+                run_step(_some(inputs, counts[index], IGNORED[index % len(IGNORED)]), method, no_mark)
                 compiled += [(number * COUNTS + place, what) for what in (compilations() - before).elements()]
             synchronize(device.type)
             passes_ms.append((time.perf_counter() - start) / COUNTS * 1e3)
@@ -110,7 +96,7 @@ def _some(inputs: Inputs, count: int, ignored: float) -> Inputs:
     """The first tokens, of which about a fraction is ignored."""
     target = inputs.target[:count]
     target = torch.where(torch.rand(count, device=target.device) < ignored, -100, target)
-    return Inputs(x=inputs.x.detach()[:count].requires_grad_(), weight=inputs.weight, bias=inputs.bias, target=target)
+    return inputs._replace(x=inputs.x.detach()[:count].requires_grad_(), target=target)
 
 
 def _memory_gb(device: str) -> list[float]:
@@ -122,7 +108,7 @@ def _memory_gb(device: str) -> list[float]:
 
 @contextmanager
 def _compilations() -> Iterator[Callable[[], Counter[str]]]:
-    """A function that says what was compiled since the beginning of the body: `Row.compiled`."""
+    """A function that says what was compiled since the beginning of the body."""
     from triton import knobs
 
     kernels: list[str] = []
@@ -137,10 +123,10 @@ def _compilations() -> Iterator[Callable[[], Counter[str]]]:
 SUBSET = Subset(
     help="growth of memory, time and kernels while token counts change",
     measure=measure,
-    row=Row,
+    columns=COLUMNS,
     methods=["function"],
-    check_method=check_method,
-    defaults={"cuda": ["S1"], "cpu": ["cpu"]},
-    schedule=None,
+    check_method=maker,
+    parse=partial(parse_plain_shape, without=("rank",)),
+    turns=None,
     options={"steps": {"type": positive, "default": 5000, "help": "of each method (default: %(default)s)"}},
 )

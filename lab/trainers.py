@@ -34,7 +34,7 @@ from transformers import (
 )
 
 import thunder_flce
-from thunder_flce.bench import records
+from thunder_flce.bench import output
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 import local_text  # noqa: E402
@@ -205,13 +205,13 @@ def main() -> None:
         "fused": sum(decision.fused for compiled in thunder_flce.explain() for decision in compiled.decisions),
         "log": [{name: each[name] for name in ("step", *ours) if name in each} for each in log],
     }
-    context = records.context(
+    context = output.context(
         " ".join(["python -m lab.trainers", *sys.argv[1:]]),
         device="cuda" if torch.cuda.is_available() else "cpu",
         commit=parsed.commit,
     )
     if parsed.json:
-        records.append(parsed.json, {**entry, **context})
+        output.append(parsed.json, {**entry, **context})
     else:
         print({**entry, **context})
 

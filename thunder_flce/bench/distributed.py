@@ -6,11 +6,12 @@ Each rank is a process of its own, which this module starts. All ranks run the s
 clock having a say, since their collectives have to match.
 """
 
+import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,50 +25,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from thunder_flce.bench.measuring import (
-    ERROR,
-    GB,
-    TOTAL,
-    Mark,
-    Outcome,
-    Schedule,
-    Session,
-    Step,
-    TimedRow,
-    Unavailable,
-    column,
-    no_mark,
-    peak_bytes,
-)  # fmt: skip
+from thunder_flce.bench.measure import TOTAL, Mark, Run, Unavailable, no_mark, progress
 from thunder_flce.bench.methods import peer
-from thunder_flce.bench.reference import make_reference, matmuls, relative_error
-from thunder_flce.bench.shapes import Inputs, Shape, parse_shape
+from thunder_flce.bench.regions import Results, add, add_matmuls, mean_reference
+from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.modules import LinearCrossEntropyLoss
 from thunder_flce.vocab_parallel import VocabParallel
 
-# As torchtitan has it by default.
-_CHUNKS = 8
-
-# A rank that fails ends the others after this time.
 TIMEOUT = timedelta(seconds=60)
+"""A rank that fails ends the others after this time."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row(TimedRow):
-    """What one way takes on the slowest rank; None for what was not measured."""
-
-    shape: Shape
-    ranks: int | None = column("ranks")
-    ratio: float | None = column("× matmuls", "{:.3f}")
-    """To the three matmuls over this rank's rows, all tokens at once, without any collective."""
-    memory_gb: float | None = column("peak − gradients, GB", GB)
-    """The peak above the inputs and the gradients."""
-    dx_error: float | None = column("dX error", ERROR)
-    dw_error: float | None = column("dW error", ERROR)
-    """Of all ranks' rows together."""
-    same_bits: bool | None = column("same bits")
-    """Whether all ranks have the same loss and dX; None where they need not."""
+Step = Callable[[Mark], Results]
+"""Gives the loss, dX of all tokens or of this rank's, and dW of this rank's rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,32 +52,31 @@ class Part:
     vocab: int
     """Rows of the whole weight"""
 
+    def whole(self, tensor: Tensor) -> DTensor:
+        """What all ranks have."""
+        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a way computes."""
-
-    loss: Tensor
-    dx: Tensor
-    """Of all tokens, or of this rank's; times `dx_factor`"""
-    dw: Tensor
-    """Of this rank's rows"""
-    dx_factor: int = 1
+    def weight(self) -> DTensor:
+        """As `ColwiseParallel` has it."""
+        rows, hidden = self.inputs.weight, self.inputs.x.shape[1]
+        shape = torch.Size((self.vocab, hidden))
+        return DTensor.from_local(rows, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(hidden, 1))
 
 
-def _three_products(part: Part) -> Step:
-    # Which column a target is, makes no difference to a product; here it must be one of this rank's.
-    rows = part.inputs.weight.shape[0]
-    return matmuls(replace(part.inputs, target=part.inputs.target % rows), 3)
+def _local(tensor: Tensor | None) -> Tensor:
+    """What this rank has of it."""
+    assert tensor is not None
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _run(loss: Callable[[Tensor, Tensor], Tensor], part: Part, mark: Mark, *, tokens: slice, dx_factor: int) -> Result:
+def _run(loss: Callable[[Tensor, Tensor], Tensor], part: Part, mark: Mark, *, tokens: slice) -> Results:
     x = part.inputs.x.detach()[tokens].requires_grad_()
     value = loss(x, part.inputs.weight)
     mark("forward")
     dx, dw = torch.autograd.grad(value, (x, part.inputs.weight))
     mark("backward")
-    return Result(loss=value.detach(), dx=dx, dw=dw, dx_factor=dx_factor)
+    return {"loss": value.detach(), "dx": dx, "dw": dw}
 
 
 def _vocab_parallel(part: Part, **settings: Any) -> Step:
@@ -119,26 +88,7 @@ def _vocab_parallel(part: Part, **settings: Any) -> Step:
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
 
-    return partial(_run, loss, part, tokens=tokens, dx_factor=part.mesh.size() if parallel.data_parallel else 1)
-
-
-def _whole(part: Part, tensor: Tensor) -> DTensor:
-    """What all ranks have."""
-    return DTensor.from_local(tensor, part.mesh, [Replicate()], run_check=False)
-
-
-def _weight(part: Part) -> DTensor:
-    """As `ColwiseParallel` has it."""
-    shape = torch.Size((part.vocab, part.inputs.x.shape[1]))
-    return DTensor.from_local(
-        part.inputs.weight, part.mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)
-    )
-
-
-def _value(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return partial(_run, loss, part, tokens=tokens)
 
 
 def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
@@ -150,14 +100,14 @@ def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
 
     program = torch.compile(loss, dynamic=False) if is_compiled else loss
 
-    def step(mark: Mark) -> Result:
+    def step(mark: Mark) -> Results:
         x = part.inputs.x.detach().requires_grad_()
         with loss_parallel():
-            value = program(_whole(part, x), _weight(part), _whole(part, part.inputs.target))
+            value = program(part.whole(x), part.weight(), part.whole(part.inputs.target))
             mark("forward")
             dx, dw = torch.autograd.grad(value, (x, part.inputs.weight))
         mark("backward")
-        return Result(loss=_value(value), dx=dx, dw=dw)
+        return {"loss": _local(value), "dx": dx, "dw": dw}
 
     return step
 
@@ -170,35 +120,34 @@ def _chunked_loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
     from torch.distributed.tensor.parallel import loss_parallel
 
     x, weight = part.inputs.x.detach(), part.inputs.weight
-    chunks = list(zip(x.chunk(_CHUNKS), part.inputs.target.chunk(_CHUNKS), strict=True))
+    # Of 8 chunks, as torchtitan has it by default.
+    chunks = list(zip(x.chunk(8), part.inputs.target.chunk(8), strict=True))
 
     def loss(logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), target, reduction="sum")
 
     program = torch.compile(loss, dynamic=False) if is_compiled else loss
 
-    def step(mark: Mark) -> Result:
+    def step(mark: Mark) -> Results:
         # In a backward of its own, each part adds to this.
         weight.grad = None
         total = x.new_zeros((), dtype=torch.float32)
         dx = torch.empty_like(x, dtype=torch.float32)
         count = (part.inputs.target != -100).sum()
         with loss_parallel():
-            for (x_of_chunk, target), dx_of_chunk in zip(chunks, dx.chunk(_CHUNKS), strict=True):
-                leaf = _whole(part, x_of_chunk).requires_grad_()
-                value = program(F.linear(leaf, _weight(part)), _whole(part, target)) / count
+            for (x_of_chunk, target), dx_of_chunk in zip(chunks, dx.chunk(8), strict=True):
+                leaf = part.whole(x_of_chunk).requires_grad_()
+                value = program(F.linear(leaf, part.weight()), part.whole(target)) / count
                 value.backward()
-                total += _value(value)
-                assert isinstance(leaf.grad, DTensor)
+                total += _local(value)
                 # dX is a sum over ranks, and this is this rank's summand.
-                dx_of_chunk.copy_(leaf.grad.to_local())
+                dx_of_chunk.copy_(_local(leaf.grad))
         mark("forward")
         shares = dx.to(x.dtype)
         dist.all_reduce(shares, group=part.mesh.get_group())
         mark("backward")
-        dw, weight.grad = weight.grad, None
-        assert dw is not None
-        return Result(loss=total, dx=shares, dw=dw)
+        dw, weight.grad = _local(weight.grad), None
+        return {"loss": total, "dx": shares, "dw": dw}
 
     return step
 
@@ -215,7 +164,7 @@ def _liger(part: Part) -> Step:
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         return fused(x, weight, target, tp_group=group).sum() / (target != -100).sum()
 
-    return partial(_run, loss, part, tokens=slice(None), dx_factor=1)
+    return partial(_run, loss, part, tokens=slice(None))
 
 
 def _fully_shard(part: Part) -> Step:
@@ -224,27 +173,22 @@ def _fully_shard(part: Part) -> Step:
     head = LinearCrossEntropyLoss(x.shape[1], part.vocab, device="meta", dtype=x.dtype)
     fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
     head.to_empty(device=x.device)
-    weight = head.linear.weight
-    assert isinstance(weight, DTensor)
-    with torch.no_grad():
-        weight.to_local().copy_(part.inputs.weight)
+    _local(head.linear.weight).copy_(part.inputs.weight.detach())
 
-    def step(mark: Mark) -> Result:
+    def step(mark: Mark) -> Results:
         loss = head(x, target)
         mark("forward")
         loss.backward()
         mark("backward")
-        dx, dw = x.grad, head.linear.weight.grad
+        dx, dw = _local(x.grad), _local(head.linear.weight.grad)
         x.grad = None
         head.zero_grad()
-        assert dx is not None and isinstance(dw, DTensor)
-        return Result(loss=loss.detach(), dx=dx, dw=dw.to_local(), dx_factor=part.mesh.size())
+        return {"loss": loss.detach(), "dx": dx, "dw": dw}
 
     return step
 
 
 METHODS: Mapping[str, Callable[[Part], Step]] = {
-    "three products": _three_products,
     "vocab_parallel": _vocab_parallel,
     "sequence_parallel": partial(_vocab_parallel, sequence_parallel=True),
     "loss_parallel": _loss_parallel,
@@ -255,53 +199,37 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "fully_shard": _fully_shard,
     "data_parallel": partial(_vocab_parallel, data_parallel=True),
 }
+OWN_MEANS = ("fully_shard", "data_parallel")
+"""Ways whose losses are means over each rank's own tokens; their dX is as many times as large as there are ranks."""
+OWN_TOKENS = (*OWN_MEANS, "sequence_parallel")
+"""Ways that give a rank dX of its own tokens only."""
 
 
-def parse(text: str) -> Shape:
-    """A shape of tokens, vocab, hidden, ignored and dtype alone.
-
-    Raises:
-        ValueError: for a shape with more.
-    """
-    shape = parse_shape(text)
-    if shape.bias or shape.frozen or shape.rank:
-        raise ValueError(f"distributed takes shapes without bias, frozen and rank, but got {shape}")
-    return shape
-
-
-def measure(shape: Shape, names: list[str], session: Session, *, ranks: int) -> None:
-    """Measures some ways on so many ranks, each in a process of its own.
-
-    Args:
-        shape: of all ranks together.
-        names: from `METHODS`.
-        session: where ("cuda": a GPU for each rank), for how long, and who is told.
-        ranks: how many.
-    """
+def measure(shape: Shape, names: list[str], run: Run, *, ranks: int) -> None:
+    """Measures some ways, names from `METHODS`, on so many ranks, each in a process of its own and on its own GPU."""
+    run.fields |= {**shape.as_record(), "ranks": ranks}
     if shape.tokens % ranks:
-        failed = f"{shape.tokens} tokens cannot be divided among {ranks} ranks"
         for name in names:
-            session.write(Row(method=name, shape=shape, ranks=ranks, failed=failed))
+            run.row(name, failed=f"{shape.tokens} tokens cannot be divided among {ranks} ranks")
         return
-    session.progress(f"{ranks} processes")
+    progress(f"{ranks} processes")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (ranks, shape, names, session.device, session.schedule, folder)
-        torch.multiprocessing.spawn(_run_rank, arguments, nprocs=ranks)
-        rows = torch.load(Path(folder, "rows"), weights_only=False)
-    for row in rows:
-        session.write(row)
+        # The clock must not decide how often a step runs; and no rank may go on where another one has failed.
+        of_rank = Run(device=run.device, rounds=run.rounds, calls=run.calls, settle_ms=0, turn_ms=1e9, strict=True)
+        torch.multiprocessing.spawn(_run_rank, (ranks, Path(folder), of_rank, shape, names), nprocs=ranks)
+        for row in json.loads(Path(folder, "rows").read_text()):
+            run.row(**row)
 
 
-def _run_rank(
-    rank: int, ranks: int, shape: Shape, names: list[str], device: str, schedule: Schedule, folder: str
-) -> None:
-    if device == "cuda":
+def _run_rank(rank: int, ranks: int, folder: Path, *arguments: Any) -> None:
+    run, shape, names = arguments
+    if run.device == "cuda":
         torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
+    backend = "nccl" if run.device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=TIMEOUT)
-    rows = _rows(shape, names, device, schedule)
+    _measure(shape, names, run)
     if rank == 0:
-        torch.save(rows, Path(folder, "rows"))
+        (folder / "rows").write_text(json.dumps(run.rows))
     sys.stdout.flush()
     sys.stderr.flush()
     # At its usual end, a rank on a busy CPU was now and then aborted for a thread that was still running ("terminate
@@ -309,83 +237,50 @@ def _run_rank(
     os._exit(0)
 
 
-def _rows(shape: Shape, names: list[str], device: str, schedule: Schedule) -> list[Row]:
-    """The rows of this rank; those of all ranks are the same."""
+def _measure(shape: Shape, names: list[str], run: Run) -> None:
+    """Gives the run the rows of the slowest rank, with the largest memory and error of any."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    whole = Inputs.random(shape, device)
-    reference = make_reference(whole)
+    whole = Inputs.random(shape, run.device)
+    right = mean_reference(whole)
     size, tokens = -(-shape.vocab // ranks), shape.tokens // ranks
     mine = slice(rank * size, (rank + 1) * size)
-    weight = whole.weight.detach()[mine].clone().requires_grad_()
     part = Part(
-        inputs=replace(whole, weight=weight),
-        mesh=init_device_mesh(device, (ranks,), mesh_dim_names=("tp",)),
+        inputs=whole._replace(weight=whole.weight.detach()[mine].clone().requires_grad_()),
+        mesh=init_device_mesh(run.device, (ranks,), mesh_dim_names=("tp",)),
         tokens=slice(rank * tokens, (rank + 1) * tokens),
         vocab=shape.vocab,
     )
-    of_reference = {"dx": reference.gradients["dx"], "dw": reference.gradients["dw"][mine].clone()}
-    del whole, reference
-    # The clock must not decide how often a step runs.
-    schedule = replace(schedule, settle_ms=0, turn_ms=1e9)
-    steps: dict[str, Step] = {}
-    found: dict[str, dict[str, Any]] = {}
+    loss, dx, dw = right["loss"], right["dx"], right["dw"][mine].clone()
+    del whole, right
+    # Which column a target is, makes no difference to a product; here it must be one of this rank's.
+    add_matmuls(run, part.inputs._replace(target=part.inputs.target % len(dw)), 3)
     for name in names:
-        try:
-            step = METHODS[name](part)
-        except Unavailable as reason:  # On all ranks.
-            found[name] = {"failed": str(reason)}
+        right_dx = (dx[part.tokens] if name in OWN_TOKENS else dx) * (ranks if name in OWN_MEANS else 1)
+        reference = {"dx": right_dx, "dw": dw, **({} if name in OWN_MEANS else {"loss": loss})}
+        add(run, name, partial(METHODS[name], part), reference=reference, matmuls=3)
+        if name not in run.added:  # Unavailable, on all ranks.
             continue
-        for _ in range(2):
-            result = step(no_mark)
-        if isinstance(result, Result):
-            found[name] = _checked(result, of_reference, part)
-            gradients = result.dx.nbytes + result.dw.nbytes
-            del result
-            found[name]["memory_gb"] = _largest((peak_bytes(step, device)[TOTAL] - gradients) / 1e9)
-        else:
-            found[name] = {}
-        steps[name] = step
-    failures: list[Any] = []
-    outcomes = Session(device=device, schedule=schedule, progress=no_mark, write=failures.append).take_turns(steps)
-    assert not failures, failures
-    times = {name: _slowest(outcome) for name, outcome in outcomes.items()}
-    products = times.get("three products")
-    for name, outcome in times.items():
-        found[name] |= outcome.spread()
-        if products is not None:
-            found[name]["ratio"] = found[name]["time_ms"] / products.median(TOTAL)
-    return [Row(method=name, ranks=ranks, shape=shape, **numbers) for name, numbers in found.items()]
+        step, _, numbers = run.added[name]
+        numbers |= {field: max(_of_all(number)) for field, number in numbers.items() if isinstance(number, float)}
+        if name not in OWN_TOKENS:
+            numbers["same_bits"] = _same_bits(step)
+
+    def slowest(step: Step) -> list[dict[str, float]]:
+        of_ranks = _of_all([lap[TOTAL] for lap in run.turn(step)])
+        return [{TOTAL: max(times)} for times in zip(*of_ranks, strict=True)]
+
+    run.report(slowest)
 
 
-def _checked(result: Result, reference: dict[str, Tensor], part: Part) -> dict[str, Any]:
-    """The errors over all ranks, and whether these have the same bits."""
-    of_tokens = reference["dx"]
-    has_all_tokens = result.dx.shape == of_tokens.shape
-    if not has_all_tokens:
-        of_tokens = of_tokens[part.tokens]
-    numbers = {
-        "dx_error": _largest(relative_error(result.dx / result.dx_factor, of_tokens)),
-        "dw_error": _largest(relative_error(result.dw, reference["dw"])),
-    }
-    if not has_all_tokens:
-        return numbers
-    first = result.dx.clone()
-    dist.broadcast(first, 0)
-    losses = [torch.empty_like(result.loss) for _ in range(dist.get_world_size())]
-    dist.all_gather(losses, result.loss)
-    differs = not torch.equal(first, result.dx) or any(not torch.equal(loss, losses[0]) for loss in losses)
-    return {**numbers, "same_bits": not _largest(float(differs))}
-
-
-def _slowest(outcome: Outcome) -> Outcome:
-    """The time of each call on the rank that took longest."""
-    laps_ms = _of_all([lap[TOTAL] for lap in outcome.laps_ms])
-    return Outcome([{TOTAL: max(laps)} for laps in zip(*laps_ms, strict=True)])
-
-
-def _largest(number: float) -> float:
-    """Over the ranks."""
-    return max(_of_all(number))
+def _same_bits(step: Step) -> bool:
+    """Whether all ranks have the same loss and dX."""
+    results = step(no_mark)
+    found = []
+    for mine in (results["loss"], results["dx"]):
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        found.append(torch.equal(first, mine))
+    return all(map(all, _of_all(found)))
 
 
 def _of_all(value: Any) -> list[Any]:

@@ -1,15 +1,14 @@
 """Losses other than the mean over tokens: GRPO's, preferences, weighted tokens, distillation, log-probabilities alone.
 
-Each is measured as we run it, as peers do that have it or log-probabilities of tokens, by torch.compile and in eager
-PyTorch, forward and backward, beside the matmuls that its results need.
+Each is written once, over numbers of tokens. It is measured as we run it, as peers do that have it or log-probabilities
+of tokens, by torch.compile and in eager PyTorch, forward and backward, beside the matmuls that its results need.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +16,12 @@ from torch import Tensor
 
 import thunder_flce
 from thunder_flce.backend import compile_graph
-from thunder_flce.bench.measuring import Mark, Schedule, Session
-from thunder_flce.bench.methods import liger_per_token, peer, trl_log_probs
-from thunder_flce.bench.reference import Reference, row_slices, summed
-from thunder_flce.bench.regions import Comparison, RegionStep
-from thunder_flce.bench.shapes import Inputs, Shape, parse_shape
+from thunder_flce.bench.measure import Run, progress
+from thunder_flce.bench.methods import LOG_PROBS, Method, peer
+from thunder_flce.bench.regions import Results, add, add_matmuls, make_reference, prepared, row_slices, step_of
+from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.kl_divergence import linear_kl_divergence
-
-SHAPES = {"cuda": ["qwen3-8b"], "cpu": ["tiny"]}
-"""What is measured on a device where nothing else is asked for."""
-
-SCHEDULE = Schedule(rounds=3, turn_ms=300)
 
 SEQUENCES = 8
 """Of a preference loss: the first half are the chosen ones, the second half the rejected ones."""
@@ -38,15 +31,6 @@ Given = tuple[Tensor, ...]
 
 Program = Callable[[Tensor, Tensor, Tensor, Given], Tensor]
 """The loss from x (T, H), weight (V, H), target (T,) and what is given."""
-
-LogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""The log-probabilities of the targets (T,) from x (T, H), weight (V, H) and target (T,)."""
-
-FROZEN_HEAD_PEERS = ("trl", "cut-cross-entropy")
-"""Peers that leave out dW where the head is frozen."""
-
-PER_TOKEN = (*FROZEN_HEAD_PEERS, "liger, per token")
-"""Peers that have log-probabilities of tokens, under which any loss runs."""
 
 
 def _log_probs_of(logits: Tensor, target: Tensor, *given: Tensor) -> Tensor:
@@ -64,61 +48,64 @@ def _weights(inputs: Inputs) -> Given:
 class Loss:
     """A loss, and who computes it."""
 
-    reduce: Callable[..., Tensor]
-    """From a number for each token (T,), and what is given."""
-    of_rows: Callable[..., Tensor] = _log_probs_of
-    """These numbers from logits, target, and what is given, of some tokens."""
+    reduce: Callable[..., Tensor]  # from a number for each token (T,), and what is given
+    of_rows: Callable[..., Tensor] = _log_probs_of  # these, from logits, target, and what is given, of some tokens
     given: Callable[[Inputs], Given] = _weights
-    of_tokens: int = 1
-    """How many of the given ones have a row for each token; they come first."""
+    of_tokens: int = 1  # how many of the given ones have a row for each token; they come first
     gradients: tuple[str, ...] = ("dx", "dw")
-    matmuls: int = 3
-    """How many its results need: the logits, dX and dW are one each, and so are a teacher's logits."""
-    function: Program | None = None
-    """A call of ours."""
-    liger: Callable[[], Program] | None = None
-    """Liger's own function for it."""
-    compiled: tuple[str, ...] = ("jit",)
-    """How else we run it, from `WAYS`."""
-    per_token: tuple[str, ...] = PER_TOKEN
-    """Peers under whose log-probabilities it runs."""
+    matmuls: int = 3  # that the results need: the logits, dX and dW are one each, and so are a teacher's logits
+    own: Mapping[str, Callable[[], Program]] = field(default_factory=dict)  # ours, "function", and Liger's, "liger"
+    per_token: tuple[str, ...] = tuple(LOG_PROBS)  # peers under whose log-probabilities it runs
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Who computes it, from `WAYS`."""
-        ours = self.compiled if self.function is None else ("function",)
-        liger = () if self.liger is None else ("liger",)
-        return (*ours, *liger, *self.per_token, "torch.compile", "eager")
+        """Who computes it: without a function of ours, what our compilers make of it."""
+        ours = () if "function" in self.own else ("jit", "backend")
+        return (*ours, *self.own, *self.per_token, "torch.compile", "eager")
 
-    def written(self, log_probs: LogProbs | None = None) -> Program:
-        """The loss in PyTorch's operations, over somebody's log-probabilities."""
+    def method(self, way: str, given: Given) -> Method:
+        """The loss as one of `ways` computes it."""
         reduce, of_rows = self.reduce, self.of_rows
-        if log_probs is not None:
-            return lambda x, weight, target, given: reduce(log_probs(x, weight, target), *given)
 
-        def program(x: Tensor, weight: Tensor, target: Tensor, given: Given) -> Tensor:
+        def written(x: Tensor, weight: Tensor, target: Tensor, given: Given) -> Tensor:
             # In float32, as people write it: sums of log-probabilities in bfloat16 are off by whole units.
             return reduce(of_rows(F.linear(x, weight).float(), target, *given), *given)
 
-        return program
+        if way in self.own:
+            program = self.own[way]()
+        elif way in self.per_token:
+            log_probs = LOG_PROBS[way]()
+            program = lambda x, weight, target, given: reduce(log_probs(x, weight, target), *given)  # noqa: E731
+        else:
+            program = COMPILERS[way](written)
+        return lambda inputs: program(inputs.x, inputs.weight, inputs.target, given)
 
-    def reference(self, inputs: Inputs, given: Given) -> Reference:
-        """The loss and its gradients, some rows at a time: first all numbers of tokens, then what each contributes."""
-        wide = inputs.widened()
-        given = tuple(each.to(wide.x.dtype) if each.is_floating_point() else each for each in given)
+    def inputs(self, inputs: Inputs) -> Inputs:
+        """Those of which only what has a gradient requires one."""
+        needed = {"dx": inputs.x, "dw": inputs.weight}
+        x, weight = (tensor if name in self.gradients else tensor.detach() for name, tensor in needed.items())
+        return inputs._replace(x=x, weight=weight)
 
-        def of_rows(rows: slice) -> Tensor:
+    def reference(self, inputs: Inputs, given: Given) -> Results:
+        """The right loss and gradients."""
+        dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
+        given = tuple(each.to(dtype) if each.is_floating_point() else each for each in given)
+
+        def of_rows(wide: Inputs, rows: slice) -> Tensor:
             of_tokens = (each[rows] for each in given[: self.of_tokens])
             return self.of_rows(wide.logits(rows), wide.target[rows], *of_tokens, *given[self.of_tokens :])
 
-        with torch.no_grad():
-            of_all = torch.cat([of_rows(rows) for rows in row_slices(wide.x)])
-        of_all.requires_grad_()
-        value = self.reduce(of_all, *given)
-        if not self.gradients:
-            return Reference(value.detach(), {})
-        (upstream,) = torch.autograd.grad(value, of_all)
-        return replace(summed(wide, lambda rows: of_rows(rows) @ upstream[rows]), loss=value.detach())
+        return make_reference(inputs, of_rows, lambda numbers: self.reduce(numbers, *given))
+
+
+_compile = partial(torch.compile, fullgraph=True, dynamic=False)
+# Strict: what is not fused fails, and is not measured as if it were ours.
+COMPILERS: dict[str, Callable[[Program], Program]] = {
+    "jit": partial(thunder_flce.jit, strict=True),
+    "backend": partial(_compile, backend=compile_graph, options={"strict": True}),
+    "torch.compile": _compile,
+    "eager": lambda program: program,
+}
 
 
 def _mean(log_probs: Tensor, *given: Tensor) -> Tensor:
@@ -145,6 +132,10 @@ def _grpo(log_probs: Tensor, weights: Tensor) -> Tensor:
     return (0.04 * divergence - gains).mean()
 
 
+def _our_log_probs(x: Tensor, weight: Tensor, target: Tensor, given: Given = ()) -> Tensor:
+    return -linear_cross_entropy(x, weight, target, reduction="none")
+
+
 def _liger_grpo() -> Program:
     """Liger's GRPO, which has an advantage for each sequence: every token is one, and `SEQUENCES` chunks are made."""
     module = peer("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
@@ -160,9 +151,8 @@ def _liger_grpo() -> Program:
         settings = {"beta": 0.04, "epsilon_low": 0.1, "epsilon_high": 0.1, "loss_type": "grpo"}
         fused = module(**settings, chunk_size=x.shape[0] // SEQUENCES)
         reference, old = constants
-        mask = torch.ones_like(old)
         policies = {"ref_per_token_logps": reference, "old_per_token_logps": old}
-        return fused(x[:, None], weight, target[:, None], mask, advantages, **policies)[0]
+        return fused(x[:, None], weight, target[:, None], torch.ones_like(old), advantages, **policies)[0]
 
     return program
 
@@ -170,11 +160,7 @@ def _liger_grpo() -> Program:
 def _liger_preference() -> Program:
     """Liger's DPO, a chunk for each pair of sequences."""
     fused = peer("liger_kernel.chunked_loss").LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)
-
-    def program(x: Tensor, weight: Tensor, target: Tensor, given: Given) -> Tensor:
-        return fused(weight, x.view(SEQUENCES, -1, x.shape[1]), target.view(SEQUENCES, -1))[0]
-
-    return program
+    return lambda x, weight, target, _: fused(weight, x.view(SEQUENCES, -1, x.shape[1]), target.view(SEQUENCES, -1))[0]
 
 
 @torch.no_grad()
@@ -220,135 +206,61 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def _liger_divergence(beta: float) -> Program:
     function = peer("liger_kernel.transformers.functional").liger_fused_linear_jsd
-    return lambda x, weight, target, teacher: function(x, weight, *teacher, jsd_beta=beta)
+    return lambda x, weight, _, teacher: function(x, weight, *teacher, jsd_beta=beta)
 
 
 def _distillation(divergence: str, beta: float) -> Loss:
+    ours = _function(lambda x, weight, _, teacher: linear_kl_divergence(x, weight, *teacher, divergence=divergence))
     return Loss(
-        reduce=_mean,
-        of_rows=partial(_minus_divergence, divergence),
-        given=_teacher,
-        matmuls=4,
-        function=lambda x, weight, target, teacher: linear_kl_divergence(x, weight, *teacher, divergence=divergence),
-        liger=partial(_liger_divergence, beta),
-        per_token=(),
-    )
+        reduce=_mean, of_rows=partial(_minus_divergence, divergence), given=_teacher, matmuls=4, per_token=(),
+        own={**ours, "liger": partial(_liger_divergence, beta)},
+    )  # fmt: skip
 
 
-def _our_log_probs(x: Tensor, weight: Tensor, target: Tensor, given: Given = ()) -> Tensor:
-    return -linear_cross_entropy(x, weight, target, reduction="none")
+def _function(program: Program) -> dict[str, Callable[[], Program]]:
+    return {"function": lambda: program}
 
 
 LOSSES = {
-    "mean": Loss(reduce=_mean, function=lambda x, weight, target, given: linear_cross_entropy(x, weight, target)),
-    "GRPO": Loss(reduce=_grpo, compiled=("jit", "backend"), liger=_liger_grpo),
-    "DPO": Loss(reduce=_preference, liger=_liger_preference),
+    "mean": Loss(reduce=_mean, own=_function(lambda x, weight, target, _: linear_cross_entropy(x, weight, target))),
+    "GRPO": Loss(reduce=_grpo, own={"liger": _liger_grpo}),
+    "DPO": Loss(reduce=_preference, own={"liger": _liger_preference}),
     "DPO, frozen head": Loss(
-        reduce=_preference, gradients=("dx",), matmuls=2, liger=_liger_preference, per_token=FROZEN_HEAD_PEERS
+        reduce=_preference, gradients=("dx",), matmuls=2, own={"liger": _liger_preference},
+        per_token=("trl", "cut-cross-entropy"),  # which leave out dW
     ),
     "weighted tokens": Loss(reduce=_weighted),
     "log-probabilities alone": Loss(
-        reduce=lambda log_probs, weights: log_probs, gradients=(), matmuls=1, function=_our_log_probs
+        reduce=lambda log_probs, weights: log_probs, gradients=(), matmuls=1, own=_function(_our_log_probs)
     ),
     "top-64 teacher": Loss(
-        reduce=_mean,
-        of_rows=_of_largest,
-        given=_largest,
-        of_tokens=2,
-        function=lambda x, weight, _, top: linear_cross_entropy(x, weight, top[0], target_weights=top[1]),
-        per_token=(),
+        reduce=_mean, of_rows=_of_largest, given=_largest, of_tokens=2, per_token=(),
+        own=_function(lambda x, weight, _, top: linear_cross_entropy(x, weight, top[0], target_weights=top[1])),
     ),
     "KL from a teacher": _distillation("forward", 0.0),
     "reverse KL": _distillation("reverse", 1.0),
     "Jensen-Shannon": _distillation("jensen_shannon", 0.5),
-}
-
-
-def _trl_log_probs() -> LogProbs:
-    function = trl_log_probs()
-    return lambda x, weight, target: function(x, weight, None, target)
-
-
-def _liger_log_probs() -> LogProbs:
-    function = liger_per_token()
-    return lambda x, weight, target: -function(x, weight, target)
-
-
-def _cut_cross_entropy_log_probs() -> LogProbs:
-    """With all gradients: by default it leaves out the small ones."""
-    function = peer("cut_cross_entropy").linear_cross_entropy
-    return lambda x, weight, target: -function(x, weight, target, reduction="none", filter_eps=None)
-
-
-def _compiled(loss: Loss, **settings: Any) -> Program:
-    return torch.compile(loss.written(), fullgraph=True, dynamic=False, **settings)
-
-
-WAYS: dict[str, Callable[[Any], Program]] = {
-    "function": lambda loss: loss.function,
-    # Strict: what is not fused fails, and is not measured as if it were ours.
-    "jit": lambda loss: thunder_flce.jit(loss.written(), strict=True),
-    "backend": partial(_compiled, backend=compile_graph, options={"strict": True}),
-    "torch.compile": _compiled,
-    "eager": lambda loss: loss.written(),
-    "liger": lambda loss: loss.liger(),
-    "trl": lambda loss: loss.written(_trl_log_probs()),
-    "liger, per token": lambda loss: loss.written(_liger_log_probs()),
-    "cut-cross-entropy": lambda loss: loss.written(_cut_cross_entropy_log_probs()),
-}
-"""The program of a loss."""
+}  # fmt: skip
 
 METHODS = {f"{name}, {way}": (name, way) for name, loss in LOSSES.items() for way in loss.ways}
 
 
-def parse(text: str) -> Shape:
-    """A shape of tokens, vocab, hidden and dtype alone.
-
-    Raises:
-        ValueError: for a shape with more, or with tokens that are no whole sequences.
-    """
-    shape = parse_shape(text)
-    if shape.bias or shape.ignored or shape.frozen or shape.rank:
-        raise ValueError(f"losses take shapes of tokens, vocab, hidden and dtype alone, but got {shape}")
-    if shape.tokens % SEQUENCES:
-        raise ValueError(f"tokens must be divisible by {SEQUENCES}, the number of sequences, but got {shape}")
-    return shape
-
-
 # Most programs are one function with other constants, which Dynamo would give up to compile after eight of them.
 @torch._dynamo.config.patch(recompile_limit=4 * len(LOSSES))
-def measure(shape: Shape, names: list[str], session: Session) -> None:
+def measure(shape: Shape, names: list[str], run: Run) -> None:
     """Measures some losses, names from `METHODS`, on one shape, whose tokens are divided into `SEQUENCES`."""
-    compared = Comparison(shape, session)
-    inputs = compared.inputs
+    inputs = prepared(shape, run)
     for count in sorted({LOSSES[METHODS[name][0]].matmuls for name in names} | {3}):
-        compared.add_floor(count)
+        add_matmuls(run, inputs, count)
     # A reference is as large as the gradients; one at a time.
     for loss_name, group in groupby(sorted(names, key=list(METHODS).index), lambda name: METHODS[name][0]):
-        loss, reference = LOSSES[loss_name], None
-        given = loss.given(inputs)
-        session.progress(f"{loss_name}: reference")
-        with compared.session.attempt(f"{loss_name}, reference"):
-            reference = loss.reference(inputs, given)
+        loss, reference = LOSSES[loss_name], Results()
+        given, of_loss = loss.given(inputs), loss.inputs(inputs)
+        progress(f"{loss_name}: reference")
+        with run.attempt(f"{loss_name}, reference"):
+            reference = loss.reference(of_loss, given)
         for name in group:
-            make = partial(_step, loss, METHODS[name][1], (loss, inputs, given))
-            compared.add(name, make, reference=reference, matmuls=loss.matmuls)
+            make = partial(loss.method, METHODS[name][1], given)
+            add(run, name, partial(step_of, of_loss, make), reference=reference, matmuls=loss.matmuls)
         del reference
-    compared.report()
-
-
-def _step(loss: Loss, way: str, arguments: tuple[Loss, Inputs, Given]) -> RegionStep:
-    return partial(_run, WAYS[way](loss), arguments)
-
-
-def _run(program: Program, arguments: tuple[Loss, Inputs, Given], mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:
-    loss, inputs, given = arguments
-    operands = {name: tensor for name, tensor in inputs.named_operands().items() if name in loss.gradients}
-    x, weight = (operands.get(name, tensor.detach()) for name, tensor in (("dx", inputs.x), ("dw", inputs.weight)))
-    value = program(x, weight, inputs.target, given)
-    mark("forward")
-    gradients: tuple[Tensor, ...] = ()
-    if operands:
-        gradients = torch.autograd.grad(value, tuple(operands.values()))
-        mark("backward")
-    return value.detach(), dict(zip(operands, gradients, strict=True))
+    run.report()

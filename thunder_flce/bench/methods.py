@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 import thunder_flce
 from thunder_flce.backend import compile_graph
-from thunder_flce.bench.measuring import Unavailable
+from thunder_flce.bench.measure import Unavailable
 from thunder_flce.bench.shapes import Inputs
 from thunder_flce.options import Options
 
@@ -33,127 +34,33 @@ def _program(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *ad
     return F.cross_entropy(logits.float(), target)
 
 
-def compiled(compile_program: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> Method:
+def _compiled(compile_program: Callable[..., Callable[..., Tensor]], **settings: Any) -> Method:
     """The mean loss as it is written in PyTorch, compiled by a function."""
-    program = compile_program(_program)
+    program = compile_program(_program, **settings)
     return lambda inputs: program(inputs.x, inputs.weight, inputs.bias, inputs.target, *chain(*inputs.terms))
 
 
+def ours(
+    options: Any = None, *, function: Callable[..., Any] = thunder_flce.linear_cross_entropy, **settings: Any
+) -> Method:
+    """A call of `linear_cross_entropy`, whose result is (), (T,), or a tuple, as its other arguments ask for it."""
+
+    def method(inputs: Inputs) -> Any:
+        given = {**settings, "linear_bias": inputs.bias, **({"terms": inputs.terms} if inputs.terms else {})}
+        return function(inputs.x, inputs.weight, inputs.target, options=options, **given)
+
+    return method
+
+
 def _jitted(options: Options) -> Method:
-    program = compiled(partial(thunder_flce.jit, options=options))
-    function = ours(options)
+    program, function = _compiled(thunder_flce.jit, options=options), ours(options)
     # A sum of linears is given to the function as such: there is nothing to find in a trace.
     return lambda inputs: function(inputs) if inputs.terms else program(inputs)
 
 
 def _by_backend(options: Options) -> Method:
     given = {**options.non_defaults(), "strict": True}
-    return compiled(partial(torch.compile, dynamic=False, backend=compile_graph, options=given))
-
-
-def ours(options: Options | None = None, **settings: Any) -> Method:
-    """A call of `linear_cross_entropy`, whose result is (), (T,), or a tuple, as its other arguments ask for it."""
-    return calling(thunder_flce.linear_cross_entropy, options=options, **settings)
-
-
-def calling(linear_cross_entropy: Callable[..., Any], **settings: Any) -> Method:
-    """A call of the function, of any version of this package."""
-
-    def method(inputs: Inputs) -> Any:
-        given = {**settings, "linear_bias": inputs.bias, **({"terms": inputs.terms} if inputs.terms else {})}
-        return linear_cross_entropy(inputs.x, inputs.weight, inputs.target, **given)
-
-    return method
-
-
-def _auto_chunker() -> Method:
-    if find_spec("torch._inductor.fx_passes.auto_chunker") is None:
-        raise Unavailable(f"torch {torch.__version__} has no auto chunker")
-    from torch._inductor import config, metrics
-
-    # By default, the auto chunker takes only operations whose result is eight times as large as their operands, which
-    # few language models' heads are.
-    options: dict[str, Any] = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 0}
-    program = torch.compile(_program, options=options, dynamic=False)
-    chunked = False
-
-    def method(inputs: Inputs) -> Tensor:
-        nonlocal chunked
-        arguments = (inputs.x, inputs.weight, inputs.bias, inputs.target)
-        if chunked:
-            return program(*arguments)
-        # The auto chunker declines without a message, and does not count what comes out of a cache.
-        before = metrics.num_auto_chunking  # type: ignore[attr-defined]
-        with config.patch(force_disable_caches=True):
-            loss = program(*arguments)
-        chunked = metrics.num_auto_chunking > before  # type: ignore[attr-defined]
-        if not chunked:
-            raise Unavailable("declined by the auto chunker")
-        return loss
-
-    return _one_linear(method)
-
-
-def liger_per_token() -> Callable[[Tensor, Tensor, Tensor], Any]:
-    """Liger's losses of single tokens, (T,), from x, weight and target.
-
-    Raises:
-        Unavailable: where Liger is not installed.
-    """
-    function = peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
-    temperature, ignore_index, tiles, entropy = 1.0, -100, 1, False
-    return lambda x, weight, target: function.apply(x, weight, target, temperature, ignore_index, tiles, entropy)
-
-
-def trl_log_probs() -> Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]:
-    """The head of TRL's trainers without the model around it: log-probabilities from x, weight, bias and target.
-
-    At the width of their blocks of the vocabulary.
-
-    Raises:
-        Unavailable: where TRL is not installed.
-    """
-    function = peer("trl.kernels", extra=None).ChunkedLogProbFunction
-    temperature, columns, softcap, scale, outputs = 1.0, 32768, None, 1.0, ()
-    return lambda *operands: function.apply(*operands, temperature, columns, softcap, scale, outputs)[0]
-
-
-def _trl() -> Method:
-    log_probs = trl_log_probs()
-
-    def method(inputs: Inputs) -> Tensor:
-        valid = inputs.target != -100
-        return -log_probs(inputs.x[valid], inputs.weight, inputs.bias, inputs.target[valid]).sum() / valid.sum()
-
-    return _one_linear(method)
-
-
-def _liger(**settings: Any) -> Method:
-    function = peer("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    return _one_linear(lambda inputs: function(inputs.x, inputs.weight, inputs.target, bias=inputs.bias, **settings))
-
-
-def _liger_hopper() -> Method:
-    module = peer("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
-    return _without_bias(module.LigerFusedLinearCrossEntropySM90Function.apply)
-
-
-def _cut_cross_entropy(**settings: Any) -> Method:
-    return _without_bias(partial(peer("cut_cross_entropy").linear_cross_entropy, **settings))
-
-
-def _quack(**settings: Any) -> Method:
-    return _without_bias(partial(peer("quack.linear_cross_entropy").chunked_linear_cross_entropy, **settings))
-
-
-def _torch_linear_cross_entropy(**settings: Any) -> Method:
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
-    function: Callable[..., Tensor] = F.linear_cross_entropy  # type: ignore[attr-defined]
-    options = torch.nn.LinearCrossEntropyOptions(**settings)
-    return _one_linear(
-        lambda inputs: function(inputs.x, inputs.weight, inputs.target, linear_bias=inputs.bias, options=options)
-    )
+    return _compiled(torch.compile, dynamic=False, backend=compile_graph, options=given)
 
 
 def peer(module: str, *, extra: str | None = "peers") -> ModuleType:
@@ -175,32 +82,114 @@ def peer(module: str, *, extra: str | None = "peers") -> ModuleType:
         raise Unavailable(str(error)) from None
 
 
-def _without_bias(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Method:
-    """A function of x, weight and target."""
-    return _one_linear(lambda inputs: function(inputs.x, inputs.weight, inputs.target), takes_bias=False)
+def _one_linear(function: Callable[..., Tensor], *, takes_bias: bool = True) -> Method:
+    """A function of x, weight, target and, where it takes one, bias=; it says so where there is more than it takes."""
 
-
-def _one_linear(method: Method, *, takes_bias: bool = True) -> Method:
-    """The method, which says so where it gets an adapter, or a bias that it does not take."""
-
-    def checked(inputs: Inputs) -> Tensor:
+    def method(inputs: Inputs) -> Tensor:
         if inputs.terms:
             raise Unavailable("takes one linear, and no adapter beside it")
         if inputs.bias is not None and not takes_bias:
             raise Unavailable("no bias in this version")
-        return method(inputs)
+        bias = {"bias": inputs.bias} if takes_bias else {}
+        return function(inputs.x, inputs.weight, inputs.target, **bias)
 
-    return checked
+    return method
+
+
+def _peer(path: str, **settings: Any) -> Method:
+    """A peer's function, as in "module:name", which takes no bias."""
+    module, name = path.split(":")
+    return _one_linear(partial(attrgetter(name)(peer(module)), **settings), takes_bias=False)
+
+
+def _liger(**settings: Any) -> Method:
+    function = peer("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    return _one_linear(partial(function, **settings))
+
+
+def _torch_linear_cross_entropy(**settings: Any) -> Method:
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise Unavailable(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    function: Callable[..., Tensor] = F.linear_cross_entropy  # type: ignore[attr-defined]
+    options = torch.nn.LinearCrossEntropyOptions(**settings)
+    return _one_linear(lambda x, weight, target, bias: function(x, weight, target, linear_bias=bias, options=options))
+
+
+def _auto_chunker() -> Method:
+    if find_spec("torch._inductor.fx_passes.auto_chunker") is None:
+        raise Unavailable(f"torch {torch.__version__} has no auto chunker")
+    from torch._inductor import config, metrics
+
+    # By default, the auto chunker takes only operations whose result is eight times as large as their operands, which
+    # few language models' heads are.
+    options: dict[str, Any] = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 0}
+    program = torch.compile(_program, options=options, dynamic=False)
+    chunked = False
+
+    def function(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+        nonlocal chunked
+        if chunked:
+            return program(x, weight, bias, target)
+        # The auto chunker declines without a message, and does not count what comes out of a cache.
+        before = metrics.num_auto_chunking  # type: ignore[attr-defined]
+        with config.patch(force_disable_caches=True):
+            loss = program(x, weight, bias, target)
+        chunked = metrics.num_auto_chunking > before  # type: ignore[attr-defined]
+        if not chunked:
+            raise Unavailable("declined by the auto chunker")
+        return loss
+
+    return _one_linear(function)
+
+
+def _trl_log_probs() -> Callable[..., Tensor]:
+    """The head of TRL's trainers without the model around it, at the width of their blocks of the vocabulary."""
+    function = peer("trl.kernels", extra=None).ChunkedLogProbFunction
+    settings = 1.0, 32768, None, 1.0, ()  # temperature, columns, softcap, scale, outputs
+    return lambda x, weight, target, bias=None: function.apply(x, weight, bias, target, *settings)[0]
+
+
+def _liger_log_probs() -> Callable[..., Tensor]:
+    function = peer("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
+    settings = 1.0, -100, 1, False  # temperature, ignore_index, tiles, entropy
+    return lambda x, weight, target: -function.apply(x, weight, target, *settings)
+
+
+def _cut_cross_entropy_log_probs() -> Callable[..., Tensor]:
+    """With all gradients: by default it leaves out the small ones."""
+    function = peer("cut_cross_entropy").linear_cross_entropy
+    return lambda x, weight, target: -function(x, weight, target, reduction="none", filter_eps=None)
+
+
+LOG_PROBS = {
+    "trl": _trl_log_probs,
+    "cut-cross-entropy": _cut_cross_entropy_log_probs,
+    "liger, per token": _liger_log_probs,
+}
+"""Peers that have log-probabilities of tokens: each gives a function of x, weight and target, whose result is (T,)."""
+
+
+def _trl() -> Method:
+    log_probs = _trl_log_probs()
+
+    def function(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
+        valid = target != -100
+        return -log_probs(x[valid], weight, target[valid], bias).sum() / valid.sum()
+
+    return _one_linear(function)
 
 
 OURS: dict[str, Callable[[Options], Method]] = {"flce": _jitted, "flce backend": _by_backend, "function": ours}
 """This project by thunder, by the backend of torch.compile and as a function."""
 
+_HOPPER = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+_QUACK = "quack.linear_cross_entropy:chunked_linear_cross_entropy"
+
 METHODS: dict[str, Callable[[], Method]] = {
-    "eager": lambda: compiled(lambda program: program),
-    "torch.compile": lambda: compiled(partial(torch.compile, dynamic=False)),
-    "torch.compile, dynamic": lambda: compiled(partial(torch.compile, dynamic=True)),
-    "thunder": lambda: compiled(import_module("thunder").jit),
+    "eager": partial(_compiled, lambda program: program),
+    "torch.compile": partial(_compiled, torch.compile, dynamic=False),
+    "torch.compile, dynamic": partial(_compiled, torch.compile, dynamic=True),
+    "thunder": lambda: _compiled(import_module("thunder").jit),
     **{name: partial(make, Options()) for name, make in OURS.items()},
     "flce, 512 rows": partial(_jitted, Options(chunk_rows=512)),
     "torch linear_cross_entropy": _torch_linear_cross_entropy,
@@ -208,14 +197,14 @@ METHODS: dict[str, Callable[[], Method]] = {
     "auto chunker": _auto_chunker,
     "liger": _liger,
     "liger, chunk 8": partial(_liger, chunk_mem_const=8),
-    "cut-cross-entropy": _cut_cross_entropy,
+    "cut-cross-entropy": partial(_peer, "cut_cross_entropy:linear_cross_entropy"),
     # Without this, gradients below eps / 32 of their dtype are never computed: nearly all of them here.
-    "cut-cross-entropy, exact": partial(_cut_cross_entropy, filter_eps=None),
+    "cut-cross-entropy, exact": partial(_peer, "cut_cross_entropy:linear_cross_entropy", filter_eps=None),
     "trl": _trl,
-    "liger, hopper": _liger_hopper,
+    "liger, hopper": partial(_peer, f"{_HOPPER}:LigerFusedLinearCrossEntropySM90Function.apply"),
     # Not its default of 4096 tokens, at which quack 0.6.5 fails where the hidden size is as large.
-    "quack": partial(_quack, tuned=False, chunk_size=2048),
-    "quack, tuned": partial(_quack, use_scaled_exp=False),
+    "quack": partial(_peer, _QUACK, tuned=False, chunk_size=2048),
+    "quack, tuned": partial(_peer, _QUACK, use_scaled_exp=False),
 }
 """What each name stands for; called once per shape, so that nothing compiled is shared between shapes.
 
@@ -227,17 +216,16 @@ DEFAULT = [name for name in METHODS if name not in ("torch.compile, dynamic", "q
 """Measured where none is named. What is left out compiles or searches for minutes before its first result."""
 
 
-def build(name: str) -> Method:
-    """The method of that name.
+def maker(name: str) -> Callable[[], Method]:
+    """What makes the method of that name, or raises `Unavailable` where a peer is not installed.
 
     Raises:
-        Unavailable: where a peer is not installed.
         ValueError: where there is no such method, or an option is none of `Options`.
     """
     if name in METHODS:
-        return METHODS[name]()
+        return METHODS[name]
     ours, options = with_options(name)
-    return OURS[ours](options)
+    return partial(OURS[ours], options)
 
 
 def with_options(name: str) -> tuple[str, Options]:
@@ -246,26 +234,19 @@ def with_options(name: str) -> tuple[str, Options]:
     Raises:
         ValueError: where the first part is none of `OURS`, or the others are no options.
     """
+
+    def value(text: str) -> Any:
+        try:
+            return ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            return text
+
     ours, *given = name.split(", ")
     pairs = dict(part.split("=", 1) for part in given if "=" in part)
     if ours not in OURS or len(pairs) < len(given):
         names = f"{'; '.join(METHODS)}; and {', '.join(OURS)} with options, as in 'flce, chunk_rows=1024'"
         raise ValueError(f"a method must be one of {names}, but got {name!r}")
     try:
-        return ours, Options(**{option: _value(text) for option, text in pairs.items()})
+        return ours, Options(**{option: value(text) for option, text in pairs.items()})
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name!r}: {error}") from None
-
-
-def check_method(name: str) -> None:
-    """Raises a ValueError where `build` does not know the name."""
-    if name not in METHODS:
-        with_options(name)
-
-
-def _value(text: str) -> Any:
-    """A number, True, False or None, or the text itself."""
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text

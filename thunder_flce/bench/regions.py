@@ -1,178 +1,75 @@
-"""Loss regions: forward, backward and both; time, peak memory and error of all methods in one run."""
+"""Loss regions: forward, backward and both; time, peak memory and error of all methods in one run.
+
+Results are compared with those of the definition in a wider dtype, and times with those of the matmuls that the results
+need, alone.
+"""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from thunder_flce.bench.measuring import (
-    ERROR,
-    GB,
-    TOTAL,
-    Mark,
-    PhasedRow,
-    Schedule,
-    Session,
-    Step,
-    column,
-    no_mark,
-    peak_bytes,
-    release,
-    synchronize,
-    timed_turn,
-)  # fmt: skip
-from thunder_flce.bench.methods import Method, build
-from thunder_flce.bench.reference import Reference, make_reference, matmuls, relative_error
+from thunder_flce.bench.measure import Mark, Run, Step, no_mark, peak_bytes, progress, release, synchronize
+from thunder_flce.bench.methods import Method, maker
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.engine.matmul.algorithms import tunings
 
+Results = dict[str, Tensor]
+"""The "loss", and the gradients by the names of `Inputs.named_operands`."""
+
 FLOORS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls", 4: "four matmuls"}
-"""What times are compared with: the matmuls that the results need, alone."""
-
-SCHEDULE = Schedule(calls=200, turn_ms=1000)
-
-RegionStep = Callable[[Mark], tuple[Tensor, dict[str, Tensor]]]
-"""As `measuring.Step`; returns the loss and the gradients by the names of `Inputs.named_operands`."""
+"""What times are compared with."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row(PhasedRow):
-    """What was measured of one method on one shape; errors are ‖result − reference‖ / ‖reference‖."""
-
-    shape: Shape
-    ratio: float | None = column("× matmuls", "{:.3f}")
-    """Time over that of `matmuls` matmuls alone."""
-    matmuls: int | None = None
-    tflops: float | None = column("TFLOP/s", "{:.4g}")
-    """10¹² operations a second, counting `Shape.operations` and nothing else."""
-    memory_gb: float | None = column("peak, GB", GB)
-    """Peak above the inputs, in 10⁹ bytes."""
-    above_outputs_gb: float | None = column("peak − gradients, GB", GB)
-    """The peak less the gradients themselves."""
-    forward_memory_gb: float | None = None
-    """As memory_gb, of the forward alone."""
-    backward_memory_gb: float | None = None
-    loss_error: float | None = column("loss error", ERROR)
-    dx_error: float | None = column("dX error", ERROR)
-    dw_error: float | None = column("dW error", ERROR)
-    dbias_error: float | None = column("dbias error", ERROR)
-    dy_error: float | None = column("dy error", ERROR)
-    """Of the gradients of an adapter: y (tokens, rank) and B (vocab, rank)."""
-    db_error: float | None = column("dB error", ERROR)
-    first_call_s: float | None = column("first call, s", "{:.1f}")
-    """The first forward + backward, with all that is compiled for it."""
-    tuned_products: list[dict[str, Any]] | None = None
-    """The matmuls whose algorithm was chosen during the first call: `algorithms.Tuning`."""
-    host_ms: float | None = column("host, ms", "{:.3f}")
-    """Until the host has asked for everything; of `small`, as the next two."""
-    host_ms_p20: float | None = None
-    host_ms_p80: float | None = None
-    operations: int | None = column("operations")
-    """Kernels, copies and fills on the device; None on a CPU."""
-    calls: int | None = column("Python calls")
-    """Of functions, Python's and those in C."""
-
-
-class Comparison:
-    """Methods that are compared on one shape: first each is called, then all are timed in turns."""
-
-    def __init__(self, shape: Shape, session: Session):
-        # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
-        torch.compiler.reset()
-        release(session.device)
-        self.shape, self.session = shape, replace(session, row=partial(Row, shape=shape))
-        self.inputs = Inputs.random(shape, session.device)
-        self._steps, self._numbers = dict[str, Step](), dict[str, dict[str, Any]]()
-
-    def add_floor(self, count: int) -> None:
-        """So many matmuls, which come first."""
-        name = FLOORS[count]
-        with self.session.attempt(name):
-            self._steps[name] = matmuls(self.inputs, count)
-            self._numbers[name] = {"matmuls": count}
-
-    def add(
-        self, name: str, make: Callable[[], RegionStep], *, reference: Reference | None, matmuls: int | None = None,
-        others: Callable[[RegionStep], dict[str, Any]] = lambda step: {},
-    ) -> None:  # fmt: skip
-        """A method: what is compiled for it, its errors and its memory are measured at once.
-
-        Args:
-            name: of the method.
-            make: gives its step.
-            reference: what results are compared with; None where there is none.
-            matmuls: of the floor that its time is compared with, if that is one.
-            others: gives more fields of its row.
-        """
-        self.session.progress(f"{name}: first call")
-        with self.session.attempt(name):
-            known, step, start = tunings(), make(), time.perf_counter()
-            loss, gradients = step(no_mark)
-            synchronize(self.session.device)
-            numbers: dict[str, Any] = {"matmuls": matmuls, "first_call_s": time.perf_counter() - start}
-            if reference is not None:
-                numbers["loss_error"] = relative_error(loss, reference.loss)
-                for of, gradient in gradients.items():
-                    numbers[f"{of}_error"] = relative_error(gradient, reference.gradients[of])
-            outputs = sum(gradient.nbytes for gradient in gradients.values())
-            del loss, gradients
-            peaks = peak_bytes(step, self.session.device)
-            numbers |= {"memory_gb": peaks[TOTAL] / 1e9, "above_outputs_gb": (peaks[TOTAL] - outputs) / 1e9}
-            numbers |= {f"{phase}_memory_gb": peaks[phase] / 1e9 for phase in ("forward", "backward") if phase in peaks}
-            if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
-                numbers["tuned_products"] = tuned
-            self._numbers[name], self._steps[name] = numbers | others(step), step
-
-    def report(self, *phases: str, turn: Callable[..., Any] = timed_turn, operations: int | None = None) -> None:
-        """Times all in turns, and reports a row for each: phases of a step, and how much is computed a second."""
-        outcomes = self.session.take_turns(self._steps, turn)
-        for name, outcome in outcomes.items():
-            numbers, times = self._numbers[name], outcome.spread(*phases)
-            if (floor := outcomes.get(FLOORS.get(numbers["matmuls"], ""))) is not None:
-                times["ratio"] = times["time_ms"] / floor.median(TOTAL)
-            if operations is not None:
-                times["tflops"] = operations / times["time_ms"] / 1e9
-            self.session.report(method=name, **times, **numbers)
-
-
-def measure(shape: Shape, methods: list[str], session: Session) -> None:
-    """Measures methods, by names that `methods.build` knows, on one shape."""
-    compare(Comparison(shape, session), methods)
-
-
-def compare(compared: Comparison, methods: list[str]) -> None:
-    """The same of inputs that are there."""
-    inputs, reference = compared.inputs, None
-    compared.session.progress("reference")
-    with compared.session.attempt("reference"):
-        reference = make_reference(inputs)
-    compared.add_floor(3)
+def measure(
+    shape: Shape, methods: list[str], run: Run, *, change: Callable[[Inputs], object] = lambda inputs: None
+) -> None:
+    """Measures methods, by names that `methods.build` knows, on one shape; `change` may alter the inputs in place."""
+    inputs, reference = prepared(shape, run), Results()
+    change(inputs)
+    progress("reference")
+    with run.attempt("reference"):
+        reference = mean_reference(inputs)
+    add_matmuls(run, inputs, 3)
     for name in methods:
-        compared.add(name, partial(_step, inputs, name), reference=reference, matmuls=3)
+        add(run, name, partial(step_of, inputs, maker(name)), reference=reference, matmuls=3)
     del reference
-    compared.report("forward", "backward", operations=compared.shape.operations)
+    run.report(operations=shape.operations)
 
 
-def _step(inputs: Inputs, name: str) -> RegionStep:
-    return partial(run_step, inputs, build(name))
+def prepared(shape: Shape, run: Run) -> Inputs:
+    """Random inputs of a shape, which all rows of the run have from here on."""
+    # What was compiled for an earlier shape would make torch.compile try symbolic sizes, or give up.
+    torch.compiler.reset()
+    release(run.device)
+    run.fields |= shape.as_record()
+    return Inputs.random(shape, run.device)
 
 
-def run_step(inputs: Inputs, method: Method, mark: Mark) -> tuple[Tensor, dict[str, Tensor]]:
-    """Forward and backward; returns the loss and the gradients by name, which it takes away from the inputs.
+def step_of(inputs: Inputs, make: Callable[[], Method], **settings: Any) -> Callable[[Mark], Results]:
+    """The `run_step` of a method that is made here."""
+    return partial(run_step, inputs, make(), **settings)
+
+
+def run_step(inputs: Inputs, method: Method, mark: Mark, *, upstream: Tensor | None = None) -> Results:
+    """Forward, and backward where an input requires a gradient, which is taken away from it.
+
+    `upstream` is (T,), for a loss of (T,).
 
     Raises:
         RuntimeError: where an operand got no gradient.
     """
-    operands: Mapping[str, Tensor] = inputs.named_operands()
+    operands = inputs.named_operands()
     try:
         loss = method(inputs)
         mark("forward")
         if operands:
-            loss.backward()
+            loss.backward(upstream if loss.ndim else None)
         mark("backward")
         gradients = {name: tensor.grad for name, tensor in operands.items() if tensor.grad is not None}
     finally:
@@ -180,4 +77,115 @@ def run_step(inputs: Inputs, method: Method, mark: Mark) -> tuple[Tensor, dict[s
             tensor.grad = None
     if missing := operands.keys() - gradients.keys():
         raise RuntimeError(f"no {' and no '.join(sorted(missing))} came of the backward")
-    return loss.detach(), gradients
+    return {"loss": loss.detach(), **gradients}
+
+
+def add(
+    run: Run, name: str, make: Callable[[], Callable[[Mark], Results]], *, reference: Results,
+    matmuls: int | None = None,
+) -> None:  # fmt: skip
+    """Adds a method to a run: its first call with its errors, then one for its memory.
+
+    Args:
+        run: what it is added to.
+        name: of the method.
+        make: gives its step.
+        reference: what results are compared with, as far as it has them.
+        matmuls: how many its time is compared with, if `add_matmuls` has added them.
+    """
+    progress(f"{name}: first call")
+    with run.attempt(name):
+        known, step, start = tunings(), make(), time.perf_counter()
+        results = step(no_mark)
+        synchronize(run.device)
+        numbers: dict[str, Any] = {"matmuls": matmuls, "first_call_s": time.perf_counter() - start}
+        compared = reference.keys() & results.keys()
+        numbers |= {f"{name}_error": relative_error(results[name], reference[name]) for name in compared}
+        outputs = sum(result.nbytes for name, result in results.items() if name != "loss")
+        del results
+        peak = peak_bytes(partial(step, no_mark), run.device)
+        numbers |= {"memory_gb": peak / 1e9, "above_outputs_gb": (peak - outputs) / 1e9}
+        if tuned := [tuning.to_dict() for tuning in tunings() if tuning not in known]:
+            numbers["tuned_products"] = tuned
+        run.add(name, step, floor=None if matmuls is None else FLOORS[matmuls], **numbers)
+
+
+def mean_reference(inputs: Inputs) -> Results:
+    """Of the mean loss."""
+
+    def of_rows(wide: Inputs, rows: slice) -> Tensor:
+        return F.cross_entropy(wide.logits(rows), wide.target[rows], reduction="none")
+
+    return make_reference(inputs, of_rows, lambda losses: losses.sum() / (inputs.target != -100).sum())
+
+
+def make_reference(
+    inputs: Inputs, of_rows: Callable[[Inputs, slice], Tensor], reduce: Callable[[Tensor], Tensor]
+) -> Results:
+    """The right results, by the definition, a few rows at a time.
+
+    Args:
+        inputs: as they are; computed with in float32 for 16 bits, otherwise in float64.
+        of_rows: a number for each of these tokens.
+        reduce: from the numbers of all tokens, the loss.
+    """
+    dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
+    wide = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(tensor.requires_grad))
+    operands = wide.named_operands()
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    numbers = [checkpoint(of_rows, wide, rows, **settings) for rows in row_slices(inputs.x)]
+    loss = reduce(torch.cat(numbers))
+    gradients = torch.autograd.grad(loss, [*operands.values()]) if operands else ()
+    return {"loss": loss.detach(), **dict(zip(operands, gradients, strict=True))}
+
+
+def row_slices(x: Tensor, rows: int = 512) -> Iterator[slice]:
+    """The rows of x, some at a time."""
+    return (slice(start, start + rows) for start in range(0, x.shape[0], rows))
+
+
+def relative_error(result: Tensor, reference: Tensor) -> float:
+    """‖result − reference‖ / ‖reference‖."""
+    difference = torch.linalg.vector_norm(result.to(reference.dtype) - reference)
+    return (difference / torch.linalg.vector_norm(reference)).item()
+
+
+def add_matmuls(run: Run, inputs: Inputs, count: int) -> None:
+    """Adds so many matmuls alone to a run, after a first call."""
+    with run.attempt(FLOORS[count]):
+        step = matmuls(inputs, count)
+        step(no_mark)
+        run.add(FLOORS[count], step, floor=FLOORS[count], matmuls=count)
+
+
+@torch.no_grad()
+def matmuls(inputs: Inputs, count: int) -> Step:
+    """The first `count` of logits, dX, dW and a teacher's logits as matmuls over all tokens, to compare times with.
+
+    The logits are the phase "forward", the others "backward". The operands are x and W, frozen or not, and not those of
+    an adapter. An odd vocabulary is rounded down to a multiple of 8, where cuBLAS is fast. dlogits is that of the loss:
+    at the limit of its power, a chip multiplies some numbers faster than others.
+    """
+    vocab = inputs.weight.shape[0]
+    vocab = vocab - vocab % 8 or vocab
+    x, weight = inputs.x.detach(), inputs.weight.detach()[:vocab]
+    dlogits = torch.empty(x.shape[0], vocab, dtype=x.dtype, device=x.device)
+    for rows in row_slices(x):
+        logits, target = inputs.logits(rows).float().requires_grad_(), inputs.target[rows]
+        with torch.enable_grad():
+            loss = F.cross_entropy(logits, target, reduction="sum") / (inputs.target != -100).sum()
+        dlogits[rows] = torch.autograd.grad(loss, logits)[0][:, :vocab]
+    dx, dweight = torch.empty_like(x), torch.empty_like(weight)
+
+    def step(mark: Mark) -> None:
+        torch.mm(x, weight.t())
+        mark("forward")
+        if count > 1:
+            torch.mm(dlogits, weight, out=dx)
+        if count > 2:
+            torch.mm(dlogits.t(), x, out=dweight)
+        if count > 3:
+            torch.mm(x, weight.t())
+        mark("backward")
+
+    return step

@@ -1,14 +1,22 @@
 """The shapes that are measured, by name, and their inputs."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch.bfloat16 as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,40 +28,25 @@ class Shape:
     vocab: int
     hidden: int
     bias: bool = False
-    ignored: float = 0.0
-    """The fraction of targets that are ignore_index."""
-
+    ignored: float = 0.0  # the fraction of targets that are ignore_index
     dtype: torch.dtype = torch.bfloat16
-
-    frozen: bool = False
-    """Whether the weight requires no gradient."""
-
-    rank: int = 0
-    """Of a low-rank adapter beside the weight: the logits have a second term, y Bᵀ, with y (tokens, rank) and B (vocab,
-    rank), which both require a gradient; 0 for none."""
+    frozen: bool = False  # whether the weight requires no gradient
+    rank: int = 0  # of a low-rank adapter beside the weight, whose two parts require a gradient; 0 for none
 
     def __str__(self) -> str:
-        extras = (", bias" if self.bias else "") + (f", {self.ignored:.0%} ignored" if self.ignored else "")
-        extras += (", frozen head" if self.frozen else "") + (f", rank {self.rank}" if self.rank else "")
-        if self.dtype is not torch.bfloat16:
-            extras += f", {dtype_name(self.dtype)}"
-        return f"{self.name} {self.tokens} × {self.vocab} × {self.hidden}{extras}"
+        extras = {
+            "bias": self.bias,
+            f"{self.ignored:.0%} ignored": self.ignored,
+            "frozen head": self.frozen,
+            f"rank {self.rank}": self.rank,
+            dtype_name(self.dtype): self.dtype is not torch.bfloat16,
+        }
+        sizes = f"{self.name} {self.tokens} × {self.vocab} × {self.hidden}"
+        return ", ".join([sizes, *(extra for extra, is_there in extras.items() if is_there)])
 
     def as_record(self) -> dict[str, Any]:
         """The fields for JSON, and "shape", which is all of them for people."""
         return {"shape": str(self), **vars(self), "dtype": dtype_name(self.dtype)}
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes of the gradients alone: what every method has to write."""
-        elements = self.tokens * self.hidden + (self.tokens + self.vocab) * self.rank
-        elements += self.vocab * self.hidden * (not self.frozen) + self.vocab * self.bias
-        return elements * self.dtype.itemsize
-
-    @property
-    def ignored_tokens(self) -> int:
-        """How many targets are ignore_index."""
-        return round(self.ignored * self.tokens)
 
     @property
     def operations(self) -> int:
@@ -62,42 +55,41 @@ class Shape:
         Those are the logits, dX and dW, but for dW of a frozen head, and the same three of an adapter.
         """
         columns = (2 if self.frozen else 3) * self.hidden + 3 * self.rank
-        return 2 * (self.tokens - self.ignored_tokens) * self.vocab * columns
+        return 2 * (self.tokens - round(self.ignored * self.tokens)) * self.vocab * columns
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape(name="S1", tokens=8192, vocab=128256, hidden=4096),
-        Shape(name="S1i", tokens=8192, vocab=128256, hidden=4096, ignored=0.6),
-        Shape(name="S1a", tokens=8192, vocab=128256, hidden=4096, frozen=True, rank=16),
-        Shape(name="S2", tokens=32768, vocab=128256, hidden=768, bias=True),
-        Shape(name="S3", tokens=8192, vocab=256000, hidden=2304),
-        Shape(name="S4", tokens=4096, vocab=152064, hidden=3584),
-        Shape(name="U1", tokens=8192, vocab=128257, hidden=4096),
-        Shape(name="U2", tokens=8192, vocab=50257, hidden=1600),
-        Shape(name="deepseek-v3", tokens=4096, vocab=129280, hidden=7168),
-        Shape(name="gemma-2-9b", tokens=8192, vocab=256000, hidden=3584),
-        Shape(name="gpt2", tokens=32768, vocab=50257, hidden=768),
-        Shape(name="gpt-oss-20b", tokens=8192, vocab=201088, hidden=2880),
-        Shape(name="llama-2-7b", tokens=8192, vocab=32000, hidden=4096),
-        Shape(name="llama-3.1-8b", tokens=8192, vocab=128256, hidden=4096),
-        Shape(name="llama-3.1-70b", tokens=8192, vocab=128256, hidden=8192),
-        Shape(name="llama-3.2-1b", tokens=16384, vocab=128256, hidden=2048),
-        Shape(name="mistral-7b", tokens=8192, vocab=32768, hidden=4096),
-        Shape(name="phi-4", tokens=8192, vocab=100352, hidden=5120),
-        Shape(name="qwen2.5-0.5b", tokens=32768, vocab=151936, hidden=896),
-        Shape(name="qwen2.5-7b", tokens=8192, vocab=152064, hidden=3584),
-        Shape(name="qwen3-8b", tokens=8192, vocab=151936, hidden=4096),
-        Shape(name="cpu", tokens=512, vocab=32000, hidden=512, dtype=torch.float32),
-        Shape(name="tiny", tokens=64, vocab=500, hidden=32, dtype=torch.float32),
-        Shape(name="tiny-a", tokens=64, vocab=500, hidden=32, dtype=torch.float32, frozen=True, rank=4),
-    )
-}
+_SIZES = {
+    "S1": (8192, 128256, 4096), "S2": (32768, 128256, 768), "S3": (8192, 256000, 2304), "S4": (4096, 152064, 3584),
+    "U1": (8192, 128257, 4096), "U2": (8192, 50257, 1600),
+    "deepseek-v3": (4096, 129280, 7168), "gemma-2-9b": (8192, 256000, 3584), "gpt2": (32768, 50257, 768),
+    "gpt-oss-20b": (8192, 201088, 2880), "llama-2-7b": (8192, 32000, 4096), "llama-3.1-8b": (8192, 128256, 4096),
+    "llama-3.1-70b": (8192, 128256, 8192), "llama-3.2-1b": (16384, 128256, 2048), "mistral-7b": (8192, 32768, 4096),
+    "phi-4": (8192, 100352, 5120), "qwen2.5-0.5b": (32768, 151936, 896), "qwen2.5-7b": (8192, 152064, 3584),
+    "qwen3-8b": (8192, 151936, 4096),
+    "cpu": (512, 32000, 512), "tiny": (64, 500, 32),
+}  # fmt: skip
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "S1i": ("S1", {"ignored": 0.6}), "S1a": ("S1", {"frozen": True, "rank": 16}), "S2": ("S2", {"bias": True}),
+    "cpu": ("cpu", {"dtype": torch.float32}), "tiny": ("tiny", {"dtype": torch.float32}),
+}  # fmt: skip
+SHAPES = {name: Shape(name=name, tokens=t, vocab=v, hidden=h) for name, (t, v, h) in _SIZES.items()}
+SHAPES |= {name: replace(SHAPES[like], name=name, **changes) for name, (like, changes) in _OTHERS.items()}
 """S1 to S4 and the uneven U1 and U2 are those of lab/performance.md; then the heads of models.
 
 S1 is the head of Llama 3.1 8B, and S3 that of Gemma 2 2B. "i" stands for ignored tokens, "a" for an adapter.
 """
+
+_FIELDS: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("tokens", "vocab", "hidden", "rank"), int),
+    **dict.fromkeys(("bias", "frozen"), {"0": False, "1": True}.__getitem__),
+    "ignored": float,
+    "dtype": DTYPES.__getitem__,
+}
+
+
+def given_fields(pairs: Iterable[str], readers: dict[str, Callable[[str], Any]]) -> dict[str, Any]:
+    """Reads "tokens=8192" and so on, each by the reader of its name; a KeyError or ValueError where that fails."""
+    return {name: readers[name](value) for name, value in (pair.split("=", 1) for pair in pairs)}
 
 
 def parse_shape(text: str) -> Shape:
@@ -120,52 +112,38 @@ def parse_shape(text: str) -> Shape:
             known = {"name": model, "vocab": config["vocab_size"], "hidden": config["hidden_size"]}
         else:
             known, changes = {"name": "custom"}, [name, *changes]
-        pairs = [pair.split("=", 1) for pair in changes]
-        shape = Shape(**{**known, **{field: _FIELDS[field](value) for field, value in pairs}})
+        shape = Shape(**{**known, **given_fields(changes, _FIELDS)})
         if min(shape.tokens, shape.vocab, shape.hidden) < 1 or shape.rank < 0 or not 0 <= shape.ignored <= 1:
             raise ValueError
         return shape
     except OSError as error:
         raise ValueError(f"no shape can be read from {name!r}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        names = ", ".join(SHAPES)
         raise ValueError(
-            f"a shape must be one of {names}, tokens=…,vocab=…,hidden=…, or a model's config.json,tokens=…, with "
-            "positive sizes and ignored between 0 and 1, but got "
-            f"{text!r}"
+            f"a shape must be one of {', '.join(SHAPES)}, tokens=…,vocab=…,hidden=…, or a model's "
+            f"config.json,tokens=…, with positive sizes and ignored between 0 and 1, but got {text!r}"
         ) from None
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 as "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
+def parse_plain_shape(text: str, *, divisor: int = 1, without: tuple[str, ...] = ("bias", "frozen", "rank")) -> Shape:
+    """The same; a ValueError also where the shape has one of some fields, or the divisor does not divide its tokens."""
+    shape = parse_shape(text)
+    if any(getattr(shape, name) for name in without):
+        raise ValueError(f"this takes shapes without {', '.join(without)}, but got {shape}")
+    if shape.tokens % divisor:
+        raise ValueError(f"tokens must be divisible by {divisor}, but got {shape}")
+    return shape
 
 
-DTYPES = {dtype_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
-
-
-_FIELDS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(("tokens", "vocab", "hidden", "rank"), int),
-    **dict.fromkeys(("bias", "frozen"), {"0": False, "1": True}.__getitem__),
-    "ignored": float,
-    "dtype": DTYPES.__getitem__,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Inputs(NamedTuple):
     """What a method gets: tensors that require a gradient, but for target and a frozen weight."""
 
-    x: Tensor
-    """(T, H)"""
-    weight: Tensor
-    """(V, H)"""
-    bias: Tensor | None
-    """(V,)"""
-    target: Tensor
-    """(T,) int64"""
-    terms: tuple[tuple[Tensor, Tensor], ...] = ()
-    """Low-rank adapters, pairs of y (T, r) and B (V, r): the logits are the sum of x Wᵀ and all y Bᵀ."""
+    x: Tensor  # (T, H)
+    weight: Tensor  # (V, H)
+    target: Tensor  # (T,) int64
+    bias: Tensor | None = None  # (V,)
+    y: Tensor | None = None  # (T, rank); with B, an adapter: the logits are the sum of x Wᵀ and y Bᵀ
+    b: Tensor | None = None  # (V, rank)
 
     @classmethod
     def random(cls, shape: Shape, device: str) -> "Inputs":
@@ -178,42 +156,30 @@ class Inputs:
 
         target = torch.randint(0, shape.vocab, (shape.tokens,), device=device, generator=generator)
         dropped = torch.randperm(shape.tokens, device=device, generator=generator)
-        target[dropped[: shape.ignored_tokens]] = -100
-        adapter = (shape.tokens, shape.rank), (shape.vocab, shape.rank)
+        target[dropped[: round(shape.ignored * shape.tokens)]] = -100
         return cls(
             x=randn(shape.tokens, shape.hidden),
             weight=randn(shape.vocab, shape.hidden, scale=shape.hidden**-0.5).requires_grad_(not shape.frozen),
-            bias=randn(shape.vocab) if shape.bias else None,
             target=target,
-            terms=((randn(*adapter[0]), randn(*adapter[1], scale=shape.rank**-0.5)),) if shape.rank else (),
+            bias=randn(shape.vocab) if shape.bias else None,
+            y=randn(shape.tokens, shape.rank) if shape.rank else None,
+            b=randn(shape.vocab, shape.rank, scale=shape.rank**-0.5) if shape.rank else None,
         )
 
-    def without_gradients(self) -> "Inputs":
-        """The same, and nothing requires a gradient."""
-        return self._with_operands(Tensor.detach)
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
+        """The same with changed operands; `map(Tensor.detach)` has none that requires a gradient."""
+        return Inputs(*(each if each is None or each is self.target else change(each) for each in self))  # type: ignore[arg-type]
 
-    def widened(self) -> "Inputs":
-        """The same for a reference: float32 for 16 bits, otherwise float64, and all of it requires a gradient."""
-        dtype = torch.float32 if self.x.element_size() == 2 else torch.float64
-        return self._with_operands(lambda tensor: tensor.detach().to(dtype).requires_grad_())
-
-    def _with_operands(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
-        return Inputs(
-            x=change(self.x),
-            weight=change(self.weight),
-            bias=None if self.bias is None else change(self.bias),
-            target=self.target,
-            terms=tuple((change(input), change(weight)) for input, weight in self.terms),
-        )
+    @property
+    def terms(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The adapter as `linear_cross_entropy` takes it."""
+        return () if self.y is None or self.b is None else ((self.y, self.b),)
 
     def logits(self, rows: slice) -> Tensor:
         """(n, V) those of some tokens."""
-        terms = (F.linear(y[rows], b) for y, b in self.terms)
-        return sum(terms, F.linear(self.x[rows], self.weight, self.bias))
+        return sum((F.linear(y[rows], b) for y, b in self.terms), F.linear(self.x[rows], self.weight, self.bias))
 
     def named_operands(self) -> dict[str, Tensor]:
         """What gets a gradient, by the gradient's name: "dx", "dw", "dbias" and, of an adapter, "dy" and "db"."""
-        tensors = {"dx": self.x, "dw": self.weight, "dbias": self.bias}
-        for term in self.terms:
-            tensors |= zip(("dy", "db"), term, strict=True)
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.requires_grad}
+        named = zip(("dx", "dw", "target", "dbias", "dy", "db"), self, strict=True)
+        return {name: tensor for name, tensor in named if tensor is not None and tensor.requires_grad}

@@ -6,6 +6,7 @@ Legend: T tokens, N rows computed, C rows in a chunk, K targets a token, H hidde
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor

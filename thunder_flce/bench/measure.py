@@ -1,0 +1,227 @@
+"""Time and memory of steps that take turns, and what to do when one of them fails.
+
+A GPU is power-limited: a method is the faster the cooler its predecessor left the chip. Each therefore runs for
+`Run.settle_ms` before it is timed, methods take turns, and only numbers of one run compare.
+"""
+
+import gc
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+Mark = Callable[[str], None]
+Step = Callable[[Mark], Any]
+"""Runs once, and calls its argument with the name of each phase where that ends, as in mark("forward")."""
+
+Laps = list[dict[str, float]]
+"""Of each call of a step, the milliseconds of each phase, and of all of them as `TOTAL`."""
+TOTAL = "total"
+
+
+def no_mark(phase: str) -> None:
+    """Of a step that nobody times."""
+
+
+class Unavailable(Exception):
+    """A method that is not installed, or cannot do what it is asked for; the message says why."""
+
+
+def progress(words: str) -> None:
+    """Writes over the last line of a terminal; writes nothing to a file."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{words}", end="", file=sys.stderr, flush=True)
+
+
+def synchronize(device: str) -> None:
+    """Waits until the device has done what it was asked to."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def release(device: str) -> None:
+    """Gives back the memory that nobody refers to."""
+    gc.collect()
+    synchronize(device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Methods that are measured beside each other on one case."""
+
+    device: str  # "cuda" or "cpu"
+    rounds: int = 4  # turns of each method
+    calls: int = 5  # timings a turn, at most
+    turn_ms: float = 500  # how long these may take together; on a GPU two are always made, on a CPU one
+    settle_ms: float = 250  # how long a method runs on a GPU before it is timed; on a CPU its first calls do
+    strict: bool = False  # whether failures are raised, but for `Unavailable`
+    write: Callable[[dict[str, Any]], object] | None = None  # called with each row as soon as it is known
+    fields: dict[str, Any] = field(default_factory=dict)  # of all rows
+    rows: list[dict[str, Any]] = field(default_factory=list)  # those known so far, as in JSON
+    # What `report` is to time: of each method its step, its floor, and more of its row.
+    added: dict[str, tuple[Step, str | None, dict[str, Any]]] = field(default_factory=dict)
+
+    def row(self, method: str, **numbers: Any) -> None:
+        """Adds a row, without what is None."""
+        known = {name: number for name, number in numbers.items() if number is not None}
+        self.rows.append({**self.fields, "method": method, **known})
+        if self.write is not None:
+            self.write(self.rows[-1])
+
+    @contextmanager
+    def attempt(self, *methods: str) -> Iterator[None]:
+        """Turns any failure inside into a row of each of these methods, and frees what the failed one held."""
+        failed = False
+        try:
+            yield
+        # A peer may fail in any way; its row says so and the others go on.
+        except Exception as error:
+            if self.strict and not isinstance(error, Unavailable):
+                raise
+            failed = True
+            for method in methods:
+                self.row(method, failed=_reason(error))
+            _forget_frames(error)
+        if failed:
+            release(self.device)
+
+    def add(self, name: str, step: Step, *, floor: str | None = None, **numbers: Any) -> None:
+        """Adds a method, whose step has run before; "ratio" is its time over that of the floor, another method."""
+        self.added[name] = step, floor, numbers
+
+    def report(self, turn: Callable[[Step], Laps] | None = None, *, operations: int | None = None) -> None:
+        """Times what was added, by `turn` or `Run.turn`; a row also says how many operations are done a second."""
+        laps = self.in_turns({name: step for name, (step, *_) in self.added.items()}, turn or self.turn)
+        for name, of_method in laps.items():
+            _, floor, numbers = self.added[name]
+            times: dict[str, float] = {}
+            for phase in (TOTAL, *of_method[0]):
+                times |= spread((lap[phase] for lap in of_method), "time_ms" if phase == TOTAL else f"{phase}_ms")
+            if floor in laps:
+                times["ratio"] = times["time_ms"] / statistics.median(lap[TOTAL] for lap in laps[floor])
+            if operations is not None:
+                times["tflops"] = operations / times["time_ms"] / 1e9
+            self.row(name, **times, **numbers)
+
+    def in_turns(self, steps: Mapping[str, Any], turn: Callable[[Any], list[Any]]) -> dict[str, list[Any]]:
+        """What `turn` gave for each step in all rounds; one that fails is left out from there on."""
+        found: dict[str, list[Any]] = {name: [] for name in steps}
+        for number in range(1, self.rounds + 1):
+            for name in list(found):
+                progress(f"round {number} of {self.rounds}: {name}")
+                with self.attempt(name):
+                    found[name] += turn(steps[name])
+                    continue
+                del found[name]
+        return found
+
+    def turn(self, step: Step) -> Laps:
+        """The times of the calls of a turn."""
+        return laps_ms((step for _ in self.repetitions(step)), self.device)
+
+    def repetitions(self, *steps: Step) -> Iterator[int]:
+        """Counts how often all of these steps are timed in a turn; on a GPU it lets the chip settle first."""
+        if self.device == "cpu":
+            end = time.perf_counter() + self.turn_ms / 1e3
+            for number in range(self.calls):
+                if number and time.perf_counter() >= end:
+                    return
+                yield number
+            return
+        settled = time.perf_counter() + self.settle_ms / 1e3
+        while True:
+            call_ms = sum(lap[TOTAL] for lap in laps_ms(steps, self.device))
+            if time.perf_counter() >= settled:
+                break
+        # The first call after waiting for the device finds it idle; the timed ones follow it without a gap.
+        for step in steps:
+            step(no_mark)
+        yield from range(max(min(self.calls, int(self.turn_ms / max(call_ms, 1e-3))), 2))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, Unavailable):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Lets go of what the functions that failed had in their variables, which the traceback holds on to."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+
+
+def laps_ms(steps: Iterable[Step], device: str) -> Laps:
+    """The times of steps that follow each other without waiting for the device, as in training.
+
+    On a GPU, "host" is the time until the host has asked for all of a step, beside those of the phases.
+    """
+    is_cuda = device == "cuda"
+
+    def now() -> Any:
+        if not is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(start: Any, end: Any) -> float:
+        return start.elapsed_time(end) if is_cuda else (end - start) * 1e3
+
+    marks: list[list[tuple[str, Any]]] = []
+    host_ms: list[float] = []
+    for step in steps:
+        marks.append([("start", now())])
+        start = time.perf_counter()
+        step(lambda phase: marks[-1].append((phase, now())))
+        host_ms.append((time.perf_counter() - start) * 1e3)
+    synchronize(device)
+    laps = []
+    for of_step, host in zip(marks, host_ms, strict=True):
+        lap = {phase: ms(before, end) for (_, before), (phase, end) in pairwise(of_step)}
+        lap |= {"host": host} if is_cuda else {}
+        laps.append({**lap, TOTAL: ms(of_step[0][1], of_step[-1][1])})
+    return laps
+
+
+def spread(values: Iterable[float], name: str) -> dict[str, float]:
+    """Median and 20th and 80th percentile, under `name` with "", "_p20" and "_p80"."""
+    ordered = sorted(values)
+    low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
+    return {name: statistics.median(ordered), f"{name}_p20": low, f"{name}_p80": high}
+
+
+def peak_bytes(call: Callable[[], object], device: str) -> int:
+    """The most memory that a call holds at a time, in bytes, on top of what was held before.
+
+    Counts what PyTorch allocates on the device, whether Python, autograd or a compiled function asks for it, and what
+    the call returns or leaves behind, such as gradients.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    # The CPU's allocator keeps no peak, but tells the profiler of every block that it gives out or takes back.
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        call()
+    held = peak = 0
+    for event in profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak

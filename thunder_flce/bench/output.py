@@ -1,0 +1,159 @@
+"""What becomes of rows: JSON with the machine, the versions and the commit, tables in Markdown, and pictures."""
+
+import datetime
+import json
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+Columns = Mapping[str, tuple[str, str]]
+"""Of fields of rows, the title in tables and the format as in str.format."""
+
+TIME, GB, ERROR = "{:.3f}", "{:.4g}", "{:.1e}"
+
+# Times are medians; "…_p20" and "…_p80" beside them are percentiles. GB are 10⁹ bytes above the inputs, or above the
+# parameters and the optimizer's state. Errors are ‖result − reference‖ / ‖reference‖.
+COLUMNS: Columns = {
+    "ranks": ("ranks", "{}"),
+    "time_ms": ("time, ms", TIME),
+    "forward_ms": ("forward", TIME),
+    "backward_ms": ("backward", TIME),
+    "optimizer_ms": ("optimizer", TIME),
+    "host_ms": ("host, ms", TIME),  # until the host has asked for everything
+    "ratio": ("× matmuls", "{:.3f}"),  # to the time of `matmuls` matmuls alone
+    "tflops": ("TFLOP/s", "{:.4g}"),  # counting `Shape.operations`, and nothing else
+    "memory_gb": ("peak, GB", GB),
+    "above_outputs_gb": ("peak − gradients, GB", GB),
+    "loss_error": ("loss error", ERROR),
+    "dx_error": ("dX error", ERROR),
+    "dw_error": ("dW error", ERROR),
+    "dbias_error": ("dbias error", ERROR),
+    "dy_error": ("dy error", ERROR),  # of an adapter: y (tokens, rank), and B (vocab, rank)
+    "db_error": ("dB error", ERROR),
+    "same_bits": ("same bits", "{}"),  # whether all ranks have the same loss and dX
+    "first_call_s": ("first call, s", "{:.1f}"),  # with all that is compiled for it
+    "second_length_s": ("second length, s", "{:.1f}"),  # likewise
+    "new_length_ms": ("new length, ms", TIME),  # the median step of a length that is new, after the second
+    "fused": ("fused", "{}"),  # whether this project fused the loss
+}
+
+_PACKAGES = (
+    "torch", "lightning-thunder", "triton", "litgpt", "transformers", "liger-kernel", "cut-cross-entropy",
+    "quack-kernels", "trl", "nvidia-cutlass-dsl", "cuda-tile", "nvfuser-cu128-torch210", "nvfuser-cu130-torch210",
+)  # fmt: skip
+
+
+def context(command: str, *, device: str, commit: str | None = None) -> dict[str, str]:
+    """What rows belong to: device, versions, commit (by default `commit_of` this package), date and command."""
+    commit = commit or commit_of(Path(__file__).parents[1])
+    installed = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} (CPU)",
+        "cuda": (device == "cuda" and torch.version.cuda) or "",
+        "python": platform.python_version(),
+        **installed,
+        **({"commit": commit} if commit else {}),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "command": command,
+    }
+
+
+def commit_of(package: Path) -> str | None:
+    """The commit that a package's folder is checked out at; None where git does not know it.
+
+    With "-dirty" where a file of it, or of the folder `lab` beside it, is changed or new.
+    """
+
+    def git(*arguments: str) -> str | None:
+        try:
+            return subprocess.run(["git", *arguments], cwd=package, capture_output=True, text=True, check=True).stdout
+        except (FileNotFoundError, subprocess.CalledProcessError):
+            return None
+
+    # A folder that git ignores is not of the commit that the folder around it is at.
+    head = git("rev-parse", "--short=12", "HEAD") if git("ls-files", ".") else None
+    is_clean = git("status", "--porcelain", "--", ".", "../lab") == ""
+    return head and head.strip() + ("" if is_clean else "-dirty")
+
+
+def as_words(context: Mapping[str, str]) -> str:
+    """The machine, the versions and the commit, for people."""
+    first, *others = ((name, value) for name, value in context.items() if value and name != "command")
+    return ", ".join([first[1], *(value if name == "date" else f"{name} {value}" for name, value in others)])
+
+
+def append(path: Path, row: Row) -> None:
+    """Adds a line, which is on the disk when this returns."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def markdown(title: str, rows: Sequence[Row], columns: Columns = COLUMNS) -> str:
+    """A table with a line for each method, then a list of what failed.
+
+    A cell has the median, and half of what lies between the 20th and the 80th percentile.
+    """
+    measured = [row for row in rows if "failed" not in row]
+    shown = _shown(measured, columns)
+    lines = [["method", *(columns[name][0] for name in shown)]]
+    lines += [[row["method"], *(_cell(row, name, columns[name][1]) for name in shown)] for row in measured]
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    lines = [[f"{first:{widths[0]}}", *map(str.rjust, others, widths[1:])] for first, *others in lines]
+    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    failed = "\n".join(f"- {row['method']}: {row['failed']}" for row in rows if "failed" in row)
+    return "\n\n".join(part for part in (f"**{title}**", table if measured else "", failed) if part)
+
+
+def draw(title: str, rows: Sequence[Row], folder: Path, *, columns: Columns = COLUMNS) -> Path:
+    """Draws the columns in ms and GB as bars, a panel for each, into a PNG file that is named after the title.
+
+    The folder is made if it is not there; the picture is empty where nothing was measured.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = [row for row in rows if "failed" not in row]
+    drawn = [name for name in _shown(measured, columns) if columns[name][0].endswith((", ms", ", GB"))]
+    figure = Figure(figsize=(4 * len(drawn) + 2, 1.2 + 0.3 * len(measured)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, name in enumerate(drawn, start=1):
+        heading, form = columns[name]
+        axes = figure.add_subplot(1, len(drawn), number)
+        bars_of = [row for row in measured[::-1] if name in row]
+        bars = axes.barh(range(len(bars_of)), [row[name] for row in bars_of])
+        axes.set_yticks(range(len(bars_of)), labels=[row["method"] for row in bars_of])
+        axes.bar_label(bars, [form.format(bar.get_width()) for bar in bars], padding=3)
+        axes.set_xlabel(heading)
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    folder.mkdir(parents=True, exist_ok=True)
+    # "S1 8192 × 128256, NVIDIA H200" becomes "S1-8192-128256-NVIDIA-H200".
+    path = folder / (re.sub(r"[^\w.=]+", "-", title, flags=re.ASCII).strip("-") + ".png")
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _shown(rows: Sequence[Row], columns: Columns) -> list[str]:
+    """The columns in which some row has something."""
+    return [name for name in columns if any(name in row for row in rows)]
+
+
+def _cell(row: Row, name: str, form: str) -> str:
+    if name not in row:
+        return ""
+    low, high = row.get(f"{name}_p20"), row.get(f"{name}_p80")
+    spread = "" if low is None or high is None else f" ±{(high - low) / 2:.2g}"
+    return form.format(row[name]) + spread
