@@ -1,5 +1,6 @@
 """Launching Triton kernels, in as little of the host's time as Triton allows."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,51 +26,48 @@ def contiguous(*vectors: Tensor | None) -> list[Tensor | None]:
     return [None if vector is None else vector.contiguous() for vector in vectors]
 
 
-def launch(kernel: Any, programs: int, arguments: list[Any], settings: dict[str, Any]) -> None:
-    """Runs a kernel on so many programs, on the device of its first argument.
+def launch(kernel: Any, programs: int, tensors: Sequence[Any], settings: dict[str, Any], *integers: int) -> None:
+    """Runs a kernel on so many programs, on the device of its first tensor.
 
     Args:
-        kernel: a function of Triton's, whose constants come after its other parameters.
+        kernel: a function of Triton's. Its parameters are tensors, integers, which are among its `do_not_specialize`,
+            and constants, in this order; tensors but the first three are among its `do_not_specialize_on_alignment`.
         programs: how many.
-        arguments: what is no constant, in the order of the parameters: tensors, None, and ints that are among the
-            kernel's `do_not_specialize`.
+        tensors: in the order of the parameters; None for those but the first that are not there.
         settings: constants by name, `threads` of a program and, if there is a limit, `registers` of each. The same
             object each time for the same settings.
+        integers: of 64 bits.
     """
-    device = arguments[0].get_device()
+    device = tensors[0].get_device()
     # To ask takes the host less time than to set it.
     if device >= 0 and device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            launch(kernel, programs, arguments, settings)
+            launch(kernel, programs, tensors, settings, *integers)
         return
     # Addresses in place of tensors, of which Triton would ask the driver whether their memory is the device's.
-    given: list[int | None] = []
-    # What Triton compiles anew for: dtypes, pointers to multiples of 16 bytes and, since no int is specialised on, the
-    # width of ints.
+    addresses: list[int | None] = []
+    # What Triton compiles anew for: dtypes, pointers to multiples of 16 bytes and integers of more than 32 bits.
     kinds: list[Any] = [id(kernel), id(settings), device]
-    for each in arguments:
-        if each is None:
-            given.append(None)
-            kinds.append(None)
-        elif type(each) is int:
-            given.append(each)
-            kinds.append(-(2**31) <= each < 2**31)
-        else:
-            address = each.data_ptr()
-            given.append(address)
-            kinds.append(each.dtype)
-            kinds.append(address % 16 == 0)
-    key = tuple(kinds)
-    known = _compiled.get(key)
+    for each in tensors:
+        addresses.append(None if each is None else each.data_ptr())
+        kinds.append(None if each is None else each.dtype)
+    for address in addresses[:3]:
+        kinds.append(address is None or address % 16 == 0)
+    for integer in integers:
+        kinds.append((integer + 2**31) >> 32)
+    if torch.version.hip is not None:
+        # And for AMD's GPUs memory that 32 bits reach, which vectors never exceed.
+        kinds += [each is None or each.untyped_storage().nbytes() < 2**31 for each in tensors[:3]]
+    known = _compiled.get(key := tuple(kinds))
     if known is not None:
         run, function, metadata, constants, _ = known
         stream = torch._C._cuda_getCurrentRawStream(device)
         # Nothing for Triton's hooks, of which there are none but while one of its own profilers runs.
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *given, *constants)
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *addresses, *integers, *constants)
         return
-    compiled = kernel[(programs,)](*arguments, **for_compiler(Device.of(arguments[0].device), **settings))
+    compiled = kernel[(programs,)](*tensors, *integers, **for_compiler(Device.of(tensors[0].device), **settings))
     if hasattr(compiled, "packed_metadata"):  # Not so in the interpreter.
-        constants = [settings[name] for name in kernel.arg_names[len(arguments) :]]
+        constants = [settings[name] for name in kernel.arg_names[len(tensors) + len(integers) :]]
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
         _compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, constants, settings

@@ -40,7 +40,7 @@ def _weighted(probability, log, log_other):
     return tl.where(probability == 0.0, 0.0, probability * (log - log_other))
 
 
-@triton.jit(do_not_specialize_on_alignment=["factors"])
+@triton.jit(do_not_specialize_on_alignment=["factors", "divergence"])
 def _divergence_kernel(
     student, teacher, out, factors, divergence,
     STUDENT_STRIDE: tl.constexpr, TEACHER_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr,

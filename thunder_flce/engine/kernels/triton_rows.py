@@ -226,9 +226,9 @@ def _statistics_kernel(
     tl.store(row_log_sum + index, log_sum)
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_max", "row_log_sum"])
+@triton.jit(do_not_specialize_on_alignment=["row_max", "row_log_sum", "moments"])
 def _moments_kernel(
-    z, row_max, row_log_sum, class_weight, moments,
+    z, class_weight, row_max, row_log_sum, moments,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
     TERMS: tl.constexpr, KEEP_INFINITY: tl.constexpr, KEY: tl.constexpr,
 ):  # fmt: skip
@@ -258,7 +258,7 @@ def _moments_kernel(
 
 
 # Vectors are slices of longer ones: how they are aligned must not ask for another compilation.
-@triton.jit(do_not_specialize_on_alignment=["target", "probability", "one_hot"])
+@triton.jit(do_not_specialize_on_alignment=["target", "probability", "one_hot", "found", "exchange"])
 def _both_kernel(
     z, target, probability, one_hot, found, exchange,
     STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -316,12 +316,12 @@ def _both_kernel(
 @triton.jit(
     do_not_specialize=["rows", "rows_each"],
     do_not_specialize_on_alignment=[
-        "row_max", "row_log_sum", "probability", "one_hot", "uniform", "entropy", "target",
+        "row_max", "row_log_sum", "probability", "one_hot", "uniform", "entropy", "target", "column_sums",
     ],
 )  # fmt: skip
 def _gradient_kernel(
-    z, out, row_max, row_log_sum, probability, one_hot, uniform, entropy, class_weight, target, column_sums, rows,
-    rows_each,
+    z, out, class_weight, row_max, row_log_sum, probability, one_hot, uniform, entropy, target, column_sums,
+    rows, rows_each,
     STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, VOCAB: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -457,7 +457,7 @@ class TritonRowKernels:
             settings = self._remember(key, _MOMENTS_BLOCK, STRIDE=stride, VOCAB=vocab, **_terms(names))
         sums = torch.empty(len(names), rows, dtype=torch.float32, device=z.device)
         weight = padded_weight(class_weight, stride, is_read=reads_class_weight(names))
-        launch(_moments_kernel, rows, [z, *contiguous(*statistics), weight, sums], settings)
+        launch(_moments_kernel, rows, [z, weight, *contiguous(*statistics), sums], settings)
         return dict(zip(names, sums, strict=True))
 
     def gradient_(
@@ -476,8 +476,9 @@ class TritonRowKernels:
             sums = torch.empty(_ceil(rows, rows_each), vocab, dtype=torch.float32, device=z.device)
         weight = padded_weight(class_weight, stride, is_read=coefficients.uniform is not None)
         one_hot = None if target is None else coefficients.one_hot
-        vectors = contiguous(*statistics, *coefficients._replace(one_hot=one_hot), weight, target)
-        launch(_gradient_kernel, _ceil(rows, rows_each) * programs, [z, out, *vectors, sums, rows, rows_each], settings)
+        vectors = contiguous(*statistics, *coefficients._replace(one_hot=one_hot), target)
+        launched = _ceil(rows, rows_each) * programs
+        launch(_gradient_kernel, launched, [z, out, weight, *vectors, sums], settings, rows, rows_each)
         return None if sums is None else sums[0] if sums.shape[0] == 1 else sums.sum(0)
 
     def both_(self, z: Tensor, target: Tensor, coefficients: RowCoefficients) -> tuple[RowStatistics, Tensor]:

@@ -181,7 +181,7 @@ def kernel_for(
         of_names = dict(zip(names, others, strict=True))
         found = [value, probability, one_hot, of_names.get("d_mean_logit"), of_names.get("d_entropy")]
         vectors = contiguous(*statistics, z_y, moments.get("expected"), moments.get("shifted_sum"), s, *inputs)
-        launch(kernel, -(-rows // _BLOCK), [*vectors, *found, rows, columns], settings)
+        launch(kernel, -(-rows // _BLOCK), [*vectors, *found], settings, rows, columns)
         return value, RowCoefficients(*found[1:])
 
     return run

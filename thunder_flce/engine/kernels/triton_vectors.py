@@ -32,7 +32,7 @@ def _read_targets(target, token_weight, start, tokens, ignore_index, IGNORES: tl
 
 @triton.jit(
     do_not_specialize=["tokens", "vocab", "ignore_index"],
-    do_not_specialize_on_alignment=["target", "token_weight", "num_items", "upstream"],
+    do_not_specialize_on_alignment=["num_items", "upstream", "integers", "floats"],
 )
 def _prepare_kernel(
     target, token_weight, class_weight, num_items, upstream, integers, floats, tokens, vocab, ignore_index,
@@ -152,7 +152,7 @@ def prepare(
     integers = torch.empty(sum(sizes_of_integers), dtype=torch.int64, device=device)
     floats = torch.empty(sum(sizes_of_floats), dtype=torch.float32, device=device)
     given = contiguous(target, token_weights, class_weight, num_items, upstream)
-    launch(_prepare_kernel, 1, [*given, integers, floats, tokens, vocab, ignore_index], settings)
+    launch(_prepare_kernel, 1, [*given, integers, floats], settings, tokens, vocab, ignore_index)
     counts, is_right, column, *order = integers.split_with_sizes(sizes_of_integers)
     divisors, weight, s, *at_target = floats.split_with_sizes(sizes_of_floats)
     return Prepared(
@@ -183,7 +183,16 @@ def _terms(
 
 @triton.jit(
     do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=["row_max", "row_log_sum", "z_y", "weight", "at_target", "of_rows"],
+    do_not_specialize_on_alignment=[
+        "row_max",
+        "row_log_sum",
+        "z_y",
+        "weight",
+        "at_target",
+        "of_rows",
+        "divisors",
+        "result",
+    ],
 )
 def _finish_kernel(
     row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, rows,
@@ -233,7 +242,7 @@ def finish(
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
     given = contiguous(*statistics, z_y, weight, at_target, of_rows)
     if programs := 1 if reduces else -(-rows // _BLOCK):
-        launch(_finish_kernel, programs, [*given, divisors, result, rows], settings)
+        launch(_finish_kernel, programs, [*given, divisors, result], settings, rows)
     return result
 
 
@@ -291,4 +300,4 @@ def scale_(
         sizes = [0 if each is None else each.numel() for each in given]
         most = Device.of(given[0].device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
         programs = min(-(-max(sizes) // _SCALE_BLOCK), most)
-        launch(_scale_kernel, programs, [*given, grad, valid_count, expected, *sizes], _SCALE)
+        launch(_scale_kernel, programs, [*given, grad, valid_count, expected], _SCALE, *sizes)
