@@ -19,7 +19,7 @@ from thunder_flce.operation.call import Call, are_of_tokens, operand_names
 from thunder_flce.operation.checks import check_call, check_scalar
 from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
-from thunder_flce.operators import Settings, is_traced, plan_for, planned_tokens
+from thunder_flce.operators import PLAIN, Settings, is_direct, is_traced, is_watched, plan_for, planned_tokens
 from thunder_flce.options import Options
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ _known: dict[Any, Settings] = {}
 _checked: dict[Any, Loss] = {}
 """What has been checked, for any number of tokens. The address of the loss is in the key, so that it has to live."""
 _MOST_KNOWN = 4096
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def run(
@@ -62,17 +61,17 @@ def run(
             settings = _known.get(key)
         except TypeError:  # Not hashable: the checks say what is wrong.
             kind = key = None
-    is_direct = settings is not None
+    runs_directly = settings is not None
     if settings is None:
         settings = _prepared(tensors, loss, options, divergence=divergence, ranks=ranks, is_checked=kind in _checked)
-        is_direct = settings.options is None and all(map(_is_direct, tensors.values()))
-        if kind is not None and is_direct:
+        runs_directly = settings.options is None and all(map(is_direct, tensors.values()))
+        if kind is not None and runs_directly:
             if len(_known) >= _MOST_KNOWN:
                 _known.clear()
                 _checked.clear()
             _known[key], _checked[kind] = settings, loss
-    is_direct = is_direct and not _is_watched()
-    return differentiable_forward(settings, [*tensors.values()], is_direct=is_direct)[: 1 + len(loss.outputs)]
+    runs_directly = runs_directly and not is_watched()
+    return differentiable_forward(settings, [*tensors.values()], is_direct=runs_directly)[: 1 + len(loss.outputs)]
 
 
 def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
@@ -81,12 +80,12 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
     None where something is no tensor, of a class of its own, or of other tokens than the input.
     """
     input = tensors.get("input")
-    if input is None or type(input) not in _PLAIN:
+    if input is None or type(input) not in PLAIN:
         return None
     names, dimensions = tuple(tensors), input.ndim - 1
     tokens, found = input.shape[:dimensions], [names, dimensions]
     for value, is_of_tokens in zip(tensors.values(), are_of_tokens(names), strict=True):
-        if type(value) not in _PLAIN:
+        if type(value) not in PLAIN:
             return None
         shape = value.shape
         if is_of_tokens:
@@ -95,21 +94,6 @@ def _kind(tensors: Mapping[str, Any]) -> tuple[Any, ...] | None:
             shape = shape[dimensions:]
         found += (shape, value.dtype, value.device, value.requires_grad, value.is_neg())
     return tuple(found)
-
-
-def _is_direct(tensor: Tensor) -> bool:
-    """Whether the engine may run on a tensor without the dispatcher, unless something listens to that."""
-    return type(tensor) in _PLAIN and not tensor.is_meta and not tensor.is_neg()
-
-
-def _is_watched() -> bool:
-    """Whether a mode, a profiler or a transform of torch.func has to see the operator."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd._profiler_enabled()
-    )
 
 
 def _prepared(

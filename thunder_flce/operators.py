@@ -238,7 +238,8 @@ def _plan(key: tuple[Any, ...], options: Options, device: Device) -> Plan:
 # The operators.
 
 
-def _forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
+def run_forward(tensors: list[Tensor], settings: str) -> list[Tensor]:
+    """What `torch.ops.thunder_flce.linear_cross_entropy` does with tensors that have values."""
     known = Settings.parse(settings)
     results = forward(known, tensors)
     if "computed_rows" in known.result_names:
@@ -295,13 +296,32 @@ def define(name: str, schema: str, run: Any, fake: Any) -> None:
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
 
 
-define("linear_cross_entropy", "(Tensor[] tensors, str settings) -> Tensor[]", _forward, _forward_fake)
+define("linear_cross_entropy", "(Tensor[] tensors, str settings) -> Tensor[]", run_forward, _forward_fake)
 define(
     "linear_cross_entropy_backward",
     "(Tensor?[] upstream, Tensor[] saved, Tensor[] tensors, str settings) -> Tensor[]",
     _backward,
     _backward_fake,
 )
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+"""Classes of tensors that nobody else has something to say about"""
+
+
+def is_direct(tensor: Tensor) -> bool:
+    """Whether the engine may run on a tensor without the dispatcher, unless something listens to that."""
+    return type(tensor) in PLAIN and not tensor.is_meta and not tensor.is_neg()
+
+
+def is_watched() -> bool:
+    """Whether a mode, a profiler or a transform of torch.func has to see the operator."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+    )
 
 
 def is_traced(tensor: Any) -> bool:
