@@ -54,7 +54,7 @@ def launch(kernel: Any, programs: int, tensors: Sequence[Any], settings: dict[st
     for address in addresses[:3]:
         kinds.append(address is None or address % 16 == 0)
     for integer in integers:
-        kinds.append((integer + 2**31) >> 32)
+        kinds.append(-(2**31) <= integer < 2**31)
     if torch.version.hip is not None:
         # And for AMD's GPUs memory that 32 bits reach, which vectors never exceed.
         kinds += [each is None or each.untyped_storage().nbytes() < 2**31 for each in tensors[:3]]
