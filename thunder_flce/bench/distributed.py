@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from thunder_flce.bench.measure import TOTAL, Mark, Run, Unavailable, no_mark, progress
+from thunder_flce.bench.measure import TOTAL, Mark, Run, Unavailable, progress
 from thunder_flce.bench.methods import peer
-from thunder_flce.bench.regions import Results, add, add_matmuls, mean_reference
+from thunder_flce.bench.regions import Results, add, add_matmuls, mean_reference, run_step
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.modules import LinearCrossEntropyLoss
@@ -44,13 +44,15 @@ Step = Callable[[Mark], Results]
 class Part:
     """What a rank has."""
 
-    inputs: Inputs
-    """All tokens, and its rows of the weight"""
+    inputs: Inputs  # all tokens, and its rows of the weight
     mesh: DeviceMesh
-    tokens: slice
-    """Its tokens, where these are divided, too"""
-    vocab: int
-    """Rows of the whole weight"""
+    tokens: slice  # its own, where these are divided, too
+    vocab: int  # rows of the whole weight
+
+    def own_tokens(self) -> Inputs:
+        """Its tokens, and its rows of the weight."""
+        x = self.inputs.x.detach()[self.tokens].requires_grad_()
+        return self.inputs._replace(x=x, target=self.inputs.target[self.tokens])
 
     def whole(self, tensor: Tensor) -> DTensor:
         """What all ranks have."""
@@ -65,30 +67,17 @@ class Part:
 
 def _local(tensor: Tensor | None) -> Tensor:
     """What this rank has of it."""
-    assert tensor is not None
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _run(loss: Callable[[Tensor, Tensor], Tensor], part: Part, mark: Mark, *, tokens: slice) -> Results:
-    x = part.inputs.x.detach()[tokens].requires_grad_()
-    value = loss(x, part.inputs.weight)
-    mark("forward")
-    dx, dw = torch.autograd.grad(value, (x, part.inputs.weight))
-    mark("backward")
-    return {"loss": value.detach(), "dx": dx, "dw": dw}
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else cast(Tensor, tensor).detach()
 
 
 def _vocab_parallel(part: Part, **settings: Any) -> Step:
     """Ours. No rank ever has the whole weight."""
     parallel = VocabParallel(group=part.mesh, **settings)
-    tokens = part.tokens if parallel.divides_tokens else slice(None)
-    target = part.inputs.target[tokens]
 
-    def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
+    def method(inputs: Inputs) -> Tensor:
+        return linear_cross_entropy(inputs.x, inputs.weight, inputs.target, vocab_parallel=parallel)
 
-    return partial(_run, loss, part, tokens=tokens)
+    return partial(run_step, part.own_tokens() if parallel.divides_tokens else part.inputs, method)
 
 
 def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
@@ -129,10 +118,8 @@ def _chunked_loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
     program = torch.compile(loss, dynamic=False) if is_compiled else loss
 
     def step(mark: Mark) -> Results:
-        # In a backward of its own, each part adds to this.
-        weight.grad = None
-        total = x.new_zeros((), dtype=torch.float32)
-        dx = torch.empty_like(x, dtype=torch.float32)
+        weight.grad = None  # In a backward of its own, each part adds to this.
+        total, dx = x.new_zeros((), dtype=torch.float32), torch.empty_like(x, dtype=torch.float32)
         count = (part.inputs.target != -100).sum()
         with loss_parallel():
             for (x_of_chunk, target), dx_of_chunk in zip(chunks, dx.chunk(8), strict=True):
@@ -140,8 +127,7 @@ def _chunked_loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
                 value = program(F.linear(leaf, part.weight()), part.whole(target)) / count
                 value.backward()
                 total += _local(value)
-                # dX is a sum over ranks, and this is this rank's summand.
-                dx_of_chunk.copy_(_local(leaf.grad))
+                dx_of_chunk.copy_(_local(leaf.grad))  # dX is a sum over ranks, and this is this rank's summand.
         mark("forward")
         shares = dx.to(x.dtype)
         dist.all_reduce(shares, group=part.mesh.get_group())
@@ -159,17 +145,17 @@ def _liger(part: Part) -> Step:
     if not part.inputs.x.is_cuda:
         raise Unavailable("runs on GPUs only")
     fused = peer("liger_kernel.transformers.functional").liger_fused_linear_scaled_cross_entropy_tp
-    target, group = part.inputs.target, part.mesh.get_group()
 
-    def loss(x: Tensor, weight: Tensor) -> Tensor:
-        return fused(x, weight, target, tp_group=group).sum() / (target != -100).sum()
+    def method(inputs: Inputs) -> Tensor:
+        losses = fused(inputs.x, inputs.weight, inputs.target, tp_group=part.mesh.get_group())
+        return losses.sum() / (inputs.target != -100).sum()
 
-    return partial(_run, loss, part, tokens=slice(None))
+    return partial(run_step, part.inputs, method)
 
 
 def _fully_shard(part: Part) -> Step:
     """FSDP2, the head as a unit that is gathered once a step, and the loss of each rank's tokens in its forward."""
-    x, target = part.inputs.x.detach()[part.tokens].requires_grad_(), part.inputs.target[part.tokens]
+    x, _, target, *_ = part.own_tokens()
     head = LinearCrossEntropyLoss(x.shape[1], part.vocab, device="meta", dtype=x.dtype)
     fully_shard(head, mesh=part.mesh).set_unshard_in_backward(False)
     head.to_empty(device=x.device)
@@ -260,27 +246,14 @@ def _measure(shape: Shape, names: list[str], run: Run) -> None:
         add(run, name, partial(METHODS[name], part), reference=reference, matmuls=3)
         if name not in run.added:  # Unavailable, on all ranks.
             continue
-        step, _, numbers = run.added[name]
+        numbers = run.added[name][2]
         numbers |= {field: max(_of_all(number)) for field, number in numbers.items() if isinstance(number, float)}
-        if name not in OWN_TOKENS:
-            numbers["same_bits"] = _same_bits(step)
 
     def slowest(step: Step) -> list[dict[str, float]]:
         of_ranks = _of_all([lap[TOTAL] for lap in run.turn(step)])
         return [{TOTAL: max(times)} for times in zip(*of_ranks, strict=True)]
 
     run.report(slowest)
-
-
-def _same_bits(step: Step) -> bool:
-    """Whether all ranks have the same loss and dX."""
-    results = step(no_mark)
-    found = []
-    for mine in (results["loss"], results["dx"]):
-        first = mine.clone()
-        dist.broadcast(first, 0)
-        found.append(torch.equal(first, mine))
-    return all(map(all, _of_all(found)))
 
 
 def _of_all(value: Any) -> list[Any]:

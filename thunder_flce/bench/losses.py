@@ -18,7 +18,16 @@ import thunder_flce
 from thunder_flce.backend import compile_graph
 from thunder_flce.bench.measure import Run, progress
 from thunder_flce.bench.methods import LOG_PROBS, Method, peer
-from thunder_flce.bench.regions import Results, add, add_matmuls, make_reference, prepared, row_slices, step_of
+from thunder_flce.bench.regions import (
+    Results,
+    add,
+    add_matmuls,
+    make_reference,
+    prepared,
+    row_slices,
+    step_of,
+    wide_dtype,
+)
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.kl_divergence import linear_kl_divergence
@@ -26,18 +35,24 @@ from thunder_flce.kl_divergence import linear_kl_divergence
 SEQUENCES = 8
 """Of a preference loss: the first half are the chosen ones, the second half the rejected ones."""
 
-Given = tuple[Tensor, ...]
-"""What a loss takes beside x, weight and target: the weights of the tokens (T,), or a teacher."""
+Program = Callable[..., Tensor]
+"""The loss from x (T, H), weight (V, H), target (T,) and what is given: weights of the tokens (T,), or a teacher."""
 
-Program = Callable[[Tensor, Tensor, Tensor, Given], Tensor]
-"""The loss from x (T, H), weight (V, H), target (T,) and what is given."""
+_compile = partial(torch.compile, fullgraph=True, dynamic=False)
+# Strict: what is not fused fails, and is not measured as if it were ours.
+COMPILERS: dict[str, Callable[[Program], Program]] = {
+    "jit": partial(thunder_flce.jit, strict=True),
+    "backend": partial(_compile, backend=compile_graph, options={"strict": True}),
+    "torch.compile": _compile,
+    "eager": lambda program: program,
+}
 
 
 def _log_probs_of(logits: Tensor, target: Tensor, *given: Tensor) -> Tensor:
     return logits.log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
 
 
-def _weights(inputs: Inputs) -> Given:
+def _weights(inputs: Inputs) -> tuple[Tensor, ...]:
     """Between 0.1 and 1.1."""
     target = inputs.target
     generator = torch.Generator(target.device).manual_seed(1)
@@ -50,7 +65,7 @@ class Loss:
 
     reduce: Callable[..., Tensor]  # from a number for each token (T,), and what is given
     of_rows: Callable[..., Tensor] = _log_probs_of  # these, from logits, target, and what is given, of some tokens
-    given: Callable[[Inputs], Given] = _weights
+    given: Callable[[Inputs], tuple[Tensor, ...]] = _weights
     of_tokens: int = 1  # how many of the given ones have a row for each token; they come first
     gradients: tuple[str, ...] = ("dx", "dw")
     matmuls: int = 3  # that the results need: the logits, dX and dW are one each, and so are a teacher's logits
@@ -63,22 +78,20 @@ class Loss:
         ours = () if "function" in self.own else ("jit", "backend")
         return (*ours, *self.own, *self.per_token, "torch.compile", "eager")
 
-    def method(self, way: str, given: Given) -> Method:
+    def method(self, way: str, given: tuple[Tensor, ...]) -> Method:
         """The loss as one of `ways` computes it."""
         reduce, of_rows = self.reduce, self.of_rows
+        log_probs = LOG_PROBS[way]() if way in self.per_token else None
 
-        def written(x: Tensor, weight: Tensor, target: Tensor, given: Given) -> Tensor:
+        def written(x: Tensor, weight: Tensor, target: Tensor, *given: Tensor) -> Tensor:
+            if log_probs is not None:
+                return reduce(log_probs(x, weight, target), *given)
             # In float32, as people write it: sums of log-probabilities in bfloat16 are off by whole units.
             return reduce(of_rows(F.linear(x, weight).float(), target, *given), *given)
 
-        if way in self.own:
-            program = self.own[way]()
-        elif way in self.per_token:
-            log_probs = LOG_PROBS[way]()
-            program = lambda x, weight, target, given: reduce(log_probs(x, weight, target), *given)  # noqa: E731
-        else:
-            program = COMPILERS[way](written)
-        return lambda inputs: program(inputs.x, inputs.weight, inputs.target, given)
+        compiler = COMPILERS.get("eager" if way in self.per_token else way)
+        program = self.own[way]() if compiler is None else compiler(written)
+        return lambda inputs: program(inputs.x, inputs.weight, inputs.target, *given)
 
     def inputs(self, inputs: Inputs) -> Inputs:
         """Those of which only what has a gradient requires one."""
@@ -86,26 +99,15 @@ class Loss:
         x, weight = (tensor if name in self.gradients else tensor.detach() for name, tensor in needed.items())
         return inputs._replace(x=x, weight=weight)
 
-    def reference(self, inputs: Inputs, given: Given) -> Results:
+    def reference(self, inputs: Inputs, given: tuple[Tensor, ...]) -> Results:
         """The right loss and gradients."""
-        dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
-        given = tuple(each.to(dtype) if each.is_floating_point() else each for each in given)
 
         def of_rows(wide: Inputs, rows: slice) -> Tensor:
-            of_tokens = (each[rows] for each in given[: self.of_tokens])
-            return self.of_rows(wide.logits(rows), wide.target[rows], *of_tokens, *given[self.of_tokens :])
+            of_tokens = (each[rows] for each in in_wide[: self.of_tokens])
+            return self.of_rows(wide.logits(rows), wide.target[rows], *of_tokens, *in_wide[self.of_tokens :])
 
-        return make_reference(inputs, of_rows, lambda numbers: self.reduce(numbers, *given))
-
-
-_compile = partial(torch.compile, fullgraph=True, dynamic=False)
-# Strict: what is not fused fails, and is not measured as if it were ours.
-COMPILERS: dict[str, Callable[[Program], Program]] = {
-    "jit": partial(thunder_flce.jit, strict=True),
-    "backend": partial(_compile, backend=compile_graph, options={"strict": True}),
-    "torch.compile": _compile,
-    "eager": lambda program: program,
-}
+        in_wide = [each.to(wide_dtype(inputs)) if each.is_floating_point() else each for each in given]
+        return make_reference(inputs, of_rows, lambda numbers: self.reduce(numbers, *in_wide))
 
 
 def _mean(log_probs: Tensor, *given: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ def _grpo(log_probs: Tensor, weights: Tensor) -> Tensor:
     return (0.04 * divergence - gains).mean()
 
 
-def _our_log_probs(x: Tensor, weight: Tensor, target: Tensor, given: Given = ()) -> Tensor:
+def _our_log_probs(x: Tensor, weight: Tensor, target: Tensor, *given: Tensor) -> Tensor:
     return -linear_cross_entropy(x, weight, target, reduction="none")
 
 
@@ -141,8 +143,8 @@ def _liger_grpo() -> Program:
     module = peer("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
     constants: list[Tensor] = []
 
-    def program(x: Tensor, weight: Tensor, target: Tensor, given: Given) -> Tensor:
-        advantages = given[0] - 0.6
+    def program(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        advantages = weights - 0.6
         if not constants:
             # Given with the batch, as in training.
             with torch.no_grad():
@@ -150,9 +152,8 @@ def _liger_grpo() -> Program:
             constants.extend((log_probs + factor * advantages)[:, None] for factor in (0.2, 0.5))
         settings = {"beta": 0.04, "epsilon_low": 0.1, "epsilon_high": 0.1, "loss_type": "grpo"}
         fused = module(**settings, chunk_size=x.shape[0] // SEQUENCES)
-        reference, old = constants
-        policies = {"ref_per_token_logps": reference, "old_per_token_logps": old}
-        return fused(x[:, None], weight, target[:, None], torch.ones_like(old), advantages, **policies)[0]
+        policies = dict(zip(("ref_per_token_logps", "old_per_token_logps"), constants, strict=True))
+        return fused(x[:, None], weight, target[:, None], torch.ones_like(constants[0]), advantages, **policies)[0]
 
     return program
 
@@ -164,7 +165,7 @@ def _liger_preference() -> Program:
 
 
 @torch.no_grad()
-def _teacher(inputs: Inputs) -> Given:
+def _teacher(inputs: Inputs) -> tuple[Tensor, ...]:
     """Hidden states (T, H) and head (V, H) that are random, as the student's are."""
     generator = torch.Generator(inputs.x.device).manual_seed(2)
     x, weight = (
@@ -175,7 +176,7 @@ def _teacher(inputs: Inputs) -> Given:
 
 
 @torch.no_grad()
-def _largest(inputs: Inputs) -> Given:
+def _largest(inputs: Inputs) -> tuple[Tensor, ...]:
     """The columns (T, 64) of the teacher's largest probabilities, and these."""
     x, weight = _teacher(inputs)
     found = [F.linear(x[rows], weight).float().softmax(-1).topk(64) for rows in row_slices(x)]
@@ -188,41 +189,35 @@ def _of_largest(logits: Tensor, target: Tensor, columns: Tensor, probabilities: 
 
 def _minus_divergence(divergence: str, logits: Tensor, target: Tensor, *teacher: Tensor) -> Tensor:
     """By the definition, and as TRL's GKD has the mixture."""
+
+    def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
+
     log_p = logits.log_softmax(-1)
     with torch.no_grad():
         log_q = F.linear(*teacher).to(log_p.dtype).log_softmax(-1)
-    if divergence == "forward":
-        return -_kl(log_q, log_p)
-    if divergence == "reverse":
-        return -_kl(log_p, log_q)
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return -(_kl(log_q, log_m) + _kl(log_p, log_m)) / 2
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """(N,) KL(p‖q) of the rows of log-probabilities."""
-    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
-
-
-def _liger_divergence(beta: float) -> Program:
-    function = peer("liger_kernel.transformers.functional").liger_fused_linear_jsd
-    return lambda x, weight, _, teacher: function(x, weight, *teacher, jsd_beta=beta)
+    if divergence == "jensen_shannon":
+        log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+        return -(kl(log_q, log_m) + kl(log_p, log_m)) / 2
+    return -kl(log_q, log_p) if divergence == "forward" else -kl(log_p, log_q)
 
 
 def _distillation(divergence: str, beta: float) -> Loss:
-    ours = _function(lambda x, weight, _, teacher: linear_kl_divergence(x, weight, *teacher, divergence=divergence))
-    return Loss(
-        reduce=_mean, of_rows=partial(_minus_divergence, divergence), given=_teacher, matmuls=4, per_token=(),
-        own={**ours, "liger": partial(_liger_divergence, beta)},
-    )  # fmt: skip
+    def liger() -> Program:
+        function = peer("liger_kernel.transformers.functional").liger_fused_linear_jsd
+        return lambda x, weight, _, *teacher: function(x, weight, *teacher, jsd_beta=beta)
+
+    ours = _ours(lambda x, weight, _, *teacher: linear_kl_divergence(x, weight, *teacher, divergence=divergence))
+    of_rows, own = partial(_minus_divergence, divergence), {**ours, "liger": liger}
+    return Loss(reduce=_mean, of_rows=of_rows, given=_teacher, matmuls=4, own=own, per_token=())
 
 
-def _function(program: Program) -> dict[str, Callable[[], Program]]:
+def _ours(program: Program) -> dict[str, Callable[[], Program]]:
     return {"function": lambda: program}
 
 
 LOSSES = {
-    "mean": Loss(reduce=_mean, own=_function(lambda x, weight, target, _: linear_cross_entropy(x, weight, target))),
+    "mean": Loss(reduce=_mean, own=_ours(lambda x, weight, target, _: linear_cross_entropy(x, weight, target))),
     "GRPO": Loss(reduce=_grpo, own={"liger": _liger_grpo}),
     "DPO": Loss(reduce=_preference, own={"liger": _liger_preference}),
     "DPO, frozen head": Loss(
@@ -231,11 +226,11 @@ LOSSES = {
     ),
     "weighted tokens": Loss(reduce=_weighted),
     "log-probabilities alone": Loss(
-        reduce=lambda log_probs, weights: log_probs, gradients=(), matmuls=1, own=_function(_our_log_probs)
+        reduce=lambda log_probs, _: log_probs, gradients=(), matmuls=1, own=_ours(_our_log_probs)
     ),
     "top-64 teacher": Loss(
         reduce=_mean, of_rows=_of_largest, given=_largest, of_tokens=2, per_token=(),
-        own=_function(lambda x, weight, _, top: linear_cross_entropy(x, weight, top[0], target_weights=top[1])),
+        own=_ours(lambda x, weight, _, top, shares: linear_cross_entropy(x, weight, top, target_weights=shares)),
     ),
     "KL from a teacher": _distillation("forward", 0.0),
     "reverse KL": _distillation("reverse", 1.0),

@@ -64,15 +64,7 @@ def _by_backend(options: Options) -> Method:
 
 
 def peer(module: str, *, extra: str | None = "peers") -> ModuleType:
-    """A module of a peer, or of a library that has models.
-
-    Args:
-        module: its name.
-        extra: the extra of this project that installs it; None where it has to be installed by its own name.
-
-    Raises:
-        Unavailable: where it cannot be imported.
-    """
+    """A module of another library, which the extra installs, or its own name; `Unavailable` where it is not there."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
@@ -182,7 +174,8 @@ def _trl() -> Method:
 OURS: dict[str, Callable[[Options], Method]] = {"flce": _jitted, "flce backend": _by_backend, "function": ours}
 """This project by thunder, by the backend of torch.compile and as a function."""
 
-_HOPPER = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90"
+_HOPPER = "liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90:LigerFusedLinearCrossEntropySM90Function.apply"
+_CUT = "cut_cross_entropy:linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy:chunked_linear_cross_entropy"
 
 METHODS: dict[str, Callable[[], Method]] = {
@@ -197,11 +190,11 @@ METHODS: dict[str, Callable[[], Method]] = {
     "auto chunker": _auto_chunker,
     "liger": _liger,
     "liger, chunk 8": partial(_liger, chunk_mem_const=8),
-    "cut-cross-entropy": partial(_peer, "cut_cross_entropy:linear_cross_entropy"),
+    "cut-cross-entropy": partial(_peer, _CUT),
     # Without this, gradients below eps / 32 of their dtype are never computed: nearly all of them here.
-    "cut-cross-entropy, exact": partial(_peer, "cut_cross_entropy:linear_cross_entropy", filter_eps=None),
+    "cut-cross-entropy, exact": partial(_peer, _CUT, filter_eps=None),
     "trl": _trl,
-    "liger, hopper": partial(_peer, f"{_HOPPER}:LigerFusedLinearCrossEntropySM90Function.apply"),
+    "liger, hopper": partial(_peer, _HOPPER),
     # Not its default of 4096 tokens, at which quack 0.6.5 fails where the hidden size is as large.
     "quack": partial(_peer, _QUACK, tuned=False, chunk_size=2048),
     "quack, tuned": partial(_peer, _QUACK, use_scaled_exp=False),
@@ -229,11 +222,7 @@ def maker(name: str) -> Callable[[], Method]:
 
 
 def with_options(name: str) -> tuple[str, Options]:
-    """Reads "flce, chunk_rows=1024" as "flce" and its options.
-
-    Raises:
-        ValueError: where the first part is none of `OURS`, or the others are no options.
-    """
+    """Reads "flce, chunk_rows=1024" as one of `OURS` and its options; raises a ValueError where it is not that."""
 
     def value(text: str) -> Any:
         try:

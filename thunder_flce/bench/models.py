@@ -64,8 +64,7 @@ class _WithLoss(nn.Module):
 
 def _litgpt_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     """As in litgpt's training loop."""
-    logits = model(tokens)
-    return F.cross_entropy(logits.reshape(-1, logits.size(-1)), labels.reshape(-1))
+    return F.cross_entropy(model(tokens).flatten(0, -2), labels.flatten())
 
 
 def _own_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:

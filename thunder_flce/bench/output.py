@@ -32,13 +32,8 @@ COLUMNS: Columns = {
     "tflops": ("TFLOP/s", "{:.4g}"),  # counting `Shape.operations`, and nothing else
     "memory_gb": ("peak, GB", GB),
     "above_outputs_gb": ("peak − gradients, GB", GB),
-    "loss_error": ("loss error", ERROR),
-    "dx_error": ("dX error", ERROR),
-    "dw_error": ("dW error", ERROR),
-    "dbias_error": ("dbias error", ERROR),
-    "dy_error": ("dy error", ERROR),  # of an adapter: y (tokens, rank), and B (vocab, rank)
-    "db_error": ("dB error", ERROR),
-    "same_bits": ("same bits", "{}"),  # whether all ranks have the same loss and dX
+    # The last two are of an adapter: y (tokens, rank), and B (vocab, rank).
+    **{f"{of.lower()}_error": (f"{of} error", ERROR) for of in ("loss", "dX", "dW", "dbias", "dy", "dB")},
     "first_call_s": ("first call, s", "{:.1f}"),  # with all that is compiled for it
     "second_length_s": ("second length, s", "{:.1f}"),  # likewise
     "new_length_ms": ("new length, ms", TIME),  # the median step of a length that is new, after the second

@@ -11,8 +11,8 @@ import torch
 
 from thunder_flce.bench.measure import Mark, Run, release
 from thunder_flce.bench.methods import maker, with_options
-from thunder_flce.bench.regions import add, prepared, step_of
-from thunder_flce.bench.shapes import Shape
+from thunder_flce.bench.regions import add, add_matmuls, prepared, step_of
+from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.device import Device, Rates
 from thunder_flce.engine.choose import choose, temporary_bytes
 from thunder_flce.engine.kernels import dispatch
@@ -64,31 +64,22 @@ def measured_rates(device: str, dtype: torch.dtype) -> Rates:
         RuntimeError: where one of them cannot be measured.
     """
     tokens, vocab, hidden = (2048, 32768, 4096) if device == "cuda" else (512, 4096, 512)
+    shape = Shape(name="", tokens=tokens, vocab=vocab, hidden=hidden, dtype=dtype)
     release(device)
-    x, weight, dlogits = (
-        torch.randn(*shape, device=device).to(dtype) for shape in ((tokens, hidden), (vocab, hidden), (tokens, vocab))
-    )
-    out, dx, dw = torch.empty_like(dlogits), torch.empty_like(x), torch.empty_like(weight)
     memory = torch.ones(2**28 if device == "cuda" else 2**24, device=device)
-
-    def matmuls(mark: Mark) -> None:
-        torch.mm(x, weight.t(), out=out)
-        torch.mm(dlogits, weight, out=dx)
-        torch.mm(dlogits.t(), x, out=dw)
-        mark("matmuls")
 
     def in_place(mark: Mark) -> None:
         memory.mul_(1.0)
         mark("pass")
 
     run = Run(device=device, rounds=3, calls=10, turn_ms=400, settle_ms=100)
-    run.add("matmuls", matmuls)
+    add_matmuls(run, Inputs.random(shape, device), 3)
     run.add("pass", in_place)
     run.report()
     if failed := [row for row in run.rows if "failed" in row]:
         raise RuntimeError(f"{failed[0]['method']} cannot be measured here: {failed[0]['failed']}")
     seconds = {row["method"]: row["time_ms"] / 1e3 for row in run.rows}
-    return Rates(6 * tokens * vocab * hidden / seconds["matmuls"], 2 * memory.nbytes / seconds["pass"])
+    return Rates(shape.operations / seconds["three matmuls"], 2 * memory.nbytes / seconds["pass"])
 
 
 def ways(plan: Plan, by_rates: Plan, *, tokens: int, device: Device) -> list[str]:

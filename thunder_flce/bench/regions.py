@@ -84,13 +84,13 @@ def add(
     run: Run, name: str, make: Callable[[], Callable[[Mark], Results]], *, reference: Results,
     matmuls: int | None = None,
 ) -> None:  # fmt: skip
-    """Adds a method to a run: its first call with its errors, then one for its memory.
+    """Adds a method to a run, after a first call, whose results are compared, and one for its memory.
 
     Args:
         run: what it is added to.
         name: of the method.
         make: gives its step.
-        reference: what results are compared with, as far as it has them.
+        reference: the right results, or some of them.
         matmuls: how many its time is compared with, if `add_matmuls` has added them.
     """
     progress(f"{name}: first call")
@@ -122,14 +122,8 @@ def mean_reference(inputs: Inputs) -> Results:
 def make_reference(
     inputs: Inputs, of_rows: Callable[[Inputs, slice], Tensor], reduce: Callable[[Tensor], Tensor]
 ) -> Results:
-    """The right results, by the definition, a few rows at a time.
-
-    Args:
-        inputs: as they are; computed with in float32 for 16 bits, otherwise in float64.
-        of_rows: a number for each of these tokens.
-        reduce: from the numbers of all tokens, the loss.
-    """
-    dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
+    """The right results, in `wide_dtype`: `of_rows` gives a number for each of some tokens, `reduce` makes the loss."""
+    dtype = wide_dtype(inputs)
     wide = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(tensor.requires_grad))
     operands = wide.named_operands()
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -137,6 +131,11 @@ def make_reference(
     loss = reduce(torch.cat(numbers))
     gradients = torch.autograd.grad(loss, [*operands.values()]) if operands else ()
     return {"loss": loss.detach(), **dict(zip(operands, gradients, strict=True))}
+
+
+def wide_dtype(inputs: Inputs) -> torch.dtype:
+    """float32 for 16 bits, otherwise float64."""
+    return torch.float32 if inputs.x.element_size() == 2 else torch.float64
 
 
 def row_slices(x: Tensor, rows: int = 512) -> Iterator[slice]:
@@ -160,11 +159,11 @@ def add_matmuls(run: Run, inputs: Inputs, count: int) -> None:
 
 @torch.no_grad()
 def matmuls(inputs: Inputs, count: int) -> Step:
-    """The first `count` of logits, dX, dW and a teacher's logits as matmuls over all tokens, to compare times with.
+    """The first `count` of logits, dX, dW and a teacher's logits, over all tokens; the logits are the forward.
 
-    The logits are the phase "forward", the others "backward". The operands are x and W, frozen or not, and not those of
-    an adapter. An odd vocabulary is rounded down to a multiple of 8, where cuBLAS is fast. dlogits is that of the loss:
-    at the limit of its power, a chip multiplies some numbers faster than others.
+    The operands are x and W, frozen or not, and not those of an adapter. An odd vocabulary is rounded down to a
+    multiple of 8, where cuBLAS is fast. dlogits is that of the loss: at the limit of its power, a chip multiplies some
+    numbers faster than others.
     """
     vocab = inputs.weight.shape[0]
     vocab = vocab - vocab % 8 or vocab
