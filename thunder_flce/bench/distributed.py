@@ -244,10 +244,10 @@ def _measure(shape: Shape, names: list[str], run: Run) -> None:
         right_dx = (dx[part.tokens] if name in OWN_TOKENS else dx) * (ranks if name in OWN_MEANS else 1)
         reference = {"dx": right_dx, "dw": dw, **({} if name in OWN_MEANS else {"loss": loss})}
         add(run, name, partial(METHODS[name], part), reference=reference, matmuls=3)
-        if name not in run.added:  # Unavailable, on all ranks.
-            continue
-        numbers = run.added[name][2]
-        numbers |= {field: max(_of_all(number)) for field, number in numbers.items() if isinstance(number, float)}
+        if name in run.added:  # Or it is unavailable, on all ranks.
+            numbers = run.added[name][2]
+            of_ranks = _of_all({field: number for field, number in numbers.items() if isinstance(number, float)})
+            numbers |= {field: max(numbers[field] for numbers in of_ranks) for field in of_ranks[0]}
 
     def slowest(step: Step) -> list[dict[str, float]]:
         of_ranks = _of_all([lap[TOTAL] for lap in run.turn(step)])

@@ -26,7 +26,6 @@ from thunder_flce.bench.regions import (
     prepared,
     row_slices,
     step_of,
-    wide_dtype,
 )
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
@@ -102,20 +101,15 @@ class Loss:
     def reference(self, inputs: Inputs, given: tuple[Tensor, ...]) -> Results:
         """The right loss and gradients."""
 
-        def of_rows(wide: Inputs, rows: slice) -> Tensor:
-            of_tokens = (each[rows] for each in in_wide[: self.of_tokens])
-            return self.of_rows(wide.logits(rows), wide.target[rows], *of_tokens, *in_wide[self.of_tokens :])
+        def of_rows(wide: Inputs, rows: slice, *given: Tensor) -> Tensor:
+            of_tokens = (each[rows] for each in given[: self.of_tokens])
+            return self.of_rows(wide.logits(rows), wide.target[rows], *of_tokens, *given[self.of_tokens :])
 
-        in_wide = [each.to(wide_dtype(inputs)) if each.is_floating_point() else each for each in given]
-        return make_reference(inputs, of_rows, lambda numbers: self.reduce(numbers, *in_wide))
+        return make_reference(inputs, of_rows, self.reduce, given=given)
 
 
 def _mean(log_probs: Tensor, *given: Tensor) -> Tensor:
     return -log_probs.mean()
-
-
-def _weighted(log_probs: Tensor, weights: Tensor) -> Tensor:
-    return -(log_probs * weights).sum() / weights.sum()
 
 
 def _preference(log_probs: Tensor, weights: Tensor) -> Tensor:
@@ -224,7 +218,7 @@ LOSSES = {
         reduce=_preference, gradients=("dx",), matmuls=2, own={"liger": _liger_preference},
         per_token=("trl", "cut-cross-entropy"),  # which leave out dW
     ),
-    "weighted tokens": Loss(reduce=_weighted),
+    "weighted tokens": Loss(reduce=lambda log_probs, weights: -(log_probs * weights).sum() / weights.sum()),
     "log-probabilities alone": Loss(
         reduce=lambda log_probs, _: log_probs, gradients=(), matmuls=1, own=_ours(_our_log_probs)
     ),

@@ -88,9 +88,16 @@ class Run:
             if self.strict and not isinstance(error, Unavailable):
                 raise
             failed = True
+            words = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if isinstance(error, Unavailable | torch.OutOfMemoryError):
+                words = str(error) if isinstance(error, Unavailable) else "out of memory"
             for method in methods:
-                self.row(method, failed=_reason(error))
-            _forget_frames(error)
+                self.row(method, failed=words)
+            # What the functions that failed had in their variables, the tracebacks hold on to.
+            chain: BaseException | None = error
+            while chain is not None:
+                traceback.clear_frames(chain.__traceback__)
+                chain = chain.__context__
         if failed:
             release(self.device)
 
@@ -146,21 +153,6 @@ class Run:
         for step in steps:
             step(no_mark)
         yield from range(max(min(self.calls, int(self.turn_ms / max(call_ms, 1e-3))), 2))
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, Unavailable):
-        return str(error)
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Lets go of what the functions that failed had in their variables, which the traceback holds on to."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__
 
 
 def laps_ms(steps: Iterable[Step], device: str) -> Laps:

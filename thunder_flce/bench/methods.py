@@ -6,6 +6,7 @@ All do the same for their user: one loss from x, weight, bias and target, and af
 
 import ast
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -120,13 +121,11 @@ def _auto_chunker() -> Method:
 
     def function(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
         nonlocal chunked
-        if chunked:
-            return program(x, weight, bias, target)
-        # The auto chunker declines without a message, and does not count what comes out of a cache.
         before = metrics.num_auto_chunking  # type: ignore[attr-defined]
-        with config.patch(force_disable_caches=True):
+        # The auto chunker declines without a message, and does not count what comes out of a cache.
+        with nullcontext() if chunked else config.patch(force_disable_caches=True):
             loss = program(x, weight, bias, target)
-        chunked = metrics.num_auto_chunking > before  # type: ignore[attr-defined]
+        chunked = chunked or metrics.num_auto_chunking > before  # type: ignore[attr-defined]
         if not chunked:
             raise Unavailable("declined by the auto chunker")
         return loss

@@ -62,28 +62,24 @@ class _WithLoss(nn.Module):
         return self.loss(self.model, tokens, labels)
 
 
-def _litgpt_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """As in litgpt's training loop."""
-    return F.cross_entropy(model(tokens).flatten(0, -2), labels.flatten())
-
-
-def _own_loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """That of transformers' model."""
-    return model(input_ids=tokens, labels=labels, use_cache=False).loss
-
-
 def _litgpt(layers: int, length: int, **config: Any) -> tuple[nn.Module, int]:
     litgpt = peer("litgpt", extra="examples")
     make = litgpt.Config.from_name if "name" in config else litgpt.Config
     made = make(**config, n_layer=layers, block_size=length)
-    return _WithLoss(litgpt.GPT(made), _litgpt_loss), made.padded_vocab_size
+
+    def loss(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+        """As in litgpt's training loop."""
+        return F.cross_entropy(model(tokens).flatten(0, -2), labels.flatten())
+
+    return _WithLoss(litgpt.GPT(made), loss), made.padded_vocab_size
 
 
 def _llama(layers: int, length: int, **config: Any) -> tuple[nn.Module, int]:
     transformers = peer("transformers", extra="examples")
     sizes = {"num_hidden_layers": layers, "max_position_embeddings": length}
     made = transformers.LlamaConfig(**config, **sizes, attn_implementation="sdpa")
-    return _WithLoss(transformers.LlamaForCausalLM(made), _own_loss), made.vocab_size
+    model = transformers.LlamaForCausalLM(made)
+    return _WithLoss(model, lambda model, x, y: model(input_ids=x, labels=y, use_cache=False).loss), made.vocab_size
 
 
 _LLAMA_1B: dict[str, Any] = {
@@ -172,14 +168,10 @@ def measure(model: Model, methods: list[str], run: Run) -> None:
             program = METHODS[method](training.module)
             numbers = training.first_steps(program)
             if method.startswith("flce") or method == "thunderfx":
-                numbers["fused"] = _is_fused(program)
+                decisions = [each for graph in thunder_flce.explain(program) for each in graph.decisions]
+                numbers["fused"] = bool(decisions) and all(decision.fused for decision in decisions)
             run.add(method, partial(training.step, program, itertools.cycle(training.batches)), **numbers)
     run.report()
-
-
-def _is_fused(program: Callable[..., Tensor]) -> bool:
-    decisions = [each for compilation in thunder_flce.explain(program) for each in compilation.decisions]
-    return bool(decisions) and all(decision.fused for decision in decisions)
 
 
 class _Training:

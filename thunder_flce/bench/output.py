@@ -102,7 +102,7 @@ def markdown(title: str, rows: Sequence[Row], columns: Columns = COLUMNS) -> str
     measured = [row for row in rows if "failed" not in row]
     shown = _shown(measured, columns)
     lines = [["method", *(columns[name][0] for name in shown)]]
-    lines += [[row["method"], *(_cell(row, name, columns[name][1]) for name in shown)] for row in measured]
+    lines += [[row["method"], *(_cell(row, name, columns) for name in shown)] for row in measured]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     lines = [[f"{first:{widths[0]}}", *map(str.rjust, others, widths[1:])] for first, *others in lines]
     lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
@@ -146,9 +146,8 @@ def _shown(rows: Sequence[Row], columns: Columns) -> list[str]:
     return [name for name in columns if any(name in row for row in rows)]
 
 
-def _cell(row: Row, name: str, form: str) -> str:
+def _cell(row: Row, name: str, columns: Columns) -> str:
     if name not in row:
         return ""
-    low, high = row.get(f"{name}_p20"), row.get(f"{name}_p80")
-    spread = "" if low is None or high is None else f" ±{(high - low) / 2:.2g}"
-    return form.format(row[name]) + spread
+    half = (row.get(f"{name}_p80", 0) - row.get(f"{name}_p20", 0)) / 2
+    return columns[name][1].format(row[name]) + (f" ±{half:.2g}" if f"{name}_p20" in row else "")

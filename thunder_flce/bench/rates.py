@@ -13,7 +13,7 @@ from thunder_flce.bench.measure import Mark, Run, release
 from thunder_flce.bench.methods import maker, with_options
 from thunder_flce.bench.regions import add, add_matmuls, prepared, step_of
 from thunder_flce.bench.shapes import Inputs, Shape
-from thunder_flce.device import Device, Rates
+from thunder_flce.device import Device
 from thunder_flce.engine.choose import choose, temporary_bytes
 from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.matmul.algorithms import tunings
@@ -38,15 +38,14 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
     known = Device.of(torch.device(run.device))
     if run.device == "cuda" and not (torch.version.hip or (known.capability or (8, 0)) >= (8, 0)):
         shape = replace(shape, dtype=torch.float16)
-    found = measured_rates(run.device, shape.dtype)
-    call, measured = a_call(shape, run.device), replace(known, matmul_rate=found.matmul, bandwidth=found.bandwidth)
+    call, measured = a_call(shape, run.device), measured_rates(known, shape.dtype)
     plans = [choose(call, Options(), device) for device in (known, measured)]
     texts = [f"{plan.describe()}, {temporary_bytes(call, plan, known) / 1e9:.2f} GB" for plan in plans]
-    print(f"- device: {_device_words(known)}")
-    print(f"- rates: {_rates_words(found)} measured; plans count on", end=" ")
-    print(_rates_words(Rates(known.matmul_rate, known.bandwidth)))
+    print(f"- device: {known}")
+    print(f"- rates: {_rates_words(measured)} measured; plans count on {_rates_words(known)}")
     print(f"- plan: {texts[0]}; by the measured rates {'the same' if plans[0] == plans[1] else texts[1]}")
-    run.fields |= {"matmul_rate": found.matmul, "bandwidth": found.bandwidth, "plan": texts[0], "by_rates": texts[1]}
+    run.fields |= {"matmul_rate": measured.matmul_rate, "bandwidth": measured.bandwidth}
+    run.fields |= {"plan": texts[0], "by_rates": texts[1]}
     inputs = prepared(shape, run)
     names = ways(*plans, tokens=shape.tokens, device=known) if methods == ["function"] else methods
     for name in names:
@@ -57,12 +56,13 @@ def measure(shape: Shape, methods: list[str], run: Run) -> None:
     print(f"- better: {better(run.rows, names[0]) or 'nothing that was tried is better than the defaults'}\n")
 
 
-def measured_rates(device: str, dtype: torch.dtype) -> Rates:
-    """As plans count them: of the three matmuls of a chunk, and of a pass over memory in place.
+def measured_rates(known: Device, dtype: torch.dtype) -> Device:
+    """The device with what the three matmuls of a chunk reach here, and a pass over memory in place.
 
     Raises:
         RuntimeError: where one of them cannot be measured.
     """
+    device = known.kind
     tokens, vocab, hidden = (2048, 32768, 4096) if device == "cuda" else (512, 4096, 512)
     shape = Shape(name="", tokens=tokens, vocab=vocab, hidden=hidden, dtype=dtype)
     release(device)
@@ -79,7 +79,8 @@ def measured_rates(device: str, dtype: torch.dtype) -> Rates:
     if failed := [row for row in run.rows if "failed" in row]:
         raise RuntimeError(f"{failed[0]['method']} cannot be measured here: {failed[0]['failed']}")
     seconds = {row["method"]: row["time_ms"] / 1e3 for row in run.rows}
-    return Rates(shape.operations / seconds["three matmuls"], 2 * memory.nbytes / seconds["pass"])
+    matmul, bandwidth = shape.operations / seconds["three matmuls"], 2 * memory.nbytes / seconds["pass"]
+    return replace(known, matmul_rate=matmul, bandwidth=bandwidth)
 
 
 def ways(plan: Plan, by_rates: Plan, *, tokens: int, device: Device) -> list[str]:
@@ -116,14 +117,6 @@ def a_call(shape: Shape, device: str) -> Call:
     return Call(tensors=tensors, loss=Loss(), needs_grad=("input", "linear_weight"))
 
 
-def _device_words(device: Device) -> str:
-    if device.kind == "cpu":
-        return f"{device.multiprocessors} threads"
-    kind, capability = "HIP" if device.is_hip else "capability", ".".join(map(str, device.capability or ()))
-    memory = f"{(device.memory or 0) / 1e9:.0f} GB"
-    return f"{kind} {capability}, {device.multiprocessors} multiprocessors, {memory}"
-
-
-def _rates_words(rates: Rates) -> str:
-    ratio = rates.matmul / rates.bandwidth
-    return f"{rates.matmul / 1e12:.3g} TFLOP/s and {rates.bandwidth / 1e12:.3g} TB/s ({ratio:.0f} operations a byte)"
+def _rates_words(device: Device) -> str:
+    matmul, bandwidth = device.matmul_rate, device.bandwidth
+    return f"{matmul / 1e12:.3g} TFLOP/s and {bandwidth / 1e12:.3g} TB/s ({matmul / bandwidth:.0f} operations a byte)"

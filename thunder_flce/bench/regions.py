@@ -5,7 +5,7 @@ need, alone.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ FLOORS = {1: "one matmul", 2: "two matmuls", 3: "three matmuls", 4: "four matmul
 def measure(
     shape: Shape, methods: list[str], run: Run, *, change: Callable[[Inputs], object] = lambda inputs: None
 ) -> None:
-    """Measures methods, by names that `methods.build` knows, on one shape; `change` may alter the inputs in place."""
+    """Measures methods, by names that `methods.maker` knows, on one shape; `change` may alter the inputs in place."""
     inputs, reference = prepared(shape, run), Results()
     change(inputs)
     progress("reference")
@@ -99,9 +99,9 @@ def add(
         results = step(no_mark)
         synchronize(run.device)
         numbers: dict[str, Any] = {"matmuls": matmuls, "first_call_s": time.perf_counter() - start}
-        compared = reference.keys() & results.keys()
-        numbers |= {f"{name}_error": relative_error(results[name], reference[name]) for name in compared}
-        outputs = sum(result.nbytes for name, result in results.items() if name != "loss")
+        for of, right in reference.items():
+            numbers[f"{of}_error"] = relative_error(results[of], right) if of in results else None
+        outputs = sum(result.nbytes for of, result in results.items() if of != "loss")
         del results
         peak = peak_bytes(partial(step, no_mark), run.device)
         numbers |= {"memory_gb": peak / 1e9, "above_outputs_gb": (peak - outputs) / 1e9}
@@ -120,22 +120,25 @@ def mean_reference(inputs: Inputs) -> Results:
 
 
 def make_reference(
-    inputs: Inputs, of_rows: Callable[[Inputs, slice], Tensor], reduce: Callable[[Tensor], Tensor]
+    inputs: Inputs, of_rows: Callable[..., Tensor], reduce: Callable[..., Tensor], *, given: Sequence[Tensor] = ()
 ) -> Results:
-    """The right results, in `wide_dtype`: `of_rows` gives a number for each of some tokens, `reduce` makes the loss."""
-    dtype = wide_dtype(inputs)
+    """The right results, a few rows at a time, in float32 for 16 bits, otherwise in float64.
+
+    Args:
+        inputs: read as they are.
+        of_rows: a number for each of some tokens, from the inputs, a slice and what is given.
+        reduce: the loss, from the numbers of all tokens and what is given.
+        given: tensors that the loss takes beside the inputs.
+    """
+    dtype = torch.float32 if inputs.x.element_size() == 2 else torch.float64
     wide = inputs.map(lambda tensor: tensor.detach().to(dtype).requires_grad_(tensor.requires_grad))
+    given = [each.to(dtype) if each.is_floating_point() else each for each in given]
     operands = wide.named_operands()
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    numbers = [checkpoint(of_rows, wide, rows, **settings) for rows in row_slices(inputs.x)]
-    loss = reduce(torch.cat(numbers))
+    numbers = [checkpoint(of_rows, wide, rows, *given, **settings) for rows in row_slices(inputs.x)]
+    loss = reduce(torch.cat(numbers), *given)
     gradients = torch.autograd.grad(loss, [*operands.values()]) if operands else ()
     return {"loss": loss.detach(), **dict(zip(operands, gradients, strict=True))}
-
-
-def wide_dtype(inputs: Inputs) -> torch.dtype:
-    """float32 for 16 bits, otherwise float64."""
-    return torch.float32 if inputs.x.element_size() == 2 else torch.float64
 
 
 def row_slices(x: Tensor, rows: int = 512) -> Iterator[slice]:
@@ -150,14 +153,13 @@ def relative_error(result: Tensor, reference: Tensor) -> float:
 
 
 def add_matmuls(run: Run, inputs: Inputs, count: int) -> None:
-    """Adds so many matmuls alone to a run, after a first call."""
+    """Adds so many `matmuls` alone to a run, after a first call."""
     with run.attempt(FLOORS[count]):
-        step = matmuls(inputs, count)
+        step = matmuls(inputs.map(Tensor.detach), count)
         step(no_mark)
         run.add(FLOORS[count], step, floor=FLOORS[count], matmuls=count)
 
 
-@torch.no_grad()
 def matmuls(inputs: Inputs, count: int) -> Step:
     """The first `count` of logits, dX, dW and a teacher's logits, over all tokens; the logits are the forward.
 
@@ -167,12 +169,11 @@ def matmuls(inputs: Inputs, count: int) -> Step:
     """
     vocab = inputs.weight.shape[0]
     vocab = vocab - vocab % 8 or vocab
-    x, weight = inputs.x.detach(), inputs.weight.detach()[:vocab]
+    x, weight = inputs.x, inputs.weight[:vocab]
     dlogits = torch.empty(x.shape[0], vocab, dtype=x.dtype, device=x.device)
     for rows in row_slices(x):
-        logits, target = inputs.logits(rows).float().requires_grad_(), inputs.target[rows]
-        with torch.enable_grad():
-            loss = F.cross_entropy(logits, target, reduction="sum") / (inputs.target != -100).sum()
+        logits = inputs.logits(rows).float().requires_grad_()
+        loss = F.cross_entropy(logits, inputs.target[rows], reduction="sum") / (inputs.target != -100).sum()
         dlogits[rows] = torch.autograd.grad(loss, logits)[0][:, :vocab]
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
 
