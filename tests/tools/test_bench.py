@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,39 +45,33 @@ def few_rows(monkeypatch):
         monkeypatch.setattr(f"thunder_flce.bench.{module}.row_slices", lambda x: row_slices(x, 7))
 
 
-@pytest.fixture
-def broken_methods(monkeypatch):
-    def unavailable():
-        raise Unavailable("not here")
+def raising(error):
+    def method(inputs):
+        raise error
 
-    def failing():
-        raise RuntimeError("broken\nand more")
+    return method
 
-    def out_of_memory():
-        def method(inputs):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate …")
 
-        return method
+def without_dw(inputs):
+    return F.cross_entropy(F.linear(inputs.x, inputs.weight.detach(), inputs.bias), inputs.target)
 
-    def without_gradient():
-        return lambda inputs: F.cross_entropy(F.linear(inputs.x, inputs.weight.detach(), inputs.bias), inputs.target)
 
-    broken = {
-        "unavailable": (unavailable, "not here"),
-        "failing": (failing, "RuntimeError: broken"),
-        "out of memory": (out_of_memory, "out of memory"),
-        "without gradient": (without_gradient, "RuntimeError: no dw came of the backward"),
-    }
-    for name, (make, _) in broken.items():
+BROKEN = {
+    "not here": lambda: raising(Unavailable("not here")),
+    "RuntimeError: broken": lambda: raising(RuntimeError("broken\nand more"))(None),
+    "out of memory": lambda: raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate …")),
+    "RuntimeError: no dw came of the backward": lambda: without_dw,
+}
+"""Makes methods, by what a row says of them."""
+
+
+def test_regions(tmp_path, capsys, monkeypatch):
+    for name, make in BROKEN.items():
         monkeypatch.setitem(METHODS, name, make)
-    return {name: message for name, (_, message) in broken.items()}
-
-
-def test_regions(tmp_path, capsys, broken_methods):
     good = ["eager", "flce", "function, strategy=recompute_logits"]
-    options = ["--shapes", SHAPE, "--pictures", str(tmp_path / "pictures"), "--methods", *broken_methods, *good]
+    options = ["--shapes", SHAPE, "--pictures", str(tmp_path / "pictures"), "--methods", *BROKEN, *good]
     rows = bench(tmp_path / "results.jsonl", *options)
-    assert set(rows) == {"three matmuls", *good, *broken_methods}
+    assert set(rows) == {"three matmuls", *good, *BROKEN}
     for name in good:
         row = rows[name]
         assert row["subset"] == "regions" and (row["tokens"], row["vocab"], row["hidden"]) == (40, 70, 16)
@@ -91,7 +86,7 @@ def test_regions(tmp_path, capsys, broken_methods):
         assert row["above_outputs_gb"] >= 0
     # All logits in float32 and as much again; chunks of 8 rows need less.
     assert rows["eager"]["above_outputs_gb"] >= 2 * 40 * 70 * 4 / 1e9
-    assert {name: rows[name]["failed"] for name in broken_methods} == broken_methods
+    assert all(rows[name]["failed"] == name for name in BROKEN)
     command = rows["eager"]["command"]
     assert all(row["torch"] == torch.__version__.partition("+")[0] and row["date"] for row in rows.values())
     assert command.startswith("python -m thunder_flce bench --shapes") and rows["flce"]["command"] == command
@@ -308,15 +303,15 @@ def test_which_options_are_tried():
 
 
 def test_options_that_are_better():
-    def is_better(time_ms, gb, default):
-        rows = [default, {"method": "function, chunk_rows=8", "time_ms": time_ms, "above_outputs_gb": gb}]
-        return rates.better(rows, "function") == "Options(chunk_rows=8)"
+    def better(default, **numbers):
+        rows = [{"method": "function", **default}, {"method": "function, chunk_rows=8", **numbers}]
+        return rates.better(rows, "function")
 
-    default = {"method": "function", "time_ms": 10.0, "above_outputs_gb": 1.0}
+    default, failed = {"time_ms": 10.0, "above_outputs_gb": 1.0}, {"failed": "out of memory"}
     of = {(9.7, 3.0): True, (10.1, 0.9): True, (9.9, 1.0): False, (10.2, 0.5): False, (10.0, 1.0): False}
-    assert {numbers: is_better(*numbers, default) for numbers in of} == of
-    assert is_better(10.0, 1.0, {"method": "function", "failed": "out of memory"})
-    assert rates.better([default, {"method": "function, chunk_rows=8", "failed": "out of memory"}], "function") == ""
+    for (time_ms, gb), is_better in of.items():
+        assert better(default, time_ms=time_ms, above_outputs_gb=gb) == "Options(chunk_rows=8)" * is_better
+    assert better(failed, **default) and not better(default, **failed) and not better(failed, **failed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -353,21 +348,16 @@ def test_the_matmuls_that_times_are_compared_with_have_the_dlogits_of_the_loss(m
 def test_turns_leave_out_what_fails():
     calls = []
 
-    def good(mark):
-        calls.append("good")
+    def step(name, mark):
+        calls.append(name)
         time.sleep(1e-3)
-        mark("first")
-        mark("second")
-
-    def bad(mark):
-        calls.append("bad")
-        if calls.count("bad") > 4:
+        if name == "bad" and calls.count(name) > 4:
             raise MemoryError
         mark("first")
 
     run = Run(device="cpu", rounds=3, calls=3)
-    run.add("good", good, floor="good", seen=True)
-    run.add("bad", bad)
+    run.add("good", partial(step, "good"), floor="good", seen=True)
+    run.add("bad", partial(step, "bad"))
     run.report()
     failed, row = run.rows
     assert failed == {"method": "bad", "failed": "MemoryError: "}
@@ -402,27 +392,25 @@ def test_what_failed_has_let_go_of_its_memory_when_it_is_released(monkeypatch):
 def test_a_changed_working_tree_is_marked(tmp_path, monkeypatch):
     """As `git describe --dirty` does; what --commit says stands as it is."""
 
-    def git(*arguments):
-        settings = ("-c", "user.name=a", "-c", "user.email=a@b")
-        subprocess.run(["git", *settings, *arguments], cwd=tmp_path, check=True, capture_output=True)
+    def commit():
+        subprocess.run(
+            "git add . && git -c user.name=a -c user.email=a commit -m a", shell=True, cwd=tmp_path, check=True
+        )
+        return output.commit_of(tmp_path / "package")
 
-    package, others = tmp_path / "package", tmp_path / "lab"
-    for folder in (package, others):
-        folder.mkdir()
-        (folder / "a.py").write_text("1")
-    git("init")
-    assert output.commit_of(package) is None
-    git("add", ".")
-    git("commit", "-m", "first")
-    (tmp_path / "results.jsonl").write_text("{}")
-    clean = output.commit_of(package)
-    assert re.fullmatch("[0-9a-f]{12}", clean)
-    for changed in (package / "a.py", others / "a.py", package / "new.py"):
+    subprocess.run(["git", "init"], cwd=tmp_path, check=True)
+    files = [tmp_path / name for name in ("package/a.py", "lab/a.py", "package/new.py")]
+    for file in files[:2]:
+        file.parent.mkdir()
+        file.write_text("1")
+    assert output.commit_of(files[0].parent) is None
+    for changed in files:
+        clean = commit()
+        assert re.fullmatch("[0-9a-f]{12}", clean)
+        (tmp_path / "results.jsonl").write_text(clean)
+        assert output.commit_of(files[0].parent) == clean
         changed.write_text("2")
-        assert output.commit_of(package) == f"{clean}-dirty"
-        git("add", ".")
-        git("commit", "-m", "next")
-        clean = output.commit_of(package)
+        assert output.commit_of(files[0].parent) == f"{clean}-dirty"
     monkeypatch.setattr(output, "commit_of", lambda package: "abc-dirty")
     assert output.context("", device="cpu")["commit"] == "abc-dirty"
     assert output.context("", device="cpu", commit="abc")["commit"] == "abc"
@@ -483,7 +471,7 @@ def test_pictures_need_matplotlib(monkeypatch, capsys):
     ],
 )
 def test_the_laboratory(command, columns, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     from lab.__main__ import SUBSETS
 
     options = ["--shapes", "tokens=8,vocab=20,hidden=8,dtype=float32", "--device", "cpu", "--json", tmp_path / "rows"]
