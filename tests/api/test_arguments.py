@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import thunder_flce
-from thunder_flce import linear_cross_entropy
+from thunder_flce import Options, linear_cross_entropy
 
 X = torch.zeros(6, 4)
 W = torch.zeros(9, 4)
 Y = torch.zeros(6, dtype=torch.long)
+NEEDING = torch.ones(6, requires_grad=True)
+OF_ONE = lambda log_prob, entropy, *_: log_prob  # noqa: E731
 
 BAD = [
     ({"input": [1, 2]}, TypeError, "input must be a tensor, but got list"),
@@ -16,6 +18,7 @@ BAD = [
     ({"target": X[:, 0]}, TypeError, "target must have one of the dtypes int8.*got float32"),
     ({"target": Y.bool()}, TypeError, "target must have one of the dtypes int8.*got bool"),
     ({"input": torch.zeros(())}, ValueError, "input must have at least one dimension"),
+    ({"linear_weight": W.view(-1)[:0]}, ValueError, r"linear_weight must be two-dimensional, .* but got \(0,\)"),
     ({"linear_weight": W[0]}, ValueError, r"linear_weight must be two-dimensional, \(V, H\), but got \(4,\)"),
     ({"linear_weight": W[:0]}, ValueError, "linear_weight must have at least one row"),
     ({"input": torch.zeros(6, 5)}, ValueError, r"input's last dimension must be H = 4.*input is \(6, 5\)"),
@@ -52,14 +55,34 @@ BAD = [
     ({"token_loss": {}}, TypeError, "token_loss must be a function, but got dict"),
     ({"token_loss": 0}, TypeError, "token_loss must be a function, but got int"),
     ({"token_loss": ""}, TypeError, "token_loss must be a function, but got str"),
-    ({"softcap": 10**400}, ValueError, "softcap must be a float or fit 64 bits, but is an int of 1329 bits"),
-    ({"softcap": 10**30}, ValueError, "softcap must be a float or fit 64 bits"),
+    *(({"softcap": n}, ValueError, "softcap must be a float or fit 64 bits") for n in (10**30, 10**400)),
     ({"logit_scale": -(10**30)}, ValueError, "logit_scale must be a float or fit 64 bits"),
-    ({"z_loss": 10**400}, ValueError, "z_loss must be a float or fit 64 bits"),
+    ({"z_loss": 10**400}, ValueError, "z_loss must be a float or fit 64 bits, but is an int of 1329 bits"),
     ({"num_items": 10**400}, ValueError, "num_items must be a float or fit 64 bits"),
-    ({"num_items": 10**30}, ValueError, "num_items must be a float or fit 64 bits"),
-    ({"expected_gradient": 10**400}, ValueError, "expected_gradient must be a float or fit 64 bits"),
     ({"expected_gradient": 10**30}, ValueError, "expected_gradient must be a float or fit 64 bits"),
+    ({"expected_gradient": 0}, ValueError, "expected_gradient must be finite and not 0, but got 0"),
+    ({"expected_gradient": float("inf")}, ValueError, "expected_gradient must be finite and not 0, but got inf"),
+    ({"expected_gradient": torch.ones(2)}, ValueError, r"expected_gradient must be a number or a tensor without .*2"),
+    ({"expected_gradient": NEEDING[0]}, ValueError, "expected_gradient must not require a gradient"),
+    ({"expected_gradient": "1"}, TypeError, "expected_gradient must be a number or a tensor without .* got str"),
+    ({"token_weights": Y[0]}, TypeError, "token_weights must have one of the dtypes"),
+    ({"token_weights": torch.ones(5)}, ValueError, r"token_weights must have target's shape, \(6,\), but got \(5,\)"),
+    ({"token_weights": Y > 0}, TypeError, r"but got bool; pass mask.to\(input.dtype\)"),
+    ({"token_weights": NEEDING}, ValueError, "token_weights must not require a gradient"),
+    ({"token_weights": 1.0}, TypeError, "token_weights must be a tensor, but got float"),
+    ({"token_loss": OF_ONE, "reduction": "none"}, ValueError, 'reduction "mean" or "sum"'),
+    ({"token_loss": OF_ONE, "label_smoothing": 0.1}, ValueError, "label_smoothing belongs to the cross-entropy"),
+    ({"token_loss": OF_ONE, "weight": torch.ones(9)}, ValueError, "weight belongs to the cross-entropy"),
+    ({"token_loss": OF_ONE, "token_inputs": (Y, W)}, ValueError, r"token_inputs\[1\] must have target's shape"),
+    ({"token_loss": OF_ONE, "token_inputs": (NEEDING,)}, ValueError, r"token_inputs\[0\] must not require a grad"),
+    ({"token_loss": lambda p, e: p, "token_inputs": (Y, Y)}, TypeError, "called with log_prob, entropy and the 2"),
+    ({"token_loss": lambda p, e, *_: p * p.mean()}, TypeError, "single tokens.*it has: mean"),
+    ({"token_loss": lambda p, e, *_: torch.ones_like(p)}, TypeError, "depends on none of"),
+    ({"token_loss": lambda p, e, *_: torch.max(p, 0)}, TypeError, "single tokens, .* it has: .*max"),
+    ({"token_loss": lambda p, e, *_: (p * 2).mul_(3)}, TypeError, "single tokens.*mul_, which changes"),
+    ({"token_inputs": [Y]}, ValueError, "token_inputs are what token_loss reads"),
+    ({"token_inputs": Y}, TypeError, "token_inputs must be a sequence of tensors"),
+    ({"detached": ("argmax",), "outputs": ("argmax",)}, ValueError, "detached must be a tuple of outputs that could"),
     ({"vocab_parallel": "tp"}, TypeError, "vocab_parallel must be a ProcessGroup or a DeviceMesh .*, but got str"),
     ({"vocab_parallel": 1}, TypeError, "vocab_parallel must be a ProcessGroup or a DeviceMesh .*, but got int"),
     ({"outputs": ("entropie",)}, ValueError, "outputs must be a tuple of names among"),
@@ -71,8 +94,16 @@ BAD = [
         r'outputs has "mean_logit", which gets no gradient with both weight and label_smoothing; pass detached=\(',
     ),
 ]
+NEEDS_GRAD = {"input": X.clone().requires_grad_(), "token_loss": OF_ONE}
+EAGER = [
+    ({"target": Y.to("meta")}, ValueError, "target must be on input's device, cpu, but got meta"),
+    ({"token_loss": OF_ONE, "token_inputs": (1.0,)}, TypeError, r"token_inputs\[0\] must be a tensor"),
+    ({**NEEDS_GRAD, "options": Options(strategy="save_logits")}, ValueError, "no other strategy"),
+    ({**NEEDS_GRAD, "input": X.half().requires_grad_(), "linear_weight": W.half()}, ValueError, "expected_gradient"),
+]
 TERM = (torch.zeros(6, 3), torch.zeros(9, 3))
 BAD_TERMS = [
+    ({"terms": torch.zeros(2)}, TypeError, "terms must be a sequence of pairs"),
     ({"terms": 3}, TypeError, r"terms must be a sequence of pairs \(input, weight\), but got int"),
     ({"terms": TERM}, TypeError, r"terms\[0\] must be a pair \(input, weight\), but got Tensor"),
     ({"terms": [TERM, (X,)]}, TypeError, r"terms\[1\] must be a pair \(input, weight\), but has length 1"),
@@ -93,7 +124,7 @@ def _call(change):
     return arguments.pop("input"), arguments.pop("linear_weight"), arguments.pop("target"), arguments
 
 
-@pytest.mark.parametrize(("change", "exception", "message"), BAD, ids=IDS[: len(BAD)])
+@pytest.mark.parametrize(("change", "exception", "message"), BAD + EAGER)
 def test_eager(change, exception, message):
     *tensors, settings = _call(change)
     with pytest.raises(exception, match=message):

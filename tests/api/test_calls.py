@@ -1,12 +1,9 @@
 """What is kept of earlier calls of the same shapes changes nothing that a later one returns or raises."""
 
-import threading
-
 import pytest
 import torch
 
 from thunder_flce import Options, linear_cross_entropy
-from thunder_flce.engine import rows
 
 V, H = 11, 8
 
@@ -82,28 +79,3 @@ def test_numbers(name, bad):
     torch.testing.assert_close(loss, half * 2 if name == "num_items" else half)
     with pytest.raises(ValueError, match=name):
         linear_cross_entropy(*tensors, **{name: bad})
-
-
-@pytest.mark.parametrize("name", ["terms", "token_inputs"])
-def test_a_tensor_in_place_of_a_sequence(name):
-    with pytest.raises(TypeError, match=f"{name} must be"):
-        linear_cross_entropy(*operands(6), **{name: torch.randn(2, 2)})
-
-
-def test_threads():
-    """Counts that the host remembers, while others are forgotten."""
-    failures = []
-
-    def run():
-        try:
-            for number in range(3000):
-                count = torch.tensor(number)
-                rows.remember(count, number)
-                assert rows.recalled(count) == number
-        except Exception as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=run) for _ in range(6)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert not failures

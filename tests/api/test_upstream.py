@@ -169,11 +169,8 @@ def _two_losses(x, weight, target):
     [
         (lambda *a: fused(*a) / 4, ["0.25"]),
         (lambda *a: -fused(*a), ["-1.0"]),
-        (lambda *a: 3 - fused(*a), ["-1.0"]),
-        (lambda *a: fused(*a) - 3, []),
         (lambda *a: fused(*a).double() * 0.5 + 1, ["0.5"]),
         (lambda *a: (fused(*a) * 0.5).reshape(1) * 3, ["1.5"]),
-        (lambda *a: (loss := fused(*a), (loss * 0.5, loss.detach()))[1], ["0.5"]),
         (lambda *a: (loss := fused(*a), (loss * 0.5, loss))[1], ["0.5"]),
         # In the weights of the tokens.
         (_two_losses, []),
@@ -181,15 +178,9 @@ def _two_losses(x, weight, target):
         (lambda *a: linear_cross_entropy(*a, expected_gradient=3) * 0.5, ["3"]),
         # What is not a factor that is known before the loss.
         (lambda *a: fused(*a) ** 2 * 3, []),
-        (lambda *a: 3 / fused(*a), []),
         (lambda *a: (loss := fused(*a), loss * 3 + loss)[1], []),
         (lambda *a: (loss := fused(*a), loss * (loss.detach() + 1))[1], []),
-        (lambda *a: fused(*a).expand(3) * 3, []),
-        (lambda *a: fused(*a) * 0.0, []),
         (lambda *a: fused(*a) / 0.0, []),
-        (lambda *a: fused(*a) * float("inf"), []),
-        (lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2], reduction="none").sum() / 3, []),
-        (lambda *a: F.cross_entropy(F.linear(*a[:2]), a[2], reduction="none") / 3, []),
     ],
 )
 def test_which_factors_are_found(program, expected):
@@ -232,23 +223,6 @@ def test_a_factor_with_a_gradient_of_its_own():
     assert "expected_gradient=t" in thunder.last_traces(jitted)[-1].python()
     for ours, eager in zip(got, right, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("expected", "kind", "message"),
-    [
-        (0, ValueError, "expected_gradient must be finite and not 0, but got 0"),
-        (float("nan"), ValueError, "expected_gradient must be finite and not 0, but got nan"),
-        (torch.ones(2), ValueError, r"expected_gradient must be a number or a tensor without dimensions, .*\(2,\)"),
-        (torch.ones((), requires_grad=True), ValueError, "expected_gradient must not require a gradient"),
-        ("1", TypeError, "expected_gradient must be a number or a tensor without dimensions, but got str"),
-    ],
-)
-def test_bad_input(expected, kind, message):
-    case = make_case()
-    for call in (linear_cross_entropy, thunder_flce.jit(linear_cross_entropy)):
-        with pytest.raises(kind, match=message):
-            call(case.x, case.weight, case.target, expected_gradient=expected)
 
 
 @pytest.mark.parametrize("expected", [0, float("inf"), "1", True])
