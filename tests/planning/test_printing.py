@@ -1,21 +1,15 @@
 """The lines of a call are those of the primitives that it runs, in their order; what they say of the default plan."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from reference import make_case, run_by
-from test_plan import H200
 from test_plan import call as a_call
-from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
+from thunder_flce import linear_cross_entropy
 from thunder_flce.engine import printing
-from thunder_flce.engine.choose import choose
-from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives
 from thunder_flce.operation.call import Call, named_tensors
-from thunder_flce.operation.divergence import Divergence
 from thunder_flce.operation.loss import Loss
 
 BF16 = torch.bfloat16
@@ -105,51 +99,6 @@ def test_what_runs_is_what_is_printed(plan, sizes, settings, ignored_rows, calle
     assert widths(program) <= printing.WIDTH
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_divergences(reduction, called, monkeypatch):
-    x, weight, teacher_x, teacher_weight = (torch.randn(rows, 8) for rows in (33, 20, 33, 20))
-    for tensor in (x, weight):
-        tensor.requires_grad_()
-    plan = Plan(strategy=IN_FORWARD if reduction == "mean" else RECOMPUTE, chunk_rows=10)
-    run_by(monkeypatch, plan)
-    target = torch.randint(20, (33,))
-    linear_kl_divergence(x, weight, teacher_x, teacher_weight, target, reduction=reduction).sum().backward()
-    tensors = named_tensors(
-        {"input": x, "linear_weight": weight, "target": target, "teacher_input": teacher_x,
-         "teacher_weight": teacher_weight}
-    )  # fmt: skip
-    call = Call(
-        tensors=tensors, loss=Loss(reduction=reduction), needs_grad=("input", "linear_weight"), divergence=Divergence()
-    )
-    program = printing.program(call.specs(), plan)
-    assert [name for name in program.primitives if name != "scale"] == called
-    assert widths(program) <= printing.WIDTH
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {}, {"bias": True}, {"rank": 16}, {"targets": 64}, {"teacher": 8192}, {"dtype": torch.float32},
-        {"loss": Loss(reduction="none", outputs=("entropy", "argmax"), softcap=30.0, z_loss=1e-4)},
-        {"loss": Loss(label_smoothing=0.1, logit_scale=-0.5), "bias": True}, {"vocab": 1000003, "bias": True},
-    ],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "options",
-    [Options(), Options(memory_budget=10**9), Options(chunk_rows=500, logits_dtype="float32", batch_invariant=True)],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:memory_budget")
-def test_width(options, changes):
-    """So that lines of a trace, with their indentation, have 120 characters at most."""
-    call = a_call(**changes)
-    if call.dtype is torch.float32:
-        options = replace(options, batch_invariant=False)
-    plan = choose(call, options, H200)
-    assert widths(printing.program(call, plan)) <= printing.WIDTH
-
-
 @pytest.mark.parametrize(
     ("tokens", "titles"),
     [
@@ -163,26 +112,3 @@ def test_chunks_of_other_sizes(tokens, titles):
     assert [line for line in program.forward if line.startswith("for ")] == titles
     sums = [line.split(" dlogits")[0].strip() for line in program.forward if line.strip().startswith("dW")]
     assert sums == ["dW bf16[128256, 4096] ="] * (len(titles) - 1) + ["dW bf16[128256, 4096] +="]
-
-
-DEFAULT = """\
-valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
-x, y = rows of x, y that are valid    the host waits for their number while the first logits run
-for each chunk of 2048 tokens, 4 in all:
-  logits bf16[2048, 128256] = x @ W.t()                                                         cuBLAS
-  row_max, row_log_sum f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  Triton
-  dlogits bf16[2048, 128256] = s (softmax(logits) - one_hot(y))    in place, same kernel        Triton
-  dW bf16[128256, 4096] += dlogits.t() @ x                                                      cuBLAS
-  frequent rows of dW f32[192, 4096] += dlogits[:, frequent].t() @ x                            cuBLAS
-  dX bf16[2048, 4096] = dlogits @ W                                                             cuBLAS
-loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                             Triton
-
-dW *= grad    skipped on the device where that is 1  Triton
-dX *= grad    skipped on the device where that is 1  Triton
-"""
-
-
-@pytest.mark.skipif(not dispatch.is_installed("triton"), reason="says who runs what")
-def test_the_default_plan():
-    program = printing.program(a_call(), choose(a_call(), Options(), H200))
-    assert "\n".join((*program.forward, "", *program.backward)) + "\n" == DEFAULT
