@@ -573,45 +573,6 @@ def test_fabric(name, monkeypatch):
     assert decisions and all(decision.fused for decision in decisions)
 
 
-def test_trainer_of_lightning(tmp_path):
-    lightning = pytest.importorskip("lightning", reason="needs the extra 'examples'")
-
-    class Module(lightning.LightningModule):
-        def __init__(self, compiled_by):
-            super().__init__()
-            self.loss, self.logged = Loss(), []
-            self.compiled_loss = compiled_by(self.loss_of)
-
-        def loss_of(self, batch):
-            """What is compiled: no module, so that the state dict has no parameter twice."""
-            return self.loss(*batch)
-
-        def training_step(self, batch, _):
-            loss = self.compiled_loss(batch)
-            self.logged.append(loss.item())
-            return loss
-
-        def on_before_optimizer_step(self, _):
-            self.logged.append(torch.nn.utils.clip_grad_norm_(self.parameters(), 100).item())
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    def run(compiled_by):
-        module = Module(compiled_by)
-        quiet = {name: False for name in ("logger", "enable_checkpointing", "enable_progress_bar")}
-        trainer = lightning.Trainer(accelerator="cpu", max_steps=3, enable_model_summary=False, **quiet)
-        trainer.fit(module, torch.utils.data.DataLoader(list(batches_of((12, 17, 9))), batch_size=None))
-        return module
-
-    expected = run(lambda function: function)
-    ours = run(lambda function: torch.compile(function, backend="thunder_flce", options={"strict": True}))
-    assert len(expected.logged) == 6
-    torch.testing.assert_close(torch.tensor(ours.logged), torch.tensor(expected.logged), rtol=1e-4, atol=0)
-    assert all(decision.fused for decision in thunder_flce.explain(ours.compiled_loss).decisions)
-    assert expected.state_dict().keys() == ours.state_dict().keys()
-
-
 def test_torchtitan():
     losses = pytest.importorskip("torchtitan.components.loss", reason="needs torchtitan")
     program = next(program for title, program in PROGRAMS if title == "torchtitan")

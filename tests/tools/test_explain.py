@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,17 +11,11 @@ import torch
 import torch.nn.functional as F
 from thunder.dynamo import thunderfx
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, Options
 from thunder_flce.backend import compile_graph
-from thunder_flce.engine import printing
-from thunder_flce.engine.kernels import dispatch, scaling
-from thunder_flce.engine.matmul import algorithms
-from thunder_flce.engine.matmul.algorithms import Tuning
 from thunder_flce.inspection import formatting, programs
-from thunder_flce.inspection.trace_text import compile_only
 from thunder_flce.matching import decisions
 from thunder_flce.matching.decisions import Reason
 
@@ -81,15 +74,6 @@ def test_declined_says_why_and_where():
     assert "return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), labels.view(-1)), logits" in text
 
 
-def test_mixed():
-    report = _explained(mixed)
-    assert sorted(decision.fused for decision in report.decisions) == [False, True]
-    text = str(report)
-    assert "1 of 2 cross-entropies fused" in text and "not fused, because the logits are changed" in text
-    lines = {str(entry["line"]) for entry in report.to_dict()["compilations"][0]["decisions"]}
-    assert len(lines) == 2 and all("F.cross_entropy" in line for line in lines)
-
-
 def test_saved_tensors_are_those_of_the_trace_with_their_sizes():
     (compilation,) = _explained(programs.litgpt)
     saved = {tensor.role: tensor for tensor in compilation.saved if not tensor.is_argument}
@@ -105,23 +89,6 @@ def test_nothing_is_saved_without_gradients():
     report = _explained(programs.litgpt, requires_grad=False)
     assert report[0].saved == [] and report[0].to_dict()["saved_for_backward"] == []
     assert "nothing is saved" in str(report) and report.decisions[0].plan.strategy == "loss_only"
-
-
-def test_tuned_products(monkeypatch):
-    """What was measured about products, and how long that took."""
-    report = _explained(programs.litgpt)
-    assert report.to_dict()["tuned_products"] == []
-    assert "products tuned in" not in str(report)
-    found = Tuning(
-        product="dW", sizes=(128256, 4096, 2048), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25
-    )
-    other = replace(found, product="dX", gain=1.0)
-    monkeypatch.setattr(algorithms, "_tunings", {("dW", 11): found, ("dX", 11): other})
-    assert [row.split() for row in str(report).splitlines()[-2:]] == [
-        ["dW", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.079", "0.25", "s"],
-        ["dX", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.000", "0.25", "s"],
-    ]
-    assert [entry["gain"] for entry in report.to_dict()["tuned_products"]] == [1.0789, 1.0]
 
 
 def test_to_dict_is_plain_values():
@@ -191,11 +158,6 @@ def test_thunderfx_names_the_users_line():
     assert compilation.saved is None and "saved for backward" not in str(report)
 
 
-def test_thunderfx_in_several_graphs():
-    report = _explained_fx(unsupported="graph break")
-    assert [[decision.fused for decision in compilation.decisions] for compilation in report] == [[], [True]]
-
-
 def test_thunders_own_thunderfx():
     """Without our transform it has nothing to say; with it, what the transform decided about thunder's parts."""
     with pytest.raises(ValueError, match="compile it with thunder_flce.thunderfx"):
@@ -255,11 +217,6 @@ def test_a_wrapped_module(wrap, compiled):
     assert report[0].to_dict()["saved_for_backward"] is None
 
 
-def test_a_wrapped_module_that_nobody_compiled():
-    with pytest.raises(TypeError, match="but got Wrapped"):
-        thunder_flce.explain(Wrapped("module", Model()))
-
-
 def test_a_module_that_wraps_itself():
     """Such as one that keeps who it belongs to."""
     wrapped = SimpleNamespace()
@@ -295,38 +252,3 @@ def test_each_decision_is_printed_where_the_environment_says_so(value, monkeypat
     expected = [f"thunder_flce: the cross-entropy at {decision}" for decision in report.decisions]
     assert lines == (expected if value == "1" else [])
     assert value != "1" or [": fused, " in line for line in lines] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("installed", "instead", "slower"),
-    [(("torch",), "PyTorch", "1.4 to 2 times as long"), (("nvfuser", "torch"), "nvFuser", "2 to 10% longer")],
-)
-def test_missing_row_kernels(installed, instead, slower, monkeypatch):
-    """What "auto" would run with, were it installed, and what that costs; nothing where it was not asked for."""
-    if "nvfuser" in installed:
-        pytest.importorskip("nvfuser_direct")
-    monkeypatch.setattr(dispatch, "is_installed", lambda name: name in installed)
-    kept = (printing._program, scaling.library)
-    for each in kept:
-        each.cache_clear()
-    try:
-        for row_kernels in ("auto", "torch"):
-            report = _compiled_for_cuda(Options(row_kernels=row_kernels))
-            (entry,) = report[0].to_dict()["decisions"]
-            missing = entry["missing_row_kernels"]
-            if row_kernels == "torch":
-                assert missing is None and "not installed" not in str(report)
-            else:
-                assert "Triton (pip install triton)" in missing and missing in str(report)
-                assert f"{instead} runs their share" in missing and slower in missing
-    finally:
-        for each in kept:
-            each.cache_clear()
-
-
-def _compiled_for_cuda(options: Options) -> thunder_flce.Report:
-    jitted = thunder_flce.jit(programs.litgpt, options=options)
-    with FakeTensorMode():
-        arguments = programs.arguments(programs.litgpt, programs.Sizes(), device="cuda", dtype=torch.bfloat16)
-        compile_only(jitted, arguments)
-    return thunder_flce.explain(jitted)
