@@ -1,17 +1,13 @@
 """Labels of training on several ranks."""
 
-from copy import deepcopy
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from ranks import as_threads
 from reference import Case, error, make_case, ours, truth
-from thunder_flce import LinearCrossEntropyLoss, count_items, shift_labels
+from thunder_flce import count_items, shift_labels
 
 
 def test_the_averaged_gradient_is_that_of_the_mean_over_all_tokens():
@@ -45,25 +41,6 @@ def test_over_two_dimensions_of_a_mesh():
         return count_items(target[rank // 2], group=mesh["dp", "cp"]._flatten("tokens"))
 
     assert as_threads(8, run) == [7 / 4] * 8
-
-
-def test_gradients_that_are_summed_take_the_number_of_all_tokens():
-    case = make_case(tokens=40, dtype=torch.float64)
-    case.target[:15] = -100
-    exact = truth(case)
-    head = LinearCrossEntropyLoss(24, 101, dtype=torch.float64)
-    head.linear.weight = nn.Parameter(case.weight.detach())
-
-    def run(rank):
-        unit = fully_shard(deepcopy(head), mesh=init_device_mesh("cpu", (2,)))
-        unit.set_gradient_divide_factor(1.0)
-        mine = slice(20 * rank, 20 * rank + 20)
-        x = case.x.detach()[mine].requires_grad_()
-        unit(x, case.target[mine], num_items=(case.target != -100).sum()).backward()
-        assert error(unit.linear.weight.grad.full_tensor(), exact.gradients[1]) < 1e-12
-        assert error(x.grad, exact.gradients[0][mine]) < 1e-12
-
-    as_threads(2, run)
 
 
 def test_where_nothing_counts():
@@ -106,28 +83,6 @@ def test_labels_are_shifted_before_tokens_are_divided():
         shift_labels([1, 2])
     with pytest.raises(ValueError, match="labels must be"):
         shift_labels(torch.tensor(1))
-
-
-def test_context_parallel_in_any_order():
-    """Each rank has a part of the front and one of the back, as a causal mask wants it; most labels are on one rank."""
-    case = make_case(tokens=32, dtype=torch.float64, ignored=0.0)
-    labels = case.target.clone()
-    labels[:16] = -100
-    case.target = shift_labels(labels)
-    exact = truth(case)
-
-    def run(rank):
-        mine = torch.arange(32).view(4, 8)[[rank, 3 - rank]].flatten()
-        part = Case(case.x.detach()[mine].requires_grad_(), case.weight.detach().requires_grad_(), None, labels)
-        part.target = shift_labels(labels)[mine]
-        result = ours(part, num_items=count_items(part.target, group=dist.group.WORLD))
-        found = (result.loss, result.gradients[1])
-        for tensor in found:
-            dist.all_reduce(tensor)
-        return found
-
-    for loss, weight_grad in as_threads(2, run):
-        assert error(loss / 2, exact.loss) < 1e-6 and error(weight_grad / 2, exact.gradients[1]) < 1e-6
 
 
 def test_labels_that_cannot_hold_ignore_index():

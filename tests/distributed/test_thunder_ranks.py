@@ -1,6 +1,5 @@
 """Programs that thunder compiles on ranks that divide the vocabulary; ranks are threads here."""
 
-import re
 from copy import deepcopy
 from functools import partial
 
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import thunder_flce
 from divided import part_of, parts
-from ranks import RankErrors, as_threads
+from ranks import as_threads
 from reference import Case, error, make_case, truth
 from thunder_flce import NotFusedWarning, Options, VocabParallel, linear_cross_entropy
 
@@ -104,28 +103,6 @@ def test_column_parallel(ranks, columns, options):
         assert "combined over the ranks" in text and "summed over the ranks" in text and f"'ranks': {ranks}" in text
 
 
-def test_options_that_differ_raise_on_all_ranks():
-    def run(rank):
-        parallel = partial(linear_cross_entropy, vocab_parallel=dist.group.WORLD)
-        thunder_flce.jit(parallel, options=Options(chunk_rows=4 + rank))(*arguments)
-
-    arguments = torch.randn(6, H), torch.randn(5, H), torch.randint(10, (6,))
-    with pytest.raises(RankErrors) as raised:
-        as_threads(2, run)
-    found = [str(raised.value.errors[rank]) for rank in range(2)]
-    assert all(
-        re.search(r"options is .*chunk_rows=4.* on rank 0 and .*chunk_rows=5.* on rank 1", each) for each in found
-    )
-
-
-def test_a_vocabulary_that_does_not_divide_is_refused_by_thunder():
-    def run(rank):
-        with pytest.raises(RuntimeError, match=r"'lm_head.weight' \(102\) to be divisible by the world size \(4\)"):
-            divided("column_parallel", Losses(), rank)
-
-    as_threads(4, run)
-
-
 def test_a_bias_that_is_not_divided():
     case = Step(bias_after=True)
     with pytest.warns(NotFusedWarning, match="by add with a bias that is not divided among ranks"):
@@ -187,42 +164,6 @@ class Head(nn.Module):
 
     def forward(self, x, weight, target):
         return linear_cross_entropy(x, weight, target, vocab_parallel=self.vocab_parallel)
-
-
-WIDTH = None
-"""What the gradient of the input is summed in, as a global number."""
-
-
-def test_another_input_grad_dtype(monkeypatch):
-    """A VocabParallel that the program makes with a dtype, which thunder does not check itself."""
-    case = make_case(dtype=torch.bfloat16)
-
-    def run(rank):
-        group, width = dist.group.WORLD, None
-
-        def of_argument(x, weight, target, group, width):
-            parallel = VocabParallel(group=group, input_grad_dtype=width)
-            return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
-
-        def of_global(x, weight, target, group, width):
-            parallel = VocabParallel(group=group, input_grad_dtype=WIDTH)
-            return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
-
-        def of_its_own(x, weight, target, group, _):
-            parallel = VocabParallel(group=group, input_grad_dtype=width)
-            return linear_cross_entropy(x, weight, target, vocab_parallel=parallel)
-
-        for program in (of_argument, of_global, of_its_own):
-            jitted = thunder_flce.jit(program)
-            for width in (None, torch.bfloat16, None):
-                monkeypatch.setattr(f"{__name__}.WIDTH", width)
-                jitted(case.x, case.weight, case.target, group, width)
-                bsyms = thunder.last_traces(jitted)[-1].bound_symbols
-                (shard,) = (each.kwargs["shard"] for each in bsyms if each.sym.name == "flce_linear_cross_entropy_fwd")
-                assert shard.get("float32_input_grad", True) == (width is None)
-            assert thunder.cache_misses(jitted) == 2
-
-    as_threads(1, run)
 
 
 def test_other_ranks():

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from thunder.distributed import FSDPType
-from thunder.distributed.tensor_parallel.common import TransformForTensorParallel
 from thunder.distributed.transforms.ddp_v2 import DDPTransform
 from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from thunder.transforms import MaterializationTransform
@@ -32,10 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 import thunder_flce
 from divided import part_of, parts
 from ranks import GPUS, as_processes
-from reference import error, make_case, truth
+from reference import error, make_case
 from thunder_flce import (
     LinearCrossEntropyLoss,
-    NotFusedWarning,
     Options,
     VocabParallel,
     count_items,
@@ -94,15 +92,6 @@ class ModelWithLoss(Model):
 
     def forward(self, tokens, labels, num_items=None):
         return self.lm_head(self.last_hidden(tokens), labels, num_items=num_items)
-
-
-class ModelWithLosses(Model):
-    """The same, its loss in parts of the sequence."""
-
-    def forward(self, tokens, labels):
-        parts = zip(self.last_hidden(tokens).split(3, 1), labels.split(3, 1), strict=True)
-        losses = [linear_cross_entropy(x, self.lm_head.weight, y, reduction="sum") for x, y in parts]
-        return sum(losses) / (labels != -100).sum()
 
 
 def batch(number: int, vocab: int = 96):
@@ -220,60 +209,7 @@ def fully_shard_of_a_thunder_module_warns(rank):
         step(*batch(rank))
 
 
-def divided(kind: str, model: nn.Module, target: str, rank: int):
-    """The model in thunder's tensor parallelism, which is for CUDA only."""
-    TransformForTensorParallel.__post_init__ = lambda self: setattr(self, "device", torch.device("cpu", rank))
-    divide = getattr(thunder.distributed, kind)
-    return divide(thunder_flce.jit(model), [target], device=torch.device("cpu", rank))
-
-
-@with_each(column=("column_parallel", 0), row=("row_parallel", 1))
-def thunder_tensor_parallel_head(rank, of):
-    kind, dim = of
-    model = Model()
-    exact = exact_gradients(model, (0, 0))
-    exact["lm_head.weight"] = exact["lm_head.weight"].chunk(2, dim)[rank]
-    step = divided(kind, model, "lm_head", rank)
-    if kind == "column_parallel":
-        loss = step(*batch(0))
-        assert_fused(step)
-    else:
-        with pytest.warns(NotFusedWarning, match="thunder.distributed divides its weight among ranks by row_parallel"):
-            loss = step(*batch(0))
-    loss.backward()
-    check(step, exact)
-
-
-@on_two_ranks
-def thunder_tensor_parallel_of_another_layer_and_of_a_call(rank):
-    step = divided("column_parallel", Model(), "hidden", rank)
-    step(*batch(0))
-    assert_fused(step)
-    with pytest.raises(NotImplementedError, match="thunder.distributed divides its weight among ranks, but knows"):
-        divided("column_parallel", ModelWithLosses(), "lm_head", rank)(*batch(0))
-
-
 # PyTorch's own.
-
-
-@on_two_ranks
-def ddp_of_losses_in_parts(rank):
-    model = ModelWithLosses()
-    exact = exact_gradients(model)
-    step = DistributedDataParallel(model)
-    step(*batch(rank)).backward()
-    check(step, exact)
-
-
-@on_two_ranks
-def the_mean_over_all_tokens(rank):
-    model = ModelWithLoss()
-    exact = exact_gradients(model, of_all_tokens=True)
-    fully_shard(model.lm_head)
-    fully_shard(model)
-    tokens, labels = batch(rank)
-    model(tokens, labels, count_items(labels, group=dist.group.WORLD)).backward()
-    check(model, exact)
 
 
 class HiddenStates(Model):
@@ -322,18 +258,6 @@ def fsdp2_head(rank, of):
         check(model, exact, bound=0.03 if "policy" in of else 1e-5)
     # However many chunks there are; and the gradients are there before the backward, which needs no weight.
     assert found[0] == found[1] > found[2] or (tied and found[0] == found[1] == found[2]), found
-
-
-@on_two_ranks
-def fsdp2_accumulates(rank):
-    model = ModelWithLoss()
-    exact = exact_gradients(model, (0, 1, 2, 3))
-    fully_shard(model.lm_head)
-    fully_shard(model)
-    for number, is_last in ((rank, False), (rank + 2, True)):
-        model.set_requires_gradient_sync(is_last)
-        model(*batch(number)).backward()
-    check(model, exact)
 
 
 def divide_head(model: nn.Module, mesh) -> None:
@@ -475,31 +399,6 @@ def module_with_a_divided_weight(rank):
     part(x.redistribute(placements=[Replicate()], async_op=True), labels).backward()
     check(part, {name: parameter.grad for name, parameter in loss.named_parameters()}, bound=1e-12)
     assert x.grad.placements == (Shard(0),) and error(x.grad.full_tensor(), hidden.grad) < 1e-12
-
-
-@with_each(
-    dynamic={"compile": {"backend": "aot_eager", "dynamic": True}},
-    tokens={"compile": {"backend": "aot_eager"}, "sequence_parallel": True, "settings": {"reduction": "none"}},
-)
-def compiled_call(rank, of):
-    """A call whose vocabulary is divided is one operator in one graph."""
-    torch._dynamo.reset()
-    case, settings = make_case(tokens=20, vocab=101, dtype=torch.float64), of.get("settings", {})
-    parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=of.get("sequence_parallel", False))
-    part = part_of(case, parts((60, 41))[rank])
-    tokens = slice(10 * rank, 10 * rank + 10) if parallel.sequence_parallel else slice(None)
-
-    def step(x, weight, target):
-        return linear_cross_entropy(x, weight, target, vocab_parallel=parallel, **settings)
-
-    compiled = torch.compile(step, fullgraph=True, **of["compile"])
-    upstream = torch.rand(20, dtype=torch.float64) if settings else None
-    exact = truth(case, upstream, **settings)
-    loss = compiled(x := part.x.detach()[tokens].requires_grad_(), part.weight, case.target[tokens])
-    loss.backward(None if upstream is None else upstream[tokens])
-    assert error(loss, exact.loss[tokens] if settings else exact.loss) < 1e-12
-    assert error(x.grad, exact.gradients[0][tokens]) < 1e-12
-    assert error(part.weight.grad, exact.gradients[1][parts((60, 41))[rank]]) < 1e-12
 
 
 @with_each(ddp=(True, False), ddp_tied=(True, True), fsdp2=(False, False), fsdp2_tied=(False, True))

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DivideRows
@@ -31,11 +30,8 @@ from thunder_flce import (
     VocabParallel,
     linear_cross_entropy,
 )
-from thunder_flce.calls import unplanned
-from thunder_flce.operation.call import Call
-from thunder_flce.operation.loss import Loss
 from thunder_flce.options import STRATEGIES
-from thunder_flce.vocab_parallel import CHECK_EVERY_CALL, as_literal
+from thunder_flce.vocab_parallel import CHECK_EVERY_CALL
 
 UNEVEN = (40, 0, 61)
 
@@ -187,9 +183,6 @@ def test_weights_that_are_dtensors():
                 linear_cross_entropy(**given)
 
     as_threads(2, run)
-
-
-# What runs, and what is said of it.
 
 
 # All ranks mean the same call.
@@ -459,28 +452,3 @@ def test_num_items_in_a_narrow_dtype(dtype):
 
     for loss in as_threads(2, run):
         assert error(loss.detach(), truth(case, num_items=count).loss) < 1e-6
-
-
-def test_sizes_that_a_compiler_is_told():
-    """Saved statistics are those of all ranks' tokens."""
-    case, loss = make_case(tokens=6, vocab=10), Loss(reduction="none")
-
-    def run(rank):
-        part = part_of(case, parts((7, 3))[rank])
-        tensors = part.x.detach()[:3], part.weight.detach(), part.target[:3]
-        literal = as_literal(group=dist.group.WORLD, sequence_parallel=True)
-        call = Call(
-            tensors=dict(zip(("input", "linear_weight", "target"), tensors, strict=True)), loss=loss,
-            needs_grad=("input",),
-        )  # fmt: skip
-        settings = str(unplanned(call, Options(), vocab_parallel=literal))
-
-        def sizes(*tensors):
-            found = torch.ops.thunder_flce.linear_cross_entropy(list(tensors), settings)
-            return [result.shape for result in found]
-
-        with FakeTensorMode() as mode:
-            told = sizes(*map(mode.from_tensor, tensors))
-        assert sizes(*tensors) == told
-
-    as_threads(2, run)

@@ -8,9 +8,8 @@ import torch
 from reference import error
 from test_plan import H200
 from test_plan import call as a_call
-from thunder_flce import LinearCrossEntropyLoss, Options, linear_cross_entropy, linear_kl_divergence
+from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.device import Device
-from thunder_flce.engine import printing
 from thunder_flce.engine.choose import choose
 from thunder_flce.engine.matmul import algorithms, cublaslt
 from thunder_flce.engine.matmul.cublaslt import Matmul, Signature, StoredMatrix
@@ -113,24 +112,6 @@ def test_other_sums(batch):
             assert torch.equal(of_rows, of_all[rows]), name
 
 
-def test_other_calls(batch):
-    """The module, and a compiled function."""
-    expected = batch.log_probs()
-    vocab, hidden = batch.weight.shape
-    module = LinearCrossEntropyLoss(
-        hidden, vocab, bias=False, reduction="none", options=INVARIANT, device=batch.x.device, dtype=batch.x.dtype
-    )
-    module.load_state_dict({"weight": batch.weight})
-    compiled = torch.compile(
-        lambda x, target: linear_cross_entropy(x, batch.weight, target, reduction="none", options=INVARIANT),
-        backend="aot_eager",
-        dynamic=True,
-    )
-    for rows in (slice(None), slice(5, 12)):
-        for function in (module, compiled):
-            assert torch.equal(-function(batch.x[rows], batch.target[rows]), expected[rows])
-
-
 @pytest.mark.parametrize(
     ("changes", "options", "reason"),
     [
@@ -189,16 +170,6 @@ def test_divergences(batch, kind):
     torch.testing.assert_close(with_gradients, right)
 
 
-def test_the_plan_says_so():
-    """One kernel for statistics and gradient would add in another order."""
-    plan = choose(a_call(), replace(INVARIANT, chunk_rows=512), H200)
-    assert plan.strategy == "gradients_in_forward" and "batch invariant" in plan.describe()
-    program = printing.program(a_call(), plan)
-    assert "both_" not in program.primitives and {"results", "gradient_"} <= {*program.primitives}
-    logits = [line for line in program.forward if "@ W.t()" in line]
-    assert logits and all("in an order that no number of rows changes" in line for line in logits)
-
-
 # The comparison at the first use on a device, of a library that is not there.
 
 
@@ -238,28 +209,6 @@ def stand_in(monkeypatch):
 def _logits(tokens, hidden=16, columns=24, dtype=torch.bfloat16):
     x, weight = torch.randn(tokens, hidden, dtype=dtype), torch.randn(columns, hidden, dtype=dtype)
     algorithms._run_chosen_for_any_rows(Matmul("logits", torch.empty(tokens, columns, dtype=dtype), x, weight.t()))
-
-
-def test_a_row_alone_is_compared_with_the_same_among_others(stand_in):
-    """Once for each size, whatever the first number of rows."""
-    for tokens in (3, 5, 2048):
-        _logits(tokens)
-    assert stand_in.ran == [3, 2048, 1, 1, 1, 5, 2048]
-    stand_in.ran.clear()
-    _logits(3, hidden=32)
-    _logits(3, columns=32)
-    assert stand_in.ran == 2 * [3, 2048, 1, 1, 1]
-
-
-@pytest.mark.parametrize(("columns", "rows"), [(24, 1024), (48, 512), (2048, 128)])
-def test_the_comparison_takes_little_memory(stand_in, columns, rows, monkeypatch):
-    """Fewer rows where each is long, in whole tiles."""
-    monkeypatch.setattr(algorithms, "_CHECKED_BYTES", 50 * 1024)
-    _logits(3, columns=columns)
-    assert stand_in.ran == [3, rows, 1, 1, 1]
-    monkeypatch.setattr(stand_in, "others", (rows,))
-    with pytest.raises(RuntimeError, match=f"other bits among {rows} rows than alone"):
-        _logits(3, columns=columns, hidden=32)
 
 
 @pytest.mark.parametrize("others", [(1,), (2048,)])

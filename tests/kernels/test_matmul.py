@@ -1,19 +1,14 @@
 """The engine's matmuls: how exact they are, what memory they take, and which of cuBLAS's algorithms runs."""
 
 import math
-import weakref
-from dataclasses import replace
 from functools import lru_cache
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from reference import error
-from thunder_flce.device import ABSENT_DEVICE, Device
+from thunder_flce.device import Device
 from thunder_flce.engine.matmul import algorithms, cublaslt, matmul
-from thunder_flce.engine.matmul.algorithms import fastest
 from thunder_flce.engine.matmul.cublaslt import Matmul, MatmulDescriptor, Signature, StoredMatrix
 
 C, H, V = 60, 48, 40
@@ -72,11 +67,6 @@ def test_logits_of_two_terms(dtypes, vocab, bias, first, device):
     assert out._base[:, vocab:].isnan().all()
 
 
-def test_a_bias_goes_with_the_first_term():
-    with pytest.raises(ValueError, match="a bias is added with the linear term that is written first"):
-        matmul.logits_(torch.zeros(2, 3), torch.ones(2, 4), torch.ones(3, 4), bias=torch.ones(3), accumulate=True)
-
-
 @pytest.mark.usefixtures("tails")
 @pytest.mark.parametrize("hidden", [4, H])
 @pytest.mark.parametrize("vocab", [V, V + 3])
@@ -128,109 +118,6 @@ def test_batch_invariant_rows(vocab, dtypes):
     assert error(whole, 2 * x.double() @ weight.double().t() + bias.double()) < 2 * torch.finfo(out_dtype).eps
     for rows in (slice(7, 8), slice(199, 200), slice(3, 100), slice(1, None, 2)):
         assert torch.equal(logits(rows), whole[rows])
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Adds up what operations allocate on a CPU, and what is freed of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        known = {t.untyped_storage().data_ptr() for t in [*args, *(kwargs or {}).values()] if torch.is_tensor(t)}
-        result = function(*args, **(kwargs or {}))
-        if torch.is_tensor(result) and result.untyped_storage().data_ptr() not in known:
-            size = result.untyped_storage().nbytes()
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(result, self._free, size)
-        return result
-
-    def _free(self, size):
-        self.now -= size
-
-
-def _peak(run, device):
-    run()  # The first one allocates cuBLAS's workspace, which stays.
-    if device == "cpu":
-        with _LiveBytes() as live:
-            run()
-        return live.peak
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    run()
-    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("out_dtype", [B16, F32], ids=str)
-@pytest.mark.parametrize("vocab", [20000, 20003])
-def test_scratch_is_what_is_allocated(vocab, out_dtype, bias, device):
-    x, weight, dlogits = (_randn(*shape, device=device) for shape in ((C, H), (vocab, H), (C, vocab)))
-    b = _randn(vocab, device=device) if bias else None
-    logits, of = _padded(C, vocab, dtype=out_dtype, device=device), {"dtype": out_dtype, "device": device}
-    dx, dw = torch.zeros(C, H, **of), torch.zeros(vocab, H, **of)
-    sizes = {"rows": C, "columns": vocab, "hidden": H, "dtype": B16, "out_dtype": out_dtype}
-    sizes["device"] = Device.of(torch.device(device))
-    for kind, run in {
-        "logits": lambda: matmul.logits_(logits, x, weight, bias=b),
-        "dX": lambda: matmul.input_gradient_(dx, dlogits, weight),
-        "dW": lambda: matmul.weight_gradient_(dw, dlogits, x, accumulate=True),
-    }.items():
-        assert _peak(run, device) == matmul.scratch_bytes(kind, **sizes, has_bias=bias, pads_rows=True), kind
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "is_mixed"),
-    [(B16, (7, 5), False), (B16, (8, 0), True), (torch.float16, (7, 5), True), (torch.float16, None, True)],
-    ids=str,
-)
-def test_what_pytorch_multiplies_into_float32(dtype, capability, is_mixed, monkeypatch):
-    """Otherwise operands are converted."""
-    given = []
-    monkeypatch.setattr(
-        matmul, "Device", SimpleNamespace(of=lambda device: replace(ABSENT_DEVICE, capability=capability))
-    )
-    monkeypatch.setattr(torch, "mm", lambda a, b, *, out, **mixed: given.append((a.dtype, b.dtype, mixed)))
-    x, weight = torch.randn(3, 16).to(dtype), torch.randn(24, 16).to(dtype)
-    matmul.logits_(torch.empty(3, 24), x, weight)
-    assert given == [(dtype, dtype, {"out_dtype": F32}) if is_mixed else (F32, F32, {})]
-
-
-class Clock:
-    """Runs that take given times, in ms: beside all others, and beside those that are close."""
-
-    def __init__(self, first, then):
-        self.runs = [lambda: None for _ in first]
-        self.times, self.then, self.ran, self.total = first, then, [], 0.0
-
-    def seconds(self, runs):
-        numbers = [self.runs.index(run) for run in runs]
-        found = [self.times[number] / 1e3 for number in numbers]
-        self.ran.append(numbers)
-        self.times, self.total = self.then, self.total + sum(found)
-        return found
-
-
-@pytest.mark.parametrize(
-    ("first", "then", "close", "index", "gain", "milliseconds"),
-    [
-        ([2.05, 2.0, 2.02, 2.2], [2.5, 2.4, 2.3, 1.0], [0, 1, 2], 2, 2.5 / 2.3, 2.3),
-        ([3.0, 2.03, 2.02, 2.01, 2.0], [3.0, 2.0, 2.0, 1.9, 2.1], [0, 4, 3], 3, 3 / 1.9, 1.9),
-        ([2.0, 1.9], [2.0, 1.97], [0, 1], 0, 1.0, 2.0),
-        ([2.0, 2.2], [9.0, 1.0], [], 0, 1.0, 2.0),
-    ],
-    ids=["turns decide", "three finalists", "the first wins a draw", "nothing is close"],
-)
-def test_the_fastest(first, then, close, index, gain, milliseconds):
-    clock = Clock(first, then)
-    assert fastest(clock.runs, clock.seconds) == (index, pytest.approx(gain), pytest.approx(milliseconds / 1e3))
-    turns, all_of_them = clock.ran[1:], list(range(len(first)))
-    assert clock.ran[0] == all_of_them * 2
-    assert [ran[: len(close)] for ran in turns] == ([close] if close else [])
-    assert all(ran == close * (len(ran) // len(close)) for ran in turns)
 
 
 @pytest.fixture
@@ -300,25 +187,6 @@ def test_the_fastest_runs_from_then_on(stand_in):
     assert {**plain, "seconds": found.seconds} == found.to_dict() and found.algorithm == "fast"
 
 
-def test_while_a_graph_is_captured_the_nearest_bucket_has_to_do(stand_in, monkeypatch):
-    weight = torch.randn(32, 64)
-
-    def algorithm(tokens):
-        stand_in.clear()
-        matmul.input_gradient_(torch.zeros(tokens, 64), torch.zeros(tokens, 32), weight, tune=True)
-        return stand_in[-1][0] if stand_in else None
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert algorithm(64) is None
-    assert algorithm(64) == "fast"
-    monkeypatch.setattr(StandIn, "candidates", ["slow"])
-    assert algorithm(1024) == "slow"
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert [algorithm(tokens) for tokens in (1, 128, 400, 4096)] == ["fast", "fast", "slow", "slow"]
-    assert len(measured()) == 2
-
-
 @pytest.mark.parametrize("kind", ["logits", "dX", "dW"])
 def test_each_matmul_can_be_tuned(kind, stand_in):
     """And gives what it gives untuned; a sum is measured as a sum and not disturbed, dW always as one."""
@@ -364,20 +232,6 @@ def test_algorithms_that_give_other_bits_are_left_out(kind, stand_in, monkeypatc
         torch.testing.assert_close(out, a @ b)
     (found,) = algorithms.tunings()
     assert found.algorithm == "slow" and stand_in[-1][0] == "slow" and sums == [256]
-
-
-def test_matmuls_that_differ_are_measured_apart(stand_in):
-    """Of the same sizes, but of other dtypes, with a bias, transposed, or logits that are added to others."""
-
-    def kinds(dtype=F32, out_dtype=F32, transposed=False, **settings):
-        x, weight = torch.randn(32, 32, dtype=dtype), torch.randn(32, 32, dtype=dtype)
-        out = torch.zeros(32, 32, dtype=out_dtype)
-        matmul._multiply(out, x, weight.t() if transposed else weight, **{"kind": "logits", "tune": True, **settings})
-        return len(measured())
-
-    changes = {}, {"dtype": B16}, {"out_dtype": B16, "dtype": B16}, {"bias": torch.randn(32)}, {"transposed": True}
-    others = {"accumulate": True}, {"kind": "dX"}, {}, {"accumulate": True}
-    assert [kinds(**change) for change in (*changes, *others)] == [1, 2, 3, 4, 5, 6, 7, 7, 7]
 
 
 def test_pytorch_keeps_what_is_not_known_to_be_right(stand_in, monkeypatch):

@@ -7,7 +7,6 @@ interpreter, in a process of its own. On a GPU, all three run themselves.
 import itertools
 import sys
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import dispatch, layout, torch_rows
 from thunder_flce.engine.kernels.interface import RowStatistics, target_gradient
 from thunder_flce.operation.loss import LogitMap, RowCoefficients
-from thunder_flce.operation.moments import MOMENTS, Moment
+from thunder_flce.operation.moments import MOMENTS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MAPS = [LogitMap(), LogitMap(scale=-0.5), LogitMap(scale=2.0, softcap=5.0)]
@@ -202,28 +201,6 @@ def test_moments(backend, rows, vocab, dtype, logit_map, class_weight):
             close(moment, expected[name], 1e-5)
 
 
-def _total(shifted, probability, weight):
-    return (0 - shifted) * -1
-
-
-def _squares(shifted, probability, weight):
-    return 2 * probability * (0.5 * probability) - (1 - 1.0) + 0 * weight
-
-
-@pytest.mark.parametrize(("dtype", "logit_map"), SETTINGS, ids=str)
-def test_a_further_moment_is_a_further_entry(backend, logit_map, dtype, monkeypatch):
-    """Σ (u - m) with its infinity, and Σ p² without one."""
-    monkeypatch.setitem(MOMENTS, "total", Moment(_total, keeps_infinity=True))
-    monkeypatch.setitem(MOMENTS, "squares", Moment(_squares))
-    for masked in (False, True):
-        case = Rows(backend, 3, 1003, dtype, logit_map, masked=masked)
-        names = ("squares", "total", "expected")
-        moments = backend.kernels(logit_map).moments(case.z, case.statistics, case.class_weight, names)
-        close(moments["squares"], (case.exact.p**2).sum(1), 1e-5)
-        torch.testing.assert_close(moments["total"].double(), case.exact.shifted.sum(1), rtol=1e-5, atol=1e-5)
-        assert bool(moments["total"].isinf().all()) == (masked and logit_map.softcap is None)
-
-
 GIVEN = list(itertools.product([False, True], repeat=3))
 DTYPES = [(BF16, BF16), (FP32, BF16), (FP16, FP16), (FP32, FP32)]
 GRADIENTS = [(GIVEN[n % 8], n >= 8, *DTYPES[(n + n // 8) % 4], MAPS[n % 3]) for n in range(16)]
@@ -397,18 +374,6 @@ def test_a_row_has_the_same_bits_alone(dtype, logit_map):
         torch.set_num_threads(threads)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="about PyTorch's operations")
-def test_blocks_of_rows_grow_with_the_threads(monkeypatch):
-    """In float32, which 16 bits are computed in; and are as large on a GPU for all. Never of a single row."""
-    for kind, threads, rows in (("cpu", 1, 4), ("cpu", 2, 4), ("cpu", 8, 16), ("cpu", 64, 130), ("cuda", 132, 130)):
-        device = replace(ABSENT_DEVICE, kind=kind, multiprocessors=threads)
-        monkeypatch.setattr(torch_rows, "Device", SimpleNamespace(of=lambda _, device=device: device))
-        for z, tensors in ((torch.empty(300, 128256, dtype=BF16), 1), (torch.empty(300, 16032, dtype=FP32), 8)):
-            blocks = [*torch_rows.row_blocks(z, tensors)]
-            assert blocks[0] == slice(0, rows) and blocks[-1].start < 300 <= blocks[-1].stop
-        assert next(torch_rows.row_blocks(torch.empty(300, 262144, dtype=BF16, device="meta"), 8)).stop >= 4
-
-
 # What follows is about the dispatch.
 
 CUDA = {"dtype": BF16, "device_type": "cuda"}
@@ -427,11 +392,6 @@ def test_what_cannot_run_says_what_to_do(name, monkeypatch):
     monkeypatch.setattr(dispatch, "is_installed", lambda name: False)
     with pytest.raises(ValueError, match=rf'row_kernels="{name}" needs the package.*pip install.*row_kernels="auto"'):
         dispatch.check_available(name, **CUDA)
-
-
-def test_nvfuser_has_no_divergences():
-    with pytest.raises(ValueError, match="has no divergences"):
-        dispatch.divergence_for("nvfuser", dtypes=(), device_type="cuda")
 
 
 @pytest.mark.parametrize("installed", [(), ("triton",), ("nvfuser",), ("triton", "nvfuser")], ids=str)
@@ -520,54 +480,6 @@ def nvfuser():
     from thunder_flce.engine.kernels import nvfuser_rows
 
     return nvfuser_rows
-
-
-@pytest.mark.parametrize(("vocab", "logit_map"), [(1000, MAPS[0]), (50257, MAPS[0]), (1027, MAPS[2])], ids=str)
-def test_definitions_are_those_that_are_executed(nvfuser, vocab, logit_map, monkeypatch):
-    """Once each, however often."""
-    executed, fuse, real = [], nvfuser._fuse, nvfuser.FusionDefinition
-
-    def fuse_and_note(fusion, logit_map, rows):
-        executed.append(str(fuse(fusion, logit_map, rows)))
-        with monkeypatch.context() as patch:
-            patch.setattr(nvfuser, "FusionDefinition", fusion_interpreter.FusionDefinition)
-            return fuse(fusion, logit_map, rows)
-
-    case = Rows(Backend("nvfuser", "cpu"), 2, vocab, BF16, logit_map)
-    z, weight, full = case.z, case.class_weight, case.coefficients
-    plain, names = RowCoefficients(*full[:2]), ("expected", "weighted_sum")
-    out = logits(2, vocab, FP16, "cpu")
-    kind = {"dtype": BF16, "stride": z.stride(0), "vocab": vocab}
-    settings = {"coefficients": full, "has_class_weight": True, "out_dtype": FP16, "column_sums": True}
-    calls = {
-        "statistics": ({}, lambda of: of.statistics),
-        "moments": (
-            {"has_class_weight": True, "names": names},
-            lambda of: partial(of.moments, statistics=case.statistics, class_weight=weight, names=names),
-        ),
-        "gradient_": (
-            settings,
-            lambda of: partial(
-                of.gradient_,
-                statistics=case.statistics,
-                coefficients=full,
-                class_weight=weight,
-                out=out,
-                column_sums=True,
-            ),
-        ),
-        "both_": ({}, lambda of: partial(of.both_, target=case.target, coefficients=plain)),
-    }
-    for method, (asked, call) in calls.items():
-        expected = nvfuser.definitions(logit_map, **kind, method=method, **asked)
-        kernels = nvfuser.NvFuserRowKernels(logit_map)
-        with monkeypatch.context() as patch:
-            patch.setattr(nvfuser, "_fuse", fuse_and_note)
-            for _ in range(2):
-                call(kernels)(z)
-        assert executed == list(map(str, expected.values())), method
-        executed.clear()
-    assert nvfuser.FusionDefinition is real and len(expected) == 3
 
 
 @pytest.mark.parametrize(

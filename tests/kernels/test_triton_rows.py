@@ -5,7 +5,6 @@ On a GPU and, in a process of its own, in Triton's interpreter. The rows' result
 
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from interpreted import (
     DEVICE,
     INTERPRETED,
     needs_compiler,
-    needs_triton,
     on_device,
     prepare_row_kernels,
 )
@@ -174,19 +172,6 @@ def test_long_rows_that_are_not_finite(vocab):
 
 
 @on_device
-@pytest.mark.parametrize("vocab", [1500, 9000, 20001, 70001, 100_003])
-def test_targets_everywhere(vocab):
-    """In many rows at a time, the target's entry is the one that is written last."""
-    rows = 4 if INTERPRETED else 2000
-    z, coefficients = _random(rows, vocab, BF16), _coefficients(rows, vocab)
-    target, exact = torch.arange(rows, device=DEVICE) * (vocab - 1) // (rows - 1), z.double()
-    TorchRowKernels().both_(exact, target, _double(coefficients))
-    _triton().both_(z, target, coefficients)
-    at = target[:, None]
-    torch.testing.assert_close(z.gather(1, at).double(), exact.gather(1, at), rtol=2**-7, atol=1e-5)
-
-
-@on_device
 @pytest.mark.parametrize(
     ("rows", "vocab", "programs", "dtype", "logit_map"),
     [
@@ -238,33 +223,6 @@ def test_rows_that_are_not_aligned_are_refused():
     z = torch.zeros(2, 33, device=DEVICE)
     with pytest.raises(ValueError, match="the stride of rows must be a multiple of 8, but is 33"):
         _triton().statistics(z)
-
-
-@needs_triton
-def test_rows_are_divided_only_where_their_parts_run_at_a_time(monkeypatch):
-    """Programs wait for the others of their row."""
-    from thunder_flce.engine.kernels import triton_rows
-
-    monkeypatch.setattr(triton_rows, "_LARGEST_ROW_BYTES", 2**10)
-    monkeypatch.setattr(triton_rows, "_LARGEST_PART_BYTES", 2**10)
-    for changes, parts in [({}, 5), ({"multiprocessors": 2}, 5), ({"multiprocessors": 1}, 1), ({"is_hip": True}, 1)]:
-        assert triton_rows._parts(2048, 2, replace(ABSENT_DEVICE, **changes)).total == parts
-
-
-@needs_triton
-def test_how_many_programs_run_at_a_time():
-    """As many as a multiprocessor has threads and registers for, and at least two: an H200, a 4090, a T4."""
-    from thunder_flce.engine.kernels import triton_rows
-
-    largest = triton_rows._ONE_PASS_BLOCKS[-1]
-    for threads, parts, one_pass in (
-        (2048, (512, 3, 40), (1024, 2, 32)), (1536, (512, 3, 40), (512, 3, 40)), (1024, (512, 2, 64), (512, 2, 64))
-    ):  # fmt: skip
-        device = replace(ABSENT_DEVICE, resident_threads=threads)
-        for block, expected in ((triton_rows._PART_BLOCK, parts), (largest, one_pass)):
-            found = block.on(device)
-            assert (found.threads, found.programs, found.settings["registers"]) == expected
-        assert triton_rows._parts_at_a_time(device) == 132 * parts[1]
 
 
 @on_device
