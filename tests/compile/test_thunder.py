@@ -364,11 +364,6 @@ def test_a_private_name_that_thunder_lacks():
     assert re.match(rf"ImportError: thunder_flce\.jit needs lightning-thunder, .*{lacks}", message), process.stderr
 
 
-def test_explain_wants_our_transform():
-    with pytest.raises(ValueError, match="has no FuseLinearCrossEntropy"):
-        thunder_flce.explain(thunder.jit(lambda x: x))
-
-
 @pytest.mark.parametrize("jit", [thunder.jit, thunder_flce.jit], ids=["thunder", "ours"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_an_output_without_the_loss(jit, reduction):

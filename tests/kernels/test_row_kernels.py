@@ -419,54 +419,42 @@ def test_on_windows(monkeypatch):
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "is_installed", lambda name: name == "torch")
-    assert module.missing(**CUDA).install == "pip install triton-windows"
     assert module.library("auto", **CUDA) == "PyTorch"
     with pytest.raises(ValueError, match="needs the package triton.*: pip install triton-windows, or"):
         module.check_available("triton", **CUDA)
 
 
-@pytest.mark.parametrize(("version", "library"), [("3.4.0+git1", "PyTorch"), ("3.5.1", "Triton"), ("4.0", "Triton")])
-def test_on_amd(version, library, monkeypatch):
-    """Triton from the version on that compiles for its GPUs, and never nvFuser."""
+OLD_TRITON = "does not run on this GPU as it is installed: Triton 3.5 or newer"
+OLD_GPU = 'does not run on this GPU .* before .* 7.0, or choose row_kernels="auto"'
+
+
+@pytest.mark.parametrize(
+    ("is_hip", "version", "capability", "library", "refused"),
+    [
+        (True, "3.4.0+git1", (9, 4), "PyTorch", {"triton": OLD_TRITON, "nvfuser": "there is none for AMD's GPUs"}),
+        (True, "3.5.1", (9, 4), "Triton", {"nvfuser": "there is none for AMD's GPUs"}),
+        (True, "4.0", (9, 4), "Triton", {}),
+        (False, "3.6", (6, 1), "PyTorch", {"triton": OLD_GPU, "nvfuser": OLD_GPU}),
+        (False, "3.6", (7, 0), "Triton", {}),
+    ],
+)
+def test_gpus_that_triton_compiles_for(is_hip, version, capability, library, refused, monkeypatch):
+    """AMD's from a version on, and never by nvFuser; NVIDIA's from a compute capability on."""
     monkeypatch.setattr(dispatch, "is_installed", lambda name: True)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.version, "hip", "6.4" if is_hip else None)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
-    dispatch._compiles_for_hip.cache_clear()
-    try:
-        assert dispatch.library("auto", **CUDA) == library
-        with pytest.raises(ValueError, match="there is none for AMD's GPUs"):
-            dispatch.check_available("nvfuser", **CUDA)
-        found = dispatch.missing(**CUDA)
-        if library == "Triton":
-            assert found is None
-            dispatch.check_available("triton", **CUDA)
-        else:
-            assert found.library == "Triton" and "Triton 3.5 or newer" in found.install
-            with pytest.raises(ValueError, match="does not run on this GPU as it is installed: Triton 3.5 or newer"):
-                dispatch.check_available("triton", **CUDA)
-        divergence = dispatch.divergence_for(dtypes=[BF16], device_type="cuda") if library == "PyTorch" else None
-        assert divergence is None or divergence.__module__.endswith("torch_divergence")
-    finally:
-        dispatch._compiles_for_hip.cache_clear()
-
-
-@pytest.mark.parametrize(("capability", "library"), [((6, 1), "PyTorch"), ((7, 0), "Triton"), ((12, 1), "Triton")])
-def test_on_old_gpus(capability, library, monkeypatch):
-    """Triton and nvFuser compile nothing before compute capability 7.0."""
-    monkeypatch.setattr(dispatch, "is_installed", lambda name: True)
-    device = replace(ABSENT_DEVICE, capability=capability)
+    device = replace(ABSENT_DEVICE, capability=capability, is_hip=is_hip)
     monkeypatch.setattr(dispatch, "Device", SimpleNamespace(of=lambda _: device))
-    # What is kept is that of the GPU that is there.
-    monkeypatch.setattr(dispatch, "_is_too_old", dispatch._is_too_old.__wrapped__)
+    # What is kept is that of what is there.
+    for name in ("_is_too_old", "_compiles_for_hip"):
+        monkeypatch.setattr(dispatch, name, getattr(dispatch, name).__wrapped__)
     assert dispatch.library("auto", **CUDA) == library
-    if library == "Triton":
-        assert dispatch.missing(**CUDA) is None
-        return
-    assert dispatch.missing(**CUDA).install == "there is none for GPUs before compute capability 7.0"
-    for name in ("triton", "nvfuser"):
-        with pytest.raises(ValueError, match='does not run on this GPU .* before .* 7.0, or choose row_kernels="auto"'):
+    assert (dispatch.missing(**CUDA) is None) == (library == "Triton")
+    for name, message in refused.items():
+        with pytest.raises(ValueError, match=message):
             dispatch.check_available(name, **CUDA)
-    assert dispatch.divergence_for(dtypes=[BF16], device_type="cuda").__module__.endswith("torch_divergence")
+    if library == "PyTorch":
+        assert dispatch.divergence_for(dtypes=[BF16], device_type="cuda").__module__.endswith("torch_divergence")
 
 
 # What follows is about nvFuser's definitions.

@@ -6,7 +6,6 @@ every dtype; `make test` for two, in bfloat16. Launchers are called with tensors
 described.
 """
 
-import math
 import os
 import re
 import subprocess
@@ -321,50 +320,8 @@ def test_kernels_fit_their_target(name, launched, launches):
 
 
 @needs_compiler
-def test_programs_have_as_many_threads_on_cards_with_other_warps(launches):
-    """As where cards of both kinds are in one host."""
-    kernels, z = row_kernels(), logits(32000, torch.bfloat16)
-    for name, warps in (("gfx942", 4), ("gfx1100", 8), ("sm80", 8)):
-        launches.chip = CHIPS[name]
-        kernels.statistics(z)
-        assert launches[-1].compiled.metadata.num_warps == warps and launches[-1].threads == 256
-
-
-@needs_compiler
 def test_no_kernel_is_left_out():
     """Every kernel of the package is among those that are compiled here."""
     package = Path(find_spec("thunder_flce.engine.kernels").submodule_search_locations[0])
     text = "".join(file.read_text() for file in package.glob("triton_*.py"))
     assert set(re.findall(r"^def (\w*_kernel)\(", text, re.M)) == set().union(*KERNELS.values())
-
-
-@needs_compiler
-def test_rows_that_amd_would_wait_for_are_noticed(launches, monkeypatch):
-    """Its compiler takes the load out of the loop: where it no longer does, rows may be divided there, too."""
-    import triton
-
-    if triton.__version__ < "3.6":
-        pytest.skip("Triton 3.5 leaves it there")
-    from thunder_flce.engine.kernels import triton_rows
-
-    monkeypatch.setattr(triton_rows, "_parts_at_a_time", lambda device: 1000)
-    for name, waits_blindly in (("gfx942", True), ("sm80", False)):
-        launches.chip = CHIPS[name]
-        row_kernels().both_(logits(128256, torch.bfloat16), vector(torch.int64), RowCoefficients(vector(), vector()))
-        assert launches[-1].waits_blindly() == waits_blindly
-
-
-@needs_compiler
-def test_what_is_too_much_is_noticed(launches, monkeypatch):
-    from thunder_flce.engine.kernels import triton_rows
-
-    launches.chip = replace(CHIPS["sm80"], shared=16, registers=1024)
-    z, of, block = logits(65536, torch.bfloat16), vector, triton_rows._Block
-    monkeypatch.setattr(triton_rows, "_STATISTICS_BLOCKS", (block(math.inf, 8192, 2048),))
-    row_kernels().statistics(z)
-    assert [fault.partition(" ")[2] for fault in launches[-1].faults()] == [
-        "bytes of shared memory", "threads", "registers of 2048 threads", "less than 16 bytes at a time"
-    ]  # fmt: skip
-    monkeypatch.setattr(triton_rows, "_ONE_PASS_BLOCKS", (block(math.inf, 16384, 128, programs=16),))
-    row_kernels().both_(z, of(torch.int64), RowCoefficients(of(), of()))
-    assert "bytes spilled" in launches[-1].faults()[-1]

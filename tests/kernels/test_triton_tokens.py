@@ -3,14 +3,13 @@
 On a GPU and, in a process of its own, in Triton's interpreter.
 """
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from interpreted import DEVICE, INTERPRETED, needs_compiler, on_device, prepare_row_kernels
+from interpreted import DEVICE, INTERPRETED, on_device, prepare_row_kernels
 from test_pointwise import FUNCTIONS
 from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import row_loss
@@ -109,31 +108,3 @@ def test_a_call(monkeypatch):
         found.append([loss, *torch.autograd.grad(loss, operands)])
     assert len(launches) == 3
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", ["GRPO", "logsigmoid", "infinities"])
-def test_compiled(name, monkeypatch):
-    """For a GPU that is not there."""
-    from test_triton_rows import Compiler
-    from thunder_flce.engine.kernels import triton_rows, triton_tokens
-
-    given = []
-    monkeypatch.setattr(triton_tokens, "launch", lambda kernel, *others: given.append(kernel))
-    vector = torch.empty(4)
-    run = triton_tokens.kernel_for.__wrapped__(
-        token_loss_of(FUNCTIONS[name], [vector] * 3), (torch.float32,) * 3, SimpleNamespace(scale=1.0, softcap=None)
-    )
-    moments = {"expected": vector, "shifted_sum": vector}
-    run(RowStatistics(vector, vector), vector, moments, vector, [vector] * 3, columns=V)
-    block = triton_rows._Block(math.inf, triton_tokens._BLOCK, triton_tokens._THREADS)
-    compiler = Compiler("bf16", SimpleNamespace(scale=1.0, softcap=None))
-    assert ".local" not in compiler.ptx(given[0], block)
-
-
-@needs_compiler
-def test_what_there_is_no_expression_for():
-    inputs = [torch.empty(4)] * 3
-    assert _kernel_for(FUNCTIONS["GRPO"], inputs) is not None
-    assert _kernel_for(lambda p, e, *_: p * torch.sin(e), inputs) is None
-    assert _kernel_for(lambda p, e, *_: p**2.0 + torch.floor(e), inputs) is None

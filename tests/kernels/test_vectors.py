@@ -221,17 +221,3 @@ def test_several_gradients_are_multiplied_at_once(monkeypatch):
     _vectors().scale_(gradients, torch.tensor(-0.25, device=DEVICE))
     for gradient, old in zip(gradients, before, strict=True):
         assert torch.equal(gradient, old * -0.25)
-
-
-def _scaled(gradient, grad, *, may_overwrite):
-    return scaling.scaled_gradients([gradient], grad, may_overwrite=may_overwrite)[0]
-
-
-def test_factors_are_not_rounded_to_16_bits():
-    gradient, grad = torch.full((5,), 3.0, dtype=BF16), torch.tensor(1.305)
-    assert _scaled(gradient, grad, may_overwrite=False)[0] == (3.0 * grad).to(BF16) != 3.0 * grad.to(BF16)
-    of_double = torch.ones(3, dtype=torch.float64)
-    assert _scaled(of_double, torch.tensor(0.1, dtype=torch.float64), may_overwrite=True)[0] == 0.1
-    strided = torch.ones(4, 6, dtype=BF16).t()
-    assert _scaled(strided, torch.tensor(2.0), may_overwrite=False).eq(2).all()
-    assert scaling.library(BF16, torch.device("cpu")) == "PyTorch" and scaling.graph_is_kept()

@@ -15,7 +15,6 @@ from thunder_flce.device import ABSENT_DEVICE, Device, described
 from thunder_flce.engine import choose as choosing
 from thunder_flce.engine.choose import (
     EXACT_CHUNKS,
-    alternatives,
     choose,
     seconds,
     strategy_of,
@@ -352,30 +351,6 @@ def test_a_larger_budget_is_never_slower_and_more_tokens_never_take_less(loss):
         taken = [temporary_bytes(r, choose(r, Options(memory_budget=budget), ABSENT_DEVICE)) for r in regions]
         assert max(taken) <= budget
         assert all(later >= 0.45 * earlier for earlier, later in itertools.pairwise(taken))
-
-
-# Other plans, for `explain`.
-
-
-@pytest.mark.parametrize(
-    ("changes", "strategies"),
-    [
-        ({}, {"gradients_in_forward", "save_logits", "recompute_logits"}),
-        ({"loss": EACH_ROW}, {"save_logits", "recompute_logits"}),
-        ({"loss": EACH_ROW, "needs_grad": ()}, {"loss_only"}),
-        ({"loss": Loss(target_rest=True), "targets": 4}, {"gradients_in_forward"}),
-        ({"teacher": 64}, {"gradients_in_forward", "recompute_logits"}),
-    ],
-    ids=["all", "each row", "no gradient", "rest", "teacher"],
-)
-def test_alternatives_are_other_plans_that_can_run(changes, strategies):
-    region, plan = call(**changes), plan_of(options=Options(ignored_rows="compute"), **changes)
-    others = alternatives(region, plan, ABSENT_DEVICE)
-    assert plan not in others and len(set(others)) == len(others)
-    assert {other.strategy for other in others} == strategies
-    assert {other.ignored_rows for other in others} == {"compute"}
-    same = {other.chunk_rows for other in others if other.strategy == plan.strategy}
-    assert {plan.chunk_rows // 2, 2 * plan.chunk_rows} <= same
 
 
 # Plans as values, and devices.

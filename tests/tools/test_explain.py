@@ -85,12 +85,6 @@ def test_saved_tensors_are_those_of_the_trace_with_their_sizes():
     assert saved["dW"].type == f"f32[{V}, {H}]"
 
 
-def test_nothing_is_saved_without_gradients():
-    report = _explained(programs.litgpt, requires_grad=False)
-    assert report[0].saved == [] and report[0].to_dict()["saved_for_backward"] == []
-    assert "nothing is saved" in str(report) and report.decisions[0].plan.strategy == "loss_only"
-
-
 def test_to_dict_is_plain_values():
     report = _explained(mixed)
     (compilation,) = json.loads(json.dumps(report.to_dict()))["compilations"]
@@ -101,11 +95,6 @@ def test_to_dict_is_plain_values():
     assert any(line.startswith("logits f32[48, 100] = ") for line in fused["runs"]["forward"])
     assert declined["plan"] is None and declined["plans"] == [] and declined["reason"] == "TRANSFORMED_LOGITS"
     assert {"name", "type", "bytes", "is_argument", "role"} == set(compilation["saved_for_backward"][0])
-
-
-def test_before_the_first_call():
-    report = thunder_flce.explain(thunder_flce.jit(programs.litgpt))
-    assert len(report) == 0 and "nothing is compiled yet" in str(report)
 
 
 def test_what_thunder_did_not_compile():

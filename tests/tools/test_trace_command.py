@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from thunder_flce.__main__ import main
-from thunder_flce.inspection import programs
-from thunder_flce.inspection.trace_command import EXAMPLES
 
 SMALL = ["--device", "cpu", "--batch", "2", "--sequence", "24", "--hidden", "16", "--vocab", "100"]
 SECTIONS = ("# before, forward", "# before, backward", "# after, forward", "# after, backward")
@@ -37,15 +35,6 @@ def test_as_a_command_of_its_own():
     assert "    # logits f32[48, 100] = x @ W.t()" in after_forward
     assert "flce_scale_gradients(" in after_backward and "matmul(" not in after_backward
     assert "fused, gradients in forward" in result.stdout and "\x1b[" not in result.stdout
-
-
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_every_example(example, capsys):
-    assert main(["trace", example, *SMALL]) == 0
-    sections = _sections(capsys.readouterr().out)
-    fused = example != programs.logits_returned.__name__
-    assert ("flce_linear_cross_entropy_fwd(" in sections["# after, forward"]) == fused
-    assert "def computation(" in sections["# before, forward"] and "def backward_fn(" in sections["# after, backward"]
 
 
 def test_fake_tensors_have_no_memory(capsys):
@@ -118,9 +107,3 @@ def test_fusions_of_cuda_need_no_gpu(capsys):
         f"# nvFuser, forward: {name}" for name in names
     ]
     assert printed.count("def nvfuser_fusion(fd : FusionDefinition)") == len(names)
-
-
-def test_row_kernels_that_cannot_run(capsys):
-    with pytest.raises(SystemExit):
-        main(["trace", "litgpt", *SMALL, "--row-kernels", "nvfuser"])
-    assert 'row_kernels="nvfuser" runs on CUDA' in capsys.readouterr().err
