@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from thunder.recipes import BaseRecipe
 from torch import nn
-from torch.fx._lazy_graph_module import _get_graph_module_cls
 
 import thunder_flce
 from front_ends import assert_agrees, decisions
@@ -72,36 +71,6 @@ def test_new_shapes():
     assert len(decisions(compiled)) == compiled_so_far
 
 
-def torch_compile_notices_eval() -> bool:
-    """Not on Python 3.13.0 with torch 2.11, where it runs the graph of training again."""
-    dropout, x = torch.nn.Dropout(), torch.ones(100, requires_grad=True)
-    compiled = torch.compile(dropout, backend="eager")
-    compiled(x)
-    dropout.eval()
-    with torch.no_grad():
-        compiled(x)
-    return torch.equal(compiled(x), x)
-
-
-def test_no_grad_and_eval():
-    model = Model(dropout=0.5)
-    arguments = batch()
-    compiled = thunder_flce.thunderfx(model)
-    compiled(*arguments).backward()
-    model.eval()
-    compiled.eval() if hasattr(compiled, "eval") else None
-    with torch.no_grad():
-        loss = compiled(*arguments)
-    torch.testing.assert_close(loss, model(*arguments).detach())
-    assert not loss.requires_grad
-    assert decisions(compiled)[-1].plan.strategy == "loss_only"
-    assert_fused(compiled)
-    if hasattr(compiled, "_backend") and not torch_compile_notices_eval():
-        pytest.skip("torch.compile itself does not notice eval() here")
-    assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
-    assert_fused(compiled)
-
-
 @pytest.mark.parametrize("product", [torch.mm, operator.matmul, lambda x, matrix: torch.addmm(matrix[0], x, matrix)])
 def test_autocast_of_products(product):
     """Of hidden states in bfloat16 with a weight in float32."""
@@ -151,15 +120,6 @@ def test_recipe_with_plugin(interpreter):
     assert_agrees(model, lambda: model(*arguments), lambda: compiled(*arguments), **CLOSE)
     (fusion,) = [t for t in recipe.transforms if isinstance(t, FuseLinearCrossEntropy)]
     assert [d.fused for c in fusion.compilations for d in c.decisions] == [True]
-
-
-@pytest.mark.parametrize("thunderfx", [thunder.dynamo.thunderfx, thunder_flce.thunderfx])
-def test_graphs_have_their_code(thunderfx, monkeypatch):
-    """Otherwise thunder's interpreter has to run what PyTorch writes it with, and cannot from torch 2.13 on."""
-    classes = []
-    monkeypatch.setattr(thunder.dynamo.compiler, "recompile_graph", lambda _: classes.append(_get_graph_module_cls()))
-    thunderfx(Model())(*batch())
-    assert classes == [torch.fx.GraphModule]
 
 
 @pytest.mark.parametrize(
