@@ -56,10 +56,9 @@ def _regions(compiled, front_end) -> list[thunder.core.symbol.BoundSymbol]:
 
 def _settings(region) -> dict:
     """What the head of a model may set."""
-    *_, bias = region.args[:4]
     found = {name: region.kwargs.get(name) for name in ("softcap", "logit_scale")}
     found = {name: value for name, value in found.items() if value not in (None, 1.0)}
-    return found | ({"linear_bias": True} if bias is not None else {})
+    return found | ({"linear_bias": True} if "linear_bias" in region.kwargs["names"] else {})
 
 
 def _is_slow(entry, front_end):

@@ -27,8 +27,7 @@ from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, hint
 from thunder_flce.matching.regions import Region, ordered
 from thunder_flce.matching.writing import write
-from thunder_flce.operation.call import Call, Spec, argument, named_tensors
-from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.call import Call, Spec, argument
 from thunder_flce.operators import plan_for
 from thunder_flce.options import Options
 
@@ -253,13 +252,10 @@ class _Graph:
                     inlined[node].target = name
         return self._made(inlined[result], result.meta["val"])
 
-    def region(self, arguments: dict[str, Any], needs_grad: tuple[str, ...]) -> tuple[dict[str, Tensor], PlannedRegion]:
+    def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """See `Writer`: the operator, which makes its plan when it runs."""
-        arguments.pop("dtype", None)  # The graph casts the loss itself.
-        fields = {name: value for name, value in arguments.items() if name in Loss.__dataclass_fields__}
-        loss = Loss(**fields)
-        call = Call(tensors=named_tensors(arguments), loss=loss, needs_grad=needs_grad)
-        known = call.map(lambda _, value: self._spec(value, call))
+        # With the sizes of this call: its plan is reported, and the operator's settings depend on no size.
+        known = call.map(lambda _, each: self._spec(each, call))
         settings = calls.unplanned(known, self._options)
         tensors = [self._operand(name, call) for name in settings.names]
         with self._graph.inserting_before(self._end):
@@ -269,17 +265,15 @@ class _Graph:
             values = [value_of(each) for each in tensors]
             with self._fake_mode, torch.enable_grad():
                 results = node.target(values, str(settings))  # type: ignore[operator]
-            names = ("loss", *loss.outputs)
-            parts = [self._graph.call_function(operator.getitem, (node, at)) for at in range(len(names))]
+            count = 1 + len(call.loss.outputs)
+            parts = [self._graph.call_function(operator.getitem, (node, at)) for at in range(count)]
         node.meta["example_value"] = tuple(results)
-        made = [self._made(part, results[at]) for at, part in enumerate(parts)]
         planned = PlannedRegion(known, plan_for(known, settings.options or self._options))
-        return dict(zip(names, made, strict=True)), planned
+        return [self._made(part, results[at]) for at, part in enumerate(parts)], planned
 
-    def _spec(self, value: Any, call: Call) -> Spec:
-        """With the sizes of this call: its plan is reported, and the operator's settings depend on no size."""
-        if isinstance(value, Tensor):
-            return Spec(tuple(map(hint, value.shape)), value.dtype, value.device)
+    def _spec(self, given: Any, call: Call) -> Spec:
+        if isinstance(given, Tensor):
+            return Spec(tuple(map(hint, given.shape)), given.dtype, given.device)
         return Spec((), call.row_dtype, call.device)
 
     def _operand(self, name: str, call: Call) -> Node:

@@ -1,7 +1,6 @@
 """What thunder and PyTorch do to distribute a program, as far as the fusion has to know, or its user has to be told."""
 
 import warnings
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,13 @@ from thunder_flce.graph.thunder_private import (
     get_compile_data,
     get_skip_data_parallel_grad_sync,
 )
-from thunder_flce.graph.trace_arguments import call_of, spec_of
+from thunder_flce.graph.trace_arguments import spec_of
 from thunder_flce.matching.algebra import Class
 from thunder_flce.matching.decisions import NotFused, Reason
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor
 from thunder_flce.matching.rules import rule
+from thunder_flce.operation.call import Call
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import Agreement, VocabParallel, agree
 
@@ -110,19 +110,16 @@ class _StandIn(torch.Tensor):
     __torch_dispatch__ = classmethod(torch._C._disabled_torch_dispatch_impl)
 
 
-def agreement_on(region: Mapping[str, Any], needs_grad: Collection[str], options: Options) -> Agreement | None:
-    """What the ranks that divide the vocabulary of a region agree on, when they compile it; None without such ranks.
+def agreement_on(call: Call, vocab_parallel: str, options: Options) -> Agreement:
+    """What the ranks that divide the vocabulary of a region agree on, when they compile it.
 
     Raises:
         ValueError: on all ranks, for what differs between them.
     """
-    if region.get("vocab_parallel") is None:
-        return None
-    call = call_of(region)
     with unset_fake_temporarily():
-        parallel = VocabParallel.of(region["vocab_parallel"])
-        tensors = call.map(lambda _, value: _StandIn(value) if isinstance(value, TensorProxy) else value).tensors
-        return agree(parallel, tensors, loss=call.loss, options=options, needs_grad=needs_grad)
+        tensors = call.map(lambda _, each: _StandIn(each) if isinstance(each, TensorProxy) else each).tensors
+        parallel = VocabParallel.of(vocab_parallel)
+        return agree(parallel, tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
 
 
 def warn_of_gradients_that_are_not_summed() -> None:

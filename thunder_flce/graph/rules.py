@@ -12,6 +12,7 @@ from thunder.core import dtypes
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy, StringProxy, TensorProxy
 from thunder.extend import get_executor
+from torch.utils._pytree import tree_map
 
 from thunder_flce import functional
 from thunder_flce.graph import symbols, thunder_fixes
@@ -31,11 +32,6 @@ from thunder_flce.graph.thunder_private import (
     unwrap,
 )
 from thunder_flce.graph.token_functions import interpreted_token_loss
-from thunder_flce.graph.trace_arguments import (
-    POSITIONAL,
-    in_sequences,
-    region_arguments,
-)
 from thunder_flce.operators import Settings
 from thunder_flce.options import Options
 from thunder_flce.token_losses import check_function
@@ -81,7 +77,7 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
         recursively_proxy(item, *_items(item))
     recursively_proxy(*args, *_items(kwargs.get("token_inputs")), **kwargs)
     if token_loss is not None and callable(token_loss.value):
-        by_name = dict(zip(POSITIONAL, args, strict=False)) | kwargs
+        by_name = dict(zip(("input", "linear_weight", "target"), args, strict=False)) | kwargs
         inputs = list(map(unwrap, _items(by_name.get("token_inputs"))))
         found = interpreted_token_loss(token_loss, unwrap(by_name["input"]), unwrap(by_name["target"]), inputs=inputs)
         if found is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
@@ -101,8 +97,7 @@ def _operator_lookaside(tensors: Any, settings: Any) -> Any:
 def _of_operator(tensors: Sequence[TensorProxy], settings: str) -> tuple[TensorProxy, ...]:
     """The loss and its outputs, as the operator returns them."""
     known = Settings.parse(settings)
-    region = {**dict(zip(known.names, tensors, strict=True)), **known.loss.non_defaults()}
-    return symbols.add_region(in_sequences(region), known.needs_grad, known.options or Options())[0]
+    return symbols.add_region(known.call(tensors), known.options or Options())[0]
 
 
 torch_to_thunder_functions[torch.ops.thunder_flce.linear_cross_entropy.default] = _of_operator
@@ -169,11 +164,10 @@ def _items(wrapped: Any) -> Sequence[Any]:
 
 
 @register_autocast_rule(symbols.linear_cross_entropy.id)
-def _autocast(*tensors: TensorProxy, dtype: dtypes.dtype, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
+def _autocast(*operands: TensorProxy, dtype: dtypes.dtype, **arguments: Any) -> TensorProxy | tuple[TensorProxy, ...]:
     """Under `torch.autocast`, the linears' operands in its dtype; the loss keeps its own."""
-    region = region_arguments(*tensors, **settings)
-    for name in ("input", "linear_weight", "linear_bias"):
-        if region.get(name) is not None:
-            (region[name],) = maybe_downcast_to(dtype, (region[name],))
-    region["terms"] = tuple(tuple(maybe_downcast_to(dtype, term)) for term in region.get("terms", ()))
-    return symbols.linear_cross_entropy(**region)
+    given = inspect.signature(functional.linear_cross_entropy).bind(*operands, **arguments).arguments
+    for name in ("input", "linear_weight", "linear_bias", "terms"):
+        if given.get(name) is not None:
+            given[name] = tree_map(lambda each: maybe_downcast_to(dtype, (each,))[0], given[name])
+    return symbols.linear_cross_entropy(**given)

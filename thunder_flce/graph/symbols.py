@@ -3,26 +3,28 @@
 =============================  ===================================================================================
 symbol                         what it stands for
 =============================  ===================================================================================
-linear_cross_entropy           the region; it consists of its forward, without gradients, and has a rule for autograd
+linear_cross_entropy           the user's call; it consists of a region
+flce_linear_cross_entropy      the region; it consists of its forward, without gradients, and has a rule for autograd
 flce_linear_cross_entropy_fwd  its forward: what `operation.call.result_names` names
 flce_linear_cross_entropy_bwd  its backward, for plans that compute the gradients there
 flce_scale_gradients           its backward, for plans that computed the gradients in the forward
 =============================  ===================================================================================
 
-All but the first belong to the executor `flce` and are primitives: opaque to every pass, and tagged so that no pass
-computes a forward again in the backward. `operators` runs them, whether or not the executor is listed.
+The last three belong to the executor `flce` and are primitives: opaque to every pass, and tagged so that no pass
+computes a forward again in the backward. `operators` runs them, whether or not the executor is listed. But for the
+first and the last, all take what the operators take: tensors, or numbers in their place, and the fields of the
+`Settings`, spelled out.
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import thunder.torch as ltorch
 from thunder.core import devices, dtypes
 from thunder.core.prims import OpTags
-from thunder.core.proxies import TensorProxy
+from thunder.core.proxies import NumberProxy, StringProxy, TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
@@ -30,22 +32,16 @@ from torch.utils._pytree import tree_flatten
 
 from thunder_flce import calls, functional, operators
 from thunder_flce.engine.kernels.scaling import graph_is_kept, scaled_gradients
-from thunder_flce.engine.plan import LOSS_ONLY, Plan
+from thunder_flce.engine.plan import LOSS_ONLY
 from thunder_flce.graph import trace_printer
 from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.reading import is_static, may_need_grad
 from thunder_flce.graph.thunder_private import get_grad, put_grad, register_grad
-from thunder_flce.graph.trace_arguments import (
-    OUTPUT_GRADS,
-    POSITIONAL,
-    call_of,
-    plan_arguments,
-    region_arguments,
-    specs,
-)
+from thunder_flce.graph.trace_arguments import arguments_of, settings_of, specs
 from thunder_flce.matching.decisions import PlannedRegion
-from thunder_flce.operation.call import ARGUMENTS, Spec, named_tensors, operand_names, result_specs
+from thunder_flce.operation.call import Call, Spec, named_tensors, operand_names, result_specs
 from thunder_flce.operation.checks import check_call
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.operators import Settings, plan_for
 from thunder_flce.options import Options
 
@@ -57,9 +53,9 @@ register_executor(executor)
 FORWARD_TAGS = (OpTags.REDUCTION_OP, OpTags.DONT_RECOMPUTE_IN_BACKWARD)
 
 
-# The arguments after the tensors are the fields of a `Loss` and of a `Plan`, spelled out, since a trace prints and
-# hashes plain values only. Further tensors come by name, since they are hardly ever there. The metas declare only what
-# is always given: what is declared is printed even where it has its default.
+def _forward_meta(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
+    known = settings_of(settings)
+    return tuple(map(_proxy, result_specs(specs(known.call(tensors)), known.plan).values()))
 
 
 def _proxy(spec: Spec) -> TensorProxy:
@@ -67,62 +63,42 @@ def _proxy(spec: Spec) -> TensorProxy:
     return TensorProxy(shape=spec.shape, device=device, dtype=dtype, requires_grad=False)
 
 
-def _forward_meta(*tensors: Any, needs_grad: tuple[str, ...], **settings: Any) -> tuple[TensorProxy, ...]:
-    call, dtype = specs(call_of(region_arguments(*tensors, **settings), needs_grad)), settings.get("dtype")
-    loss, *others = map(_proxy, result_specs(call, Plan.of(settings)).values())
-    return loss if dtype is None else TensorProxy(like=loss, dtype=dtype), *others
-
-
-def _forward_impl(*tensors: Tensor | None, dtype: dtypes.dtype | None = None, **settings: Any) -> tuple[Tensor, ...]:
+def _forward_impl(tensors: Sequence[Any], **settings: Any) -> tuple[Tensor, ...]:
     """See `operators.forward`."""
-    operator_settings, given = _settings_and_tensors(tensors, settings)
-    loss, *others = operators.forward(operator_settings, given)
-    return loss if dtype is None else loss.to(dtypes.to_torch_dtype(dtype)), *others
+    known = settings_of(settings)
+    return tuple(operators.forward(known, _with_tensors(known.names, tensors)))
+
+
+def _with_tensors(names: Sequence[str], given: Sequence[Any]) -> list[Tensor]:
+    """With tensors in place of the numbers among what is given by these names."""
+    return list(calls.with_tensors(dict(zip(names, given, strict=True))).values())
 
 
 def _backward_meta(
-    grad: TensorProxy, *tensors: Any, needs_grad: tuple[str, ...], **settings: Any
+    upstream: Sequence[TensorProxy], saved: Sequence[TensorProxy], tensors: Sequence[TensorProxy], **settings: Any
 ) -> tuple[TensorProxy, ...]:
-    operands = call_of(region_arguments(*tensors, **settings)).tensors
-    return tuple(TensorProxy(like=operands[name], requires_grad=False) for name in needs_grad)
+    positions = settings_of(settings).grad_positions
+    return tuple(TensorProxy(like=tensors[at], requires_grad=False) for at in positions)
 
 
-def _backward_impl(grad: Tensor | None, *tensors: Tensor | None, **settings: Any) -> tuple[Tensor, ...]:
-    """See `operators.backward`: the needed gradients, from the region's tensors and what the forward has saved."""
-    upstream = [grad, *(settings.pop(name, None) for name in OUTPUT_GRADS)]
-    operator_settings, given = _settings_and_tensors(tensors, settings)
-    saved: Any = tensors[len(POSITIONAL) :]
-    return tuple(operators.backward(operator_settings, upstream, saved, given, may_overwrite=not graph_is_kept()))
-
-
-def _settings_and_tensors(tensors: Sequence[Any], settings: dict[str, Any]) -> tuple[Settings, list[Tensor]]:
-    """What `operators` take, from the arguments of a symbol."""
-    given = calls.with_tensors(named_tensors(region_arguments(*tensors, **settings)))
-    plain = tuple(
-        (name, tuple(value.items()) if name in ("shard", "options") else value)
-        for name, value in settings.items()
-        if name not in ARGUMENTS and name != "terms"
-    )
-    return _settings_of(tuple(given), plain), list(given.values())
-
-
-@lru_cache(maxsize=1024)
-def _settings_of(names: tuple[str, ...], plain: tuple[tuple[str, Any], ...]) -> Settings:
-    """The operators' settings: from the names of the tensors, and plain values of a symbol, dictionaries in pairs."""
-    region = dict(plain)
-    call = call_of({**region, "shard": dict(region.get("shard", ()))})
-    options = Options(**dict(region["options"])) if "options" in region else None
-    return Settings(
-        names=names, loss=call.loss, needs_grad=call.needs_grad, plan=Plan.of(region), options=options, shard=call.shard
-    )
+def _backward_impl(
+    upstream: Sequence[Tensor | None], saved: Sequence[Tensor], tensors: Sequence[Any], **settings: Any
+) -> tuple[Tensor, ...]:
+    """See `operators.backward`."""
+    known, (grad, *of_outputs) = settings_of(settings), upstream
+    by_name = dict(zip(known.loss.differentiable_outputs, of_outputs, strict=True))
+    upstream = (grad, *map(by_name.get, DIFFERENTIABLE_OUTPUTS))
+    given = _with_tensors(known.names, tensors)
+    return tuple(operators.backward(known, upstream, saved, given, may_overwrite=not graph_is_kept()))
 
 
 def _scaling_impl(
     grad: Tensor, valid_count: Tensor, *gradients: Tensor, expected_gradient: Tensor | float | None = None
 ) -> tuple[Tensor, ...]:
     """See `scaled_gradients`."""
-    given = calls.with_tensors(named_tensors({"input": gradients[0], "expected_gradient": expected_gradient}))
-    expected = given.get("expected_gradient")
+    expected = None
+    if expected_gradient is not None:
+        _, expected = _with_tensors(("input", "expected_gradient"), (gradients[0], expected_gradient))
     scaled = scaled_gradients(
         gradients, grad, valid_count=valid_count, expected=expected, may_overwrite=not graph_is_kept()
     )
@@ -153,7 +129,83 @@ scale_gradients = executor.register_operator(
 
 # The region.
 
+
+@ltorch.torchsymbol(id="thunder_flce.flce_linear_cross_entropy", tags=FORWARD_TAGS)
+def flce_linear_cross_entropy(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
+    """The loss and its outputs. What it consists of is its forward, without gradients.
+
+    Where it has `options`, nobody has planned it yet, nor found out which operands need a gradient.
+    """
+    known = settings_of(settings)
+    of_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
+    plan = replace(known.plan, strategy=LOSS_ONLY, **of_gradients)
+    return linear_cross_entropy_fwd(tensors, **arguments_of(replace(known, needs_grad=(), plan=plan)))
+
+
+def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
+    """The region with gradients."""
+    known = settings_of(settings)
+    call = known.call(tensors)
+    if known.options is not None:
+        # Only the transform knows which operands need a gradient. Without it, arguments of the program say so.
+        needs_grad = tuple(name for name in operand_names(call.tensors) if may_need_grad(call.tensors[name]))
+        known = _with_plan(replace(call, needs_grad=needs_grad), known.vocab_parallel)
+    results = dict(zip(known.result_names, linear_cross_entropy_fwd(tensors, **arguments_of(known)), strict=True))
+    if known.needs_grad:
+        grad, saved = get_grad(results["loss"]), tuple(results[name] for name in known.saved_names)
+        if known.finishes_in_forward:
+            expected = {name: each for name, each in call.tensors.items() if name == "expected_gradient"}
+            gradients = scale_gradients(grad, *saved, **expected)
+        else:
+            upstream = (grad, *(get_grad(results[name]) for name in known.loss.differentiable_outputs))
+            gradients = linear_cross_entropy_bwd(upstream, saved, tensors, **arguments_of(known))
+        for at, gradient in zip(known.grad_positions, gradients, strict=True):
+            put_grad(tensors[at], gradient)
+    return tuple(results[name] for name in ("loss", *known.loss.outputs))
+
+
+register_grad(flce_linear_cross_entropy.id, _region_grad)
+
+
+def _with_plan(call: Call, vocab_parallel: str | None) -> Settings:
+    """With a plan by default options; where sizes are not known, the operator makes it when it runs."""
+    if is_static(*call.tensors.values()):
+        return calls.settings_of_call(*_planned(call, vocab_parallel, Options()))
+    return calls.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
+
+
+def _planned(call: Call, vocab_parallel: str | None, options: Options) -> PlannedRegion:
+    """The call, of specs, and its plan. Where ranks divide the vocabulary, they exchange what they have to agree on."""
+    agreement = None
+    if vocab_parallel is not None:
+        agreement = agreement_on(call, vocab_parallel, options)
+        call = replace(call, shard=agreement.shard)
+    check_call(call.tensors, loss=call.loss, vocab=None if agreement is None else agreement.weight_rows)
+    call = specs(call)
+    return PlannedRegion(call, plan_for(call, options, device=None if agreement is None else agreement.device))
+
+
+def add_region(
+    call: Call, options: Options, *, vocab_parallel: str | None = None
+) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
+    """Adds a region to a trace, with its plan; returns its loss and outputs, and how it runs."""
+    planned = _planned(call, vocab_parallel, options)
+    settings, tensors = calls.settings_of_call(*planned), dict(call.tensors)
+    if not settings.finishes_in_forward and tensors.pop("expected_gradient", None) is not None:
+        settings = replace(settings, names=tuple(tensors))
+    return flce_linear_cross_entropy(tuple(tensors.values()), **arguments_of(settings)), planned
+
+
+def is_region(bsym: BoundSymbol) -> bool:
+    """Whether a bound symbol is a region, called by the user or put there by the transform."""
+    return bsym.sym.id in (flce_linear_cross_entropy.id, linear_cross_entropy.id)
+
+
+# The user's call.
+
 _SIGNATURE = inspect.signature(functional.linear_cross_entropy)
+# Of the settings: None says that there is none.
+_MAY_BE_NONE = {name for name, each in _SIGNATURE.parameters.items() if each.default is None}
 
 
 @ltorch.torchsymbol(
@@ -163,109 +215,27 @@ _SIGNATURE = inspect.signature(functional.linear_cross_entropy)
     tags=FORWARD_TAGS,
 )
 def linear_cross_entropy(
-    input: TensorProxy,
-    linear_weight: TensorProxy,
-    target: TensorProxy,
-    *,
-    needs_grad: tuple[str, ...] | None = None,
-    dtype: dtypes.dtype | None = None,
-    plan: dict[str, Any] | None = None,
-    shard: dict[str, Any] | None = None,
-    **arguments: Any,
+    input: TensorProxy, linear_weight: TensorProxy, target: TensorProxy, **arguments: Any
 ) -> TensorProxy | tuple[TensorProxy, ...]:
-    """`functional.linear_cross_entropy` in a trace. What it consists of is its forward, without gradients.
-
-    `FuseLinearCrossEntropy` sets the names of the tensors that need a gradient, the loss's dtype (None: as in
-    `functional.linear_cross_entropy`), the fields of a `Plan` and, where ranks divide the vocabulary, those of a
-    `Shard`. `vocab_parallel` is a `VocabParallel` by `as_literal`.
-    """
-    region = dict(_SIGNATURE.bind(input, linear_weight, target, **arguments).arguments)
-    if region.pop("options", None) is not None:
+    """`functional.linear_cross_entropy` in a trace; `vocab_parallel` is a `VocabParallel` by `as_literal`."""
+    given = dict(_SIGNATURE.bind(input, linear_weight, target, **arguments).arguments)
+    if given.pop("options", None) is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
-    given = {"dtype": dtype, "plan": plan, "shard": shard}
-    region = _with_plan(region | {name: value for name, value in given.items() if value is not None}, ())
-    of_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
-    return _run(region, (), replace(Plan.of(region["plan"]), strategy=LOSS_ONLY, **of_gradients))
+    settings = {each.name: _plain(given[each.name]) for each in fields(Loss) if each.name in given}
+    loss = Loss(**{name: value for name, value in settings.items() if value is not None or name not in _MAY_BE_NONE})
+    vocab_parallel = given.get("vocab_parallel")
+    if vocab_parallel is None and is_static(*tree_flatten(given)[0]):
+        check_call(given, loss=loss)
+    call = Call(tensors=named_tensors(given), loss=loss)
+    known = calls.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
+    results = flce_linear_cross_entropy(tuple(call.tensors.values()), **arguments_of(known))
+    return results if loss.outputs else results[0]
 
 
-def _linear_cross_entropy_grad(*tensors: TensorProxy, **settings: Any) -> TensorProxy | tuple[TensorProxy, ...]:
-    """The region with gradients."""
-    region = region_arguments(*tensors, **settings)
-    needs_grad = settings.get("needs_grad")
-    if needs_grad is None:
-        # Only the transform knows which operands need a gradient. Without it, arguments of the program say so.
-        given = named_tensors(region)
-        needs_grad = tuple(name for name in operand_names(given) if may_need_grad(given[name]))
-    region = _with_plan(region, needs_grad)
-    return _run(region, needs_grad, Plan.of(region["plan"]))
-
-
-register_grad(linear_cross_entropy.id, _linear_cross_entropy_grad)
-
-
-def _with_plan(region: Mapping[str, Any], needs_grad: tuple[str, ...]) -> dict[str, Any]:
-    """The region with the plan that it has, or with one by default options."""
-    if region.get("plan") is not None:
-        return dict(region)
-    if is_static(*tree_flatten(dict(region))[0]):
-        return {**region, **plan_arguments(plan_region(region, needs_grad, Options()))}
-    # The operator makes the plan when it runs.
-    settings = calls.unplanned(specs(call_of(region, needs_grad)), Options())
-    options = settings.options or Options()
-    return {**region, "plan": settings.plan.non_defaults(), "options": options.non_defaults()}
-
-
-def plan_region(region: Mapping[str, Any], needs_grad: tuple[str, ...], options: Options) -> PlannedRegion:
-    """Plans a `linear_cross_entropy` in a trace, from its arguments and the names of those that need a gradient.
-
-    Where ranks divide the vocabulary, they exchange what they have to agree on.
-    """
-    call, agreement = call_of(region, needs_grad), agreement_on(region, needs_grad, options)
-    check_call(region, loss=call.loss, vocab=None if agreement is None else agreement.weight_rows)
-    if agreement is not None:
-        call = replace(call, shard=agreement.shard)
-    call = specs(call)
-    return PlannedRegion(call, plan_for(call, options, device=None if agreement is None else agreement.device))
-
-
-def add_region(
-    region: Mapping[str, Any], needs_grad: tuple[str, ...], options: Options
-) -> tuple[tuple[TensorProxy, ...], PlannedRegion]:
-    """Adds a region to a trace, with its plan; returns its loss and outputs, and how it runs."""
-    planned = plan_region(region, needs_grad, options)
-    found = linear_cross_entropy(**{**region, "needs_grad": needs_grad, **plan_arguments(planned)})
-    return found if isinstance(found, tuple) else (found,), planned
-
-
-def _run(region: Mapping[str, Any], needs_grad: tuple[str, ...], plan: Plan) -> TensorProxy | tuple[TensorProxy, ...]:
-    """Calls the forward symbol and, where a gradient is needed, the backward symbol that the plan asks for."""
-    call = call_of(region, needs_grad)
-    loss, known = call.loss, calls.settings_of_call(call, plan)
-    tensors = [region.get(name) for name in POSITIONAL]
-    terms, token_inputs = tuple(map(tuple, region.get("terms", ()))), tuple(region.get("token_inputs", ()))
-    given = {"shard": region.get("shard"), "options": region.get("options")}
-    given |= {"terms": terms or None, "token_inputs": token_inputs or None}
-    given |= {name: value for name, value in call.tensors.items() if "[" not in name and name not in POSITIONAL}
-    if not known.finishes_in_forward:
-        given.pop("expected_gradient", None)
-    given = {name: value for name, value in given.items() if value is not None}
-    shared = {**loss.non_defaults(), "needs_grad": needs_grad, **plan.non_defaults(), **given}
-    dtype = {} if region.get("dtype") is None else {"dtype": region["dtype"]}
-    results = dict(zip(known.result_names, linear_cross_entropy_fwd(*tensors, **dtype, **shared), strict=True))
-    if needs_grad:
-        grad, saved = get_grad(results["loss"]), [results[name] for name in known.saved_names]
-        if known.finishes_in_forward:
-            expected = {name: value for name, value in given.items() if name == "expected_gradient"}
-            gradients = scale_gradients(grad, *saved, **expected)
-        else:
-            of_outputs = {f"{name}_grad": get_grad(results[name]) for name in loss.differentiable_outputs}
-            gradients = linear_cross_entropy_bwd(grad, *tensors, *saved, **of_outputs, **shared)
-        for name, gradient in zip(needs_grad, gradients, strict=True):
-            put_grad(call.tensors[name], gradient)
-    values = [results[name] for name in ("loss", *loss.outputs)]
-    return tuple(values) if loss.outputs else values[0]
-
-
-def is_region(bsym: BoundSymbol) -> bool:
-    """Whether a bound symbol is a `linear_cross_entropy`, called by the user or put there by the transform."""
-    return bsym.sym.id == linear_cross_entropy.id
+def _plain(value: Any) -> Any:
+    """A value that thunder has a proxy for among its symbolic values; another one compiles anew."""
+    if not isinstance(value, NumberProxy | StringProxy):
+        return value
+    if isinstance(value, NumberProxy):
+        value.make_static_constrained()
+    return value.value

@@ -1,77 +1,56 @@
-"""The arguments of a region's symbols as a `Call`, of thunder's proxies or of what is known of them.
-
-`region` is the same everywhere: the arguments of `symbols.linear_cross_entropy`, or of a symbol that it becomes, by
-name.
-"""
+"""The operators' settings as arguments of a symbol: plain values, spelled out, which a trace prints and hashes."""
 
 from collections.abc import Mapping
 from dataclasses import fields
-from inspect import signature
+from functools import lru_cache
 from typing import Any
 
+import torch
 from thunder.core import devices, dtypes
-from thunder.core.proxies import NumberProxy, StringProxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 
-from thunder_flce.functional import linear_cross_entropy
-from thunder_flce.graph.reading import loss_dtype
-from thunder_flce.matching.decisions import PlannedRegion
-from thunder_flce.operation.call import Call, Spec, named_tensors, pairs
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
+from thunder_flce.engine.plan import Plan
+from thunder_flce.operation.call import Call, Spec
+from thunder_flce.operation.loss import Loss
 from thunder_flce.operation.shard import Shard
-
-POSITIONAL = ("input", "linear_weight", "target", "linear_bias")
-OUTPUT_GRADS = tuple(f"{name}_grad" for name in DIFFERENTIABLE_OUTPUTS)
-"""Arguments of the backward, by name: the upstream gradients of outputs"""
+from thunder_flce.operators import Settings
+from thunder_flce.options import Options
 
 
-def region_arguments(*tensors: Any, **settings: Any) -> dict[str, Any]:
-    """The region: tensors that are given by position are the `POSITIONAL` ones; any after these are passed over."""
-    return {**dict(zip(POSITIONAL, tensors, strict=False)), **settings}
+def arguments_of(settings: Settings) -> dict[str, Any]:
+    """The names of the tensors and of those that need a gradient; the fields of the loss and the plan that matter."""
+    found = {"names": settings.names, "needs_grad": settings.needs_grad}
+    found |= {**settings.loss.non_defaults(), **settings.plan.non_defaults()}
+    for name in ("options", "shard"):
+        if (value := getattr(settings, name)) is not None:
+            found[name] = value.non_defaults()
+    return found if settings.vocab_parallel is None else found | {"vocab_parallel": settings.vocab_parallel}
 
 
-def in_sequences(region: Mapping[str, Any]) -> dict[str, Any]:
-    """The region with `terms` and `token_inputs` as sequences, where their items are arguments of their own."""
-    found = {name: value for name, value in region.items() if "[" not in name}
-    items = [value for name, value in region.items() if name.startswith("terms[")]
-    inputs = tuple(value for name, value in region.items() if name.startswith("token_inputs["))
-    return {**found, "terms": tuple(pairs(items)), "token_inputs": inputs}
+def settings_of(arguments: Mapping[str, Any]) -> Settings:
+    """The settings that `arguments_of` has spelled out."""
+    return _settings_of(tuple([(k, tuple(v.items()) if type(v) is dict else v) for k, v in arguments.items()]))
 
 
-# Of the settings: None says that there is none.
-_MAY_BE_NONE = {name for name, each in signature(linear_cross_entropy).parameters.items() if each.default is None}
-
-
-def call_of(region: Mapping[str, Any], needs_grad: tuple[str, ...] | None = None) -> Call:
-    """The call, of the tensors and numbers of a region; needs_grad, if given, in place of what the region says."""
-    given = {each.name: _plain(region[each.name]) for each in fields(Loss) if each.name in region}
-    loss = Loss(**{name: value for name, value in given.items() if value is not None or name not in _MAY_BE_NONE})
-    shard = Shard(**region["shard"]) if region.get("shard") else None
-    needs_grad = (region.get("needs_grad") or ()) if needs_grad is None else needs_grad
-    return Call(tensors=named_tensors(region), loss=loss, shard=shard, needs_grad=needs_grad)
-
-
-def _plain(value: Any) -> Any:
-    """A value that thunder has a proxy for among its symbolic values; another one compiles anew."""
-    if not isinstance(value, NumberProxy | StringProxy):
-        return value
-    if isinstance(value, NumberProxy):
-        value.make_static_constrained()
-    return value.value
+@lru_cache(maxsize=1024)
+def _settings_of(arguments: tuple[tuple[str, Any], ...]) -> Settings:
+    given = dict(arguments)
+    loss = Loss(**{each.name: given[each.name] for each in fields(Loss) if each.name in given})
+    kinds = {"options": Options, "shard": Shard}
+    others = {name: kind(**dict(given[name])) for name, kind in kinds.items() if name in given}
+    return Settings(
+        names=given["names"], needs_grad=given["needs_grad"], loss=loss, plan=Plan.of(given),
+        vocab_parallel=given.get("vocab_parallel"), **others,
+    )  # fmt: skip
 
 
 def specs(call: Call) -> Call:
-    """The same without proxies."""
-    like = call.tensors["input"]
-    number = Spec((), dtypes.to_torch_dtype(loss_dtype(like)), devices.to_torch_device(like.device))
-    return call.map(lambda name, value: spec_of(value) if isinstance(value, TensorProxy) else number)
+    """The same without proxies, and without the numbers that are given in place of tensors."""
+    like = spec_of(call.tensors["input"])
+    number = Spec((), torch.float64 if like.dtype is torch.float64 else torch.float32, like.device)
+    return call.map(lambda _, value: spec_of(value) if isinstance(value, TensorProxy) else number)
 
 
 def spec_of(proxy: TensorProxy) -> Spec:
     """What is known of a tensor."""
     return Spec(tuple(map(int, proxy.shape)), dtypes.to_torch_dtype(proxy.dtype), devices.to_torch_device(proxy.device))
-
-
-def plan_arguments(planned: PlannedRegion) -> dict[str, Any]:
-    """The plan and the shard as arguments of a region: the fields that differ from their defaults."""
-    shard = planned.call.shard
-    return {"plan": planned.plan.non_defaults(), **({"shard": shard.non_defaults()} if shard else {})}

@@ -1,6 +1,6 @@
 """How traces print a region: its line and, beneath it as comments, what one chunk of it runs.
 
-    (t2, t3, t4, t5) = flce_linear_cross_entropy_fwd(hidden, weight, t1, None, …, chunk_rows=2048)
+    (t2, t3, t4, t5) = flce_linear_cross_entropy_fwd((hidden, weight, t1), names=(…), …, chunk_rows=2048)
       # x = hidden, W = weight, y = t1
       # loss = t2: bf16[], valid_count = t3: i64[], dX = t4: bf16[2, 4096, 4096], dW = t5: bf16[128256, 4096]
       # for each chunk of 2048 tokens, 4 in all:
@@ -19,12 +19,11 @@ from thunder.core import dtypes
 from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 
-from thunder_flce.calls import settings_of_call
-from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.printing import WIDTH, letter, program, scaling_lines
 from thunder_flce.graph.thunder_private import default_python_printer
-from thunder_flce.graph.trace_arguments import OUTPUT_GRADS, POSITIONAL, call_of, region_arguments, spec_of, specs
-from thunder_flce.operation.call import gradient_name, result_names
+from thunder_flce.graph.trace_arguments import settings_of, spec_of, specs
+from thunder_flce.operation.call import gradient_name
+from thunder_flce.operators import Settings
 
 STATISTICS = ("row_max", "row_log_sum", "valid_count")
 """What the forward of a cross-entropy that is not fused returns beside the loss"""
@@ -33,20 +32,17 @@ STATISTICS = ("row_max", "row_log_sum", "valid_count")
 def print_forward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `flce_linear_cross_entropy_fwd`."""
     yield from _call(bsym, *printables)
-    region = region_arguments(*bsym.args, **bsym.kwargs)
-    names = result_names(call_of(region), Plan.of(region))
-    yield from _region_comments(bsym, region, {}, names, "forward")
+    known = settings_of(bsym.kwargs)
+    yield from _region_comments(bsym, known, {}, known.result_names, "forward")
 
 
 def print_backward(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
     """The python_printer of `flce_linear_cross_entropy_bwd`."""
     yield from _call(bsym, *printables)
-    grad, *tensors = bsym.args
-    region = region_arguments(*tensors, **bsym.kwargs)
-    saved = settings_of_call(call_of(region), Plan.of(region)).saved_names
-    others = {"grad": grad, **{name: region.get(name) for name in OUTPUT_GRADS}}
-    others |= zip(saved, tensors[len(POSITIONAL) :], strict=True)
-    yield from _region_comments(bsym, region, others, map(gradient_name, region["needs_grad"]), "backward")
+    known, (upstream, saved, _) = settings_of(bsym.kwargs), bsym.args
+    names = ("grad", *(f"{name}_grad" for name in known.loss.differentiable_outputs), *known.saved_names)
+    others = dict(zip(names, (*upstream, *saved), strict=True))
+    yield from _region_comments(bsym, known, others, map(gradient_name, known.needs_grad), "backward")
 
 
 def print_scaling(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
@@ -78,15 +74,15 @@ def _call(bsym: BoundSymbol, *printables: Any) -> Iterator[str]:
 
 
 def _region_comments(
-    bsym: BoundSymbol, region: Mapping[str, Any], others: Mapping[str, Any], outputs: Iterable[str], direction: str
+    bsym: BoundSymbol, known: Settings, others: Mapping[str, Any], outputs: Iterable[str], direction: str
 ) -> Iterator[str]:
-    if "options" in region:
+    if known.options is not None:
         return  # Its plan is made when it runs.
-    call = call_of(region)
+    call = known.call(bsym.args[-1])
     given = {**{letter(name): tensor for name, tensor in call.tensors.items()}, **others}
-    operands = [f"{name} = {getattr(each, 'name', each)}" for name, each in given.items() if each is not None]
+    operands = [f"{name} = {getattr(each, 'name', each)}" for name, each in given.items()]
     results = [f"{name} = {proxy.name}: {type_of(proxy)}" for name, proxy in zip(outputs, bsym.output, strict=True)]
-    lines = getattr(program(specs(call), Plan.of(region)), direction)
+    lines = getattr(program(specs(call), known.plan), direction)
     yield from _commented([*_filled(operands), *_filled(results), *lines])
 
 

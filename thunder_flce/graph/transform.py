@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import thunder.torch as ltorch
 from thunder.core.proxies import ProxyTag
+from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from thunder.core.transform_common import Transform, dce
 
@@ -82,7 +83,7 @@ class FuseLinearCrossEntropy(Transform):
 
     def _fused(self, computation_trace: TraceCtx) -> tuple[TraceCtx, list[Decision]]:
         # Reading logits.shape leaves a symbol in the trace that uses the logits, though its result is not used.
-        trace = dce(_open_checkpoints(computation_trace))
+        trace = dce(_opened(computation_trace))
         _keep_forwards_out_of_backward(trace)
         if decisions := dynamic_losses(trace):
             return computation_trace, decisions
@@ -136,27 +137,35 @@ def dynamic_losses(trace: TraceCtx) -> list[Decision]:
     return [Decision(source_of(bsym), reason=Reason.DYNAMIC) for bsym in losses]
 
 
-def _open_checkpoints(trace: TraceCtx) -> TraceCtx:
-    """A checkpointed function as the operations it consists of, each tagged, as `thunder.jit` traces it.
+def _opened(trace: TraceCtx) -> TraceCtx:
+    """The user's calls as the regions, and checkpointed functions as the operations that they consist of.
 
-    `thunderfx` traces it as one symbol, which thunder opens in the same way, but only when it differentiates:
+    The latter are tagged, as `thunder.jit` traces them; `thunderfx` traces one symbol, which thunder opens only when it
+    differentiates:
 
         # before                                              # after
         loss = ltorch.checkpoint(_, h, w, labels)             logits = ltorch.linear(h, w, None)
           # logits = ltorch.linear(h, w, None)                loss = ltorch.cross_entropy(logits, labels, …)
           # loss = ltorch.cross_entropy(logits, labels, …)
     """
-    if not any(bsym.sym.id == ltorch.checkpoint.id for bsym in trace.bound_symbols):
-        return trace
     opened = from_trace(trace)
-    for bsym in trace.bound_symbols:
-        if bsym.sym.id != ltorch.checkpoint.id:
+
+    def add(bsym: BoundSymbol) -> None:
+        if bsym.sym.id not in (ltorch.checkpoint.id, symbols.linear_cross_entropy.id):
             opened.bound_symbols.append(bsym)
-            continue
-        opened.bound_symbols += bsym.subsymbols
+            return
         kept = {proxy.name for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)}
-        for out in (out for inner in bsym.subsymbols for out in inner.flat_proxy_outs if out.name not in kept):
-            out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+        for inner in bsym.subsymbols:
+            if bsym.sym.id == ltorch.checkpoint.id:
+                for out in (out for out in inner.flat_proxy_outs if out.name not in kept):
+                    out.tags.add(ProxyTag.RECOMPUTE_IN_BACKWARD)
+                add(inner)
+            else:
+                where = {"source_filename": bsym.source_filename, "source_positions": bsym.source_positions}
+                add(inner.from_bsym(**where))
+
+    for bsym in trace.bound_symbols:
+        add(bsym)
     opened.set_provenance(TraceProvenance("Open checkpoints"))
     return opened
 

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import thunder.torch as ltorch
@@ -15,13 +16,13 @@ from torch.utils._pytree import tree_map
 from thunder_flce.graph import symbols
 from thunder_flce.graph.reading import is_static, tensors_that_need_grad
 from thunder_flce.graph.thunder_private import torch_to_thunder_functions, vjp
-from thunder_flce.graph.trace_arguments import region_arguments
+from thunder_flce.graph.trace_arguments import settings_of
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, tensors_in
 from thunder_flce.matching.regions import Region, ordered
 from thunder_flce.matching.writing import expected_gradient, write
-from thunder_flce.operation.call import named_tensors, operand_names
+from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.options import Options
 from thunder_flce.vocab_parallel import as_literal
 
@@ -58,11 +59,11 @@ class _Writer:
 
     def keep(self, op: Op) -> None:
         """Adds an operation of the program; a region that the user wrote gets a plan."""
-        is_unplanned = symbols.is_region(op.handle) and op.handle.kwargs.get("plan") is None
-        if is_unplanned and is_static(*op.handle.flat_args):
-            self._add(op.handle, lambda: self._planned(op))
+        bsym = op.handle
+        if symbols.is_region(bsym) and settings_of(bsym.kwargs).options is not None and is_static(*bsym.flat_args):
+            self._add(bsym, lambda: self._planned(op))
         else:
-            self.add(op.handle)
+            self.add(bsym)
 
     def add(self, bsym: BoundSymbol) -> None:
         """Adds a bound symbol, with what has taken the place of its operands."""
@@ -94,20 +95,20 @@ class _Writer:
                 self._swapped[variableify(tensor.handle)] = new.handle
 
     def _planned(self, op: Op) -> dict[Tensor, Tensor]:
-        bsym = op.handle.from_bsym_swap_proxies(self._swapped)
-        region = region_arguments(*bsym.args, **bsym.kwargs)
-        tensors = named_tensors(region)
-        names = operand_names(tensors) if op.outs[0].needs_grad else ()
-        needs_grad = tuple(name for name in names if tensors[name].name in self._need_grad)
-        if region.get("expected_gradient") is None and needs_grad:
-            found = expected_gradient(
-                op.outs[0], dtypes.to_torch_dtype(region["input"].dtype), self, self._options,
+        settings, (tensors,) = settings_of(op.handle.kwargs), op.args
+        call = settings.call(tensors)
+        if op.outs[0].needs_grad:
+            needs_grad = tuple(name for name in operand_names(settings.names) if call.tensors[name].needs_grad)
+            call = replace(call, needs_grad=needs_grad)
+        if call.needs_grad and "expected_gradient" not in call.tensors:
+            expected = expected_gradient(
+                op.outs[0], call.tensors["input"].dtype, self, self._options,
                 lambda factor: factor.op is None or factor.op.position < op.position,
             )  # fmt: skip
-            region["expected_gradient"] = found.handle if isinstance(found, Tensor) else found
-        results, planned = symbols.add_region(region, needs_grad, self._options)
+            call = replace(call, tensors=named_tensors({**call.tensors, "expected_gradient": expected}))
+        results, planned = self._region(call, settings.vocab_parallel)
         self.decisions.append(Decision(op.source, planned))
-        return {out: self._made(each, out.needs_grad) for out, each in zip(op.outs, results, strict=True)}
+        return dict(zip(op.outs, results, strict=True))
 
     # See `matching.writing.Writer`.
 
@@ -168,18 +169,16 @@ class _Writer:
                 out.tags.add(ProxyTag.DETACHED_AUTOGRAD_GRAPH)
         return [self._made(each, False) for each in gradients[: len(rows)]]
 
-    def region(self, arguments: dict[str, Any], needs_grad: tuple[str, ...]) -> tuple[dict[str, Tensor], PlannedRegion]:
+    def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """The region's symbol, with its plan."""
-        region = tree_map(self._argument, arguments)
-        if "vocab_parallel" in region:
-            region["vocab_parallel"] = as_literal(group=region["vocab_parallel"])
-        if "dtype" in region:
-            region["dtype"] = dtypes.to_dtype(region["dtype"])
-        results, planned = symbols.add_region(region, needs_grad, self._options)
-        loss = planned.call.loss
-        with_grad = ("loss", *loss.differentiable_outputs) if needs_grad else ()
-        named = zip(("loss", *loss.outputs), results, strict=True)
-        return {name: self._made(each, name in with_grad) for name, each in named}, planned
+        return self._region(call, None if group is None else as_literal(group=group))
+
+    def _region(self, call: Call, vocab_parallel: str | None) -> tuple[list[Tensor], PlannedRegion]:
+        of_proxies = call.map(lambda _, given: self._argument(given))
+        results, planned = symbols.add_region(of_proxies, self._options, vocab_parallel=vocab_parallel)
+        with_grad = ("loss", *call.loss.differentiable_outputs) if call.needs_grad else ()
+        names = ("loss", *call.loss.outputs)
+        return [self._made(each, name in with_grad) for name, each in zip(names, results, strict=True)], planned
 
 
 def _wide(dtype: dtypes.dtype) -> dtypes.dtype:

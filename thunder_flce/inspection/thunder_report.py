@@ -12,18 +12,16 @@ from thunder.core.trace import TraceCtx
 from torch.fx import GraphModule, Node
 
 from thunder_flce import functional, modules
-from thunder_flce.engine.plan import Plan
 from thunder_flce.graph import symbols
 from thunder_flce.graph.reading import is_static
 from thunder_flce.graph.thunder_private import ThunderCompiler, ThunderFXCompiledObject
-from thunder_flce.graph.trace_arguments import call_of
+from thunder_flce.graph.trace_arguments import settings_of
 from thunder_flce.graph.trace_printer import STATISTICS, type_of
 from thunder_flce.graph.transform import FuseLinearCrossEntropy
 from thunder_flce.graph.unfused_cross_entropy import symbols as unfused_symbols
 from thunder_flce.inspection.report import Compilation, SavedTensor, source_line
 from thunder_flce.matching.decisions import Decision
 from thunder_flce.matching.program import Source
-from thunder_flce.operation.call import result_names
 
 _OURS = (functional.__file__, modules.__file__)
 """Through which a user calls the operator."""
@@ -132,7 +130,7 @@ def saved_tensors(forward: TraceCtx) -> list[SavedTensor]:
 def _roles(bsyms: list[BoundSymbol]) -> Iterator[tuple[str, str]]:
     for bsym in bsyms:
         if bsym.sym.id == symbols.linear_cross_entropy_fwd.id:
-            names = list(result_names(call_of(bsym.kwargs), Plan.of(bsym.kwargs)))
+            names = list(settings_of(bsym.kwargs).result_names)
         elif bsym.sym.id == unfused_symbols.cross_entropy_fwd.id:
             names = ["loss", *STATISTICS]
         else:

@@ -27,7 +27,7 @@ from thunder_flce.matching.program import (
     same_shape,
 )
 from thunder_flce.matching.regions import Part, Region, ignored, is_compared_with_labels
-from thunder_flce.operation.call import named_tensors
+from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED
 from thunder_flce.operation.loss import Loss as LossSettings
 from thunder_flce.operation.pointwise import VARIABLES, Handle, numbered
@@ -43,8 +43,8 @@ class Writer(Protocol):
     def weights(self, ops: Sequence[Op], operands: Sequence[Tensor], result: Tensor) -> list[Tensor | float]:
         """The derivative of a scalar with respect to some tensors that it is linear in, by way of some operations."""
 
-    def region(self, arguments: dict[str, Any], needs_grad: tuple[str, ...]) -> tuple[dict[str, Tensor], PlannedRegion]:
-        """The results of the region by name, the loss and its outputs, and how it runs."""
+    def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
+        """The loss of a region and its outputs, and how it runs. The call has tensors and numbers."""
 
 
 def write(
@@ -76,7 +76,6 @@ class _Writing:
             "linear_bias": self._bias(),
             "terms": tuple((x, self._weight(t)) for x, t in zip(inputs[1:], logits.terms[1:], strict=True)),
             "weight": None if of_loss is None else of_loss.weight,
-            "vocab_parallel": logits.group,
         }
         # The scale of `LossSettings` is that of all, softcap included.
         scale = logits.scale if logits.softcap is None else logits.scale * logits.softcap
@@ -91,15 +90,14 @@ class _Writing:
         with_grad = {name for name, has_grad in outputs.items() if has_grad}
         detached = tuple(name for name in outputs if name in DIFFERENTIABLE_OUTPUTS and name not in with_grad)
         loss = LossSettings(outputs=tuple(outputs), detached=detached, **settings)
-        needs_grad = self._operands_that_need_grad(arguments) if self._is_differentiated() else ()
-        arguments |= loss.non_defaults()
+        tensors = named_tensors(arguments)
+        needs_grad = tuple(name for name in operand_names(tensors) if tensors[name].needs_grad)
+        needs_grad = needs_grad if self._is_differentiated() else ()
         if needs_grad:
-            arguments["expected_gradient"] = self._expected_gradient()
-        result = self._scalar()
-        if result is not None and result.dtype != self._rows_dtype:
-            arguments["dtype"] = result.dtype
-        arguments = {name: value for name, value in arguments.items() if value is not None and value != ()}
-        found, planned = self._writer.region(arguments, needs_grad)
+            tensors = named_tensors({**tensors, "expected_gradient": self._expected_gradient()})
+        call = Call(tensors=tensors, loss=loss, needs_grad=needs_grad)
+        results, planned = self._writer.region(call, logits.group)
+        found = dict(zip(("loss", *outputs), results, strict=True))
         waits = planned.plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS)
         part = min(region.parts, key=lambda each: each.first.position)
         note = region.note if waits else ""
@@ -187,10 +185,6 @@ class _Writing:
         if bias is not None and logits.has_grad and not logits.bias_has_grad and bias.needs_grad:
             return self._call(torch.detach, bias)
         return bias
-
-    def _operands_that_need_grad(self, arguments: dict[str, Any]) -> tuple[str, ...]:
-        tensors = named_tensors({name: arguments[name] for name in ("input", "linear_weight", "linear_bias", "terms")})
-        return tuple(name for name, tensor in tensors.items() if tensor.needs_grad)
 
     def _is_differentiated(self) -> bool:
         total = self._region.total

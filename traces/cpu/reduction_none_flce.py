@@ -26,8 +26,8 @@ def computation(hidden, weight, labels):
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
   (t0, t1, t2, t3, t4) = flce_linear_cross_entropy_fwd(
-    hidden, weight, labels, None, needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100,
-    strategy='recompute_logits', chunk_rows=512)
+    (hidden, weight, labels), names=("input", "linear_weight", "target"), needs_grad=("input", "linear_weight"),
+    reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=512)
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
     # computed_rows = t4: i64[]
@@ -39,7 +39,7 @@ def computation(hidden, weight, labels):
     # loss f32[8192] = row_log_sum - (logits[y] - row_max)                                           PyTorch
   t5 = torch_prims_reshape_impl(t0, (8192,))  # t5: "cpu f32[8192]"
   del t0
-  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((hidden, weight, labels, t1, t2, t3, t4), ())
+  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t1, t2, t3, t4, hidden, weight, labels), ())
 
 
 # Constructed by Delete Last Used
@@ -61,21 +61,22 @@ def backward_fn(saved_for_backward, cotangents):
   # t6: "cpu f32[8192]"
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, weight, labels, t1, t2, t3, t4, = C0
-  # hidden: "cpu f32[2, 4096, 4096]"
-  # weight: "cpu f32[128256, 4096]"
-  # labels: "cpu i64[2, 4096]"
+  t1, t2, t3, t4, hidden, weight, labels, = C0
   # t1: "cpu f32[8192]"
   # t2: "cpu f32[8192]"
   # t3: "cpu i64[]"
   # t4: "cpu i64[]"
+  # hidden: "cpu f32[2, 4096, 4096]"
+  # weight: "cpu f32[128256, 4096]"
+  # labels: "cpu i64[2, 4096]"
   clear_mutable_collection(C0)
   del C0
   t7 = torch_prims_reshape_impl(t6, (2, 4096))  # t7: "cpu f32[2, 4096]"
   del t6
   (t8, t9) = flce_linear_cross_entropy_bwd(
-    t7, hidden, weight, labels, None, t1, t2, t3, t4, needs_grad=("input", "linear_weight"), reduction='none',
-    ignore_index=-100, strategy='recompute_logits', chunk_rows=512)
+    (t7,), (t1, t2, t3, t4), (hidden, weight, labels), names=("input", "linear_weight", "target"),
+    needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits',
+    chunk_rows=512)
     # x = hidden, W = weight, y = labels, grad = t7, row_max = t1, row_log_sum = t2, valid_count = t3,
     # computed_rows = t4
     # dX = t8: f32[2, 4096, 4096], dW = t9: f32[128256, 4096]
@@ -86,5 +87,5 @@ def backward_fn(saved_for_backward, cotangents):
     #   dlogits f32[512, 128256] = A softmax(logits) - B one_hot(y)    in place  PyTorch
     #   dW f32[128256, 4096] += dlogits.t() @ x                                  PyTorch
     #   dX f32[512, 4096] = dlogits @ W                                          PyTorch
-  del t7, hidden, weight, labels, t1, t2, t3, t4
+  del t7, t1, t2, t3, t4, hidden, weight, labels
   return (t8, t9, None)

@@ -13,7 +13,6 @@
 #     t3: bf16[128256, 4096], 1,050,673,152 bytes
 
 # Constructed by Delete Last Used
-import thunder.core.dtypes as dtypes
 import torch
 from thunder.executors.torchex import no_autocast
 
@@ -26,10 +25,11 @@ def computation(hidden, weight, labels):
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
   (t0, t1, t2, t3) = flce_linear_cross_entropy_fwd(
-    hidden, weight, labels, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='mean',
-    ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=192, tune_products=True)
+    (hidden, weight, labels), names=("input", "linear_weight", "target"), needs_grad=("input", "linear_weight"),
+    reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=2048, float32_rows=192,
+    tune_products=True)
     # x = hidden, W = weight, y = labels
-    # loss = t0: bf16[], valid_count = t1: i64[], dX = t2: bf16[2, 4096, 4096], dW = t3: bf16[128256, 4096]
+    # loss = t0: f32[], valid_count = t1: i64[], dX = t2: bf16[2, 4096, 4096], dW = t3: bf16[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
     # x, y = rows of x, y that are valid    the host waits for their number while the first logits run
     # for each chunk of 2048 tokens, 4 in all:
@@ -40,7 +40,10 @@ def computation(hidden, weight, labels):
     #   frequent rows of dW f32[192, 4096] += dlogits[:, frequent].t() @ x                            cuBLAS
     #   dX bf16[2048, 4096] = dlogits @ W                                                             cuBLAS
     # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                             Triton
-  return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t1, t2, t3), ())
+  [t4] = nvFusion0(t0)
+    # t4 = prims.convert_element_type(t0, dtypes.bfloat16)  # t4: "cuda:0 bf16[]"
+  del t0
+  return {'output': (t4,), 'flat_args': [hidden, weight, labels], 'flat_output': (t4,)}, ((t1, t2, t3), ())
 
 
 # Constructed by Delete Last Used
@@ -58,8 +61,8 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t4, = cotangents
-  # t4: "cuda:0 bf16[]"
+  t5, = cotangents
+  # t5: "cuda:0 bf16[]"
   clear_mutable_collection(cotangents)
   del cotangents
   t1, t2, t3, = C0
@@ -68,8 +71,11 @@ def backward_fn(saved_for_backward, cotangents):
   # t3: "cuda:0 bf16[128256, 4096]"
   clear_mutable_collection(C0)
   del C0
-  (t5, t6) = flce_scale_gradients(t4, t1, t2, t3)
+  [t6] = nvFusion1(t5)
+    # t6 = prims.convert_element_type(t5, dtypes.float32)  # t6: "cuda:0 f32[]"
+  del t5
+  (t7, t8) = flce_scale_gradients(t6, t1, t2, t3)
     # t2 *= grad    skipped on the device where that is 1  Triton
     # t3 *= grad    skipped on the device where that is 1  Triton
-  del t4, t1, t2, t3
-  return (t5, t6, None)
+  del t6, t1, t2, t3
+  return (t7, t8, None)

@@ -14,7 +14,6 @@
 #     t4: i64[], 8 bytes
 
 # Constructed by Delete Last Used
-import thunder.core.dtypes as dtypes
 import torch
 from thunder.executors.torchex import no_autocast
 
@@ -27,10 +26,11 @@ def computation(hidden, weight, labels):
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
   (t0, t1, t2, t3, t4) = flce_linear_cross_entropy_fwd(
-    hidden, weight, labels, None, needs_grad=("input", "linear_weight"), dtype=dtypes.bfloat16, reduction='none',
-    ignore_index=-100, strategy='recompute_logits', chunk_rows=2048, float32_rows=192, tune_products=True)
+    (hidden, weight, labels), names=("input", "linear_weight", "target"), needs_grad=("input", "linear_weight"),
+    reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=2048, float32_rows=192,
+    tune_products=True)
     # x = hidden, W = weight, y = labels
-    # loss = t0: bf16[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
+    # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
     # computed_rows = t4: i64[]
     # valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
     # x, y = rows of x, y that are valid    the host waits for their number while the first logits run
@@ -38,9 +38,11 @@ def computation(hidden, weight, labels):
     #   logits bf16[2048, 128256] = x @ W.t()                                                         cuBLAS
     #   row_max, row_log_sum f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  Triton
     # loss f32[8192] = row_log_sum - (logits[y] - row_max)                                            Triton
-  t5 = torch_prims_reshape_impl(t0, (8192,))  # t5: "cuda:0 bf16[8192]"
+  [t5] = nvFusion0(t0)
+    # t6 = prims.reshape(t0, (8192,))  # t6: "cuda:0 f32[8192]"
+    # t5 = prims.convert_element_type(t6, dtypes.bfloat16)  # t5: "cuda:0 bf16[8192]"
   del t0
-  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((hidden, weight, labels, t1, t2, t3, t4), ())
+  return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t1, t2, t3, t4, hidden, weight, labels), ())
 
 
 # Constructed by Delete Last Used
@@ -58,28 +60,31 @@ def backward_fn(saved_for_backward, cotangents):
   clear_mutable_collection(saved_for_backward)
   clear_mutable_collection(C1)
   del C1, saved_for_backward
-  t6, = cotangents
-  # t6: "cuda:0 bf16[8192]"
+  t7, = cotangents
+  # t7: "cuda:0 bf16[8192]"
   clear_mutable_collection(cotangents)
   del cotangents
-  hidden, weight, labels, t1, t2, t3, t4, = C0
-  # hidden: "cuda:0 bf16[2, 4096, 4096]"
-  # weight: "cuda:0 bf16[128256, 4096]"
-  # labels: "cuda:0 i64[2, 4096]"
+  t1, t2, t3, t4, hidden, weight, labels, = C0
   # t1: "cuda:0 f32[8192]"
   # t2: "cuda:0 f32[8192]"
   # t3: "cuda:0 i64[]"
   # t4: "cuda:0 i64[]"
+  # hidden: "cuda:0 bf16[2, 4096, 4096]"
+  # weight: "cuda:0 bf16[128256, 4096]"
+  # labels: "cuda:0 i64[2, 4096]"
   clear_mutable_collection(C0)
   del C0
-  t7 = torch_prims_reshape_impl(t6, (2, 4096))  # t7: "cuda:0 bf16[2, 4096]"
-  del t6
-  (t8, t9) = flce_linear_cross_entropy_bwd(
-    t7, hidden, weight, labels, None, t1, t2, t3, t4, needs_grad=("input", "linear_weight"), reduction='none',
-    ignore_index=-100, strategy='recompute_logits', chunk_rows=2048, float32_rows=192, tune_products=True)
-    # x = hidden, W = weight, y = labels, grad = t7, row_max = t1, row_log_sum = t2, valid_count = t3,
+  [t8] = nvFusion1(t7)
+    # t9 = prims.convert_element_type(t7, dtypes.float32)  # t9: "cuda:0 f32[8192]"
+    # t8 = prims.reshape(t9, (2, 4096))  # t8: "cuda:0 f32[2, 4096]"
+  del t7
+  (t10, t11) = flce_linear_cross_entropy_bwd(
+    (t8,), (t1, t2, t3, t4), (hidden, weight, labels), names=("input", "linear_weight", "target"),
+    needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits',
+    chunk_rows=2048, float32_rows=192, tune_products=True)
+    # x = hidden, W = weight, y = labels, grad = t8, row_max = t1, row_log_sum = t2, valid_count = t3,
     # computed_rows = t4
-    # dX = t8: bf16[2, 4096, 4096], dW = t9: bf16[128256, 4096]
+    # dX = t10: bf16[2, 4096, 4096], dW = t11: bf16[128256, 4096]
     # valid_count i64[] = sum(y != -100)                                           Triton
     # x, y = rows of x, y that are valid
     # for each chunk of 2048 tokens, 4 in all:
@@ -88,5 +93,5 @@ def backward_fn(saved_for_backward, cotangents):
     #   dW bf16[128256, 4096] += dlogits.t() @ x                                   cuBLAS
     #   frequent rows of dW f32[192, 4096] += dlogits[:, frequent].t() @ x         cuBLAS
     #   dX bf16[2048, 4096] = dlogits @ W                                          cuBLAS
-  del t7, hidden, weight, labels, t1, t2, t3, t4
-  return (t8, t9, None)
+  del t8, t1, t2, t3, t4, hidden, weight, labels
+  return (t10, t11, None)
