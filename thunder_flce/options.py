@@ -13,14 +13,19 @@ LOGITS_DTYPES = ("input", "float32")
 ROW_KERNELS = ("auto", "triton", "nvfuser", "torch")
 
 
-def as_options(options: "Options | None") -> "Options":
-    """The defaults in place of None.
+def as_options(options: "Options | tuple[Any, ...] | None") -> "Options":
+    """The defaults in place of None; and the values of the fields, as `functional.one_call` gives them to Dynamo.
 
     Raises:
         TypeError: for anything but `Options`.
     """
     if options is None:
         return _DEFAULTS
+    if isinstance(options, tuple):
+        # To make a number of a symbol adds a guard: another one compiles anew.
+        kinds = {torch.SymInt: int, torch.SymFloat: float}
+        values = [kinds[type(each)](each) if type(each) in kinds else each for each in options]
+        return Options(**dict(zip(OPTIONS, values, strict=True)))
     if not isinstance(options, Options):
         raise TypeError(f"options must be thunder_flce.Options or None, but got {type(options).__name__}")
     return options
@@ -140,3 +145,5 @@ def _is_int(value: Any) -> TypeGuard[int]:
 
 
 _DEFAULTS = Options()
+OPTIONS = tuple(field.name for field in fields(Options))
+"""The names of the fields."""

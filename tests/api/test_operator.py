@@ -183,6 +183,19 @@ def test_opcheck_of_what_tokens_have(given, strategy):
 # Compilers and exporters.
 
 
+@pytest.mark.parametrize("field", ["chunk_rows", "memory_budget", "expected_gradient"])
+def test_options_that_change_between_calls(field):
+    """Of a number that changes, Dynamo makes a symbol, also where it is a field of an argument."""
+
+    def program(x, weight, target, options):
+        return linear_cross_entropy(x * 2, weight, target, options=options)
+
+    compiled, case = torch.compile(program, backend="aot_eager", fullgraph=True), make_case(tokens=37)
+    for number in (1 << 20, 1 << 21, 1 << 22):
+        options = Options(**{field: number})
+        assert torch.equal(compiled(*head(case), options), program(*head(case), options))
+
+
 def test_compiled_whole(settings):
     """Once for any number of tokens, some of them ignored."""
 
