@@ -552,6 +552,34 @@ def predictions_beside_narrowed_labels(h, w, y, a, m):
 # What is not fused, and why.
 
 
+@expect(IN_FORWARD, thunder=True)
+def of_all_classes(h, w, y, a, m):
+    """The mean over tokens and classes at once."""
+    logits = F.linear(h, w)
+    loss = 0.9 * F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    return loss - 0.1 * F.log_softmax(logits, -1).mean() + 1e-3 * (logits.softmax(-1) * logits.log_softmax(-1)).sum()
+
+
+@expect(IN_FORWARD, thunder=True)
+def uniform(h, w, y, a, m):
+    return -F.log_softmax(F.linear(h, w), -1).mean()
+
+
+@expect(FUSED)
+def of_negated(h, w, y, a, m):
+    """With the predictions."""
+    scores = -F.linear(h, w)
+    is_right = (scores.argmax(-1) == y).double()
+    return (F.cross_entropy(scores.flatten(0, 1), y.flatten(), reduction="none") * is_right.flatten()).sum()
+
+
+@expect("log_sigmoid in line")
+def all_classes_beside_preferences(h, w, y, a, m):
+    log_probs = F.linear(h, w).log_softmax(-1)
+    chosen = log_probs.gather(-1, y[..., None]).squeeze(-1)
+    return -F.logsigmoid(chosen.sum(-1)).mean() - 0.1 * log_probs.mean() - 1e-3 * log_probs.sum()
+
+
 @expect(Reason.LOGITS_USED)
 def beside_a_median(h, w, y, a, m):
     of_classes = -F.linear(h, w).log_softmax(-1)

@@ -145,7 +145,8 @@ class Logits:
     def in_order(self) -> "Logits":
         """What two have in common whose largest is in one place: any increasing function of logits keeps it."""
         terms = tuple(replace(term, has_grad=False) for term in self.terms)
-        return replace(self, terms=terms, bias_has_grad=False, scale=Fraction(1), softcap=None)
+        sign = Fraction(1 if self.scale > 0 else -1)
+        return replace(self, terms=terms, bias_has_grad=False, scale=sign, softcap=None)
 
     @property
     def is_linear(self) -> bool:
@@ -276,6 +277,19 @@ class Row:
         return not any(atom.name in ("M", "u") for atom, _ in self.sum)
 
 
+@dataclass(frozen=True)
+class Total:
+    """A number of each row, of all rows together."""
+
+    of: Row
+    reduction: str
+    """"sum" or "mean" """
+
+    def detached(self) -> "Total":
+        """Without a gradient."""
+        return replace(self, of=self.of.detached())
+
+
 _PARTS = {
     "y": {"log_prob": 1, "log_sum_exp": 1},
     "E": {"entropy": -1, "log_sum_exp": 1},
@@ -323,4 +337,4 @@ class Argmax:
         return self
 
 
-Value = Class | Row | Loss | Argmax
+Value = Class | Row | Total | Loss | Argmax

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Loss, Row, Value
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Loss, Row, Total, Value
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     CHANGED,
@@ -36,6 +36,8 @@ class Result:
 
     tensor: Tensor
     value: Row | Loss | Argmax
+    reduction: str = "none"
+    """Of all rows, where it is not a number of each of them: "mean" or "sum" """
 
     @property
     def op(self) -> Op:
@@ -149,7 +151,7 @@ class Interpreter:
             self._write(op)
         # What a rule has not described of several operands, such as the labels that are broadcast, is asked for.
         if isinstance(found, Loss):
-            self.results[op.output] = Result(op.output, found)
+            self.results[op.output] = Result(op.output, found, found.reduction)
             for each in (found.target, *([] if found.weight is None else [found.weight])):
                 self._demand(each, op)
 
@@ -202,8 +204,10 @@ class Interpreter:
         found = self.get(tensor)
         if isinstance(found, Class) or (isinstance(found, Row) and not found.is_whole):
             self._escape(tensor, user, detail)
-        elif isinstance(found, Row | Argmax) and tensor not in self.results:
-            self.results[tensor] = Result(tensor, found)
+        elif isinstance(found, Total):
+            self.results.setdefault(tensor, Result(tensor, found.of, found.reduction))
+        elif isinstance(found, Row | Argmax):
+            self.results.setdefault(tensor, Result(tensor, found))
 
     def _escape(self, tensor: Tensor, user: Op | None, detail: str = "") -> None:
         found = self.values.get(tensor)

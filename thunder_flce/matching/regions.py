@@ -4,6 +4,7 @@ A `Part` is what reads the same rows for the same labels. A `Region` is one or m
 rows stand one after another, so that the head has one gradient.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -231,7 +232,7 @@ def _give_argmaxes(parts: Sequence[Part], known: Interpreter) -> None:
         argmax = result.value
         if not isinstance(argmax, Argmax):
             continue
-        fitting = [part for part in parts if part.logits.in_order == argmax.logits and part.logits.scale > 0]
+        fitting = [part for part in parts if part.logits.in_order == argmax.logits]
         if fitting:
             fitting[0].argmaxes.append(result)
             continue
@@ -357,8 +358,7 @@ def _begin(parts: Iterable[Part]) -> int:
 
 def _tokens(part: Part) -> Tokens:
     results = [*([] if part.loss is None else [part.loss]), *part.rows]
-    row = next((each.tensor for each in results if each.tensor.ndim or not isinstance(each.value, Loss)), None)
-    return Tokens(results, 1 if row is None else row.numel)
+    return Tokens(results, math.prod(part.logits.rows_shape))
 
 
 def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from sys import float_info
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from thunder_flce.matching.algebra import (
     Row,
     RowStep,
     Term,
+    Total,
     Value,
     added,
     has_grad,
@@ -354,7 +355,10 @@ def _broadcast_tensors(known: "Interpreter", op: Op, *tensors: Any) -> tuple[Cla
 # Arithmetic.
 
 
-def _scaled(of: Class | Row, factor: Fraction) -> Class | Row:
+_Scaled = TypeVar("_Scaled", bound=Class | Row)
+
+
+def _scaled(of: _Scaled, factor: Fraction) -> _Scaled:
     if factor == 0:
         raise Unknown
     if isinstance(of, Row):
@@ -595,18 +599,21 @@ def _logsumexp(known: "Interpreter", op: Op, input: Tensor, dim: Any, keepdim: b
 @rule("sum")
 def _sum(
     known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Row:
+) -> Row | Total:
     of = _class(known, input)
-    _over_classes(of, dim)
     _copied(known, op, input)
+    if dim is None and len(of.shape) > 1 and (found := _summed(of, of.rows_shape)).is_whole:
+        return Total(found, "sum")
+    _over_classes(of, dim)
     return _summed(of, op.output.shape)
 
 
 @rule("mean")
 def _mean(
     known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Class | Row:
-    return _scaled(_sum(known, op, input, dim), 1 / Fraction(_columns(_class(known, input))))
+) -> Value:
+    found, factor = _sum(known, op, input, dim), 1 / Fraction(_columns(_class(known, input)))
+    return Total(_scaled(found.of, factor), "mean") if isinstance(found, Total) else _scaled(found, factor)
 
 
 def _columns(of: Class) -> int:
@@ -703,10 +710,8 @@ def _argmax(known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdi
     # Several exponentials may be infinite.
     if of.form == "p" or (of.form == "exp" and not of.is_probability) or not of.of_u:
         raise Unknown
-    logits = of.logits
-    if of.of_u * logits.scale < 0:
-        raise Unknown("of negative logits")
-    return Argmax(logits.in_order, op.outs[-1].shape)
+    order = of.logits.in_order
+    return Argmax(order if of.of_u > 0 else replace(order, scale=-order.scale), op.outs[-1].shape)
 
 
 @rule("gather")

@@ -67,13 +67,14 @@ class TokenInput:
 
 @dataclass(eq=False)
 class Summand:
-    """A number of each token that is summed up with weights; or a loss that is a mean or a sum itself."""
+    """A number of each token that is summed up with weights; or a mean or a sum itself."""
 
     rows: int
     """The number of its rows among the sources"""
     tensor: Tensor
     handle: Handle | None
     """What it is in the recorder of its rows; None for a loss that is a mean or a sum"""
+    reduction: str = "none"
 
 
 @dataclass(eq=False)
@@ -178,14 +179,16 @@ class _Search:
         self._upstream = _with_upstream_gradients(known)
         for rows, tokens in enumerate(of_rows):
             for result in tokens.results:
-                value = result.value
-                if isinstance(value, Loss) and value.reduction != "none":
+                is_reduced = result.reduction != "none"
+                if is_reduced:
                     self._sums.add(result.tensor)
-                    continue
-                handle = _recorded(value, tokens)
+                    if isinstance(result.value, Loss):
+                        continue
+                handle = _recorded(result.value, tokens)
                 if not result.tensor.needs_grad:
                     handle = tokens.recorder.detached(handle)
-                self._tokens[result.tensor] = rows, handle
+                if not is_reduced:
+                    self._tokens[result.tensor] = rows, handle
                 tokens.own[result.tensor] = handle
 
     def add(self, op: Op) -> bool:
@@ -350,8 +353,10 @@ class _Search:
         starts = list(dict.fromkeys(starts)) or [place]
         summands = []
         for each in starts:
-            rows, handle = self._tokens.get(each, (self._sources.get(each, 0), None))
-            summands.append(Summand(rows, each, handle))
+            rows, handle = self._tokens.get(each) or (self._sources[each], None)
+            of_source = self._known.results.get(each)
+            handle = self._of_rows[rows].own.get(each) if handle is None else handle
+            summands.append(Summand(rows, each, handle, "none" if of_source is None else of_source.reduction))
         needed = _ops_between(self._linear, place)
         assert place.op is not None
         return TokenSum(place, summands, needed, list(self._of_rows), self._kept(place.op), self._writes)

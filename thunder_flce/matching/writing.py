@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
-from thunder_flce.matching.algebra import Loss, Row, RowStep, Term
+from thunder_flce.matching.algebra import Row, RowStep, Term
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import (
@@ -27,6 +27,7 @@ from thunder_flce.matching.program import (
     same_shape,
 )
 from thunder_flce.matching.regions import Part, Region, ignored, is_compared_with_labels
+from thunder_flce.matching.sums import Summand
 from thunder_flce.operation.call import Call, named_tensors, operand_names
 from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED
 from thunder_flce.operation.loss import Loss as LossSettings
@@ -205,10 +206,7 @@ class _Writing:
         region, total = self._region, self._region.total
         assert total is not None
         found = self._writer.weights(total.ops, [each.tensor for each in total.summands], total.place)
-        weights = [
-            self._of_mean(weight, region.parts[summand.rows].of_loss) if summand.handle is None else weight
-            for summand, weight in zip(total.summands, found, strict=True)
-        ]
+        weights = [self._of_rows_of(summand, weight) for summand, weight in zip(total.summands, found, strict=True)]
         signs = [total.plain_sign(number) for number in range(len(region.parts))]
         is_alone = not total.kept and not any(part.argmaxes for part in region.parts)
         loss = region.parts[0].of_loss
@@ -293,8 +291,19 @@ class _Writing:
             tensor = self._call(torch.Tensor.expand, tensor, given.shape)
         return self._in_rows(tensor)
 
-    def _of_mean(self, weight: Tensor | float, loss: Loss | None) -> Tensor | float:
-        """The weights of the tokens of a loss that is a mean or a sum, from its own."""
+    def _of_rows_of(self, summand: Summand, weight: Tensor | float) -> Tensor | float:
+        """The weights of the tokens of a summand, from its own."""
+        part = self._region.parts[summand.rows]
+        if summand.handle is not None:
+            count = math.prod(part.logits.rows_shape) if summand.reduction == "mean" else 1
+            if isinstance(weight, Tensor):
+                return weight if isinstance(count, int) and count == 1 else self._call(torch.div, weight, count)
+            if isinstance(count, int):
+                return weight / count if count else weight
+            device = part.logits.terms[0].input.device
+            one = self._call(torch.full, (), weight, dtype=self._rows_dtype, device=device)
+            return self._call(torch.div, one, count)
+        loss = part.of_loss
         assert loss is not None
         is_valid = self._call(torch.ne, loss.target, loss.ignore_index)
         if loss.reduction == "mean":
@@ -378,7 +387,10 @@ class _Writing:
                 if total is None or result.tensor in total.kept:
                     row = result.value
                     assert isinstance(row, Row)
-                    results[result.tensor] = self._like(result.tensor, self._row(row, of_part))
+                    of_rows = self._row(row, of_part)
+                    if result.reduction != "none":
+                        of_rows = self._call(torch.sum if result.reduction == "sum" else torch.mean, of_rows)
+                    results[result.tensor] = self._like(result.tensor, of_rows)
         return {tensor: results[tensor] for tensor in region.gives}
 
     def _of_one_part(self, found: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
