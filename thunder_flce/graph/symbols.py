@@ -218,7 +218,10 @@ def linear_cross_entropy(
     input: TensorProxy, linear_weight: TensorProxy, target: TensorProxy, **arguments: Any
 ) -> TensorProxy | tuple[TensorProxy, ...]:
     """`functional.linear_cross_entropy` in a trace; `vocab_parallel` is a `VocabParallel` by `as_literal`."""
-    given = dict(_SIGNATURE.bind(input, linear_weight, target, **arguments).arguments)
+    try:
+        given = dict(_SIGNATURE.bind(input, linear_weight, target, **arguments).arguments)
+    except TypeError as error:
+        raise TypeError(f"linear_cross_entropy() {error}") from error
     if given.pop("options", None) is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
     settings = {each.name: _plain(given[each.name]) for each in fields(Loss) if each.name in given}
