@@ -18,15 +18,7 @@ import thunder_flce
 from thunder_flce.backend import compile_graph
 from thunder_flce.bench.measure import Run, progress
 from thunder_flce.bench.methods import LOG_PROBS, Method, peer
-from thunder_flce.bench.regions import (
-    Results,
-    add,
-    add_matmuls,
-    make_reference,
-    prepared,
-    row_slices,
-    step_of,
-)
+from thunder_flce.bench.regions import Results, add, add_matmuls, make_reference, prepared, row_slices, step_of
 from thunder_flce.bench.shapes import Inputs, Shape
 from thunder_flce.functional import linear_cross_entropy
 from thunder_flce.kl_divergence import linear_kl_divergence

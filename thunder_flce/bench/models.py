@@ -92,7 +92,7 @@ _TINY_LITGPT: dict[str, Any] = {"padded_vocab_size": 1000, "n_embd": 64, "n_head
 # graph of torch.compile has 2048 operations for each of these layers, and AOTAutograd does not end within minutes.
 _GEMMA_2B: dict[str, Any] = {"name": "Gemma-2-2b", "sliding_window_size": None, "sliding_window_indices": None}
 
-_MODELS = {
+MODELS = {
     "litgpt-llama-3.2-1b": Model(make=partial(_litgpt, name="Llama-3.2-1B"), layers=16),
     "litgpt-llama-3.2-3b": Model(make=partial(_litgpt, name="Llama-3.2-3B"), layers=28),
     "litgpt-qwen2.5-0.5b": Model(make=partial(_litgpt, name="Qwen2.5-0.5B"), layers=24, tokens=16384),
@@ -104,7 +104,6 @@ _MODELS = {
     "litgpt-tiny": Model(make=partial(_litgpt, **_TINY_LITGPT), layers=1, tokens=64, dtype=torch.float32),
     "transformers-tiny": Model(make=partial(_llama, **_TINY_LLAMA), layers=1, tokens=64, dtype=torch.float32),
 }
-MODELS = {name: replace(model, name=name) for name, model in _MODELS.items()}
 
 METHODS: dict[str, Callable[[nn.Module], Callable[..., Tensor]]] = {
     "eager": lambda module: module,
@@ -130,7 +129,8 @@ def parse_model(text: str) -> Model:
     name, *changes = text.split(",")
     lengths = {"one": "one", "changing": "changing"}.__getitem__
     try:
-        found = replace(MODELS[name], **given_fields(changes, {"layers": int, "tokens": int, "lengths": lengths}))
+        fields = given_fields(changes, {"layers": int, "tokens": int, "lengths": lengths})
+        found = replace(MODELS[name], name=name, **fields)
         if min(found.layers, found.tokens) < 1:
             raise ValueError
         return found
