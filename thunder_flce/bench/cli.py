@@ -84,7 +84,7 @@ SUBSETS = {
         turns={"rounds": 3, "turn_ms": 300},
     ),
     "models": Subset(
-        help="training steps of whole models, and the time to the first one",
+        help="training steps of whole models, as NAME or NAME,layers=…,tokens=…,lengths=changing",
         measure=models.measure,
         methods=models.DEFAULT,
         check_method=one_of(models.METHODS),
