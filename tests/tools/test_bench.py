@@ -118,6 +118,8 @@ def test_slow_steps_run_as_often_as_they_have_to(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "SUBSETS", {"regions": replace(cli.SUBSETS["regions"], turns={"turn_ms": 10})})
     cli.main(["--device", "cpu", "--shapes", SHAPE, "--methods", "slow", "--rounds", "3"], cli.SUBSETS)
     assert len(calls) == 2 + 3
+    once = {"method": "once", "time_ms": 1.0, "time_ms_p20": 1.0, "time_ms_p80": 1.0}
+    assert "| once   |    1.000 |" in output.markdown("", [once])
 
 
 def test_a_low_rank_adapter_beside_a_frozen_head(tmp_path, monkeypatch):

@@ -97,7 +97,7 @@ def append(path: Path, row: Row) -> None:
 def markdown(title: str, rows: Sequence[Row], columns: Columns = COLUMNS) -> str:
     """A table with a line for each method, then a list of what failed.
 
-    A cell has the median, and half of what lies between the 20th and the 80th percentile.
+    A cell has the median, and half of what lies between the 20th and the 80th percentile, but of a single timing.
     """
     measured = [row for row in rows if "failed" not in row]
     shown = _shown(measured, columns)
@@ -150,4 +150,4 @@ def _cell(row: Row, name: str, columns: Columns) -> str:
     if name not in row:
         return ""
     half = (row.get(f"{name}_p80", 0) - row.get(f"{name}_p20", 0)) / 2
-    return columns[name][1].format(row[name]) + (f" ±{half:.2g}" if f"{name}_p20" in row else "")
+    return columns[name][1].format(row[name]) + (f" ±{half:.2g}" if half else "")
