@@ -580,6 +580,18 @@ def all_classes_beside_preferences(h, w, y, a, m):
     return -F.logsigmoid(chosen.sum(-1)).mean() - 0.1 * log_probs.mean() - 1e-3 * log_probs.sum()
 
 
+@expect(Reason.NOT_FOLLOWED, thunder=True)
+def mean_of_all_classes_with_its_dimensions(h, w, y, a, m):
+    return F.linear(h, w).log_softmax(-1).mean(dim=None, keepdim=True).sum()
+
+
+@expect(ANY, thunder=True)
+def mean_of_no_tokens(h, w, y, a, m):
+    """It is NaN."""
+    of_none = F.linear(h[:, :0], w).log_softmax(-1).mean()
+    return losses(h, w, y).sum() + of_none.isnan().double()
+
+
 @expect(Reason.LOGITS_USED)
 def beside_a_median(h, w, y, a, m):
     of_classes = -F.linear(h, w).log_softmax(-1)

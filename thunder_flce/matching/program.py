@@ -226,6 +226,12 @@ def depends_on_values(size: Any) -> bool:
     return not isinstance(size, int) and not size.node.has_hint()
 
 
+def has_elements(tensor: Tensor) -> bool:
+    """Whether it has elements, as far as that is known: the mean of none is NaN, and no sum."""
+    count = tensor.numel
+    return count > 0 if isinstance(count, int) else not depends_on_values(count)
+
+
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether all sizes are the same."""
     return len(a) == len(b) and all(map(same, a, b))

@@ -42,6 +42,7 @@ from thunder_flce.matching.program import (
     Op,
     Tensor,
     agree,
+    has_elements,
     hint,
     is_number,
     keeps_elements,
@@ -602,7 +603,7 @@ def _sum(
 ) -> Row | Total:
     of = _class(known, input)
     _copied(known, op, input)
-    if dim is None and len(of.shape) > 1 and (found := _summed(of, of.rows_shape)).is_whole:
+    if dim is None and len(of.shape) > 1 and not keepdim and (found := _summed(of, of.rows_shape)).is_whole:
         return Total(found, "sum")
     _over_classes(of, dim)
     return _summed(of, op.output.shape)
@@ -612,7 +613,9 @@ def _sum(
 def _mean(
     known: "Interpreter", op: Op, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Value:
-    found, factor = _sum(known, op, input, dim), 1 / Fraction(_columns(_class(known, input)))
+    found, factor = _sum(known, op, input, dim, keepdim), 1 / Fraction(_columns(_class(known, input)))
+    if isinstance(found, Total) and not has_elements(input):
+        raise Unknown("of no tokens, or of as many as values say")
     return Total(_scaled(found.of, factor), "mean") if isinstance(found, Total) else _scaled(found, factor)
 
 

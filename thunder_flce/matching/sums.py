@@ -27,6 +27,7 @@ from thunder_flce.matching.program import (
     Op,
     Tensor,
     depends_on_values,
+    has_elements,
     is_number,
     keeps_elements,
     same,
@@ -467,7 +468,7 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
         if len(operands) > 1 or op.operands[0] is not operands[0] or not _is_sum_of_floats(op):
             return False
         if name == "mean":
-            return _has_elements(operands[0])
+            return has_elements(operands[0])
         return True
     if tensors_in(op.kwargs):
         return False  # What is linear is told by an argument's place.
@@ -488,12 +489,6 @@ def _is_linear(op: Op, operands: Sequence[Tensor], is_zero: Callable[[Any, Op], 
         filled, _, value = (*args, *op.kwargs.values())
         return len(operands) == 1 and filled is operands[0] and is_zero(value, op)
     return False
-
-
-def _has_elements(tensor: Tensor) -> bool:
-    """Whether it has elements, as far as that is known: the mean of none is NaN, and no sum."""
-    count = tensor.numel
-    return count > 0 if isinstance(count, int) else count.node.has_hint()
 
 
 def _is_sum_of_floats(op: Op) -> bool:

@@ -299,7 +299,7 @@ class _Writing:
             if isinstance(weight, Tensor):
                 return weight if isinstance(count, int) and count == 1 else self._call(torch.div, weight, count)
             if isinstance(count, int):
-                return weight / count if count else weight
+                return weight / count
             device = part.logits.terms[0].input.device
             one = self._call(torch.full, (), weight, dtype=self._rows_dtype, device=device)
             return self._call(torch.div, one, count)
