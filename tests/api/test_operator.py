@@ -20,11 +20,9 @@ from reference import (
     make_case,
     truth,
 )
-from thunder_flce import Options, inductor, linear_cross_entropy, operators
-from thunder_flce.calls import settings_of_call, unplanned
-from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, RECOMPUTE_LOGITS, SAVE_LOGITS, Plan
-from thunder_flce.operation.call import Call
-from thunder_flce.operation.loss import Loss
+from thunder_flce import Options, inductor, linear_cross_entropy, linear_kl_divergence, operators
+from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD, LOSS_ONLY, Plan
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, Loss
 from thunder_flce.operators import Settings
 from thunder_flce.options import STRATEGIES
 
@@ -46,12 +44,10 @@ def settings(request):
     return WAYS[request.param]
 
 
-def wide_case(**sizes) -> Case:
-    """With every operand, and targets in the vocabulary of `EVERYTHING`."""
-    return make_case(bias=True, class_weight=True, ranks=(4,), **{"vocab": 97, **sizes})
-
-
 def call(case: Case, **settings):
+    if "divergence" in settings:
+        teacher = case.x.detach().flip(0), case.weight.detach().flip(0)
+        return linear_kl_divergence(case.x, case.weight, *teacher, case.target, **settings)
     return linear_cross_entropy(
         case.x,
         case.weight,
@@ -87,97 +83,61 @@ def head(case: Case):
 
 # The operators by themselves.
 
-PLANS = {
-    "gradients in forward": Plan(strategy=GRADIENTS_IN_FORWARD, chunk_rows=10),
-    "save logits": Plan(strategy=SAVE_LOGITS),
-    "save logits of 8": Plan(strategy=SAVE_LOGITS, saved_rows=8, chunk_rows=10),
-    "recompute logits": Plan(strategy=RECOMPUTE_LOGITS, chunk_rows=10),
-    "loss only": Plan(strategy=LOSS_ONLY, chunk_rows=10),
+OF_TOKENS = torch.rand(37)
+CALLS = {
+    **{name: {"options": Options(strategy=name)} for name in STRATEGIES},
+    "chunks": {"options": Options(chunk_rows=10)},
+    "some logits, each row": {"options": Options(memory_budget=6000), "reduction": "none"},
+    "everything": EVERYTHING,
+    "in the forward": {"outputs": ("argmax", "valid_argmax", "accuracy", "mean_logit"), "detached": ("mean_logit",)},
+    "token loss": {"token_loss": lambda p, e, each: e - p * each, "token_inputs": (OF_TOKENS,)},
+    "target weights": {"target_weights": torch.rand(37, 2)},
+    "target weights, each row": {"target_weights": torch.rand(37, 2), "reduction": "none"},
+    "token weights": {"token_weights": OF_TOKENS},
+    "expected gradient": {"expected_gradient": torch.tensor(3.0)},
+    "items": {"num_items": torch.tensor(3.0)},
+    "divergence": {"divergence": "jensen_shannon"},
+    "divergence, each row": {"divergence": "jensen_shannon", "reduction": "none", "options": Options(chunk_rows=5)},
 }
-NEEDING = ("input", "linear_weight", "linear_bias", "terms[0].weight")
 
 
-def operator_call(case: Case, loss: Loss, plan: Plan) -> Call:
-    """The call with every operand, of which `NEEDING` need gradients."""
-    named = {"input": case.x, "linear_weight": case.weight, "target": case.target, "linear_bias": case.bias,
-             "weight": case.class_weight}  # fmt: skip
-    for number, (x, weight) in enumerate(case.terms):
-        named |= {f"terms[{number}].input": x, f"terms[{number}].weight": weight}
-    return Call(tensors=named, loss=loss, needs_grad=() if plan.strategy == LOSS_ONLY else NEEDING)
-
-
-@pytest.mark.parametrize("is_planned", [True, False], ids=["planned", "any number of tokens"])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_opcheck(plan, is_planned):
-    """Planned, as eager calls are, and for any number of tokens, as compiled programs are."""
-    if not is_planned and plan.saved_rows is not None:
-        pytest.skip("a part of the logits is saved only where that was planned")
-    names = {**EVERYTHING, "reduction": "mean"}
-    if plan.finishes_in_forward:
-        names |= {"outputs": ("argmax", "valid_argmax", "accuracy", "mean_logit"), "detached": ("mean_logit",)}
-    loss = Loss(**names)
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["planned", "any number of tokens"])
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["", "loss only"])
+@pytest.mark.parametrize("name", CALLS)
+def test_opcheck(name, needs_grad, is_compiled):
+    """Of the calls that the function makes, forward and backward, eagerly and from a compiled program."""
+    settings = dict(CALLS[name])
     # Of logits that are saved, the rows after those of valid targets are never written.
-    saves_logits = plan.strategy == SAVE_LOGITS
-    case = wide_case(vocab=101, ignored=0.0 if saves_logits else 0.3)
-    case.target[case.target > 96] = 96
-    case.terms[0][0].requires_grad_(False)
-    if saves_logits or plan.strategy == LOSS_ONLY:
-        for tensor in case.operands():
-            tensor.requires_grad_(False)
-    call = operator_call(case, loss, plan)
-    settings = settings_of_call(call, plan)
-    if not is_planned:
-        options = Options(strategy=plan.strategy if call.needs_grad else None, chunk_rows=None if saves_logits else 10)
-        settings = unplanned(call, options)
-    tensors = list(call.tensors.values())
-    torch.library.opcheck(OPERATOR, (tensors, str(settings)))
-    with torch.no_grad():
-        results = OPERATOR(tensors, str(settings))
-    if plan.strategy in (GRADIENTS_IN_FORWARD, LOSS_ONLY):
+    case = make_case(vocab=97, bias=True, ranks=(4,), class_weight=name in STRATEGIES, ignored=0.0)
+    if "target_weights" in settings:
+        case.target = torch.stack([case.target, case.target.flip(0)], -1)
+    if "divergence" in settings:
+        case.bias, case.terms = None, ()
+    for tensor in case.operands():
+        tensor.requires_grad_(needs_grad and (not case.terms or tensor is not case.terms[0][0]))
+    function = torch.compile(call, backend="eager", dynamic=True) if is_compiled else call
+    with RecordedCalls(OPERATOR) as calls:
+        function(case, **settings)
+    (((tensors, literal), _),) = calls
+    tensors = [tensor.detach() for tensor in tensors]
+    torch.library.opcheck(OPERATOR, (tensors, literal))
+    known = Settings.parse(literal)
+    waits = name in ("save_logits", "recompute_logits", "everything") or name.endswith("each row")
+    assert ("computed_rows" in known.saved_names) == (needs_grad and waits)
+    if not (needs_grad and waits):
         return
-    found = dict(zip(settings.result_names, results, strict=True))
-    saved = [found[name].detach() for name in settings.saved_names]
-    upstream = [torch.tensor(0.7), found["log_prob"], found["entropy"] + 1, None, None]
-    args = (upstream, saved, [tensor.detach() for tensor in tensors], str(settings))
+    found = dict(zip(known.result_names, OPERATOR(tensors, literal), strict=True))
+    upstream = [found[each].detach() + 1 if each in found else None for each in ("loss", *DIFFERENTIABLE_OUTPUTS)]
+    args = (upstream, [found[each].detach() for each in known.saved_names], tensors, literal)
     torch.library.opcheck(BACKWARD, args)
     # It leaves what was saved as it is, even in a backward pass whose graph goes.
-    gradients = []
-    leaf = torch.zeros((), requires_grad=True)
+    gradients, leaf = [], torch.zeros((), requires_grad=True)
     leaf.register_hook(lambda grad: gradients.extend(BACKWARD(*args) for _ in range(2)))
     leaf.backward()
     torch.testing.assert_close(*gradients, rtol=0, atol=0)
-    for name, gradient in zip(call.needs_grad, gradients[0], strict=True):
-        operand = call.tensors[name]
+    for each, gradient in zip(known.needs_grad, gradients[0], strict=True):
+        operand = tensors[known.names.index(each)]
         assert (gradient.shape, gradient.dtype) == (operand.shape, operand.dtype) and gradient.is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("given", "strategy"),
-    [
-        ("token_loss", "gradients_in_forward"),
-        ("target_weights", "gradients_in_forward"),
-        ("target_weights", "recompute_logits"),
-        ("token_weights", "recompute_logits"),
-        ("expected_gradient", "gradients_in_forward"),
-        ("num_items", "save_logits"),
-    ],
-)
-def test_opcheck_of_what_tokens_have(given, strategy):
-    """A loss of one's own with its inputs, several weighted targets, weights of tokens: what the function calls."""
-    case, options = make_case(vocab=97, ignored=0.0), Options(strategy=strategy, chunk_rows=10)
-    target, factors = case.target, torch.rand(case.target.numel())
-    settings = {given: factors}
-    if given == "token_loss":
-        settings = {given: lambda log_prob, entropy, each: entropy - log_prob * each, "token_inputs": (factors,)}
-    elif given == "target_weights":
-        target, settings = target[:, None].clamp(min=0).repeat(1, 2), {given: torch.stack([factors, 1 - factors], -1)}
-    elif given in ("expected_gradient", "num_items"):
-        settings = {given: torch.tensor(3.0)}
-    with RecordedCalls(OPERATOR) as calls:
-        linear_cross_entropy(case.x, case.weight, target, options=options, **settings)
-    ((arguments, _),) = calls
-    # Saved logits are a view of their memory, whose gradients opcheck would compare.
-    torch.library.opcheck(OPERATOR, ([tensor.detach() for tensor in arguments[0]], arguments[1]))
 
 
 # Compilers and exporters.
