@@ -269,7 +269,7 @@ def vectors(dtype):
         of = RowStatistics(vector(), vector())
         triton_vectors.finish(
             of, vector(dtype), weight=found.weight, at_target=found.at_target, divisors=found.divisors,
-            z_loss=1e-4, reduction=reduction,
+            z_loss=1e-4, reduction=reduction, outputs=("log_prob", "log_sum_exp"),
         )  # fmt: skip
     gradients = [torch.empty(2**16, dtype=dtype) for _ in range(3)]
     triton_vectors.scale_(gradients, torch.ones(()), torch.ones(2, dtype=torch.int64), torch.ones(()))

@@ -14,7 +14,7 @@ from interpreted import DEVICE, INTERPRETED, on_device, prepare_row_kernels
 from thunder_flce.device import ABSENT_DEVICE
 from thunder_flce.engine.kernels import scaling
 from thunder_flce.engine.kernels.interface import Prepared, RowStatistics
-from thunder_flce.operation.loss import NOTHING_IGNORED
+from thunder_flce.operation.loss import NOTHING_IGNORED, OUTPUTS, Row
 
 ONE_MULTIPROCESSOR = replace(ABSENT_DEVICE, multiprocessors=1)
 
@@ -127,10 +127,38 @@ def test_no_valid_row_and_no_items(reduction):
 
 
 def _finish(statistics, z_y, prepared, *, z_loss=0.0, reduction):
+    loss, outputs = _with_outputs(statistics, z_y, prepared, (), z_loss=z_loss, reduction=reduction)
+    assert not outputs
+    return loss
+
+
+def _with_outputs(statistics, z_y, prepared, outputs, *, z_loss=0.0, reduction):
     return _vectors().finish(
         statistics, z_y, weight=prepared.weight, at_target=prepared.at_target, divisors=prepared.divisors,
-        z_loss=z_loss, reduction=reduction,
+        z_loss=z_loss, reduction=reduction, outputs=outputs,
     )  # fmt: skip
+
+
+@on_device
+@pytest.mark.parametrize("outputs", [("log_prob",), ("entropy", "log_sum_exp"), ("log_sum_exp", "argmax", "log_prob")])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_outputs_that_come_with_the_loss(outputs, reduction):
+    """They have the bits of the formulas, in ignored rows 0, and change nothing of the loss."""
+    tokens = 5001
+    target = torch.randint(VOCAB, (tokens,), device=DEVICE)
+    target[::3] = -100
+    prepared = _vectors().prepare(target, vocab=VOCAB, ignore_index=-100, reduction=reduction)
+    row_max, row_log_sum, z_y = torch.randn(3, tokens, device=DEVICE)
+    row_log_sum, z_y[3], row_max[4] = row_log_sum.abs(), float("nan"), float("inf")
+    statistics = RowStatistics(row_max, row_log_sum)
+    loss, found = _with_outputs(statistics, z_y, prepared, outputs, reduction=reduction)
+    assert {*found} == {*outputs} & {"log_prob", "log_sum_exp"}
+    for name, got in found.items():
+        row = Row(row_max, row_log_sum, z_y, {})
+        right = torch.where(target == -100, 0, OUTPUTS[name].of(row, VOCAB, torch.log))
+        assert torch.equal(got.nan_to_num(7.0), right.nan_to_num(7.0)), name
+    alone = _finish(statistics, z_y, prepared, reduction=reduction)
+    assert torch.equal(loss.nan_to_num(7.0), alone.nan_to_num(7.0))
 
 
 @on_device

@@ -239,14 +239,16 @@ def _results(
 ) -> dict[str, Tensor]:
     call, plan = ops.call, ops.plan
     assert found is not None
+    made: dict[str, Tensor] = {}
     if call.divergence is not None:
         value = row_loss.reduced(ops, rows, found.z_y)
     else:
-        value = ops.loss(rows, found)
+        value, made = ops.loss(rows, found)
     results = {"loss": rows.returned(value) if call.loss.reduction == "none" else value}
-    if call.loss.outputs:
+    results |= {name: rows.returned(output) for name, output in made.items()}
+    if len(made) < len(call.loss.outputs):
         row = found.row(ops)
-        results |= {name: row_loss.output(ops, rows, name, row) for name in call.loss.outputs}
+        results |= {name: row_loss.output(ops, rows, name, row) for name in call.loss.outputs if name not in made}
     if plan.strategy != LOSS_ONLY:
         results["valid_count"] = rows.valid_count
     if plan.reads_statistics(call):

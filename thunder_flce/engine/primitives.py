@@ -531,16 +531,17 @@ class Primitives:
 
     # Results.
 
-    def loss(self, selected: Rows, found: RowResults) -> Tensor:
-        """() the loss or, for reduction "none", (N,), from what is known of all rows."""
+    def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
+        """() the loss or, for reduction "none", (N,), from what is known of all rows; and outputs that come with it."""
         loss = self.call.loss
         # The kernel's map of the logits may differ in the last digit from the one that the outputs take.
         is_plain = not (loss.label_smoothing or loss.target_rest or loss.maps_logits)
         if self.region.vector_kernels is None or not is_plain:
-            return row_loss.loss_of(self, selected, found)
+            return row_loss.loss_of(self, selected, found), {}
         return self.region.vector_kernels.finish(
             found.statistics, found.z_y, weight=selected.weight, at_target=selected.at_target,
             divisors=selected.divisors, z_loss=loss.z_loss, reduction=loss.reduction, of_rows=found.token_loss,
+            outputs=loss.outputs,
         )  # fmt: skip
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:

@@ -339,7 +339,7 @@ class _Writer(Primitives):
 
     # Results.
 
-    def loss(self, selected: Rows, found: RowResults) -> Tensor:
+    def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
         loss, call = self.call.loss, self.call
         kind = "token_loss" if loss.token_loss else "row_log_sum - (logits[y] - row_max)"
         terms = [kind if not loss.label_smoothing else f"{1 - loss.label_smoothing:g} ({kind}) + smoothing"]
@@ -354,7 +354,7 @@ class _Writer(Primitives):
             words += f" / {'num_items' if 'num_items' in call.tensors else by_weights}"
         shape = (call.own_tokens,) if loss.reduction == "none" else ()
         self._write("loss", f"loss {_type(shape, call.row_dtype)} = {words}", self._vector_library)
-        return self.empty((selected.count,) if loss.reduction == "none" else (), call.row_dtype)
+        return self.empty((selected.count,) if loss.reduction == "none" else (), call.row_dtype), {}
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:
         self._write("scaled_rows", f"dX {_type(gradient.shape, self.call.dtype)} = dX * grad    each row", "PyTorch")

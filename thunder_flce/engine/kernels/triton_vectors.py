@@ -162,9 +162,9 @@ def prepare(
 
 @triton.jit
 def _terms(
-    row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row, Z_LOSS: tl.constexpr,
+    row_max, row_log_sum, z_y, weight, at_target, of_rows, log_prob, log_sum_exp, number, is_row, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
-    """What each row adds to the loss: weighted cross-entropies and z terms, float32."""
+    """What each row adds to the loss: weighted cross-entropies and z terms, float32. Writes the outputs of the rows."""
     of_row = tl.load(weight + number, mask=is_row, other=0.0)
     largest = tl.load(row_max + number, mask=is_row, other=0.0)
     log_sum = tl.load(row_log_sum + number, mask=is_row, other=0.0)
@@ -176,8 +176,12 @@ def _terms(
     if at_target is not None:
         loss = tl.load(at_target + number, mask=is_row, other=0.0) * loss
     loss = tl.where(of_row != 0.0, of_row * loss, 0.0)
-    log_sum_exp = largest + log_sum
-    z_term = tl.where(of_row != 0.0, of_row * (Z_LOSS * (log_sum_exp * log_sum_exp)), 0.0)
+    lse = largest + log_sum
+    z_term = tl.where(of_row != 0.0, of_row * (Z_LOSS * (lse * lse)), 0.0)
+    if log_prob is not None:
+        tl.store(log_prob + number, tl.where(of_row != 0.0, shifted - log_sum, 0.0), mask=is_row)
+    if log_sum_exp is not None:
+        tl.store(log_sum_exp + number, tl.where(of_row != 0.0, lse, 0.0), mask=is_row)
     return loss, z_term
 
 
@@ -192,10 +196,12 @@ def _terms(
         "of_rows",
         "divisors",
         "result",
+        "log_prob",
+        "log_sum_exp",
     ],
 )
 def _finish_kernel(
-    row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, rows,
+    row_max, row_log_sum, z_y, weight, at_target, of_rows, divisors, result, log_prob, log_sum_exp, rows,
     Z_LOSS: tl.constexpr, REDUCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """By one program if it REDUCES."""
@@ -203,7 +209,10 @@ def _finish_kernel(
         total, total_z = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, rows, BLOCK):
             number = start + tl.arange(0, BLOCK)
-            loss, z_term = _terms(row_max, row_log_sum, z_y, weight, at_target, of_rows, number, number < rows, Z_LOSS)
+            loss, z_term = _terms(
+                row_max, row_log_sum, z_y, weight, at_target, of_rows, log_prob, log_sum_exp, number, number < rows,
+                Z_LOSS,
+            )  # fmt: skip
             total += loss
             total_z += z_term
         value = tl.div_rn(tl.sum(total, 0), tl.load(divisors))
@@ -213,7 +222,9 @@ def _finish_kernel(
     else:
         number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         is_row = number < rows
-        loss, z_term = _terms(row_max, row_log_sum, z_y, weight, at_target, of_rows, number, is_row, Z_LOSS)
+        loss, z_term = _terms(
+            row_max, row_log_sum, z_y, weight, at_target, of_rows, log_prob, log_sum_exp, number, is_row, Z_LOSS
+        )
         if Z_LOSS != 0:
             loss += z_term
         tl.store(result + number, loss, mask=is_row)
@@ -221,9 +232,11 @@ def _finish_kernel(
 
 def finish(
     statistics: RowStatistics, z_y: Tensor, *, weight: Tensor, at_target: Tensor | None, divisors: Any, z_loss: float,
-    reduction: str, of_rows: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    reduction: str, of_rows: Tensor | None = None, outputs: Sequence[str] = (),
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The loss of `operation.loss` without smoothing, float32, in one launch: (), or (N,) for "none".
+
+    With it those of the outputs that are simple sums, (N,) each, "log_prob" and "log_sum_exp".
 
     Args:
         statistics: of the N rows.
@@ -234,16 +247,19 @@ def finish(
         z_loss: ζ.
         reduction: "mean", "sum" or "none".
         of_rows: (N,) what takes the place of each row's cross-entropy.
+        outputs: names of the loss's outputs.
     """
     rows, reduces = z_y.shape[0], reduction != "none"
     settings = _FINISH.get(key := (z_loss, reduces))
     if settings is None:
         settings = _FINISH[key] = {"Z_LOSS": z_loss, "REDUCES": reduces, "BLOCK": _BLOCK, "threads": _THREADS}
     result = torch.empty(() if reduces else rows, dtype=torch.float32, device=z_y.device)
-    given = contiguous(*statistics, z_y, weight, at_target, of_rows)
+    found = {name: torch.empty_like(statistics.row_max) for name in outputs if name in ("log_prob", "log_sum_exp")}
+    tensors = [*contiguous(*statistics, z_y, weight, at_target, of_rows), divisors, result]
+    tensors += [found.get("log_prob"), found.get("log_sum_exp")]
     if programs := 1 if reduces else -(-rows // _BLOCK):
-        launch(_finish_kernel, programs, [*given, divisors, result], settings, rows)
-    return result
+        launch(_finish_kernel, programs, tensors, settings, rows)
+    return result, found
 
 
 @triton.jit

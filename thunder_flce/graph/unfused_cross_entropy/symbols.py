@@ -38,7 +38,7 @@ def _forward_impl(
     rows = ops.prepare(None)
     z = logits if _is_aligned(logits, ops) else ops.logits_buffer(logits.shape[0]).copy_(logits)
     found = ops.results(z, rows.target)
-    return ops.loss(rows, found).to(logits.dtype), *found.statistics, rows.valid_count
+    return ops.loss(rows, found)[0].to(logits.dtype), *found.statistics, rows.valid_count
 
 
 def _backward_impl(
