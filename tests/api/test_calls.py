@@ -1,9 +1,12 @@
 """What is kept of earlier calls of the same shapes changes nothing that a later one returns or raises."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.engine import rows
 
 V, H = 11, 8
 
@@ -79,3 +82,16 @@ def test_numbers(name, bad):
     torch.testing.assert_close(loss, half * 2 if name == "num_items" else half)
     with pytest.raises(ValueError, match=name):
         linear_cross_entropy(*tensors, **{name: bad})
+
+
+def test_threads():
+    """Counts that the host remembers, while others are forgotten."""
+
+    def run(_):
+        for number in range(3000):
+            count = torch.tensor(number)
+            rows.remember(count, number)
+            assert rows.recalled(count) == number
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(run, range(6)))
