@@ -59,40 +59,20 @@ def _results(rank: int) -> list:
     return found
 
 
-def _divided_tokens(rank: int) -> tuple:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    case = _case(device, torch.float32)
+def _divided_tokens(rank: int) -> list[tuple]:
+    """Of equal parts of the tokens, and of other numbers for gradients that are averaged."""
+    device, ranks = "cuda" if dist.get_backend() == "nccl" else "cpu", dist.get_world_size()
+    case, found = _case(device, torch.float32), []
     case.target[:32:3] = -100
-    ranks = dist.get_world_size()
-    mine, part = parts([96 // ranks] * ranks)[rank], part_of(case, parts(UNEVEN[ranks])[rank])
-    x = case.x.detach()[mine].clone().requires_grad_()
-    parallel = VocabParallel(group=dist.group.WORLD, sequence_parallel=True)
-    loss = linear_cross_entropy(
-        x, part.weight, case.target[mine], vocab_parallel=parallel, options=Options(chunk_rows=16)
-    )
-    return tuple(each.detach().cpu() for each in (loss, *torch.autograd.grad(loss, (x, part.weight))))
-
-
-def _data_parallel(rank: int) -> tuple:
-    """The same with other numbers of tokens, for gradients that are averaged, and two targets a token."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    case = _case(device, torch.float32)
-    case.target[:32:3] = -100
-    ranks = dist.get_world_size()
-    mine, part = parts(OWN_TOKENS[ranks])[rank], part_of(case, parts(UNEVEN[ranks])[rank])
-    x = case.x.detach()[mine].clone().requires_grad_()
-    # Halves of the same target.
-    target = case.target[mine, None].expand(-1, 2)
-    loss = linear_cross_entropy(
-        x,
-        part.weight,
-        target,
-        target_weights=torch.full_like(target, 0.5, dtype=torch.float32),
-        vocab_parallel=VocabParallel(group=dist.group.WORLD, data_parallel=True),
-        options=Options(chunk_rows=16),
-    )
-    dx, dw = torch.autograd.grad(loss, (x, part.weight))
-    return tuple(each.detach().cpu() for each in (loss, dx / ranks, dw))
+    part = part_of(case, parts(UNEVEN[ranks])[rank])
+    for how, tokens in (("sequence_parallel", [96 // ranks] * ranks), ("data_parallel", OWN_TOKENS[ranks])):
+        mine, parallel = parts(tokens)[rank], VocabParallel(group=dist.group.WORLD, **{how: True})
+        x, options = case.x.detach()[mine].clone().requires_grad_(), Options(chunk_rows=16)
+        loss = linear_cross_entropy(x, part.weight, case.target[mine], vocab_parallel=parallel, options=options)
+        dx, dw = torch.autograd.grad(loss, (x, part.weight))
+        dx = dx / ranks if how == "data_parallel" else dx
+        found.append(tuple(each.detach().cpu() for each in (loss, dx, dw)))
+    return found
 
 
 def _dtensors(rank: int) -> tuple:
@@ -107,7 +87,7 @@ def _dtensors(rank: int) -> tuple:
 
 
 def _everything(rank: int) -> tuple:
-    return _results(rank), _divided_tokens(rank), _data_parallel(rank), _dtensors(rank)
+    return _results(rank), *_divided_tokens(rank), _dtensors(rank)
 
 
 @pytest.mark.parametrize("device", DEVICES)
