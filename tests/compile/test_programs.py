@@ -1142,6 +1142,19 @@ def test_a_mean_of_losses_in_the_shape_of_their_labels():
     check(program, IN_FORWARD, compiled_by("torch.compile", program), (12, 10))
 
 
+def test_float16_waits_for_a_loss_scale():
+    """Of a token loss, whose gradients would be computed in the forward otherwise."""
+
+    def program(h, w, y):
+        x = losses(h, w, y)
+        return ((1 - torch.exp(-x)) ** 2 * x).mean()
+
+    (h, w, y, *_), compiled = operands(6), compiled_by("torch.compile", program)
+    compiled(*(each.detach().half().requires_grad_() for each in (h, w)), y)
+    (decision,) = decisions(compiled)
+    assert decision.fused and "float16" in decision.note
+
+
 def test_masked_tokens_are_left_out():
     """They are what a weight of 0 says, and a product with the mask comes last."""
     h, w, y, a, m = operands(6)
