@@ -41,9 +41,6 @@ class GradientSums:
             self._inputs.append(of_input)
             self._weights.append(of_weight)
         self._bias: Tensor | None = None
-        if call.bias_grad:
-            self._bias = ops.empty((call.weight_rows,), call.row_dtype)
-            self._bias.zero_()
         self._row_weights = weights
         self._has_frequent = bool(ops.plan.float32_rows and any(map(_is_in_16_bits, self._weights)) and call.vocab)
         self._frequent: FrequentRows | None = None
@@ -82,8 +79,8 @@ class GradientSums:
                 part = self._rows.of_part(chunk)
                 is_all = part.start == 0 and part.stop == of_input.shape[0]
                 finish_input(of_input if is_all else of_input[part])
-        if self._bias is not None and bias_grad is not None:
-            self._bias[: bias_grad.shape[0]].add_(bias_grad)
+        if bias_grad is not None:
+            self._bias = bias_grad if self._bias is None else self._bias.add_(bias_grad)
         self._is_first = False
 
     def finish(self) -> dict[str, Tensor]:
@@ -100,8 +97,15 @@ class GradientSums:
                 elif self._frequent is not None and _is_in_16_bits(of_weight):
                     self._frequent.write(linear, of_weight)
                 gradients[linear.weight] = self._ops.rounded(of_weight, call.dtype)
-        if self._bias is not None:
-            gradients["linear_bias"] = self._bias.to(call.tensors["linear_bias"].dtype)
+        if call.bias_grad:
+            bias, total = call.tensors["linear_bias"], self._bias
+            if total is not None and total.shape == bias.shape:
+                gradients["linear_bias"] = total.to(bias.dtype)
+            else:
+                # Some elements of the bias, or all, are no columns of the logits, or no chunk was added.
+                gradients["linear_bias"] = whole = self._ops.empty(bias.shape, bias.dtype).zero_()
+                if total is not None:
+                    whole[: total.shape[0]] = total
         return gradients
 
 
