@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import random_calls
 from interpreted import INTERPRETED, prepare_row_kernels
 from problems import Problem, check, one_pass_problems, run_examples
-from reference import make_case
+from reference import make_case, run_inside
 from test_kl_divergence import composed
 from thunder_flce import Options, linear_cross_entropy, linear_kl_divergence
 from thunder_flce.engine import plan
@@ -112,3 +113,55 @@ def test_the_kernels_are_those_of_a_gpu(as_on_a_gpu, monkeypatch):
     linear_cross_entropy(case.x, case.weight, case.target, **settings).backward()
     of_rows = ["_statistics_kernel", "_moments_kernel", "token_kernel", "_gradient_kernel"]
     assert launched == ["_prepare_kernel", *of_rows, "_finish_kernel", "_scale_kernel"]
+
+
+class _Operations(TorchDispatchMode):
+    """The names of the operations that start something on a device."""
+
+    QUIET = ("empty", "empty_like", "split_with_sizes", "unbind", "select", "slice", "t", "view", "detach", "expand")
+    # The first poisons memory, the second is nothing here.
+    QUIET += ("fill_", "to")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "aten" and name not in (*self.QUIET, "mm"):
+            self.names.append(name)
+        return run_inside(self, func, args, kwargs)
+
+
+LOGGED = {"outputs": ("log_prob", "log_sum_exp"), "detached": ("log_prob", "log_sum_exp")}
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("settings", "operations"),
+    [
+        ({}, []),
+        (LOGGED, []),
+        ({"softcap": 30.0}, ["mul", "tanh", "mul"]),
+        ({"softcap": 30.0, "z_loss": 1e-3} | LOGGED, ["mul", "add", "mul", "add", "mul", "tanh", "mul"]),
+        ({"expected_gradient": torch.tensor(2.0)}, ["nan_to_num", "eq", "masked_fill_"]),
+        ({"label_smoothing": 0.1}, ["mul", "mul", "sub", "clamp", "sub", "mul", "sub", "mul", "mul", "add"]),
+    ],
+    ids=str,
+)
+def test_operations_beside_the_kernels(settings, operations, as_on_a_gpu, monkeypatch):
+    """Each takes the host as long as the launch of a kernel."""
+    from thunder_flce.engine.kernels import triton_rows, triton_vectors
+
+    def launch(*given, run=triton_rows.launch):
+        # The interpreter has operations of its own.
+        with _disable_current_modes():
+            run(*given)
+
+    for module in (triton_rows, triton_vectors):
+        monkeypatch.setattr(module, "launch", launch)
+    case = make_case()
+    with _Operations() as seen:
+        linear_cross_entropy(case.x, case.weight, case.target, options=Options(ignored_rows="compute"), **settings)
+    seen.names.remove("_assert_async")
+    assert seen.names == operations, seen.names

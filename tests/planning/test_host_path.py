@@ -67,3 +67,19 @@ def test_a_new_number_of_tokens_in_a_known_tile(options, reduction):
     for tokens in (1000, 999, 998):
         step(tokens)
     assert calls(lambda: step(997)) <= calls(lambda: step(998))
+
+
+def test_a_number_of_items_of_any_dtype():
+    """As trainers count them, in int64: it is converted, and nothing else is done for it."""
+    x, weight = torch.randn(64, 32).requires_grad_(), torch.randn(100, 32).requires_grad_()
+    target = torch.randint(100, (64,))
+
+    def found(num_items):
+        def step():
+            linear_cross_entropy(x, weight, target, num_items=num_items).backward()
+
+        for _ in range(3):
+            step()
+        return calls(step)
+
+    assert found(torch.tensor(50)) <= found(torch.tensor(50.0)) + 5

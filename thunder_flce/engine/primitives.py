@@ -20,7 +20,7 @@ from thunder_flce.engine.matmul import matmul
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Prepared, Rows
-from thunder_flce.operation.call import Call, Linear, are_of_tokens
+from thunder_flce.operation.call import SCALAR, Call, Linear, are_of_tokens, argument
 from thunder_flce.operation.loss import RowCoefficients, RowWeights
 
 # What of a call follows from its sizes, but for the number of tokens.
@@ -48,7 +48,11 @@ class Region:
         """The flat call of such tensors, in their order; None for those that the engine does not take as they are."""
         dimensions, found = tensors[0].ndim - 1, {}
         for each, (name, start, shape, dtype, device) in zip(tensors, self._layouts, strict=True):
-            if each.dtype is not dtype or each.device != device or not each.is_contiguous():
+            if each.dtype is not dtype:
+                if argument(name).role is not SCALAR:
+                    return None
+                each = each.to(dtype)
+            if each.device != device or not each.is_contiguous():
                 return None
             if start and dimensions > 1:
                 each = each.flatten(0, dimensions - 1)
@@ -533,15 +537,18 @@ class Primitives:
 
     def loss(self, selected: Rows, found: RowResults) -> tuple[Tensor, dict[str, Tensor]]:
         """() the loss or, for reduction "none", (N,), from what is known of all rows; and outputs that come with it."""
-        loss = self.call.loss
-        # The kernel's map of the logits may differ in the last digit from the one that the outputs take.
-        is_plain = not (loss.label_smoothing or loss.target_rest or loss.maps_logits)
-        if self.region.vector_kernels is None or not is_plain:
+        if self.region.vector_kernels is None:
             return row_loss.loss_of(self, selected, found), {}
+        loss, logit, at_target, of_rows = self.call.loss, found.z_y, selected.at_target, found.token_loss
+        if loss.maps_logits or loss.label_smoothing:
+            # The kernel knows no map, and of a row nothing but its statistics.
+            row = found.row(self)
+            logit = row.target_logit
+            if loss.label_smoothing:
+                of_rows, at_target = row_loss.cross_entropy(self, selected, row), None
         return self.region.vector_kernels.finish(
-            found.statistics, found.z_y, weight=selected.weight, at_target=selected.at_target,
-            divisors=selected.divisors, z_loss=loss.z_loss, reduction=loss.reduction, of_rows=found.token_loss,
-            outputs=loss.outputs,
+            found.statistics, logit, weight=selected.weight, at_target=at_target, divisors=selected.divisors,
+            z_loss=loss.z_loss, reduction=loss.reduction, of_rows=of_rows, outputs=loss.outputs,
         )  # fmt: skip
 
     def scaled_rows(self, gradient: Tensor, factors: Tensor) -> Tensor:

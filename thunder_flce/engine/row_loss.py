@@ -204,14 +204,15 @@ def joined(ops: "Primitives", rows: Rows, chunks: list[RowResults]) -> RowResult
 
 def loss_of(ops: "Primitives", rows: Rows, found: RowResults) -> Tensor:
     """() the loss or, for reduction "none", (N,), from what is known of all rows."""
-    loss, row = ops.call.loss, found.row(ops)
-    if loss.token_loss:
-        assert found.token_loss is not None
-        of_rows = found.token_loss
-    else:
-        targets = None if rows.target_weights is None else _soft_targets(ops, rows, row, slice(0, rows.count))
-        of_rows = loss.cross_entropy(row, ops.row_weights(rows), ops.call.whole_vocab, targets=targets)
-    return reduced(ops, rows, of_rows, loss.z_term(row))
+    row = found.row(ops)
+    of_rows = cross_entropy(ops, rows, row) if found.token_loss is None else found.token_loss
+    return reduced(ops, rows, of_rows, ops.call.loss.z_term(row))
+
+
+def cross_entropy(ops: "Primitives", rows: Rows, row: Row) -> Tensor:
+    """(N,) each row's cross-entropy, with its class weights."""
+    targets = None if rows.target_weights is None else _soft_targets(ops, rows, row, slice(0, rows.count))
+    return ops.call.loss.cross_entropy(row, ops.row_weights(rows), ops.call.whole_vocab, targets=targets)
 
 
 def reduced(ops: "Primitives", rows: Rows, of_rows: Tensor, z_term: Tensor | None = None) -> Tensor:
