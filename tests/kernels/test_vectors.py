@@ -249,3 +249,13 @@ def test_several_gradients_are_multiplied_at_once(monkeypatch):
     _vectors().scale_(gradients, torch.tensor(-0.25, device=DEVICE))
     for gradient, old in zip(gradients, before, strict=True):
         assert torch.equal(gradient, old * -0.25)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, torch.float64], ids=str)
+def test_what_gradients_may_be_expected_to_be(dtype):
+    inf, small = float("inf"), torch.finfo(dtype).smallest_normal
+    for expected, right in [(0, 1), (-0.0, 1), (inf, 1), (-inf, 1), (float("nan"), 1), (small, small), (-3, -3)]:
+        given = torch.tensor(expected, dtype=dtype)
+        usable = scaling.usable(given)
+        assert usable == right and usable.dtype == dtype
+        assert given == expected or given.isnan()

@@ -30,7 +30,7 @@ def no_poison(monkeypatch, poisoned_memory):
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize(("strategy", "most"), [(None, 295), ("save_logits", 412), ("recompute_logits", 420)])
+@pytest.mark.parametrize(("strategy", "most"), [(None, 295), ("save_logits", 411), ("recompute_logits", 418)])
 def test_calls_of_an_eager_step(strategy, most):
     x, weight = torch.randn(64, 32).requires_grad_(), torch.randn(100, 32).requires_grad_()
     target, options = torch.randint(100, (64,)), Options(strategy=strategy)
