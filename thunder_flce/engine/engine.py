@@ -55,7 +55,7 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
             device-side assertion instead).
     """
     call, plan, logits = ops.call, ops.plan, _Logits(ops)
-    if plan.saves_unit_gradients(call):
+    if ops.region.saves_unit_gradients:
         rows = ops.prepare(None, meanwhile=logits.start)
         # Class weights are among the factors that the backward multiplies rows by; the weights of targets are not.
         ones = torch.ones(rows.count, dtype=call.row_dtype, device=rows.target.device)
@@ -63,7 +63,7 @@ def forward(ops: Primitives) -> dict[str, Tensor]:
         units.at_target, units.s = None, ones
         coefficients = Coefficients(ops, units, UpstreamGradients(ones))
     elif plan.finishes_in_forward:
-        expected = call.get("expected_gradient")
+        expected = call.tensors.get("expected_gradient")
         upstream = None if expected is None else usable(expected)
         rows = ops.prepare(upstream, meanwhile=logits.start)
         coefficients = Coefficients(ops, rows, UpstreamGradients(upstream))
@@ -251,7 +251,7 @@ def _results(
         results |= {name: row_loss.output(ops, rows, name, row) for name in call.loss.outputs if name not in made}
     if plan.strategy != LOSS_ONLY:
         results["valid_count"] = rows.valid_count
-    if plan.reads_statistics(call):
+    if ops.region.reads_statistics:
         row_max, row_log_sum = map(rows.scatter, found.statistics)
         results |= {"row_max": row_max, "row_log_sum": row_log_sum}
     if plan.strategy in (SAVE_LOGITS, RECOMPUTE_LOGITS):

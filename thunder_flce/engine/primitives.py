@@ -43,6 +43,8 @@ class Region:
         self.device_type = device_type or call.device.type
         self.logit_map = call.loss.logit_map
         self.logits_dtype = plan.logits_dtype(call.dtype)
+        self.saves_unit_gradients = plan.saves_unit_gradients(call)
+        self.reads_statistics = plan.reads_statistics(call)
 
     def call_of(self, tensors: Sequence[Tensor]) -> Call | None:
         """The flat call of such tensors, in their order; None for those that the engine does not take as they are."""
@@ -346,7 +348,7 @@ class Primitives:
         call, plan = self.call, self.plan
         if not call.vocab:
             return
-        bias, accumulate = call.get("linear_bias"), False
+        bias, accumulate = call.tensors.get("linear_bias"), False
         if bias is not None:
             bias = self._columns(bias)
         linears = list(zip(call.linears, xs, strict=True))

@@ -24,7 +24,7 @@ class GradientSums:
         self._ops, self._rows, self._is_first = ops, rows, True
         # dX for an upstream gradient of 1 is rounded to 16 bits after it is multiplied by that of its row. Rounded
         # before, too, its error was up to 1.4 times that of PyTorch (DPO, 8192 × 128256 × 4096).
-        is_unit = ops.plan.saves_unit_gradients(call)
+        is_unit = ops.region.saves_unit_gradients
         # Of each linear.
         self._inputs: list[Tensor | None] = []
         self._weights: list[Tensor | None] = []

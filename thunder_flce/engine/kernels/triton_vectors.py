@@ -310,10 +310,9 @@ def scale_(
         valid_count: (), or more elements, of which the first counts; None for a factor that is never 0 for that.
         expected: () None for 1.
     """
-    gradients = [each for each in gradients if each.numel()]
     for number in range(0, len(gradients), 3):
         given: list[Any] = [*gradients[number : number + 3], None, None][:3]
         sizes = [0 if each is None else each.numel() for each in given]
         most = Device.of(given[0].device).multiprocessors * _PROGRAMS_PER_MULTIPROCESSOR
-        programs = min(-(-max(sizes) // _SCALE_BLOCK), most)
-        launch(_scale_kernel, programs, [*given, grad, valid_count, expected], _SCALE, *sizes)
+        if programs := min(-(-max(sizes) // _SCALE_BLOCK), most):
+            launch(_scale_kernel, programs, [*given, grad, valid_count, expected], _SCALE, *sizes)
