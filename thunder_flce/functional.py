@@ -10,7 +10,7 @@ from torch import Tensor
 from thunder_flce.calls import autocast, loss_of, run
 from thunder_flce.importing import dynamo_is_at_work, when_imported
 from thunder_flce.operation.call import named_tensors
-from thunder_flce.options import OPTIONS, Options, as_options
+from thunder_flce.options import FIELDS, OPTIONS, Options, as_options
 from thunder_flce.ranks import run_on_ranks
 from thunder_flce.token_losses import check_function, token_loss_of
 from thunder_flce.vocab_parallel import ONLY_EAGER, VocabParallel, as_literal, has_dtensor, settings_of
@@ -49,7 +49,7 @@ def one_call(function: Callable[..., Any]) -> Callable[..., Any]:
             kwargs = {**kwargs, "vocab_parallel": as_literal(**settings_of(parallel))}
         if isinstance(options := kwargs.get("options"), Options):
             # Dynamo would make an object of them whose numbers are its symbols.
-            kwargs = {**kwargs, "options": tuple(getattr(options, name) for name in OPTIONS)}
+            kwargs = {**kwargs, "options": (FIELDS, *(getattr(options, name) for name in OPTIONS))}
         return function(*args, **kwargs)
 
     return call

@@ -21,11 +21,11 @@ def as_options(options: "Options | tuple[Any, ...] | None") -> "Options":
     """
     if options is None:
         return _DEFAULTS
-    if isinstance(options, tuple):
+    if isinstance(options, tuple) and options[:1] == (FIELDS,):
         # To make a number of a symbol adds a guard: another one compiles anew.
         kinds = {torch.SymInt: int, torch.SymFloat: float}
         values = [kinds[type(each)](each) if type(each) in kinds else each for each in options]
-        return Options(**dict(zip(OPTIONS, values, strict=True)))
+        return Options(**dict(zip(OPTIONS, values[1:], strict=True)))
     if not isinstance(options, Options):
         raise TypeError(f"options must be thunder_flce.Options or None, but got {type(options).__name__}")
     return options
@@ -145,5 +145,8 @@ def _is_int(value: Any) -> TypeGuard[int]:
 
 
 _DEFAULTS = Options()
+FIELDS = "fields of thunder_flce.Options"
+"""What comes before their values where a tuple stands for an object."""
+
 OPTIONS = tuple(field.name for field in fields(Options))
 """The names of the fields."""

@@ -1,10 +1,12 @@
 """Which rows are computed, and how what was computed of them finds its tokens."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from reference import error, make_case, run_by, truth
-from thunder_flce import linear_cross_entropy
+from thunder_flce import Options, linear_cross_entropy
 from thunder_flce.engine import engine
 from thunder_flce.engine.plan import Plan
 from thunder_flce.engine.primitives import Primitives, Region
@@ -19,6 +21,33 @@ PLANS = {
 SAVING_PLANS = {name: plan for name, plan in PLANS.items() if plan.strategy != "gradients_in_forward"}
 
 
+def start_early(monkeypatch):
+    """As on a GPU, logits are computed before the number of rows is known."""
+    asked = Region.starts_early.func
+
+    def on_gpu(region):
+        return asked(SimpleNamespace(**{name: getattr(region, name) for name in OF_EARLY}, device_type="cuda"))
+
+    monkeypatch.setattr(Region, "starts_early", property(on_gpu))
+
+
+OF_EARLY = ("may_skip", "are_parts", "plan")
+
+
+@pytest.mark.parametrize("strategy", ["gradients_in_forward", "save_logits", "recompute_logits"])
+def test_first_logits_of_confident_rows(strategy, monkeypatch):
+    """A backward has the bits of the forward: of a probability near 1, 1 - p has no digit left otherwise."""
+    start_early(monkeypatch)
+    weight, target = torch.randn(128, 512), torch.randint(128, (4,))
+    x = (weight[target] * (30 / 512) + torch.randn(4, 512) * 0.01).requires_grad_()
+    loss = linear_cross_entropy(x, weight, target, reduction="sum", options=Options(strategy=strategy))
+    (grad,) = torch.autograd.grad(loss, x)
+    expected = (x.detach().double() @ weight.double().t()).softmax(1)
+    expected[torch.arange(4), target] -= 1
+    expected = expected @ weight.double()
+    torch.testing.assert_close(grad.double(), expected, rtol=0, atol=1e-3 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("ignored", [0.0, 0.4, 0.8, 1.0])
 @pytest.mark.parametrize(("reduction", "frozen"), [("mean", False), ("none", False), ("none", True)])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -30,7 +59,7 @@ def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored,
     monkeypatch.setattr(
         engine._Logits, "start", lambda *arguments: (started.append(len(arguments[1])), start(*arguments))
     )
-    monkeypatch.setattr(Region, "starts_early", property(lambda region: region.may_skip))
+    start_early(monkeypatch)
     run_by(monkeypatch, plan)
     case = make_case(tokens=41, bias=not frozen, ranks=() if frozen else (3,), ignored=ignored)
     case.weight.requires_grad_(not frozen)
@@ -42,7 +71,8 @@ def test_the_first_logits_while_the_host_waits(plan, reduction, frozen, ignored,
     expected = truth(case, grad, reduction=reduction).gradients
     for got, right in zip(found, expected, strict=True):
         torch.testing.assert_close(got.double(), right, rtol=2e-5, atol=1e-6, equal_nan=True)
-    assert started == [min(11, plan.rows_saved(41) or plan.chunk_rows)]
+    is_early = plan.strategy != "recompute_logits"
+    assert started == [min(11, plan.rows_saved(41) or plan.chunk_rows)] * is_early
 
 
 @pytest.mark.parametrize("captured", ["forward", "backward", "both"])

@@ -95,10 +95,10 @@ def _is_small(region: Region) -> bool:
     tokens = math.prod(rows)
     most = _most_small_tokens(math.prod(term.weight.shape) // max(hidden, 1), hidden, term.input.dtype, device)
     if isinstance(tokens, torch.SymInt) and hint(tokens) <= most:
-        largest = tokens.node.shape_env.bound_sympy(tokens.node.expr).upper
-        if largest.is_Integer:
+        environment, expression = tokens.node.shape_env, tokens.node.expr
+        if any(environment.var_to_range[symbol].upper.is_Integer for symbol in expression.free_symbols):
             # The caller has said which lengths there are, and may not be given a guard that excludes some.
-            return bool(largest <= most)
+            return bool(environment.bound_sympy(expression).upper <= most)
         return bool(tokens <= most)
     return hint(tokens) <= most
 

@@ -17,7 +17,7 @@ from thunder_flce.engine.kernels import dispatch
 from thunder_flce.engine.kernels.interface import RowKernels, RowStatistics, target_gradient
 from thunder_flce.engine.kernels.layout import empty_logits
 from thunder_flce.engine.matmul import matmul
-from thunder_flce.engine.plan import Plan
+from thunder_flce.engine.plan import RECOMPUTE_LOGITS, Plan
 from thunder_flce.engine.row_loss import RowResults
 from thunder_flce.engine.rows import Prepared, Rows
 from thunder_flce.operation.call import SCALAR, Call, Linear, are_of_tokens, argument
@@ -141,7 +141,9 @@ class Region:
 
         Otherwise the device would have nothing to do for 0.2 to 0.6 ms: 3% to 9% of calls of 10 ms (H100).
         """
-        return self.may_skip and self.device_type == "cuda" and not self.are_parts
+        # A backward that computes logits again has to find the same bits, by the same matmuls.
+        recomputes = self.plan.strategy == RECOMPUTE_LOGITS
+        return self.may_skip and self.device_type == "cuda" and not self.are_parts and not recomputes
 
     @cached_property
     def wrong_target(self) -> str:
@@ -272,8 +274,7 @@ class Primitives:
     def chunks(self, selected: Rows, first: int = 0) -> Iterable[slice]:
         """The chunks of the rows, one after another: `first` rows, if any, then chunks as the plan has them.
 
-        Where the first logits are computed early, the first chunk is as large as it may be; in a backward, too, since
-        rounding may depend on that.
+        Where the first logits are computed early, the first chunk is as large as it may be.
         """
         largest = max(self.plan.chunk_rows or selected.count, 1)
         return selected.chunks(largest, first or (largest if self.region.starts_early else 0))
