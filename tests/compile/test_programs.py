@@ -580,6 +580,14 @@ def all_classes_beside_preferences(h, w, y, a, m):
     return -F.logsigmoid(chosen.sum(-1)).mean() - 0.1 * log_probs.mean() - 1e-3 * log_probs.sum()
 
 
+@expect(IN_FORWARD)
+def in_the_shape_of_labels(h, w, y, a, m):
+    """A shape is one argument of what follows the losses: that of another tensor, and of what comes before."""
+    of_tokens = F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    reversed = of_tokens.flip(0)
+    return (reversed.flatten().view(reversed.size()) * a).mean()
+
+
 @expect(Reason.NOT_FOLLOWED, thunder=True)
 def mean_of_all_classes_with_its_dimensions(h, w, y, a, m):
     return F.linear(h, w).log_softmax(-1).mean(dim=None, keepdim=True).sum()
@@ -1132,14 +1140,6 @@ def test_by_torch_compile(program, outcome):
     check(program, outcome, compiled, (12, 10, 14, 11) if outcome == IN_FORWARD else (6,))
     # At the first length and, once more, at all others; numbers of chunks are others.
     assert len(thunder_flce.explain(compiled)) <= (4 if program in (losses_of_chunks, chunks_backwards) else 2)
-
-
-@pytest.mark.xfail(strict=True, reason="a shape as one argument of what follows the losses, of any length")
-def test_a_mean_of_losses_in_the_shape_of_their_labels():
-    def program(h, w, y, a, m):
-        return F.cross_entropy(F.linear(h, w).flatten(0, 1), y.flatten(), reduction="none").view(y.shape).mean()
-
-    check(program, IN_FORWARD, compiled_by("torch.compile", program), (12, 10))
 
 
 def test_float16_waits_for_a_loss_scale():

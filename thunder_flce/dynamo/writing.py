@@ -197,13 +197,16 @@ class _Graph:
         """See `Writer`: autograd's derivative of the nodes, as operations of ATen."""
         if not ops:
             return [1.0 for _ in operands]
-        made = {out.handle for op in ops for out in op.outs} | {op.handle for op in ops}
-        starts = [operand.handle for operand in operands]
-        others = list(dict.fromkeys(
-            each for op in ops for each in op.handle.all_input_nodes if each not in made and each not in starts
-        ))  # fmt: skip
-        others = [each for each in others if isinstance(value_of(each), torch.Tensor | torch.SymInt)]
-        nodes = [op.handle for op in ops]
+        starts, nodes = [operand.handle for operand in operands], [op.handle for op in ops]
+        known = {*starts, *nodes, *(each for node in (*starts, *nodes) for each in _readers_of_parts(node))}
+        others: dict[Node, None] = {}
+        waiting = [each for node in nodes[::-1] for each in node.all_input_nodes[::-1]]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(value_of(node), torch.Tensor | torch.SymInt):
+                others |= {} if node in known else {node: None}
+            elif node not in known:
+                waiting += node.all_input_nodes  # All sizes of a tensor, which are traced with it.
 
         def derivative(rows: list[torch.Tensor], given: list[Any]) -> list[torch.Tensor]:
             rows = [each.detach().requires_grad_() for each in rows]
@@ -211,7 +214,7 @@ class _Graph:
             values: dict[Node, Any] = dict(zip(starts, [each.clone() for each in rows], strict=True))
             values |= zip(others, given, strict=True)
             with torch.enable_grad():
-                for node in nodes:
+                for node in (*starts, *others, *nodes):
                     _run(node, values)
                 total = values[result.handle]
             return list(torch.autograd.grad(total, rows, torch.ones((), dtype=total.dtype, device=total.device)))
@@ -288,19 +291,15 @@ class _Graph:
 
 
 def _run(node: Node, values: dict[Node, Any]) -> None:
-    """Runs one node on values, with what takes its results apart."""
-
-    def of(each: Node) -> Any:
-        return values[each] if each in values else value_of(each)
-
-    args, kwargs = map_arg((node.args, node.kwargs), of)
-    if node.op == "call_method":
-        values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    else:
-        values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    for user in _readers_of_parts(node):
-        if user.target is operator.getitem:
-            values[user] = values[node][user.args[1]]
+    """Runs one node on values, unless its own is there, with what takes its results apart or reads their sizes."""
+    for each in (node, *_readers_of_parts(node)):
+        if each in values:
+            continue
+        args, kwargs = map_arg((each.args, each.kwargs), lambda given: values.get(given, value_of(given)))
+        if each.op == "call_method":
+            values[each] = getattr(args[0], str(each.target))(*args[1:], **kwargs)
+        else:
+            values[each] = each.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _readers_of_parts(node: Node) -> list[Node]:
