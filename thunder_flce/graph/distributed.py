@@ -8,7 +8,7 @@ import torch
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx
 from thunder.core.transform_common import Transform
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 
 from thunder_flce.graph.thunder_private import (
@@ -99,15 +99,13 @@ def _restore_sources(trace: TraceCtx, original: TraceCtx) -> None:
                 bsym.source_filename, bsym.source_positions = source.source_filename, source.source_positions
 
 
-class _StandIn(torch.Tensor):
+def _fake(given: Any) -> Any:
     """A tensor without memory, with the shape, dtype and device of a proxy."""
-
-    @staticmethod
-    def __new__(cls, proxy: TensorProxy) -> "_StandIn":
-        spec = spec_of(proxy)
-        return torch.Tensor._make_wrapper_subclass(cls, spec.shape, dtype=spec.dtype, device=spec.device)
-
-    __torch_dispatch__ = classmethod(torch._C._disabled_torch_dispatch_impl)
+    if not isinstance(given, TensorProxy):
+        return given
+    spec = spec_of(given)
+    with FakeTensorMode():
+        return torch.empty(spec.shape, dtype=spec.dtype, device=spec.device)
 
 
 def agreement_on(call: Call, vocab_parallel: str, options: Options) -> Agreement:
@@ -117,7 +115,7 @@ def agreement_on(call: Call, vocab_parallel: str, options: Options) -> Agreement
         ValueError: on all ranks, for what differs between them.
     """
     with unset_fake_temporarily():
-        tensors = call.map(lambda _, each: _StandIn(each) if isinstance(each, TensorProxy) else each).tensors
+        tensors = call.map(lambda _, each: _fake(each)).tensors
         parallel = VocabParallel.of(vocab_parallel)
         return agree(parallel, tensors, loss=call.loss, options=options, needs_grad=call.needs_grad)
 
