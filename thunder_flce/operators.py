@@ -8,7 +8,7 @@ They return fresh, contiguous tensors and change none of their arguments. `autog
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -61,6 +61,24 @@ class Settings:
     def __str__(self) -> str:
         return _written(self)
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """The fields that matter, as plain values."""
+        found = {"names": self.names, "loss": self.loss.non_defaults(), "needs_grad": self.needs_grad}
+        found["plan"] = self.plan.non_defaults()
+        if self.divergence is not None:
+            found["divergence"] = asdict(self.divergence)
+        for name in ("options", "shard"):
+            if (value := getattr(self, name)) is not None:
+                found[name] = value.non_defaults()
+        return found if self.vocab_parallel is None else {**found, "vocab_parallel": self.vocab_parallel}
+
+    @staticmethod
+    def of(values: Mapping[str, Any]) -> "Settings":
+        """The settings with these values."""
+        kinds = {"loss": Loss, "plan": Plan, "options": Options, "divergence": Divergence, "shard": Shard}
+        return Settings(**{name: kinds[name](**each) if name in kinds else each for name, each in values.items()})
+
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> "Settings":
@@ -68,8 +86,7 @@ class Settings:
         values = ast.literal_eval(text)
         if values.pop("schema") != _SCHEMA:
             raise ValueError("this program was exported with another version of thunder_flce; export it again")
-        kinds = {"loss": Loss, "plan": Plan, "options": Options, "divergence": Divergence, "shard": Shard}
-        return Settings(**{name: kinds[name](**each) if name in kinds else each for name, each in values.items()})
+        return Settings.of(values)
 
     def call(self, tensors: Sequence[Any]) -> Call:
         """The call of these tensors."""
@@ -118,21 +135,7 @@ class Settings:
 
 @lru_cache(maxsize=1024)
 def _written(settings: Settings) -> str:
-    values: dict[str, Any] = {
-        "schema": _SCHEMA,
-        "names": settings.names,
-        "loss": settings.loss.non_defaults(),
-        "needs_grad": settings.needs_grad,
-        "plan": settings.plan.non_defaults(),
-    }
-    if settings.options is not None:
-        values["options"] = settings.options.non_defaults()
-    for name in ("divergence", "shard"):
-        if (value := getattr(settings, name)) is not None:
-            values[name] = asdict(value)
-    if settings.vocab_parallel is not None:
-        values["vocab_parallel"] = settings.vocab_parallel
-    return repr(values)
+    return repr({"schema": _SCHEMA, **settings.values})
 
 
 def forward(settings: Settings, tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -56,7 +56,7 @@ def _regions(compiled, front_end) -> list[thunder.core.symbol.BoundSymbol]:
 
 def _settings(region) -> dict:
     """What the head of a model may set."""
-    found = {name: region.kwargs.get(name) for name in ("softcap", "logit_scale")}
+    found = {name: region.kwargs["loss"].get(name) for name in ("softcap", "logit_scale")}
     found = {name: value for name, value in found.items() if value not in (None, 1.0)}
     return found | ({"linear_bias": True} if "linear_bias" in region.kwargs["names"] else {})
 

@@ -1,5 +1,7 @@
 """The lines of a call are those of the primitives that it runs, in their order; what they say of the default plan."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -74,7 +76,7 @@ def widths(program: printing.Program) -> int:
 @pytest.mark.parametrize("ignored_rows", ["skip", "compute"])
 @pytest.mark.parametrize(("plan", "sizes", "settings"), CASES.values(), ids=CASES)
 def test_what_runs_is_what_is_printed(plan, sizes, settings, ignored_rows, called, monkeypatch):
-    plan = Plan.of({**plan.non_defaults(), "ignored_rows": ignored_rows})
+    plan = replace(plan, ignored_rows=ignored_rows)
     run_by(monkeypatch, plan)
     frozen, no_input = (sizes.get(name, False) for name in ("frozen", "no_input"))
     case = make_case(**{name: size for name, size in sizes.items() if name not in ("frozen", "no_input")}, ignored=0.0)

@@ -31,7 +31,7 @@ def test_as_a_command_of_its_own():
     before_forward, before_backward, after_forward, after_backward = _sections(result.stdout).values()
     assert "torch.nn.functional.linear(" in before_forward and "matmul(" in before_backward
     assert "linear_cross_entropy" not in before_forward + before_backward
-    assert "flce_linear_cross_entropy_fwd(" in after_forward and "strategy='gradients_in_forward'" in after_forward
+    assert "flce_linear_cross_entropy_fwd(" in after_forward and "'strategy': \"gradients_in_forward\"" in after_forward
     assert "    # logits f32[48, 100] = x @ W.t()" in after_forward
     assert "flce_scale_gradients(" in after_backward and "matmul(" not in after_backward
     assert "fused, gradients in forward" in result.stdout and "\x1b[" not in result.stdout

@@ -1,6 +1,5 @@
 """How a region runs, as plain values that a trace carries and prints. Legend: T tokens, C tokens in a chunk."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -96,11 +95,6 @@ class Plan:
     def non_defaults(self) -> dict[str, Any]:
         """The fields that differ from their defaults: what a trace carries."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "Plan":
-        """The plan with these settings; those that belong to no plan are passed over."""
-        return cls(**{f.name: settings[f.name] for f in fields(cls) if f.name in settings})
 
     def describe(self) -> str:
         """The plan in words."""

@@ -12,8 +12,7 @@ flce_scale_gradients           its backward, for plans that computed the gradien
 
 The last three belong to the executor `flce` and are primitives: opaque to every pass, and tagged so that no pass
 computes a forward again in the backward. `operators` runs them, whether or not the executor is listed. But for the
-first and the last, all take what the operators take: tensors, or numbers in their place, and the fields of the
-`Settings`, spelled out.
+first and the last, all take what the operators take: tensors, or numbers in their place, and `Settings.values`.
 """
 
 import inspect
@@ -24,7 +23,7 @@ from typing import Any
 import thunder.torch as ltorch
 from thunder.core import devices, dtypes
 from thunder.core.prims import OpTags
-from thunder.core.proxies import NumberProxy, StringProxy, TensorProxy
+from thunder.core.proxies import TensorProxy
 from thunder.core.symbol import BoundSymbol
 from thunder.extend import OperatorExecutor, register_executor
 from torch import Tensor
@@ -37,7 +36,7 @@ from thunder_flce.graph import trace_printer
 from thunder_flce.graph.distributed import agreement_on
 from thunder_flce.graph.reading import is_static, may_need_grad
 from thunder_flce.graph.thunder_private import get_grad, put_grad, register_grad
-from thunder_flce.graph.trace_arguments import arguments_of, settings_of, specs
+from thunder_flce.graph.trace_arguments import plain, settings_of, specs
 from thunder_flce.matching.decisions import PlannedRegion
 from thunder_flce.operation.call import Call, Spec, named_tensors, operand_names, result_specs
 from thunder_flce.operation.checks import check_call
@@ -139,7 +138,7 @@ def flce_linear_cross_entropy(tensors: Sequence[TensorProxy], **settings: Any) -
     known = settings_of(settings)
     of_gradients: dict[str, Any] = {"saved_rows": None, "float32_accumulator": False, "float32_rows": 0}
     plan = replace(known.plan, strategy=LOSS_ONLY, **of_gradients)
-    return linear_cross_entropy_fwd(tensors, **arguments_of(replace(known, needs_grad=(), plan=plan)))
+    return linear_cross_entropy_fwd(tensors, **replace(known, needs_grad=(), plan=plan).values)
 
 
 def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[TensorProxy, ...]:
@@ -150,7 +149,7 @@ def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[Tenso
         # Only the transform knows which operands need a gradient. Without it, arguments of the program say so.
         needs_grad = tuple(name for name in operand_names(call.tensors) if may_need_grad(call.tensors[name]))
         known = _with_plan(replace(call, needs_grad=needs_grad), known.vocab_parallel)
-    results = dict(zip(known.result_names, linear_cross_entropy_fwd(tensors, **arguments_of(known)), strict=True))
+    results = dict(zip(known.result_names, linear_cross_entropy_fwd(tensors, **known.values), strict=True))
     if known.needs_grad:
         grad, saved = get_grad(results["loss"]), tuple(results[name] for name in known.saved_names)
         if known.finishes_in_forward:
@@ -158,7 +157,7 @@ def _region_grad(tensors: Sequence[TensorProxy], **settings: Any) -> tuple[Tenso
             gradients = scale_gradients(grad, *saved, **expected)
         else:
             upstream = (grad, *(get_grad(results[name]) for name in known.loss.differentiable_outputs))
-            gradients = linear_cross_entropy_bwd(upstream, saved, tensors, **arguments_of(known))
+            gradients = linear_cross_entropy_bwd(upstream, saved, tensors, **known.values)
         for at, gradient in zip(known.grad_positions, gradients, strict=True):
             put_grad(tensors[at], gradient)
     return tuple(results[name] for name in ("loss", *known.loss.outputs))
@@ -193,7 +192,7 @@ def add_region(
     settings, tensors = calls.settings_of_call(*planned), dict(call.tensors)
     if not settings.finishes_in_forward and tensors.pop("expected_gradient", None) is not None:
         settings = replace(settings, names=tuple(tensors))
-    return flce_linear_cross_entropy(tuple(tensors.values()), **arguments_of(settings)), planned
+    return flce_linear_cross_entropy(tuple(tensors.values()), **settings.values), planned
 
 
 def is_region(bsym: BoundSymbol) -> bool:
@@ -224,21 +223,12 @@ def linear_cross_entropy(
         raise TypeError(f"linear_cross_entropy() {error}") from error
     if given.pop("options", None) is not None:
         raise ValueError("options is for eager calls; inside thunder.jit, give them to thunder_flce.jit")
-    settings = {each.name: _plain(given[each.name]) for each in fields(Loss) if each.name in given}
+    settings = {each.name: plain(given[each.name]) for each in fields(Loss) if each.name in given}
     loss = Loss(**{name: value for name, value in settings.items() if value is not None or name not in _MAY_BE_NONE})
     vocab_parallel = given.get("vocab_parallel")
     if vocab_parallel is None and is_static(*tree_flatten(given)[0]):
         check_call(given, loss=loss)
     call = Call(tensors=named_tensors(given), loss=loss)
     known = calls.unplanned(specs(call), Options(), vocab_parallel=vocab_parallel)
-    results = flce_linear_cross_entropy(tuple(call.tensors.values()), **arguments_of(known))
+    results = flce_linear_cross_entropy(tuple(call.tensors.values()), **known.values)
     return results if loss.outputs else results[0]
-
-
-def _plain(value: Any) -> Any:
-    """A value that thunder has a proxy for among its symbolic values; another one compiles anew."""
-    if not isinstance(value, NumberProxy | StringProxy):
-        return value
-    if isinstance(value, NumberProxy):
-        value.make_static_constrained()
-    return value.value

@@ -386,8 +386,3 @@ def gradient_name(operand: str) -> str:
 def operand_names(names: Iterable[str]) -> tuple[str, ...]:
     """Of some names of tensors, those that may have a gradient: what the linears read of the student."""
     return tuple(name for name in names if argument(name).differentiable)
-
-
-def pairs(tensors: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """A flat sequence as pairs."""
-    return list(zip(tensors[::2], tensors[1::2], strict=True))

@@ -24,8 +24,9 @@ def computation(hidden, weight, labels):
 
   # return thunder_flce.linear_cross_entropy(hidden, weight, labels)
   (t0, t1, t2, t3) = flce_linear_cross_entropy_fwd(
-    (hidden, weight, labels), names=("input", "linear_weight", "target"), needs_grad=("input", "linear_weight"),
-    reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=512)
+    (hidden, weight, labels), names=("input", "linear_weight", "target"),
+    loss={'reduction': "mean", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
+    plan={'strategy': "gradients_in_forward", 'chunk_rows': 512})
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[], valid_count = t1: i64[], dX = t2: f32[2, 4096, 4096], dW = t3: f32[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                      PyTorch

@@ -26,8 +26,9 @@ def computation(hidden, weight, labels):
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
   (t0, t1, t2, t3, t4) = flce_linear_cross_entropy_fwd(
-    (hidden, weight, labels), names=("input", "linear_weight", "target"), needs_grad=("input", "linear_weight"),
-    reduction='none', ignore_index=-100, strategy='recompute_logits', chunk_rows=512)
+    (hidden, weight, labels), names=("input", "linear_weight", "target"),
+    loss={'reduction': "none", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
+    plan={'strategy': "recompute_logits", 'chunk_rows': 512})
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
     # computed_rows = t4: i64[]
@@ -75,8 +76,8 @@ def backward_fn(saved_for_backward, cotangents):
   del t6
   (t8, t9) = flce_linear_cross_entropy_bwd(
     (t7,), (t1, t2, t3, t4), (hidden, weight, labels), names=("input", "linear_weight", "target"),
-    needs_grad=("input", "linear_weight"), reduction='none', ignore_index=-100, strategy='recompute_logits',
-    chunk_rows=512)
+    loss={'reduction': "none", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
+    plan={'strategy': "recompute_logits", 'chunk_rows': 512})
     # x = hidden, W = weight, y = labels, grad = t7, row_max = t1, row_log_sum = t2, valid_count = t3,
     # computed_rows = t4
     # dX = t8: f32[2, 4096, 4096], dW = t9: f32[128256, 4096]

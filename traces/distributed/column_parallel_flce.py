@@ -33,8 +33,8 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
   (t1, t2, t3, t4) = flce_linear_cross_entropy_fwd(
     (t0, t_lm_head_weight, labels), names=("input", "linear_weight", "target"),
-    needs_grad=("input", "linear_weight"), reduction='mean', ignore_index=-100, strategy='gradients_in_forward',
-    chunk_rows=512,
+    loss={'reduction': "mean", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
+    plan={'strategy': "gradients_in_forward", 'chunk_rows': 512},
     shard={'group': "1", 'ranks': 2, 'rank': 0, 'start': 0, 'columns': 64128, 'largest': 64128, 'vocab': 128256})
     # x = t0, W = t_lm_head_weight, y = labels
     # loss = t1: f32[], valid_count = t2: i64[], dX = t3: f32[2, 4096, 4096], dW = t4: f32[64128, 4096]

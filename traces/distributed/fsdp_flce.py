@@ -41,8 +41,8 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
 
   # return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
   (t3, t4, t5, t6) = flce_linear_cross_entropy_fwd(
-    (t1, t2, labels), names=("input", "linear_weight", "target"), needs_grad=("input", "linear_weight"),
-    reduction='mean', ignore_index=-100, strategy='gradients_in_forward', chunk_rows=512)
+    (t1, t2, labels), names=("input", "linear_weight", "target"), loss={'reduction': "mean", 'ignore_index': -100},
+    needs_grad=("input", "linear_weight"), plan={'strategy': "gradients_in_forward", 'chunk_rows': 512})
     # x = t1, W = t2, y = labels
     # loss = t3: f32[], valid_count = t4: i64[], dX = t5: f32[2, 4096, 4096], dW = t6: f32[128256, 4096]
     # valid_count i64[] = sum(y != -100)    targets are checked                                      PyTorch
