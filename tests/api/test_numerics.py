@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from reference import assert_as_exact_as_eager, error, make_case, ours, truth
 from thunder_flce import Options, linear_cross_entropy
+from thunder_flce.engine.kernels.scaling import scaled_gradients
 from thunder_flce.options import STRATEGIES
 
 ON_EVERY_BACKEND = True
@@ -64,6 +65,21 @@ def test_gradients_accumulate_into_parameters(strategy, device):
         (loss * 0.5).backward()
     for tensor, right in zip(case.operands(), truth(case).gradients, strict=True):
         torch.testing.assert_close(tensor.grad.double(), right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("may_overwrite", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.0, 0.3, float("nan")])
+def test_finished_gradients_are_scaled_with_one_rounding(factor, dtype, may_overwrite, device):
+    """0.3 in bfloat16 is off by 0.3%: the factor itself must not be rounded."""
+    gradient = torch.randn(103, 77, device=device, dtype=dtype)
+    before = gradient.clone()
+    factor = torch.tensor(factor, device=device)
+    (scaled,) = scaled_gradients([gradient], factor, may_overwrite=may_overwrite)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    torch.testing.assert_close(scaled, (before.to(wide) * factor).to(dtype), rtol=0, atol=0, equal_nan=True)
+    assert (scaled.data_ptr() == gradient.data_ptr()) == may_overwrite
+    assert may_overwrite or torch.equal(gradient, before)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 100, 2**32 + 3])

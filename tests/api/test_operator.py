@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses import FakeTensorMode
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_map
 
 from conftest import on_gpu
 from reference import (
@@ -403,6 +404,23 @@ def test_modes_and_tensors_that_are_no_plain_ones():
     class Subclass(torch.Tensor):
         pass
 
+    class Wrapper(torch.Tensor):
+        seen = []
+
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            cls.seen.append(func)
+            return func(*tree_map(lambda each: each.inner if isinstance(each, cls) else each, args), **(kwargs or {}))
+
+    assert torch.equal(linear_cross_entropy(Wrapper(x), weight, target), linear_cross_entropy(x, weight, target))
+    assert Wrapper.seen == [OPERATOR]
     for _ in range(2):
         expected = linear_cross_entropy(x, weight, target)
         with Calls() as calls:
