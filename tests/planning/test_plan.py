@@ -245,6 +245,21 @@ def shard_of(ranks: int, vocab: int = 128256, **changes) -> Shard:
     return Shard(group="", ranks=ranks, rank=0, start=0, columns=columns, largest=columns, vocab=vocab, **changes)
 
 
+def test_ranks_that_divide_the_vocabulary():
+    """dX of a chunk, in float32, and the gathered x of two where ranks have parts of the tokens."""
+    for is_sequence in (False, True):
+        region = call(shard=shard_of(4, sequence_parallel=is_sequence))
+        plan = choose(region, Options(ignored_rows="compute", chunk_rows=2048), ABSENT_DEVICE)
+        parts = 2048 * 4096 * (4 + (1 + 2 * 2 if is_sequence else 0))
+        frequent = plan.float32_rows * (4 * 4096 + 2 * 2048)
+        assert temporary_bytes(region, plan) == 2 * 2048 * 32064 + frequent + parts
+        # As many more rows as there are ranks, and at least one of each part of the tokens.
+        assert choose(region, Options(), ABSENT_DEVICE).chunk_rows == 8192
+        assert choose(region, Options(chunk_rows=1), ABSENT_DEVICE).chunk_rows == (4 if is_sequence else 1)
+        partly = choose(replace(region, loss=EACH_ROW), Options(memory_budget=400 * MB), ABSENT_DEVICE)
+        assert not (is_sequence and partly.saved_rows)
+
+
 def test_all_ranks_get_one_plan():
     uneven = shard_of(4, 128250)
     for columns in (0, 100, 32062):

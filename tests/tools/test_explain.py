@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,17 @@ import torch
 import torch.nn.functional as F
 from thunder.dynamo import thunderfx
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, Options
 from thunder_flce.backend import compile_graph
+from thunder_flce.engine import printing
+from thunder_flce.engine.kernels import dispatch, scaling
+from thunder_flce.engine.matmul import algorithms
+from thunder_flce.engine.matmul.algorithms import Tuning
 from thunder_flce.inspection import formatting, programs
+from thunder_flce.inspection.trace_text import compile_only
 from thunder_flce.matching import decisions
 from thunder_flce.matching.decisions import Reason
 
@@ -241,3 +248,43 @@ def test_each_decision_is_printed_where_the_environment_says_so(value, monkeypat
     expected = [f"thunder_flce: the cross-entropy at {decision}" for decision in report.decisions]
     assert lines == (expected if value == "1" else [])
     assert value != "1" or [": fused, " in line for line in lines] == [True, False]
+
+
+def test_tuned_products(monkeypatch):
+    """What was measured about products, and how long that took."""
+    report = _explained(programs.litgpt)
+    assert report.to_dict()["tuned_products"] == []
+    assert "products tuned in" not in str(report)
+    found = Tuning(
+        product="dW", sizes=(128256, 4096, 2048), algorithm=None, gain=1.0789, milliseconds=2.5, seconds=0.25
+    )
+    other = replace(found, product="dX", gain=1.0)
+    monkeypatch.setattr(algorithms, "_tunings", {("dW", 11): found, ("dX", 11): other})
+    assert [row.split() for row in str(report).splitlines()[-2:]] == [
+        ["dW", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.079", "0.25", "s"],
+        ["dX", "128256", "×", "4096", "×", "2048", "2.500", "ms", "1.000", "0.25", "s"],
+    ]
+    assert [entry["gain"] for entry in report.to_dict()["tuned_products"]] == [1.0789, 1.0]
+
+
+def test_missing_row_kernels(monkeypatch):
+    """What "auto" would run with, were it installed, and what that costs; nothing where it was not asked for."""
+    monkeypatch.setattr(dispatch, "is_installed", lambda name: name == "torch")
+    kept = (printing._program, scaling.library)
+    for each in kept:
+        each.cache_clear()
+    try:
+        for row_kernels in ("auto", "torch"):
+            jitted = thunder_flce.jit(programs.litgpt, options=Options(row_kernels=row_kernels))
+            with FakeTensorMode():
+                compile_only(
+                    jitted, programs.arguments(programs.litgpt, programs.Sizes(), device="cuda", dtype=torch.bfloat16)
+                )
+            text = str(thunder_flce.explain(jitted))
+            if row_kernels == "auto":
+                assert "Triton (pip install triton)" in text and "PyTorch runs their share" in text
+            else:
+                assert "not installed" not in text
+    finally:
+        for each in kept:
+            each.cache_clear()
