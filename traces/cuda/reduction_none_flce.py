@@ -33,7 +33,7 @@ def computation(hidden, weight, labels):
     # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
     # computed_rows = t4: i64[]
     # valid_count i64[] = sum(y != -100)    targets are checked                                       Triton
-    # x, y = rows of x, y that are valid    the host waits for their number while the first logits run
+    # x, y = rows of x, y that are valid    the host waits for their number
     # for each chunk of 2048 tokens, 4 in all:
     #   logits bf16[2048, 128256] = x @ W.t()                                                         cuBLAS
     #   row_max, row_log_sum f32[2048] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  Triton
