@@ -23,7 +23,7 @@ from thunder_flce.engine.choose import (
 from thunder_flce.engine.plan import Plan
 from thunder_flce.operation.call import Call, Spec
 from thunder_flce.operation.divergence import Divergence
-from thunder_flce.operation.loss import Loss
+from thunder_flce.operation.loss import NOTHING_IGNORED, Loss
 from thunder_flce.operation.shard import Shard
 from thunder_flce.operators import plan_for
 
@@ -366,6 +366,19 @@ def test_a_larger_budget_is_never_slower_and_more_tokens_never_take_less(loss):
         taken = [temporary_bytes(r, choose(r, Options(memory_budget=budget), ABSENT_DEVICE)) for r in regions]
         assert max(taken) <= budget
         assert all(later >= 0.45 * earlier for earlier, later in itertools.pairwise(taken))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "waits"),
+    [(S1, {}, True), ((4096, 128256, 2048), {}, True), ((2048, 151936, 896), {}, False), ((64, 500, 32), {}, False),
+     ((64, 500, 32), {"device": "cpu", "on": CPU}, True), (S1, {"needs_grad": ()}, True)],
+)  # fmt: skip
+def test_the_host_waits_for_the_number_of_rows_where_that_pays(sizes, changes, waits):
+    assert plan_of(*sizes, **changes).ignored_rows == ("skip" if waits else "compute")
+    for asked in ("skip", "compute"):
+        assert plan_of(*sizes, options=Options(ignored_rows=asked), **changes).ignored_rows == asked
+    # Nothing to leave out.
+    assert plan_of(*sizes, loss=Loss(ignore_index=NOTHING_IGNORED), **changes).ignored_rows == "skip"
 
 
 # Plans as values, and devices.
