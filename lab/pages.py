@@ -241,7 +241,7 @@ def models() -> str:
 
 def steps() -> str:
     """Whole steps: numbers of tokens, lengths that change, CUDA graphs. Of rows of one case, the last one."""
-    names = ("litgpt-pythia-160m", "litgpt-qwen2.5-0.5b", "litgpt-llama-3.2-1b")
+    names = ("litgpt-pythia-160m", "litgpt-smollm2-135m", "litgpt-qwen2.5-0.5b", "litgpt-llama-3.2-1b")
     methods = ["torch.compile", "flce backend", "torch.compile, reduce-overhead", "flce backend, reduce-overhead"]
     found = rows("models.jsonl", folder=H100, layers=4)
     found.sort(key=lambda row: (row["lengths"] != "one", row["batch"] * row["length"], names.index(row["model"])))

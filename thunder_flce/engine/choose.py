@@ -61,10 +61,11 @@ ONE_CHUNK = 1.2
 WORTH_MEMORY = 1.03
 # On a CPU, the logits of a chunk have so many bytes for each thread, and for all of them together. But each chunk reads
 # all of W and adds to all of dW: with fewer rows than this part of H, their traffic takes longer than the logits'. On
-# two cores, 1024 × 128256 × 2048 in float32 takes 13.4, 11.8, 10.5 and 10.3 s with chunks of 64, 128, 256 and 512.
+# two cores, 1024 × 128256 × 2048 in float32 takes 13.4, 11.8, 10.5 and 10.3 s with chunks of 64, 128, 256 and 512, and
+# twice as many tokens 24.8, 21.2 and 22.7 s with chunks of 256, 512 and 1024.
 CPU_THREAD_BYTES = 16 * 2**20
 CPU_CHUNK_BYTES = (2 * CPU_THREAD_BYTES, 32 * CPU_THREAD_BYTES)
-CPU_PART_OF_HIDDEN = 1 / 8
+CPU_PART_OF_HIDDEN = 1 / 4
 CPU_SMALLEST_CHUNK = 64
 
 # Unless the user gives a budget, logits are saved for upstream gradients of one number a row while a call takes no more

@@ -6,7 +6,7 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 #
-# fused, gradients in forward, chunks of 512 tokens
+# fused, gradients in forward, chunks of 1024 tokens
 # Saved for backward, beside the arguments and views of them:
 #     t1: i64[], 8 bytes
 #     t2: f32[2, 4096, 4096], 134,217,728 bytes
@@ -27,18 +27,18 @@ def computation(hidden, weight, labels):
   (t0, t1, t2, t3) = flce_linear_cross_entropy_fwd(
     (hidden, weight, labels), names=("input", "linear_weight", "target"),
     loss={'reduction': "mean", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
-    plan={'strategy': "gradients_in_forward", 'chunk_rows': 512})
+    plan={'strategy': "gradients_in_forward", 'chunk_rows': 1024})
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[], valid_count = t1: i64[], dX = t2: f32[2, 4096, 4096], dW = t3: f32[128256, 4096]
-    # valid_count i64[] = sum(y != -100)    targets are checked                                      PyTorch
+    # valid_count i64[] = sum(y != -100)    targets are checked                                       PyTorch
     # x, y = rows of x, y that are valid
-    # for each chunk of 512 tokens, 16 in all:
-    #   logits f32[512, 128256] = x @ W.t()                                                          PyTorch
-    #   row_max, row_log_sum f32[512] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  PyTorch
-    #   dlogits f32[512, 128256] = s (softmax(logits) - one_hot(y))    in place                      PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                                      PyTorch
-    #   dX f32[512, 4096] = dlogits @ W                                                              PyTorch
-    # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                            PyTorch
+    # for each chunk of 1024 tokens, 8 in all:
+    #   logits f32[1024, 128256] = x @ W.t()                                                          PyTorch
+    #   row_max, row_log_sum f32[1024] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  PyTorch
+    #   dlogits f32[1024, 128256] = s (softmax(logits) - one_hot(y))    in place                      PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                                       PyTorch
+    #   dX f32[1024, 4096] = dlogits @ W                                                              PyTorch
+    # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                             PyTorch
   return {'output': (t0,), 'flat_args': [hidden, weight, labels], 'flat_output': (t0,)}, ((t1, t2, t3), ())
 
 

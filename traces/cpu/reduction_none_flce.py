@@ -6,7 +6,7 @@
 #         logits = F.linear(hidden, weight)
 #         return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1), reduction="none")
 #
-# fused, recompute logits, chunks of 512 tokens; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
+# fused, recompute logits, chunks of 1024 tokens; its gradients wait for the backward, because its result, or what is made of it, is returned and not detached
 # Saved for backward, beside the arguments and views of them:
 #     t1: f32[8192], 32,768 bytes
 #     t2: f32[8192], 32,768 bytes
@@ -28,16 +28,16 @@ def computation(hidden, weight, labels):
   (t0, t1, t2, t3, t4) = flce_linear_cross_entropy_fwd(
     (hidden, weight, labels), names=("input", "linear_weight", "target"),
     loss={'reduction': "none", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
-    plan={'strategy': "recompute_logits", 'chunk_rows': 512})
+    plan={'strategy': "recompute_logits", 'chunk_rows': 1024})
     # x = hidden, W = weight, y = labels
     # loss = t0: f32[2, 4096], row_max = t1: f32[8192], row_log_sum = t2: f32[8192], valid_count = t3: i64[],
     # computed_rows = t4: i64[]
-    # valid_count i64[] = sum(y != -100)    targets are checked                                      PyTorch
+    # valid_count i64[] = sum(y != -100)    targets are checked                                       PyTorch
     # x, y = rows of x, y that are valid
-    # for each chunk of 512 tokens, 16 in all:
-    #   logits f32[512, 128256] = x @ W.t()                                                          PyTorch
-    #   row_max, row_log_sum f32[512] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  PyTorch
-    # loss f32[8192] = row_log_sum - (logits[y] - row_max)                                           PyTorch
+    # for each chunk of 1024 tokens, 8 in all:
+    #   logits f32[1024, 128256] = x @ W.t()                                                          PyTorch
+    #   row_max, row_log_sum f32[1024] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  PyTorch
+    # loss f32[8192] = row_log_sum - (logits[y] - row_max)                                            PyTorch
   t5 = torch_prims_reshape_impl(t0, (8192,))  # t5: "cpu f32[8192]"
   del t0
   return {'output': (t5,), 'flat_args': [hidden, weight, labels], 'flat_output': (t5,)}, ((t1, t2, t3, t4, hidden, weight, labels), ())
@@ -77,16 +77,16 @@ def backward_fn(saved_for_backward, cotangents):
   (t8, t9) = flce_linear_cross_entropy_bwd(
     (t7,), (t1, t2, t3, t4), (hidden, weight, labels), names=("input", "linear_weight", "target"),
     loss={'reduction': "none", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
-    plan={'strategy': "recompute_logits", 'chunk_rows': 512})
+    plan={'strategy': "recompute_logits", 'chunk_rows': 1024})
     # x = hidden, W = weight, y = labels, grad = t7, row_max = t1, row_log_sum = t2, valid_count = t3,
     # computed_rows = t4
     # dX = t8: f32[2, 4096, 4096], dW = t9: f32[128256, 4096]
-    # valid_count i64[] = sum(y != -100)                                         PyTorch
+    # valid_count i64[] = sum(y != -100)                                          PyTorch
     # x, y = rows of x, y that are valid
-    # for each chunk of 512 tokens, 16 in all:
-    #   logits f32[512, 128256] = x @ W.t()                                      PyTorch
-    #   dlogits f32[512, 128256] = A softmax(logits) - B one_hot(y)    in place  PyTorch
-    #   dW f32[128256, 4096] += dlogits.t() @ x                                  PyTorch
-    #   dX f32[512, 4096] = dlogits @ W                                          PyTorch
+    # for each chunk of 1024 tokens, 8 in all:
+    #   logits f32[1024, 128256] = x @ W.t()                                      PyTorch
+    #   dlogits f32[1024, 128256] = A softmax(logits) - B one_hot(y)    in place  PyTorch
+    #   dW f32[128256, 4096] += dlogits.t() @ x                                   PyTorch
+    #   dX f32[1024, 4096] = dlogits @ W                                          PyTorch
   del t7, t1, t2, t3, t4, hidden, weight, labels
   return (t8, t9, None)

@@ -10,7 +10,7 @@
 #         """The head's vocabulary divided among ranks."""
 #         return thunder.distributed.column_parallel(step, ["lm_head"], device=torch.device("cpu", 0))
 #
-# fused, the vocabulary over 2 ranks, gradients in forward, chunks of 512 tokens
+# fused, the vocabulary over 2 ranks, gradients in forward, chunks of 1024 tokens
 # Saved for backward, beside the arguments and views of them:
 #     t2: i64[], 8 bytes
 #     t3: f32[2, 4096, 4096], 134,217,728 bytes
@@ -34,21 +34,21 @@ def computation(hidden, labels, t_layer_weight, t_lm_head_weight):
   (t1, t2, t3, t4) = flce_linear_cross_entropy_fwd(
     (t0, t_lm_head_weight, labels), names=("input", "linear_weight", "target"),
     loss={'reduction': "mean", 'ignore_index': -100}, needs_grad=("input", "linear_weight"),
-    plan={'strategy': "gradients_in_forward", 'chunk_rows': 512},
+    plan={'strategy': "gradients_in_forward", 'chunk_rows': 1024},
     shard={'group': "1", 'ranks': 2, 'rank': 0, 'start': 0, 'columns': 64128, 'largest': 64128, 'vocab': 128256})
     # x = t0, W = t_lm_head_weight, y = labels
     # loss = t1: f32[], valid_count = t2: i64[], dX = t3: f32[2, 4096, 4096], dW = t4: f32[64128, 4096]
-    # valid_count i64[] = sum(y != -100)    targets are checked                                      PyTorch
+    # valid_count i64[] = sum(y != -100)    targets are checked                                       PyTorch
     # x, y = rows of x, y that are valid
-    # for each chunk of 512 tokens, 16 in all:
-    #   logits f32[512, 64128] = x @ W.t()                                                           PyTorch
-    #   row_max, row_log_sum f32[512] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  PyTorch
-    #   row_max, row_log_sum = combined over the ranks                                               gloo
-    #   dlogits f32[512, 64128] = A softmax(logits) - B one_hot(y)    in place                       PyTorch
-    #   dW f32[64128, 4096] += dlogits.t() @ x                                                       PyTorch
-    #   dX f32[512, 4096] = dlogits @ W                                                              PyTorch
-    #   dX f32[512, 4096] = summed over the ranks                                                    gloo
-    # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                            PyTorch
+    # for each chunk of 1024 tokens, 8 in all:
+    #   logits f32[1024, 64128] = x @ W.t()                                                           PyTorch
+    #   row_max, row_log_sum f32[1024] = max_v(logits), log(sum_v(exp(logits - row_max))); logits[y]  PyTorch
+    #   row_max, row_log_sum = combined over the ranks                                                gloo
+    #   dlogits f32[1024, 64128] = A softmax(logits) - B one_hot(y)    in place                       PyTorch
+    #   dW f32[64128, 4096] += dlogits.t() @ x                                                        PyTorch
+    #   dX f32[1024, 4096] = dlogits @ W                                                              PyTorch
+    #   dX f32[1024, 4096] = summed over the ranks                                                    gloo
+    # loss f32[] = sum(row_log_sum - (logits[y] - row_max)) / valid_count                             PyTorch
   del t0
   return {'output': (t1,), 'flat_args': [hidden, labels, t_layer_weight, t_lm_head_weight], 'flat_output': (t1,)}, ((t2, t3, t4, hidden), ())
 
