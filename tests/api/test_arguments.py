@@ -73,6 +73,7 @@ BAD = [
     ({"token_loss": OF_ONE, "reduction": "none"}, ValueError, 'reduction "mean" or "sum"'),
     ({"token_loss": OF_ONE, "label_smoothing": 0.1}, ValueError, "label_smoothing belongs to the cross-entropy"),
     ({"token_loss": OF_ONE, "weight": torch.ones(9)}, ValueError, "weight belongs to the cross-entropy"),
+    ({"token_loss": OF_ONE, "token_inputs": (1.0,)}, TypeError, r"token_inputs\[0\] must be a tensor, but got float"),
     ({"token_loss": OF_ONE, "token_inputs": (Y, W)}, ValueError, r"token_inputs\[1\] must have target's shape"),
     ({"token_loss": OF_ONE, "token_inputs": (NEEDING,)}, ValueError, r"token_inputs\[0\] must not require a grad"),
     ({"token_loss": lambda p, e: p, "token_inputs": (Y, Y)}, TypeError, "called with log_prob, entropy and the 2"),
@@ -97,7 +98,6 @@ BAD = [
 NEEDS_GRAD = {"input": X.clone().requires_grad_(), "token_loss": OF_ONE}
 EAGER = [
     ({"target": Y.to("meta")}, ValueError, "target must be on input's device, cpu, but got meta"),
-    ({"token_loss": OF_ONE, "token_inputs": (1.0,)}, TypeError, r"token_inputs\[0\] must be a tensor"),
     ({**NEEDS_GRAD, "options": Options(strategy="save_logits")}, ValueError, "no other strategy"),
     ({**NEEDS_GRAD, "input": X.half().requires_grad_(), "linear_weight": W.half()}, ValueError, "expected_gradient"),
 ]

@@ -79,6 +79,10 @@ def _lookaside(*args: Any, **kwargs: Any) -> Any:
     if token_loss is not None and callable(token_loss.value):
         by_name = dict(zip(("input", "linear_weight", "target"), args, strict=False)) | kwargs
         inputs = list(map(unwrap, _items(by_name.get("token_inputs"))))
+        for number, each in enumerate(inputs):
+            if not isinstance(each, TensorProxy):
+                kind = type(each).__name__
+                return do_raise(TypeError(f"token_inputs[{number}] must be a tensor, but got {kind}"))
         found = interpreted_token_loss(token_loss, unwrap(by_name["input"]), unwrap(by_name["target"]), inputs=inputs)
         if found is INTERPRETER_SIGNALS.EXCEPTION_RAISED:
             return found
