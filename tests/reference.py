@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thunder_flce import Options, calls, linear_cross_entropy, operators
+from thunder_flce import calls, linear_cross_entropy, operators
 from thunder_flce.engine.plan import Plan
 from thunder_flce.operation.loss import Loss
 
@@ -107,18 +107,15 @@ class Result:
     outputs: tuple[Tensor, ...] = ()
 
 
-def ours(case: Case, grad: Tensor | None = None, *, options: Options | None = None, **settings) -> Result:
+def results_of(case: Case, **settings) -> Tensor | tuple[Tensor, ...]:
+    """What `linear_cross_entropy` gives of the case."""
+    operands = {"linear_bias": case.bias, "weight": case.class_weight, "terms": case.terms}
+    return linear_cross_entropy(case.x, case.weight, case.target, **operands, **settings)
+
+
+def ours(case: Case, grad: Tensor | None = None, **settings) -> Result:
     """The loss and gradients that this project computes."""
-    results = linear_cross_entropy(
-        case.x,
-        case.weight,
-        case.target,
-        linear_bias=case.bias,
-        weight=case.class_weight,
-        terms=case.terms,
-        options=options,
-        **settings,
-    )
+    results = results_of(case, **settings)
     return differentiate(results, case, grad, settings.get("outputs", ()))
 
 

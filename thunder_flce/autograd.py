@@ -181,7 +181,7 @@ def _autograd_kernel(tensors: list[Tensor], settings: str) -> list[Tensor]:
         needed = [name for name, each in operands.items() if each.requires_grad and name != "teacher_weight"]
     if not needed:
         with torch._C._AutoDispatchBelowAutograd():
-            # In a compiled program. To go through the dispatcher again takes the host a fifth of a small call.
+            # In a compiled program, where to go through the dispatcher again would take the host time for nothing.
             if all(map(operators.is_direct, tensors)) and not operators.is_watched():
                 return operators.run_forward(tensors, settings)
             return torch.ops.thunder_flce.linear_cross_entropy(tensors, settings)

@@ -19,6 +19,7 @@ from reference import (
     differentiate,
     error,
     make_case,
+    results_of,
     truth,
 )
 from thunder_flce import Options, inductor, linear_cross_entropy, linear_kl_divergence, operators
@@ -49,15 +50,7 @@ def call(case: Case, **settings):
     if "divergence" in settings:
         teacher = case.x.detach().flip(0), case.weight.detach().flip(0)
         return linear_kl_divergence(case.x, case.weight, *teacher, case.target, **settings)
-    return linear_cross_entropy(
-        case.x,
-        case.weight,
-        case.target,
-        linear_bias=case.bias,
-        weight=case.class_weight,
-        terms=case.terms,
-        **settings,
-    )
+    return results_of(case, **settings)
 
 
 def assert_right(results, case: Case, **settings) -> None:

@@ -33,7 +33,7 @@ class Prepared(NamedTuple):
     """What follows from the targets of all tokens, before their logits are there; in the `order`, if there is one."""
 
     target: Tensor
-    """(T,) or (T, K) int64 in [0, V), 0 where ignored"""
+    """(T,) or (T, K) int64 in [0, V), 0 where ignored, and any where only the token weight is 0"""
     weight: Tensor
     """(T,) what multiplies a row's loss: its token weight or 1, and 0 in ignored rows"""
     s: Tensor
