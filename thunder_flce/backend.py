@@ -28,8 +28,9 @@ def compile_graph(
 
     The same for log-probabilities and entropies that are spelled out. Where nothing could be gained, as the sizes are
     small, the loss is left to Inductor, unless options of ours or CUDA graphs are asked for; with lengths that change,
-    PyTorch compiles the program once more for those with which it is not small. A `linear_cross_entropy` that the model
-    calls itself stays as it is, with the options of that call. Called by torch.compile, once for each graph.
+    PyTorch compiles the program once more for those with which it is not small. Where gradients wait for the backward,
+    logits are saved while they fit, and again longer batches are compiled once more. A `linear_cross_entropy` that the
+    model calls itself stays as it is, with the options of that call. Called by torch.compile, once for each graph.
 
     Args:
         gm: the graph.

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from thunder_flce.device import TILE_ROWS, Device
 from thunder_flce.engine import engine
-from thunder_flce.engine.choose import choose
+from thunder_flce.engine.choose import choose, in_program
 from thunder_flce.engine.collectives import gathered
 from thunder_flce.engine.engine import Saved
 from thunder_flce.engine.plan import Plan
@@ -194,7 +194,7 @@ def backward(
     ops = _primitives(settings, tensors)
     if ops.plan.finishes_in_forward:
         known["unit_gradient"] = known.pop("dX").reshape(-1, *ops.call.tensors["input"].shape[-1:])
-    elif "logits" in known and not may_overwrite and known["logits"].dtype == ops.call.dtype:
+    elif "logits" in known and not (may_overwrite or ops.plan.keeps_logits) and known["logits"].dtype == ops.call.dtype:
         known["logits"] = known["logits"].clone()
     found = engine.backward(ops, Saved(**known), UpstreamGradients(*upstream))
     return [
@@ -210,7 +210,7 @@ def _planned(settings: Settings, tensors: Sequence[Tensor]) -> tuple[Call, Plan]
         call, device = agreed_call(call, settings.vocab_parallel, options or Options())
     plan = settings.plan
     if options is not None:
-        plan = plan_for(call, options, device=device)
+        plan = in_program(plan_for(call, options, device=device))
     if call.shard is not None and call.shard.sequence_parallel:
         call = gathered(call)
     return call, plan

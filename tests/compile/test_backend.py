@@ -22,6 +22,7 @@ from test_patterns import _arguments, _run, patterns
 from thunder_flce import NotFusedError, NotFusedWarning
 from thunder_flce.backend import compile_graph
 from thunder_flce.dynamo import fusion
+from thunder_flce.engine.kernels.layout import row_stride
 from thunder_flce.matching.decisions import Reason
 
 ROOT = Path(__file__).parents[2]
@@ -237,17 +238,44 @@ def test_small_losses_of_many_lengths(largest, expected, on_gpu):
     assert ["left to Inductor" in str(each) for each in thunder_flce.explain(compiled).decisions] == expected
 
 
+@pytest.mark.parametrize(("largest", "expected"), [(None, [True, True, False]), (16, [True]), (99, [False])])
+def test_saved_logits_of_many_lengths(largest, expected):
+    """Logits are saved while they fit, by the number of tokens alone."""
+
+    def preference(hidden, weight, labels):
+        losses = F.cross_entropy(F.linear(hidden, weight).transpose(1, 2), labels, reduction="none")
+        chosen, rejected = losses.sum(1).chunk(2)
+        return F.softplus(chosen - rejected).mean()
+
+    def arguments(tokens):
+        head = torch.randn(V, H, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        return torch.randn(4, tokens, H, requires_grad=True), head, torch.randint(V, (4, tokens))
+
+    # The logits of four sequences of 16 tokens, and their gradient.
+    budget = 2 * 4 * 16 * row_stride(V, dtype=torch.float32, device_type="cpu") * 4
+    compiled = compiled_with(preference, fullgraph=True, options={"memory_budget": budget})
+    for tokens in (12, 10, 16, 30, 20, 4):
+        tensors = arguments(tokens)
+        if largest:
+            for tensor in tensors[::2]:
+                torch._dynamo.mark_dynamic(tensor, 1, min=2, max=largest)
+        if tokens <= (largest or tokens):
+            torch.testing.assert_close(_run(compiled, tensors), _run(preference, tensors), **CLOSE)
+    decisions = thunder_flce.explain(compiled).decisions
+    assert [each.plan.strategy == "save_logits" for each in decisions] == expected
+
+
 @pytest.fixture
 def on_gpu(monkeypatch):
     """The backend takes the tensors for those of a GPU, where it asks whether a loss is small; nothing is compiled."""
-    is_small = fusion._is_small
+    is_small = fusion.is_small
 
     def is_small_on_gpu(region):
         with monkeypatch.context() as patch:
             patch.setattr(region.parts[0].logits.terms[0].input, "device", torch.device("cuda"))
             return is_small(region)
 
-    monkeypatch.setattr(fusion, "_is_small", is_small_on_gpu)
+    monkeypatch.setattr(fusion, "is_small", is_small_on_gpu)
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", lambda gm, inputs, **others: gm.forward)
 
 

@@ -3,9 +3,11 @@
 All other nodes stay as they are, but where they use a result before the region that gives it: these move behind it.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +23,10 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from thunder_flce import calls
+from thunder_flce.dynamo.lengths import may_save_logits
 from thunder_flce.dynamo.reading import value_of
+from thunder_flce.engine.choose import in_program
+from thunder_flce.engine.plan import SAVE_LOGITS
 from thunder_flce.matching.decisions import Decision, PlannedRegion
 from thunder_flce.matching.interpreter import Interpreter
 from thunder_flce.matching.program import Op, Tensor, hint
@@ -258,8 +263,10 @@ class _Graph:
     def region(self, call: Call, group: Any) -> tuple[list[Tensor], PlannedRegion]:
         """See `Writer`: the operator, which makes its plan when it runs."""
         # With the sizes of this call: its plan is reported, and the operator's settings depend on no size.
-        known = call.map(lambda _, each: self._spec(each, call))
-        settings = calls.unplanned(known, self._options)
+        known, options = call.map(lambda _, each: self._spec(each, call)), self._options
+        if may_save_logits(known, math.prod(call.tensors["input"].shape[:-1]), options):
+            options = replace(options, strategy=SAVE_LOGITS)
+        settings = calls.unplanned(known, options)
         tensors = [self._operand(name, call) for name in settings.names]
         with self._graph.inserting_before(self._end):
             node = self._graph.call_function(
@@ -271,7 +278,7 @@ class _Graph:
             count = 1 + len(call.loss.outputs)
             parts = [self._graph.call_function(operator.getitem, (node, at)) for at in range(count)]
         node.meta["example_value"] = tuple(results)
-        planned = PlannedRegion(known, plan_for(known, settings.options or self._options))
+        planned = PlannedRegion(known, in_program(plan_for(known, settings.options or self._options)))
         return [self._made(part, results[at]) for at, part in enumerate(parts)], planned
 
     def _spec(self, given: Any, call: Call) -> Spec:

@@ -134,6 +134,20 @@ def strategy_of(call: Call, options: Options) -> str:
     return strategy or (RECOMPUTE_LOGITS if waits else GRADIENTS_IN_FORWARD)
 
 
+def saves_all_logits(call: Call, options: Options, device: Device) -> bool:
+    """Whether a call of specs, in a program, saves the logits of all rows without being asked for that strategy."""
+    choice = _Choice(call.largest_part, options, device)
+    saving = choice.saving()
+    if saving is None or saving.saved_rows is not None:
+        return False
+    return choice.sizes.temporary_bytes(in_program(saving)) <= choice.most_saved
+
+
+def in_program(plan: Plan) -> Plan:
+    """The plan in a program that is compiled or exported, which may not change what it has saved."""
+    return replace(plan, keeps_logits=True) if plan.strategy == SAVE_LOGITS else plan
+
+
 def alternatives(call: Call, plan: Plan, device: Device) -> list[Plan]:
     """Other ways to run a call: half and twice the chunk, and the other strategies, each with its own chunks.
 
@@ -264,6 +278,8 @@ class _Sizes:
             least = max(least, 4 * call.own_tokens * self.hidden)
 
         per_row = self.row_bytes + frequent_rows * itemsize
+        if plan.keeps_logits and not self.dlogits_bytes:
+            per_row += self.stride * itemsize
         if shard is not None and shard.reduces_input_grad and self.inputs:
             # What this rank's columns contribute to dX and, where ranks divide the tokens, this rank's rows of the sum.
             part = max(self.inputs) * (call.row_dtype.itemsize if shard.float32_input_grad else itemsize)
@@ -346,8 +362,7 @@ class _Choice:
         elif self.strategy == SAVE_LOGITS:
             plan = self._with(max(self.tokens, 1))
         else:
-            may_save = self.strategy == RECOMPUTE_LOGITS and self.options.strategy is None
-            plan = (self._saving() if may_save and self.call.divergence is None else None) or self._summed()
+            plan = self.saving() or self._summed()
         if self.limit is not None and (needed := self.sizes.temporary_bytes(plan)) > 1.01 * self.limit:
             cure = '; accumulate="parameter" takes less, with a larger error of dW' if plan.float32_accumulator else ""
             self._warn(
@@ -497,13 +512,20 @@ class _Choice:
 
     # Saved logits.
 
-    def _saving(self) -> Plan | None:
+    @property
+    def most_saved(self) -> int:
+        """Bytes that a call may take in which logits are saved, unless that is asked for."""
+        if self.limit is not None:
+            return self.limit
+        is_known = self.most_by_default < inf and not self.is_on_cpu
+        return min(SAVED_LOGITS_BYTES, int(self.most_by_default)) if is_known else 0
+
+    def saving(self) -> Plan | None:
         """A plan that keeps the logits of all rows, or of some; None where too few fit, or none may be kept."""
-        allowed, sizes = self.limit, self.sizes
-        if allowed is None:
-            if self.most_by_default == inf or self.is_on_cpu:
-                return None
-            allowed = min(SAVED_LOGITS_BYTES, int(self.most_by_default))
+        allowed, sizes = self.most_saved, self.sizes
+        is_asked_for = self.options.strategy is not None
+        if not allowed or self.strategy != RECOMPUTE_LOGITS or is_asked_for or self.call.divergence is not None:
+            return None
         whole = replace(self._with(max(self.tokens, 1)), strategy=SAVE_LOGITS)
         if sizes.temporary_bytes(whole) <= allowed:
             return whole

@@ -41,6 +41,8 @@ class Plan:
     """C, the most tokens in a chunk."""
     saved_rows: int | None = None
     """With "save_logits", of how many rows, the first that are computed, logits are kept; None for all."""
+    keeps_logits: bool = False
+    """Whether the backward leaves saved logits as they are, and has memory of its own for their gradient."""
     float32_accumulator: bool = False
     """Whether dW is summed over chunks in float32 and rounded once, at the end."""
     float32_rows: int = 0
@@ -107,6 +109,7 @@ class Plan:
         has_chunks = self.strategy != SAVE_LOGITS or self.saved_rows is not None
         others = {
             f"chunks of {self.chunk_rows} tokens": has_chunks,
+            "their gradient in memory of its own": self.keeps_logits,
             "dW summed in float32": self.float32_accumulator,
             f"{self.float32_rows} rows of dW summed in float32": self.float32_rows,
             "float32 logits": self.float32_logits,
