@@ -213,7 +213,10 @@ def agree(a: Any, b: Any) -> bool:
     if not (a.node.has_hint() and b.node.has_hint()) or a.node.hint != b.node.hint:
         return False
     bounds = [each.node.shape_env.bound_sympy(each.node.expr) for each in (a, b)]
-    return bounds[0] == bounds[1] and bool(a == b)
+    # A range that the caller has declared has an end, and no guard may narrow it. Without one, only guards have said
+    # where ranges begin, such as that of a slice of hidden states which a linear has read.
+    is_declared = any(each.upper.is_Integer for each in bounds)
+    return (not is_declared or bounds[0] == bounds[1]) and bool(a == b)
 
 
 def hint(size: Any) -> int:
