@@ -290,6 +290,14 @@ def shifted_hidden_states(h, w, y, a, m):
     return -(x * m[:, 1:]).sum() / m.sum()
 
 
+@expect(IN_FORWARD)
+def rows_as_many_as_labels(h, w, y, a, m):
+    """Their numbers have the symbol of the labels' length, and may be given by name."""
+    x = F.linear(h[0], w).log_softmax(-1)
+    rows = torch.arange(y.shape[1]), torch.arange(end=y.shape[1]), torch.arange(start=0, end=y.shape[1], step=1)
+    return -sum((x[each, y[0]] * a[0]).sum() for each in rows)
+
+
 # Weights of tokens, which are known before the loss.
 
 
@@ -1051,6 +1059,7 @@ LOOKALIKES = {
     "rows picked in another order": lambda z, y: z.log_softmax(-1)[torch.arange(6).flip(0), y],
     "rows listed in another order": lambda z, y: z.log_softmax(-1)[[3, 1, 0, 2, 5, 4], y],
     "counted by Python": lambda z, y: z.log_softmax(-1)[range(6), y] + z.log_softmax(-1)[range(5, -1, -1), y],
+    "rows by name": lambda z, y: z.log_softmax(-1)[torch.arange(start=-6, end=0), y],
     "rows of an index": lambda z, y: _of_labels(z, y)[y.argsort()],
     "labels in another order": lambda z, y: F.logsigmoid(_of_labels(z, y) - _of_labels(z, y[[1, 0, 2, 3, 5, 4]])),
     "two labels of three rows": lambda z, y: z.log_softmax(-1).gather(-1, y.view(3, 2)),

@@ -297,16 +297,17 @@ class Interpreter:
         if not isinstance(part, Tensor):
             return False
         sizes = [1] * (len(shape) - part.ndim) + list(part.shape)
-        if not all(same(size, count if at == dim else 1) for at, size in enumerate(sizes)):
+        if not all(at == dim or same(size, 1) for at, size in enumerate(sizes)):
             return False
         while part.op is not None and part.op.operands and keeps_elements(part.op):
             part = part.op.operands[0]
         op = part.op
         if op is None or op.name != "arange" or self.program.may_have_changed(part):
             return False
-        start, end, *steps = (*op.args, None)[: max(len(op.args), 2)]
+        given = dict(zip(("start", "end", "step"), op.args, strict=False)) | op.kwargs
+        start, end = given.get("start", 0), given.get("end")
         start, end = (0, start) if end is None else (start, end)
-        return all(same(step, 1) for step in steps) and same(start, 0) and agree(end, count)
+        return same(start, 0) and same(given.get("step", 1), 1) and agree(end, count)
 
 
 def is_head(of: Class) -> bool:

@@ -758,7 +758,9 @@ def _at_labels(known: "Interpreter", op: Op, of: Class, index: Tensor, *, wraps:
 def _indexed(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> Row:
     """Logits [arange(N), labels] or [arange(B)[:, None], arange(T), labels]."""
     *rows, labels = key
-    if labels.dtype in (torch.bool, torch.uint8) or not same_shape(op.output.shape, of.rows_shape):
+    shape, rows_shape = op.output.shape, of.rows_shape
+    is_of_rows = len(shape) == len(rows_shape) and all(map(agree, shape, rows_shape))
+    if labels.dtype in (torch.bool, torch.uint8) or not is_of_rows:
         raise Unknown("rows picked by an index")
     if not all(known.is_every_index(part, dim, of.rows_shape) for dim, part in enumerate(rows)):
         raise Unknown("rows picked by an index")
