@@ -1158,15 +1158,29 @@ def test_by_torch_compile(program, outcome):
     assert len(thunder_flce.explain(compiled)) <= (4 if program in (losses_of_chunks, chunks_backwards) else 2)
 
 
-def test_float16_waits_for_a_loss_scale():
-    """Of a token loss, whose gradients would be computed in the forward otherwise."""
+def _focal(h, w, y, m):
+    x = losses(h, w, y)
+    return (((1 - torch.exp(-x)) ** 2 * x).mean(),)
 
-    def program(h, w, y):
-        x = losses(h, w, y)
-        return ((1 - torch.exp(-x)) ** 2 * x).mean()
 
-    (h, w, y, *_), compiled = operands(6), compiled_by("torch.compile", program)
-    compiled(*(each.detach().half().requires_grad_() for each in (h, w)), y)
+def _masked_and_logged(h, w, y, m):
+    x = losses(h, w, y)
+    return (x * m).sum(), x.detach()
+
+
+def _masked_with_accuracy(h, w, y, m):
+    logits = F.linear(h, w)
+    x = F.cross_entropy(logits.transpose(1, 2), y, reduction="none")
+    return (x * m).sum(), (logits.argmax(-1) == y).sum()
+
+
+@pytest.mark.parametrize("program", [_focal, _masked_and_logged, _masked_with_accuracy])
+def test_float16_waits_for_a_loss_scale(program):
+    """Of a token loss, and of a loss with other results beside it: gradients would be computed in the forward else."""
+    (h, w, y, _, m), compiled = operands(6), compiled_by("torch.compile", program)
+    found = compiled(*(each.detach().half().requires_grad_() for each in (h, w)), y, m.half())
+    for each, right in zip(found, program(h, w, y, m), strict=True):
+        torch.testing.assert_close(each.double(), right.double(), rtol=1e-2, atol=1e-2)
     (decision,) = decisions(compiled)
     assert decision.fused and "float16" in decision.note
 

@@ -364,8 +364,9 @@ def _tokens(part: Part) -> Tokens:
 def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
     """Raises for a sum that no region computes."""
     signs = [total.plain_sign(number) for number in range(len(parts))]
-    # Of a plain loss alone, the upstream gradient has a known scale.
-    is_plain_alone = len(parts) == 1 and parts[0].of_loss is not None and not parts[0].rows and signs[0] is not None
+    # Of a plain loss alone, the upstream gradient has a known scale. With other results it is written as a token loss.
+    is_alone = len(parts) == 1 and not parts[0].rows and not parts[0].argmaxes and not total.kept
+    is_plain_alone = is_alone and parts[0].of_loss is not None and signs[0] is not None
     if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not is_plain_alone:
         raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
     for part, sign in zip(parts, signs, strict=True):
