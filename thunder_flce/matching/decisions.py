@@ -37,7 +37,7 @@ class Reason(Enum):
     CLASS_PROBABILITIES = "the targets are class probabilities"
     CLASS_WEIGHTS = "it has class weights that are not supported"
     DTYPE = "the linear's operands have different dtypes, or one that is not supported"
-    DISTRIBUTED = "an operand is a distributed tensor"
+    DISTRIBUTED = "an operand is a distributed tensor, or one of a transform of torch.func, such as grad or vmap"
     TENSOR_PARALLEL = "thunder.distributed divides its weight among ranks by row_parallel, not by column_parallel"
     OPERAND_MODIFIED = "a tensor is changed in place that the loss, or a prediction beside it, may depend on"
     DYNAMIC = "a shape or a setting is not known when the trace is compiled"
