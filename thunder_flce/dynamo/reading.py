@@ -117,7 +117,8 @@ class _Reader:
         if node.target is getattr:
             args = args[:1]
         if name == "where" and node.op == "call_method":
-            args = (args[1], args[0], *args[2:])
+            given = dict(zip(("input", "condition", "other"), args, strict=False)) | kwargs
+            args, kwargs = (given["condition"], given["input"], given["other"]), {}
         kwargs = {_OF_NUMPY.get(key, key): each for key, each in kwargs.items()}
         output = tree_map(lambda each: _tensor(each, node), value)
         if name in _CAST_BY_AUTOCAST and isinstance(output, Tensor):
