@@ -330,3 +330,26 @@ def test_the_executor_alone_with_a_tuple_of_transforms():
     )
     with pytest.warns(NotFusedWarning, match="give thunder.jit its transforms as a list"):
         jitted(torch.randn(3, 8), torch.randn(V, 8), torch.randint(V, (3,)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("of_sequences", [
+    lambda log_probs: log_probs.view(8, -1).sum(-1), lambda log_probs: (-log_probs).view(8, -1).sum(-1),
+    lambda log_probs: (log_probs * 0.5).view(8, -1).mean(-1),
+    lambda log_probs: torch.cat([each.sum(-1) for each in log_probs.view(8, -1).chunk(2)]),
+])  # fmt: skip
+def test_sums_of_sequences(of_sequences):
+    """Their gradients are expanded and reshaped, which nvFuser must not fuse with what follows."""
+
+    def preference(x, weight, target):
+        log_probs = F.linear(x, weight).log_softmax(-1).gather(-1, target[:, None]).squeeze(-1)
+        chosen, rejected = of_sequences(log_probs).chunk(2)
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    operands = [torch.randn(size, H, device="cuda", requires_grad=True) for size in (64, V)]
+    target = torch.randint(V, (64,), device="cuda")
+    got, expected = (
+        torch.autograd.grad(run(*operands, target), operands) for run in (thunder_flce.jit(preference), preference)
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
