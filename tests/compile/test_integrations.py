@@ -130,8 +130,11 @@ def test_trainer(name, tmp_path):
     assert ours.model.config.to_dict() == expected.model.config.to_dict()
 
 
+ON_RANKS = {"lengths": {}, "all": {"bf16": True, "label_smoothing_factor": 0.1, "gradient_checkpointing": True}}
+
+
 def _on_a_rank(rank, names, folder):
-    """What the Trainer logs with these `SETTINGS`, and what ours does, as torchrun starts them."""
+    """What the Trainer logs with these settings, and what ours does, as torchrun starts them."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     found = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -139,8 +142,8 @@ def _on_a_rank(rank, names, folder):
         for name, value in environment.items():
             patch.setenv(name, str(value))
         for name in names:
-            settings = {"average_tokens_across_devices": True, "ddp_backend": "gloo", **SETTINGS[name][0]}
-            layers = int(name == "gradient checkpointing")
+            settings = {"average_tokens_across_devices": True, "ddp_backend": "gloo", **ON_RANKS[name]}
+            layers = int(name == "all")
             trainers = [
                 train(each, folder, model=tiny.model(num_hidden_layers=layers), settings=settings, rows=tiny.rows(32))
                 for each in (transformers.Trainer, OurTrainer)
@@ -156,12 +159,14 @@ def _on_a_rank(rank, names, folder):
 
 def test_two_processes(tmp_path):
     """The same as without us and, but for the evaluation, as one process with the same batches."""
-    found = as_processes(2, partial(_on_a_rank, names=list(SETTINGS), folder=str(tmp_path)))
+    found = as_processes(2, partial(_on_a_rank, names=list(ON_RANKS), folder=str(tmp_path)))
     assert all(isinstance(each, dict) for each in found), found
     for name, (theirs, ours) in found[0].items():
         assert [each for each, _ in ours] == [each for each, _ in theirs]
         torch.testing.assert_close(
-            *(torch.tensor([value for _, value in each]) for each in (ours, theirs)), rtol=SETTINGS[name][1], atol=1e-5
+            *(torch.tensor([value for _, value in each]) for each in (ours, theirs)),
+            rtol=2e-2 if name == "all" else 1e-4,
+            atol=1e-5,
         )
     one = train(transformers.Trainer, tmp_path, settings={"gradient_accumulation_steps": 4}, rows=tiny.rows(32))
     of_one, of_two = (

@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra 'exam
 
 import zoo  # noqa: E402
 from front_ends import FRONT_ENDS, assert_agrees, decisions  # noqa: E402
+from thunder_flce import operators  # noqa: E402
 from thunder_flce.backend import compile_graph, compiled_graphs  # noqa: E402
 from thunder_flce.graph import plugin  # noqa: E402
 
@@ -54,17 +55,18 @@ def _regions(compiled, front_end) -> list[thunder.core.symbol.BoundSymbol]:
     return [b for trace in traces for b in trace.bound_symbols if b.sym.name == "flce_linear_cross_entropy_fwd"]
 
 
-def _settings(region) -> dict:
-    """What the head of a model may set."""
-    found = {name: region.kwargs["loss"].get(name) for name in ("softcap", "logit_scale")}
+def _settings(node) -> dict:
+    """What the head of a model may set, of a call of the operator."""
+    settings = operators.Settings.parse(node.args[1])
+    found = {name: getattr(settings.loss, name) for name in ("softcap", "logit_scale")}
     found = {name: value for name, value in found.items() if value not in (None, 1.0)}
-    return found | ({"linear_bias": True} if "linear_bias" in region.kwargs["names"] else {})
+    return found | ({"linear_bias": True} if "linear_bias" in settings.names else {})
 
 
 def _is_slow(entry, front_end):
     """thunder takes seconds for a model; Dynamo gives thunderfx what it gives the backend."""
     of_library = [each for each in zoo.ENTRIES if each.model.split()[0] == entry.model.split()[0]]
-    is_quick = entry is of_library[0] or entry.region or "chunk" in entry.head
+    is_quick = entry is of_library[0] or "chunk" in entry.head
     return front_end == "thunderfx" or not is_quick
 
 
@@ -92,8 +94,6 @@ def test_model(entry, front_end):
     _assert_agrees(model, compiled)
     regions = _regions(compiled, front_end)
     _assert_outcome(entry, expected, decisions(compiled), len(regions))
-    for region in regions:
-        assert _settings(region) == entry.region
 
 
 @pytest.mark.parametrize("entry", zoo.ENTRIES, ids=IDS)
@@ -105,7 +105,10 @@ def test_backend(entry, graphs):
     _assert_agrees(model, compiled)
     found = [decision for graph in compiled_graphs(compiled) for decision in graph]
     operator = torch.ops.thunder_flce.linear_cross_entropy.default
-    _assert_outcome(entry, entry.backend, found, sum(n.target is operator for g in graphs for n in g.graph.nodes))
+    calls = [node for graph in graphs for node in graph.graph.nodes if node.target is operator]
+    _assert_outcome(entry, entry.backend, found, len(calls))
+    for call in calls:
+        assert _settings(call) == entry.region
 
 
 def _assert_agrees(model, compiled):

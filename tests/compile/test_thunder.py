@@ -1,9 +1,7 @@
 """Through thunder: what is recognised, what is not fused and why, and that results agree with eager PyTorch."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from thunder.recipes import BaseRecipe
 from torch import nn
 
+import fresh
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
@@ -252,8 +251,7 @@ assert names.count("flce_linear_cross_entropy_fwd") == 1 and "nvFusion0" in name
 @pytest.mark.skipif(importlib.util.find_spec("nvfuser_direct") is None, reason="needs nvFuser's Python package")
 def test_plugin_by_name_with_the_default_recipe():
     """thunder.compile(model, plugins="flce"), compiled for CUDA on fake tensors, in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.run([sys.executable, "-c", COMPILE_FOR_CUDA], capture_output=True, text=True, env=environment)
+    process = fresh.run(f"import sys; sys.path += {sys.path}\n{COMPILE_FOR_CUDA}")
     assert process.returncode == 0, process.stderr
 
 
@@ -288,7 +286,7 @@ def test_a_private_name_that_thunder_lacks():
         "import thunder.dynamo.compiler; del thunder.dynamo.compiler.ThunderCompiler\n"
         "import thunder_flce; thunder_flce.linear_cross_entropy; thunder_flce.jit"
     )
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    process = fresh.run(program)
     lacks = r"thunder_flce works with lightning-thunder >=0\.2\.6,<0\.3; version \S+ lacks a name .*'ThunderCompiler'"
     assert re.search(rf"UserWarning: .*ImportError: {lacks}", process.stderr), process.stderr
     message = process.stderr.strip().splitlines()[-1]

@@ -136,12 +136,7 @@ def padded_part(rank: int, gradient: torch.Tensor, ranks: int = 2) -> torch.Tens
     return torch.cat([gradient, gradient.new_zeros(ranks, *gradient.shape[1:])])[rank * rows :][:rows]
 
 
-@with_each(
-    zero2=(FSDPType.ZERO2, False),
-    zero2_tied=(FSDPType.ZERO2, True),
-    zero3=(FSDPType.ZERO3, False),
-    zero3_tied=(FSDPType.ZERO3, True),
-)
+@with_each(zero2_tied=(FSDPType.ZERO2, True), zero3=(FSDPType.ZERO3, False))
 def thunder_fsdp(rank, of):
     sharding, tied = of
     model = Model(97, tied=tied)
@@ -156,7 +151,7 @@ def thunder_fsdp(rank, of):
     check(step, exact, part=functools.partial(padded_part, rank))
 
 
-@with_each(ddp=(True, False), ddp_tied=(True, True), fsdp=(False, False), fsdp_tied=(False, True))
+@with_each(ddp=(True, False), fsdp_tied=(False, True))
 def thunder_distributes_before_it_fuses(rank, of):
     """The other order of transforms."""
     is_ddp, tied = of

@@ -1,8 +1,6 @@
 """`explain`: fused, declined and mixed graphs, through thunder.jit, thunderfx and torch.compile."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,6 +12,7 @@ from thunder.dynamo import thunderfx
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fresh
 import thunder_flce
 from thunder_flce import FuseLinearCrossEntropy, Options
 from thunder_flce.backend import compile_graph
@@ -114,8 +113,7 @@ def test_rich_is_optional():
     program = f"import sys; sys.modules['rich'] = None; from {formatting.__name__} import print_text\n"
     program += "import importlib.util; sys.stdout.isatty = lambda: True\n"
     program += "importlib.util.find_spec = lambda name: None; print_text('plain', as_rich=None)"
-    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout == "plain\n"
+    assert fresh.run(program).stdout == "plain\n"
 
 
 class Model(nn.Module):

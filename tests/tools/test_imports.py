@@ -1,10 +1,9 @@
 """What `import thunder_flce` imports, what works without thunder, and what thunder knows, each in a fresh process."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+
+import fresh
 
 WITHOUT = """
 import sys, warnings
@@ -58,7 +57,7 @@ assert "not work with this lightning-thunder: ModuleNotFoundError: No module nam
 
 
 def _run(program, *arguments):
-    process = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
+    process = fresh.run(program, *arguments)
     assert process.returncode == 0, process.stderr
 
 
@@ -121,7 +120,7 @@ import torch.nn.functional as F
 class Absent:
     def find_spec(self, name, *_):
         if name == "thunder":
-            raise ModuleNotFoundError(f"no {name} here")
+            raise ModuleNotFoundError(f"no {name} here", name=name)
 
 sys.meta_path.insert(0, Absent())
 torch._inductor.compile_fx.compile_fx = lambda graph, inputs, **_: graph
@@ -140,11 +139,21 @@ assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain(compiled))
 assert "1 of 1 cross-entropies fused" in str(thunder_flce.explain())
 
 assert not [name for name in sys.modules if name.startswith("thunder_flce.graph")]
+
+from thunder_flce.__main__ import main
+try:
+    main(["trace", "litgpt"])
+except SystemExit as exit:
+    assert exit.code == 2
+else:
+    raise AssertionError("it ran")
 """
 
 
 def test_the_backend_and_explain_need_no_thunder():
-    _run(BACKEND)
+    """A command that needs it says so."""
+    process = fresh.run(BACKEND)
+    assert process.returncode == 0 and "thunder" in process.stderr.splitlines()[-1], process.stderr
 
 
 WITH = """
@@ -170,19 +179,7 @@ assert "thunder_flce.linear_cross_entropy" in called, called
 """
 
 
-@pytest.mark.parametrize("imports", ["import thunder, thunder_flce", "import thunder_flce, thunder"])
-def test_thunder_knows_of_us_in_both_orders(imports):
-    """Its plugin, its executor and the function, though nothing of ours that needs thunder was touched before."""
-    if imports.startswith("import thunder,") and not hasattr(torch.Tensor, "align_as"):
-        pytest.skip("with torch 2.13 and newer, thunder can be imported after thunder_flce only")
-    _run(WITH.format(imports=imports))
-
-
-def test_importing_changes_nothing_of_thunder():
-    """What thunder has wrong is mended when the fusion is first used."""
-    if not hasattr(torch.Tensor, "align_as"):
-        pytest.skip("with torch 2.13 and newer, thunder can be imported after thunder_flce only")
-    _run("""
+UNCHANGED = """
 import thunder
 from thunder.dynamo import ThunderCompiler
 from thunder.transforms.autocast import autocast_impls
@@ -194,9 +191,17 @@ def now():
 before = now()
 import thunder_flce
 assert now() == before
+"""
+MENDED = """
 thunder_flce.FuseLinearCrossEntropy()
 assert not any(mine is its for mine, its in zip(now()[0], before[0])) and now()[1] > before[1]
-""")
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "align_as"), reason="torch 2.13 and newer need the other order")
+def test_after_thunder():
+    """It knows of us, and is as it was until the fusion is first used, when what it has wrong is mended."""
+    _run(WITH.format(imports=UNCHANGED) + MENDED)
 
 
 # As it is since torch 2.14: without what thunder's import reads of it.
@@ -212,7 +217,8 @@ torch.testing.assert_close(torch.autograd.grad(jitted(x, w, tensors[2]), (x, w))
 """
 
 
-def test_thunder_is_imported_where_apply_is_a_builtin():
+def test_before_thunder():
+    """It knows of us, too, though nothing of ours that needs thunder was touched before."""
     _run(WITH.format(imports=BUILTIN_APPLY) + AFTERWARDS)
 
 
@@ -230,24 +236,4 @@ for _ in range(2):
         raise AssertionError("thunder was imported")
     import thunder_flce
 assert message.endswith("import thunder_flce before thunder"), message
-""")
-
-
-def test_a_command_that_needs_thunder_says_so():
-    _run("""
-import sys
-
-class Absent:
-    def find_spec(self, name, *_):
-        if name == "thunder":
-            raise ModuleNotFoundError(f"no {name} here", name=name)
-
-sys.meta_path.insert(0, Absent())
-from thunder_flce.__main__ import main
-try:
-    main(["trace", "litgpt"])
-except SystemExit as exit:
-    assert exit.code == 2
-else:
-    raise AssertionError("it ran")
 """)

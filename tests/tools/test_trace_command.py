@@ -1,10 +1,8 @@
 """`python -m thunder_flce trace`, end to end on a CPU."""
 
-import os
-import subprocess
+import runpy
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,17 +22,19 @@ def _sections(text: str) -> dict[str, str]:
     return {name: text[start:end] for name, start, end in zip(SECTIONS, starts, [*starts[1:], None], strict=True)}
 
 
-def test_as_a_command_of_its_own():
-    command = [sys.executable, "-W", "ignore", "-m", "thunder_flce", "trace", "litgpt", *SMALL]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    before_forward, before_backward, after_forward, after_backward = _sections(result.stdout).values()
+def test_as_a_command_of_its_own(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["thunder_flce", "trace", "litgpt", *SMALL])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_module("thunder_flce", run_name="__main__")
+    assert not exit.value.code
+    printed = capsys.readouterr().out
+    before_forward, before_backward, after_forward, after_backward = _sections(printed).values()
     assert "torch.nn.functional.linear(" in before_forward and "matmul(" in before_backward
     assert "linear_cross_entropy" not in before_forward + before_backward
     assert "flce_linear_cross_entropy_fwd(" in after_forward and "'strategy': \"gradients_in_forward\"" in after_forward
     assert "    # logits f32[48, 100] = x @ W.t()" in after_forward
     assert "flce_scale_gradients(" in after_backward and "matmul(" not in after_backward
-    assert "fused, gradients in forward" in result.stdout and "\x1b[" not in result.stdout
+    assert "fused, gradients in forward" in printed and "\x1b[" not in printed
 
 
 def test_fake_tensors_have_no_memory(capsys):
