@@ -43,7 +43,7 @@ def _server() -> subprocess.Popen:
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
-    atexit.register(server.kill)
+    atexit.register(server.communicate)  # The end of what it reads is its own.
     return server
 
 

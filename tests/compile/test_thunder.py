@@ -13,6 +13,7 @@ from torch import nn
 
 import fresh
 import thunder_flce
+from front_ends import assert_agrees
 from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
 
@@ -62,24 +63,6 @@ def _batch(device="cpu"):
     return tokens, torch.randint(0, V, (3, 11), device=device)
 
 
-def _assert_agrees(model, jitted, batch, **tolerances):
-    """Loss and every gradient of a jitted model against its eager self."""
-    model.zero_grad()
-    expected = model(*batch)
-    expected.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-    model.zero_grad()
-    loss = jitted(*batch)
-    assert loss.dtype == expected.dtype and loss.shape == expected.shape
-    torch.testing.assert_close(loss, expected, **tolerances)
-    loss.backward()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            torch.testing.assert_close(parameter.grad, gradients[name], **tolerances, msg=lambda m, n=name: f"{n}: {m}")
-        else:
-            assert parameter.grad is None
-
-
 def _symbols(trace):
     return [bsym.sym.name for bsym in trace.bound_symbols]
 
@@ -100,7 +83,8 @@ WITH_STRATEGY = [
 def test_fused(loss, options, device):
     model = Head(loss, bias=options is not None).to(device)
     jitted = thunder_flce.jit(model, options=options)
-    _assert_agrees(model, jitted, _batch(device), rtol=1e-4, atol=1e-5)
+    batch = _batch(device)
+    assert_agrees(model, lambda: model(*batch), lambda: jitted(*batch), rtol=1e-4, atol=1e-5)
     (compilation,) = thunder_flce.explain(jitted)
     (decision,) = compilation.decisions
     assert decision.fused and "test_thunder.py:" in decision.source
@@ -313,7 +297,8 @@ def test_the_executor_alone():
     """No transform has to be named; the list that the user gives is one that thunder reads, so it gets the fusion."""
     model = Head(litgpt_loss)
     jitted = thunder.jit(model, executors=[thunder_flce.executor, *thunder.get_default_executors()])
-    _assert_agrees(model, jitted, _batch(), rtol=1e-4, atol=1e-5)
+    batch = _batch()
+    assert_agrees(model, lambda: model(*batch), lambda: jitted(*batch), rtol=1e-4, atol=1e-5)
     assert [decision.fused for decision in thunder_flce.explain(jitted).decisions] == [True]
     plain = thunder.jit(model)
     plain(*_batch())

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from thunder_flce.__main__ import main
-from thunder_flce.bench import cli, distributed, losses, measure, methods, output, rates
+from thunder_flce.bench import cli, distributed, losses, measure, output, rates
 from thunder_flce.bench.measure import Run, Unavailable, spread
 from thunder_flce.bench.methods import LOG_PROBS, METHODS, maker
 from thunder_flce.bench.models import parse_model
@@ -255,9 +255,8 @@ def test_peers_that_are_not_installed_say_so(monkeypatch):
     for module in ("liger_kernel", "cut_cross_entropy", "quack", "trl"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delattr(torch.nn, "LinearCrossEntropyOptions", raising=False)
-    monkeypatch.setattr(methods, "find_spec", lambda name: None)
-    peers = [name for name in METHODS if name.startswith(("liger", "trl", "cut", "quack", "torch linear", "auto"))]
-    assert len(peers) == 11
+    peers = [name for name in METHODS if name.startswith(("liger", "trl", "cut", "quack", "torch linear"))]
+    assert len(peers) == 10
     for make in [*map(maker, peers), *LOG_PROBS.values()]:
         with pytest.raises(Unavailable, match=r"liger_kernel|trl|cut_cross_entropy|quack|torch .* has no"):
             make()

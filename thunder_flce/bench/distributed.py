@@ -101,43 +101,6 @@ def _loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
     return step
 
 
-def _chunked_loss_parallel(part: Part, *, is_compiled: bool = False) -> Step:
-    """The same for a part of the tokens at a time, each with a backward of its own, as torchtitan's chunked loss.
-
-    dX is collected in float32, and summed over the ranks once, in its dtype. Compiled is the loss of a part's logits.
-    """
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    x, weight = part.inputs.x.detach(), part.inputs.weight
-    # Of 8 chunks, as torchtitan has it by default.
-    chunks = list(zip(x.chunk(8), part.inputs.target.chunk(8), strict=True))
-
-    def loss(logits: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(logits.float(), target, reduction="sum")
-
-    program = torch.compile(loss, dynamic=False) if is_compiled else loss
-
-    def step(mark: Mark) -> Results:
-        weight.grad = None  # In a backward of its own, each part adds to this.
-        total, dx = x.new_zeros((), dtype=torch.float32), torch.empty_like(x, dtype=torch.float32)
-        count = (part.inputs.target != -100).sum()
-        with loss_parallel():
-            for (x_of_chunk, target), dx_of_chunk in zip(chunks, dx.chunk(8), strict=True):
-                leaf = part.whole(x_of_chunk).requires_grad_()
-                value = program(F.linear(leaf, part.weight()), part.whole(target)) / count
-                value.backward()
-                total += _local(value)
-                dx_of_chunk.copy_(_local(leaf.grad))  # dX is a sum over ranks, and this is this rank's summand.
-        mark("forward")
-        shares = dx.to(x.dtype)
-        dist.all_reduce(shares, group=part.mesh.get_group())
-        mark("backward")
-        dw, weight.grad = _local(weight.grad), None
-        return {"loss": total, "dx": shares, "dw": dw}
-
-    return step
-
-
 def _liger(part: Part) -> Step:
     """Liger's, as a loop in PyTorch: its own kernels for it need NVSHMEM and NVLink's multicast."""
     if part.vocab % part.mesh.size():
@@ -179,8 +142,6 @@ METHODS: Mapping[str, Callable[[Part], Step]] = {
     "sequence_parallel": partial(_vocab_parallel, sequence_parallel=True),
     "loss_parallel": _loss_parallel,
     "loss_parallel, torch.compile": partial(_loss_parallel, is_compiled=True),
-    "loss_parallel, 8 chunks": _chunked_loss_parallel,
-    "loss_parallel, 8 chunks, torch.compile": partial(_chunked_loss_parallel, is_compiled=True),
     "liger": _liger,
     "fully_shard": _fully_shard,
     "data_parallel": partial(_vocab_parallel, data_parallel=True),

@@ -124,26 +124,6 @@ def _our_log_probs(x: Tensor, weight: Tensor, target: Tensor, *given: Tensor) ->
     return -linear_cross_entropy(x, weight, target, reduction="none")
 
 
-def _liger_grpo() -> Program:
-    """Liger's GRPO, which has an advantage for each sequence: every token is one, and `SEQUENCES` chunks are made."""
-    module = peer("liger_kernel.chunked_loss").LigerFusedLinearGRPOLoss
-    constants: list[Tensor] = []
-
-    def program(x: Tensor, weight: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-        advantages = weights - 0.6
-        if not constants:
-            # Given with the batch, as in training.
-            with torch.no_grad():
-                log_probs = _our_log_probs(x, weight, target)
-            constants.extend((log_probs + factor * advantages)[:, None] for factor in (0.2, 0.5))
-        settings = {"beta": 0.04, "epsilon_low": 0.1, "epsilon_high": 0.1, "loss_type": "grpo"}
-        fused = module(**settings, chunk_size=x.shape[0] // SEQUENCES)
-        policies = dict(zip(("ref_per_token_logps", "old_per_token_logps"), constants, strict=True))
-        return fused(x[:, None], weight, target[:, None], torch.ones_like(constants[0]), advantages, **policies)[0]
-
-    return program
-
-
 def _liger_preference() -> Program:
     """Liger's DPO, a chunk for each pair of sequences."""
     fused = peer("liger_kernel.chunked_loss").LigerFusedLinearDPOLoss(beta=0.1, use_ref_model=False)
@@ -204,7 +184,7 @@ def _ours(program: Program) -> dict[str, Callable[[], Program]]:
 
 LOSSES = {
     "mean": Loss(reduce=_mean, own=_ours(lambda x, weight, target, _: linear_cross_entropy(x, weight, target))),
-    "GRPO": Loss(reduce=_grpo, own={"liger": _liger_grpo}),
+    "GRPO": Loss(reduce=_grpo),
     "DPO": Loss(reduce=_preference, own={"liger": _liger_preference}),
     "DPO, frozen head": Loss(
         reduce=_preference, gradients=("dx",), matmuls=2, own={"liger": _liger_preference},

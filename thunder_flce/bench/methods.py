@@ -6,10 +6,8 @@ All do the same for their user: one loss from x, weight, bias and target, and af
 
 import ast
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
 from types import ModuleType
@@ -108,31 +106,6 @@ def _torch_linear_cross_entropy(**settings: Any) -> Method:
     return _one_linear(lambda x, weight, target, bias: function(x, weight, target, linear_bias=bias, options=options))
 
 
-def _auto_chunker() -> Method:
-    if find_spec("torch._inductor.fx_passes.auto_chunker") is None:
-        raise Unavailable(f"torch {torch.__version__} has no auto chunker")
-    from torch._inductor import config, metrics
-
-    # By default, the auto chunker takes only operations whose result is eight times as large as their operands, which
-    # few language models' heads are.
-    options: dict[str, Any] = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 0}
-    program = torch.compile(_program, options=options, dynamic=False)
-    chunked = False
-
-    def function(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> Tensor:
-        nonlocal chunked
-        before = metrics.num_auto_chunking  # type: ignore[attr-defined]
-        # The auto chunker declines without a message, and does not count what comes out of a cache.
-        with nullcontext() if chunked else config.patch(force_disable_caches=True):
-            loss = program(x, weight, bias, target)
-        chunked = chunked or metrics.num_auto_chunking > before  # type: ignore[attr-defined]
-        if not chunked:
-            raise Unavailable("declined by the auto chunker")
-        return loss
-
-    return _one_linear(function)
-
-
 def _trl_log_probs() -> Callable[..., Tensor]:
     """The head of TRL's trainers without the model around it, at the width of their blocks of the vocabulary."""
     function = peer("trl.kernels", extra=None).ChunkedLogProbFunction
@@ -183,10 +156,8 @@ METHODS: dict[str, Callable[[], Method]] = {
     "torch.compile, dynamic": partial(_compiled, torch.compile, dynamic=True),
     "thunder": lambda: _compiled(import_module("thunder").jit),
     **{name: partial(make, Options()) for name, make in OURS.items()},
-    "flce, 512 rows": partial(_jitted, Options(chunk_rows=512)),
     "torch linear_cross_entropy": _torch_linear_cross_entropy,
     "torch linear_cross_entropy, 2048 rows": partial(_torch_linear_cross_entropy, batch_chunk_size=2048),
-    "auto chunker": _auto_chunker,
     "liger": _liger,
     "liger, chunk 8": partial(_liger, chunk_mem_const=8),
     "cut-cross-entropy": partial(_peer, _CUT),
