@@ -12,6 +12,13 @@ def decisions(compiled) -> list[thunder_flce.matching.decisions.Decision]:
     return thunder_flce.explain(compiled).decisions
 
 
+def assert_fused(compiled, times: int | None = None) -> None:
+    """Asserts that all was fused that was decided about, as often as that where it is said."""
+    found = decisions(compiled)
+    assert found and all(decision.fused for decision in found), [str(decision) for decision in found]
+    assert times is None or len(found) == times
+
+
 def gradients(model) -> dict[str, torch.Tensor | None]:
     """A copy of each parameter's gradient, by name."""
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}

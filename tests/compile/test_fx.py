@@ -10,7 +10,7 @@ from thunder.recipes import BaseRecipe
 from torch import nn
 
 import thunder_flce
-from front_ends import assert_agrees, decisions
+from front_ends import assert_agrees, assert_fused, decisions
 from test_patterns import _run
 from thunder_flce import FuseLinearCrossEntropy
 
@@ -46,12 +46,6 @@ def batch(rows=3, tokens=8):
     labels = torch.randint(0, V, (rows, tokens))
     labels[0, :2] = -100
     return torch.randint(0, V, (rows, tokens)), labels
-
-
-def assert_fused(compiled, times=None):
-    found = decisions(compiled)
-    assert found and all(decision.fused for decision in found), [str(decision) for decision in found]
-    assert times is None or len(found) == times
 
 
 SHAPES = [(3, 8), (2, 9), (4, 5), (3, 8)]

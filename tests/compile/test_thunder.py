@@ -8,13 +8,12 @@ import pytest
 import thunder
 import torch
 import torch.nn.functional as F
-from thunder.recipes import BaseRecipe
 from torch import nn
 
 import fresh
 import thunder_flce
 from front_ends import assert_agrees
-from thunder_flce import FuseLinearCrossEntropy, NotFusedWarning, Options, linear_cross_entropy
+from thunder_flce import NotFusedWarning, Options, linear_cross_entropy
 from thunder_flce.options import STRATEGIES
 
 V, H = 97, 16
@@ -187,25 +186,6 @@ def test_second_backward_over_a_retained_graph(strategy):
         (got,) = torch.autograd.grad(loss, weight, grad, retain_graph=retain)
         (right,) = torch.autograd.grad(expected, weight, grad, retain_graph=True)
         torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-6)
-
-
-def test_every_way_to_turn_it_on(monkeypatch):
-    # Inductor takes long, and is not what is tested here.
-    monkeypatch.setattr(torch, "compile", lambda program, **_: program)
-    model = Head(shifted_loss)
-    batch = _batch()
-    expected = model(*batch)
-    by_hand = thunder.jit(
-        model,
-        executors=[thunder_flce.executor, *thunder.get_default_executors()],
-        transforms=[FuseLinearCrossEntropy()],
-    )
-    # thunder's default recipe insists on nvFuser, which needs a GPU.
-    recipe = BaseRecipe(fuser="nvfuser" if torch.cuda.is_available() else "torch.compile")
-    by_plugin = thunder.compile(model, recipe=recipe, plugins="flce")
-    for jitted in (by_hand, by_plugin):
-        torch.testing.assert_close(jitted(*batch), expected)
-        assert thunder_flce.explain(jitted)[0].decisions[0].fused
 
 
 COMPILE_FOR_CUDA = """

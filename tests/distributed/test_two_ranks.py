@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thunder_flce
 from divided import part_of, parts
+from front_ends import assert_fused
 from ranks import GPUS, as_processes
 from reference import error, make_case
 from thunder_flce import (
@@ -124,10 +125,6 @@ def check(model: nn.Module, exact: dict[str, torch.Tensor], *, bound: float = 1e
 
 
 # thunder.distributed.
-
-
-def assert_fused(step) -> None:
-    assert all(decision.fused for part in thunder_flce.explain(step) for decision in part.decisions)
 
 
 def padded_part(rank: int, gradient: torch.Tensor, ranks: int = 2) -> torch.Tensor:
