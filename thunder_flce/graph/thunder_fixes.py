@@ -5,7 +5,7 @@ has a repair of its own needs none of ours.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import thunder.torch as ltorch
@@ -21,7 +21,6 @@ from thunder_flce.graph.reading import may_need_grad
 from thunder_flce.graph.thunder_private import (
     ThunderCompiler,
     get_grad,
-    get_tracectx,
     interpreter_needs_wrap,
     maybe_downcast_to,
     nvfuser_available,
@@ -34,6 +33,9 @@ from thunder_flce.graph.thunder_private import (
     register_method,
     torch_to_thunder_functions,
 )
+
+if nvfuser_available():
+    from thunder_flce.graph.thunder_private import nvfuser_reshape, register_supported
 
 _maybe_broadcast = clang.maybe_broadcast
 
@@ -55,41 +57,20 @@ def apply() -> None:
     for loss in (ltorch.log_softmax, ltorch._softmax):
         register_autocast_rule(loss.id)(_in_float32(loss, except_on=devices.DeviceType.CPU))
     if nvfuser_available():
-        nvfuser, reshape = get_executor("nvfuser"), prims.PrimIDs.RESHAPE
-        nvfuser.register_supported(reshape, partial(_may_reshape, nvfuser.implmap[reshape].checker))
+        reshape = prims.PrimIDs.RESHAPE
+        register_supported(reshape, _reshape, get_executor("nvfuser").implmap[reshape].checker)
     # A lazy graph module writes its code when it is first called. By then thunder's interpreter is at work, and it
     # cannot run what torch 2.13 and newer write it with.
     ThunderCompiler.__call__ = _use_lazy_graph_module(False)(ThunderCompiler.__call__)
 
 
-def _may_reshape(checker: Callable, a: TensorProxy, shape: Any) -> bool:
-    """Whether nvFuser takes a reshape: not that of an expanded tensor, or of a function of each of its elements.
+def _reshape(*args: Any, fd: Any, **kwargs: Any) -> Any:
+    """A reshape by nvFuser 0.2.36, with a copy behind it, which costs nothing: it is fused.
 
-    What it fuses behind such a reshape has one value everywhere (nvFuser 0.2.36, H100): the gradient of a sum over each
-    sequence of negative log-probabilities, `(-log_probs).view(sequences, -1).sum(-1)`, was that of the first sequence.
+    Without it, what follows the reshape of an expanded tensor has one value everywhere. So had gradients of the sum of
+    each sequence, as DPO's, `(-log_probs).view(sequences, -1).sum(-1)`: that of the first sequence.
     """
-    return checker(a, shape) and not _is_expanded(a)
-
-
-def _is_expanded(a: TensorProxy) -> bool:
-    trace = get_tracectx()
-    if trace is None:
-        return False
-    name, symbols = a.name, list(trace.bound_symbols)
-    while symbols:
-        symbol = symbols.pop()
-        if name not in [each.name for each in symbol.flat_proxy_outs]:
-            continue
-        if symbol.sym.id is prims.PrimIDs.BROADCAST_IN_DIM:
-            return True
-        operands = [each for each in symbol.flat_proxy_args if isinstance(each, TensorProxy)]
-        if symbol.subsymbols:
-            symbols += symbol.subsymbols
-        elif len(operands) == 1 and operands[0].shape == symbol.output.shape:
-            name = operands[0].name
-        else:
-            return False
-    return False
+    return fd.ops.set(nvfuser_reshape(*args, fd=fd, **kwargs))
 
 
 _torch_zeros: Callable = get_executor("torch").implmap[ltorch.zeros.id].execution_transform

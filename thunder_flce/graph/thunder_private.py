@@ -42,6 +42,7 @@ try:
 
     if nvfuser_available():
         from thunder.executors.nvfuserex_impl import getnv, lcdtype_to_nvdtype, register_supported
+        from thunder.executors.nvfuserex_impl import reshape as nvfuser_reshape
 except ImportError as error:
     raise ImportError(
         f"thunder_flce works with lightning-thunder {SUPPORTED_VERSIONS}; version {version('lightning-thunder')} lacks "
