@@ -305,6 +305,38 @@ def rows_as_many_as_labels(h, w, y, a, m):
     return -sum((x[each, y[0]] * a[0]).sum() for each in rows)
 
 
+@expect(IN_FORWARD, thunder=True)
+def smoothed_losses_logged(h, w, y, a, m):
+    """What is logged is smoothed, too."""
+    labels = torch.where(m.bool(), y, -100).flatten()
+    of_tokens = F.cross_entropy(F.linear(h, w).flatten(0, 1), labels, reduction="none", label_smoothing=0.3)
+    return of_tokens.sum() / m.sum(), of_tokens.detach()
+
+
+@expect(IN_FORWARD)
+def smoothed_with_a_z_term(h, w, y, a, m):
+    """A mean over the labels that are not ignored beside means over all."""
+    logits, labels = F.linear(h, w).flatten(0, 1), torch.where(m.bool(), y, -100).flatten()
+    loss = F.cross_entropy(logits, labels, label_smoothing=0.3)
+    return loss + logits.logsumexp(-1).square().mean() - 0.1 * F.log_softmax(logits, -1).mean()
+
+
+@expect("class weights")
+def weighted_losses_logged(h, w, y, a, m):
+    of_tokens = F.cross_entropy(F.linear(h, w).transpose(1, 2), y, w[:, 0].detach().abs(), reduction="none")
+    return of_tokens.mean(), of_tokens.detach()
+
+
+@expect(FUSED)
+def losses_without_their_gradient(h, w, y, a, m):
+    """Only what cancels has one."""
+    logits = F.linear(h, w)
+    constant = logits.detach() - logits.logsumexp(-1, keepdim=True)
+    return (
+        F.cross_entropy(constant.flatten(0, 1), y.flatten()) - constant.log_softmax(-1).gather(-1, y[..., None]).sum()
+    )
+
+
 # Weights of tokens, which are known before the loss.
 
 

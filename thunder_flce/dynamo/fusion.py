@@ -71,7 +71,7 @@ def _matched(gm: GraphModule, options: Options) -> tuple[Interpreter, list[Regio
 def _ops_of(region: Region, known: Interpreter) -> list[Op]:
     """From the results of a region up to its linears."""
     found: dict[Op, None] = {}
-    linears = {tensor for part in region.parts for tensor in part.linears}
+    linears = {tensor for part in region.parts for tensor in part.logits.linears}
     waiting = [*region.gives, *(result.tensor for part in region.parts for result in part.results)]
     while waiting:
         tensor = waiting.pop()

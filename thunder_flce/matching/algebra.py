@@ -6,19 +6,20 @@ For a row of logits u with label y, with M = max u, L = log Σ exp u and p = exp
     of each row      r  or  c exp(r)                                      `Row`
 
 where r is a sum of u_y, L, M, E = Σ p u and U, the mean of u, each with a factor. So log_softmax(u) is u - L, its entry
-at the label u_y - L, its mean U - L, an entropy L - E. An operation is a rule for such sums, and ways to write a loss
-need not be known one by one.
+at the label u_y - L, its mean U - L, an entropy L - E, a cross-entropy L - u_y, or 0 in rows whose label is ignored.
+An operation is a rule for such sums, and ways to write a loss need not be known one by one.
 
 Each of these comes with its gradient or without: from `detach` on, and in what is computed under `torch.no_grad`.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
 
-from thunder_flce.matching.program import Op, Tensor
+from thunder_flce.matching.program import Tensor
 
 
 class Atom(NamedTuple):
@@ -91,6 +92,11 @@ class Term:
     output: Tensor | None = field(default=None, compare=False)
     """What the linear returns"""
 
+    @property
+    def columns(self) -> Any:
+        """The number of classes, V."""
+        return self.weight.shape[1 if self.transposed else 0]
+
 
 @dataclass(frozen=True)
 class RowStep:
@@ -135,6 +141,11 @@ class Logits:
         """The inputs, weights and bias of the linears."""
         tensors = [tensor for term in self.terms for tensor in (term.input, term.weight)]
         return tensors if self.bias is None else [*tensors, self.bias]
+
+    @property
+    def linears(self) -> set[Tensor]:
+        """What the linears return."""
+        return {term.output for term in self.terms if term.output is not None}
 
     @property
     def has_grad(self) -> bool:
@@ -235,6 +246,8 @@ class Labels:
     """The position of the operation that read them first"""
     wraps: bool = False
     """Whether labels from -V to -1 count from the end"""
+    ignore_index: int | None = None
+    """Of a cross-entropy: it is 0 in rows of this label"""
 
 
 @dataclass(frozen=True)
@@ -248,10 +261,29 @@ class Row:
     """Whether it is factor * exp(sum) in place of the sum"""
     factor: Fraction = Fraction(1)
     labels: Labels | None = None
+    class_weight: Tensor | None = None
+    """(V,): of a cross-entropy, the weights of what each class adds, where it has any"""
 
     def detached(self) -> "Row":
         """Without a gradient."""
         return replace(self, sum=without_grad(self.sum))
+
+    @property
+    def ignore_index(self) -> int | None:
+        """The label of the rows in which it is 0, if there may be such."""
+        return None if self.labels is None else self.labels.ignore_index
+
+    @property
+    def as_loss(self) -> tuple[int, Fraction] | None:
+        """Its sign and label smoothing s where it is a cross-entropy, L - (1 - s) u_y - s U, or the negative of one."""
+        factors = value(self.sum)
+        sign, of_label, of_mean = (factors.pop(name, Fraction(0)) for name in ("L", "y", "U"))
+        smoothing = -sign * of_mean
+        is_loss = abs(sign) == 1 and sign + of_label + of_mean == 0 and 0 <= smoothing <= 1
+        has_one_grad = len({atom.has_grad for atom, _ in self.sum}) == 1
+        if not is_loss or not has_one_grad or factors or self.is_exp or self.labels is None:
+            return None
+        return int(sign), smoothing
 
     @property
     def variables(self) -> dict[str, tuple[Fraction, Fraction]]:
@@ -265,9 +297,21 @@ class Row:
                 found.setdefault(name, [Fraction(0), Fraction(0)])[not atom.has_grad] += sign * factor
         return {name: (a, b) for name, (a, b) in found.items() if a or b}
 
+    def made_of(self, known: Mapping[str, Any], call: Callable[..., Any]) -> Any:
+        """Its value from those of the `variables`, which there are, by functions that `call` calls."""
+        total = None
+        for name, (factor, cut) in self.variables.items():
+            for each, is_cut in ((factor, False), (cut, True)):
+                if each:
+                    part = scaled(call(torch.detach, known[name]) if is_cut else known[name], each, call)
+                    total = part if total is None else call(torch.add, total, part)
+        return scaled(call(torch.exp, total), self.factor, call) if self.is_exp else total
+
     @property
     def kind(self) -> str:
         """What a user would call it."""
+        if self.ignore_index is not None:
+            return "cross-entropy"
         names = self.variables
         return next((words for name, words in _KINDS.items() if name in names), "log-sum-exp")
 
@@ -283,11 +327,18 @@ class Total:
 
     of: Row
     reduction: str
-    """"sum" or "mean" """
+    """"sum" or "mean", of the rows whose label is not ignored"""
 
     def detached(self) -> "Total":
         """Without a gradient."""
         return replace(self, of=self.of.detached())
+
+
+def scaled(number: Any, factor: Fraction | float, call: Callable[..., Any]) -> Any:
+    """A number of each row times a factor, by functions of PyTorch's that `call` calls."""
+    if factor == 1:
+        return number
+    return call(torch.neg, number) if factor == -1 else call(torch.mul, number, float(factor))
 
 
 _PARTS = {
@@ -304,26 +355,6 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Loss:
-    """A cross_entropy or an nll_loss of logits: one number, or one of each row."""
-
-    logits: Logits
-    target: Tensor
-    shape: tuple[Any, ...]
-    has_grad: bool
-    op: Op
-    weight: Tensor | None = None
-    """(V,)"""
-    ignore_index: int = -100
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-
-    def detached(self) -> "Loss":
-        """Without a gradient."""
-        return replace(self, has_grad=False)
-
-
 @dataclass(frozen=True)
 class Argmax:
     """The column of the largest logit of each row."""
@@ -337,4 +368,4 @@ class Argmax:
         return self
 
 
-Value = Class | Row | Total | Loss | Argmax
+Value = Class | Row | Total | Argmax

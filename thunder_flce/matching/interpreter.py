@@ -6,10 +6,11 @@ then a result that a region can give; logits, or log-probabilities of all classe
 
 import inspect
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from thunder_flce.matching.algebra import Argmax, Class, Logits, Loss, Row, Total, Value
+from thunder_flce.matching.algebra import Argmax, Class, Logits, Row, Total, Value, has_grad
 from thunder_flce.matching.decisions import Decision, NotFused, Reason
 from thunder_flce.matching.program import (
     CHANGED,
@@ -35,9 +36,14 @@ class Result:
     """A tensor that the program needs, and that a region can give."""
 
     tensor: Tensor
-    value: Row | Loss | Argmax
+    value: Row | Argmax
     reduction: str = "none"
-    """Of all rows, where it is not a number of each of them: "mean" or "sum" """
+    """Of all rows, where it is not a number of each of them: "mean" or "sum", see `Total`"""
+
+    @classmethod
+    def of(cls, tensor: Tensor, value: Row | Total | Argmax) -> "Result":
+        """A tensor by what is known of it."""
+        return cls(tensor, value.of, value.reduction) if isinstance(value, Total) else cls(tensor, value)
 
     @property
     def op(self) -> Op:
@@ -48,9 +54,18 @@ class Result:
     @property
     def kind(self) -> str:
         """What a user would call it."""
-        if isinstance(self.value, Row):
-            return self.value.kind
-        return "cross-entropy" if isinstance(self.value, Loss) else "argmax"
+        return self.value.kind if isinstance(self.value, Row) else "argmax"
+
+    @property
+    def row(self) -> Row:
+        """What is known of it where it is no argmax."""
+        assert isinstance(self.value, Row)
+        return self.value
+
+    @property
+    def as_loss(self) -> tuple[int, Fraction] | None:
+        """`Row.as_loss`, if it has the gradient of the program's tensor."""
+        return self.row.as_loss if has_grad(self.row.sum) == self.tensor.needs_grad else None
 
 
 @dataclass(eq=False)
@@ -147,13 +162,10 @@ class Interpreter:
         for out, each in zip(op.outs, several, strict=True):
             if each is not None:
                 self.values[out] = each if out.needs_grad else each.detached()
+        if op.name in LOSSES:
+            self._give(op)
         if op.writes:
             self._write(op)
-        # What a rule has not described of several operands, such as the labels that are broadcast, is asked for.
-        if isinstance(found, Loss):
-            self.results[op.output] = Result(op.output, found, found.reduction)
-            for each in (found.target, *([] if found.weight is None else [found.weight])):
-                self._demand(each, op)
 
     # Changes in place.
 
@@ -196,18 +208,27 @@ class Interpreter:
 
     # What is asked for.
 
+    def _give(self, op: Op) -> None:
+        """A cross-entropy is a result where its labels are read; what is made of it, no rule says, but `sums`."""
+        loss = self.values.pop(op.output)
+        assert isinstance(loss, Row | Total)
+        result = self.results[op.output] = Result.of(op.output, loss)
+        assert result.row.labels is not None
+        for each in (*result.row.labels.tensors, result.row.class_weight):
+            self._demand(each, op)
+
     def _demand_all(self, op: Op, described: list[Tensor], detail: str) -> None:
         for each in dict.fromkeys(described):
             self._demand(each, op, detail)
 
-    def _demand(self, tensor: Tensor, user: Op | None, detail: str = "") -> None:
+    def _demand(self, tensor: Tensor | None, user: Op | None, detail: str = "") -> None:
         found = self.get(tensor)
+        if tensor is None or found is None:
+            return
         if isinstance(found, Class) or (isinstance(found, Row) and not found.is_whole):
             self._escape(tensor, user, detail)
-        elif isinstance(found, Total):
-            self.results.setdefault(tensor, Result(tensor, found.of, found.reduction))
-        elif isinstance(found, Row | Argmax):
-            self.results.setdefault(tensor, Result(tensor, found))
+        else:
+            self.results.setdefault(tensor, Result.of(tensor, found))
 
     def _escape(self, tensor: Tensor, user: Op | None, detail: str = "") -> None:
         found = self.values.get(tensor)
@@ -277,8 +298,8 @@ class Interpreter:
 
     def hangs_on(self, tensor: Tensor, logits: Logits) -> bool:
         """Whether a tensor is computed from some logits."""
-        linears = {term.output for term in logits.terms}
-        first = min(out.op.position for out in linears if out is not None and out.op is not None)
+        linears = logits.linears
+        first = min(out.op.position for out in linears if out.op is not None)
         waiting, seen = [tensor], set()
         while waiting:
             each = waiting.pop()

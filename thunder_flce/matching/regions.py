@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from thunder_flce.engine.plan import GRADIENTS_IN_FORWARD
-from thunder_flce.matching.algebra import Argmax, Labels, Logits, Loss, Row, value
+from thunder_flce.matching.algebra import Argmax, Labels, Logits, Row, value
 from thunder_flce.matching.decisions import PLURALS, Decision, NotFused, Reason
-from thunder_flce.matching.interpreter import Escape, Interpreter, Result, is_head
+from thunder_flce.matching.interpreter import Interpreter, Result, is_head
 from thunder_flce.matching.program import Op, Program, Tensor, hint, keeps_elements, same_shape
 from thunder_flce.matching.rules import has_float_factors
 from thunder_flce.matching.sums import NotASum, Tokens, TokenSum, find_sum
@@ -27,40 +27,34 @@ class Part:
     """What reads the same rows of the same logits for the same labels."""
 
     logits: Logits
-    loss: Result | None = None
+    labels: Labels | None
+    class_weight: Tensor | None
+    """Of a cross-entropy, which is then all that it gives"""
     rows: list[Result] = field(default_factory=list)
-    labels: Labels | None = None
     argmaxes: list[Result] = field(default_factory=list)
     problem: NotFused | None = None
 
     @property
     def results(self) -> list[Result]:
-        """All tensors of the program that it gives, the loss first."""
-        return [*([] if self.loss is None else [self.loss]), *self.rows, *self.argmaxes]
+        """All tensors of the program that it gives."""
+        return [*self.rows, *self.argmaxes]
 
     @property
     def kind(self) -> str:
         """What a user would call it."""
-        if self.loss is not None:
-            return "cross-entropy"
         kinds = {result.kind for result in self.rows}
         return next(kind for kind in PLURALS if kind in kinds)
 
     @property
-    def of_loss(self) -> Loss | None:
-        """The cross-entropy, if it has one."""
-        return None if self.loss is None else self.loss.value  # type: ignore[return-value]
-
-    @property
-    def linears(self) -> set[Tensor]:
-        """The results of its linears."""
-        return {term.output for term in self.logits.terms if term.output is not None}
+    def ignore_index(self) -> int:
+        """The label of the rows that a cross-entropy leaves out."""
+        found = None if self.labels is None else self.labels.ignore_index
+        return NOTHING_IGNORED if found is None else found
 
     @property
     def is_mean_of_logits(self) -> bool:
         """Whether it has nothing but means of logits, which any layer may be asked for."""
-        rows = [each.value for each in self.rows if isinstance(each.value, Row)]
-        return self.loss is None and all(set(value(row.sum)) == {"U"} for row in rows)
+        return all(set(value(each.row.sum)) == {"U"} for each in self.rows)
 
     @property
     def has_grad(self) -> bool:
@@ -69,9 +63,9 @@ class Part:
 
     @property
     def first(self) -> Op:
-        """The first operation of its results."""
-        results = [self.loss] if self.loss is not None else self.rows
-        return min((result.op for result in results), key=lambda op: op.position)
+        """The first operation of its cross-entropies, or of all results where it has none."""
+        ops = [result.op for result in self.rows if result.kind == "cross-entropy"]
+        return min(ops or [result.op for result in self.rows], key=lambda op: op.position)
 
 
 @dataclass(eq=False)
@@ -83,6 +77,12 @@ class Region:
     """The sum that the region computes of the results of its parts, if it does"""
     note: str = ""
     """Why its gradients wait for the backward, where they do"""
+
+    @property
+    def loss(self) -> Result | None:
+        """The cross-entropy, where it is all that the rows give."""
+        results = [result for part in self.parts for result in part.rows]
+        return results[0] if len(results) == 1 and results[0].kind == "cross-entropy" and results[0].as_loss else None
 
     @property
     def place(self) -> Op:
@@ -97,14 +97,9 @@ class Region:
         results = [result.tensor for part in self.parts for result in part.results]
         if self.total is None:
             return results
-        rows = {result.tensor for part in self.parts for result in (part.rows + ([part.loss] if part.loss else []))}
+        rows = {result.tensor for part in self.parts for result in part.rows}
         kept = [each for each in results if each not in rows or each in self.total.kept]
         return [self.total.place, *(each for each in kept if each is not self.total.place)]
-
-    @property
-    def reads(self) -> list[Tensor]:
-        """The tensors that it is computed from."""
-        return list(self.read_at)
 
     @property
     def read_at(self) -> dict[Tensor, int]:
@@ -120,11 +115,9 @@ class Region:
                 add((term.input, term.weight), term.output.op)  # type: ignore[union-attr, arg-type]
             if part.logits.bias is not None:
                 add((part.logits.bias,), part.logits.terms[0].output.op)  # type: ignore[union-attr, arg-type]
-            if part.of_loss is not None:
-                weight = part.of_loss.weight
-                add((part.of_loss.target, *(() if weight is None else (weight,))), part.of_loss.op)
-            for tensor in part.labels.tensors if part.labels is not None else ():
-                found.setdefault(tensor, part.labels.read_at)  # type: ignore[union-attr]
+            if part.labels is not None:
+                weights = () if part.class_weight is None else (part.class_weight,)
+                found |= {each: part.labels.read_at for each in (*part.labels.tensors, *weights) if each not in found}
         if self.total is not None:
             made = {out for op in self.total.ops for out in op.outs} | {each.tensor for each in self.total.summands}
             for op in self.total.ops:
@@ -163,7 +156,7 @@ def _is_reported(part: Part) -> bool:
 
 def _is_of_head(logits: Logits) -> bool:
     head = logits.terms[0]
-    return hint(head.weight.shape[1 if head.transposed else 0]) > hint(head.input.shape[-1])
+    return hint(head.columns) > hint(head.input.shape[-1])
 
 
 # Parts.
@@ -171,19 +164,15 @@ def _is_of_head(logits: Logits) -> bool:
 
 def _parts(known: Interpreter) -> list[Part]:
     parts: list[Part] = []
-    results = list(known.results.values())
-    for result in results:
-        if isinstance(result.value, Loss):
-            loss = result.value
-            labels = Labels((loss.target,), (known.program.value_number(loss.target),), loss.op.position)
-            parts.append(Part(loss.logits, loss=result, labels=labels))
-    rows = [result for result in results if isinstance(result.value, Row)]
-    # An entropy has no labels of its own, so the others come first.
-    for result in sorted(rows, key=lambda each: (each.value.labels is None, each.op.position)):  # type: ignore[union-attr]
-        row: Row = result.value  # type: ignore[assignment]
+    rows = [result for result in known.results.values() if isinstance(result.value, Row)]
+    # An entropy has no labels of its own, so the others come first, and cross-entropies before them.
+    for result in sorted(
+        rows, key=lambda each: (each.row.labels is None, each.row.ignore_index is None, each.op.position)
+    ):
+        row = result.row
         part = next((each for each in parts if _takes(each, result, row)), None)
         if part is None:
-            part = Part(row.logits, labels=row.labels)
+            part = Part(row.logits, row.labels, row.class_weight)
             parts.append(part)
         part.rows.append(result)
     for part in parts:
@@ -193,22 +182,19 @@ def _parts(known: Interpreter) -> list[Part]:
 
 def _takes(part: Part, result: Result, row: Row) -> bool:
     """Whether a part can give another number of its rows, too: of all of them, with its labels."""
-    if part.logits != row.logits:
+    if part.logits != row.logits or part.class_weight is not None or row.ignore_index is not None:
         return False
-    if part.of_loss is None:
-        return row.labels in (None, part.labels)
-    # Without a gradient, to compute the logits once more takes as long, and the ignored rows of the loss stay out.
-    return row.labels is None and result.tensor.needs_grad and part.of_loss.weight is None
+    # Without a gradient, to compute the logits once more takes as long, and the ignored rows of a loss stay out.
+    return row.labels in (None, part.labels) and (result.tensor.needs_grad or part.ignore_index == NOTHING_IGNORED)
 
 
 def _problem(part: Part, known: Interpreter) -> NotFused | None:
     """Why a part cannot be fused, as far as it alone says so."""
     logits = part.logits
-    escapes = [each for each in known.escapes if not part.linears.isdisjoint(_linears_of(each))]
+    escapes = [each for each in known.escapes if not part.logits.linears.isdisjoint(each.value.logits.linears)]
     if escapes:
         return min(escapes, key=lambda each: each.user is not None).problem
-    of_rows = [each.value for each in part.rows if isinstance(each.value, Row)]
-    if part.loss is None and all({atom.name for atom, _ in row.sum} == {"y"} for row in of_rows):
+    if all({atom.name for atom, _ in each.row.sum} == {"y"} for each in part.rows):
         return NotFused(Reason.NOT_A_LOG_PROBABILITY, "by gather alone")
     if not has_float_factors(logits):
         return NotFused(Reason.TRANSFORMED_LOGITS, "by factors whose product is no float")
@@ -222,10 +208,6 @@ def _problem(part: Part, known: Interpreter) -> NotFused | None:
     return None
 
 
-def _linears_of(escape: Escape) -> set[Tensor]:
-    return {term.output for term in escape.value.logits.terms if term.output is not None}
-
-
 def _give_argmaxes(parts: Sequence[Part], known: Interpreter) -> None:
     """Gives each argmax to a part that computes the same rows; without one, its logits must stay as they are."""
     for result in known.results.values():
@@ -236,35 +218,34 @@ def _give_argmaxes(parts: Sequence[Part], known: Interpreter) -> None:
         if fitting:
             fitting[0].argmaxes.append(result)
             continue
-        linears = {term.output for term in argmax.logits.terms}
         for part in parts:
-            if not part.linears.isdisjoint(linears):
+            if not part.logits.linears.isdisjoint(argmax.logits.linears):
                 part.problem = part.problem or NotFused(Reason.LOGITS_USED, f"by {result.op.name}")
 
 
 def _refuse_means(parts: Sequence[Part]) -> None:
     """Leaves a mean of logits to the program where no loss reads the same logits."""
-    losses = [part.linears for part in parts if not part.is_mean_of_logits]
+    losses = [part.logits.linears for part in parts if not part.is_mean_of_logits]
     for part in parts:
-        if part.is_mean_of_logits and all(map(part.linears.isdisjoint, losses)):
+        if part.is_mean_of_logits and all(map(part.logits.linears.isdisjoint, losses)):
             part.problem = NotFused(Reason.LOGITS_USED, "by a mean")
 
 
 def _refuse_together(parts: Sequence[Part]) -> None:
     """What reads the same logits is fused as a whole, or not at all."""
-    refused = {tensor for part in parts if part.problem is not None for tensor in part.linears}
-    while broken := [part for part in parts if part.problem is None and not part.linears.isdisjoint(refused)]:
+    refused = {tensor for part in parts if part.problem is not None for tensor in part.logits.linears}
+    while broken := [part for part in parts if part.problem is None and not part.logits.linears.isdisjoint(refused)]:
         for part in broken:
             part.problem = NotFused(Reason.LOGITS_USED, "by something that is not fused itself")
-            refused |= part.linears
+            refused |= part.logits.linears
 
 
 def _escaped(known: Interpreter, parts: Sequence[Part]) -> list[Decision]:
     """Log-probabilities of a head that become no loss that is known, where no loss of the same logits says so."""
-    told = {tensor for part in parts for tensor in part.linears}
+    told = {tensor for part in parts for tensor in part.logits.linears}
     found = []
     for escape in known.escapes:
-        of, linears = escape.value, _linears_of(escape)
+        of, linears = escape.value, escape.value.logits.linears
         if escape.user is None or not told.isdisjoint(linears) or isinstance(of, Row) or not is_head(of):
             continue
         names = {atom.name for atom, _ in of.sum}
@@ -314,9 +295,8 @@ def _joined(parts: Sequence[Part], known: Interpreter, options: Options) -> list
 
 def _is_of_rows(part: Part) -> bool:
     """Whether all that it gives are numbers of each row."""
-    is_reduced = part.of_loss is not None and part.of_loss.reduction != "none"
-    has_classes = part.of_loss is not None and (part.of_loss.weight is not None or part.of_loss.label_smoothing)
-    return not is_reduced and not has_classes and not part.argmaxes
+    is_reduced = any(result.reduction != "none" for result in part.rows)
+    return not is_reduced and part.class_weight is None and not part.argmaxes
 
 
 def _head(part: Part) -> Any:
@@ -326,9 +306,7 @@ def _head(part: Part) -> Any:
         (term.weight, term.transposed, term.factor, term.has_grad, term.input.needs_grad) for term in logits.terms
     )
     bias = (logits.bias, logits.bias_has_grad, logits.scale, logits.softcap, logits.vocab_size, str(logits.group))
-    loss = part.of_loss
-    settings = () if loss is None else (loss.weight, loss.label_smoothing, loss.ignore_index)
-    return terms, bias, settings or (None, 0.0, NOTHING_IGNORED), part.has_grad, logits.dtype
+    return terms, bias, part.class_weight, part.ignore_index, part.has_grad, logits.dtype
 
 
 def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region:
@@ -336,56 +314,39 @@ def _with_sum(parts: list[Part], known: Interpreter, options: Options) -> Region
     plain = Region(parts)
     if not any(part.has_grad for part in parts):
         return plain
-    loss = parts[0].of_loss
-    if len(parts) == 1 and loss is not None and loss.reduction != "none" and not parts[0].rows:
+    if plain.loss is not None and plain.loss.reduction != "none":
         return plain
     try:
         if options.strategy not in (None, GRADIENTS_IN_FORWARD):
             raise NotASum(f"the options say {options.strategy}")
-        total = find_sum([*map(_tokens, parts)], known)
+        total = find_sum([Tokens(part.rows, math.prod(part.logits.rows_shape)) for part in parts], known)
         _check_sum(parts, total, options)
-        last = total.place.op.position  # type: ignore[union-attr]
-        if any(op not in total.writes for op in known.program.writers(_begin(parts), last)):
+        first, last = min(part.first.position for part in parts), total.place.op.position  # type: ignore[union-attr]
+        if any(op not in total.writes for op in known.program.writers(first, last)):
             raise NotASum("a tensor is changed in place")
     except NotASum as problem:
         return replace(plain, note=f"its gradients wait for the backward, because {problem}")
     return Region(parts, total)
 
 
-def _begin(parts: Iterable[Part]) -> int:
-    return min(part.first.position for part in parts)
-
-
-def _tokens(part: Part) -> Tokens:
-    results = [*([] if part.loss is None else [part.loss]), *part.rows]
-    return Tokens(results, math.prod(part.logits.rows_shape))
-
-
 def _check_sum(parts: Sequence[Part], total: TokenSum, options: Options) -> None:
     """Raises for a sum that no region computes."""
-    signs = [total.plain_sign(number) for number in range(len(parts))]
+    is_plain = total.as_losses is not None
     # Of a plain loss alone, the upstream gradient has a known scale. With other results it is written as a token loss.
-    is_alone = len(parts) == 1 and not parts[0].rows and not parts[0].argmaxes and not total.kept
-    is_plain_alone = is_alone and parts[0].of_loss is not None and signs[0] is not None
+    is_alone = not parts[0].argmaxes and not total.kept
+    is_plain_alone = is_plain and is_alone and Region([*parts]).loss is not None
     if parts[0].logits.dtype is torch.float16 and options.expected_gradient is None and not is_plain_alone:
         raise NotASum("in float16 they need Options(expected_gradient=), such as a GradScaler's scale")
-    for part, sign in zip(parts, signs, strict=True):
-        loss = part.of_loss
-        if loss is None or sign is not None and not part.rows:
-            continue
-        if loss.weight is not None or loss.label_smoothing:
-            raise NotASum("the losses have class weights or label smoothing")
+    if parts[0].class_weight is not None:
+        is_mean = any(summand.reduction == "mean" for summand in total.summands)
+        if not is_plain or total.kept or is_mean:
+            raise NotASum("the losses have class weights")
     if len(parts) > 1:
         texts = [
             [(text, [each.ignored for each in inputs]) for text, inputs in total.texts(n)] for n in range(len(parts))
         ]
-        if any(sign is None for sign in signs) and any(each != texts[0] for each in texts):
+        if not is_plain and any(each != texts[0] for each in texts):
             raise NotASum("the parts of its head have losses of different kinds")
-        if any(
-            part.of_loss is not None and part.of_loss.weight is not None and part.of_loss.reduction == "mean"
-            for part in parts
-        ):
-            raise NotASum("the losses have class weights")
         if total.kept or any(part.argmaxes for part in parts):
             raise NotASum("something else needs numbers of its rows")
 
@@ -408,7 +369,7 @@ def ordered(regions: Sequence[Region], known: Interpreter) -> tuple[list[Op | Re
     waiting: list[Op | Region] = []
 
     def is_ready(item: Op | Region) -> bool:
-        reads = item.reads if isinstance(item, Region) else item.operands
+        reads = item.read_at if isinstance(item, Region) else item.operands
         return missing.isdisjoint(reads)
 
     for item in items:
@@ -424,7 +385,7 @@ def _needed(regions: Sequence[Region], known: Interpreter, given: dict[Tensor, R
     """The operations that are still needed, and the regions, in order."""
     needed = set(known.program.results)
     for region in regions:
-        needed.update(region.reads)
+        needed.update(region.read_at)
     dropped = dropped_writes(regions, known)
     at: dict[Op, list[Region]] = {}
     for region in regions:
@@ -447,7 +408,7 @@ def dropped_writes(regions: Sequence[Region], known: Interpreter) -> set[Op]:
     found: set[Op] = set()
     for region in regions:
         found |= region.total.writes if region.total else set()
-        storages = {tensor.storage for part in region.parts for tensor in part.linears}
+        storages = {tensor.storage for part in region.parts for tensor in part.logits.linears}
         found.update(op for op in known.followed if op.writes[0].storage in storages)
     return found
 
@@ -521,8 +482,3 @@ def is_compared_with_labels(indices: Tensor, part: Part, program: Program) -> bo
         return (program.value_number(others[0]),) == (part.labels.numbers if part.labels else None)
 
     return indices not in program.results and all(map(compares, indices.users))
-
-
-def ignored(part: Part) -> int:
-    """The label of the rows that a part leaves out."""
-    return NOTHING_IGNORED if part.of_loss is None else part.of_loss.ignore_index

@@ -20,7 +20,6 @@ from thunder_flce.matching.algebra import (
     Class,
     Labels,
     Logits,
-    Loss,
     Poly,
     Row,
     RowStep,
@@ -143,15 +142,13 @@ def _copied(known: "Interpreter", op: Op, input: Tensor, *args: Any, **kwargs: A
     is_exact = before == after or (before.itemsize < 4 and after is torch.float32)
     if isinstance(found, Class) and not is_exact:
         raise Unknown
-    if isinstance(found, Loss):
-        raise Unknown
     return found
 
 
 @rule("detach")
 def _detach(known: "Interpreter", op: Op, input: Tensor) -> Value:
     found = known.get(input)
-    if isinstance(found, Loss) or found is None:
+    if found is None:
         raise Unknown
     return found.detached()
 
@@ -776,7 +773,7 @@ def _indexed(known: "Interpreter", op: Op, of: Class, key: tuple[Any, ...]) -> R
 def _loss(
     known: "Interpreter", op: Op, input: Tensor, target: Tensor, weight: Tensor | None = None, size_average: Any = None,
     ignore_index: Any = -100, reduce: Any = None, reduction: Any = "mean", label_smoothing: Any = 0.0,
-) -> Loss:  # fmt: skip
+) -> Row | Total:  # fmt: skip
     # Where nll_loss has no ignore_index, thunder keeps None.
     ignore_index = -100 if ignore_index is None else ignore_index
     of = known.get(input)
@@ -799,13 +796,15 @@ def _loss(
         raise NotFused(Reason.NOT_LOG_PROBABILITIES)
     if not of.is_shifted_logits:
         raise NotFused(Reason.TRANSFORMED_LOGITS, "by a factor after log_softmax")
-    out = op.output
     if weight is not None:
         _check_class_weights(weight, of.logits)
-    return Loss(
-        of.logits, target, out.shape, out.needs_grad, op, weight=weight, ignore_index=ignore_index, reduction=reduction,
-        label_smoothing=float(label_smoothing),
-    )  # fmt: skip
+    labels = Labels((target,), (known.program.value_number(target),), op.position, ignore_index=ignore_index)
+    smoothing = Fraction(label_smoothing)
+    of_row = added(
+        *((factor, _with_own_grad(of, name)) for name, factor in (("L", 1), ("y", smoothing - 1), ("U", -smoothing)))
+    )
+    row = Row(of.logits, target.shape, of_row, labels=labels, class_weight=weight)
+    return row if reduction == "none" else Total(row, reduction)
 
 
 def _check_class_weights(weight: Tensor, logits: Logits) -> None:

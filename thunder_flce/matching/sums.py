@@ -13,12 +13,13 @@ writes the graph asks autograd for.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from thunder_flce.matching.algebra import Class, Loss, Row
+from thunder_flce.matching.algebra import Class
 from thunder_flce.matching.interpreter import Interpreter, Result
 from thunder_flce.matching.program import (
     COPIES,
@@ -68,13 +69,13 @@ class TokenInput:
 
 @dataclass(eq=False)
 class Summand:
-    """A number of each token that is summed up with weights; or a mean or a sum itself."""
+    """A number of each token that is summed up with weights, or whose mean or sum the program has."""
 
     rows: int
     """The number of its rows among the sources"""
     tensor: Tensor
-    handle: Handle | None
-    """What it is in the recorder of its rows; None for a loss that is a mean or a sum"""
+    handle: Handle
+    """What it is in the recorder of its rows"""
     reduction: str = "none"
 
 
@@ -105,36 +106,33 @@ class TokenSum:
     writes: set[Op]
     """The changes in place that it takes the place of"""
 
-    def plain_sign(self, rows: int) -> int | None:
-        """Where all summands of some rows are log-probabilities, or all are losses: -1 or 1; None otherwise."""
-        tokens, signs = self.tokens[rows], set[int | None]()
-        for summand in self.of_rows(rows):
-            source = next((each for each, handle in tokens.own.items() if handle == summand.handle), None)
-            found = next((each.value for each in tokens.results if each.tensor is source), None)
-            if summand.handle is None or isinstance(found, Loss):
-                signs.add(1)
-            elif isinstance(found, Row) and not found.is_exp and set(found.variables) == {"log_prob"}:
-                factor, cut = found.variables["log_prob"]
-                signs.add(-int(factor) if abs(factor) == 1 and not cut else None)
-            else:
+    @property
+    def as_losses(self) -> tuple[list[int], Fraction] | None:
+        """The sign of each set of rows and the label smoothing of all, where every summand has a `Result.as_loss`."""
+        signs, smoothings = list[int](), set[Fraction]()
+        for rows, tokens in enumerate(self.tokens):
+            of_sources = {tokens.own[each.tensor]: each.as_loss for each in tokens.results}
+            losses = {of_sources.get(summand.handle) for summand in self.of_rows(rows)}
+            if len(losses) != 1 or (loss := losses.pop()) is None:
                 return None
-        return signs.pop() if len(signs) == 1 else None
+            signs.append(loss[0])
+            smoothings.add(loss[1])
+        return (signs, smoothings.pop()) if len(smoothings) == 1 else None
 
     def of_rows(self, rows: int) -> list[Summand]:
         """The summands of some rows."""
         return [summand for summand in self.summands if summand.rows == rows]
 
     def texts(self, rows: int) -> list[tuple[str, list[TokenInput]]]:
-        """What each summand of some rows is, and what it reads; nothing of a loss that is a mean or a sum."""
+        """What each summand of some rows is, and what it reads."""
         tokens = self.tokens[rows]
-        handles = [summand.handle for summand in self.of_rows(rows) if summand.handle is not None]
-        found = (numbered(tokens.recorder.copy().finish(handle)) for handle in handles)
+        found = (numbered(tokens.recorder.copy().finish(summand.handle)) for summand in self.of_rows(rows))
         inputs = list(tokens.inputs.values())
         return [(text, [inputs[number] for number in read]) for text, read in found]
 
     def counts_ignored(self, rows: int) -> bool:
         """Whether a row of a label that is ignored, whose loss is 0, may add something to the sum."""
-        if self.plain_sign(rows) is not None:
+        if self.as_losses is not None:
             return False
         # While a program is compiled, tensors may be fake.
         with unset_fake_temporarily():
@@ -180,16 +178,13 @@ class _Search:
         self._upstream = _with_upstream_gradients(known)
         for rows, tokens in enumerate(of_rows):
             for result in tokens.results:
-                is_reduced = result.reduction != "none"
-                if is_reduced:
-                    self._sums.add(result.tensor)
-                    if isinstance(result.value, Loss):
-                        continue
-                handle = _recorded(result.value, tokens)
+                handle = _recorded(result, tokens)
                 if not result.tensor.needs_grad:
                     handle = tokens.recorder.detached(handle)
-                if not is_reduced:
+                if result.reduction == "none":
                     self._tokens[result.tensor] = rows, handle
+                else:
+                    self._sums.add(result.tensor)
                 tokens.own[result.tensor] = handle
 
     def add(self, op: Op) -> bool:
@@ -354,10 +349,12 @@ class _Search:
         starts = list(dict.fromkeys(starts)) or [place]
         summands = []
         for each in starts:
-            rows, handle = self._tokens.get(each) or (self._sources[each], None)
-            of_source = self._known.results.get(each)
-            handle = self._of_rows[rows].own.get(each) if handle is None else handle
-            summands.append(Summand(rows, each, handle, "none" if of_source is None else of_source.reduction))
+            if each in self._tokens:
+                rows, handle = self._tokens[each]
+                summands.append(Summand(rows, each, handle))
+            else:
+                rows = self._sources[each]
+                summands.append(Summand(rows, each, self._of_rows[rows].own[each], self._known.results[each].reduction))
         needed = _ops_between(self._linear, place)
         assert place.op is not None
         return TokenSum(place, summands, needed, list(self._of_rows), self._kept(place.op), self._writes)
@@ -423,27 +420,27 @@ def _ops_between(linear: list[Op], place: Tensor) -> list[Op]:
     return found[::-1]
 
 
-def _recorded(value: Any, tokens: Tokens) -> Handle:
-    """A source in the recorder: the loss of a token is the negative of its log-probability."""
-    recorder = tokens.recorder
-    if isinstance(value, Loss):
-        handle = Handle("log_prob")
-        valid = recorder.add_input(torch.bool)
-        tokens.inputs[valid] = TokenInput(value.target, value.shape, value.op.position, value.ignore_index)
-        return recorder.write("neg", (recorder.write("where", (valid, handle, 0.0), {}),), {})
-    total: Handle | None = None
-    for name, (factor, cut) in value.variables.items():
-        for each, is_cut in ((factor, False), (cut, True)):
-            if each:
-                handle = recorder.detached(Handle(name)) if is_cut else Handle(name)
-                handle = handle if each == 1 else recorder.write("mul", (handle, float(each)), {})
-                total = handle if total is None else recorder.write("add", (total, handle), {})
-    if total is None:
+def _recorded(result: Result, tokens: Tokens) -> Handle:
+    """A source in the recorder. Which rows a mean or a sum is of, its weights say."""
+    row, recorder = result.row, tokens.recorder
+    call = recording(recorder)
+    if not row.variables:
         raise NotASum("they are numbers that do not depend on the logits")
-    if value.is_exp:
-        total = recorder.write("exp", (total,), {})
-        total = total if value.factor == 1 else recorder.write("mul", (total, float(value.factor)), {})
-    return total
+    number = row.made_of({name: Handle(name) for name in VARIABLES}, call)
+    if row.labels is not None and row.ignore_index is not None and result.reduction == "none":
+        valid = recorder.add_input(torch.bool)
+        tokens.inputs[valid] = TokenInput(row.labels.tensors[0], row.shape, row.labels.read_at, row.ignore_index)
+        number = call(torch.where, valid, number, 0.0)
+    return number
+
+
+def recording(recorder: Recorder) -> Callable[..., Handle]:
+    """Calls functions of PyTorch's on what a recorder knows."""
+
+    def call(function: Callable, *args: Any) -> Handle:
+        return recorder.detached(*args) if function is torch.detach else recorder.write(function.__name__, args, {})
+
+    return call
 
 
 # Linear in their first operand, whatever else they are given, if none of that depends on the tokens.

@@ -6,15 +6,16 @@ Everything is written in PyTorch's functions, which a `Writer` adds to its graph
 import math
 import operator
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import reduce
 from typing import Any, Protocol
 
 import torch
 
 from thunder_flce.engine.plan import RECOMPUTE_LOGITS, SAVE_LOGITS
-from thunder_flce.matching.algebra import Row, RowStep, Term
+from thunder_flce.matching.algebra import RowStep, Term, scaled
 from thunder_flce.matching.decisions import Decision, PlannedRegion
-from thunder_flce.matching.interpreter import Interpreter
+from thunder_flce.matching.interpreter import Interpreter, Result
 from thunder_flce.matching.program import (
     COPIES,
     RESHAPES,
@@ -26,11 +27,10 @@ from thunder_flce.matching.program import (
     same,
     same_shape,
 )
-from thunder_flce.matching.regions import Part, Region, ignored, is_compared_with_labels
-from thunder_flce.matching.sums import Summand
+from thunder_flce.matching.regions import Part, Region, is_compared_with_labels
+from thunder_flce.matching.sums import Summand, recording
 from thunder_flce.operation.call import Call, named_tensors, operand_names
-from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED
-from thunder_flce.operation.loss import Loss as LossSettings
+from thunder_flce.operation.loss import DIFFERENTIABLE_OUTPUTS, NOTHING_IGNORED, Loss
 from thunder_flce.operation.pointwise import VARIABLES, Handle, numbered
 from thunder_flce.options import Options
 
@@ -58,10 +58,15 @@ def write(
 class _Writing:
     def __init__(self, region: Region, writer: Writer, known: Interpreter, options: Options):
         self._region, self._known, self._options = region, known, options
-        self._writer, self._call = writer, writer.call
+        self._writer = writer
         self._logits = region.parts[0].logits
         self._rows_dtype = torch.float64 if self._logits.dtype is torch.float64 else torch.float32
         self._is_joined = len(region.parts) > 1
+        self._loss = region.loss if region.total is None else None
+        """What the region's loss is; None where that is a sum, or numbers of which the program's are made"""
+        self._smoothing = self._common_smoothing()
+        self._keeps_ignored = any(map(self._needs_ignored, region.parts))
+        """Whether rows whose label is ignored are computed, too"""
         self._reciprocals: list[Tensor] = []
         """Of the number of valid labels of each mean that is in the sum"""
 
@@ -69,31 +74,29 @@ class _Writing:
         region, logits = self._region, self._logits
         inputs, labels = self._inputs_and_labels()
         self._rows = tuple(inputs[0].shape[:-1])
-        of_loss = region.parts[0].of_loss
         arguments: dict[str, Any] = {
             "input": inputs[0],
             "linear_weight": self._weight(logits.terms[0]),
             "target": labels,
             "linear_bias": self._bias(),
             "terms": tuple((x, self._weight(t)) for x, t in zip(inputs[1:], logits.terms[1:], strict=True)),
-            "weight": None if of_loss is None else of_loss.weight,
+            "weight": region.parts[0].class_weight,
         }
-        # The scale of `LossSettings` is that of all, softcap included.
+        # The scale of `Loss` is that of all, softcap included.
         scale = logits.scale if logits.softcap is None else logits.scale * logits.softcap
         settings: dict[str, Any] = {
             "logit_scale": float(scale),
             "softcap": None if logits.softcap is None else float(logits.softcap),
             "vocab_size": logits.vocab_size,
         }
-        self._needs_rows = region.total is None and (self._is_joined or bool(region.parts[0].rows))
-        settings |= self._of_total(arguments) if region.total is not None else self._of_rows()
+        settings |= self._of_rows() if region.total is None else self._of_total(arguments)
         outputs = self._outputs()
         with_grad = {name for name, has_grad in outputs.items() if has_grad}
         detached = tuple(name for name in outputs if name in DIFFERENTIABLE_OUTPUTS and name not in with_grad)
-        loss = LossSettings(outputs=tuple(outputs), detached=detached, **settings)
+        loss = Loss(outputs=tuple(outputs), detached=detached, **settings)
         tensors = named_tensors(arguments)
         needs_grad = tuple(name for name in operand_names(tensors) if tensors[name].needs_grad)
-        needs_grad = needs_grad if self._is_differentiated() else ()
+        needs_grad = needs_grad if any(part.has_grad for part in region.parts) else ()
         if needs_grad:
             tensors = named_tensors({**tensors, "expected_gradient": self._expected_gradient()})
         call = Call(tensors=tensors, loss=loss, needs_grad=needs_grad)
@@ -104,6 +107,12 @@ class _Writing:
         note = region.note if waits else ""
         decision = Decision(part.first.source, planned, kind=part.kind, note=note)
         return self._results(found, with_grad), decision
+
+    def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Tensor:
+        """See `Writer`; what has no gradient need not be detached."""
+        if function is torch.detach and not args[0].needs_grad:
+            return args[0]
+        return self._writer.call(function, *args, **kwargs)
 
     # Operands.
 
@@ -126,30 +135,25 @@ class _Writing:
         labels = _before_reshapes(first, rows, self._known.program)
         if others:
             labels = self._call(torch.cat, [self._flat(each) for each in part.labels.tensors])
-        if self._keeps_ignored(part):
-            is_valid = self._call(torch.ne, labels, ignored(part))
+        if self._keeps_ignored and part.ignore_index != NOTHING_IGNORED:
+            is_valid = self._call(torch.ne, labels, part.ignore_index)
             labels = self._call(torch.where, is_valid, labels, 0)
         if part.labels.wraps:
-            vocab = part.logits.vocab_size or self._columns(part)
+            vocab = part.logits.vocab_size or part.logits.terms[0].columns
             is_negative = self._call(torch.lt, labels, 0)
             labels = self._call(torch.where, is_negative, self._call(torch.add, labels, vocab), labels)
         if not same_shape(labels.shape, rows):
             labels, inputs = self._flat(labels), [self._flat(each, 2) for each in inputs]
         return inputs, labels
 
-    def _keeps_ignored(self, part: Part) -> bool:
-        """Whether rows whose label is ignored are computed, too."""
+    def _needs_ignored(self, part: Part) -> bool:
+        """Whether a part gives something of rows whose label is ignored."""
         total = self._region.total
-        if part.of_loss is None:
+        if part.ignore_index == NOTHING_IGNORED:
             return False
         if total is None:
-            return bool(part.rows) or self._is_joined
-        number = self._region.parts.index(part)
-        return bool(part.rows) or (part.of_loss.reduction == "none" and total.counts_ignored(number))
-
-    def _columns(self, part: Part) -> int:
-        term = part.logits.terms[0]
-        return term.weight.shape[1 if term.transposed else 0]
+            return self._loss is None
+        return len(part.rows) > 1 or total.counts_ignored(self._region.parts.index(part))
 
     def _flat(self, tensor: Tensor, ndim: int = 1) -> Tensor:
         """In one dimension, or in one and the last."""
@@ -161,7 +165,7 @@ class _Writing:
 
     def _input(self, term: Term, part: Part) -> Tensor:
         input = term.input
-        if part.logits.has_grad and not term.has_grad and input.needs_grad:
+        if part.logits.has_grad and not term.has_grad:
             input = self._call(torch.detach, input)
         # After the last operation that is no reshape, rows keep their number and their order.
         for step in part.logits.rows:
@@ -177,29 +181,30 @@ class _Writing:
 
     def _weight(self, term: Term) -> Tensor:
         weight = term.weight
-        if self._logits.has_grad and not term.has_grad and weight.needs_grad:
+        if self._logits.has_grad and not term.has_grad:
             weight = self._call(torch.detach, weight)
         return self._call(torch.transpose, weight, 0, 1) if term.transposed else weight
 
     def _bias(self) -> Tensor | None:
         bias, logits = self._logits.bias, self._logits
-        if bias is not None and logits.has_grad and not logits.bias_has_grad and bias.needs_grad:
+        if bias is not None and logits.has_grad and not logits.bias_has_grad:
             return self._call(torch.detach, bias)
         return bias
-
-    def _is_differentiated(self) -> bool:
-        total = self._region.total
-        return total is not None or any(part.has_grad for part in self._region.parts)
 
     # What the region computes.
 
     def _of_rows(self) -> dict[str, Any]:
-        """The loss of a part whose results are given one by one."""
-        loss = self._region.parts[0].of_loss
-        if loss is None:
-            return {"reduction": "none", "ignore_index": NOTHING_IGNORED}
-        reduction, ignore_index = ("none", NOTHING_IGNORED) if self._needs_rows else (loss.reduction, loss.ignore_index)
-        return {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": loss.label_smoothing}
+        """The loss where results are given one by one."""
+        reduction, ignore_index = "none", NOTHING_IGNORED
+        if self._loss is not None:
+            reduction, ignore_index = self._loss.reduction, self._region.parts[0].ignore_index
+        return {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": float(self._smoothing or 0)}
+
+    def _common_smoothing(self) -> Fraction | None:
+        """The label smoothing, where all rows that are given are cross-entropies of one, or their negatives."""
+        losses = {result.as_loss for part in self._region.parts for result in part.rows}
+        found = {None if loss is None else loss[1] for loss in losses}
+        return found.pop() if len(found) == 1 else None
 
     def _of_total(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The loss of a sum over tokens; adds its weights, and what it reads, to the arguments."""
@@ -207,18 +212,12 @@ class _Writing:
         assert total is not None
         found = self._writer.weights(total.ops, [each.tensor for each in total.summands], total.place)
         weights = [self._of_rows_of(summand, weight) for summand, weight in zip(total.summands, found, strict=True)]
-        signs = [total.plain_sign(number) for number in range(len(region.parts))]
         is_alone = not total.kept and not any(part.argmaxes for part in region.parts)
-        loss = region.parts[0].of_loss
-        settings: dict[str, Any] = {
-            "reduction": "sum",
-            "ignore_index": NOTHING_IGNORED
-            if loss is None or self._keeps_ignored(region.parts[0])
-            else loss.ignore_index,
-            "label_smoothing": 0.0 if loss is None else loss.label_smoothing,
-        }
-        is_plain = all(sign is not None for sign in signs) and not any(part.rows and part.loss for part in region.parts)
-        if is_plain and is_alone:
+        ignore_index = NOTHING_IGNORED if self._keeps_ignored else region.parts[0].ignore_index
+        settings: dict[str, Any] = {"reduction": "sum", "ignore_index": ignore_index}
+        if total.as_losses is not None and is_alone and not self._keeps_ignored:
+            signs, smoothing = total.as_losses
+            settings["label_smoothing"] = float(smoothing)
             of_parts = []
             for number, sign in enumerate(signs):
                 own = [w for w, summand in zip(weights, total.summands, strict=True) if summand.rows == number]
@@ -266,14 +265,12 @@ class _Writing:
         result: Handle | None = None
         for (summand, _), factor in zip(own, factors, strict=True):
             handle = summand.handle
-            if handle is None:
-                handle = recorder.write("neg", (Handle("log_prob"),), {})
             if isinstance(factor, Tensor):
                 inputs.append(self._full(factor, part))
                 factor_handle: Any = recorder.add_input(torch.float32)
                 handle = recorder.write("mul", (handle, factor_handle), {})
-            elif factor != 1.0:
-                handle = recorder.write("mul", (handle, factor), {})
+            else:
+                handle = scaled(handle, factor, recording(recorder))
             result = handle if result is None else recorder.write("add", (result, handle), {})
         text, read = numbered(recorder.finish(result))
         given = tuple(self._token_input(inputs[each]) for each in read)
@@ -285,7 +282,7 @@ class _Writing:
         tensor = given.tensor
         if given.ignored is not None:
             tensor = self._call(torch.ne, tensor, given.ignored)
-        elif tensor.needs_grad:
+        else:
             tensor = self._call(torch.detach, tensor)
         if not same_shape(tensor.shape, given.shape):
             tensor = self._call(torch.Tensor.expand, tensor, given.shape)
@@ -293,20 +290,19 @@ class _Writing:
 
     def _of_rows_of(self, summand: Summand, weight: Tensor | float) -> Tensor | float:
         """The weights of the tokens of a summand, from its own."""
+        if summand.reduction == "none":
+            return weight
         part = self._region.parts[summand.rows]
-        if summand.handle is not None:
-            count = math.prod(part.logits.rows_shape) if summand.reduction == "mean" else 1
-            if isinstance(weight, Tensor):
-                return weight if isinstance(count, int) and count == 1 else self._call(torch.div, weight, count)
-            if isinstance(count, int):
-                return weight / count
-            device = part.logits.terms[0].input.device
-            one = self._call(torch.full, (), weight, dtype=self._rows_dtype, device=device)
-            return self._call(torch.div, one, count)
-        loss = part.of_loss
-        assert loss is not None
-        is_valid = self._call(torch.ne, loss.target, loss.ignore_index)
-        if loss.reduction == "mean":
+        if self._known.results[summand.tensor].row.ignore_index is None:
+            if summand.reduction == "sum":
+                return weight
+            count = math.prod(part.logits.rows_shape)
+            if isinstance(weight, float) and not isinstance(count, int):
+                device = part.logits.terms[0].input.device
+                weight = self._call(torch.full, (), weight, dtype=self._rows_dtype, device=device)
+            return self._call(torch.div, weight, count) if isinstance(weight, Tensor) else weight / count
+        is_valid = self._is_valid(part)
+        if summand.reduction == "mean":
             count = self._call(torch.Tensor.to, self._call(torch.sum, is_valid), self._rows_dtype)
             self._reciprocals.append(self._call(torch.reciprocal, count))
             # Ignored rows have a gradient of 0, also where all are ignored.
@@ -314,6 +310,11 @@ class _Writing:
         else:
             of_tokens = self._call(torch.Tensor.to, is_valid, self._rows_dtype)
         return of_tokens if weight == 1.0 else self._call(torch.mul, of_tokens, weight)
+
+    def _is_valid(self, part: Part) -> Tensor:
+        """Whether a row's label is not ignored."""
+        assert part.labels is not None
+        return self._call(torch.ne, part.labels.tensors[0], part.ignore_index)
 
     def _added(self, a: Tensor | float, b: Tensor | float) -> Tensor | float:
         if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -349,21 +350,17 @@ class _Writing:
         total = self._region.total
         for part in self._region.parts:
             for result in part.rows if total is None else [each for each in part.rows if each.tensor in total.kept]:
-                row = result.value
-                assert isinstance(row, Row)
-                for name, (factor, _) in row.variables.items():
-                    if name == "log_prob" and total is None:
-                        continue  # The negative of the loss.
+                for name, (factor, _) in result.row.variables.items():
+                    if total is None and (name == "log_prob" or self._smoothing is not None):
+                        continue  # The loss says it.
                     found[name] = found.get(name, False) or (factor != 0 and result.tensor.needs_grad and total is None)
-            if total is not None and part.loss is not None and part.loss.tensor in total.kept:
-                found.setdefault("log_prob", False)
             for name in dict.fromkeys(self._argmax_output(part) for _ in part.argmaxes):
                 found[name] = False
         return dict(sorted(found.items(), key=lambda item: _ORDER.index(item[0])))
 
     def _argmax_output(self, part: Part) -> str:
         """In ignored rows, valid_argmax is -1, which no other label may be."""
-        is_free = not -1 <= ignored(part) < self._columns(part)
+        is_free = not -1 <= part.ignore_index < part.logits.terms[0].columns
         compared = (is_compared_with_labels(each.tensor, part, self._known.program) for each in part.argmaxes)
         return "valid_argmax" if is_free and all(compared) else "argmax"
 
@@ -381,16 +378,9 @@ class _Writing:
             of_part, start = self._of_one_part(found, part, start)
             for result in part.argmaxes:
                 results[result.tensor] = self._like(result.tensor, of_part[self._argmax_output(part)])
-            if part.loss is not None and (total is None or part.loss.tensor in total.kept):
-                results[part.loss.tensor] = self._like(part.loss.tensor, self._loss(part, of_part))
             for result in part.rows:
                 if total is None or result.tensor in total.kept:
-                    row = result.value
-                    assert isinstance(row, Row)
-                    of_rows = self._row(row, of_part)
-                    if result.reduction != "none":
-                        of_rows = self._call(torch.sum if result.reduction == "sum" else torch.mean, of_rows)
-                    results[result.tensor] = self._like(result.tensor, of_rows)
+                    results[result.tensor] = self._like(result.tensor, self._of_result(result, of_part, part))
         return {tensor: results[tensor] for tensor in region.gives}
 
     def _of_one_part(self, found: dict[str, Tensor], part: Part, start: Any) -> tuple[dict[str, Tensor], Any]:
@@ -400,53 +390,37 @@ class _Writing:
         end = start + math.prod(part.logits.rows_shape)
         return {name: self._call(operator.getitem, each, (slice(start, end),)) for name, each in found.items()}, end
 
-    def _loss(self, part: Part, found: dict[str, Tensor]) -> Tensor:
-        """The cross-entropy, where the region has given the losses of all rows."""
-        loss = part.of_loss
-        assert loss is not None
-        if self._region.total is not None:
-            losses = self._call(torch.neg, found["log_prob"])
-        else:
-            losses = found["loss"]
-            if not self._needs_rows:
-                return losses
-        is_valid = self._call(torch.ne, loss.target, loss.ignore_index)
-        losses = (
-            losses if same_shape(losses.shape, is_valid.shape) else self._call(torch.reshape, losses, is_valid.shape)
-        )
-        losses = self._call(torch.where, is_valid, losses, 0.0)
-        if loss.reduction == "none":
-            return losses
-        total = self._call(torch.sum, losses)
-        return total if loss.reduction == "sum" else self._call(torch.div, total, self._call(torch.sum, is_valid))
+    def _of_result(self, result: Result, found: dict[str, Tensor], part: Part) -> Tensor:
+        """A result, from what the region returns."""
+        if result is self._loss:
+            return found["loss"]
+        of_rows = self._row(result, found)
+        if result.row.ignore_index is None:
+            return of_rows if result.reduction == "none" else self._call(_REDUCTIONS[result.reduction], of_rows)
+        is_valid = self._is_valid(part)
+        if not same_shape(of_rows.shape, is_valid.shape):
+            of_rows = self._call(torch.reshape, of_rows, is_valid.shape)
+        of_rows = self._call(torch.where, is_valid, of_rows, 0.0)
+        if result.reduction == "none":
+            return of_rows
+        total = self._call(torch.sum, of_rows)
+        return total if result.reduction == "sum" else self._call(torch.div, total, self._call(torch.sum, is_valid))
 
-    def _row(self, row: Row, found: dict[str, Tensor]) -> Tensor:
+    def _row(self, result: Result, found: dict[str, Tensor]) -> Tensor:
         """A number of each row, from what the region returns."""
-        total: Tensor | None = None
-        is_sum = self._region.total is not None
-        for name, (factor, cut) in row.variables.items():
-            value, sign = (found["loss"], -1) if name == "log_prob" and not is_sum else (found[name], 1)
-            for each, is_cut in ((factor, False), (cut, True)):
-                if not each:
-                    continue
-                part = self._call(torch.detach, value) if is_cut and value.needs_grad else value
-                part = self._scaled(part, float(sign * each))
-                total = part if total is None else self._call(torch.add, total, part)
-        if total is None:  # All has cancelled, as in the sum of a softmax.
-            device = self._logits.terms[0].input.device
-            total = self._call(torch.zeros, row.shape, dtype=self._rows_dtype, device=device)
-        if row.is_exp:
-            total = self._scaled(self._call(torch.exp, total), float(row.factor))
-        return total
-
-    def _scaled(self, tensor: Tensor, factor: float) -> Tensor:
-        if factor == -1:
-            return self._call(torch.neg, tensor)
-        return tensor if factor == 1 else self._call(torch.mul, tensor, factor)
+        row, loss, is_sum = result.row, result.as_loss, self._region.total is not None
+        if loss is not None and self._smoothing is not None and not is_sum:
+            return scaled(found["loss"], loss[0], self._call)
+        if not row.variables:  # All has cancelled, as in the sum of a softmax.
+            number, device = float(row.factor) if row.is_exp else 0.0, self._logits.terms[0].input.device
+            return self._call(torch.full, row.shape, number, dtype=self._rows_dtype, device=device)
+        if not is_sum and "log_prob" in row.variables:
+            found = {"log_prob": self._call(torch.neg, found["loss"]), **found}
+        return row.made_of(found, self._call)
 
     def _like(self, program: Tensor, found: Tensor) -> Tensor:
         """In the shape and the dtype that the program's tensor has, and without a gradient where that has none."""
-        if found.needs_grad and not program.needs_grad:
+        if not program.needs_grad:
             found = self._call(torch.detach, found)
         if not same_shape(found.shape, program.shape):
             found = self._call(torch.reshape, found, program.shape)
@@ -456,15 +430,14 @@ class _Writing:
 
     def _scalar(self) -> Tensor | None:
         """The program's tensor that the region's loss is; None where it makes that of numbers of each row."""
-        region, loss = self._region, self._region.parts[0].loss
-        if region.total is not None:
-            return region.total.place
-        return loss.tensor if loss is not None and not self._needs_rows else None
+        if self._region.total is not None:
+            return self._region.total.place
+        return None if self._loss is None else self._loss.tensor
 
     def _expected_gradient(self) -> Tensor | float | None:
         total = self._region.total
         found = expected_gradient(self._scalar(), self._logits.dtype, self._writer, self._options, self._exists)
-        is_token_loss = total is not None and total.plain_sign(0) is None
+        is_token_loss = total is not None and total.as_losses is None
         # A token loss in float16 is fused only where the options say the upstream gradient: it is 1.
         return 1.0 if found is None and is_token_loss and self._logits.dtype is torch.float16 else found
 
@@ -478,7 +451,7 @@ class _Writing:
                 return False
             if each not in seen and each.op is not None:
                 seen.add(each)
-                if each.op.position > min(t.op.position for p in self._region.parts for t in p.linears if t.op):
+                if each.op.position > min(t.op.position for p in self._region.parts for t in p.logits.linears if t.op):
                     waiting += each.op.operands
         return True
 
@@ -525,6 +498,7 @@ def expected_gradient(
 
 
 _ORDER = (*VARIABLES, "argmax", "valid_argmax")
+_REDUCTIONS = {"sum": torch.sum, "mean": torch.mean}
 
 
 def _before_reshapes(labels: Tensor, rows: Sequence[Any], program: Program) -> Tensor:
