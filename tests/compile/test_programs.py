@@ -337,6 +337,14 @@ def losses_without_their_gradient(h, w, y, a, m):
     )
 
 
+@expect(FUSED, thunder=True)
+def other_logits_of_losses(h, w, y, a, m):
+    """A gradient comes back to the losses through another head, too."""
+    of_tokens = losses(h, w, y)
+    logits = F.linear(torch.exp(-of_tokens), w[:, : of_tokens.shape[1]])
+    return of_tokens.cos().sum() - logits.log_softmax(-1).gather(-1, y[:, :1]).sum()
+
+
 # Weights of tokens, which are known before the loss.
 
 

@@ -35,6 +35,7 @@ from thunder_flce.matching.program import (
     same_shape,
     tensors_in,
 )
+from thunder_flce.matching.rules import LINEARS
 from thunder_flce.operation.pointwise import (
     VARIABLES,
     Handle,
@@ -320,14 +321,12 @@ class _Search:
     def _is_closed(self, place: Tensor) -> bool:
         """Whether no gradient reaches the sources but through one sum."""
         self.check_results(place)
-        done = {op for op in self._passed} | {
-            op for op in self._program.ops if any(o in self._sources for o in op.outs)
-        }
-        users = (user for each in self._with_grad - {place} for user in each.users)
-        return all(
-            user in done or all(out in self._known.values for out in user.outs) or not self._passes_grad(user)
-            for user in users
-        )
+        values, sources = self._known.values, self._sources
+        # What is known of what other linears make of them is not known of the sources.
+        known = (op for op in self._program.ops if op.name not in LINEARS and all(out in values for out in op.outs))
+        done = {*self._passed, *known, *(op for op in self._program.ops if any(out in sources for out in op.outs))}
+        users = {user for each in self._with_grad - {place} for user in each.users}
+        return not any(self._passes_grad(user) for user in users - done)
 
     def check_results(self, place: Tensor | None = None) -> None:
         """Raises where the program returns something else that gradients come from."""
